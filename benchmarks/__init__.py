@@ -1,1 +1,1 @@
-"""What the product costs beside its floor and its peers: `scripts/bench`, docs/testing.md."""
+"""Costs of toolcrew compared with a bare baseline and with other systems: `scripts/bench`, docs/testing.md."""

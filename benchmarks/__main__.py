@@ -28,7 +28,7 @@ NAMES = tuple(
 """Every module in this folder with a function `run` that returns a report."""
 GROUPS = {"batch": ("batch_runs", "batch_memory", "batch_queue")}
 SIZED = ("batch_runs", "batch_memory")
-"""Those that --runs is for."""
+"""Benchmarks that accept --runs."""
 
 
 def main(argv: list[str] | None = None) -> int:

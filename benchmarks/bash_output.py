@@ -31,7 +31,7 @@ REQUEST = {
     "capture": {"stdout": MAX_OUTPUT_BYTES, "stderr": MAX_OUTPUT_BYTES, "merged": MAX_OUTPUT_BYTES},
     "spill": {"bytes": MAX_OUTPUT_BYTES, "lines": MAX_LINES},
 }
-"""What workers/tools/shell.py sends for bash_tool."""
+"""The request that workers/tools/shell.py sends for bash_tool."""
 
 
 def read_resident(pid: int) -> int:
@@ -42,7 +42,7 @@ def read_resident(pid: int) -> int:
 
 
 def read_guest(pid: int) -> int:
-    """Of the guest: PID 1 and its supervisors, but not the programs."""
+    """Return the memory of the guest: PID 1 and its supervisors, without the programs."""
     with contextlib.suppress(OSError):
         children = [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
         return read_resident(pid) + sum(map(read_resident, children))

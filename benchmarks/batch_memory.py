@@ -15,7 +15,7 @@ from tests.model_server.running import ModelServer, running_model_server
 
 RUNS = size(1000, 4)
 THINKS_S = size(20.0, 0.5)
-"""How long the model is silent: long enough for all to be asking at once."""
+"""Delay of the model, long enough for all runs to wait at once."""
 MIB = 1024 * 1024
 SCRIPT: list[dict[str, Any]] = [{"kind": "rule", "reply": {"text": "answer {{item}}", "first_byte_s": THINKS_S}}]
 

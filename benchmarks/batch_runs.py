@@ -63,7 +63,7 @@ def lines(runs: int) -> list[Mapping[str, Any]]:
 
 
 def right(answers: Mapping[str, str], runs: int, calls: int) -> int:
-    """How many runs have the one answer that they can have."""
+    """Return how many runs have the only correct answer."""
     return sum(answers.get(f"i{number}") == f"{number} acted {calls} times" for number in range(runs))
 
 

@@ -24,7 +24,7 @@ from workers.settings import SandboxdSettings
 
 LABELS = {"toolcrew.bench": "1"}
 ENGINE_TIMEOUT_S = 60
-"""How long one answer of the engine is waited for."""
+"""Timeout of one answer of the engine."""
 _MUX = struct.Struct(">BxxxI")
 
 
@@ -97,7 +97,7 @@ class DirectGuest:
             raise RuntimeError("the guest did not say hello")
 
     def call(self, request: Mapping[str, object], body: bytes = b"") -> dict[str, Any]:
-        """One request; gives the header that ends it."""
+        """Send one request; return the header that ends it."""
         header = {**request, "id": os.urandom(16).hex(), "body_bytes": len(body)}
         self._send(encode_frame(header, body, max_total=MAX_DOWN))
         while (frame := self._next()).header.get("ev") == "data":

@@ -34,7 +34,7 @@ FEW = 10
 SHARE_S = size(60.0, 2.0)
 ROUNDS = size(5, 1)
 CALLS = size(2000, 50)
-"""Of one size, in one round."""
+"""Calls of one size in one round."""
 LONG_S = size(60.0, 1.0)
 
 
@@ -150,7 +150,7 @@ async def _weighted(for_s: float) -> float:
 
 
 async def _long_calls() -> int:
-    """How many slots a tenant of long calls holds that wants all."""
+    """Return how many slots a tenant holds whose long calls request all slots."""
     async with open_ground() as ground:
         calls = [asyncio.create_task(ground.call("hog", LONG_S)) for _ in range(20)]
         await asyncio.sleep(3)

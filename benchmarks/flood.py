@@ -23,7 +23,7 @@ FLOOD = size(2000, 40)
 FEW = size(10, 2)
 ROUNDS = size(5, 1)
 LEAD_S = size(2.0, 0.2)
-"""How long the flood comes before the few: in a queue of its own order they would wait for all of it."""
+"""Head start of the flood. In a first-in, first-out queue the few calls would wait for all of it."""
 
 
 def run(rounds: int = ROUNDS) -> Report:

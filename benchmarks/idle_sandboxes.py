@@ -85,7 +85,7 @@ def _wait_frozen(path: Path) -> None:
 
 
 def _cpu_share(pid: int) -> float:
-    """Of one core, over `IDLE_S`."""
+    """Return the used part of one core over `IDLE_S`."""
     before = _cpu_s(pid)
     time.sleep(IDLE_S)
     return (_cpu_s(pid) - before) / IDLE_S

@@ -34,7 +34,7 @@ ALONE = size(500, 5)
 IN_FLIGHT = size((1, 50, 500, 5000), (1, 50))
 ENVELOPE = "x" * 600
 FLAT = 1.5
-"""How much more a call may cost at the most in flight than at 50."""
+"""Largest cost of a call at the highest number in flight, relative to 50 in flight."""
 
 
 @contextlib.asynccontextmanager

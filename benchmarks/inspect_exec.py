@@ -93,12 +93,12 @@ async def _has_compose(report: Report) -> bool:
 
 
 async def _ask_nothing() -> None:
-    """In place of a question whose answer is known."""
+    """Replaces a question whose answer is fixed."""
 
 
 @contextlib.asynccontextmanager
 async def _sample(provider: Provider, config: str | None) -> AsyncIterator[tuple[SandboxEnvironment, float]]:
-    """One sample's sandbox, and the seconds until it was there."""
+    """Return the sandbox of one sample, and the seconds until it was ready."""
     await provider.task_init(TASK, config)
     try:
         began = time.perf_counter()

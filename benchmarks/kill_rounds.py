@@ -85,7 +85,7 @@ class Traces:
 
 @dataclass(frozen=True)
 class Vitals:
-    """Of sandboxd: open files, threads, resident bytes."""
+    """Open files, threads and resident bytes of sandboxd."""
 
     files: int
     threads: int
@@ -158,15 +158,15 @@ class Rounds:
 
 
 def mount_points() -> list[str]:
-    """Of this process's mount namespace."""
+    """Return the mount points of this process's mount namespace."""
     return [line.split(" ")[4] for line in Path("/proc/self/mountinfo").read_text().splitlines()]
 
 
 def loop_files() -> list[str]:
-    """What lies behind the host's loop devices."""
+    """Return the files behind the host's loop devices."""
     found = []
     for path in Path("/sys/block").glob("loop*/loop/backing_file"):
-        with contextlib.suppress(OSError):  # detached meanwhile
+        with contextlib.suppress(OSError):  # the device can be detached at any time
             found.append(path.read_text().strip())
     return found
 
@@ -180,7 +180,7 @@ def _process_lines() -> Iterator[str]:
 
 
 def _engine_rss() -> int | None:
-    """Of the dockerd that this process can see, in bytes."""
+    """Return the resident bytes of the dockerd that this process can see."""
     for path in Path("/proc").glob("[0-9]*/comm"):
         with contextlib.suppress(OSError):
             if path.read_text().strip() == "dockerd":

@@ -1,4 +1,4 @@
-"""What the loop adds to a step beside the model and the tool."""
+"""Time that the loop adds to a step, without the model and the tool."""
 
 import asyncio
 import logging

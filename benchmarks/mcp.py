@@ -1,4 +1,4 @@
-"""What MCP over HTTP adds to a tool call beside the SDK on the same stack.
+"""Time that MCP over HTTP adds to a tool call, compared with the SDK on the same stack.
 
 As in benchmarks/api.py, calls go over one kept connection of a client that does what HTTP takes and nothing else; the
 same by the protocol's own client is told beside it.

@@ -1,4 +1,4 @@
-"""What an idle sandbox costs, by its cgroup, and what sandboxd costs with none and with many."""
+"""Memory of an idle sandbox, from its cgroup, and of sandboxd with no sandbox and with many."""
 
 import contextlib
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What a scrape takes beside 1,000 tenants, 200 hosts and 10,000 messages, and what counting costs a call."""
+"""Duration of a scrape with 1,000 tenants, 200 hosts and 10,000 messages, and the cost of counting per call."""
 
 import asyncio
 import base64
@@ -34,7 +34,7 @@ ASKED_AT_ONCE = 100
 LISTED_US, MOST_LISTED = 100, 100
 CALLS_MADE = size(20_000, 100)
 CALL_CPU_S = 0.003
-"""What a call costs an orchestrator at least (docs/testing.md)."""
+"""Lowest cost of a call in an orchestrator (docs/testing.md)."""
 TARGET_MS = 100.0
 LONGEST_LOOK_MS = 10.0
 

@@ -18,7 +18,7 @@ from workers.sandbox_client import SandboxClient
 
 ROUNDS = size(3, 1)
 WINDOW_S = size(1.0, 0.1)
-"""How long the neighbour's calls are taken in each round, quiet and attacked."""
+"""Duration of the measurement in each round, quiet and attacked."""
 SETTLE_S = size(0.6, 0.1)
 """Until an attack is at its worst; and until what it left behind is killed."""
 TARGET = 2.0

@@ -1,4 +1,4 @@
-"""How long the pages take to be there, beside 10,000 runs of a tenant."""
+"""Load time of the pages with 10,000 runs of a tenant."""
 
 import asyncio
 import time

@@ -39,11 +39,11 @@ PAGE_REQUEST = {
     "max_bytes": MAX_OUTPUT_BYTES - FOOTER_BYTES,
     "timeout_s": 30.0,
 }
-"""What workers/tools/read.py sends for the page."""
+"""The request that workers/tools/read.py sends for the page."""
 
 
 def host_read(path: Path, offset: int, limit: int) -> None:
-    """What a Python program does to have a range of lines."""
+    """Read a range of lines as a plain Python program does."""
     with path.open(encoding="utf-8") as file:
         lines = list(itertools.islice(file, offset - 1, offset - 1 + limit))
     if len(lines) != limit:

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 UNITS: Mapping[str, str] = {"_ms": "ms", "_per_s": "/s", "_bytes": "MiB", "_ratio": "x", "_number": ""}
-"""How a figure's key ends, and the unit that people read."""
+"""Suffix of a figure's key -> the unit that people read."""
 
 Case = Callable[[], float | Awaitable[float]]
-"""One round of one case; gives the seconds it took."""
+"""One round of one case; returns its duration in seconds."""
 
 
 def percentile(values: Sequence[float], share: float) -> float:
@@ -76,7 +76,7 @@ class Figure:
 
     @property
     def met(self) -> bool | None:
-        """Whether the target is met; None when there is none."""
+        """Return whether the target is met; None without a target."""
         if self.at_most is not None:
             return self.value <= self.at_most
         return None if self.at_least is None else self.value >= self.at_least

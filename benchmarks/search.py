@@ -60,7 +60,7 @@ def _run(client: SandboxClient, name: str, argv: list[str], cwd: str = "/workspa
 
 
 def _search(client: SandboxClient, name: str, request: dict[str, Any], firsts: list[float]) -> Callable[[], None]:
-    """One search; `firsts` gets the seconds to its first line."""
+    """Run one search; append the seconds to its first line to `firsts`."""
 
     def work() -> None:
         started = time.perf_counter()

@@ -36,7 +36,7 @@ from benchmarks.sizes import size
 from contract.names import POOL_WEB, slots_key
 from contract.tenancy import TenantPolicy
 from orchestrator.admission import SharedAdmission
-from orchestrator.dispatch.placement import Wanted, choose_host
+from orchestrator.dispatch.placement import HostRequirements, choose_host
 from store.slots import SlotRequest
 
 SEED = 6
@@ -58,7 +58,7 @@ CONNECTIONS = 64
 
 @dataclass
 class Ground:
-    """What all parts share."""
+    """State that all parts share."""
 
     world: World
     orchestrators: Sequence[Orchestrator]
@@ -140,7 +140,7 @@ async def _place(ground: Ground, report: Report) -> list[Session]:
             ground.world.by_queue[queue].sessions -= 1
     reports, began = list(ground.world.reports.values()), time.process_time()
     for _ in range(200):
-        choose_host(reports, Wanted())
+        choose_host(reports, HostRequirements())
     report.add(
         "choose_ms", (time.process_time() - began) / 200 * 1000, f"of a real processor, to choose one of {HOSTS} hosts"
     )

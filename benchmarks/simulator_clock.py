@@ -54,7 +54,7 @@ class _JumpingSelector(selectors.BaseSelector):
         return []
 
     def listen(self) -> None:
-        """Something was published past this loop's connections."""
+        """Record that a message was published outside this loop's connections."""
         self._has_heard = True
 
     def answer(self) -> None:

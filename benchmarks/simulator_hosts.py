@@ -90,7 +90,7 @@ class World:
                     self._report(host)
 
     def poke(self, queue: str) -> None:
-        """Something came into the queue, or a slot became free."""
+        """Start calls after a call is queued or a slot becomes free."""
         host = self.by_queue.get(queue)
         if host is None or host.state != "alive":
             return

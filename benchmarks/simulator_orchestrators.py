@@ -38,7 +38,7 @@ from store.sessions import SessionAddress, SessionStore
 FUTURE_AT = 4_000_000_000.0
 """Where the played clock begins: so far ahead of Redis's that no deadline of a call is over for it."""
 WAIT_S = 300.0
-"""How long a call may wait for a slot."""
+"""Longest wait of a call for a slot."""
 SPECS = {
     is_idempotent: ToolSpec(
         name="read_tool" if is_idempotent else "bash_tool",
@@ -197,7 +197,7 @@ class Orchestrator:
 async def open_orchestrators(
     world: World, client: "redis.asyncio.Redis", number: int, ends: Ends
 ) -> AsyncIterator[list[Orchestrator]]:
-    """They share one Redis and know nothing of one another."""
+    """Start orchestrators that share one Redis and have no other connection."""
     async with AsyncExitStack() as stack:
         made = []
         for _ in range(number):

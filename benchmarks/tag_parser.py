@@ -102,7 +102,7 @@ def _compare_peer(report: Report, texts: dict[str, str], chunk: int) -> None:
 
 
 def _compare_growth(report: Report, size: int) -> None:
-    """How much longer eight times the input takes, on every stream."""
+    """Report for each stream how many times longer an input takes that is eight times as long."""
     large = streams(GROWTH * size)
     for name, text in streams(size).items():
         few, many = cut(text, GROWTH_CHUNK), cut(large.pop(name), GROWTH_CHUNK)

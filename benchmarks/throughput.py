@@ -20,7 +20,7 @@ from store.connection import open_redis
 
 ROUNDS = size(5, 1)
 CALLS = size(300, 20)
-"""Of a case, in a round."""
+"""Calls of a case in a round."""
 SLOTS = 4
 PATH = "/workspace/notes.txt"
 START_LIMIT_S = 30.0
@@ -65,7 +65,7 @@ async def _run(rounds: int) -> Report:
 
 
 async def succeeds(session: Session, tool: str, arguments: dict[str, object]) -> None:
-    """One call. Raises RuntimeError when it fails."""
+    """Make one call. Raises RuntimeError if it fails."""
     result = await session.call(tool, arguments)
     if not result.success:
         raise RuntimeError(f"the call did not succeed: {result.text()}")

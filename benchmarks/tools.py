@@ -1,4 +1,4 @@
-"""How long one call of each tool takes through the whole embedded stack: the built-in tools, a skill as a tool, and a
+"""Duration of one call of each tool through the whole embedded stack: the built-in tools, a skill as a tool, and a
 tool of an MCP server.
 """
 
@@ -28,7 +28,7 @@ ROUNDS, WARM_UP = size((1000, 20), (2, 1))
 """The p99 of 1,000 calls leaves ten beyond it."""
 SKILL, MCP_TOOL = "word-count", "mcp__small__nothing"
 LINES = 200
-"""Of the file that is read, searched and counted."""
+"""Lines of the file that is read, searched and counted."""
 PAGE = (
     b"<html><title>A page</title><body><main><h1>A page</h1>"
     + b"<p>Text of a paragraph.</p>" * 50

@@ -29,7 +29,7 @@ async def _called(session: Session) -> None:
 
 
 def _cpu_s(pids: Iterable[int]) -> float:
-    """Of processes and of their children that have ended."""
+    """CPU seconds of processes and of their ended children."""
     total = 0.0
     for pid in pids:
         with open(f"/proc/{pid}/stat") as stat:

@@ -31,7 +31,7 @@ REQUEST = {
     "capture": {"stdout": MAX_OUTPUT_BYTES, "stderr": MAX_OUTPUT_BYTES, "merged": MAX_OUTPUT_BYTES},
     "spill": {"bytes": MAX_OUTPUT_BYTES, "lines": MAX_LINES},
 }
-"""What workers/tools/shell.py sends for bash_tool."""
+"""The request that workers/tools/shell.py sends for bash_tool."""
 _BASH = ["/bin/bash", "--noprofile", "--norc", "-c", "true"]
 
 
@@ -42,12 +42,12 @@ def host_spawn() -> None:
 
 
 def host_subprocess() -> None:
-    """What a Python program does to have the output: subprocess with two pipes."""
+    """Run a program as plain Python does: subprocess with two pipes."""
     subprocess.run(_BASH, stdin=subprocess.DEVNULL, capture_output=True, check=True)
 
 
 def sandbox_call(client: SandboxClient, name: str) -> None:
-    """One warm call through sandboxd, as bash_tool makes it."""
+    """Make one warm call through sandboxd, as bash_tool does."""
     done = client.call(name, REQUEST, SCRIPT, call_id="bench").done
     if done["exit_code"] != 0:
         raise RuntimeError(f"the call did not succeed: {done}")

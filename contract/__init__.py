@@ -1,3 +1,3 @@
-"""What orchestrator and workers promise each other: records, schemas, codes, names. A leaf: no I/O, imports none of
-ours.
+"""Contract between orchestrator and workers: records, schemas, error codes and names. It does no I/O and imports no
+other package of toolcrew.
 """

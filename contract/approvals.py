@@ -11,10 +11,10 @@ from contract.calls import ToolCall
 
 @dataclass(frozen=True)
 class Decision:
-    """Yes or no, with a reason the model may read. `arguments`: run with these instead; they are checked again.
+    """Whether a call may run, with a reason for the model. `arguments`: changed arguments, which are checked again.
 
-    `digest`: of the request that is answered, for approvers whose answers come from elsewhere; one of another request
-    does not count.
+    `digest`: the digest of the request that is decided, for approvers that get decisions from another process. A
+    decision with the digest of another request is ignored.
     """
 
     is_allowed: bool
@@ -24,9 +24,9 @@ class Decision:
 
 
 def digest_call(call: ToolCall, tenant: str, session: str | None = None) -> str:
-    """SHA-256, in hexadecimal, over the canonical JSON of tenant, session, call id, tool and arguments.
+    """Return the hexadecimal SHA-256 of the canonical JSON of tenant, session, call id, tool and arguments.
 
-    Raises ValueError when the arguments have no canonical JSON (NaN, or nested too deep).
+    Raises ValueError if the arguments have no canonical JSON (NaN, or nested too deep).
     """
     return hashlib.sha256(canonical_json([tenant, session, call.id, call.name, call.arguments]).encode()).hexdigest()
 

@@ -3,7 +3,7 @@
 import tarfile
 
 HEAD_BYTES = tarfile.BLOCKSIZE
-"""So many bytes are enough to find the kind."""
+"""Number of bytes from the start of a file that `find_kind` needs."""
 KNOWN_KINDS = "an archive (.tar, .tar.gz, .tar.bz2, .tar.xz, .zip) or a git bundle"
 _MAGIC = (
     (b"\x1f\x8b", "tar.gz"),
@@ -17,7 +17,7 @@ _MAGIC = (
 
 
 def find_kind(head: bytes) -> str | None:
-    """Return the kind that the first bytes of a file announce; None for no known kind. Nothing is decompressed."""
+    """Return the kind of a file by its first bytes; None for an unknown kind. Decompresses nothing."""
     for magic, kind in _MAGIC:
         if head.startswith(magic):
             return kind

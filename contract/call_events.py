@@ -1,11 +1,11 @@
-"""What a call tells its caller while it runs: small JSON entries of one Redis stream a call, and the bounds both sides
-keep.
+"""Events of a running call, which its worker sends to the caller: JSON entries of one Redis stream per call, and their
+limits.
 
-The caller makes the stream and names its listener in the signed context; the worker only adds to a stream that is
-there, and puts the call's name into the listener's set (store/call_events.py has the keys), so that one blocked
-connection serves every call of a process. The caller deletes what it has delivered: the length of the stream is what
-still waits. The last entry is END, which counts the others: it is written before the result is, so who has the result
-can read every event of the call.
+The caller creates the stream and names its listener in the signed context. The worker adds entries only to an existing
+stream, and adds the call to the listener's set (store/call_events.py has the keys). So one blocked connection serves
+all calls of a process. The caller deletes delivered entries: the length of the stream is the number of entries that
+wait. The last entry is END, with the number of all other entries. The worker writes END before the result, so a caller
+that has the result can read all events of the call.
 """
 
 import json
@@ -20,64 +20,65 @@ from contract.errors import EnvelopeRefused
 OUTPUT = "output"
 """A piece of output: `stream` and `text`."""
 MODEL = "model"
-"""A tool asks the caller's model; the answer comes back in a list of its own. Question and answer are signed."""
+"""A request of a tool to the caller's model. The reply comes back in a separate list. Both are signed."""
 END = "end"
-"""Nothing more comes: `count` entries were written before, `hidden_chars` characters of output were not."""
+"""Last entry. `count`: number of entries before it. `hidden_chars`: characters of output that were not sent."""
 
 HIDDEN = "output_not_shown_chars"
-"""In a result's metadata: so many characters of its output were not shown while it ran, because the caller was too
-slow.
+"""Field of a result's metadata: characters of its output that were not sent while it ran, because the caller read too
+slowly.
 """
 
 MAX_PIECE_BYTES = 16 * 1024
-"""One piece of output as an entry."""
+"""Limit of an entry with output."""
 MAX_EVENT_BYTES = 256 * 1024
-"""Any other entry."""
+"""Limit of any other entry."""
 MAX_ANSWER_BYTES = 1024 * 1024
 MAX_WAITING_EVENTS = 64
-"""So many pieces may lie unread before the worker waits."""
+"""Number of unread entries at which the worker waits."""
 MAX_WAITING_BYTES = 256 * 1024
 STALL_S = 2.0
-"""A caller that takes nothing for so long is shown nothing more of this call."""
+"""Seconds without any read by the caller, after which the worker sends no more output of this call."""
 MAX_PAUSE_S = 10.0
-"""So long a slow caller may hold up one call in all."""
+"""Limit of the total time that a slow caller can delay one call."""
 
 _FIELD = b"event"
 
 
 class CallEvent(Record):
-    """One entry: its kind, and what that kind says."""
+    """One entry: its kind, and the data of that kind."""
 
     kind: Annotated[str, Field(pattern=r"^[a-z_]{1,32}$")]
     payload: dict[str, JsonValue] = Field(default_factory=dict)
 
 
 def encode_event(kind: str, payload: Mapping[str, Any]) -> bytes:
-    """An entry's bytes. Raises ValueError when it is larger than MAX_EVENT_BYTES, or no JSON."""
+    """Return the bytes of an entry. Raises ValueError if they exceed MAX_EVENT_BYTES, or if the payload is not JSON."""
     data = _encode({"kind": kind, "payload": dict(payload)})
     if len(data) > MAX_EVENT_BYTES:
-        raise ValueError(f"the event is {len(data)} bytes; at most {MAX_EVENT_BYTES} can be sent")
+        raise ValueError(f"the event is {len(data)} bytes; the limit is {MAX_EVENT_BYTES}. Send less data.")
     return data
 
 
 def decode_event(data: object) -> CallEvent:
-    """The event in an entry's bytes. Raises EnvelopeRefused, whatever is wrong with them."""
+    """Return the event in the bytes of an entry. Raises EnvelopeRefused for all invalid data."""
     if not isinstance(data, bytes) or len(data) > MAX_EVENT_BYTES:
-        raise EnvelopeRefused("an event is no bytes, or too many")
+        raise EnvelopeRefused("an event is not bytes, or is too large")
     try:
         return CallEvent.model_validate_json(data)
     except (ValidationError, ValueError) as error:
-        raise EnvelopeRefused("an event is not one of ours") from error
+        raise EnvelopeRefused("an event has an invalid form") from error
 
 
 def entry_fields(data: bytes) -> dict[bytes, bytes]:
-    """The fields of the stream's entry that carries an event."""
+    """Return the fields of the stream entry for an event."""
     return {_FIELD: data}
 
 
 def entry_event(fields: Mapping[Any, Any], unseal: Callable[[bytes], str]) -> CallEvent:
-    """Return the event that an entry carries. Raises EnvelopeRefused, also for a question that is not signed: it is
-    answered at the caller's cost.
+    """Return the event in a stream entry. Raises EnvelopeRefused for invalid data.
+
+    A request to the model must be signed, because the caller pays for the reply. Output is not signed.
     """
     data = fields.get(_FIELD)
     if isinstance(data, bytes) and not data.startswith(b"{"):
@@ -89,29 +90,28 @@ def entry_event(fields: Mapping[Any, Any], unseal: Callable[[bytes], str]) -> Ca
 
 
 def encode_answer(payload: Mapping[str, Any]) -> bytes:
-    """An answer's bytes. Raises ValueError when it is larger than MAX_ANSWER_BYTES, or no JSON."""
+    """Return the bytes of a reply. Raises ValueError if they exceed MAX_ANSWER_BYTES, or if the reply is not JSON."""
     data = _encode(dict(payload))
     if len(data) > MAX_ANSWER_BYTES:
-        raise ValueError(f"the answer is {len(data)} bytes; at most {MAX_ANSWER_BYTES} can be sent")
+        raise ValueError(f"the answer is {len(data)} bytes; the limit is {MAX_ANSWER_BYTES}. Send less data.")
     return data
 
 
 def decode_answer(data: object) -> dict[str, Any]:
-    """The object in an answer's bytes. Raises EnvelopeRefused."""
+    """Return the object in the bytes of a reply. Raises EnvelopeRefused for invalid data."""
     try:
         value = json.loads(data) if isinstance(data, bytes) and len(data) <= MAX_ANSWER_BYTES else None
     except (ValueError, RecursionError) as error:
         raise EnvelopeRefused("an answer is not JSON") from error
     if not isinstance(value, dict):
-        raise EnvelopeRefused("an answer is no object")
+        raise EnvelopeRefused("an answer is not an object")
     return value
 
 
 def encode_output(stream: str, text: str) -> list[tuple[int, bytes]]:
-    """`text` in order as entries of at most MAX_PIECE_BYTES, each with how many characters it carries; none for no
-    text.
+    """Split the text into entries of at most MAX_PIECE_BYTES, in order. Return (characters, bytes) for each entry.
 
-    Half a surrogate pair becomes a question mark.
+    An empty text gives no entries. A lone surrogate becomes a question mark.
     """
     if not text:
         return []

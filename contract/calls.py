@@ -1,6 +1,4 @@
-"""The records of one tool call: what is asked, what travels with it, what comes back. Frozen, fully typed,
-size-capped.
-"""
+"""Records of a tool call: request, context and result. The records are frozen, typed and limited in size."""
 
 import re
 from collections.abc import Mapping
@@ -13,20 +11,19 @@ from contract.errors import ErrorCode
 from contract.traceparent import Traceparent
 
 MAX_OUTPUT_CHARS = 256 * 1024
-"""Text of one result; tools cut far earlier and say so."""
+"""Limit of the text of one result. Tools have lower limits and report when they cut."""
 MAX_ERROR_CHARS = 16 * 1024
 MAX_NAME_CHARS = 128
 MAX_BLOB_BYTES = 64 * 1024 * 1024
-"""Bytes that travel beside one envelope, in Redis."""
+"""Limit of the data of one call that is stored in Redis outside the envelope."""
 BLOB_TTL_S = 600
 DEFAULT_TIMEOUT_S = 30.0
 MAX_TIMEOUT_S = 600.0
 GRACE_S = 5.0
-"""What the dispatcher waits beyond a call's own limit, so that the limit inside the sandbox wins."""
-POOL_GRACE_S = 3.0
-"""How long a call without a sandbox may take to clean up, at its limit or when it is cancelled, before its process is
-killed.
+"""Seconds that the dispatcher waits beyond the timeout of a call, so that the timeout inside the sandbox applies first.
 """
+POOL_GRACE_S = 3.0
+"""Seconds for the cleanup of a call without a sandbox after its timeout or cancel. Then its process is killed."""
 
 Identifier = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
 ToolName = Annotated[str, Field(min_length=1, max_length=MAX_NAME_CHARS)]
@@ -49,7 +46,7 @@ class ToolCall(Record):
 
 
 class ToolContext(Record):
-    """What travels with a call.
+    """Context that is sent with a call.
 
     `deadline_at`: Unix seconds after which a worker must not start it. `timeout_s`: hard limit of the run itself.
     `blob`: key of bytes in Redis for this call (file content, stdin), or None. It ends with their SHA-256
@@ -60,7 +57,7 @@ class ToolContext(Record):
     run: Identifier | None = None
     session: Identifier | None = None
     fence: int | None = Field(default=None, ge=1)
-    """Of the session's place as the sender knew it: a worker refuses the call when the session has moved since."""
+    """Fence of the session's location that the sender knows. A worker refuses the call if the session has moved."""
     attempt: int = Field(default=1, ge=1)
     sent_at: float
     deadline_at: float
@@ -68,24 +65,25 @@ class ToolContext(Record):
     cwd: str = Field(default="/workspace", max_length=4096)
     blob: str | None = Field(default=None, max_length=256)
     arguments_blob: str | None = Field(default=None, max_length=256)
-    """Key of the blob that has the call's arguments as JSON, if the envelope would be too large. The call in the
-    envelope then has none. Not in the envelope when None, so that workers of earlier releases can read it."""
+    """Key of the blob with the call's arguments as JSON, if the envelope would be too large. The call in the envelope
+    then has no arguments. The envelope omits the field if it is None, so that earlier releases can read the envelope.
+    """
     model: str | None = Field(default=None, max_length=256)
     config: dict[str, JsonValue] = Field(default_factory=dict)
     text_arguments: bool = False
-    """True when the arguments came from a text dialect: strings may then be coerced by the schema."""
+    """True if the arguments come from a text dialect. Their strings may then be converted by the schema."""
     events: Identifier | None = None
-    """The listener of the process that wants to hear of the call while it runs (contract/call_events.py); None: nobody
-    does.
-    """
+    """The listener that receives the events of the running call (contract/call_events.py); None if there is none."""
     trace: Traceparent | None = None
-    """The span that the call is a part of; None, and then not in the envelope at all, which releases without it read:
-    nobody traces it.
+    """The parent span of the call; None if the call is not traced. The envelope then omits the field, so that earlier
+    releases can read it.
     """
 
 
 class Clocks(Record):
-    """Seconds, each started at its own event: sent, taken by a worker, first byte to the guest, result received."""
+    """Durations of the phases of a call, in seconds. The phases begin when the call is sent, when a worker receives it,
+    with the first byte to the guest, and when the run has ended.
+    """
 
     queued_s: float = 0.0
     sandbox_s: float = 0.0
@@ -103,7 +101,7 @@ class Clocks(Record):
 
 
 class KillReport(Record):
-    """Present whenever anything was killed. `survivors` other than 0 means that the sandbox was removed."""
+    """Report about killed processes. If `survivors` is not 0, the sandbox was removed."""
 
     signalled: int = Field(ge=0)
     survivors: int = Field(ge=0)
@@ -112,8 +110,8 @@ class KillReport(Record):
 
 
 class SandboxInfo(Record):
-    """Which sandbox ran the call. `rebuilt`: one of this session died and was made anew; `news`: told once, what that
-    cost.
+    """Sandbox that ran the call. `rebuilt`: the session's previous sandbox died and was replaced. `news`: a sentence
+    about what was lost, in one result only.
     """
 
     id: str
@@ -123,7 +121,7 @@ class SandboxInfo(Record):
 
 
 class Spill(Record):
-    """Where the whole output lies when `truncated` and it was kept."""
+    """File with the whole output, if the output is `truncated` and was saved."""
 
     path: str
     bytes: int
@@ -131,27 +129,28 @@ class Spill(Record):
 
 
 class RunFailure(StrEnum):
-    """Why a call did not run, or was lost while it ran. Written by a worker or by admission, never by a tool.
+    """Reason why a call did not run, or was lost while it ran. Workers and admission set it, tools never do.
 
-    In a result it is a field of `metadata`. Only `metadata` writes it, and only `ToolResult.run_failure` reads it.
+    A result stores the reason in its metadata. Only `metadata` writes these fields, and only `ToolResult.run_failure`
+    reads them.
     """
 
     ADMISSION = "admission"
-    """Its tenant had no slot: it was never sent."""
+    """The tenant had no free slot, so the call was never sent."""
     EXPIRED = "expired"
-    """It waited in the queue past its deadline."""
+    """The call waited in the queue past its deadline."""
     MOVED = "moved"
-    """Its session is on another host, or was closed."""
+    """The session is on another host, or was closed."""
     BROKER = "broker"
-    """Redis did not answer before it began."""
+    """Redis did not answer before the call started."""
     SANDBOXD = "sandboxd"
-    """The host's sandboxd did not answer before it began."""
+    """The host's sandboxd did not answer before the call started."""
     LOST = "lost"
-    """The host's sandboxd went away after it began: it may have acted."""
+    """The host's sandboxd stopped after the call had started: the call may have had effects."""
 
     @property
     def is_temporary(self) -> bool:
-        """Return True for a call that has not acted and can run a moment later."""
+        """True if the call had no effects and can be sent again soon."""
         return self in (RunFailure.MOVED, RunFailure.BROKER, RunFailure.SANDBOXD)
 
     @property
@@ -168,7 +167,7 @@ _NOT_RUN, _OUTCOME_LOST = "not_run", "outcome_lost"
 
 
 class ToolResult(Record):
-    """The one answer to a call. `output` may be there beside an error: what was printed before a timeout."""
+    """The result of a call. A failed call may have `output` too, such as the text printed before a timeout."""
 
     call_id: Identifier
     name: ToolName
@@ -183,16 +182,16 @@ class ToolResult(Record):
     kill: KillReport | None = None
     sandbox: SandboxInfo | None = None
     blob: str | None = Field(default=None, max_length=256)
-    """Key of result bytes in Redis, which ends with their SHA-256; the orchestrator fetches and deletes them."""
+    """Key of result bytes in Redis, which ends with their SHA-256. The orchestrator fetches and deletes the bytes."""
 
     @classmethod
     def failed(cls, call: ToolCall, code: ErrorCode, error: str, **fields: Any) -> "ToolResult":
-        """A result that says why `call` did not succeed; `fields` are any other fields of the record.
+        """Return the result of a failed call. `fields`: any other fields of the record.
 
-        It is always one: what is too long is cut, an id that does not fit is spelled so that it does, and a field that
-        does not fit is left out.
+        Never raises: texts that are too long are cut, an invalid id is changed to a valid one, and invalid fields are
+        left out.
         """
-        told: dict[str, Any] = {
+        required: dict[str, Any] = {
             "call_id": re.sub(r"[^A-Za-z0-9_-]", "-", call.id)[:64] or "none",
             "name": _printable(call.name, MAX_NAME_CHARS) or "unknown",
             "success": False,
@@ -200,14 +199,14 @@ class ToolResult(Record):
             "error_code": code,
         }
         try:
-            return cls(**told, **fields)
-        except ValidationError as unfit:
-            names = {complaint["loc"][0] for complaint in unfit.errors(include_url=False, include_input=False)}
-            return cls(**told, **{name: value for name, value in fields.items() if name not in names})
+            return cls(**required, **fields)
+        except ValidationError as error_:
+            invalid = {detail["loc"][0] for detail in error_.errors(include_url=False, include_input=False)}
+            return cls(**required, **{name: value for name, value in fields.items() if name not in invalid})
 
     @property
     def run_failure(self) -> RunFailure | None:
-        """Why the call did not run, or was lost; None when the result is the tool's own."""
+        """Reason why the call did not run, or was lost; None for a result of the tool itself."""
         if self.metadata.get(_OUTCOME_LOST) is True:
             return RunFailure.LOST
         reason = self.metadata.get(_NOT_RUN)
@@ -215,11 +214,11 @@ class ToolResult(Record):
 
     @property
     def has_not_run(self) -> bool:
-        """Return True for a call that cannot have acted."""
+        """True if the call cannot have had effects."""
         return self.run_failure not in (None, RunFailure.LOST)
 
     def text(self) -> str:
-        """What a model reads: the output, or `Error [CODE]: sentence` with what was printed until then."""
+        """Return the text for the model: the output, or `Error [CODE]: sentence` and the output until the error."""
         if self.success:
             return self.output if self.output is not None else ""
         head = f"Error [{self.error_code}]: {self.error}"
@@ -227,19 +226,20 @@ class ToolResult(Record):
 
 
 class ExecResult(Record):
-    """What `Session.exec` gives back. `returncode` is -N when signal N ended the program, as in `subprocess`."""
+    """Result of `Session.exec`. `returncode` is -N if signal N ended the program, as in `subprocess`."""
 
     returncode: int
     stdout: bytes
     stderr: bytes
     truncated: bool = False
     timed_out: bool = False
-    """It was ended at its limit. `kill` alone does not say so: what a program leaves running is killed as well."""
+    """True if the program was killed at its timeout. `kill` is also set if only its background processes were killed.
+    """
     clocks: Clocks = Clocks()
     kill: KillReport | None = None
 
 
 def _printable(text: str, limit: int) -> str:
-    """At most `limit` characters, without half surrogate pairs, which no UTF-8 carries."""
-    whole = text.encode("utf-8", "replace").decode()
-    return whole if len(whole) <= limit else whole[: limit - 3] + "..."
+    # UTF-8 cannot encode a lone surrogate.
+    valid = text.encode("utf-8", "replace").decode()
+    return valid if len(valid) <= limit else valid[: limit - 3] + "..."

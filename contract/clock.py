@@ -1,9 +1,9 @@
-"""Instants as people read them."""
+"""Timestamps for people to read."""
 
 from datetime import UTC, datetime
 from typing import Literal
 
 
 def format_instant(at: float, unit: Literal["seconds", "milliseconds"] = "seconds") -> str:
-    """Unix seconds as everybody is shown them: ISO 8601, UTC, to that unit."""
+    """Return Unix seconds as ISO 8601 in UTC, with the precision of `unit`."""
     return datetime.fromtimestamp(at, UTC).isoformat(timespec=unit).replace("+00:00", "Z")

@@ -1,5 +1,5 @@
-"""Record <-> bytes: version, size cap, unknown fields are errors, HMAC signature over what must not change on the
-way.
+"""Encoding of calls and results, with version, size limit, strict fields and an HMAC signature over all fields that a
+third party must not change.
 """
 
 import json
@@ -17,23 +17,19 @@ from contract.signing import ResultSeal, SigningKey, SigningKeys
 
 VERSION = 3
 PURPOSE = "call"
-"""What a call's signature is for: no other signed text passes as a call."""
+"""Purpose that the signature of a call includes, so that no other signed text is accepted as a call."""
 MAX_ENVELOPE_BYTES = 1024 * 1024
 MAX_ARGUMENTS_BYTES = 16 * 1024 * 1024
-"""Arguments of a call in a blob, as JSON."""
+"""Limit of the arguments in a blob, as JSON."""
 INLINE_BYTES = 64 * 1024
-"""How large a result's record may be to travel with its message; a larger one lies beside, and the message names
-where.
-"""
+"""Limit of a result record inside its message. A larger record is stored elsewhere, and the message has its key."""
 _UTF8_BYTES = 4
-"""A character has at most so many."""
+"""Maximum bytes of one character."""
 MAX_DEPTH = 100
-"""How deep arguments may nest; JSON readers of both sides give up somewhere beyond it."""
+"""Limit of the nesting of arguments. JSON parsers fail at some depth beyond this limit."""
 
 _OPTIONAL = ("trace", "arguments_blob")
-"""Fields of a context that are not in the envelope when they are None, so that workers of earlier releases can read
-it.
-"""
+"""Fields of a context that the envelope omits if they are None, so that workers of earlier releases can read it."""
 
 _SHAPE = re.compile(r"(?P<version>v[0-9]{1,8})\.(?P<key_id>[0-9a-f]{12})\.(?P<signature>[0-9a-f]{64})\.")
 
@@ -45,15 +41,15 @@ class EnvelopeTooLarge(ValueError):
 
 
 def encode_call(call: ToolCall, context: ToolContext, keys: SigningKeys) -> str:
-    """The signed envelope of a call: `v3.<key id>.<signature>.<JSON>`, signed over all but the signature itself.
+    """Return the signed envelope of a call: `v3.<key id>.<signature>.<JSON>`. The signature covers everything else.
 
-    Raises ValueError, with what to do, when a worker would refuse it: too large (EnvelopeTooLarge), too deep, half a
-    surrogate pair, NaN or Infinity.
+    Raises ValueError for a call that a worker would refuse: too large (EnvelopeTooLarge), nested too deep, a lone
+    surrogate, NaN or Infinity.
     """
     if is_deeper(call.arguments, MAX_DEPTH) or is_deeper(context.config, MAX_DEPTH):
-        raise ValueError(f"the call's arguments nest deeper than {MAX_DEPTH}: send a flatter value, or a file with it")
+        raise ValueError(f"the call's arguments nest deeper than {MAX_DEPTH}: send a flatter value, or use a file")
     payload = {
-        # Taken as they are: dumping the record would change a key that is no text without a word.
+        # Not dumped by pydantic, which silently converts keys that are not text.
         "call": {**call.model_dump(mode="json", exclude={"arguments"}), "arguments": call.arguments},
         "context": {
             **context.model_dump(
@@ -68,17 +64,17 @@ def encode_call(call: ToolCall, context: ToolContext, keys: SigningKeys) -> str:
 
 
 def decode_call(text: str, keys: SigningKeys) -> tuple[ToolCall, ToolContext]:
-    """The call and context of an envelope whose signature holds. Raises EnvelopeRefused, whatever is wrong with it.
+    """Return the call and context of an envelope. Raises EnvelopeRefused for every invalid envelope.
 
-    Nothing of the JSON is read before the signature was found good.
+    The signature is verified before any JSON is parsed, so that the parser never reads untrusted data.
     """
     if len(text) > MAX_ENVELOPE_BYTES or len(text.encode(errors="surrogatepass")) > MAX_ENVELOPE_BYTES:
         raise EnvelopeRefused(f"envelope larger than {MAX_ENVELOPE_BYTES} bytes", "oversized")
     version, key_id, signature, body = _parts(text)
     if keys.find(key_id) is None:
         raise EnvelopeRefused(
-            "signed by a key that is not known here: sender and worker do not share TOOLCREW_SECRET, or a changed one "
-            "is missing from TOOLCREW_SECRETS_PREVIOUS",
+            "the envelope is signed with an unknown key: set the same TOOLCREW_SECRET for sender and worker, or add "
+            "the previous secret to TOOLCREW_SECRETS_PREVIOUS",
             "signature",
         )
     if not keys.holds(key_id, PURPOSE, f"{version}.{key_id}.{body}".encode(errors="surrogatepass"), signature):
@@ -86,13 +82,13 @@ def decode_call(text: str, keys: SigningKeys) -> tuple[ToolCall, ToolContext]:
     try:
         signed = _SignedCall.model_validate(from_json(body, allow_inf_nan=False))
     except (ValidationError, ValueError) as error:
-        raise EnvelopeRefused(f"not a valid call: {_first_complaint(error)}") from error
+        raise EnvelopeRefused(f"not a valid call: {_first_error(error)}") from error
     return signed.call, signed.context
 
 
 def encode_arguments(arguments: Mapping[str, Any]) -> bytes:
-    """Return arguments as JSON for a blob. `encode_call` has checked their depth and text. Raises ValueError for more
-    than MAX_ARGUMENTS_BYTES.
+    """Return arguments as JSON for a blob. `encode_call` has already checked their depth and text. Raises ValueError
+    above MAX_ARGUMENTS_BYTES.
     """
     data = json.dumps(arguments, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
     if len(data) > MAX_ARGUMENTS_BYTES:
@@ -117,44 +113,41 @@ def decode_arguments(data: bytes) -> dict[str, Any]:
 
 
 class _SignedCall(Record):
-    """What lies in an envelope."""
-
     call: ToolCall
     context: ToolContext
 
 
 def _parts(text: str) -> tuple[str, str, str, str]:
-    """Version, key id, signature, body. Raises EnvelopeRefused."""
-    found = _SHAPE.match(text)
-    if found is None:
+    """Return version, key id, signature and body. Raises EnvelopeRefused for another format or version."""
+    match = _SHAPE.match(text)
+    if match is None:
         if text.startswith("{"):
             raise EnvelopeRefused("envelope of another release: run the same release on both sides", "version")
         raise EnvelopeRefused("envelope is not of the form v<version>.<key id>.<signature>.<JSON>")
-    if found["version"] != f"v{VERSION}":
-        told = (
-            f"envelope of version {found['version'][:8]}; this side speaks v{VERSION}: run the same release on both "
-            "sides"
+    if match["version"] != f"v{VERSION}":
+        message = (
+            f"envelope of version {match['version'][:8]}; this process supports v{VERSION}: run the same release on "
+            "both sides"
         )
-        raise EnvelopeRefused(told, "version")
-    return found["version"], found["key_id"], found["signature"], text[found.end() :]
+        raise EnvelopeRefused(message, "version")
+    return match["version"], match["key_id"], match["signature"], text[match.end() :]
 
 
 def _signature(key: SigningKey, head: str, body: str) -> str:
-    """Over tool, arguments, tenant, deadline and call id alike, and over which key it is."""
+    # The head is signed too, so that version and key id cannot be changed.
     return key.sign(PURPOSE, f"{head}.{body}".encode(errors="surrogatepass"))
 
 
 def encode_result(
     result: ToolResult, keep: Callable[[bytes], str] | None = None, seal: ResultSeal | None = None
 ) -> dict[str, Any]:
-    """A result as the plain data that Celery stores: a few harmless fields, then the record as text.
+    """Return a result as the plain data that Celery stores: a few public fields, and the record as text.
 
-    `keep` puts what is larger than INLINE_BYTES elsewhere and gives the key under which it lies; without it everything
-    travels inline. What it raises is raised here. `seal` signs the record, wherever it lies; without it only a receiver
-    that asks for none takes it.
+    `keep` stores a record above INLINE_BYTES elsewhere and returns its key; without it the record is always inline.
+    Exceptions of `keep` propagate. `seal` signs the record; receivers with a seal refuse a record without signature.
 
-    Celery shows the beginning of what a task returned in its log and in its events. The record is nested deeper than
-    that goes, so that neither output nor arguments show there, however short they are.
+    Celery shows the beginning of a task's return value in its log and events. The record is nested deeper than Celery
+    prints, so that neither output nor arguments appear there.
     """
     text = _record_text(result) if seal is None else seal.close(_record_text(result))
     if keep is not None and len(text) > INLINE_BYTES // _UTF8_BYTES:
@@ -165,17 +158,17 @@ def encode_result(
 
 
 def stored_answer(stored: Mapping[str, Any]) -> Any:
-    """Return the encoded result in a stored Celery result; None when the task ended without one.
+    """Return the encoded result in a stored Celery result; None if the task ended without one.
 
-    A call that the infrastructure failed has the state FAILURE: there `result` is Celery's exception, and `answer` is
-    the encoded result.
+    A call with an infrastructure failure has the state FAILURE. Its `result` is Celery's exception, and `answer` is the
+    encoded result.
     """
     return stored.get("result") if stored.get("status") == "SUCCESS" else stored.get("answer")
 
 
 def kept_result_key(data: Any) -> str | None:
-    """Where the record of an encoded result lies when it does not travel with it. Whose key it is must be checked
-    before it is read.
+    """Return the key of a record that is stored outside the encoded result; None for an inline record. The key is
+    untrusted: check its tenant before you read it.
     """
     match data:
         case {"kept": [[[str() as key]]]}:
@@ -185,26 +178,25 @@ def kept_result_key(data: Any) -> str | None:
 
 
 def join_result(data: Mapping[str, Any], record: bytes) -> dict[str, Any]:
-    """An encoded result whose record was kept elsewhere, with that record."""
+    """Return the encoded result with `record` inline, for a record that was stored elsewhere."""
     head = {name: value for name, value in data.items() if name != "kept"}
     return {**head, "data": [[[record.decode(errors="replace")]]]}
 
 
 def decode_result(data: Any, seal: ResultSeal | None = None) -> ToolResult:
-    """The result of a worker. Raises EnvelopeRefused when version, shape or fields are not ours, or `seal` does not
-    hold.
-    """
+    """Return the result in the data of a worker. Raises EnvelopeRefused for a wrong version, form or signature."""
     if not isinstance(data, dict) or data.get("v") != VERSION:
         raise EnvelopeRefused(
-            f"result of an unknown version; this side speaks {VERSION}: run the same release on both sides", "version"
+            f"result of an unknown version; this process supports {VERSION}: run the same release on both sides",
+            "version",
         )
     match data.get("data"):
         case [[[str() as text]]]:
             result = _record(ToolResult, text if seal is None else seal.open(text))
         case _:
-            raise EnvelopeRefused("result of another shape: its record is missing")
+            raise EnvelopeRefused("the result has no record")
     if {name: value for name, value in data.items() if name != "data"} != _head(result):
-        raise EnvelopeRefused("result whose head does not fit its record")
+        raise EnvelopeRefused("the public fields of the result differ from its record")
     return result
 
 
@@ -212,7 +204,7 @@ def _record_text(result: ToolResult) -> str:
     try:
         return result.model_dump_json()
     except ValueError:
-        # Half a surrogate pair in its metadata, which no UTF-8 carries.
+        # The metadata has a lone surrogate, which UTF-8 cannot encode.
         return json.dumps(result.model_dump(mode="json"), ensure_ascii=False).encode(errors="replace").decode()
 
 
@@ -225,10 +217,10 @@ def _record(kind: type[AnyRecord], text: str) -> AnyRecord:
     try:
         return kind.model_validate_json(text)
     except (ValidationError, ValueError) as error:
-        raise EnvelopeRefused(f"not a valid {kind.__name__}: {_first_complaint(error)}") from error
+        raise EnvelopeRefused(f"not a valid {kind.__name__}: {_first_error(error)}") from error
 
 
-def _first_complaint(error: Exception) -> str:
+def _first_error(error: Exception) -> str:
     if isinstance(error, ValidationError):
         first = error.errors(include_url=False, include_input=False)[0]
         return f"{'.'.join(str(part) for part in first['loc'])}: {first['msg']}"
@@ -239,7 +231,7 @@ def _bounded(text: str) -> str:
     try:
         size = len(text.encode())
     except UnicodeEncodeError as error:
-        raise ValueError("the call holds half of a surrogate pair, which is no text: send whole characters") from error
+        raise ValueError("the call has a lone surrogate, which is not valid text. Send whole characters.") from error
     if size > MAX_ENVELOPE_BYTES:
         raise EnvelopeTooLarge(
             f"the call is {size} bytes; at most {MAX_ENVELOPE_BYTES} fit an envelope: write large content in parts "

@@ -1,22 +1,22 @@
-"""Error codes that cross a process, and the exceptions of both sides, sorted by who is told.
+"""Error codes that processes exchange, and the exceptions of all processes, grouped by who must act.
 
 ::
 
     ToolcrewError
-    +-- ToolFailure            the model is told: becomes a ToolResult with the same code, the loop goes on
-    +-- OperatorError          the operator is told: one sentence and what to do next
+    +-- ToolFailure            for the model: becomes a ToolResult with the same code; the agent loop continues
+    +-- OperatorError          for the operator: one sentence and what to do next
     |   +-- ConfigError            a setting is missing or wrong
     |   |   +-- RecordRefused          a stored record is not signed with this deployment's secret
-    |   +-- BrokerUnavailable      Redis cannot be reached, or refuses us
+    |   +-- BrokerUnavailable      Redis cannot be reached, or refuses the credentials
     |   +-- SandboxUnavailable     no engine, no image, no sandboxd, or the sandbox died
-    |   +-- ModelUnavailable       the model's endpoint cannot be reached, or refuses us
-    |       +-- ModelInterrupted       its reply broke off after a part of it was given out
-    |       +-- ContextWindowExceeded  it refuses a request as too long
-    |       +-- ModelRefused           it refuses a request for what is in it
-    |       +-- ModelDenied            it refuses the key, the account or the model's name: any request
-    +-- EnvelopeRefused        bytes from the queue that are not a call of ours: counted, never run
+    |   +-- ModelUnavailable       the model server cannot be reached, or refuses the request
+    |       +-- ModelInterrupted       the reply stopped after a part of it was streamed
+    |       +-- ContextWindowExceeded  the request is too long for the model
+    |       +-- ModelRefused           the server refuses the content of this request
+    |       +-- ModelDenied            the server refuses every request: key, account or model name
+    +-- EnvelopeRefused        a queue message that is not a valid call: counted, never run
 
-Anything else is the developer's: a bug, loud.
+Every other exception is a bug in toolcrew.
 """
 
 from enum import StrEnum
@@ -24,7 +24,7 @@ from typing import Literal
 
 
 class ErrorCode(StrEnum):
-    """Every way a call can fail. Closed: a code that is not here is refused by the codec."""
+    """Closed set of the error codes of calls. The codec rejects any other code."""
 
     TOOL_NOT_FOUND = "TOOL_NOT_FOUND"
     TOOL_DISABLED = "TOOL_DISABLED"
@@ -74,17 +74,19 @@ OPERATOR_CODES = frozenset(
         ErrorCode.INTERNAL,
     }
 )
-"""The codes of the infrastructure: the operator must act, not the model or the tenant. A call that ends with one of
-them is a FAILURE in Celery, so it is red in Flower. All other codes are answers that the model reads, and Celery's
-state is SUCCESS. Never shown as command output."""
+"""Codes of infrastructure failures: the operator must act, not the model or the tenant.
+
+A call that ends with one of these codes is a FAILURE in Celery, so Flower shows it in red. All other codes are answers
+that the model reads, and their Celery state is SUCCESS. Infrastructure failures are never shown as command output.
+"""
 
 
 class ToolcrewError(Exception):
-    """Base of every error we raise on purpose."""
+    """Base class of all errors that toolcrew raises on purpose."""
 
 
 class ToolFailure(ToolcrewError):
-    """A call failed in a way its model (or program) should read. Carries a closed code and a sentence."""
+    """A failed call whose error the model or program should read. Has a code from ErrorCode and a sentence."""
 
     def __init__(self, code: ErrorCode, message: str, **metadata: object) -> None:
         super().__init__(message)
@@ -94,7 +96,7 @@ class ToolFailure(ToolcrewError):
 
 
 class OperatorError(ToolcrewError):
-    """Something outside the call is broken. The message says what, and what to do next."""
+    """A failure outside the call. The message says what failed and what to do next."""
 
     code = ErrorCode.INTERNAL
 
@@ -118,7 +120,7 @@ class BrokerUnavailable(OperatorError):
 
 
 class SandboxUnavailable(OperatorError):
-    """No engine, no image, no sandboxd, or the sandbox is gone."""
+    """The sandbox cannot be used: no engine, no image, no sandboxd, or the sandbox has ended."""
 
     code = ErrorCode.SANDBOX_UNAVAILABLE
 
@@ -130,13 +132,11 @@ class ModelUnavailable(OperatorError):
 
 
 class ModelInterrupted(ModelUnavailable):
-    """A reply broke off after a part of it was given out. The same request may be sent again; the part may then come
-    again.
-    """
+    """The reply stopped after a part of it was streamed. The request can be sent again; that part may then repeat."""
 
 
 class ContextWindowExceeded(ModelUnavailable):
-    """The server refuses a request as too long for the model. `limit_tokens`: what fits, when the server says it."""
+    """The request is too long for the model. `limit_tokens`: the context window, if the server reports it."""
 
     def __init__(self, message: str, limit_tokens: int | None = None) -> None:
         super().__init__(message)
@@ -144,8 +144,8 @@ class ContextWindowExceeded(ModelUnavailable):
 
 
 class ModelRefused(ModelUnavailable):
-    """The server refuses this request for what is in it; another one may pass. `detail`: its words on one line, without
-    secrets.
+    """The server refuses the content of this request; another request may succeed. `detail`: the server's message on
+    one line, without secrets.
     """
 
     def __init__(self, message: str, detail: str = "") -> None:
@@ -154,8 +154,8 @@ class ModelRefused(ModelUnavailable):
 
 
 class ModelDenied(ModelUnavailable):
-    """The server refuses us, whatever we ask: no request passes until that is mended. `is_unknown_model`: it is the
-    model's name that it does not know.
+    """The server refuses every request until the operator fixes the cause. `is_unknown_model`: the server does not know
+    the model's name.
     """
 
     def __init__(self, message: str, *, is_unknown_model: bool = False) -> None:
@@ -166,11 +166,11 @@ class ModelDenied(ModelUnavailable):
 RefusalReason = Literal[
     "malformed", "oversized", "version", "signature", "expired", "wrong_task", "wrong_tenant", "repeated"
 ]
-"""Why something in a queue was not run: what is counted."""
+"""Reason why a worker did not run a message from a queue. Metrics count messages by reason."""
 
 
 class EnvelopeRefused(ToolcrewError):
-    """Bytes from the queue that are not a valid, signed call of this version. Never run, and counted by `reason`."""
+    """A queue message that is not a valid, signed call of this version. It is never run, and counted by `reason`."""
 
     def __init__(self, message: str, reason: RefusalReason = "malformed") -> None:
         super().__init__(message)

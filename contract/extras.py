@@ -1,4 +1,4 @@
-"""Which extra of the distribution a package comes with, for whoever starts a program without it."""
+"""Extras of the distribution, for the error message of a program whose optional package is not installed."""
 
 from contract.errors import ConfigError
 
@@ -12,12 +12,12 @@ EXTRAS: dict[str, tuple[str, ...]] = {
     "openai-agents": ("agents",),
     "local-model": ("xllamacpp",),
 }
-"""Extra -> the packages that are imported by name, or that its own packages cannot do without."""
+"""Extra -> packages that the extra installs: those that toolcrew imports, and those that they require."""
 
 
 def explain_missing(error: ModuleNotFoundError) -> ConfigError:
-    """The refusal of a program whose package is not installed. Raises `error` itself when it is a package of no extra:
-    that is a bug.
+    """Return the error for a missing optional package. Raises `error` itself for a package of no extra, which is a
+    bug.
     """
     package = (error.name or "").partition(".")[0]
     for extra, packages in EXTRAS.items():

@@ -1,4 +1,4 @@
-"""What a worker tells of itself while it lives, and who is meant by the names of workers in the ledger."""
+"""Reports of live workers, and the names of workers in the call records."""
 
 from typing import Literal
 
@@ -7,37 +7,35 @@ from pydantic import Field
 from contract.calls import Record
 
 RELEASE = "1"
-"""Changes when two sides of different releases would misunderstand one another; new sessions go only to workers that
-tell the same.
-"""
+"""Changes when two releases are not compatible. New sessions go only to workers that report the same value."""
 HEARTBEAT_S = 3.0
 HOST_TTL_S = 10
-"""How long a worker counts as alive after its last report."""
+"""Seconds that a worker counts as alive after its last report."""
 RESTART_GRACE_S = 30
-"""How long a host that ended in order, with sessions, still counts as alive: its sandboxd keeps them, and its worker is
-mostly started again.
+"""Seconds that a host with sessions counts as alive after a clean stop. Its sandboxd keeps the sessions, and usually
+its worker starts again.
 """
 TOMBSTONE_TTL_S = 24 * 3600
-"""How long an incarnation that was given up is remembered: it may wake up and must not go on under its name."""
+"""Lifetime of the mark of a lost incarnation. The process may resume later and must then not use its name."""
 MAX_TROUBLE_CHARS = 500
 
 HOST_LOST_TYPE = "HostLost"
-"""What stands as the exception's type in the stored result of a call whose host was given up while it waited."""
+"""Exception type in the stored result of a call whose host was declared lost while the call waited."""
 
 DRAIN_ORDER = "worker.drain"
-"""The order, on a worker's control list, to be taken out of service: arguments `queue`, whom it is for, and `lossy`,
+"""Order on a worker's control list to leave service. Arguments: `queue`, the addressed incarnation, and `lossy`,
 whether files may be lost.
 """
 
 
 class HostReport(Record):
-    """One living worker, reported every HEARTBEAT_S seconds; it vanishes HOST_TTL_S after the last one. Sizes in bytes,
-    instants in Unix seconds.
+    """Report of one live worker, written every HEARTBEAT_S seconds. It expires HOST_TTL_S after the last write.
 
-    `queue`: of its incarnation, `host.<host>.<boot>`, or `pool.<host>.<boot>` without sandboxes. `worker`: a word of
-    the process that serves the queue; "" when it has ended in order, and its successor, which takes another queue, is
-    awaited. `slots`: calls at a time; `pools`: the shared queues that it serves besides. `process`: by which its
-    successor on the same machine sees at once that it is gone (workers/reports.py).
+    Sizes are in bytes, times in Unix seconds. `queue`: the queue of the incarnation, `host.<host>.<boot>`, or
+    `pool.<host>.<boot>` without sandboxes. `worker`: a random id of the process that serves the queue; "" after a clean
+    stop, while the successor, which uses another queue, is expected. `slots`: concurrent calls. `pools`: shared queues
+    that the worker serves too. `process`: lets the successor on the same machine see that the process has ended
+    (workers/reports.py).
     """
 
     host: str = Field(max_length=64)
@@ -56,23 +54,23 @@ class HostReport(Record):
     memory_free_bytes: int = Field(default=0, ge=0)
     disk_free_bytes: int = Field(default=0, ge=0)
     classes: tuple[str, ...] = ()
-    """Tenant classes that this host knows."""
+    """Tenant classes that this host supports."""
     images: tuple[str, ...] = ()
     """Images that any class of this host may use."""
     healthy: bool = True
-    """False while its sandboxd is silent: nothing new is placed there."""
+    """False while its sandboxd does not answer. The host then gets no new sessions."""
     draining: bool = False
-    """It takes no new sessions: its own go elsewhere, or it is being restarted."""
+    """True while the host gets no new sessions, because its sessions move to other hosts or it restarts."""
     store: Literal["local", "shared"] = "local"
-    """Where its checkpoints go: `local` ones cannot be restored on another host."""
+    """Location of its checkpoints. Another host cannot restore `local` checkpoints."""
     trouble: str = Field(default="", max_length=MAX_TROUBLE_CHARS)
-    """What its operator should know: why it is not healthy, or what its drain waits for."""
+    """Message for the operator: why the host is not healthy, or what its drain waits for."""
     started_at: float
     reported_at: float
 
     @property
     def state(self) -> Literal["serving", "unhealthy", "draining", "restarting"]:
-        """In one word, as people are shown it."""
+        """State of the worker as pages and commands show it."""
         if not self.worker:
             return "restarting"
         if self.draining:
@@ -81,11 +79,11 @@ class HostReport(Record):
 
 
 def holder_name(queue: str, worker: str) -> str:
-    """How the ledger names who runs a call: the worker's incarnation and the process of it."""
+    """Return the name of a call's holder in the call records: the worker's incarnation and its process."""
     return f"{queue}/{worker}"
 
 
 def parse_holder(holder: str) -> tuple[str, str]:
-    """Queue and worker of a holder's name."""
+    """Return queue and worker of a holder's name."""
     queue, _, worker = holder.partition("/")
     return queue, worker

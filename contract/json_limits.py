@@ -1,6 +1,4 @@
-"""How large and how deep JSON is: counted no further than the limit, so that the time depends on the limit and not on
-the sender.
-"""
+"""Checks of the size and depth of JSON. Counting stops at the limit, so that the time does not depend on the sender."""
 
 import itertools
 import re
@@ -8,15 +6,17 @@ from collections.abc import Mapping
 from typing import Any
 
 TEXT_UNIT_CHARS = 4096
-"""Characters of a text that count as one value: a failed check copies the text into its message."""
+"""Characters of a text that count as one value. Long texts count more, because a failed check copies the text into its
+message.
+"""
 
 _NEXT = re.compile(r'(?:[^",\[{]++|"[^"\\]*+(?:\\.[^"\\]*+)*+")*+[,\[{]', re.DOTALL)
-"""Up to the next comma or opening bracket outside of strings."""
+"""Matches up to the next comma or opening bracket outside of strings."""
 
 
 def count_values(value: Any, limit: int) -> int:
-    """Return how many values a JSON value holds, itself and those inside of others included; more than `limit` if there
-    are more.
+    """Return the number of values in a JSON value, including itself and nested values. Above `limit` the result is some
+    number above `limit`.
     """
     pending, count = [value], 0
     while pending and count + len(pending) <= limit:
@@ -32,27 +32,29 @@ def count_values(value: Any, limit: int) -> int:
 
 
 def has_more_values(value: Any, limit: int) -> bool:
-    """Whether a JSON value holds more than `limit` values."""
+    """Return whether a JSON value has more than `limit` values."""
     return count_values(value, limit) > limit
 
 
 def has_more_values_in_text(text: str, limit: int) -> bool:
-    """Whether a JSON text holds more than `limit` values. A text with up to twice as many may pass: this is for before
-    it is parsed.
+    """Return whether a JSON text has more than `limit` values, before it is parsed. The check is rough: a text with up
+    to twice as many values may pass.
     """
     if text.count(",") + text.count("[") + text.count("{") <= 2 * limit:
         return False
     at = 0
     for _ in range(2 * limit + 1):
-        found = _NEXT.match(text, at)
-        if found is None:
+        match = _NEXT.match(text, at)
+        if match is None:
             return False
-        at = found.end()
+        at = match.end()
     return True
 
 
 def is_deeper(value: Any, limit: int) -> bool:
-    """Whether lists and objects nest deeper than `limit`, without recursion."""
+    """Return whether lists and objects nest deeper than `limit`. Uses no recursion, so deep input cannot overflow the
+    stack.
+    """
     level = [value] if isinstance(value, dict | list) else []
     for _ in range(limit):
         level = [

@@ -1,5 +1,5 @@
-"""Secrets struck out of text: values that are known, in the forms they travel in, and what has the shape of a
-well-known key.
+"""Masking of secrets in text: the values of known secrets in all their encodings, and texts with the form of well-known
+keys.
 """
 
 import base64
@@ -13,27 +13,29 @@ from urllib.parse import quote, quote_plus, unquote, urlsplit
 from pydantic import BaseModel, SecretStr
 
 MIN_SECRET_CHARS = 6
-"""A shorter value is not looked for: it would be found everywhere."""
+"""Minimum length of a known secret. Shorter values would match in almost every text."""
 MIN_CORE_CHARS = 7
-"""Of a value inside a longer text in base64, so much is sure to stand there, wherever it begins."""
+"""Minimum length of the base64 characters that a secret always produces, at any position in an encoded text."""
 MAX_REMEMBERED, MAX_REMEMBERED_CHARS = 4096, 64
-"""Short texts without a secret that are not looked at again."""
+"""Limits of the cache of short texts without secrets: entries, and characters of an entry."""
 MARK = "[masked: "
 SECRET_NAME = re.compile(r"(?:^|_)(?:API_?KEY|ACCESS_KEY|SECRET_KEY|TOKEN|SECRET|PASSWORD|PASSWD)$", re.IGNORECASE)
-"""How variables and fields are called that hold one."""
+"""Names of variables and fields that contain a secret."""
 _BASE64 = frozenset("ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/-_=")
 
 
 @dataclass(frozen=True)
 class _Shape:
-    """`hints`: one of them stands in every text with a match; looking for these is what most texts cost."""
+    """Pattern of a kind of secret. `hints`: every match contains one of them. Searching for the hints is fast, and most
+    texts have none.
+    """
 
     kind: str
     hints: tuple[str, ...]
     pattern: re.Pattern[str]
 
-    def strike(self, match: re.Match[str]) -> str:
-        """What stands for a match: what it begins with stays, where that only says what follows."""
+    def replace(self, match: re.Match[str]) -> str:
+        """Return the replacement of a match. A prefix that only names the kind of secret stays."""
         return f"{match.groupdict().get('kept') or ''}{MARK}{self.kind}]"
 
 
@@ -41,8 +43,8 @@ def _shape(kind: str, hints: str, pattern: str, flags: int = 0) -> _Shape:
     return _Shape(kind, tuple(hints.split("|")), re.compile(pattern, flags))
 
 
-# Texts are hostile: each pattern reads a bounded number of characters before it decides, or begins only where a word
-# does.
+# Texts are untrusted. To keep the time linear, each pattern reads a bounded number of characters or begins only at the
+# start of a word.
 _SHAPES = (
     _shape(
         "private key",
@@ -79,7 +81,7 @@ _HINTS = tuple((hint, shape) for shape in _SHAPES for hint in shape.hints)
 
 
 class Masker:
-    """Masks texts. `secrets`: kind -> value; a kind is what stands in its place, `[masked: <kind>]`."""
+    """Masks secrets in texts. `secrets`: kind -> value. A secret is replaced by `[masked: <kind>]`."""
 
     def __init__(self, secrets: Mapping[str, str] | None = None) -> None:
         plain: dict[str, str] = {}
@@ -91,35 +93,35 @@ class Masker:
                 plain.setdefault(form, kind)
             for core in _cores(value):
                 cores.setdefault(core, kind)
-        # The longest first: of two of which one holds the other, nothing of the longer one may stay.
+        # The longest first: if one secret contains another, no part of the longer one may remain.
         self._plain = sorted(plain.items(), key=lambda form: -len(form[0]))
         self._cores = sorted(cores.items(), key=lambda core: -len(core[0]))
-        # Names of fields, roles and tools come again and again.
+        # Names of fields, roles and tools are masked very often.
         self._clean: set[str] = set()
 
     def mask(self, text: str) -> str:
-        """The text without what is known or looks like a secret."""
+        """Return the text without known secrets and without texts that have the form of a key."""
         if len(text) < MIN_SECRET_CHARS or text in self._clean:
             return text
-        masked = self._strike(text)
+        masked = self._replace_secrets(text)
         if masked == text and len(text) <= MAX_REMEMBERED_CHARS and len(self._clean) < MAX_REMEMBERED:
             self._clean.add(text)
         return masked
 
-    def _strike(self, text: str) -> str:
+    def _replace_secrets(self, text: str) -> str:
         for core, kind in self._cores:
             if core in text:
-                text = _strike_base64(text, core, kind)
+                text = _replace_base64(text, core, kind)
         for form, kind in self._plain:
             if form in text:
                 text = text.replace(form, f"{MARK}{kind}]")
         for hint, shape in _HINTS:
             if hint in text:
-                text = shape.pattern.sub(shape.strike, text)
+                text = shape.pattern.sub(shape.replace, text)
         return text
 
     def mask_value(self, value: Any) -> Any:
-        """The same of plain JSON: every string in it, keys as well."""
+        """Return plain JSON with every string masked, including keys."""
         match value:
             case str():
                 return self.mask(value)
@@ -131,10 +133,10 @@ class Masker:
 
 
 def passwords_of(kind: str, urls: str) -> dict[str, str]:
-    """The passwords in a URL, or in several with `;` between: each as it is written there and as who asks for it gets
-    it. Kind -> value.
+    """Return the passwords in a URL, or in several URLs separated by `;`, by kind. Each password appears as written in
+    the URL and decoded.
     """
-    found: dict[str, str] = {}
+    passwords: dict[str, str] = {}
     for at, url in enumerate(urls.split(";")):
         name = kind + (f" {at + 1}" if at else "")
         try:
@@ -142,35 +144,34 @@ def passwords_of(kind: str, urls: str) -> dict[str, str]:
         except ValueError:
             continue
         if written:
-            found[name] = unquote(written)
-            if written != found[name]:
-                found[f"{name} in its URL"] = written
-    return found
+            passwords[name] = unquote(written)
+            if written != passwords[name]:
+                passwords[f"{name} in its URL"] = written
+    return passwords
 
 
 def secrets_of_settings(settings: BaseModel) -> dict[str, str]:
-    """What a settings object holds as secrets, and the passwords in its URLs: name of the variable -> value."""
-    return dict(_of_settings(settings))
+    """Return the secrets of a settings object and the passwords in its URLs: name of the variable -> value."""
+    return dict(_find_secrets(settings))
 
 
-def _of_settings(settings: BaseModel) -> Iterable[tuple[str, str]]:
+def _find_secrets(settings: BaseModel) -> Iterable[tuple[str, str]]:
     for name in type(settings).model_fields:
         value = getattr(settings, name)
         kind = name.upper() if name.startswith("openai") else f"TOOLCREW_{name.upper()}"
-        held = value if isinstance(value, list) else [value]
-        for secret in held:
+        for secret in value if isinstance(value, list) else [value]:
             text = secret.get_secret_value() if isinstance(secret, SecretStr) else secret
             if not isinstance(text, str):
                 continue
             if "://" in text:
                 yield from passwords_of(f"{kind} password", text).items()
-            # Of a setting that is a URL only the password is secret.
+            # In a setting that is a URL, only the password is secret.
             if isinstance(secret, SecretStr) and not name.endswith("_url"):
                 yield kind, text
 
 
 def _forms(value: str) -> set[str]:
-    """How the value itself is written: plain, in a URL, in JSON, in hexadecimal."""
+    """Return the encodings of the value: plain, in a URL, in JSON, in hexadecimal."""
     raw = value.encode(errors="surrogatepass")
     quoted = {quote(raw, safe=""), quote(raw), quote_plus(raw)}
     lower = {re.sub(r"%[0-9A-F]{2}", lambda code: code[0].lower(), text) for text in quoted}
@@ -179,20 +180,22 @@ def _forms(value: str) -> set[str]:
 
 
 def _cores(value: str) -> set[str]:
-    """What stands in the base64 of any text that holds the value: it can begin at three places of a group."""
+    """Return the base64 characters that every encoded text with the value contains. There are three variants, because
+    the value can begin at three positions of a base64 group.
+    """
     raw = value.encode(errors="surrogatepass")
-    found = set()
+    cores = set()
     for shift in range(3):
         text = base64.b64encode(b"\0" * shift + raw).decode().rstrip("=")
-        # Only characters that are made of the value's bits alone.
+        # Only characters that are made entirely of bits of the value.
         core = text[(shift * 8 + 5) // 6 : (shift + len(raw)) * 8 // 6]
         if len(core) >= MIN_CORE_CHARS:
-            found |= {core, core.replace("+", "-").replace("/", "_")}
-    return found
+            cores |= {core, core.replace("+", "-").replace("/", "_")}
+    return cores
 
 
-def _strike_base64(text: str, core: str, kind: str) -> str:
-    """All of the run of base64 in which the core stands: its neighbours hold the rest of the value."""
+def _replace_base64(text: str, core: str, kind: str) -> str:
+    """Replace the whole base64 text around each core, because the adjacent characters encode the rest of the value."""
     pieces, at = [], 0
     while (found := text.find(core, at)) >= 0:
         start, end = found, found + len(core)

@@ -1,9 +1,9 @@
-"""The closed set of metrics: what is counted where, under which name, with which labels and bounds.
+"""The closed set of metrics: names, help texts, labels and bounds.
 
-Counters and histograms are summed up in one hash in Redis (store/metrics.py), which any process of either side adds to;
-gauges are read when somebody asks. A field of the hash is one number: `<part>` TAB `<metric>` TAB `<label value>`...,
-where the part of a counter is empty, and those of a histogram are `count`, `sum` and `le:<bound>` (that bucket alone).
-`#<metric>` counts the series of a metric, which are bounded: whatever comes beyond goes under OTHER.
+Every process adds its counters and histograms to one hash in Redis (store/metrics.py). Gauges are read at each scrape.
+A field of the hash is one number: `<part>` TAB `<metric>` TAB `<label value>`... The part of a counter is empty. The
+parts of a histogram are `count`, `sum` and `le:<bound>` (that bucket alone, not cumulative). The field `#<metric>`
+counts the series of a metric. The number of series is bounded: values beyond the bound are added to the series OTHER.
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from contract.errors import ErrorCode, RefusalReason
 Kind = Literal["counter", "gauge", "histogram"]
 
 OTHER = "other"
-"""Stands for the label values that are too many, or that no worker publishes."""
+"""Label value for all values beyond a metric's bound, and for tools that no worker publishes."""
 MAX_LABEL_CHARS = 64
 SERIES_MARK = "#"
 REFUSALS = tuple(
@@ -31,7 +31,7 @@ REFUSALS = tuple(
         ErrorCode.QUOTA_EXCEEDED,
     )
 )
-"""The codes of calls that somebody, or a rule, did not let be made."""
+"""Error codes of calls that a person or a rule refused."""
 COUNT, SUM, BUCKET = "count", "sum", "le:"
 
 _SECONDS = (0.005, 0.02, 0.1, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
@@ -42,9 +42,12 @@ _START_SECONDS = (0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 60.0)
 
 @dataclass(frozen=True)
 class Metric:
-    """One metric. `help`: one line; `look`: when an operator looks at it; `most`: how many series the whole deployment
-    may have of it (0: a gauge's are as many as there are queues, hosts or tenants); `values`: of its one label, told
-    from the start, so that the first of a kind is seen to be one more than none."""
+    """One metric.
+
+    `help`: one line. `look`: when an operator looks at the metric. `most`: the highest number of series in the whole
+    deployment; 0 for gauges, which have one series per queue, host or tenant. `values`: values of the one label that
+    are reported as 0 before they occur, so that the first increment is visible.
+    """
 
     name: str
     kind: Kind
@@ -70,9 +73,9 @@ def _gauge(name: str, help_: str, look: str, *labels: str) -> Metric:
 
 CALLS = _counter(
     "toolcrew_tool_calls_total",
-    "Calls that have been answered, each once, whoever answered.",
-    "the share of errors, by code; codes of the infrastructure (HOST_LOST, SANDBOX_UNAVAILABLE) are yours, the others "
-    "mostly the model's",
+    "Calls that have a result. Each call counts once.",
+    "the share of errors by code: the operator fixes infrastructure codes (HOST_LOST, SANDBOX_UNAVAILABLE); the model "
+    "causes most others",
     "tool",
     "status",
     "error_code",
@@ -81,94 +84,95 @@ CALLS = _counter(
 CALL_SECONDS = _histogram(
     "toolcrew_tool_duration_seconds",
     _SECONDS,
-    "How long calls ran, without waiting.",
-    "which tool is slow, and whether it always was",
+    "Run time of calls, without waiting.",
+    "to find slow tools, and tools that have become slower",
     "tool",
 )
 QUEUE_WAIT_SECONDS = _histogram(
     "toolcrew_tool_queue_wait_seconds",
     _SECONDS,
-    "How long calls were on their way to a worker; queue: host, pool.web or pool.tools.",
-    "workers of that kind are too few, or stand still",
+    "Time from sending a call until a worker receives it; queue: host, pool.web or pool.tools.",
+    "high values: too few workers of that kind, or workers that are stuck",
     "queue",
     most=8,
 )
 SANDBOX_WAIT_SECONDS = _histogram(
     "toolcrew_tool_sandbox_wait_seconds",
     _SECONDS,
-    "How long calls waited for their sandbox to be ready.",
-    "sandboxes are rebuilt or unpacked often",
+    "Time that calls waited until their sandbox was ready.",
+    "high values: sandboxes are often rebuilt or unpacked",
 )
 TRANSFER_SECONDS = _histogram(
     "toolcrew_tool_transfer_seconds",
     _SECONDS,
-    "What calls took beside queue, sandbox and run: the wait for a slot, and for the result.",
-    "tenants wait for their share, or Redis is slow",
+    "Remaining time of calls, without queue, sandbox and run time: the wait for a slot and for the result.",
+    "high values: tenants wait for a slot, or Redis is slow",
 )
 OUTPUT_BYTES = _histogram(
     "toolcrew_tool_output_bytes",
     _BYTES,
-    "UTF-8 bytes of calls' outputs.",
-    "what models are made to read",
+    "Size of call outputs, in UTF-8 bytes.",
+    "how much output models read",
     "tool",
     most=200,
 )
 OUTPUT_TRUNCATED = _counter(
     "toolcrew_tool_output_truncated_total",
-    "Calls whose output was cut, which it says.",
-    "a tool's output rarely fits",
+    "Calls whose output was truncated. The output says so.",
+    "a tool's output often exceeds the limit",
     "tool",
 )
 CALLS_ENDED = _counter(
     "toolcrew_calls_ended_total",
-    "Calls by what is known of them at their end: done, lost (not run), unknown (may have acted), not_run (refused or "
-    "too late).",
-    "lost and unknown follow from hosts that went away",
+    "Calls by final state: done, lost (not run), unknown (may have had effects), not_run (refused or too late).",
+    "lost and unknown: hosts failed",
     "state",
     most=8,
     values=("done", "lost", "unknown", "not_run"),
 )
 REFUSED_CALLS = _counter(
     "toolcrew_security_refusals_total",
-    "Calls that were refused; rule: the error code, as SECURITY_REFUSED or RATE_LIMITED.",
-    "a model or a tenant tries what it may not, or a policy is too narrow",
+    "Calls that were refused; rule: the error code, such as SECURITY_REFUSED or RATE_LIMITED.",
+    "a model or a tenant tries a forbidden action, or a policy is too strict",
     "rule",
     most=16,
     values=REFUSALS,
 )
 REFUSED_ENVELOPES = _counter(
     "toolcrew_envelope_refusals_total",
-    "Messages that workers did not run, by why; signature: somebody without the secret writes into Redis.",
-    "anything but expired and repeated is worth a look at once",
+    "Messages that workers did not run, by reason; signature: a process without the secret writes to Redis.",
+    "investigate every reason except expired and repeated at once",
     "reason",
     most=16,
     values=get_args(RefusalReason),
 )
 APPROVALS_ASKED = _counter(
-    "toolcrew_approvals_asked_total", "Calls that somebody was asked about.", "how much people have to decide"
+    "toolcrew_approvals_asked_total",
+    "Calls that waited for an approval decision.",
+    "how many decisions people have to make",
 )
 APPROVALS = _counter(
     "toolcrew_approvals_total",
-    "Answers to those questions: approved, modified, rejected (also when nobody answered in time).",
-    "many rejections: a policy could decide instead",
+    "Approval decisions: approved, modified, rejected (also when no decision came in time).",
+    "many rejections: add a policy rule that decides these calls",
     "decision",
     most=8,
     values=("approved", "modified", "rejected"),
 )
 RUNS_ENDED = _counter(
     "toolcrew_agent_runs_total",
-    "Agent runs that ended; stop_reason as in their results, or aborted.",
-    "runs stop at limits or abort",
+    "Agent runs that ended; stop_reason: as in the result of the run, or aborted.",
+    "runs stop at limits, or abort",
     "stop_reason",
     most=32,
 )
 ITERATIONS = _histogram(
-    "toolcrew_agent_iterations", _STEPS, "Model replies of a run.", "runs need more steps than they did"
+    "toolcrew_agent_iterations", _STEPS, "Model replies per run.", "runs need more steps than before"
 )
 TOKENS = _counter(
     "toolcrew_llm_tokens_total",
-    "Tokens as the model servers count them; direction: input or output.",
-    "what the models cost",
+    "Tokens as counted by the model servers; direction: input or output.",
+    "how much the models cost",
     "model",
     "direction",
     most=200,
@@ -176,45 +180,45 @@ TOKENS = _counter(
 MODEL_SECONDS = _histogram(
     "toolcrew_llm_request_duration_seconds",
     _SECONDS,
-    "How long model replies took.",
-    "a model server is slow",
+    "Duration of model requests.",
+    "high values: a model server is slow",
     "model",
     most=100,
 )
 SANDBOX_START_SECONDS = _histogram(
     "toolcrew_sandbox_start_seconds",
     _START_SECONDS,
-    "How long containers took to start, those of the warm pool and the proof at sandboxd's own start included.",
-    "the engine or the disk is busy",
+    "Start time of containers, including the warm pool and the test container at the start of sandboxd.",
+    "high values: the engine or the disk is overloaded",
 )
 SANDBOX_START_FAILURES = _counter(
-    "toolcrew_sandbox_start_failures_total", "Containers that could not be started.", "see sandboxd's log"
+    "toolcrew_sandbox_start_failures_total", "Containers that failed to start.", "the log of sandboxd has the reason"
 )
 SANDBOXES_LOST = _counter(
     "toolcrew_sandbox_lost_total",
-    "Sandboxes that ended while a session had them; reason: ended, guest_gave_up or guest_broke_protocol.",
-    "memory limits, the engine, or an attack from inside",
+    "Sandboxes that ended while a session used them; reason: ended, guest_gave_up or guest_broke_protocol.",
+    "possible causes: memory limits, the engine, or an attack from inside the sandbox",
     "reason",
     most=8,
     values=("ended", "guest_gave_up", "guest_broke_protocol"),
 )
 SANDBOX_OOM = _counter(
     "toolcrew_sandbox_oom_total",
-    "Commands of which the kernel killed a process for want of memory.",
-    "raise a class's memory",
+    "Commands with a process that the kernel killed because memory ran out.",
+    "raise the memory of the tenant class",
 )
 KILLS = _counter(
     "toolcrew_sandbox_kills_total",
-    "Calls at whose limit or cancel something was killed; method: tree, all, or container when nothing less ended it.",
-    "container: a tenant's programs resist",
+    "Calls whose processes were killed at a timeout or cancel; method: tree, all, or container (the last resort).",
+    "container: programs of a tenant resist termination",
     "method",
     most=8,
     values=("tree", "all", "container"),
 )
 WARM_SANDBOXES = _counter(
     "toolcrew_warm_sandboxes_total",
-    "Warm sandboxes that sessions wanted: handed_out, or turned_away because they had not stayed clean.",
-    "turned_away should stay 0",
+    "Warm sandboxes that were selected for sessions: handed_out, or turned_away because they were not clean.",
+    "turned_away must stay 0",
     "outcome",
     most=4,
     values=("handed_out", "turned_away"),
@@ -222,158 +226,168 @@ WARM_SANDBOXES = _counter(
 
 QUEUE_MESSAGES = _gauge(
     "toolcrew_queue_messages",
-    "Messages that lie in a queue.",
-    "they pile up: workers are too few or stand still",
+    "Messages in a queue.",
+    "rising values: too few workers, or workers that are stuck",
     "queue",
 )
 QUEUE_OLDEST = _gauge(
     "toolcrew_queue_oldest_message_seconds",
-    "How long the oldest message of a queue has lain there, by the ledger; 0 when it is empty.",
-    "the best sign of a queue that nobody serves",
+    "Age of the oldest message in a queue, from the call records; 0 for an empty queue.",
+    "the best sign of a queue without workers",
     "queue",
 )
 QUEUE_SLOTS = _gauge(
-    "toolcrew_queue_slots", "Calls at a time that a queue's living workers serve.", "0: nobody serves it", "queue"
+    "toolcrew_queue_slots", "Concurrent calls that the live workers of a queue run.", "0: no worker", "queue"
 )
 QUEUE_SLOTS_IN_USE = _gauge(
     "toolcrew_queue_slots_in_use",
-    "Slots of a queue that calls in flight use, as the pages show them.",
-    "equal to slots for long: too few workers",
+    "Slots of a queue that calls in flight use, as shown on the pages.",
+    "equal to slots for a long time: too few workers",
     "queue",
 )
 QUEUE_CALLS = _gauge(
     "toolcrew_queue_calls",
-    "Calls that admission has let into a queue (in_flight), and that wait for a slot of it (waiting).",
-    "waiting while in_flight is below slots: a tenant's own limit",
+    "Calls that admission has sent to a queue (in_flight), and calls that wait for a slot (waiting).",
+    "waiting while in_flight is below slots: a tenant has reached its own limit",
     "queue",
     "state",
 )
 QUEUE_OLDEST_CALL = _gauge(
     "toolcrew_queue_oldest_waiting_call_seconds",
-    "How long the oldest call has waited for a slot of a queue that no limit of its own tenant stops; 0 when none "
-    "waits.",
-    "more workers would help",
+    "Waiting time of the oldest call that only lacks a free slot (its tenant is below its limits); 0 when none waits.",
+    "high values: add workers",
     "queue",
 )
 TENANT_CALLS = _gauge(
     "toolcrew_tenant_calls",
-    "Calls of a tenant that run or are on their way (in_flight), and that wait for a slot (waiting).",
-    "who is busy, and who waits",
+    "Calls of a tenant that were sent to a queue or run (in_flight), and calls that wait for a slot (waiting).",
+    "which tenants are busy, and which wait",
     "tenant",
     "state",
 )
 TENANTS = _gauge("toolcrew_tenants", "Registered tenants.", "")
 CALLS_RUNNING = _gauge(
-    "toolcrew_calls", "Calls now, by the ledger's words: queued in Redis, or running in a worker.", "", "state"
+    "toolcrew_calls", "Current calls, from the call records: queued in Redis, or running in a worker.", "", "state"
 )
 DEAD_QUEUES = _gauge(
     "toolcrew_dead_host_queues",
-    "Queues of hosts that report no more and still have messages.",
-    "any orchestrator clears them; none runs",
+    "Queues that still have messages although their host has stopped reporting.",
+    "above 0 for a long time: no orchestrator runs; any orchestrator clears them",
 )
 DEAD_MESSAGES = _gauge(
-    "toolcrew_dead_host_queue_messages", "Messages in those.", "calls whose sender has not been told yet"
+    "toolcrew_dead_host_queue_messages",
+    "Messages in the queues of hosts that have stopped reporting.",
+    "calls that have not received a result yet",
 )
 LOST_HOSTS = _gauge(
     "toolcrew_lost_hosts",
-    "Worker incarnations that stopped reporting without a word and are not cleared yet.",
-    "a host died, or cannot reach Redis",
+    "Worker incarnations that stopped reporting without a shutdown and are not cleared yet.",
+    "a host failed, or cannot reach Redis",
 )
 HOSTS = _gauge(
     "toolcrew_hosts",
     "Workers that report; kind: sandbox or web; state: serving, unhealthy, draining or restarting.",
-    "unhealthy: its sandboxd is silent",
+    "unhealthy: its sandboxd does not respond",
     "kind",
     "state",
 )
-HOST_SLOTS = _gauge("toolcrew_host_slots", "Calls at a time that a host's workers run.", "", "host", "kind")
+HOST_SLOTS = _gauge("toolcrew_host_slots", "Concurrent calls that the workers of a host can run.", "", "host", "kind")
 HOST_BUSY = _gauge(
-    "toolcrew_host_busy", "Calls that they run now.", "busy near slots for long: too few", "host", "kind"
+    "toolcrew_host_busy",
+    "Calls that the workers of a host run now.",
+    "near slots for a long time: too few slots",
+    "host",
+    "kind",
 )
-HOST_SESSIONS = _gauge("toolcrew_host_sessions", "Sessions that live on a host.", "", "host")
-HOST_MAX_SESSIONS = _gauge("toolcrew_host_max_sessions", "Sessions that may.", "", "host")
-HOST_SANDBOXES = _gauge("toolcrew_host_sandboxes", "Containers that a host's sessions have.", "", "host")
+HOST_SESSIONS = _gauge("toolcrew_host_sessions", "Sessions on a host.", "", "host")
+HOST_MAX_SESSIONS = _gauge("toolcrew_host_max_sessions", "Highest number of sessions on a host.", "", "host")
+HOST_SANDBOXES = _gauge("toolcrew_host_sandboxes", "Containers of the sessions on a host.", "", "host")
 HOST_MAX_SANDBOXES = _gauge(
-    "toolcrew_host_max_sandboxes", "Containers that it may have.", "near it idle sessions are packed away", "host"
+    "toolcrew_host_max_sandboxes",
+    "Highest number of containers on a host.",
+    "near this limit, the host packs idle sessions to free containers",
+    "host",
 )
 HOST_MEMORY = _gauge(
     "toolcrew_host_memory_free_bytes",
-    "Memory that a host could still give.",
-    "near 0 no warm sandboxes are made",
+    "Memory that is available on a host.",
+    "near 0, the host starts no warm sandboxes",
     "host",
     "kind",
 )
 HOST_DISK = _gauge(
     "toolcrew_host_disk_free_bytes",
-    "Free disk where sandboxd keeps workspaces.",
-    "below a limit nothing is started",
+    "Free disk space for the workspaces of sandboxd.",
+    "below a limit, the host starts no sandboxes",
     "host",
 )
 SANDBOXES = _gauge(
     "toolcrew_sandbox_active",
-    "Sandboxes of a host by state: busy (a call runs), idle, paused, lost (to be rebuilt), warm (nobody's yet).",
+    "Sandboxes of a host by state: busy (a call runs), idle, paused, lost (will be rebuilt), warm (unassigned).",
     "",
     "host",
     "state",
 )
 WARM_TARGET = _gauge(
     "toolcrew_warm_pool_target",
-    "Warm sandboxes that a host is to keep.",
-    "warm below it for long: see sandboxd's log",
+    "Target number of warm sandboxes on a host.",
+    "fewer warm sandboxes for a long time: the log of sandboxd has the reason",
     "host",
 )
 RUNS = _gauge(
     "toolcrew_runs",
-    "Durable runs: waiting, delayed (tried again later) or running.",
-    "nobody works them: start an orchestrator",
+    "Durable runs: waiting, delayed (retried later) or running.",
+    "waiting but none running: start an orchestrator",
     "state",
 )
-BATCHES = _gauge("toolcrew_batches_waiting", "Batches with runs that wait.", "")
+BATCHES = _gauge("toolcrew_batches_waiting", "Batches that have waiting runs.", "")
 APPROVALS_WAITING = _gauge(
-    "toolcrew_approvals_waiting", "Questions that wait for a person now.", "somebody is to answer"
+    "toolcrew_approvals_waiting", "Calls that wait for an approval decision now.", "above 0: a person must decide"
 )
 REDIS_MEMORY = _gauge(
-    "toolcrew_redis_memory_used_bytes", "Memory that Redis uses.", "near its limit Redis takes no more calls"
+    "toolcrew_redis_memory_used_bytes", "Memory that Redis uses.", "near its limit, Redis accepts no more calls"
 )
-REDIS_MEMORY_MAX = _gauge("toolcrew_redis_memory_max_bytes", "What Redis may use; 0: no limit of its own.", "")
+REDIS_MEMORY_MAX = _gauge("toolcrew_redis_memory_max_bytes", "Memory limit of Redis; 0: Redis has no limit.", "")
 REDIS_CLIENTS = _gauge("toolcrew_redis_clients", "Connections to Redis.", "")
 UNREADABLE = _gauge(
     "toolcrew_metrics_unreadable_fields",
-    "Numbers in Redis that no metric of this release has.",
-    "an upgrade is under way, or somebody writes there",
+    "Metric fields in Redis that this release does not know.",
+    "an upgrade is in progress, or another program writes to the hash",
 )
-SCRAPE_SECONDS = _gauge("toolcrew_metrics_render_seconds", "How long this page took to put together.", "")
-BUILD = _gauge("toolcrew_build_info", "1; release: of the process that gives this page.", "", "release")
+SCRAPE_SECONDS = _gauge("toolcrew_metrics_render_seconds", "Time to build this page.", "")
+BUILD = _gauge(
+    "toolcrew_build_info", "Always 1; release: the release of the process that serves this page.", "", "release"
+)
 
 METRICS: dict[str, Metric] = {metric.name: metric for metric in list(globals().values()) if isinstance(metric, Metric)}
-"""All of them, by name, in the order in which they are given out."""
+"""All metrics by name, in the order of the metrics page."""
 
 
 def clean_label(value: str) -> str:
-    """A label value as it is kept: one line of printable text, cut to MAX_LABEL_CHARS. Names of tools and models are
-    other people's data.
+    """Return the label value as one line of printable text, cut to MAX_LABEL_CHARS. Names of tools and models are
+    untrusted input.
     """
     cut = value[:MAX_LABEL_CHARS]
     return cut if cut.isprintable() else "".join(char if char.isprintable() else "?" for char in cut)
 
 
 def encode_series(metric: Metric, labels: Sequence[str]) -> str:
-    """What the fields of one series end in. `labels`: as clean_label gives them."""
+    """Return the end of the field names of one series. `labels`: results of clean_label."""
     return "\t".join((metric.name, *labels))
 
 
-def spare_series(metric: Metric) -> str:
-    """The series for whatever is too much."""
+def overflow_series(metric: Metric) -> str:
+    """Return the series for values beyond the metric's bound."""
     return encode_series(metric, [OTHER] * len(metric.labels))
 
 
 def bucket_part(metric: Metric, value: float) -> str | None:
-    """The bucket of a value; None for one beyond all bounds, which only the count has."""
+    """Return the bucket part for the value; None for a value above all bounds, which only `count` includes."""
     return next((f"{BUCKET}{bound:g}" for bound in metric.buckets if value <= bound), None)
 
 
 def parse_field(field: str) -> tuple[Metric, str, tuple[str, ...]] | None:
-    """Metric, part and label values of a field; None for one that no metric of this release has."""
+    """Return metric, part and label values of a field; None for a field that no metric of this release has."""
     part, name, *labels = field.split("\t") if "\t" in field else ("", "")
     metric = METRICS.get(name)
     if metric is None or metric.kind == "gauge" or len(labels) != len(metric.labels) or part not in _parts(metric):

@@ -1,4 +1,4 @@
-"""Queues, task names and Redis keys that both sides read."""
+"""Names of queues, Celery tasks and Redis keys that orchestrators and workers share."""
 
 import re
 from collections.abc import Iterable
@@ -8,11 +8,11 @@ from urllib.parse import quote
 POOL_WEB = "pool.web"
 POOL_TOOLS = "pool.tools"
 POOL_QUEUES = {"web": POOL_WEB, "tools": POOL_TOOLS}
-"""Pool of a ToolSpec -> queue, for the pools whose calls any of their workers may run. All others run where their
-session lives.
+"""Pool of a ToolSpec -> queue, for pools whose calls any worker of the pool may run. Other calls run on the host of
+their session.
 """
 CATALOG_POOLS = ("sandbox", "web", "tools")
-"""The pools that publish a catalog; of two tools of one name that of the first is taken."""
+"""Pools that publish a catalog. If two pools have a tool of the same name, the first pool in this order wins."""
 
 BUILTIN_TOOLS = frozenset(
     {
@@ -27,7 +27,7 @@ BUILTIN_TOOLS = frozenset(
         "write_tool",
     }
 )
-"""Names that no tool of an operator may have."""
+"""Names that are reserved: a custom tool cannot have them."""
 
 
 def deployment_key(deployment: str, name: str) -> str:
@@ -46,110 +46,122 @@ def tenant_key(deployment: str, tenant: str, name: str) -> str:
 
 
 def host_queue(host: str, boot: str) -> str:
-    """The queue of one incarnation of a host: a rebooted host never eats calls meant for sandboxes it no longer has."""
+    """Return the queue of one incarnation of a host. A rebooted host gets a new queue, so it never receives calls for
+    sandboxes that it has lost.
+    """
     return f"host.{host}.{boot}"
 
 
 def host_prefix(host: str) -> str:
-    """What the queues of all incarnations of a host begin with; a host's name has no dot."""
+    """Return the prefix of the queues of all incarnations of a host. A host's name contains no dot."""
     return f"host.{host}."
 
 
 def host_of(queue: str) -> str:
-    """The host whose queue it is."""
+    """Return the host that the queue belongs to."""
     return queue.split(".")[1] if queue.count(".") >= 2 else queue
 
 
 def task_name(tool: str) -> str:
-    """One Celery task name per tool, so that Flower's charts are per tool. Session verbs keep their own name."""
+    """Return the Celery task name of a tool. Each tool has its own, so that Flower's charts are per tool. Session verbs
+    keep their name.
+    """
     return tool if tool.startswith("session.") else f"tool.{tool}"
 
 
 def catalog_key(deployment: str, pool: str) -> str:
-    """What a pool serves; it vanishes with the pool's last worker."""
+    """Return the key of the tools that a pool serves. The key expires with the pool's last worker."""
     return deployment_key(deployment, f"catalog:{pool}")
 
 
 def catalog_names_key(deployment: str, pool: str) -> str:
-    """The names of what a pool served last; they outlive its workers, so that a call can be told whom it misses."""
+    """Return the key of the tool names that a pool served last. The key outlives the workers, so that an error message
+    can name the pool that does not run.
+    """
     return deployment_key(deployment, f"catalog:{pool}:names")
 
 
 def pool_worker(host: str, boot: str) -> str:
-    """One incarnation of a worker without sandboxes: the queue of its control list, and the beginning of its names as a
-    holder of calls.
+    """Return the name of one incarnation of a worker without sandboxes. It names the worker's control list and is the
+    prefix of the holder names that the worker claims calls with.
     """
     return f"pool.{host}.{boot}"
 
 
 def call_key(deployment: str, tenant: str, call_id: str) -> str:
-    """The hash of what is known of a call (store/calls.py)."""
+    """Return the key of the hash with a call's state (store/calls.py)."""
     return tenant_key(deployment, tenant, f"call.{call_id}")
 
 
 def tenant_calls_key(deployment: str, tenant: str) -> str:
-    """The sorted set of the tenant's newest calls by the time at which they were published."""
+    """Return the key of the sorted set of the tenant's newest calls, by time of publication."""
     return tenant_key(deployment, tenant, "calls")
 
 
 def place_key(deployment: str, tenant: str, session: str) -> str:
-    """The hash of where a session lives (contract/session_locations.py)."""
+    """Return the key of the hash with a session's location (contract/session_locations.py)."""
     return tenant_key(deployment, tenant, f"session.{session}:place")
 
 
 def tenant_sessions_key(deployment: str, tenant: str) -> str:
-    """The set of a tenant's open sessions; one whose place has expired is none any more."""
+    """Return the key of the set of a tenant's open sessions. A session whose location has expired is no longer open."""
     return tenant_key(deployment, tenant, "places")
 
 
 def seen_tenants_key(deployment: str) -> str:
-    """The sorted set of the tenants that have opened sessions, registered or not, by the Unix time of the last one."""
+    """Return the key of the sorted set of tenants that have opened sessions, by the Unix time of the last session. It
+    includes tenants that are not registered.
+    """
     return deployment_key(deployment, "seen-tenants")
 
 
 def kills_key(deployment: str) -> str:
-    """The sorted set of the orders of the last minute to end calls, by the Unix time at which each was given
+    """Return the key of the sorted set of the last minute's orders to end calls, by the Unix time of each order
     (orchestrator/dispatch/call_monitor.py).
     """
     return deployment_key(deployment, "kills")
 
 
 def host_key(deployment: str, queue: str) -> str:
-    """The report of one living worker incarnation (contract/hosts.py); gone when the worker is."""
+    """Return the key of the report of one live worker incarnation (contract/hosts.py). The key expires after the worker
+    stops.
+    """
     return deployment_key(deployment, f"host:{queue}")
 
 
 def hosts_key(deployment: str) -> str:
-    """The sorted set of all worker incarnations, by the Unix time of their last report: what the reaper goes
-    through.
+    """Return the key of the sorted set of all worker incarnations, by the Unix time of their last report. The reaper
+    reads it to find lost workers.
     """
     return deployment_key(deployment, "hosts")
 
 
 def tombstone_key(deployment: str, queue: str) -> str:
-    """There once an incarnation was given up for lost: whoever finds its own stops under that name."""
+    """Return the key that marks an incarnation as lost. A worker that finds its own tombstone stops using that name."""
     return deployment_key(deployment, f"tombstone:{queue}")
 
 
 def slots_key(deployment: str, queue: str) -> str:
-    """How many calls at a time the living workers of a queue serve together; gone when none lives."""
+    """Return the key of the number of concurrent calls that all live workers of a queue serve. The key expires with the
+    last worker.
+    """
     return deployment_key(deployment, f"slots:{queue}")
 
 
 def tenants_key(deployment: str) -> str:
-    """The hash of the registered tenants, name to TenantPolicy, and their version under VERSION_FIELD
+    """Return the key of the hash of the registered tenants: name -> TenantPolicy, and the version under VERSION_FIELD
     (contract/tenancy.py).
     """
     return deployment_key(deployment, "tenants")
 
 
 def api_keys_key(deployment: str) -> str:
-    """The hash of the API keys, key id to its record; never a key itself."""
+    """Return the key of the hash of the API keys: key id -> record. The hash never contains an API key itself."""
     return deployment_key(deployment, "api-keys")
 
 
 def refusals_key(deployment: str) -> str:
-    """The hash of how often what was refused at the queue, by reason."""
+    """Return the key of the hash of refused queue messages: reason -> count."""
     return deployment_key(deployment, "refusals")
 
 
@@ -160,39 +172,38 @@ def runs_prefix(deployment: str) -> str:
 
 
 def admission_prefix(deployment: str) -> str:
-    """What the keys of admission begin with."""
+    """Return the prefix of the keys of admission."""
     return deployment_key(deployment, "admission:")
 
 
 BlobPool = Literal["sandbox", "web"]
-"""The workers that read and write a blob: those next to a sandboxd, or those of the kind web. Redis refuses the other
-ones.
+"""Kind of worker that reads and writes a blob: workers next to a sandboxd, or web workers. Redis denies access to the
+other kind.
 """
 BLOB_POOLS: tuple[BlobPool, ...] = get_args(BlobPool)
 
 
 def blob_key(deployment: str, tenant: str, pool: BlobPool, name: str) -> str:
-    """Return the key of bytes that are too large or too raw for an envelope; they expire. store/blobs.py builds
+    """Return the key of binary or large data that does not go into an envelope. The key expires. store/blobs.py builds
     `name`.
     """
     return tenant_key(deployment, tenant, f"blob-{pool}.{name}")
 
 
 def is_blob_of(key: str, deployment: str, tenant: str, pools: Iterable[BlobPool] = BLOB_POOLS) -> bool:
-    """Return True if `key` is a blob key of that tenant and one of these pools: a key from the queue is not trusted."""
+    """Return whether `key` is a blob key of that tenant and one of these pools. Keys from a queue are not trusted."""
     return any(key.startswith(blob_key(deployment, tenant, pool, "")) for pool in pools)
 
 
 HUB_SHARDS = tuple(f"{shard:02x}" for shard in range(256))
-"""What the random id of a hub begins with."""
+"""Possible prefixes of a hub's random id."""
 
 
 def result_channel_pattern(hub: str) -> str:
-    """The one pub/sub pattern on which a hub hears its results, and those of the few others whose id begins with the
-    same two hex digits.
+    """Return the pub/sub pattern on which a hub receives its results.
 
-    Not the hub's whole id: Redis's users may subscribe only to patterns that are written out in their rules, so there
-    is a fixed number of them.
+    The pattern also matches the few hubs whose id begins with the same two hex digits. A Redis user can subscribe only
+    to patterns that its rules list, so the number of patterns must be fixed.
     """
     return f"celery-task-meta-{hub[:2]}*"
 
@@ -202,42 +213,46 @@ def result_key(task_id: str) -> str:
 
 
 def control_queue(queue: str) -> str:
-    """The list a host's worker reads at once, however busy its pool is: cancels and closes."""
+    """Return the list of cancels and closes, which a host's worker reads even while its pool is busy."""
     return f"{queue}.control"
 
 
 def switches_key(deployment: str) -> str:
-    """The hash of the tools that are turned off, name to Switch; one that is not in it is on."""
+    """Return the key of the hash of disabled tools: name -> Switch. A tool that is not in the hash is enabled."""
     return deployment_key(deployment, "switches")
 
 
 def installed_skills_key(deployment: str, tenant: str) -> str:
-    """The hash of the skills that are installed for a tenant, name to InstalledSkill."""
+    """Return the key of the hash of a tenant's installed skills: name -> InstalledSkill."""
     return tenant_key(deployment, tenant, "skills")
 
 
 def skill_bundle_key(deployment: str, tenant: str, digest: str) -> str:
-    """The files of a skill that is installed for a tenant, compressed (workers/skills/archives.py)."""
+    """Return the key of the compressed files of an installed skill (workers/skills/archives.py)."""
     return tenant_key(deployment, tenant, f"skill-bundle.{digest}")
 
 
 def skill_uses_key(deployment: str, tenant: str) -> str:
-    """The hash of how often a tenant's runs have used each skill; it expires when they have used none for long."""
+    """Return the key of the hash of skill uses by a tenant's runs: skill -> count. The hash expires when no skill is
+    used for a long time.
+    """
     return tenant_key(deployment, tenant, "skill-uses")
 
 
 def session_state_key(deployment: str, tenant: str, session: str) -> str:
-    """The hash of what a session's tools remember between calls; it expires when none of them has used it for a day."""
+    """Return the key of the hash of the state that a session's tools store between calls. The hash expires after a day
+    without use.
+    """
     return tenant_key(deployment, tenant, f"session.{session}:state")
 
 
 def audit_key(deployment: str) -> str:
-    """The stream of what operators and administrators changed (store/audit.py)."""
+    """Return the key of the stream of changes by operators and administrators (store/audit.py)."""
     return deployment_key(deployment, "audit")
 
 
 def tenant_audit_key(deployment: str, tenant: str) -> str:
-    """The stream of what the holders of a tenant's keys changed."""
+    """Return the key of the stream of changes by the holders of a tenant's API keys."""
     return tenant_key(deployment, tenant, "audit")
 
 
@@ -245,12 +260,12 @@ _SHOWN_CALL = re.compile(r"call ([A-Za-z0-9_-]{1,64})(?:, (?:tenant|session|run)
 
 
 def flower_task_url(base: str, task_id: str) -> str:
-    """Flower's page of a task. `base`: TOOLCREW_FLOWER_URL."""
+    """Return the URL of Flower's page of a task. `base`: TOOLCREW_FLOWER_URL."""
     return f"{base.rstrip('/')}/task/{quote(task_id, safe='')}"
 
 
 def call_page_url(base: str, call_id: str) -> str:
-    """The page of a call. `base`: TOOLCREW_PAGE_URL."""
+    """Return the URL of the page of a call. `base`: TOOLCREW_PAGE_URL."""
     return f"{base.rstrip('/')}/calls/{quote(call_id, safe='')}"
 
 
@@ -261,8 +276,8 @@ def show_call(call_id: str, tenant: str, session: str | None, run: str | None) -
 
 
 def parse_shown_call(shown: object) -> str | None:
-    """Return the id of the call from the text of `show_call`; None for any other text. Every process that may send
-    events can write any text there.
+    """Return the call id from a text of `show_call`; None for any other text. The text is untrusted: every process that
+    can send Celery events can write any text there.
     """
     found = _SHOWN_CALL.fullmatch(shown) if isinstance(shown, str) else None
     return found[1] if found else None

@@ -1,4 +1,4 @@
-"""Tools by name: registering, looking up, filtering, turning off and on. Safe under concurrent access."""
+"""Registry of tools: register, look up, filter, disable and enable. Safe under concurrent access."""
 
 import os
 import threading
@@ -18,48 +18,49 @@ from contract.tenancy import TenantPolicy, say_subject, tools_of
 
 Handler = TypeVar("Handler")
 Validator = Callable[[Mapping[str, Any]], str | None]
-"""A custom check of valid arguments: None, or a sentence that says what is wrong and what to do."""
+"""Custom check of arguments that match the schema. Returns None, or a sentence: what is wrong and what to do."""
 SWITCHES_FRESH_S = 1.0
-"""How old may be what a process knows of the switches: half of the time within which one takes effect everywhere."""
+"""Highest age of a process's copy of the switches. A switch takes effect everywhere within twice this time."""
 LAST_INSTANT = 253_402_300_800
-"""The year 10000, which no calendar of ours can show."""
+"""Unix time of the year 10000, the first that datetime cannot represent."""
 
 
 class Switch(Record):
-    """That a tool is off: by whom, since when (Unix seconds), why. A tool without one is on."""
+    """Record of a disabled tool: actor, time (Unix seconds) and reason. A tool without a record is enabled."""
 
     by: str = Field(default="", max_length=128)
     at: float = Field(default=0.0, ge=0, lt=LAST_INSTANT)
     reason: str | None = Field(default=None, max_length=1024)
 
     def refusal(self, name: str) -> str:
-        """What a model is told that calls the tool nevertheless."""
+        """Return the error text for a model that calls the disabled tool."""
         why = f" ({self.reason})" if self.reason else ""
         return (
-            f"the tool {name} is turned off by an administrator{why}: do not call it again; use another tool, or say "
+            f"an administrator has turned off the tool {name}{why}. Do not call it again. Use another tool, or say "
             "what cannot be done"
         )
 
 
 @dataclass(frozen=True)
 class ToolState:
-    """A registered tool as an administrator sees it. `everywhere`: present exactly when it is off for all tenants;
-    `own`: when it is for the one whose view this is, whatever holds for all."""
+    """A registered tool as an administrator sees it. `everywhere`: the switch for all tenants; `own`: the switch for
+    the tenant of this view. Each is None if the tool is enabled there.
+    """
 
     spec: ToolSpec
     everywhere: Switch | None = None
     own: Switch | None = None
     is_allowed: bool = True
-    """Whether the policy of the tenant allows the tool."""
+    """True if the tenant's policy allows the tool."""
 
     @property
     def switch(self) -> Switch | None:
-        """Why it is off, None when it is on."""
+        """The switch that disables the tool; None if the tool is enabled."""
         return self.everywhere or self.own
 
     @property
     def scope(self) -> Literal["everywhere", "tenant"] | None:
-        """For whom it is off, None when it is on."""
+        """Tenants that the tool is disabled for; None if the tool is enabled."""
         if self.everywhere is not None:
             return "everywhere"
         return "tenant" if self.own is not None else None
@@ -74,7 +75,7 @@ class ToolState:
 
     @property
     def state(self) -> Literal["enabled", "disabled", "forbidden"]:
-        """`forbidden`: the tenant's policy does not allow the tool, whether it is turned on or off."""
+        """State of the tool. `forbidden`: the tenant's policy does not allow the tool, even if it is enabled."""
         if not self.is_allowed:
             return "forbidden"
         return "enabled" if self.switch is None else "disabled"
@@ -82,7 +83,7 @@ class ToolState:
 
 @dataclass(frozen=True)
 class Tool(Generic[Handler]):
-    """A spec, what runs it, and its custom checks. Each package of ours has its own handler type."""
+    """A tool: its spec, its handler and its custom checks. Each package has its own handler type."""
 
     spec: ToolSpec
     handler: Handler
@@ -110,21 +111,20 @@ class Tool(Generic[Handler]):
         return self.spec.dangerous
 
     def execute(self, arguments: Mapping[str, Any], context: Any) -> Any:
-        """Run the handler with checked arguments and the context that it takes. Returns its result; an awaitable of it
-        for an async handler.
+        """Check the arguments and run the handler. Return the handler's result, or an awaitable for an async handler.
 
-        Raises ToolFailure(INVALID_ARGUMENTS), and what the handler raises.
+        Raises ToolFailure(INVALID_ARGUMENTS) for invalid arguments. Exceptions of the handler propagate.
         """
         handler = cast(Callable[[dict[str, Any], Any], Any], self.handler)
         return handler(prepare_arguments(self.spec, arguments, checks=self.validators)[0], context)
 
 
 class ToolRegistry(Generic[Handler]):
-    """Tools by name. Registering a name again replaces the tool, and does not turn it on; an unknown name gives None,
-    never an exception.
+    """Tools by name.
 
-    Two views: `describe` lists all that is registered, `specs` what a model may be told of. `get` finds what is off,
-    too: who runs tools asks `switch` first.
+    A second registration of a name replaces the tool and does not enable it. Lookups of an unknown name return None.
+    `describe` lists all registered tools; `specs` lists the enabled tools, which a model may see. `get` also returns
+    disabled tools: check `switch` before running a tool.
     """
 
     def __init__(self, tools: Iterable[Tool[Handler]] = ()) -> None:
@@ -134,67 +134,69 @@ class ToolRegistry(Generic[Handler]):
         for tool in tools:
             self.register(tool)
 
-    def free_after_fork(self) -> None:
-        """From now on a process that is forked while another thread changes the registry gets it whole, with nobody
-        holding its lock.
+    def lock_during_fork(self) -> None:
+        """Hold the lock during every later fork of this process.
+
+        Without this, a fork while another thread changes the registry gives the child an inconsistent registry and a
+        lock that no thread releases.
         """
         lock = self._lock
         os.register_at_fork(before=lock.acquire, after_in_parent=lock.release, after_in_child=lock.release)
 
     def register(self, tool: Tool[Handler]) -> None:
-        """Add `tool` under its spec's name; a tool of that name is replaced. Raises jsonschema.SchemaError for
-        parameters that no call could meet.
+        """Add the tool, or replace the tool of the same name. Raises jsonschema.SchemaError for an invalid parameter
+        schema.
         """
         check_schema(tool.spec.parameters)
         with self._lock:
             self._tools[tool.spec.name] = tool
 
-    def withdraw(self, name: str) -> None:
-        """Have no tool of that name any more. Who turned it off finds it off when it comes back."""
+    def unregister(self, name: str) -> None:
+        """Remove the tool of that name. Its switch stays: a tool that is registered again later is still disabled."""
         with self._lock:
             self._tools.pop(name, None)
 
     def get(self, name: str) -> Tool[Handler] | None:
-        """The tool of that name, on or off, or None."""
+        """Return the tool of that name, enabled or disabled; None if there is none."""
         with self._lock:
             return self._tools.get(name)
 
     def disable(self, name: str, switch: Switch | None = None) -> bool:
-        """Turn the tool off until `enable`; False when there is none of that name. Raises ValueError for a verb of
-        sessions: none works without.
+        """Disable the tool until `enable`. Return False if no tool has that name. Raises ValueError for a session verb,
+        because no session works without it.
         """
         with self._lock:
             tool = self._tools.get(name)
             if tool is None:
                 return False
             if tool.spec.audience == "session":
-                raise ValueError(f"{name} is a verb of sessions, which cannot be turned off")
+                raise ValueError(f"{name} is a session verb and cannot be disabled. Disable tools instead.")
             self._switches[name] = switch or Switch()
             return True
 
     def enable(self, name: str) -> bool:
-        """Turn the tool on; False when there is none of that name."""
+        """Enable the tool. Return False if no tool has that name."""
         with self._lock:
             self._switches.pop(name, None)
             return name in self._tools
 
     def switch(self, name: str) -> Switch | None:
-        """Why the tool of that name is off; None when it is on, or not there."""
+        """Return the switch of a disabled tool; None if the tool is enabled or not registered."""
         with self._lock:
             return self._switches.get(name)
 
     def describe(self) -> list[ToolState]:
-        """Every registered tool with its state, by name order."""
+        """Return every registered tool with its state, sorted by name."""
         with self._lock:
             return [ToolState(self._tools[name].spec, self._switches.get(name)) for name in sorted(self._tools)]
 
     def specs(self, names: Iterable[str] | Literal["all"] = "all") -> list[ToolSpec]:
-        """Specs of the tools that are on, by name order; `names` keeps only those, "all" (alone or in the list) keeps
-        every one.
+        """Return the specs of the enabled tools, sorted by name. `names` selects tools; "all", alone or in the list,
+        selects every tool.
         """
         with self._lock:
-            found = [self._tools[name].spec for name in sorted(self._tools) if name not in self._switches]
-        return filter_specs(found, names)
+            specs = [self._tools[name].spec for name in sorted(self._tools) if name not in self._switches]
+        return filter_specs(specs, names)
 
     def __len__(self) -> int:
         with self._lock:
@@ -202,24 +204,24 @@ class ToolRegistry(Generic[Handler]):
 
 
 def switch_field(name: str, tenant: str | None = None) -> str:
-    """Under which a switch is kept: for everybody, or for one tenant. No name of a tool or of a tenant has a `/`."""
+    """Return the Redis field of a switch for all tenants or for one tenant. Tool and tenant names contain no `/`."""
     return name if tenant is None else f"{tenant}/{name}"
 
 
 def find_switch(switches: Mapping[str, Switch], name: str, tenant: str) -> Switch | None:
-    """Why the tool is off for that tenant, by all the switches that there are; None when it is on."""
+    """Return the switch that disables the tool for that tenant; None if the tool is enabled."""
     return switches.get(name) or switches.get(switch_field(name, tenant))
 
 
 def switches_for(switches: Mapping[str, Switch], tenant: str) -> dict[str, Switch]:
-    """What is off for that tenant, by the tools' names."""
-    head = switch_field("", tenant)
-    own = {field.removeprefix(head): switch for field, switch in switches.items() if field.startswith(head)}
+    """Return the switches of the tools that are disabled for that tenant, by tool name."""
+    prefix = switch_field("", tenant)
+    own = {field.removeprefix(prefix): switch for field, switch in switches.items() if field.startswith(prefix)}
     return own | {field: switch for field, switch in switches.items() if "/" not in field}
 
 
 def seal_switch(keys: SigningKeys, field: str, switch: Switch) -> str:
-    """Return the signed switch. It is valid for this field only."""
+    """Return the signed switch. The signature is valid for this field only."""
     return keys.seal(f"switch {field}", switch.model_dump_json())
 
 
@@ -229,68 +231,69 @@ def parse_switches(keys: SigningKeys, sealed: Mapping[bytes, bytes]) -> dict[str
     A switch that cannot be verified or read still turns its tool off, so that a damaged record never turns a tool on.
     Its text is not used.
     """
-    found = {}
+    switches = {}
     for name, data in sealed.items():
         field = name.decode(errors="replace")
         try:
             switch = Switch.model_validate_json(keys.unseal(f"switch {field}", data))
         except (EnvelopeRefused, ValidationError):
-            switch = Switch(reason="its record in Redis cannot be verified: turn the tool on or off again")
-        found[field] = switch
-    return found
+            switch = Switch(reason="its record in Redis cannot be verified: enable or disable the tool again")
+        switches[field] = switch
+    return switches
 
 
 def filter_specs(specs: Iterable[ToolSpec], names: Iterable[str] | Literal["all"]) -> list[ToolSpec]:
-    """Those specs whose name is in `names`; "all" means every one."""
-    if isinstance(names, str):
-        names = [names]
-    wanted = set(names)
-    return [spec for spec in specs if "all" in wanted or spec.name in wanted]
+    """Return the specs whose name is in `names`; "all" selects every spec."""
+    selected = {names} if isinstance(names, str) else set(names)
+    return [spec for spec in specs if "all" in selected or spec.name in selected]
 
 
 def find_state(spec: ToolSpec, switches: Mapping[str, Switch], tenant: str, policy: TenantPolicy) -> ToolState:
-    """Return the tool's state for a tenant with that policy, as an administrator sees it."""
+    """Return the tool's state for a tenant with that policy."""
     return ToolState(
         spec, switches.get(spec.name), switches.get(switch_field(spec.name, tenant)), policy.allows_tool(spec.name)
     )
 
 
 RELEASING = frozenset({"session.close", "session.cancel"})
-"""Verbs that only end things: served for tenants that are registered no more, so that nothing of theirs is left
-over.
+"""Session verbs that only end work. Workers also serve them for tenants that are no longer registered, so that their
+sessions and calls can be cleaned up.
 """
 
 
 def check_call(policy: TenantPolicy, tenant: str, spec: ToolSpec, arguments: Mapping[str, Any]) -> None:
-    """By arguments as `prepare_arguments` gives them: aliases are folded, so none hides a command.
+    """Check a call against the policy of its tenant. `arguments`: from `prepare_arguments`, which replaces aliases, so
+    that no alias hides a command.
 
-    Raises ToolFailure: PERMISSION_DENIED for a tool that the tenant may not use, SECURITY_REFUSED for a command that a
-    `deny` rule is about.
+    Raises ToolFailure: PERMISSION_DENIED for a tool that the tenant may not use, SECURITY_REFUSED for a command that
+    matches a `deny` rule.
     """
     check_tools(policy, tenant, spec, arguments)
-    used = tools_of(spec, arguments)
-    rules = [(rule, one) for rule in policy.commands if rule.action == "deny" for one in used if rule.is_about(one)]
+    tools = tools_of(spec, arguments)
+    rules = [(rule, tool) for rule in policy.commands if rule.action == "deny" for tool in tools if rule.is_about(tool)]
     if not rules:
         return
     script = read_command(spec, arguments)
-    denying = next(((rule, one) for rule, one in rules if touches(rule.argv_prefix, script)), None)
+    denying = next(((rule, tool) for rule, tool in rules if touches(rule.argv_prefix, script)), None)
     if denying is not None:
-        rule, one = denying
-        words = (
+        rule, tool = denying
+        subject = (
             f"commands with '{' '.join(rule.argv_prefix)}' are"
             if rule.argv_prefix
-            else f"{say_subject(spec.name, one)} is"
+            else f"{say_subject(spec.name, tool)} is"
         )
         raise ToolFailure(
             ErrorCode.SECURITY_REFUSED if rule.argv_prefix else ErrorCode.PERMISSION_DENIED,
-            f"{spec.name} was not run: {words} forbidden by the policy of tenant {tenant}; do without, or ask the "
-            "operator",
+            f"{spec.name} was not run: {subject} forbidden by the policy of tenant {tenant}; use another command, or "
+            "ask the operator",
             was_refused=True,
         )
 
 
 def check_tools(policy: TenantPolicy, tenant: str, spec: ToolSpec, arguments: Mapping[str, Any]) -> None:
-    """Of `check_call` the part that reads no command. Raises ToolFailure(PERMISSION_DENIED)."""
+    """Check that the tenant may use the tools of a call, without reading its command. Raises
+    ToolFailure(PERMISSION_DENIED).
+    """
     for used in tools_of(spec, arguments):
         if not policy.allows_tool(used):
             raise ToolFailure(
@@ -304,17 +307,15 @@ def check_tools(policy: TenantPolicy, tenant: str, spec: ToolSpec, arguments: Ma
 def check_switches(
     find: Callable[[str], Switch | None], spec: ToolSpec, arguments: Mapping[str, Any] | None = None
 ) -> None:
-    """By prepared arguments; None, before they are: the called tool alone. `find`: why the tool of a name is off. Verbs
-    of sessions are never off.
+    """Check that the tools of a call are enabled. Session verbs are always enabled.
 
-    Raises ToolFailure(TOOL_DISABLED), and what `find` raises.
+    `find` returns the switch of a tool by name. `arguments`: prepared arguments; without them, only the called tool is
+    checked. Raises ToolFailure(TOOL_DISABLED). Exceptions of `find` propagate.
     """
     if spec.audience == "session":
         return
     for used in tools_of(spec, arguments or {}):
         switch = find(used)
         if switch is not None:
-            other = (
-                "" if used == spec.name else f"{spec.name} was not run, since it would run a program as {used} does: "
-            )
-            raise ToolFailure(ErrorCode.TOOL_DISABLED, other + switch.refusal(used))
+            prefix = "" if used == spec.name else f"{spec.name} was not run, because it runs a program as {used} does: "
+            raise ToolFailure(ErrorCode.TOOL_DISABLED, prefix + switch.refusal(used))

@@ -1,5 +1,5 @@
-"""Arguments against a tool's JSON Schema: fold aliases, coerce text, fill defaults, validate. Sentences a model can act
-on.
+"""Check of arguments against a tool's JSON Schema: replace aliases, convert text, fill defaults, validate. The error
+messages tell a model what to change.
 """
 
 import copy
@@ -24,20 +24,20 @@ from contract.json_limits import TEXT_UNIT_CHARS, count_values, has_more_values,
 from contract.specs import ToolSpec
 
 MAX_NAME_CHARS = 100
-"""Of a name that a model made up, as much is repeated in a sentence."""
+"""Characters of an unknown name that a message repeats."""
 MAX_VALUES = 10_000
-"""Values in the arguments of a call, those inside of others included."""
+"""Limit of the values in the arguments of a call, including nested values."""
 MAX_STEPS = 250_000
-"""Values in the arguments of a call times parts of the schema. A check looks at each part for each value; a step takes
-up to 7 µs.
+"""Limit of values in the arguments of a call times parts of the schema. A check compares each value with each part, and
+a step takes up to 7 µs.
 """
 MAX_QUICK_VALUES = 1000
 MAX_QUICK_STEPS = 10_000
 MAX_ERRORS = 5
-"""Errors of a validation that are looked for; each takes kilobytes."""
+"""Limit of the errors that a validation collects. Each error takes kilobytes."""
 
 MAX_VALIDATORS = 256
-"""Kept; a schema that is read again, as from a new catalog, has a new one."""
+"""Limit of cached validators. A schema that is parsed again, for example from a new catalog, gets a new validator."""
 
 Take = Callable[[Any], Any]
 Checks = Iterable[Callable[[Mapping[str, Any]], str | None]]
@@ -46,30 +46,30 @@ Checks = Iterable[Callable[[Mapping[str, Any]], str | None]]
 def prepare_arguments(
     spec: ToolSpec, arguments: Mapping[str, Any], *, text: bool = False, checks: Checks = ()
 ) -> tuple[dict[str, Any], list[str]]:
-    """Arguments as the tool's handler gets them, and the aliases that were used (`given -> canonical`).
+    """Return the arguments for the tool's handler, and the aliases that were used (`alias -> canonical`).
 
-    Order: coercion of strings (only when `text`: the arguments came from a text dialect), aliases, defaults, schema,
-    custom `checks`. Raises ToolFailure(INVALID_ARGUMENTS), the model's fault.
+    Order: conversion of strings (only if `text`: the arguments come from a text dialect), aliases, defaults, schema,
+    custom `checks`. Raises ToolFailure(INVALID_ARGUMENTS) for arguments that the model must correct.
     """
     arguments = coerce_text(spec, arguments) if text else arguments
     prepared, aliases = _facts(spec.parameters).prepare(spec.aliases, arguments), list[str]()
     if prepared is None:
-        room = _Room(spec)
-        given, aliases = _fold_aliases(spec, room.take(arguments))
-        _check_unknown(spec, given)
-        prepared = _fill_object(spec.parameters, given, room.take)
+        budget = _ValueBudget(spec)
+        values, aliases = _fold_aliases(spec, budget.take(arguments))
+        _check_unknown(spec, values)
+        prepared = _fill_object(spec.parameters, values, budget.take)
         if errors := _errors(spec, prepared):
             raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, f"{spec.name}: " + "; ".join(map(_sentence, errors)))
     for check in checks:
-        complaint = check(prepared)
-        if complaint:
-            raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, f"{spec.name}: {complaint}")
+        message = check(prepared)
+        if message:
+            raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, f"{spec.name}: {message}")
     return prepared, aliases
 
 
 def coerce_text(spec: ToolSpec, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments that a text dialect read, strings, as the types of the schema where the conversion is exact. Nothing
-    else is touched.
+    """Convert the strings of a text dialect to the types of the schema, if the conversion is exact. Other values do not
+    change.
     """
     properties = _properties(spec.parameters)
     named = {name: properties.get(spec.aliases.get(name, name)) for name in arguments}
@@ -80,28 +80,28 @@ def coerce_text(spec: ToolSpec, arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def is_quick(spec: ToolSpec, arguments: Mapping[str, Any], *, text: bool = False) -> bool:
-    """Whether `prepare_arguments` takes at most some tens of milliseconds. Otherwise an event loop has it run in a
-    thread.
+    """Return whether `prepare_arguments` takes at most some tens of milliseconds. Otherwise an event loop must run it
+    in a thread.
     """
     facts = _facts(spec.parameters)
     limit = min(MAX_QUICK_VALUES, MAX_QUICK_STEPS // facts.parts)
     if facts.has_list_defaults or has_more_values(arguments, limit):
         return False
-    # A text of so many characters may be read as more values than that.
+    # A longer text may be parsed to more values than the limit.
     return not (text and any(isinstance(value, str) and len(value) > 2 * limit for value in arguments.values()))
 
 
-class _Room:
-    """How many values the arguments of a call may still get."""
+class _ValueBudget:
+    """Counter of the values that the arguments of a call may still get."""
 
     def __init__(self, spec: ToolSpec) -> None:
         self._tool = spec.name
-        self._limit = self._left = _facts(spec.parameters).max_values
+        self._limit = self._remaining = _facts(spec.parameters).max_values
 
     def take(self, value: Any) -> Any:
-        """`value`, which becomes a part of the arguments. Raises ToolFailure(INVALID_ARGUMENTS)."""
-        self._left -= count_values(value, self._left)
-        if self._left < 0:
+        """Count `value` as a part of the arguments, and return it. Raises ToolFailure(INVALID_ARGUMENTS)."""
+        self._remaining -= count_values(value, self._remaining)
+        if self._remaining < 0:
             raise ToolFailure(
                 ErrorCode.INVALID_ARGUMENTS,
                 f"{self._tool}: the arguments have more than {self._limit} values ({TEXT_UNIT_CHARS} characters of a "
@@ -111,8 +111,8 @@ class _Room:
 
 
 def check_schema(parameters: Mapping[str, Any]) -> None:
-    """Raises jsonschema.SchemaError when `parameters` is not a JSON Schema (2020-12) of an object, or refers to what is
-    not within it.
+    """Raise jsonschema.SchemaError if `parameters` is not a JSON Schema (2020-12) of an object, or has a reference to
+    something outside itself.
     """
     Draft202012Validator.check_schema(dict(parameters))
     for reference in _references(parameters):
@@ -126,15 +126,14 @@ def check_schema(parameters: Mapping[str, Any]) -> None:
 
 
 def _references(schema: Any) -> Iterator[str]:
-    """Every `$ref` in a schema, wherever it stands."""
-    left = [schema]
-    while left:
-        part = left.pop()
+    pending = [schema]
+    while pending:
+        part = pending.pop()
         if isinstance(part, Mapping):
-            left += part.values()
+            pending += part.values()
             yield from (part[key] for key in ("$ref", "$dynamicRef") if isinstance(part.get(key), str))
         elif isinstance(part, list):
-            left += part
+            pending += part
 
 
 def _is_within(schema: Mapping[str, Any], reference: str) -> bool:
@@ -142,7 +141,7 @@ def _is_within(schema: Mapping[str, Any], reference: str) -> bool:
 
 
 def _find(schema: Mapping[str, Any], reference: str) -> Any:
-    """What a reference into the schema leads to; None if there is nothing."""
+    """Return the target of a reference into the schema; None if there is none."""
     part: Any = schema
     for step in unquote(reference[1:]).split("/")[1:]:
         name = step.replace("~1", "/").replace("~0", "~")
@@ -151,12 +150,12 @@ def _find(schema: Mapping[str, Any], reference: str) -> Any:
 
 
 def find_aliases(spec: ToolSpec, arguments: Mapping[str, Any]) -> list[str]:
-    """The aliases that were used, as prepare_arguments tells them. Raises ToolFailure(INVALID_ARGUMENTS)."""
+    """Return the aliases that were used, as in prepare_arguments. Raises ToolFailure(INVALID_ARGUMENTS)."""
     return _fold_aliases(spec, arguments)[1]
 
 
 def _fold_aliases(spec: ToolSpec, arguments: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Also in the objects of a list, for the parameters that these have themselves."""
+    """Replace aliases by canonical names, also in the objects of a list for the parameters of these objects."""
     used: dict[str, None] = {}
     folded = _fold(spec.name, spec.aliases, arguments, used)
     for name, schema in _properties(spec.parameters).items():
@@ -204,7 +203,7 @@ def _check_unknown(spec: ToolSpec, arguments: Mapping[str, Any]) -> None:
 
 
 def find_nearest(name: str, names: Iterable[str]) -> list[str]:
-    """Return the three of `names` that are most like `name`, best first."""
+    """Return the three names that are most similar to `name`, best first."""
     return difflib.get_close_matches(name, list(names), n=3, cutoff=0.0)
 
 
@@ -222,7 +221,7 @@ def _errors(spec: ToolSpec, prepared: dict[str, Any]) -> list[ValidationError]:
     except RecursionError as error:
         raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, f"{spec.name}: the arguments nest too deep") from error
     except OverflowError as error:
-        # A whole number may be larger than the fraction that it is to be a multiple of can be divided into.
+        # `multipleOf` divides as floats, which fails for very large integers.
         raise ToolFailure(
             ErrorCode.INVALID_ARGUMENTS, f"{spec.name}: a number in the arguments is too large"
         ) from error
@@ -233,7 +232,7 @@ def _errors(spec: ToolSpec, prepared: dict[str, Any]) -> list[ValidationError]:
 
 
 def _fill(schema: Mapping[str, Any], value: Any, take: Take) -> Any:
-    """A copy of `value` with the defaults of the objects inside."""
+    """Return a copy of `value` with the defaults of its nested objects."""
     if isinstance(value, dict):
         return _fill_object(schema, value, take)
     items = schema.get("items")
@@ -242,11 +241,11 @@ def _fill(schema: Mapping[str, Any], value: Any, take: Take) -> Any:
     return value
 
 
-def _fill_object(schema: Mapping[str, Any], given: Mapping[str, Any], take: Take) -> dict[str, Any]:
-    """`take` gets each default that is used: a few hundred bytes of lists as defaults inside each other stand for
-    gigabytes.
+def _fill_object(schema: Mapping[str, Any], values: Mapping[str, Any], take: Take) -> dict[str, Any]:
+    """Return `values` with defaults. `take` counts each default that is used, because a schema of a few hundred bytes
+    with nested defaults can expand to gigabytes.
     """
-    filled = dict(given)
+    filled = dict(values)
     for name, sub in _properties(schema).items():
         if name not in filled and "default" in sub:
             filled[name] = copy.deepcopy(take(sub["default"]))
@@ -256,8 +255,8 @@ def _fill_object(schema: Mapping[str, Any], given: Mapping[str, Any], take: Take
 
 
 def _coerce(schema: Mapping[str, Any], value: Any) -> Any:
-    """A string as the schema's type where the conversion is exact; otherwise the value as it is, for validation to
-    judge.
+    """Return a string as the schema's type if the conversion is exact; otherwise the unchanged value, which validation
+    then checks.
     """
     if not isinstance(value, str):
         return value
@@ -319,14 +318,14 @@ def _is_whole(_checker: Any, instance: Any) -> bool:
     return isinstance(instance, int) and not isinstance(instance, bool)
 
 
-def _check_unique(_validator: Any, is_wanted: bool, instance: Any, _schema: Any) -> Iterator[ValidationError]:
-    """`uniqueItems` in linear time: the library compares every item with every other one."""
-    if is_wanted and isinstance(instance, list) and len({_canonical(item) for item in instance}) < len(instance):
+def _check_unique(_validator: Any, is_unique: bool, instance: Any, _schema: Any) -> Iterator[ValidationError]:
+    """Check `uniqueItems` in linear time. The library compares every item with every other item."""
+    if is_unique and isinstance(instance, list) and len({_canonical(item) for item in instance}) < len(instance):
         yield ValidationError("the items must differ from each other")
 
 
 def _check_any(validator: Any, schemas: list[Any], instance: Any, _schema: Any) -> Iterator[ValidationError]:
-    """`anyOf` without the errors of each alternative, which nothing reads: the library keeps all of them."""
+    """Check `anyOf` without collecting the errors of each alternative, which the library would keep in memory."""
     if not any(validator.evolve(schema=schema).is_valid(instance) for schema in schemas):
         yield ValidationError("it fits none of the forms that the schema allows")
 
@@ -338,7 +337,7 @@ def _check_one(validator: Any, schemas: list[Any], instance: Any, _schema: Any) 
 
 
 def _canonical(value: Any) -> str:
-    """Equal for values that JSON Schema takes for equal: 1 and 1.0 are, 1 and true are not."""
+    """Return a text that is equal for values that are equal in JSON Schema: 1 and 1.0 are, 1 and true are not."""
     return json.dumps(_with_whole_numbers(value), sort_keys=True)
 
 
@@ -353,14 +352,14 @@ def _with_whole_numbers(value: Any) -> Any:
 _STRICT = extend(  # type: ignore[no-untyped-call]
     Draft202012Validator,
     {"uniqueItems": _check_unique, "anyOf": _check_any, "oneOf": _check_one},
-    # A native call that sends 5.0 for an integer is a type error here: tools get ints, not floats.
+    # 5.0 for an integer is a type error, because tools must receive int and not float.
     type_checker=Draft202012Validator.TYPE_CHECKER.redefine("integer", _is_whole),
 )
 
 
 @dataclass(frozen=True)
 class _Parameter:
-    """A parameter whose schema asks for one type and simple bounds."""
+    """Parameter whose schema has one type and simple bounds."""
 
     kind: str
     bounds: tuple[tuple[Callable[[Any, Any], bool], Any], ...]
@@ -415,31 +414,32 @@ class _Facts:
 
     @property
     def max_values(self) -> int:
-        """How many values arguments may have."""
+        """Limit of the values in the arguments."""
         return min(MAX_VALUES, MAX_STEPS // self.parts)
 
-    def prepare(self, aliases: Mapping[str, str], given: Mapping[str, Any]) -> dict[str, Any] | None:
-        """Return the arguments with their defaults if they are valid by simple checks. None says nothing about them.
+    def prepare(self, aliases: Mapping[str, str], values: Mapping[str, Any]) -> dict[str, Any] | None:
+        """Return the arguments with defaults if simple checks show that they are valid. None means that the general
+        check must decide.
 
-        Nearly all calls have a few texts and numbers under the names of the schema. The general way takes more than ten
-        times as long for them, once in the orchestrator and once in the worker.
+        Nearly all calls have only a few texts and numbers. For them the general check is more than ten times slower,
+        and it runs once in the orchestrator and once in the worker.
         """
-        if self.simple is None or any(name not in given for name in self.schema.get("required", ())):
+        if self.simple is None or any(name not in values for name in self.schema.get("required", ())):
             return None
-        count = 1 + len(given) + len(self.defaults)
-        for name, value in given.items():
+        count = 1 + len(values) + len(self.defaults)
+        for name, value in values.items():
             parameter = self.simple.get(name)
             if parameter is None or name in aliases or not parameter.accepts(value):
                 return None
             count += len(value) // TEXT_UNIT_CHARS if isinstance(value, str) else 0
         if count > self.max_values:
             return None
-        return {**given, **{name: value for name, value in self.defaults.items() if name not in given}}
+        return {**values, **{name: value for name, value in self.defaults.items() if name not in values}}
 
 
 _FACTS: dict[int, _Facts] = {}
-"""By the identity of the schema: its text would have to be built for every call. The schema is kept with them, so that
-no other one gets its identity.
+"""Facts by the identity of the schema, because a key from its text would be slow to build for every call. The facts
+hold the schema, so that no other object can get the same identity.
 """
 
 
@@ -448,7 +448,7 @@ def _facts(schema: Mapping[str, Any]) -> _Facts:
     if known is None:
         if len(_FACTS) >= MAX_VALIDATORS:
             _FACTS.clear()
-        # An empty registry: what a schema refers to is never fetched, whoever wrote it.
+        # An empty registry prevents that a reference of an untrusted schema is fetched from the network.
         validator = _STRICT(schema, registry=Registry())
         parts = [part for part, is_repeated in itertools.islice(applied_schemas(schema), MAX_STEPS) if not is_repeated]
         count = min(MAX_STEPS, sum(map(count_parts, parts)))
@@ -479,12 +479,12 @@ _SINGLE = (
 
 
 def applied_schemas(schema: Mapping[str, Any]) -> Iterator[tuple[Mapping[str, Any], bool]]:
-    """Yield each schema that a check of one value may look at, references followed, with whether a reference leads back
-    to it from inside.
+    """Yield each schema that a check of one value may use, including targets of references, and whether the schema
+    refers back to a schema around it.
     """
-    left = [(schema, frozenset[str]())]
-    while left:
-        part, above = left.pop()
+    pending = [(schema, frozenset[str]())]
+    while pending:
+        part, above = pending.pop()
         yield part, False
         for key in ("$ref", "$dynamicRef"):
             if not isinstance(reference := part.get(key), str):
@@ -493,8 +493,8 @@ def applied_schemas(schema: Mapping[str, Any]) -> Iterator[tuple[Mapping[str, An
             if reference in above:
                 yield part, True
             elif isinstance(target, Mapping):
-                left.append((target, above | {reference}))
-        left += [(one, above) for one in _inner_schemas(part)]
+                pending.append((target, above | {reference}))
+        pending += [(inner, above) for inner in _inner_schemas(part)]
 
 
 def _inner_schemas(part: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
@@ -507,8 +507,8 @@ def _inner_schemas(part: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
 
 
 def count_parts(schema: Mapping[str, Any]) -> int:
-    """Return how much of a schema is looked at, without the schemas inside: itself, and the values of its lists, as in
-    `enum`.
+    """Return the number of parts of a schema without nested schemas: the schema itself, and the values of its lists,
+    such as `enum`.
     """
     values = (value for key, value in schema.items() if key not in _HOLDERS and isinstance(value, dict | list))
     return 1 + sum(count_values(value, MAX_STEPS) for value in values)

@@ -1,6 +1,4 @@
-"""Every environment variable of toolcrew by name, so that a misspelled one is an error in every process instead of
-being ignored.
-"""
+"""Names of all environment variables of toolcrew, so that every process reports a misspelled variable as an error."""
 
 import difflib
 import re
@@ -11,8 +9,8 @@ from contract.setting_rows import PREFIX
 
 MAX_SHOWN = 5
 
-# Read by a settings class of some process. No process knows the classes of all others; tests/unit/test_setting_names.py
-# compares.
+# Read by the settings class of some process. No process can import the classes of all others, so
+# tests/unit/test_setting_names.py compares this list with them.
 _SETTINGS = """
 API_KEY
 API_RATE
@@ -117,18 +115,20 @@ _SERVICE_LINK = re.compile(r".+_(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT(_[0-9]+_(
 
 
 def check_names(environment: Iterable[str]) -> None:
-    """Raises ConfigError for variables that begin with TOOLCREW_ and that nothing reads, with the nearest known name of
-    each.
+    """Raise ConfigError for variables that begin with TOOLCREW_ but that nothing reads. The message suggests the
+    nearest valid names.
     """
-    known = SETTINGS | OTHERS
-    given = (name.upper().removeprefix(PREFIX) for name in environment if name.upper().startswith(PREFIX))
-    unknown = sorted(name for name in given if name not in known and not _SERVICE_LINK.fullmatch(name))
+    valid = SETTINGS | OTHERS
+    names = (name.upper().removeprefix(PREFIX) for name in environment if name.upper().startswith(PREFIX))
+    unknown = sorted(name for name in names if name not in valid and not _SERVICE_LINK.fullmatch(name))
     if unknown:
-        told = "; ".join(_describe(name, known) for name in unknown[:MAX_SHOWN])
+        descriptions = "; ".join(_describe(name, valid) for name in unknown[:MAX_SHOWN])
         more = f"; and {len(unknown) - MAX_SHOWN} more" if len(unknown) > MAX_SHOWN else ""
-        raise ConfigError(f"{told}{more}. Correct the name or unset the variable (docs/settings.md lists all of them)")
+        raise ConfigError(
+            f"{descriptions}{more}. Correct the name or unset the variable (docs/settings.md lists all of them)"
+        )
 
 
-def _describe(name: str, known: Iterable[str]) -> str:
-    close = difflib.get_close_matches(name[:100], sorted(known), n=1, cutoff=0.6)
+def _describe(name: str, valid: Iterable[str]) -> str:
+    close = difflib.get_close_matches(name[:100], sorted(valid), n=1, cutoff=0.6)
     return f"{PREFIX}{name[:100]} is not a setting" + (f": did you mean {PREFIX}{close[0]}?" if close else "")

@@ -1,6 +1,4 @@
-"""A process's settings as rows that people and programs are shown: name, value, where it comes from. Secrets are
-masked.
-"""
+"""Settings of a process as rows for display: name, value and origin. Secrets are masked."""
 
 import json
 from collections.abc import Iterator
@@ -22,7 +20,7 @@ _REDIS = ("redis", "rediss", "sentinel")
 
 @dataclass(frozen=True)
 class SettingRow:
-    """One setting. `value` and `default`: as one writes them into the variable; None: there is none."""
+    """One setting. `value` and `default` have the form of the environment variable; None if there is no value."""
 
     name: str
     value: str | None
@@ -31,7 +29,7 @@ class SettingRow:
 
 
 def variable_names(name: str, field: FieldInfo) -> tuple[str, ...]:
-    """The variables that set a field, the first that is set holds."""
+    """Return the variables of a field. The first variable that is set applies."""
     alias = field.validation_alias
     if isinstance(alias, AliasChoices):
         return tuple(str(choice) for choice in alias.choices)
@@ -39,13 +37,11 @@ def variable_names(name: str, field: FieldInfo) -> tuple[str, ...]:
 
 
 def build_rows(settings: BaseModel) -> Iterator[SettingRow]:
-    """Every field, in the order of the class. What was given was given by the environment: nothing else gives
-    settings.
-    """
+    """Yield a row for every field, in the order of the class. The environment is the only source of settings."""
     masker = Masker()
     for name, field in type(settings).model_fields.items():
         value = getattr(settings, name)
-        # A default that is made anew each time depends on this host: what is there now tells it as well.
+        # The default of a factory depends on this host. If the setting is not set, its value is the default.
         default = field.get_default() if not field.is_required() and field.default_factory is None else None
         is_given = name in settings.model_fields_set
         if field.default_factory is not None and not is_given:
@@ -59,8 +55,8 @@ def build_rows(settings: BaseModel) -> Iterator[SettingRow]:
 
 
 def _shown(value: object, masker: Masker) -> str | None:
-    """Without secrets: those that are declared as such, passwords in URLs, and what has the shape of a well-known
-    key.
+    """Return the value as text, without declared secrets, passwords in URLs, and texts in the form of well-known
+    keys.
     """
     if value is None:
         return None
@@ -78,20 +74,19 @@ def _shown(value: object, masker: Masker) -> str | None:
 
 
 def _plain(value: object) -> Any:
-    """For JSON."""
     if isinstance(value, SecretStr):
         return MASK
     if isinstance(value, BaseModel):
         return value.model_dump(mode="json", exclude_defaults=True)
     if isinstance(value, dict):
-        return {str(key): _plain(one) for key, one in value.items()}
+        return {str(key): _plain(part) for key, part in value.items()}
     if isinstance(value, list | tuple | set | frozenset):
-        return [_plain(one) for one in value]
+        return [_plain(part) for part in value]
     return value if isinstance(value, str | int | float | bool | None) else str(value)
 
 
 def _without_secret(text: str) -> str:
-    """Of a URL where it leads to, for that is what one looks for; of anything else nothing."""
+    """Return the address in a Redis URL without its credentials, which helps to find errors; a mask for other texts."""
     try:
         parts = [urlsplit(one) for one in text.split(";")]
         if all(

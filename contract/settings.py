@@ -1,4 +1,4 @@
-"""BrokerSettings, which must be equal on both sides of the queue; and how each side reads its settings from the
+"""BrokerSettings, which must be equal in orchestrators and workers, and functions that read settings from the
 environment.
 """
 
@@ -28,7 +28,7 @@ S = TypeVar("S", bound=BaseSettings)
 
 
 def check_environment() -> None:
-    """Raises ConfigError for a variable of this process that begins with TOOLCREW_ and that no process reads."""
+    """Raise ConfigError for a variable of this process that begins with TOOLCREW_ but that no process reads."""
     check_names(os.environ)
 
 
@@ -111,8 +111,7 @@ class SharedSettings(BaseSettings):
 
 
 class BrokerSettings(BaseModel):
-    """Where Redis is and how it is spoken to, which deployment this is, and the secrets that sign what crosses the
-    queue.
+    """Connection to Redis, name of the deployment, and the secrets that sign messages in the queue.
 
     `redis_url`: `redis://`, `rediss://` for TLS, or `sentinel://user:password@host:port/db;sentinel://host:port` with
     `redis_sentinel_master`. Paths of PEM files follow the first address as redis-py names them:
@@ -131,7 +130,7 @@ class BrokerSettings(BaseModel):
 
     @model_validator(mode="after")
     def _check(self) -> "BrokerSettings":
-        """Raises ConfigError for what would connect otherwise than it reads."""
+        """Raise ConfigError for a URL that is invalid or misleading."""
         first, *others = self._parts()
         for part in (first, *others):
             _check_address(part)
@@ -161,23 +160,23 @@ class BrokerSettings(BaseModel):
 
     @property
     def is_sentinel(self) -> bool:
-        """Whether sentinels are asked where Redis is."""
+        """True if the URL names sentinels, which know the address of Redis."""
         return self._parts()[0].scheme == "sentinel"
 
     @property
     def is_tls(self) -> bool:
-        """Whether connections are encrypted."""
+        """True if connections are encrypted."""
         return self._parts()[0].scheme == "rediss" or (self.is_sentinel and "ssl_ca_certs" in self._tls_files())
 
     @property
     def user(self) -> str | None:
-        """Redis's user, None for its default one."""
+        """Redis user; None for the default user."""
         name = self._parts()[0].username
         return unquote(name) if name and name != "default" else None
 
     @property
     def password(self) -> str | None:
-        """Redis's password, as Redis gets it: two spellings of one URL must sign alike."""
+        """Redis password, decoded, so that two spellings of the same URL give the same signing key."""
         password = self._parts()[0].password
         return unquote(password) if password else None
 
@@ -193,22 +192,22 @@ class BrokerSettings(BaseModel):
         return tuple((part.hostname or "", part.port or usual) for part in self._parts())
 
     def has_password(self) -> bool:
-        """Whether the Redis URL carries a password."""
+        """Return whether the Redis URL has a password."""
         return self.password is not None
 
     def signing_keys(self) -> SigningKeys:
-        """Keys of the signatures: of the secret, else of the Redis password, which whoever may call already holds.
+        """Return the signing keys, derived from the secret, or else from the Redis password, which every caller has.
 
-        Raises ConfigError when there is neither, for a queue that anyone may write to must not run commands; and for a
-        Redis user without a secret: the others have other passwords.
+        Raises ConfigError if there is neither: a queue that anyone can write to must not run commands. Raises
+        ConfigError also for a named Redis user without a secret, because other users have other passwords.
         """
         previous = [secret.get_secret_value() for secret in self.secrets_previous]
         if self.secret is not None and self.secret.get_secret_value():
             return SigningKeys.of(self.secret.get_secret_value(), previous, self.deployment)
         if self.user is not None:
             raise ConfigError(
-                f"TOOLCREW_SECRET is not set, and the password of Redis's user '{self.user}' is not everybody's: set "
-                "it to the same random text on both sides"
+                f"TOOLCREW_SECRET is not set, and processes with other Redis users than '{self.user}' have other "
+                "passwords: set it to the same random text on both sides"
             )
         if self.password is None:
             raise ConfigError(
@@ -218,18 +217,18 @@ class BrokerSettings(BaseModel):
         return SigningKeys.of(self.password, previous, self.deployment)
 
     def redis_address(self) -> str:
-        """The URL without user and password, for messages."""
+        """Return the URL without user and password, for messages."""
         return ";".join(_address(part) for part in self._parts())
 
-    def connection_advice(self, said: str) -> str:
-        """What to check when a connection failed, by what was said."""
-        if "CERTIFICATE_VERIFY_FAILED" in said:
+    def connection_advice(self, error: str) -> str:
+        """Return what to check after a failed connection. `error`: the text of the exception."""
+        if "CERTIFICATE_VERIFY_FAILED" in error:
             return (
                 "its certificate must be valid, name the host of TOOLCREW_REDIS_URL, and come from an authority of "
                 "this system or the one in its ssl_ca_certs"
             )
-        if self.is_tls and "No such file" in said:
-            return "ssl_ca_certs, ssl_certfile or ssl_keyfile in TOOLCREW_REDIS_URL names a file that is not there"
+        if self.is_tls and "No such file" in error:
+            return "ssl_ca_certs, ssl_certfile or ssl_keyfile in TOOLCREW_REDIS_URL names a file that does not exist"
         if self.is_tls:
             return (
                 "does it run, does it speak TLS there, and does it ask for a certificate of ours (ssl_certfile and "
@@ -246,25 +245,23 @@ class BrokerSettings(BaseModel):
         return {"ssl_cert_reqs": "required", "ssl_check_hostname": True, **self._tls_files()}
 
     def sentinel_options(self) -> dict[str, Any]:
-        """What the connections to the sentinels themselves are told beside their addresses."""
+        """Return redis-py's options for the connections to the sentinels, without their addresses."""
         password = self.redis_sentinel_password
-        told: dict[str, Any] = {"socket_timeout": 2.0, "socket_connect_timeout": 2.0}
+        options: dict[str, Any] = {"socket_timeout": 2.0, "socket_connect_timeout": 2.0}
         if password is not None and password.get_secret_value():
-            told["password"] = password.get_secret_value()
-        return {**told, "ssl": True, **self.tls_options()} if self.is_tls else told
+            options["password"] = password.get_secret_value()
+        return {**options, "ssl": True, **self.tls_options()} if self.is_tls else options
 
     def celery_options(self) -> dict[str, Any]:
-        """Settings of a Celery app that say where broker and results are. Transport options of its own are to be joined
-        with these.
-        """
+        """Return the settings of a Celery app for broker and results. Merge other transport options with these."""
         url = ";".join(part._replace(query="").geturl() for part in self._parts())
-        where: dict[str, Any] = {"broker_url": url, "result_backend": url, "broker_transport_options": {}}
+        options: dict[str, Any] = {"broker_url": url, "result_backend": url, "broker_transport_options": {}}
         if self.is_tls:
-            where |= {"broker_use_ssl": self.tls_options(), "redis_backend_use_ssl": self.tls_options()}
+            options |= {"broker_use_ssl": self.tls_options(), "redis_backend_use_ssl": self.tls_options()}
         if self.is_sentinel:
-            found = {"master_name": self.redis_sentinel_master, "sentinel_kwargs": self.sentinel_options()}
-            where |= {"broker_transport_options": found, "result_backend_transport_options": found}
-        return where
+            transport = {"master_name": self.redis_sentinel_master, "sentinel_kwargs": self.sentinel_options()}
+            options |= {"broker_transport_options": transport, "result_backend_transport_options": transport}
+        return options
 
     def _parts(self) -> list[SplitResult]:
         return [urlsplit(url) for url in self.redis_url.get_secret_value().split(";")]
@@ -289,8 +286,8 @@ def _check_address(part: SplitResult) -> None:
         port, database = 0, -1
     if not part.hostname or port == 0 or database < 0:
         raise ConfigError(
-            "TOOLCREW_REDIS_URL is none: write it as redis://user:password@host:6379/0, with % for special characters "
-            "of a password"
+            "TOOLCREW_REDIS_URL is not a valid URL: write it as redis://user:password@host:6379/0, with % for special "
+            "characters of a password"
         )
 
 
@@ -303,14 +300,13 @@ def _has_other_options(query: str) -> bool:
 
 
 def _check_other(part: SplitResult, first: SplitResult) -> None:
-    """Only the first sentinel's address is read for what is Redis's own.
-
-    Raises ConfigError for a later one that says something else.
+    """Raise ConfigError for a later sentinel with other options or credentials of Redis than the first. Only the first
+    address is read for these.
     """
     if part.query:
         raise ConfigError("TOOLCREW_REDIS_URL has options behind a later sentinel: write them behind its first address")
-    told, known = [(one.username, one.password, one.path.strip("/")) for one in (part, first)]
-    if any(mine and mine != its for mine, its in zip(told, known, strict=True)):
+    own, expected = [(address.username, address.password, address.path.strip("/")) for address in (part, first)]
+    if any(value and value != other for value, other in zip(own, expected, strict=True)):
         raise ConfigError(
             "TOOLCREW_REDIS_URL has a user, password or database behind a later sentinel: write those of Redis in its "
             "first address"
@@ -325,7 +321,7 @@ _PARSERS_NEED = ("PATH", "LANG", "LC_ALL", "PYTHONPATH", "VIRTUAL_ENV")
 
 
 def parser_environment() -> dict[str, str]:
-    """The environment of a process that parses what a tenant made: without secrets, addresses and keys."""
+    """Return the environment of a process that parses untrusted files of a tenant, without secrets and addresses."""
     return {name: os.environ[name] for name in _PARSERS_NEED if name in os.environ}
 
 

@@ -35,13 +35,15 @@ class SigningKey:
         return cls(hashlib.sha256(b"toolcrew key id\0" + key).hexdigest()[:KEY_ID_CHARS], key)
 
     def sign(self, purpose: str, data: bytes) -> str:
-        """HMAC-SHA-256 in hex. `purpose` keeps one kind of text from being taken for another."""
+        """Return the HMAC-SHA-256 in hex. `purpose` prevents that a signature for one kind of text is used for
+        another.
+        """
         return hmac.digest(self.key, purpose.encode(errors="surrogatepass") + b"\0" + data, "sha256").hex()
 
 
 @dataclass(frozen=True)
 class SigningKeys:
-    """`current` signs; it and `previous` are accepted."""
+    """Keys of a deployment. `current` signs; signatures of `current` and `previous` are accepted."""
 
     current: SigningKey
     previous: tuple[SigningKey, ...] = ()
@@ -52,11 +54,11 @@ class SigningKeys:
         return cls(SigningKey.of(secret, deployment), tuple(SigningKey.of(text, deployment) for text in previous))
 
     def find(self, key_id: str) -> SigningKey | None:
-        """The accepted key of that id."""
+        """Return the accepted key of that id, or None."""
         return next((key for key in (self.current, *self.previous) if key.id == key_id), None)
 
     def holds(self, key_id: str, purpose: str, data: bytes, signature: str) -> bool:
-        """Whether `signature` is that of an accepted key for these bytes. Accepts any input."""
+        """Return whether `signature` is valid for these bytes and an accepted key. Never raises."""
         key = self.find(key_id)
         if key is None:
             return False
@@ -91,8 +93,8 @@ class SigningKeys:
 class ResultSeal:
     """Signs and checks the results of one tenant's calls, so that a process that can write to Redis cannot forge one.
 
-    A result is valid for one attempt: the answer "not run" of an earlier attempt must not cause that a later one, which
-    runs, is sent again.
+    A result is valid for one attempt only. Otherwise the result "not run" of an earlier attempt could be replayed, and
+    a later attempt that runs would be sent again.
     """
 
     keys: SigningKeys

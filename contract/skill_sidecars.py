@@ -1,5 +1,5 @@
-"""skill.tool.json: the file beside a SKILL.md that makes a skill a tool of its own name. Not of the standard, so that
-the skill stays one.
+"""Reader of skill.tool.json, a file next to SKILL.md that offers the skill as a tool of the same name. The file is not
+part of the skills standard; other programs ignore it.
 """
 
 import json
@@ -20,14 +20,16 @@ _MAX_DESCRIPTION = 8192
 
 
 class SidecarBroken(ValueError):
-    """A sidecar that makes no tool; the message says why and what to mend. The skill is one all the same."""
+    """The sidecar is invalid; the message says why. The skill itself stays usable."""
 
 
 class Sidecar(BaseModel):
-    """What it says. `entrypoint`: a file of the skill; `interpreter`: what runs it, None: as its first line and its
-    suffix say; `args` json-stdin: the arguments as one JSON object on standard input; argv: as `--name=value`, those
-    that are true as `--name`, lists once for each value. `timeout`: seconds; `network`: it is of no use to sandboxes
-    without."""
+    """Content of the file.
+
+    `entrypoint`: a file of the skill. `interpreter`: the program that runs it; None: by its first line and its suffix.
+    `args` json-stdin: arguments as one JSON object on standard input. `args` argv: arguments as `--name=value`; true
+    values as `--name`; lists once for each value. `timeout`: seconds. `network`: the tool needs network access.
+    """
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
@@ -42,7 +44,7 @@ class Sidecar(BaseModel):
 
 
 def parse_sidecar(text: bytes, files: Collection[str]) -> Sidecar:
-    """`files`: the paths of the skill's files. Raises SidecarBroken."""
+    """Parse a sidecar. `files`: the paths of the skill's files. Raises SidecarBroken for an invalid sidecar."""
     if len(text) > MAX_SIDECAR_BYTES:
         raise SidecarBroken(f"it is larger than {MAX_SIDECAR_BYTES} bytes")
     try:
@@ -61,12 +63,12 @@ def parse_sidecar(text: bytes, files: Collection[str]) -> Sidecar:
 
 
 def tell_broken_sidecar(error: SidecarBroken) -> str:
-    """A warning about the skill."""
+    """Return the warning for a skill whose sidecar is invalid."""
     return f"its {SIDECAR_FILE} is not used, so that it is no tool of its own: {error}"[:400]
 
 
 def build_skill_spec(skill: SkillSummary, sidecar: Sidecar) -> ToolSpec:
-    """The tool that the skill is then. Raises SidecarBroken for a name that no tool can have."""
+    """Return the spec of the skill as a tool. Raises SidecarBroken for a name that no tool can have."""
     if not skill.name.replace("-", "").replace("_", "").isalnum() or len(skill.name) > _NAME_CHARS:
         raise SidecarBroken(
             f"a tool's name has letters, digits, - and _, at most {_NAME_CHARS}: the skill's name cannot be one"
@@ -83,12 +85,12 @@ def build_skill_spec(skill: SkillSummary, sidecar: Sidecar) -> ToolSpec:
             dangerous=sidecar.dangerous,
         )
     except ValidationError as error:
-        # Numbers that JSON does not have, as NaN.
+        # Numbers that JSON does not have, such as NaN.
         raise SidecarBroken(f"parameters: {error.errors(include_url=False, include_input=False)[0]['msg']}") from None
 
 
 def build_argv(arguments: Mapping[str, JsonValue]) -> list[str]:
-    """Arguments as a program's: in the order in which they were given."""
+    """Return the arguments in the form of command-line arguments, in their order."""
     words: list[str] = []
     for name, value in arguments.items():
         for one in value if isinstance(value, list) else [value]:

@@ -1,5 +1,5 @@
-"""Agent Skills as their files say them: SKILL.md's front matter and text, and what a bundle may hold. Lenient with
-warnings; nothing is read here.
+"""Parser of Agent Skills: front matter and text of SKILL.md, and checks of a bundle's files. Most deviations from the
+standard give warnings only. The module reads no files.
 """
 
 import datetime
@@ -18,12 +18,11 @@ from contract.specs import MAX_ALLOWED_TOOLS, MAX_SKILL_DESCRIPTION, AllowedTool
 SKILL_FILE = "SKILL.md"
 SCRIPTS = "scripts/"
 LEFT_OUT = frozenset({".git", "__pycache__"})
-"""Folders that are no part of a bundle."""
+"""Folders that a bundle omits."""
 MAX_BUNDLE_BYTES = 64 * 1024 * 1024
 MAX_BUNDLE_FILES = 2000
 MAX_ARCHIVE_BYTES = MAX_BUNDLE_BYTES + 8192 * MAX_BUNDLE_FILES
-"""A bundle as tar: beside its bytes for each file two heads, the longest name that a file system has, and what fills up
-its blocks.
+"""Limit of a bundle as a tar archive: its bytes and, for each file, two headers, the longest possible name and padding.
 """
 MAX_SKILL_FILE_BYTES = 1024 * 1024
 INTERPRETERS: Mapping[str, str] = {".py": "python3", ".sh": "bash", ".js": "node"}
@@ -36,18 +35,18 @@ _PLAIN_LINE = re.compile(r"([A-Za-z][A-Za-z0-9_-]*):(?:[ \t]+(.*))?")
 _LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _MAX_FRONT_MATTER_CHARS = 16_384
 _MAX_DEPTH = 20
-"""Lists and mappings inside each other in a front matter."""
+"""Limit of nested lists and mappings in a front matter."""
 _MAX_NODES = 2000
-"""Values in a front matter."""
+"""Limit of the values in a front matter."""
 
 
 class SkillBroken(ValueError):
-    """A folder that cannot be used as a skill; the message says why and what to mend."""
+    """The folder cannot be used as a skill. The message says why and what to fix."""
 
 
 @dataclass(frozen=True)
 class SkillText:
-    """SKILL.md, read. `body`: the Markdown below the front matter."""
+    """Content of a SKILL.md. `body`: the Markdown below the front matter."""
 
     name: str
     description: str
@@ -67,7 +66,7 @@ class BundleFile:
     is_executable: bool
     mark: bytes
     leads_out: bool = False
-    """It is a link to something outside of the folder."""
+    """True for a link to something outside the folder."""
 
 
 class BundleDigest:
@@ -86,8 +85,8 @@ class BundleDigest:
 
 
 def parse_skill(text: str, folder: str) -> SkillText:
-    """SKILL.md's text; `folder`: the name of the folder that it is in. Raises SkillBroken without a name or description
-    to go by.
+    """Parse the text of SKILL.md. `folder`: the name of its folder. Raises SkillBroken without a usable name or
+    description.
     """
     front, body = _split(text)
     fields, warnings = _read_front_matter(front)
@@ -123,17 +122,17 @@ def parse_skill(text: str, folder: str) -> SkillText:
 
 
 def check_bundle(files: Iterable[BundleFile]) -> list[str]:
-    """Warnings about a bundle's files. Raises SkillBroken when they are too many, too large, or lead out of the
-    folder.
+    """Return warnings about a bundle's files. Raises SkillBroken if there are too many files, if they are too large, or
+    if a link leads outside the folder.
     """
-    found, size, warnings = 0, 0, []
+    count, size, warnings = 0, 0, []
     for file in files:
-        found, size = found + 1, size + file.size
+        count, size = count + 1, size + file.size
         if file.leads_out:
             raise SkillBroken(f"{file.path[:200]} is a link that leads out of its folder: copy the file into it")
         if file.path.startswith(SCRIPTS) and not file.is_executable and file.mark == b"#!":
             warnings.append(f"{file.path[:200]} begins with #! and has no run bit: chmod +x it")
-        if found > MAX_BUNDLE_FILES:
+        if count > MAX_BUNDLE_FILES:
             raise SkillBroken(f"it has more than {MAX_BUNDLE_FILES} files: leave out what the skill does not use")
         if size > MAX_BUNDLE_BYTES:
             raise SkillBroken(
@@ -144,27 +143,26 @@ def check_bundle(files: Iterable[BundleFile]) -> list[str]:
 
 
 def build_summary(text: SkillText, files: Iterable[BundleFile], digest: str, warnings: Iterable[str]) -> SkillSummary:
-    """What is published of a skill. `warnings`: of its files."""
-    known = list(files)
-    told = [*text.warnings, *warnings]
-    if len(told) > 20:
-        told = [*told[:19], f"and {len(told) - 19} more"]
+    """Return the published summary of a skill. `warnings`: warnings about its files."""
+    listed = list(files)
+    messages = [*text.warnings, *warnings]
+    if len(messages) > 20:
+        messages = [*messages[:19], f"and {len(messages) - 19} more"]
     return SkillSummary(
         name=text.name,
         description=text.description,
         license=text.license,
         compatibility=text.compatibility,
         digest=digest,
-        files=len(known),
-        bytes=sum(file.size for file in known),
-        has_scripts=any(file.path.startswith(SCRIPTS) for file in known),
-        warnings=tuple(warning[:400].encode("utf-8", "replace").decode() for warning in told),
+        files=len(listed),
+        bytes=sum(file.size for file in listed),
+        has_scripts=any(file.path.startswith(SCRIPTS) for file in listed),
+        warnings=tuple(warning[:400].encode("utf-8", "replace").decode() for warning in messages),
         allowed_tools=text.allowed_tools,
     )
 
 
 def _split(text: str) -> tuple[str, str]:
-    """Front matter and body."""
     lines = text.removeprefix("\ufeff").replace("\r\n", "\n").split("\n")
     if lines[0].rstrip() != "---":
         raise SkillBroken(
@@ -183,7 +181,7 @@ def _read_front_matter(front: str) -> tuple[dict[Any, Any], list[str]]:
     try:
         return _parse_yaml(front), []
     except SkillBroken as broken:
-        # People write `description: Use it: often`, which is no YAML and clear all the same.
+        # People write `description: Use it: often`, which is not valid YAML but has a clear meaning.
         plain = _parse_plain(front)
         if plain is None:
             raise
@@ -217,11 +215,10 @@ def _parse_yaml(front: str) -> dict[Any, Any]:
 
 
 def _check_yaml(front: str) -> None:
-    """Read the events of the text, of which there are at most as many as characters, before anything is built from
-    them.
+    """Check the YAML events of the text before any object is built from them.
 
-    An alias, or a merge key, stands for everything that it names again: a few hundred bytes of them take seconds and
-    gigabytes to build.
+    Aliases and merge keys repeat everything that they refer to: a few hundred bytes of them take seconds and gigabytes
+    to build. The number of events is at most the number of characters.
     """
     depth = nodes = 0
     for event in yaml.parse(front, Loader=_LOADER):
@@ -246,34 +243,32 @@ def _check_yaml(front: str) -> None:
 
 
 def _parse_plain(front: str) -> dict[Any, Any] | None:
-    """Lines `key: value` as they are written, deeper ones belonging to the line above; None when it is something
-    else.
-    """
+    """Parse lines `key: value`. Indented lines continue the line above. Return None for any other text."""
     fields: dict[Any, Any] = {}
     key = None
     for line in front.split("\n"):
-        found = _PLAIN_LINE.fullmatch(line)
-        if found is not None:
-            key = found[1]
+        match = _PLAIN_LINE.fullmatch(line)
+        if match is not None:
+            key = match[1]
             if key in fields:
                 return None
-            fields[key] = _unquoted((found[2] or "").strip())
+            fields[key] = _remove_quotes((match[2] or "").strip())
         elif line.startswith((" ", "\t")) and key is not None:
             fields[key] = f"{fields[key]} {line.strip()}".strip()
         elif line.strip() and not line.startswith("#"):
             return None
-    # A structure that is broken is not text.
+    # A value that begins like a YAML structure is an error in the YAML, not text.
     return (
         None if any(value[:1] in ("[", "{", "|", ">", "&", "*", "!", '"', "'") for value in fields.values()) else fields
     )
 
 
-def _unquoted(value: str) -> str:
+def _remove_quotes(value: str) -> str:
     return value[1:-1] if len(value) >= 2 and value[0] == value[-1] and value[0] in "\"'" else value
 
 
 def _text_of(fields: Mapping[Any, Any], key: str, warnings: list[str]) -> str | None:
-    """A field's text on one line; None when it is missing, empty or no text."""
+    """Return the text of a field on one line; None if the field is missing, empty or not text."""
     value = fields.get(key)
     if value is None:
         return None
@@ -311,7 +306,7 @@ _COMMANDS = "bash_tool"
 
 
 def parse_allowed_tools(value: Any, warnings: list[str]) -> tuple[AllowedTool, ...]:
-    """What the front matter's value names: a text of entries, or a list of them. What cannot be kept to is left out,
+    """Parse `allowed-tools` of the front matter: a text with entries, or a list of texts. Invalid entries are left out,
     with a warning.
     """
     if value is None:
@@ -320,10 +315,10 @@ def parse_allowed_tools(value: Any, warnings: list[str]) -> tuple[AllowedTool, .
     if not all(isinstance(text, str) for text in texts):
         warnings.append("allowed-tools is neither a text nor a list of texts and is ignored")
         return ()
-    found = list(_entries(texts, warnings))
-    if len(found) > MAX_ALLOWED_TOOLS:
+    tools = list(_entries(texts, warnings))
+    if len(tools) > MAX_ALLOWED_TOOLS:
         warnings.append(f"allowed-tools names more than {MAX_ALLOWED_TOOLS} tools: the rest is ignored")
-    return tuple(found[:MAX_ALLOWED_TOOLS])
+    return tuple(tools[:MAX_ALLOWED_TOOLS])
 
 
 def _entries(texts: Iterable[str], warnings: list[str]) -> Iterable[AllowedTool]:

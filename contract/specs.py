@@ -1,4 +1,4 @@
-"""What a tool says of itself: the spec a model, an operator and a validator read."""
+"""Specs of tools and skills, and the catalog that workers publish."""
 
 from typing import Annotated, Literal
 
@@ -8,79 +8,78 @@ from contract.calls import MAX_TIMEOUT_S, Record, ToolName
 from contract.signing import SigningKeys
 
 NO_NETWORK = "without network"
-"""What a sandbox has of the network unless its session is told otherwise, as descriptions say it."""
+"""Default network access of a sandbox, in the words of tool descriptions."""
 MAX_SKILLS = 1000
 MAX_SKILL_DESCRIPTION = 4096
 MAX_TOOL_TENANTS = 1000
 TenantName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
 MAX_ALLOWED_TOOLS = 50
-"""That one skill may ask for."""
+"""Limit of the calls that one skill can request to make without approval."""
 
 
 class ToolSpec(Record):
-    """Name, description, JSON Schema of the parameters, limits and flags. `audience` session: a verb of the SDK, never
-    shown to a model.
+    """Spec of a tool: name, description, JSON Schema of the parameters, limits and flags. `audience` session: a verb of
+    the SDK that models never see.
     """
 
     name: ToolName
     description: str = Field(min_length=1, max_length=8192)
     parameters: dict[str, JsonValue]
     timeout_s: float | None = Field(default=None, gt=0, le=MAX_TIMEOUT_S)
-    """The tool's own limit, shorter or longer; None: the dispatcher's default."""
+    """Default timeout of the tool; None: the default of the dispatcher."""
     max_timeout_s: float = Field(default=MAX_TIMEOUT_S, gt=0, le=MAX_TIMEOUT_S)
     requires_permission: bool = False
     dangerous: bool = False
     read_only: bool = False
     idempotent: bool = False
     pool: Literal["sandbox", "web", "tools", "local"] = "sandbox"
-    """Where it runs: beside the session's sandbox; in the pool with network; in the pool of operators' tools; in the
-    program itself.
+    """Pool where the tool runs: on the host of the session's sandbox, in the pool with network, in the pool of
+    operators' tools, or in the program itself.
     """
     audience: Literal["model", "session"] = "model"
     aliases: dict[str, str] = Field(default_factory=dict)
-    """Other names a model may use for a parameter -> its canonical name."""
+    """Aliases that a model may use for a parameter -> canonical name of the parameter."""
     command_parameter: str | None = None
-    """The parameter that holds a shell command, by its canonical name: then danger and command rules are decided per
-    command.
-    """
+    """Canonical name of the parameter with a shell command. Danger and command rules are then checked per command."""
     input_parameter: str | None = None
-    """The parameter with text for the standard input of that command or, without one, of a program that runs already:
-    judged as well where a shell may read it."""
+    """Name of the parameter with text for the standard input of that command, or of a program that already runs. The
+    text is checked too if a shell may read it.
+    """
     network: str = NO_NETWORK
-    """What its sandbox has of the network, in the words that its description has."""
+    """Network access of the sandbox, in the words of the description."""
     tells_network: bool = Field(default=True, exclude_if=lambda tells: tells)
-    """Whether its description has these words from us."""
-    is_installed_skill: bool = Field(default=False, exclude_if=lambda is_one: not is_one)
-    """A skill that was installed for a tenant: its calls are sent as runs by skill_tool, and judged as these, too. No
-    worker publishes it.
+    """True if toolcrew has added these words to the description."""
+    is_installed_skill: bool = Field(default=False, exclude_if=lambda is_skill: not is_skill)
+    """True for a skill that was installed for a tenant. Its calls are sent as runs of skill_tool and checked as such.
+    No worker publishes the skill.
     """
     tenants: tuple[TenantName, ...] | None = Field(
         default=None, max_length=MAX_TOOL_TENANTS, exclude_if=lambda tenants: tenants is None
     )
-    """Whose tool it is; None: everybody's. To all others it is not there at all. Left out where None, for workers and
-    programs that do not know it yet.
+    """Tenants that the tool exists for; None: all tenants. JSON omits the field if it is None, for releases that do not
+    know it.
     """
 
     def is_for(self, tenant: str) -> bool:
-        """Whether the tool is there for that tenant."""
+        """Return whether the tool exists for that tenant."""
         return self.tenants is None or tenant in self.tenants
 
     def with_network(self, words: str) -> "ToolSpec":
-        """The same tool in a sandbox that has more of the network. Of other pools' tools nothing changes."""
+        """Return the tool for a sandbox with other network access. Tools of other pools do not change."""
         if self.pool != "sandbox":
             return self
         if not self.tells_network:
             return self.model_copy(update={"network": words})
-        # The last place is ours: what an author writes of the network stands before it.
-        before, found, after = self.description.rpartition(self.network)
+        # toolcrew adds its words at the end. Earlier occurrences are text of the author and stay.
+        before, separator, after = self.description.rpartition(self.network)
         return self.model_copy(
-            update={"network": words, "description": f"{before}{words}{after}" if found else self.description}
+            update={"network": words, "description": f"{before}{words}{after}" if separator else self.description}
         )
 
 
 class AllowedTool(Record):
-    """Calls that a skill asks to make unasked: of a tool; of one that runs commands, those that begin with
-    `argv_prefix`.
+    """Calls of a tool that a skill requests to make without approval. For a tool that runs commands: only commands that
+    begin with `argv_prefix`.
     """
 
     tool: ToolName
@@ -88,9 +87,7 @@ class AllowedTool(Record):
 
 
 class SkillSummary(Record):
-    """What a skill says of itself, and what its folder holds. `digest`: sha256 over its files; `warnings`: for whoever
-    wrote it.
-    """
+    """Description and content of a skill. `digest`: SHA-256 over its files. `warnings`: for the author of the skill."""
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")
     description: str = Field(min_length=1, max_length=MAX_SKILL_DESCRIPTION)
@@ -107,21 +104,21 @@ class SkillSummary(Record):
 
 
 class Catalog(Record):
-    """What the workers publish: the specs they can run, and the skills they have."""
+    """Tools and skills that the workers of a pool publish."""
 
     tools: tuple[ToolSpec, ...] = ()
     skills: tuple[SkillSummary, ...] = Field(default=(), max_length=MAX_SKILLS, exclude_if=lambda skills: not skills)
 
 
 def seal_catalog(keys: SigningKeys, pool: str, catalog: Catalog) -> str:
-    """Return the signed catalog of that pool. It decides what is asked about before a call, and what is called
-    again.
+    """Return the signed catalog of that pool. It is signed because it decides which calls need approval and which calls
+    can be repeated.
     """
     return keys.seal(f"catalog {pool}", catalog.model_dump_json())
 
 
 def open_catalog(keys: SigningKeys, pool: str, sealed: str | bytes) -> Catalog:
-    """Return the catalog. Raises EnvelopeRefused when it is not signed for that pool, ValidationError for one of
-    another release.
+    """Return the catalog. Raises EnvelopeRefused if it is not signed for that pool, and ValidationError for a catalog
+    of another release.
     """
     return Catalog.model_validate_json(keys.unseal(f"catalog {pool}", sealed))

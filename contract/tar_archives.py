@@ -11,7 +11,7 @@ from typing import IO, Literal
 
 BLOCK = 512
 MAX_EXTENDED_BYTES = 64 * 1024
-"""One extended header: a name has at most 4096 bytes, and a link has two."""
+"""Limit of one extended header: a name has at most 4096 bytes, and a link has two names."""
 MAX_NAME_BYTES = 4096
 
 Kind = Literal["file", "folder", "symlink", "hardlink", "special"]
@@ -29,13 +29,13 @@ _EXTENDED = {b"x": "pax", b"L": "path", b"K": "linkpath"}
 
 
 class TarRefused(ValueError):
-    """The archive is damaged, or uses what no archive of ours needs. The message says which."""
+    """The archive is damaged or uses an unsupported feature. The message has the reason."""
 
 
 @dataclass(frozen=True)
 class TarEntry:
-    """One entry. `offset`: where its `size` bytes begin in the stream; 0 bytes unless it is a file. `link`: the target
-    of a link.
+    """One entry. `offset`: position of its content in the stream. `size`: bytes of the content, 0 unless the entry is a
+    file. `link`: target of a link.
     """
 
     name: str
@@ -46,14 +46,14 @@ class TarEntry:
     link: str = ""
 
     def read(self, stream: IO[bytes]) -> bytes:
-        """The content of the entry."""
+        """Return the content of the entry."""
         stream.seek(self.offset)
         return stream.read(self.size)
 
 
 def read_tar(stream: IO[bytes], max_entries: int) -> Iterator[TarEntry]:
-    """The entries of the archive in `stream`, which can seek. ustar, GNU long names, and path, linkpath and size of PAX
-    headers are understood.
+    """Yield the entries of the archive in a seekable stream. Supports ustar, GNU long names, and path, linkpath and
+    size of PAX headers.
 
     Raises TarRefused: sparse entries, global headers, chained extended headers, sizes beyond the archive, more than
     `max_entries` headers.

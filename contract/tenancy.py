@@ -1,4 +1,4 @@
-"""Tenants: what each may have, as data in Redis that both sides read. Adding one is no restart."""
+"""Policies of tenants, stored in Redis for orchestrators and workers; a change needs no restart."""
 
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
@@ -15,17 +15,17 @@ DEFAULT_TENANT = "default"
 """Always known. Until the first tenant is registered, every name is served with this one's policy. From then on only
 registered names are served, even after all tenants were removed."""
 POLICY_FRESH_S = 1.0
-"""How old what a process knows of the tenants may be."""
+"""Highest age of a process's copy of the policies."""
 MAX_PAUSE_REASON_CHARS = 500
 MAX_POLICY_BYTES = 256 * 1024
-"""Of a signed policy. A longer one is neither written nor read."""
+"""Limit of a signed policy. A larger policy is neither written nor read."""
 VERSION_FIELD = "#version"
-"""Of the hash of tenants, no tenant's name: a new word with every change, so that one small read tells whether anything
-has changed.
+"""Field of the hash of tenants that is not a tenant. Its value changes with every change of a policy, so that one small
+read shows if anything has changed.
 """
 VERB_TOOLS = {"session.exec": "bash_tool", "session.write_file": "write_tool", "session.read_file": "read_tool"}
-"""Verbs of sessions that do what a tool does: what forbids the tool forbids them. All other verbs are every
-tenant's.
+"""Session verbs that do the same as a tool. A rule that forbids the tool also forbids the verb. All tenants may use all
+other verbs.
 """
 SKILL_TOOL, BASH_TOOL = "skill_tool", "bash_tool"
 NetworkPolicy = Literal["none", "egress"]
@@ -34,57 +34,58 @@ ToolPattern = Annotated[str, Field(pattern=r"^[^*]{0,127}\*?$", min_length=1)]
 
 
 class CommandRule(Record):
-    """As a rule of an approval policy (docs/approvals.md), for one tenant. `deny` holds whoever asks."""
+    """Rule of an approval policy (docs/approvals.md) for one tenant. No approval overrides `deny`."""
 
     action: Literal["deny", "ask", "allow"]
     tool: str = Field(default="*", min_length=1, max_length=128)
     argv_prefix: Annotated[tuple[Annotated[str, Field(min_length=1, max_length=256)], ...], Field(max_length=32)] = ()
 
     def is_about(self, name: str) -> bool:
-        """Whether the tool, or the verb of sessions that does the same, is meant. Case counts."""
-        return any(fnmatchcase(known, self.tool) for known in _names(name))
+        """Return whether the rule matches the tool or the corresponding session verb. Matching is case-sensitive."""
+        return any(fnmatchcase(candidate, self.tool) for candidate in _names(name))
 
 
 class SandboxTerms(Record):
-    """The part of a tenant's policy that concerns its sandboxes. A session carries it to sandboxd, which never gives
-    more than its class has.
+    """Part of a tenant's policy about its sandboxes. A session sends it to sandboxd, which never exceeds the limits of
+    the tenant class.
 
-    `tenant_class`: of the host (TOOLCREW_TENANT_CLASSES), which decides runtime and sizes. None: what the class says.
+    `tenant_class`: a class of the host (TOOLCREW_TENANT_CLASSES), which sets runtime and sizes. None in other fields:
+    the value of the class.
     """
 
     tenant_class: str = Field(
-        default="default", min_length=1, max_length=64, description="The class of the hosts that its sandboxes have."
+        default="default", min_length=1, max_length=64, description="Tenant class of its sandboxes."
     )
     images: Annotated[tuple[Annotated[str, Field(min_length=1, max_length=256)], ...], Field(max_length=100)] | None = (
-        Field(default=None, description="Images that its sandboxes may have.")
+        Field(default=None, description="Images that its sandboxes may use.")
     )
-    network: NetworkPolicy | None = Field(default=None, description="The most that its sandboxes have of the network.")
+    network: NetworkPolicy | None = Field(default=None, description="Highest network access of its sandboxes.")
     workspace_bytes: int | None = Field(
-        default=None, ge=1024 * 1024, le=2**50, description="The most that a workspace has."
+        default=None, ge=1024 * 1024, le=2**50, description="Limit of a workspace, in bytes."
     )
 
 
 class TenantPolicy(Record):
-    """What a tenant may have. None: no limit of the tenant's own."""
+    """Limits and rights of a tenant. None: no limit for this tenant."""
 
-    # A field with a description is an option of `toolcrew tenants set`, too.
+    # A field with a description is also an option of `toolcrew tenants set`.
     tools: Annotated[tuple[ToolPattern, ...], Field(max_length=1000)] | None = Field(
-        default=None, description="Tools it may call, a * at the end for any rest."
+        default=None, description="Tools that it may call; * at the end matches any suffix."
     )
-    weight: float = Field(default=1.0, ge=0.001, le=1000, description="Its share while others want slots, too.")
-    in_flight: int = Field(default=1000, ge=1, le=1_000_000, description="Calls at a time.")
-    queued: int = Field(default=10_000, ge=1, le=1_000_000, description="Calls that may wait.")
-    rate_per_s: float | None = Field(default=None, ge=0.001, le=1_000_000, description="Calls begun a second.")
-    burst: int = Field(default=100, ge=1, le=1_000_000, description="Calls begun at once, beyond the rate.")
+    weight: float = Field(default=1.0, ge=0.001, le=1000, description="Its share of slots relative to other tenants.")
+    in_flight: int = Field(default=1000, ge=1, le=1_000_000, description="Concurrent calls.")
+    queued: int = Field(default=10_000, ge=1, le=1_000_000, description="Waiting calls.")
+    rate_per_s: float | None = Field(default=None, ge=0.001, le=1_000_000, description="Calls per second.")
+    burst: int = Field(default=100, ge=1, le=1_000_000, description="Calls at once, beyond the rate.")
     sandboxes: int = Field(
-        default=1000, ge=0, le=1_000_000, strict=True, description="Sessions open at a time, on all hosts together."
+        default=1000, ge=0, le=1_000_000, strict=True, description="Concurrently open sessions on all hosts together."
     )
     commands: Annotated[tuple[CommandRule, ...], Field(max_length=1000)] = Field(
-        default=(), description="deny, ask or allow, as deny:bash_tool:git push; all of its rules."
+        default=(), description="Command rules deny, ask or allow, such as deny:bash_tool:git push; replaces all rules."
     )
     sandbox: SandboxTerms = SandboxTerms()
     is_paused: bool = False
-    """None of its calls and runs starts; `pause_reason` says why."""
+    """True while no call and no run of the tenant starts. `pause_reason` has the reason."""
     pause_reason: str = Field(default="", max_length=MAX_PAUSE_REASON_CHARS)
     is_removed: bool = False
     """The tenant was removed. Its name stays reserved, because its runs, files and checkpoints may still be stored
@@ -99,21 +100,21 @@ class TenantPolicy(Record):
         if self.tools is None:
             return True
         names = _names(name)
-        return not names or any(_fits(known, pattern) for known in names for pattern in self.tools)
+        return not names or any(_fits(candidate, pattern) for candidate in names for pattern in self.tools)
 
 
 def tools_of(spec: ToolSpec, arguments: Mapping[str, Any]) -> tuple[str, ...]:
-    """The tools by which a call is judged, its own first: each must be allowed and on. By prepared arguments, those
-    that the tool will get: there are no aliases in them, and defaults stand where nothing was given.
+    """Return the tools that a call uses, its own tool first. Each of them must be allowed and enabled.
 
-    A skill that runs does what bash does: what forbids that one, turns it off or asks about it does so with the
-    call."""
+    `arguments`: prepared arguments, without aliases and with defaults. A skill that runs can do the same as bash.
+    Therefore rules and switches of bash also apply to the call.
+    """
     if spec.is_installed_skill:
         return (spec.name, SKILL_TOOL, BASH_TOOL)
     if spec.name != SKILL_TOOL or arguments.get("action") != "run":
         return (spec.name,)
     name = arguments.get("name")
-    # Without a script it is the tool that the skill is.
+    # Without a script, the skill itself is the tool.
     return (
         (SKILL_TOOL, BASH_TOOL) if "script" in arguments or not isinstance(name, str) else (SKILL_TOOL, BASH_TOOL, name)
     )
@@ -132,9 +133,7 @@ end
 
 
 def say_subject(name: str, used: str) -> str:
-    """What a refusal of the call for the sake of `used`, one of its tools, is about: the words before "is
-    forbidden".
-    """
+    """Return the subject of the sentence "... is forbidden". `used`: the tool of the call that is forbidden."""
     return "it" if used == name else f"it would run a program as {used} does, which"
 
 
@@ -162,31 +161,33 @@ def parse_policy(keys: SigningKeys, tenant: str, sealed: bytes) -> TenantPolicy:
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         where = ".".join(str(part) for part in first["loc"])
-        told = f"{where}: {first['msg']}" if where else first["msg"]
+        reason = f"{where}: {first['msg']}" if where else first["msg"]
         raise ConfigError(
-            f"the policy of tenant {tenant} cannot be read ({told}), so nothing is served for it: {advice}"
+            f"the policy of tenant {tenant} cannot be read ({reason}), so nothing is served for it: {advice}"
         ) from error
 
 
-def parse_tenants(keys: SigningKeys, told: Mapping[bytes, bytes]) -> dict[str, TenantPolicy | ConfigError]:
-    """All registered tenants of the hash, by name; in place of a policy that cannot be read: why."""
-    found: dict[str, TenantPolicy | ConfigError] = {}
-    for field in sorted(told):
+def parse_tenants(keys: SigningKeys, hash_fields: Mapping[bytes, bytes]) -> dict[str, TenantPolicy | ConfigError]:
+    """Return the policies of all registered tenants by name. For a policy that cannot be read, the value is the
+    error.
+    """
+    policies: dict[str, TenantPolicy | ConfigError] = {}
+    for field in sorted(hash_fields):
         name = field.decode(errors="replace")
         if name == VERSION_FIELD:
             continue
         try:
-            policy = parse_policy(keys, name, told[field])
+            policy = parse_policy(keys, name, hash_fields[field])
         except ConfigError as error:
-            found[name] = error
+            policies[name] = error
         else:
             if not policy.is_removed:
-                found[name] = policy
-    return found
+                policies[name] = policy
+    return policies
 
 
 def _names(name: str) -> tuple[str, ...]:
-    """By what a policy may mean a tool or verb; nothing for a verb that is every tenant's."""
+    """Return the names by which a policy can match a tool or verb; none for a verb that every tenant may use."""
     if not name.startswith("session."):
         return (name,)
     return (name, VERB_TOOLS[name]) if name in VERB_TOOLS else ()

@@ -1,4 +1,4 @@
-"""A tool's page as Markdown, made of its spec alone: for the docs, and for people who ask for one tool."""
+"""Markdown page of a tool, made from its spec, for the documentation and for `toolcrew tools show`."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -11,7 +11,7 @@ _POOLS = {
     "sandbox": "in the session's sandbox",
     "web": "in the pool with network, outside the sandbox",
     "tools": "in the pool of operators' tools, outside the sandbox",
-    "local": "in the program that asked for it",
+    "local": "in the program that calls it",
 }
 _LIMITS = {
     "minimum": "at least {}",
@@ -26,8 +26,8 @@ _LIMITS = {
 
 
 def render_tool(spec: ToolSpec) -> str:
-    """Description, parameters, limits, flags and other names of the parameters; headed by the tool's name as a
-    second-level heading.
+    """Return description, parameters, limits, flags and aliases of a tool, under a second-level heading with its
+    name.
     """
     parts = [f"## {spec.name}", spec.description, "\n".join(_parameter_rows(spec)), "\n".join(_facts(spec))]
     return "\n\n".join(part for part in parts if part) + "\n"
@@ -41,9 +41,9 @@ def _parameter_rows(spec: ToolSpec) -> Iterator[str]:
     required: Any = spec.parameters.get("required", [])
     yield "| parameter | type | default | limits | |"
     yield "|---|---|---|---|---|"
-    for name, told in properties.items():
-        # JSON Schema allows `true` for anything.
-        schema: Mapping[str, Any] = told if isinstance(told, Mapping) else {}
+    for name, value in properties.items():
+        # JSON Schema allows `true` for a value of any type.
+        schema: Mapping[str, Any] = value if isinstance(value, Mapping) else {}
         default = "required" if name in required else _code(schema["default"]) if "default" in schema else ""
         cells = (f"`{name}`", _type(schema), default, "; ".join(_limits(schema)), str(schema.get("description", "")))
         yield "| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in cells) + " |"
@@ -70,19 +70,17 @@ def _limits(schema: Mapping[str, Any]) -> Iterator[str]:
 
 def _facts(spec: ToolSpec) -> Iterator[str]:
     limit_s = spec.timeout_s if spec.timeout_s is not None else DEFAULT_TIMEOUT_S
-    yield f"- Runs {_POOLS[spec.pool]}, at most {limit_s:g} s unless told otherwise, {spec.max_timeout_s:g} s at most."
+    yield f"- Runs {_POOLS[spec.pool]}. Timeout: {limit_s:g} s by default, {spec.max_timeout_s:g} s at most."
     flags = ("requires_permission", "dangerous", "read_only", "idempotent")
     yield "- Flags: " + (", ".join(flag for flag in flags if getattr(spec, flag)) or "none") + "."
     if spec.command_parameter is not None:
         yield (
-            f"- Judged by the command in `{spec.command_parameter}`: catastrophic ones are refused, dangerous ones "
-            "asked about."
+            f"- The command in `{spec.command_parameter}` is checked: catastrophic commands are refused, dangerous "
+            "commands need approval."
         )
     if spec.aliases:
         yield (
-            "- Other names that are understood: "
-            + ", ".join(f"`{alias}` for `{name}`" for alias, name in spec.aliases.items())
-            + "."
+            "- Accepted aliases: " + ", ".join(f"`{alias}` for `{name}`" for alias, name in spec.aliases.items()) + "."
         )
 
 

@@ -1,4 +1,4 @@
-"""Which span a call belongs to, as it travels: the traceparent of W3C's Trace Context, version 00."""
+"""Reference to the parent span of a call, as the traceparent of W3C Trace Context, version 00."""
 
 import hashlib
 import re
@@ -13,62 +13,62 @@ _NOTHING = "0"
 
 @dataclass(frozen=True, slots=True)
 class SpanRef:
-    """A span, by the ids of its trace and its own in hexadecimal. `is_sampled`: it is recorded, and so is what belongs
-    to it.
-    """
+    """Hexadecimal ids of a span and its trace. `is_sampled`: the span and its children are recorded."""
 
     trace_id: str
     span_id: str
     is_sampled: bool = True
 
     def __str__(self) -> str:
-        """The traceparent."""
+        """Return the traceparent."""
         return f"00-{self.trace_id}-{self.span_id}-0{int(self.is_sampled)}"
 
 
 def parse_traceparent(text: str) -> SpanRef:
-    """The span that a traceparent names. Raises ValueError for what is none, and for ids that are all zeros."""
-    found = _SHAPE.fullmatch(text)
-    if found is None:
-        raise ValueError("no traceparent: write it as 00-<32 digits>-<16 digits>-<2 digits>, in lower-case hexadecimal")
-    trace_id, span_id, flags = found.groups()
+    """Return the span of a traceparent. Raises ValueError for an invalid text, and for ids that are all zeros."""
+    match = _SHAPE.fullmatch(text)
+    if match is None:
+        raise ValueError(
+            "not a traceparent: write it as 00-<32 digits>-<16 digits>-<2 digits>, in lower-case hexadecimal"
+        )
+    trace_id, span_id, flags = match.groups()
     if not trace_id.strip(_NOTHING) or not span_id.strip(_NOTHING):
-        raise ValueError("no traceparent: give ids that are not all zeros")
+        raise ValueError("not a traceparent: use ids that are not all zeros")
     return SpanRef(trace_id, span_id, bool(int(flags, 16) & 1))
 
 
 def _check(text: str) -> str:
     if str(parse_traceparent(text)) != text:
-        raise ValueError("no traceparent of ours: leave all flags but `sampled` out")
+        raise ValueError("the traceparent has unsupported flags: set no flag except `sampled`")
     return text
 
 
 Traceparent = Annotated[str, AfterValidator(_check)]
-"""In the one form in which it travels here: of its flags none but `sampled`."""
+"""A traceparent with no flag except `sampled`."""
 
 
 def derive_id(*parts: str) -> str:
-    """64 hexadecimal digits made of these names. Whoever knows them finds the same id: another process that goes on
-    with a run, and a run's trace file.
+    """Return 64 hexadecimal digits derived from these names. Another process that resumes a run, and the trace file of
+    the run, derive the same id.
     """
     return hashlib.sha256("\0".join(("toolcrew", *parts)).encode(errors="surrogatepass")).hexdigest()
 
 
 def trace_id_of(tenant: str, run: str) -> str:
-    """Of a run's trace."""
+    """Return the trace id of a run."""
     return derive_id("trace", tenant, run)[:32]
 
 
 def run_span_id(tenant: str, run: str) -> str:
-    """Of the span of a whole run."""
+    """Return the span id of a whole run."""
     return derive_id("run", tenant, run)[:16]
 
 
 def call_span_id(call: str) -> str:
-    """Of the span of a call."""
+    """Return the span id of a call."""
     return derive_id("call", call)[:16]
 
 
 def attempt_span_id(call: str, attempt: int) -> str:
-    """Of the span of one attempt at a call: from sending it until its answer is there."""
+    """Return the span id of one attempt of a call, from sending the call until its result arrives."""
     return derive_id("attempt", call, str(attempt))[:16]

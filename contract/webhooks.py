@@ -1,4 +1,4 @@
-"""Webhooks: where the end of a run or batch is announced, and the signature of a notice (Standard Webhooks)."""
+"""Webhooks about the end of a run or batch, and their signature (Standard Webhooks)."""
 
 import base64
 import binascii
@@ -16,7 +16,7 @@ _LEAST_BYTES, _MOST_BYTES = 24, 64
 
 
 class Webhook(Record):
-    """Where the end is announced. `secret`: `whsec_` and 24 to 64 bytes in base64; receivers check notices with it."""
+    """Receiver of a webhook. `secret`: `whsec_` and 24 to 64 bytes in base64, with which receivers verify webhooks."""
 
     url: str = Field(min_length=1, max_length=MAX_URL_CHARS, pattern=r"^https?://[^\s]+$")
     secret: str = Field(max_length=256, repr=False)
@@ -29,7 +29,7 @@ class Webhook(Record):
 
 
 def sign(secret: str, notice: str, timestamp: int, body: str) -> str:
-    """Return the value of `webhook-signature` for the notice of that id."""
+    """Return the value of the header `webhook-signature`. `notice`: the id of the webhook message."""
     signed = hmac.new(_key(secret), f"{notice}.{timestamp}.{body}".encode(), hashlib.sha256).digest()
     return f"v1,{base64.b64encode(signed).decode()}"
 
@@ -40,5 +40,7 @@ def _key(secret: str) -> bytes:
     except (binascii.Error, ValueError):
         key = b""
     if not secret.startswith(_PREFIX) or not _LEAST_BYTES <= len(key) <= _MOST_BYTES:
-        raise ValueError(f"a secret is {_PREFIX} and {_LEAST_BYTES} to {_MOST_BYTES} bytes in base64")
+        raise ValueError(
+            f"the secret is invalid: write {_PREFIX} and then {_LEAST_BYTES} to {_MOST_BYTES} bytes in base64"
+        )
     return key

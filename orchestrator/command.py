@@ -1,6 +1,6 @@
-"""The whole command `toolcrew`: the commands of the CLI, and `toolcrew serve`, which starts the services.
+"""The command `toolcrew`: the commands of the CLI, and `toolcrew serve`, which starts the services.
 
-Nothing else imports both the CLI and a service.
+Only this module imports both the CLI and the services.
 """
 
 import asyncio
@@ -30,24 +30,27 @@ app.add_typer(serve_app, name="serve", rich_help_panel=OPERATE)
 @serve_app.command("api")
 def serve_api(
     host: Annotated[
-        str, typer.Option("--host", help="The address to listen on; 0.0.0.0 for all, behind a proxy that speaks TLS.")
+        str, typer.Option("--host", help="Address to listen on; 0.0.0.0 for all addresses, behind a TLS proxy.")
     ] = "127.0.0.1",
-    port: Annotated[int, typer.Option("--port", min=0, max=65535, help="0: any that is free.")] = 8080,
+    port: Annotated[int, typer.Option("--port", min=0, max=65535, help="Port to listen on; 0: any free port.")] = 8080,
     concurrency: Annotated[
         int,
         typer.Option(
-            "--concurrency", min=0, max=10_000, help="Runs and batch items at a time here; 0: others work them."
+            "--concurrency",
+            min=0,
+            max=10_000,
+            help="Concurrent runs and batch items in this process; 0: other processes run them.",
         ),
     ] = CONCURRENCY,
     traces: Annotated[
-        bool, typer.Option("--traces/--no-traces", help="Write each run down in TOOLCREW_TRACES.")
+        bool, typer.Option("--traces/--no-traces", help="Write a trace of each run to TOOLCREW_TRACES.")
     ] = True,
 ) -> None:
-    """Serve the HTTP API and its pages, and run what is started there, until SIGTERM or Ctrl-C.
+    """Serve the HTTP API and its pages, and process their runs, until SIGTERM or Ctrl-C.
 
-    Keys for it: `toolcrew keys create TENANT`. Any number of them may serve one deployment.
+    Create API keys with `toolcrew keys create TENANT`. Several processes can serve one deployment.
     """
-    # Imported here because loading the server takes longer than most other commands run.
+    # Imported here because importing the server takes longer than most other commands.
     from orchestrator.api.service import ApiService
 
     async def work() -> None:
@@ -62,28 +65,30 @@ def serve_api(
 def serve_mcp(
     http: Annotated[
         int | None,
-        typer.Option("--http", min=0, max=65535, help="Serve streamable HTTP on this port; 0: any. Else stdio."),
+        typer.Option(
+            "--http", min=0, max=65535, help="Serve streamable HTTP on this port; 0: any free port. Default: stdio."
+        ),
     ] = None,
-    host: Annotated[str, typer.Option("--host", help="With --http: the address to listen on.")] = "127.0.0.1",
+    host: Annotated[str, typer.Option("--host", help="With --http: address to listen on.")] = "127.0.0.1",
     origin: Annotated[
         list[str] | None,
         typer.Option(
-            "--origin", help="With --http: pages of this origin (https://name[:port]) may call, too. Repeatable."
+            "--origin", help="With --http: also allow pages of this origin (https://name[:port]). Repeatable."
         ),
     ] = None,
     session: Annotated[
         str | None,
         typer.Option(
-            "--session", help="Over stdio: the open session that calls are made in. Else one of the connection's own."
+            "--session", help="Over stdio: run calls in this open session. Default: a new session per connection."
         ),
     ] = None,
     tenant: Tenant = None,
 ) -> None:
     """Serve the pool's tools over the Model Context Protocol: to one client over stdin and stdout, or over HTTP.
 
-    Ends with stdin or on SIGTERM.
+    The server stops on SIGTERM or at the end of stdin.
 
-    Over HTTP an API key says whose tools they are (`toolcrew keys create TENANT`); over stdio --tenant or
+    Over HTTP, the API key identifies the tenant (`toolcrew keys create TENANT`). Over stdio, set --tenant or
     TOOLCREW_API_KEY.
     """
     if http is None:
@@ -102,26 +107,26 @@ def serve_batches(
             "--concurrency",
             min=1,
             max=10_000,
-            help="Items at a time here; a batch's own limit holds over all orchestrators.",
+            help="Concurrent items in this process. The limit of a batch applies to all orchestrators together.",
         ),
     ] = CONCURRENCY,
     tenant: Annotated[
-        list[str] | None, typer.Option("--tenant", help="Serve this tenant, and others that are given so. Else all.")
+        list[str] | None, typer.Option("--tenant", help="Serve only this tenant. Repeatable. Default: all tenants.")
     ] = None,
     grace: Annotated[
         float,
         typer.Option(
-            "--grace", min=0.0, max=86_400.0, help="Seconds that running items have to end when it is told to stop."
+            "--grace", min=0.0, max=86_400.0, help="Seconds that running items have to finish after a stop signal."
         ),
     ] = 60.0,
     traces: Annotated[
-        bool, typer.Option("--traces/--no-traces", help="Write each run down in TOOLCREW_TRACES.")
+        bool, typer.Option("--traces/--no-traces", help="Write a trace of each run to TOOLCREW_TRACES.")
     ] = True,
 ) -> None:
-    """Run the batches that are submitted with --detach, of every tenant, until SIGTERM or Ctrl-C.
+    """Run the batches of all tenants that are submitted with --detach, until SIGTERM or Ctrl-C.
 
-    Then running items end first; a second signal stops at once. Items that have not ended go to another orchestrator,
-    or to the next start.
+    After a signal, running items finish first; a second signal stops at once. Another orchestrator, or the next start,
+    continues unfinished items.
     """
 
     async def serve() -> None:
@@ -143,8 +148,8 @@ def serve_worker(
 ) -> None:
     """Run a Celery worker of TOOLCREW_REDIS_URL.
 
-    One of the kind sandbox runs next to this host's sandboxd (TOOLCREW_SANDBOXD_SOCKET); one of the kind web has the
-    network and no sandboxes.
+    A worker of the kind sandbox runs next to this host's sandboxd (TOOLCREW_SANDBOXD_SOCKET). A worker of the kind web
+    has network access and no sandboxes.
     """
 
     async def check() -> None:
@@ -157,7 +162,7 @@ def serve_worker(
 
 
 async def _over_stdio(tenant: str | None, session: str | None) -> None:
-    with _explaining_extra():
+    with _explain_missing_extra():
         from orchestrator.mcp.stdio import serve_stdio
     settings = load_settings()
     configure_logging(settings, "mcp")
@@ -166,7 +171,7 @@ async def _over_stdio(tenant: str | None, session: str | None) -> None:
 
 
 async def _over_http(host: str, port: int, origins: list[str]) -> None:
-    with _explaining_extra():
+    with _explain_missing_extra():
         from orchestrator.mcp.http_service import McpService
     settings = load_settings()
     configure_logging(settings, "mcp")
@@ -174,8 +179,8 @@ async def _over_http(host: str, port: int, origins: list[str]) -> None:
 
 
 @contextmanager
-def _explaining_extra() -> Iterator[None]:
-    """Raises ConfigError for an import of a package whose extra is not installed."""
+def _explain_missing_extra() -> Iterator[None]:
+    """Raise ConfigError for an import of a package whose extra is not installed."""
     try:
         yield
     except ModuleNotFoundError as error:
@@ -194,8 +199,8 @@ async def _run_until_signal(service: _Service) -> None:
     await service.run()
 
 
-def _refuse_with(wanted: str, given: dict[str, bool]) -> None:
-    """Raises typer.BadParameter for options that mean nothing here."""
-    for name, is_given in given.items():
-        if is_given:
-            raise typer.BadParameter(f"{name} means something with {wanted} alone", param_hint=name)
+def _refuse_with(transport: str, options: dict[str, bool]) -> None:
+    """Raise typer.BadParameter for options that only another transport supports."""
+    for name, is_set in options.items():
+        if is_set:
+            raise typer.BadParameter(f"{name} works only with {transport}; remove the option", param_hint=name)

@@ -1,4 +1,4 @@
-"""Where the logs of an orchestrator service go. In a program that uses the SDK, the program decides."""
+"""Logging of the orchestrator's services. A program that uses the SDK configures its own logging."""
 
 import logging
 import sys
@@ -15,8 +15,9 @@ log = get_logger(__name__)
 
 
 def configure_logging(settings: OrchestratorSettings, service: str = "orchestrator") -> None:
-    """For a service: what the orchestrator's parts have to say goes to stderr, one event a line, as the workers write
-    it; so what libraries warn of, Python's own warnings, and what nobody has caught."""
+    """Write the events of a service to stderr, one per line, in the format of the workers. This includes warnings of
+    libraries and of Python, and uncaught exceptions.
+    """
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(RecordLines(build_lines(service, secrets_of_settings(settings))))
     root = logging.getLogger()
@@ -25,23 +26,23 @@ def configure_logging(settings: OrchestratorSettings, service: str = "orchestrat
     for package in ("orchestrator", "store"):
         logging.getLogger(package).setLevel(settings.log_level)
     logging.captureWarnings(True)
-    _say_uncaught()
+    _log_uncaught()
 
 
 def build_lines(service: str, secrets: Mapping[str, str]) -> LogLines:
-    """Return the lines for this process's stderr: text in a terminal, else JSON. `secrets`: name -> value, in addition
-    to those of the environment.
+    """Return the line format for this process's stderr: text in a terminal, otherwise JSON. `secrets`: name -> value of
+    secrets to mask, in addition to those of the environment.
     """
     masker = Masker({**secrets_of_environment(), **secrets})
     return LogLines(masker, {"service": service}, is_console=sys.stderr.isatty())
 
 
-def _say_uncaught() -> None:
-    def say(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+def _log_uncaught() -> None:
+    def log_process_failure(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if issubclass(kind, KeyboardInterrupt):
             sys.__excepthook__(kind, error, trace)
         else:
             log.critical("process_failed", exc_info=error)
 
-    sys.excepthook = say
-    threading.excepthook = lambda told: log.critical("thread_failed", exc_info=told.exc_value)
+    sys.excepthook = log_process_failure
+    threading.excepthook = lambda failure: log.critical("thread_failed", exc_info=failure.exc_value)

@@ -1,4 +1,4 @@
-"""The only reader of the environment on the orchestrator side: one frozen settings object a process."""
+"""Settings of orchestrator processes. Only this module reads the environment; each process has one frozen object."""
 
 import json
 import os
@@ -109,7 +109,7 @@ class OrchestratorSettings(SharedSettings, LogSettings):
         return self.model_folder / "capabilities"
 
     def broker(self, url: str | None = None) -> BrokerSettings:
-        """What both sides must agree on. Raises ConfigError when no Redis is named."""
+        """Return the settings that must be equal in all processes. Raises ConfigError if no Redis URL is set."""
         chosen = SecretStr(url) if url else self.redis_url
         if chosen is None:
             raise ConfigError(
@@ -121,13 +121,13 @@ class OrchestratorSettings(SharedSettings, LogSettings):
         )
 
     def needs_egress(self) -> bool:
-        """Whether an embedded stack has to have an egress proxy of its own."""
+        """Return whether an embedded stack must start its own egress proxy."""
         return self.egress_socket is None and any(
             terms.get("network") == "egress" for terms in self.tenant_classes.values()
         )
 
     def for_children(self) -> dict[str, str]:
-        """What the processes of an embedded stack must share with this one, as environment variables."""
+        """Return the environment variables that all processes of an embedded stack must share with this process."""
         secrets = [secret.get_secret_value() for secret in self.secrets_previous]
         shared = {"TOOLCREW_DEPLOYMENT": self.deployment, "TOOLCREW_SECRETS_PREVIOUS": json.dumps(secrets)}
         for name in (
@@ -145,30 +145,30 @@ class OrchestratorSettings(SharedSettings, LogSettings):
 
 
 def load_settings() -> OrchestratorSettings:
-    """Settings of this process. Raises ConfigError with the name of the variable that is wrong."""
+    """Return the settings of this process. Raises ConfigError with the name of an invalid variable."""
     return read_environment(OrchestratorSettings, os.environ)
 
 
 def child_environment(overrides: Mapping[str, str]) -> dict[str, str]:
-    """This process's environment with `overrides`, for the processes of an embedded stack."""
+    """Return this process's environment with `overrides`, for the processes of an embedded stack."""
     return {**os.environ, "PYTHONUNBUFFERED": "1", **overrides}
 
 
 def is_interactive() -> bool:
-    """Whether a person can be asked at this process's terminal."""
+    """Return whether a person can answer questions at this process's terminal."""
     return sys.stdin.isatty() and sys.stderr.isatty()
 
 
 def program(module: str, *arguments: str) -> tuple[str, ...]:
-    """The command of a program of ours. -P: in the folder where it is started there may be anything, also a package of
-    a name that it imports.
+    """Return the command of a toolcrew program. The option -P keeps the current folder, which may contain any package,
+    out of the import path.
     """
     return (sys.executable, "-P", "-m", module, *arguments)
 
 
 def secrets_of_environment() -> dict[str, str]:
-    """What this process's environment holds under names of secrets (..._API_KEY, ..._TOKEN, ..._SECRET, ..._PASSWORD),
-    for masking it.
+    """Return the environment variables with names of secrets (..._API_KEY, ..._TOKEN, ..._SECRET, ..._PASSWORD), for
+    masking their values.
     """
     return {name: value for name, value in os.environ.items() if value and SECRET_NAME.search(name)}
 
@@ -178,7 +178,7 @@ def _state_home() -> Path:
 
 
 def with_secret(settings: OrchestratorSettings) -> OrchestratorSettings:
-    """An embedded stack on a Redis without a password signs with a secret of its own."""
+    """Return the settings with a random secret if an embedded stack has neither a secret nor a Redis password."""
     if settings.redis_url is None or settings.secret is not None or settings.broker().has_password():
         return settings
     return settings.model_copy(update={"secret": SecretStr(secrets.token_urlsafe(32))})

@@ -111,7 +111,7 @@ def record_guest(recording: Recording) -> None:
 
 @dataclass(frozen=True)
 class Size:
-    """Of a file: its lines, and those of its functions that ran."""
+    """The lines of a file, and the lines of its functions that ran."""
 
     lines: int
     run: int

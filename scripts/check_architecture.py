@@ -30,7 +30,7 @@ PACKAGES = {
     "guest": "sandbox-images/guest",
 }
 
-# Package -> packages of ours it may import beside itself. Arrows point to contract.
+# Package -> packages of this repository that it may import, besides itself. Arrows point to contract.
 ARROWS: dict[str, frozenset[str]] = {
     "contract": frozenset(),
     "telemetry": frozenset({"contract"}),
@@ -51,7 +51,7 @@ FORBIDDEN: dict[str, tuple[str, ...]] = {
     **{folder: tuple(other for other in _SURFACES if other != folder) for folder in _SURFACES},
 }
 
-# Packages whose folders, and modules beside them, must not import each other in a circle, not even for types.
+# Packages whose folders and direct modules must not import each other in a circle, not even for types.
 LAYERED = ("orchestrator", "workers", "workers.sandboxd")
 
 # Package -> third-party modules it may import; a package that is not named may import any that has no wall.
@@ -108,10 +108,10 @@ WALLS: dict[str, tuple[str, ...]] = {
     "pydantic_settings": ("*/settings.py",),
 }
 
-# The files that may read the environment. An exception is a line of its own here, with its reason beside it.
+# The files that may read the environment. Each exception is a line with its reason.
 ENVIRONMENT_READERS = (
     "*/settings.py",
-    # They run inside a sandbox, whose environment they hand on to the server that is started.
+    # These files run inside a sandbox and pass its environment to the server that they start.
     "workers/mcp/sandbox_driver.py",
     "workers/mcp/sandbox_visit.py",
 )
@@ -137,7 +137,7 @@ ENVIRONMENT_NAMES = frozenset({"environ", "environb", "getenv", "getenvb", "pute
 
 @dataclass(frozen=True, order=True)
 class Violation:
-    """One broken rule, told as `path:line: rule: sentence`."""
+    """A violation of a rule, printed as `path:line: rule: sentence`."""
 
     path: str
     line: int
@@ -150,7 +150,7 @@ class Violation:
 
 @dataclass(frozen=True)
 class Import:
-    """One imported module name, absolute. `is_for_types` is true under `if TYPE_CHECKING:`."""
+    """An imported module, by its absolute name. `is_for_types` is true under `if TYPE_CHECKING:`."""
 
     module: str
     line: int
@@ -160,7 +160,7 @@ class Import:
 
 @dataclass(frozen=True)
 class Module:
-    """One parsed file of a package of ours."""
+    """A parsed file of a package of this repository."""
 
     name: str
     package: str
@@ -192,7 +192,7 @@ def walk(node: ast.AST, is_for_types: bool = False) -> Iterator[tuple[ast.AST, b
 
 
 def statements_and_expressions(tree: ast.Module) -> Iterator[ast.stmt | ast.expr]:
-    """What in a tree has a line."""
+    """Return the nodes of a tree that have a line number."""
     return (node for node in ast.walk(tree) if isinstance(node, ast.stmt | ast.expr))
 
 
@@ -333,14 +333,14 @@ def check_cycles(modules: list[Module]) -> Iterator[Violation]:
 
 
 def is_below(name: str, package: str) -> bool:
-    """Whether a module is in a folder of the package or beside them. The package itself, and what `python -m` runs, are
-    above all folders.
+    """Return whether a module is in a folder of the package or next to the folders. The package itself and its
+    `__main__` are above all folders.
     """
     return name.startswith(package + ".") and not name.endswith(".__main__")
 
 
 def folder_of(name: str, package: str) -> str:
-    """The folder of a package in which a module is, or the module itself beside the folders."""
+    """Return the folder of the package that contains a module, or the module itself if no folder contains it."""
     return ".".join(name.split(".")[: package.count(".") + 2])
 
 
@@ -350,7 +350,7 @@ def circles(rule: str, lines: dict[str, dict[str, tuple[str, int]]]) -> Iterator
         try:
             TopologicalSorter(lines).prepare()
         except CycleError as error:
-            # Each name comes before the one that imports it; told the other way round, and from a fixed start.
+            # Each name comes before its importer. Reverse the order and start at a fixed name, so that the message is stable.
             circle = list(reversed(error.args[1]))[:-1]
             start = circle.index(min(circle))
             circle = [*circle[start:], *circle[:start], circle[start]]
@@ -380,7 +380,7 @@ def is_python(file: Path) -> bool:
 
 
 def source_files(root: Path, directory: str) -> list[Path]:
-    """Python files, and the scripts, whose names need not end in anything."""
+    """Return the Python files, and the scripts without a suffix."""
     pattern = "*" if directory == "scripts" else "*.py"
     found = (root / directory).rglob(pattern)
     return sorted(path for path in found if "__pycache__" not in path.parts and path.is_file())

@@ -89,7 +89,7 @@ def _names(option: TyperOption) -> str:
 
 
 def _words_of(kind: Any) -> list[str]:
-    """What may be written there: the words themselves, or of which kind it is."""
+    """Return the possible values of a parameter, or its type."""
     given = [one for one in get_args(kind) if one is not type(None)]
     if get_origin(kind) is Literal:
         return [str(one) for one in given]

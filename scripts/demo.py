@@ -45,7 +45,7 @@ class Job:
 
 
 def make_data(folder: Path) -> list[Job]:
-    """Write the data files; gives the jobs with their facts worked out from what was written."""
+    """Write the data files, and return the jobs with the facts that follow from the files."""
     lines = ["name,city,age", *(f"{name},{city},{age}" for name, city, age in PEOPLE)]
     (folder / "data.csv").write_text("\n".join(lines) + "\n")
     (folder / "notes.txt").write_text(NOTES)

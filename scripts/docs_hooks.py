@@ -29,7 +29,7 @@ _LINK = re.compile(r"\]\((?!https?:|mailto:|#)([^)#\s]+)(#[^)\s]*)?\)")
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """With the pages that lie outside."""
+    """Add the pages that are outside the documentation folder."""
     for file, page in OUTSIDE.items():
         files.append(File.generated(config, page, content=(ROOT / file).read_text(encoding="utf-8")))
     return files

@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
-"""Writes docs/errors.md from the closed codes: what each means, who is told, what the API answers, what to do.
+"""Write docs/errors.md from the closed sets of codes: meaning, reader, HTTP status and remedy of each code.
 
     .venv/bin/python scripts/error_docs.py [--check]
 
-With --check nothing is written: exit status 1 when the page is not what the codes say, or a code has no words.
+With --check the script writes nothing. It exits with status 1 if the page is out of date or a code has no text.
 """
 
 import sys
@@ -22,80 +22,99 @@ PAGE = ROOT / "docs" / "errors.md"
 INTRO = """\
 # Errors
 
-Made from the closed sets of codes by `scripts/error_docs.py`. A code never changes what it means; the sentence beside it says what to do next.
+`scripts/error_docs.py` makes this page from the closed sets of codes. The meaning of a code never changes. Each error has a code and a sentence that
+says what to do next.
 
-Three kinds of failure are told apart everywhere. The **model's**: it reads `Error [CODE]: sentence` and goes on. The **operator's**: the
-infrastructure is to blame, the call is repeated if its tool is idempotent, and then reported as such, never as a command's output. The
-**developer's**: a bug of ours, loud, `INTERNAL`.
+There are three kinds of failures:
+
+- **Model**: the model reads `Error [CODE]: sentence` and continues.
+- **Operator**: the infrastructure failed. toolcrew retries the call if its tool is idempotent. Otherwise it reports the failure, never as output of a
+  command.
+- **Developer**: a bug in toolcrew, with the code `INTERNAL`.
 
 ## Codes of calls
 
-In `ToolResult.error_code`, in the `code` of a problem of the API, and in the `error` of commands with `--json`.
+These codes appear in `ToolResult.error_code`, in the `code` of API problems, and in the `error` of commands with `--json`.
 
-`FAILURE` in Flower is red, and Flower's metrics count it as `task-failed`: the infrastructure failed the call. `SUCCESS` is green: the tool gave the model an
-answer, even if the answer is an error.
+`FAILURE` is red in Flower, and Flower's metrics count it as `task-failed`: the infrastructure failed. `SUCCESS` is green: the tool answered the model,
+even if the answer is an error.
 
-| code | told | HTTP | Flower | means | what to do |
+| code | for | HTTP | Flower | meaning | what to do |
 |---|---|---|---|---|---|
 """
-MODEL = "the next move is the model's; nothing is wrong with the deployment"
+MODEL = "nothing; the model reads the sentence and decides what to do"
 DO = {
     ErrorCode.TOOL_NOT_FOUND: "check the name: `toolcrew tools list`",
-    ErrorCode.TOOL_DISABLED: "`toolcrew tools list` says who turned it off, and why; `toolcrew tools enable NAME`",
+    ErrorCode.TOOL_DISABLED: "see who disabled it, and why: `toolcrew tools list`; enable it: `toolcrew tools enable NAME`",
     ErrorCode.PERMISSION_DENIED: (
-        "an approval ([approvals.md](approvals.md)), the tenant's policy ([tenants.md](tenants.md)), or the file's mode"
+        "check the approval ([approvals.md](approvals.md)), the tenant's policy ([tenants.md](tenants.md)) and the "
+        "mode of the file"
     ),
-    ErrorCode.SECURITY_REFUSED: "nothing: it holds whoever asks ([SECURITY.md](../SECURITY.md))",
-    ErrorCode.NO_SPACE: "make room, or give the tenant a larger workspace (`toolcrew tenants set --workspace-bytes`)",
-    ErrorCode.TIMEOUT: "give the call longer (`timeout`), or run it in the background",
-    ErrorCode.CANCELLED: "send it again if it is still wanted",
-    ErrorCode.CONFIG_MISSING: "set what the sentence names ([settings.md](settings.md))",
-    ErrorCode.NETWORK_ERROR: "see whether the other side is up; `toolcrew doctor` asks the model's endpoint",
-    ErrorCode.SESSION_NOT_FOUND: "open a session; give it a longer time to live if that ran out",
-    ErrorCode.SANDBOX_UNAVAILABLE: "`toolcrew hosts list`, then `toolcrew doctor` on the host, and sandboxd's log",
-    ErrorCode.BROKER_UNAVAILABLE: "see that Redis is up: `toolcrew doctor`",
-    ErrorCode.UNKNOWN_TENANT: "`toolcrew tenants list`, or register it",
-    ErrorCode.UNAUTHENTICATED: "make another key: `toolcrew keys create TENANT`",
-    ErrorCode.RATE_LIMITED: "wait for `retry_after_s`; or raise the tenant's rate, or add workers",
-    ErrorCode.QUOTA_EXCEEDED: "close what is open, or raise the tenant's limit (`toolcrew tenants set`)",
-    ErrorCode.HOST_LOST: "send it again: it was not run ([Operations](operations.md#what-happens-when-a-process-dies))",
-    ErrorCode.OUTCOME_UNKNOWN: "look whether it has acted, before it is sent again ([Operations](operations.md#what-happens-when-a-process-dies))",
-    ErrorCode.ENVELOPE_REFUSED: "the same `TOOLCREW_SECRET` and release on both sides; `toolcrew doctor --deep`",
-    ErrorCode.INTERNAL: "report it, with the log's lines of the call",
+    ErrorCode.SECURITY_REFUSED: "nothing: no approval allows it ([SECURITY.md](../SECURITY.md))",
+    ErrorCode.NO_SPACE: (
+        "remove files, or give the tenant a larger workspace (`toolcrew tenants set --workspace-bytes`)"
+    ),
+    ErrorCode.TIMEOUT: "give the call a longer `timeout`, or run the command in the background",
+    ErrorCode.CANCELLED: "send the call again if you still need it",
+    ErrorCode.CONFIG_MISSING: "set the setting that the sentence names ([settings.md](settings.md))",
+    ErrorCode.NETWORK_ERROR: "check that the server is up; `toolcrew doctor` checks the model server",
+    ErrorCode.SESSION_NOT_FOUND: "open a new session; set a longer time to live if the session expired",
+    ErrorCode.SANDBOX_UNAVAILABLE: (
+        "run `toolcrew hosts list`, then `toolcrew doctor` on the host; read the log of sandboxd"
+    ),
+    ErrorCode.BROKER_UNAVAILABLE: "check that Redis is up: `toolcrew doctor`",
+    ErrorCode.UNKNOWN_TENANT: "check the name (`toolcrew tenants list`), or register the tenant",
+    ErrorCode.UNAUTHENTICATED: "create a new key: `toolcrew keys create TENANT`",
+    ErrorCode.RATE_LIMITED: "wait for `retry_after_s`, raise the tenant's rate, or add workers",
+    ErrorCode.QUOTA_EXCEEDED: "close sessions or runs, or raise the tenant's limit (`toolcrew tenants set`)",
+    ErrorCode.HOST_LOST: (
+        "send the call again: it was not run ([Operations](operations.md#what-happens-when-a-process-dies))"
+    ),
+    ErrorCode.OUTCOME_UNKNOWN: (
+        "check whether the call had effects before you send it again "
+        "([Operations](operations.md#what-happens-when-a-process-dies))"
+    ),
+    ErrorCode.ENVELOPE_REFUSED: (
+        "use the same `TOOLCREW_SECRET` and release on all machines; check with `toolcrew doctor --deep`"
+    ),
+    ErrorCode.INTERNAL: "report the bug with the log lines of the call",
 }
 API = {
-    ApiCode.NOT_FOUND: ("no such address, or nothing there that the key may see", "see `/openapi.json`"),
-    ApiCode.METHOD_NOT_ALLOWED: ("the address does not take that method", "the header `Allow` says which"),
-    ApiCode.MALFORMED_REQUEST: ("the body or a parameter cannot be read", "`errors` says which part"),
-    ApiCode.BODY_TOO_LARGE: ("the body is larger than the address takes", "send less, or files one by one"),
+    ApiCode.NOT_FOUND: ("the URL does not exist, or the key may not see the object", "see `/openapi.json`"),
+    ApiCode.METHOD_NOT_ALLOWED: ("the URL does not accept that method", "see the header `Allow`"),
+    ApiCode.MALFORMED_REQUEST: ("the body or a parameter is invalid", "see `errors` for the invalid parts"),
+    ApiCode.BODY_TOO_LARGE: ("the body exceeds the limit of the URL", "send less data, or one file per request"),
     ApiCode.UNSUPPORTED_MEDIA_TYPE: (
-        "the body is of another type than the address takes",
-        "send the type that `/openapi.json` names",
+        "the URL does not accept the media type of the body",
+        "send the media type in `/openapi.json`",
     ),
-    ApiCode.TOO_SLOW: ("the body did not come in time", "send it again, faster"),
-    ApiCode.TOO_MANY_REQUESTS: ("the key has made too many requests", "wait for `Retry-After`; `TOOLCREW_API_RATE`"),
-    ApiCode.CONFLICT: ("what is there does not allow it now", "read it again, then decide"),
+    ApiCode.TOO_SLOW: ("the body did not arrive in time", "send it again over a faster connection"),
+    ApiCode.TOO_MANY_REQUESTS: (
+        "the key has sent too many requests",
+        "wait for `Retry-After`, or raise `TOOLCREW_API_RATE`",
+    ),
+    ApiCode.CONFLICT: ("the current state does not allow the request", "read the object again, then decide"),
     ApiCode.IDEMPOTENCY_MISMATCH: (
-        "the idempotency key was used for another request",
-        "make a new one for each request",
+        "the idempotency key was used for a different request",
+        "use a new key for each request",
     ),
-    ApiCode.IDEMPOTENCY_IN_PROGRESS: ("the request of that idempotency key is still worked", "ask again in a moment"),
-    ApiCode.NOT_READY: ("the service has no connection to its Redis", "see `/readyz` and its log"),
+    ApiCode.IDEMPOTENCY_IN_PROGRESS: ("the first request with that idempotency key still runs", "try again later"),
+    ApiCode.NOT_READY: ("the service has no connection to Redis", "see `/readyz` and the log of the service"),
 }
 REASONS: dict[str, str] = {
-    "malformed": "no envelope of ours: somebody else writes to the queues",
-    "oversized": "larger than an envelope may be",
-    "version": "another release wrote it: run neighbouring ones ([Deploy](deploy.md#upgrade))",
-    "signature": "another secret signed it, or nobody with a secret ([Security](security.md))",
-    "expired": "it lay in the queue beyond its deadline",
-    "wrong_task": "it was sent under another tool's name",
-    "wrong_tenant": "what it names is another tenant's",
-    "repeated": "it came a second time; the first was taken",
+    "malformed": "the message is not an envelope: another program writes to the queues",
+    "oversized": "the message exceeds the size limit of an envelope",
+    "version": "an incompatible release wrote the message: run neighboring releases only ([Deploy](deploy.md#upgrade))",
+    "signature": "the signature is missing or made with another secret ([Security](security.md))",
+    "expired": "the message waited in the queue beyond its deadline",
+    "wrong_task": "the message was sent under the name of another tool",
+    "wrong_tenant": "the message names an object of another tenant",
+    "repeated": "the message arrived again after a worker had accepted it",
 }
 
 
 def build_page() -> str:
-    """The whole page. Raises KeyError for a code without words."""
+    """Return the text of the page. Raises KeyError for a code without text."""
     rows = "".join(
         (
             f"| `{code.value}` | {'operator' if code in OPERATOR_CODES else 'model'} | {status_of(code)} | "
@@ -106,11 +125,11 @@ def build_page() -> str:
     api = "".join(f"| `{code.value}` | {status_of(code)} | {API[code][0]} | {API[code][1]} |\n" for code in ApiCode)
     reasons = "".join(f"| `{reason}` | {REASONS[reason]} |\n" for reason in get_args(RefusalReason))
     return (
-        f"{INTRO}{rows}\n## Codes of the API alone\n\nOf requests that do not get as far as the pool "
+        f"{INTRO}{rows}\n## Codes of the API only\n\nThe API rejects these requests before they reach the pool "
         "([api.md](api.md)).\n\n"
-        f"| code | HTTP | means | what to do |\n|---|---|---|---|\n{api}\n## What workers refuse\n\nCounted by reason "
-        "in `toolcrew_refused_envelopes_total` ([metrics.md](metrics.md)); nothing of it was run.\n\n| reason | means "
-        f"|\n|---|---|\n{reasons}"
+        f"| code | HTTP | meaning | what to do |\n|---|---|---|---|\n{api}\n## Messages that workers refuse\n\nWorkers "
+        "never run these messages. The metric `toolcrew_envelope_refusals_total` ([metrics.md](metrics.md)) counts "
+        f"them by reason.\n\n| reason | meaning |\n|---|---|\n{reasons}"
     )
 
 

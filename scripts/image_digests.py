@@ -73,7 +73,7 @@ def _parse_packages(status: str) -> Iterator[str]:
 
 
 def _find_tag(tags: list[str]) -> str:
-    """The one that tells the inputs, not the one that moves."""
+    """Return the tag that identifies the inputs, not the tag that moves."""
     return next((tag for tag in sorted(tags) if not tag.endswith(":dev")), "")
 
 

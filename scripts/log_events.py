@@ -1,12 +1,11 @@
 #!/usr/bin/env python3
-"""Keeps docs/log-events.md: every event that the sources log, with its levels, who says it and what it carries, read
-from the code.
+"""Update docs/log-events.md: every log event of the sources with its levels, processes and fields.
 
     .venv/bin/python scripts/log_events.py [--check]
 
-What an event means, and what to do then, stands in the page's last column and is kept; a new event gets a row whose
-last column is to be written. With --check nothing is written: exit status 1, and a line for each, when the page is not
-what the sources say, when a meaning is missing, or when an event is no literal in snake_case.
+The last column, meaning and remedy, is written by hand, and the script keeps it. A new event gets a row without a
+meaning. With --check the script writes nothing. It exits with status 1 if the page is out of date, a meaning is
+missing, or the name of an event is not a literal in snake_case.
 """
 
 import ast
@@ -31,29 +30,29 @@ UNWRITTEN = "to be written"
 NAME = re.compile(r"[a-z][a-z0-9]*(_[a-z0-9]+)*")
 ROW = re.compile(r"^\| `(?P<event>[^`]+)` \|.*\| (?P<meaning>[^|]*) \|$", re.MULTILINE)
 INTRO = """\
-# What the logs say
+# Log events
 
-Every event of every process, made from the sources by `scripts/log_events.py`; what an event means and what to do then is written here by
-hand. Format and common fields: [Observe](observe.md#logs). The fields are those of the event itself; `tenant`, `batch`, `run`, `session`, `call` and
-`tool` come with it wherever they are known.
+This page lists every log event of every process. For the format and the common fields, see [Observe](observe.md#logs). The column `fields` has the
+event's own fields. Events also have `tenant`, `batch`, `run`, `session`, `call` and `tool` where these are known. `scripts/log_events.py` makes the
+table from the sources; the last column is written by hand.
 
-| event | level | who | fields | what it means, and what to do |
+| event | level | process | fields | meaning, and what to do |
 |---|---|---|---|---|
 """
 
 
 @dataclass
 class Event:
-    """One name, wherever it is said."""
+    """All uses of one event name in the sources."""
 
     levels: set[str] = field(default_factory=set)
-    who: set[str] = field(default_factory=set)
+    processes: set[str] = field(default_factory=set)
     fields: set[str] = field(default_factory=set)
 
 
-def name_speaker(path: str) -> str:
-    """The process that a file's events come from."""
-    for folder, speaker in (
+def find_process(path: str) -> str:
+    """Return the process that logs the events of a file."""
+    for folder, process in (
         ("workers/logs.py", "every worker-side process"),
         ("orchestrator/logs.py", "every orchestrator-side process"),
         ("workers/sandboxd/", "sandboxd"),
@@ -67,15 +66,15 @@ def name_speaker(path: str) -> str:
         ("orchestrator/", "orchestrator"),
     ):
         if path.startswith(folder):
-            return speaker
+            return process
     return "every process"
 
 
 def find_calls(tree: ast.AST) -> Iterator[tuple[ast.Call, str, int]]:
-    """Calls that log, their level, and which argument is the event."""
+    """Yield calls that log, their level, and the position of the argument with the event name."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "Duty":
-            # A duty of a worker (workers/duties.py) logs its failures under the event that it was given.
+            # A Duty of a worker (workers/duties.py) logs its failures under the event name in its fourth argument.
             yield node, "warning", 3
         if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
             continue
@@ -87,68 +86,71 @@ def find_calls(tree: ast.AST) -> Iterator[tuple[ast.Call, str, int]]:
 
 
 def read_events(root: Path = ROOT) -> tuple[dict[str, Event], list[str]]:
-    """Event -> what the sources say of it; and complaints about calls that are no such event."""
-    # What libraries say has one name, which their logger's name tells apart.
+    """Return the events by name, and messages about calls without a valid event name."""
+    # All messages of libraries have one event name; the field `logger` has the library.
     events = {
         "library_said": Event(
             {"debug", "info", "warning", "error", "critical"}, {"every process"}, {"logger", "message"}
         )
     }
-    complaints = []
+    errors = []
     for path in sorted(file for package in PACKAGES for file in (root / package).rglob("*.py")):
         name = path.relative_to(root).as_posix()
         for call, level, at in find_calls(ast.parse(path.read_text())):
-            said = call.args[at] if len(call.args) > at else None
-            if not isinstance(said, ast.Constant) or not isinstance(said.value, str) or not NAME.fullmatch(said.value):
-                complaints.append(
-                    f"{name}:{call.lineno}: log an event's name in snake_case, as a literal, and the rest as its fields"
+            argument = call.args[at] if len(call.args) > at else None
+            if (
+                not isinstance(argument, ast.Constant)
+                or not isinstance(argument.value, str)
+                or not NAME.fullmatch(argument.value)
+            ):
+                errors.append(
+                    f"{name}:{call.lineno}: the event name is not a literal in snake_case. Pass all other data as fields."
                 )
                 continue
-            event = events.setdefault(said.value, Event())
+            event = events.setdefault(argument.value, Event())
             event.levels.add(level)
-            event.who.add(name_speaker(name))
+            event.processes.add(find_process(name))
             is_duty = isinstance(call.func, ast.Name)
             event.fields |= (
                 {"error"} if is_duty else {keyword.arg for keyword in call.keywords if keyword.arg is not None}
             )
-    return events, complaints
+    return events, errors
 
 
 def read_meanings(page: str) -> dict[str, str]:
-    """Event -> what stands in the last column of a page."""
+    """Return the last column of a page by event."""
     return {row["event"]: row["meaning"] for row in ROW.finditer(page)}
 
 
 def build_page(events: dict[str, Event], meanings: dict[str, str]) -> str:
-    """The whole page."""
+    """Return the text of the page."""
     order = list(dict.fromkeys(LEVELS.values()))
     rows = []
     for name, event in sorted(events.items()):
         levels = ", ".join(sorted(event.levels, key=order.index))
-        fields = ", ".join(f"`{one}`" for one in sorted(event.fields))
-        rows.append(
-            f"| `{name}` | {levels} | {', '.join(sorted(event.who))} | {fields} | {meanings.get(name, UNWRITTEN)} |\n"
-        )
+        processes = ", ".join(sorted(event.processes))
+        fields = ", ".join(f"`{name}`" for name in sorted(event.fields))
+        rows.append(f"| `{name}` | {levels} | {processes} | {fields} | {meanings.get(name, UNWRITTEN)} |\n")
     return INTRO + "".join(rows)
 
 
 def main() -> int:
-    events, complaints = read_events()
+    events, errors = read_events()
     page = PAGE.read_text() if PAGE.exists() else ""
     meanings = read_meanings(page)
-    whole = build_page(events, meanings)
+    new_page = build_page(events, meanings)
     if "--check" not in sys.argv[1:]:
-        PAGE.write_text(whole)
-    elif whole != page:
-        complaints.append("docs/log-events.md is not what the sources say: run scripts/log_events.py")
-    complaints += [
-        f"docs/log-events.md: write what {name} means, and what to do"
+        PAGE.write_text(new_page)
+    elif new_page != page:
+        errors.append("docs/log-events.md is out of date. Run scripts/log_events.py.")
+    errors += [
+        f"docs/log-events.md: the event {name} has no meaning. Write it in the last column."
         for name in events
         if UNWRITTEN in meanings.get(name, UNWRITTEN)
     ]
-    for complaint in complaints:
-        print(complaint, file=sys.stderr)
-    return 1 if complaints else 0
+    for error in errors:
+        print(error, file=sys.stderr)
+    return 1 if errors else 0
 
 
 if __name__ == "__main__":

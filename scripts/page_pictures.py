@@ -50,7 +50,7 @@ async def main() -> int:
 
 
 async def furnish(world: World) -> dict[str, str]:
-    """What stands in the pictures; gives the words of their addresses."""
+    """Create the content of the pictures, and return the parameters of their addresses."""
     await world.publish("bash_tool", "read_tool", "webfetch_tool")
     await world.report_host("blue", busy=3, sessions=7, sandboxes=9, disk_free_bytes=120 * 1024**3)
     await world.report_host(

@@ -74,7 +74,7 @@ async def main(names: list[str]) -> int:
 
 
 async def take(browser: Browser, stack: StackInfo, picture: Picture, file: Path, task: str) -> None:
-    """One picture, once the page shows what it is about."""
+    """Take one picture when the page shows its subject."""
     base = urlsplit(str(stack.flower_url if picture.of == "flower" else stack.api_url))
     credentials = {"username": base.username, "password": base.password or ""} if base.username else None
     context = await browser.new_context(
@@ -112,7 +112,7 @@ async def open_world() -> AsyncIterator[tuple[StackInfo, str]]:
 
 
 async def work(sessions: list[Session]) -> str:
-    """What agents do on a day; gives the id of the call that took too long."""
+    """Run calls like those of agents, and return the id of the call that timed out."""
     for session in sessions:
         await session.call("write_tool", {"file_path": "report.py", "content": "print(sum(range(100)))\n"})
         await session.call("bash_tool", {"command": "python3 report.py && sleep 0.4"})
@@ -139,7 +139,7 @@ async def until_flower_shows(stack: StackInfo, call_id: str) -> None:
 
 
 def state_of(stack: StackInfo, call_id: str) -> str | None:
-    return next((told["state"] for task, told in tasks_of(stack).items() if f"-{call_id}." in task), None)
+    return next((fields["state"] for task, fields in tasks_of(stack).items() if f"-{call_id}." in task), None)
 
 
 async def task_of(stack: StackInfo, call_id: str) -> str:
@@ -147,7 +147,7 @@ async def task_of(stack: StackInfo, call_id: str) -> str:
 
 
 def tasks_of(stack: StackInfo) -> dict[str, dict[str, str]]:
-    """As Flower knows them; none while it is not there."""
+    """Return the tasks that Flower lists; none while Flower does not answer."""
     try:
         answer = httpx.get(f"{stack.flower_url}api/tasks", timeout=20)
     except httpx.TransportError:

@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
-"""Writes docs/tools.md from the specs of the built-in tools, so that the page says what the tools do.
+"""Write docs/tools.md from the specs of the built-in tools.
 
     .venv/bin/python scripts/tool_docs.py [--check]
 
-With --check nothing is written: exit status 1 when the page is not what the specs say.
+With --check the script writes nothing. It exits with status 1 if the page is out of date.
 """
 
 import sys
@@ -22,67 +22,81 @@ PAGE = ROOT / "docs" / "tools.md"
 INTRO = """\
 # The built-in tools
 
-Made from the tools' own specs by `scripts/tool_docs.py`; `toolcrew tools show NAME` prints the same of a running pool. How to write one of
-your own: [Add a tool](add-a-tool.md). `skill_tool` is there where there are skills: [Add a tool](add-a-tool.md#skills).
+`scripts/tool_docs.py` makes this page from the specs of the tools. `toolcrew tools show NAME` prints the same for a running pool. To write your own
+tool, see [Add a tool](add-a-tool.md). `skill_tool` exists only if skills are installed: [Add a tool](add-a-tool.md#skills).
 
-Every call gives one result: `success`, `output`, `error`, `error_code`, `metadata`, `truncated`, `spill`. A model reads the output, or
-`Error [CODE]: sentence` with its next move and what was printed until then. Nothing is left out silently: what was cut, skipped, clamped or
-guessed stands in a line in [brackets], with the call that gets the rest. Names of parameters that other agents use are understood and noted
-in `metadata.aliases_used`; an unknown name is refused, with the nearest known one. Values are checked against the schema as they are;
-only calls written as text (tags) have their strings converted, where that is exact.
+**Results.** Every call returns one result: `success`, `output`, `error`, `error_code`, `metadata`, `truncated`, `spill`. A model reads the output, or
+`Error [CODE]: sentence` with the next step and the output until the error. Nothing is omitted silently: a line in [brackets] reports text that was cut
+or skipped and values that were changed, with the call that returns the rest.
 
-Files: `/workspace` (the session's own, where relative paths start until a `cd`), `/tmp`, and `/output`, which can only be read: long outputs and
-logs of background jobs. Every path is resolved by the guest, component by component, on open directories: no link, `..` or swap leads out.
+**Parameters.** Tools accept the parameter names of other agents and list them in `metadata.aliases_used`. An unknown name is refused, with the nearest
+valid name. Values must match the schema. Only calls written as text (tags) have their strings converted, and only if the conversion is exact.
 
-| code | means |
+**Files.** `/workspace` belongs to the session; relative paths start there until a `cd`. `/tmp` is writable too. `/output` is read-only and contains long
+outputs and logs of background jobs. The guest resolves every path component by component on open directories, so that no link, `..` or concurrent
+change leads outside.
+
+| code | meaning |
 |---|---|
 """
 MEANINGS = {
-    ErrorCode.TOOL_NOT_FOUND: "no tool of that name; `metadata.nearest` has the three most like it",
-    ErrorCode.TOOL_DISABLED: "an operator has switched the tool off",
-    ErrorCode.INVALID_ARGUMENTS: "the arguments do not fit the schema or a check of the tool; nothing has run",
-    ErrorCode.PERMISSION_DENIED: "refused by a person, a rule, the tenant's policy, or the file's own mode",
-    ErrorCode.SECURITY_REFUSED: "a catastrophic or forbidden command, or a forbidden address; no approval lifts it",
-    ErrorCode.PATH_NOT_ALLOWED: "the path leads out of the allowed folders, or is a device, a pipe, a socket",
-    ErrorCode.FILE_NOT_FOUND: "nothing there; the sentence names what is like it",
-    ErrorCode.FILE_EXISTS: "mode create, and the file exists",
-    ErrorCode.IS_DIRECTORY: "a folder where a file is needed; read_tool lists it",
+    ErrorCode.TOOL_NOT_FOUND: "no tool has that name; `metadata.nearest` has the three most similar names",
+    ErrorCode.TOOL_DISABLED: "an operator has disabled the tool",
+    ErrorCode.INVALID_ARGUMENTS: "the arguments do not match the schema or fail a check of the tool; nothing has run",
+    ErrorCode.PERMISSION_DENIED: "a person, a rule, the tenant's policy or the mode of the file does not allow the call",
+    ErrorCode.SECURITY_REFUSED: (
+        "the command is catastrophic or forbidden, or the address is forbidden; no approval allows it"
+    ),
+    ErrorCode.PATH_NOT_ALLOWED: "the path leads outside the allowed folders, or is a device, a pipe or a socket",
+    ErrorCode.FILE_NOT_FOUND: "the path does not exist; the sentence names similar paths",
+    ErrorCode.FILE_EXISTS: "the file exists already, and the mode is create",
+    ErrorCode.IS_DIRECTORY: "the path is a folder, but the tool needs a file; read_tool lists folders",
     ErrorCode.NOT_A_DIRECTORY: "a part of the path is a file",
-    ErrorCode.BINARY_FILE: "not text; type and size are told",
-    ErrorCode.FILE_TOO_LARGE: "beyond a limit that is told",
-    ErrorCode.NO_SPACE: "the disk is full; the old file is intact",
-    ErrorCode.OFFSET_OUT_OF_RANGE: "the file has fewer lines; their number is told",
-    ErrorCode.NO_MATCH: "the text to replace is not in the file; the sentence says why, and what comes closest",
-    ErrorCode.AMBIGUOUS_MATCH: "it is there more than once; line numbers are told",
+    ErrorCode.BINARY_FILE: "the file is not text; the sentence has its type and size",
+    ErrorCode.FILE_TOO_LARGE: "the file exceeds a limit; the sentence has the limit",
+    ErrorCode.NO_SPACE: "the disk is full; the old file is unchanged",
+    ErrorCode.OFFSET_OUT_OF_RANGE: "the file has fewer lines; the sentence has their number",
+    ErrorCode.NO_MATCH: (
+        "the text to replace is not in the file; the sentence says why, and shows the most similar text"
+    ),
+    ErrorCode.AMBIGUOUS_MATCH: "the text occurs more than once; the sentence has the line numbers",
     ErrorCode.NO_CHANGE: "old and new text are the same",
     ErrorCode.STALE_FILE: (
-        "the file has changed since this session saw it; the difference is told, and the same call then passes"
+        "the file has changed since this session read it; the error shows the difference, and the same call then "
+        "succeeds"
     ),
-    ErrorCode.INVALID_PATTERN: "no valid pattern; the place of the mistake is told",
-    ErrorCode.TIMEOUT: "the limit was reached and everything the call started was killed; what was printed is there",
-    ErrorCode.CANCELLED: "whoever asked has left",
-    ErrorCode.CONFIG_MISSING: "a setting is missing, and named",
-    ErrorCode.NETWORK_ERROR: "no connection: name, refusal, TLS or reset is said",
+    ErrorCode.INVALID_PATTERN: "the pattern is invalid; the sentence has the position of the mistake",
+    ErrorCode.TIMEOUT: (
+        "the call reached its time limit, and all processes that it started were killed; the result has the output "
+        "until then"
+    ),
+    ErrorCode.CANCELLED: "the caller cancelled the call or disconnected",
+    ErrorCode.CONFIG_MISSING: "a setting is missing; the sentence names it",
+    ErrorCode.NETWORK_ERROR: "the connection failed; the sentence has the cause: name lookup, refusal, TLS or reset",
     ErrorCode.HTTP_ERROR: "the server answered with an error",
-    ErrorCode.SESSION_NOT_FOUND: "the session was closed, or its time was over",
-    ErrorCode.SANDBOX_UNAVAILABLE: "no sandbox could be had, or it died; said once, then a fresh one is made",
+    ErrorCode.SESSION_NOT_FOUND: "the session was closed or has expired",
+    ErrorCode.SANDBOX_UNAVAILABLE: (
+        "no sandbox is available, or the sandbox died; a lost sandbox is reported once and then replaced"
+    ),
     ErrorCode.BROKER_UNAVAILABLE: "Redis does not answer",
     ErrorCode.UNKNOWN_TENANT: "no tenant of that name is registered",
-    ErrorCode.UNAUTHENTICATED: "the API key is none, was revoked or has expired",
+    ErrorCode.UNAUTHENTICATED: "the API key is unknown, revoked or expired",
     ErrorCode.RATE_LIMITED: (
-        "the tenant has too many calls waiting, or none became free in time; `metadata.retry_after_s` tells when to "
+        "too many calls of the tenant wait, or no slot became free in time; `metadata.retry_after_s` says when to "
         "try again"
     ),
-    ErrorCode.QUOTA_EXCEEDED: "the tenant has all that its policy gives it",
-    ErrorCode.HOST_LOST: "the session's host is gone, and the call was not run",
-    ErrorCode.OUTCOME_UNKNOWN: "the call may or may not have acted",
-    ErrorCode.ENVELOPE_REFUSED: "call, result or record was not signed with our secret, or is of another release",
-    ErrorCode.INTERNAL: "a bug of ours; the log has it under the call's id",
+    ErrorCode.QUOTA_EXCEEDED: "the tenant has reached a limit of its policy",
+    ErrorCode.HOST_LOST: "the session's host was lost, and the call was not run",
+    ErrorCode.OUTCOME_UNKNOWN: "the call may have run or not",
+    ErrorCode.ENVELOPE_REFUSED: (
+        "the call, result or record is not signed with the deployment's secret, or is of another release"
+    ),
+    ErrorCode.INTERNAL: "a bug in toolcrew; the log has the error with the id of the call",
 }
 
 
 def build_page() -> str:
-    """The whole page."""
+    """Return the text of the page."""
     specs = [spec for spec in build_registry().specs() if spec.audience == "model"]
     tools = sorted([*specs, WEBFETCH_SPEC, WEBSEARCH_SPEC], key=lambda spec: spec.name)
     rows = "".join(f"| `{code.value}` | {MEANINGS[code]} |\n" for code in ErrorCode)
@@ -96,7 +110,7 @@ def main() -> int:
         return 0
     if PAGE.is_file() and PAGE.read_text() == page:
         return 0
-    print("docs/tools.md is not what the specs say: run .venv/bin/python scripts/tool_docs.py", file=sys.stderr)
+    print("docs/tools.md is out of date. Run .venv/bin/python scripts/tool_docs.py.", file=sys.stderr)
     return 1
 
 

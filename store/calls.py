@@ -27,8 +27,8 @@ file.
     reap            orchestrator, for the queue of a dead host   queued -> lost
     change          orchestrator                                 lost -> queued (renew), or unknown or lost (give up)
 
-Invariant: a call begins at most once, and ends once. Every script decides by the record's state and attempt in one
-atomic step, so a message that a queue repeats, a worker that was taken for dead, and two orchestrators cannot both win.
+Invariant: a call begins at most once, and ends once. Every script reads the record's state and attempt and decides in
+one atomic step. A repeated message, a worker that was taken for dead, and two orchestrators therefore cannot both win.
 Redis may lose its last second (`appendfsync everysec`): then an earlier attempt's record is there again, and the
 comments of `_GATE` say which message may still decide.
 """

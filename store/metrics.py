@@ -16,7 +16,17 @@ from typing import Any, NamedTuple
 
 from contract.errors import BrokerUnavailable, RefusalReason
 from contract.hosts import HOST_TTL_S
-from contract.metrics import BUCKET, COUNT, METRICS, SERIES_MARK, SUM, Metric, clean_label, encode_series, spare_series
+from contract.metrics import (
+    BUCKET,
+    COUNT,
+    METRICS,
+    SERIES_MARK,
+    SUM,
+    Metric,
+    clean_label,
+    encode_series,
+    overflow_series,
+)
 from contract.names import (
     admission_prefix,
     deployment_key,
@@ -160,7 +170,7 @@ class Counts:
                 str(metric.most),
                 f"{mark}\t{series}",
                 field,
-                f"{part}\t{spare_series(metric)}",
+                f"{part}\t{overflow_series(metric)}",
                 repr(total),
                 added,
             ]
@@ -185,7 +195,7 @@ class Counts:
         found = self._series.get(key)
         if found is None:
             if self._numbers.get(metric.name, 0) >= metric.most:
-                return _Series(spare_series(metric), metric)
+                return _Series(overflow_series(metric), metric)
             self._numbers[metric.name] = self._numbers.get(metric.name, 0) + 1
             found = self._series[key] = _Series(encode_series(metric, [clean_label(label) for label in labels]), metric)
         return found

@@ -1,4 +1,4 @@
-"""The events of hosted runs, one stream of Redis each, and the one task per process that follows them."""
+"""Events of hosted runs. Each run has one Redis stream, and one task per process follows the streams."""
 
 import asyncio
 import json

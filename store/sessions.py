@@ -1,4 +1,4 @@
-"""Where sessions live: one hash for each session, changed only by the scripts of this module.
+"""Locations of sessions: one hash for each session. Only the scripts of this module change it.
 
 ::
 

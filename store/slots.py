@@ -1,9 +1,8 @@
-"""Slots of the queues' workers, shared out between tenants by one Lua script that all orchestrators run
-(docs/design.md).
+"""Slots of the queues' workers, divided between tenants by one Lua script that all orchestrators run (docs/design.md).
 
-A step of the script is atomic: it takes what an orchestrator requests and gives back, and grants what follows from it
-for every orchestrator. The grants of other orchestrators are published; a lease ends what an orchestrator held that has
-died.
+Invariant: only the script grants a slot. One step of the script is atomic: it records what an orchestrator requests and
+returns, and computes the resulting grants for every orchestrator. The script publishes the grants of other
+orchestrators. Each call that has a slot or waits for one has a lease. If the orchestrator dies, these leases end.
 """
 
 import asyncio
@@ -121,12 +120,12 @@ def restore(call: str, request: SlotRequest) -> Operation:
 
 
 def release(call: str, used_s: float) -> Operation:
-    """The call needs its slot, or its place in the queue, no longer. `used_s` 0: it did not run."""
+    """Release the call's slot, or its place in the queue. `used_s` is 0 if the call did not run."""
     return ("release", call, used_s)
 
 
 def renew(held: Sequence[str], waiting: Sequence[str]) -> Operation:
-    """The leases go on."""
+    """Extend the leases of calls that have a slot or wait for one."""
     return ("renew", list(held), list(waiting))
 
 

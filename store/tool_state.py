@@ -16,10 +16,10 @@ from contract.functions.session_state import (
     MAX_STATE_BYTES,
     MAX_VALUE_BYTES,
     Change,
-    contended,
+    contention_error,
     encode_value,
-    full,
     is_key,
+    state_full_error,
 )
 from contract.names import session_state_key
 from contract.settings import BrokerSettings
@@ -94,7 +94,7 @@ class RedisState:
             text = encode_value(key, value, self._store.max_value_bytes)
             if self._write(key, text, version):
                 return json.loads(text)
-        raise contended(key)
+        raise contention_error(key)
 
     async def items(self) -> dict[str, Any]:
         with _state_errors(), self._store.client.pipeline(transaction=True) as pipe:
@@ -123,7 +123,7 @@ class RedisState:
         with _state_errors():
             verdict, number = self._store.client.eval(_STORE, 1, self._key, *arguments)
         if verdict == b"full":
-            raise full(key, int(number), self._store.max_state_bytes)
+            raise state_full_error(key, int(number), self._store.max_state_bytes)
         return bool(verdict == b"stored")
 
 

@@ -1,5 +1,5 @@
-"""A log event as one line: fields in their order, secrets struck out, bounded, and nothing in it that could forge a
-line or drive a terminal.
+"""Format of a log event as one line: ordered fields, masked secrets and limited length. No field can forge a line or
+control a terminal.
 """
 
 import contextlib
@@ -27,15 +27,15 @@ LogLevel = Annotated[
 ]
 
 FIELDS = ("service", "host", "tenant", "batch", "run", "session", "call", "tool", "queue")
-"""What every process calls the same, in the order in which lines have it; the others follow."""
+"""Common fields of all processes, in their order on a line. Other fields follow."""
 MAX_LINE_BYTES = 4000
-"""A line is written at once, beside those of other processes: longer ones a pipe may tear apart."""
+"""Limit of a line. Several processes write to one pipe, and the kernel may interleave writes above 4096 bytes."""
 MAX_VALUE_CHARS = 2000
 MAX_LISTED = 64
 MAX_CHAIN = 8
 MAX_FRAMES = 16
-"""Of one exception; those nearest to the fault."""
-_SAID_CHARS = 500
+"""Frames of one exception that a line shows: the innermost ones."""
+_MESSAGE_CHARS = 500
 _SHRUNK = (MAX_VALUE_CHARS, 500, 100)
 _LAST_RESORT = 40
 _MOST_READ = 64 * 1024
@@ -55,21 +55,23 @@ class LogLines:
         self._is_console = is_console
 
     def build(self, level: str, event: str, at: float, fields: Mapping[str, Any]) -> str:
-        """The line, without its end. `at`: seconds since the epoch; `exc_info` among the fields: as logging has it."""
-        told = {**self._fixed, **fields}
-        error = _find_exception(told.pop("exc_info", None))
-        known = {name: told.pop(name, None) for name in FIELDS}
-        ordered = {name: value for name, value in known.items() if value is not None} | told
+        """Return the line without its line end. `at`: Unix seconds. `exc_info` in the fields: as in the logging
+        module.
+        """
+        others = {**self._fixed, **fields}
+        error = _find_exception(others.pop("exc_info", None))
+        common = {name: others.pop(name, None) for name in FIELDS}
+        ordered = {name: value for name, value in common.items() if value is not None} | others
         if error is not None:
             ordered["exception"], ordered["traceback"] = describe_exception(error)
         for most in _SHRUNK:
             line = self._line(level, event, at, self._clean_all(ordered, most))
             if len(line.encode(errors="replace")) <= MAX_LINE_BYTES:
                 return line
-        kept = {name: ordered[name] for name in FIELDS if name in ordered} | {
+        shortened = {name: ordered[name] for name in FIELDS if name in ordered} | {
             "fields_left_out": len(set(ordered) - set(FIELDS))
         }
-        return self._line(level, event, at, self._clean_all(kept, _LAST_RESORT))
+        return self._line(level, event, at, self._clean_all(shortened, _LAST_RESORT))
 
     def process(self, _: object, method: str, fields: MutableMapping[str, Any]) -> str:
         """Return the line of an event of structlog, as its last processor."""
@@ -78,17 +80,17 @@ class LogLines:
         return self.build("error" if method == "exception" else method, str(fields.pop("event")), time.time(), fields)
 
     def text(self, event: str, fields: Mapping[str, Any]) -> str:
-        """Event and fields as key=value, for a program that says when and how urgent by itself."""
-        told = dict(fields)
-        error = _find_exception(told.pop("exc_info", None))
+        """Return event and fields as key=value, for a program that adds time and level itself."""
+        shown = dict(fields)
+        error = _find_exception(shown.pop("exc_info", None))
         if error is not None:
-            told["exception"], told["traceback"] = describe_exception(error)
-        return _to_logfmt({"event": escape_line(event)} | self._clean_all(told, MAX_VALUE_CHARS))
+            shown["exception"], shown["traceback"] = describe_exception(error)
+        return _to_logfmt({"event": escape_line(event)} | self._clean_all(shown, MAX_VALUE_CHARS))
 
     def _clean_all(self, fields: Mapping[str, Any], most: int) -> dict[str, Any]:
         cleaned = {}
         for name, value in fields.items():
-            shown, is_secret = _judge(str(name))
+            shown, is_secret = _clean_name(str(name))
             cleaned[shown] = f"{MARK}{shown}]" if is_secret and value else self._clean(value, most)
         return cleaned
 
@@ -107,7 +109,7 @@ class LogLines:
         return self._clean_text(_show(value), most)
 
     def _clean_text(self, text: str, most: int) -> str:
-        # Secrets first: one that is cut in two would not be known any more.
+        # Mask before cutting: half of a secret would not be recognized.
         shown = escape_line(self._masker.mask(text[:_MOST_READ]))
         if len(shown) <= most and len(text) <= _MOST_READ:
             return shown
@@ -138,24 +140,24 @@ class StderrLogger:
 
 
 def write_line(line: str) -> None:
-    """Write at once and without a lock: processes share this stderr, and one that was just forked must not wait for a
-    thread that it does not have.
+    """Write the line to stderr at once and without a lock. In a forked child, a lock could be held by a thread that the
+    child does not have.
     """
     data = f"{line}\n".encode(errors="backslashreplace")
-    with contextlib.suppress(OSError):  # no process reads any more: no reason for calls to fail
+    with contextlib.suppress(OSError):  # calls must not fail because no process reads the log
         while data:
             data = data[os.write(2, data) :]
 
 
 @lru_cache(maxsize=512)
-def _judge(name: str) -> tuple[str, bool]:
-    """A field's name as lines have it, and whether it is a secret's."""
+def _clean_name(name: str) -> tuple[str, bool]:
+    """Return the name of a field for a line, and whether its value is a secret."""
     return _KEY.sub("_", name)[:64], SECRET_NAME.search(name) is not None
 
 
 def escape_line(text: str) -> str:
-    """The text on one line: line ends, controls, terminal escapes, direction marks and all else that does not print are
-    written out.
+    """Return the text on one line. Line ends, control characters, terminal escapes, direction marks and all other
+    non-printable characters are escaped.
     """
     if text.isprintable():
         return text
@@ -170,20 +172,19 @@ def _escape(character: str) -> str:
 
 
 def _show(value: object) -> str:
-    """Any value as text."""
     try:
         if isinstance(value, Mapping):
             return json.dumps(_without_secrets(value), ensure_ascii=False, default=str)
         return hex(value) if isinstance(value, int) else str(value)
-    except Exception:  # noqa: BLE001  # of whatever kind: a line about a failure must not be the next one
+    except Exception:  # noqa: BLE001  # any exception: a log line about a failure must not fail itself
         return f"a {type(value).__name__} that cannot be shown"
 
 
 def _without_secrets(value: Any) -> Any:
-    """The same, without what stands under a secret's name."""
+    """Return the value with the values of secret names masked."""
     if isinstance(value, Mapping):
         return {
-            name: f"{MARK}{name}]" if inner and _judge(str(name))[1] else _without_secrets(inner)
+            name: f"{MARK}{name}]" if inner and _clean_name(str(name))[1] else _without_secrets(inner)
             for name, inner in value.items()
         }
     return [_without_secrets(inner) for inner in value] if isinstance(value, list | tuple) else value
@@ -195,9 +196,7 @@ def _to_logfmt(fields: Mapping[str, Any]) -> str:
 
 
 def _find_exception(exc_info: object) -> BaseException | None:
-    """The exception that `exc_info` names, as logging has it: the exception, its triple, or true for the one being
-    handled.
-    """
+    """Return the exception of `exc_info`, which is an exception, its triple, or true for the active exception."""
     if isinstance(exc_info, BaseException):
         return exc_info
     if isinstance(exc_info, tuple):
@@ -206,8 +205,8 @@ def _find_exception(exc_info: object) -> BaseException | None:
 
 
 def describe_exception(error: BaseException) -> tuple[str, str]:
-    """What was raised, and where: `ValueError: x; caused by KeyError: 'y'` and `workers/a.py:12 run > workers/b.py:3
-    read; ...`.
+    """Return texts of an exception and its location: `ValueError: x; caused by KeyError: 'y'` and `workers/a.py:12
+    run > workers/b.py:3 read; ...`.
     """
     chain = list(_exception_chain(error))
     return "; ".join(f"{link}{_exception_text(one)}" for link, one in chain), "; ".join(
@@ -216,14 +215,14 @@ def describe_exception(error: BaseException) -> tuple[str, str]:
 
 
 def _exception_chain(error: BaseException) -> Iterator[tuple[str, BaseException]]:
-    """The exception and what led to it, nearest first."""
-    seen: set[int] = set()
+    """Yield the exception and its causes, nearest first."""
+    visited: set[int] = set()
     waiting: list[tuple[str, BaseException]] = [("", error)]
-    while waiting and len(seen) < MAX_CHAIN:
+    while waiting and len(visited) < MAX_CHAIN:
         link, one = waiting.pop(0)
-        if id(one) in seen:
+        if id(one) in visited:
             continue
-        seen.add(id(one))
+        visited.add(id(one))
         yield link, one
         if isinstance(one, BaseExceptionGroup):
             waiting += [("of which ", inner) for inner in one.exceptions]
@@ -236,11 +235,13 @@ def _exception_chain(error: BaseException) -> Iterator[tuple[str, BaseException]
 def _exception_text(error: BaseException) -> str:
     name = type(error).__name__
     try:
-        words = str(error)
-    except Exception:  # noqa: BLE001  # of whatever kind: a line about a failure must not be the next one
-        words = "it cannot be shown"
-    words = words if len(words) <= _SAID_CHARS else f"{words[:_SAID_CHARS]}... ({len(words)} characters)"
-    return f"{name}: {words}" if words else name
+        message = str(error)
+    except Exception:  # noqa: BLE001  # any exception: a log line about a failure must not fail itself
+        message = "it cannot be shown"
+    message = (
+        message if len(message) <= _MESSAGE_CHARS else f"{message[:_MESSAGE_CHARS]}... ({len(message)} characters)"
+    )
+    return f"{name}: {message}" if message else name
 
 
 def _exception_place(error: BaseException) -> str:
@@ -266,7 +267,7 @@ class LogEvent:
 
 
 class RecordLines(logging.Formatter):
-    """Formats logging records as lines: our own events, and each message of a library as one event."""
+    """Formats logging records as lines: events of toolcrew, and each message of a library as one event."""
 
     def __init__(self, lines: LogLines) -> None:
         super().__init__()

@@ -31,7 +31,7 @@ def _to_record(_: object, method: str, fields: MutableMapping[str, Any]) -> tupl
     """Return the arguments of the standard library's logging call. The last processor."""
     if method == "exception":
         fields.setdefault("exc_info", True)
-    # The error is taken now: when the record is formatted, another one may be handled.
+    # Read the exception now: another exception may be active when the record is formatted.
     error = fields.pop("exc_info", None)
     if error:
         fields["exc_info"] = error if isinstance(error, BaseException | tuple) else sys.exc_info()

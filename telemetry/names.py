@@ -1,5 +1,5 @@
-"""The names of attributes: those of OpenTelemetry's conventions for generative AI (status: development), and our
-own.
+"""Names of span attributes: OpenTelemetry's conventions for generative AI (status: development), and names of
+toolcrew.
 """
 
 OPERATION = "gen_ai.operation.name"
@@ -46,9 +46,9 @@ KILL_METHOD = "toolcrew.kill.method"
 KILL_SIGNALLED = "toolcrew.kill.signalled"
 KILL_SURVIVORS = "toolcrew.kill.survivors"
 CLOCKS = "toolcrew.{}"
-"""Of one of a result's clocks, by its name."""
+"""Template of the attribute of one field of a result's clocks."""
 
 AGENT_NAME = "toolcrew"
 PROVIDER_NAME = "openai"
-"""The API that is spoken; whose endpoint it is the server's address tells."""
+"""The API of the model server. The attribute `server.address` identifies the server."""
 QUEUE_SYSTEM = "celery"

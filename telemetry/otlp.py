@@ -1,6 +1,4 @@
-"""Spans by OTLP over HTTP. The only file that knows OpenTelemetry's packages, and it loads them only when tracing is
-on.
-"""
+"""Export of spans by OTLP over HTTP. Only this file imports OpenTelemetry's packages, and only if tracing is on."""
 
 import logging
 import threading
@@ -18,9 +16,9 @@ from telemetry.spans import Span, Tracer
 MAX_WAITING = 2048
 MAX_BATCH = 512
 PAUSE_S = 1.0
-"""How long an ended span waits for others to be sent with it: what a process that is killed loses."""
+"""Seconds that an ended span waits to be sent in a batch. A process that is killed loses the spans of this time."""
 CLOSE_S = 2.0
-"""How long the end of a process waits for its last spans."""
+"""Seconds that the end of a process waits for its last spans."""
 WARN_EVERY_S = 60.0
 _EXPORTER_LOG = "opentelemetry.exporter.otlp.proto.http.trace_exporter"
 _sending = threading.local()
@@ -29,10 +27,10 @@ _sending = threading.local()
 def open_tracer(
     settings: TracingSettings, service: str, warn: Callable[[str], None], masker: Callable[[], Masker] = Masker
 ) -> Tracer | None:
-    """None: tracing is off. `service`: its name where OTEL_SERVICE_NAME says none; `warn` is told what could not be
-    sent.
+    """Return a tracer; None if tracing is off. `service`: the service name unless OTEL_SERVICE_NAME is set. `warn`
+    receives messages about lost spans.
 
-    Raises ConfigError when the packages are not there, or OpenTelemetry's variables say what cannot be.
+    Raises ConfigError if the packages are not installed, or if OpenTelemetry's variables are invalid.
     """
     if not settings.is_on:
         return None
@@ -40,17 +38,17 @@ def open_tracer(
         otel = _Otel(service, warn)
     except ModuleNotFoundError as error:
         raise ConfigError(
-            f"TOOLCREW_TRACING is {settings.tracing}, and the package '{error.name}' is not installed: pip install "
-            "'toolcrew[ops]', or unset it"
+            f"TOOLCREW_TRACING is {settings.tracing}, but the package '{error.name}' is not installed: pip install "
+            "'toolcrew[ops]', or unset the variable"
         ) from None
     except (ValueError, OSError) as error:
-        raise ConfigError(f"tracing cannot be set up: {error}; look at the OTEL_ variables") from error
+        raise ConfigError(f"tracing cannot be set up: {error}; check the OTEL_ variables") from error
     content = settings.has_content
     return Tracer(otel.put, otel.samples, otel.ambient, content, masker() if content else Masker(), otel.close)
 
 
 class LossReport:
-    """An exporter that counts what the collector does not take, and warns of it once a minute instead of each time."""
+    """Exporter that counts the spans that the collector does not accept, and warns about them once a minute."""
 
     def __init__(
         self, exporter: Any, success: object, warn: Callable[[str], None], clock: Callable[[], float] = time.monotonic
@@ -113,11 +111,11 @@ class _Otel:
         logging.getLogger(_EXPORTER_LOG).addFilter(_is_not_ours)
 
     def samples(self, trace_id: str) -> bool:
-        """Whether a trace that begins here is recorded."""
+        """Return whether a trace that begins here is recorded."""
         return bool(self._sampler.should_sample(None, int(trace_id, 16), "").decision.is_sampled())
 
     def ambient(self) -> SpanRef | None:
-        """The span of OpenTelemetry's own that this program is in."""
+        """Return the current OpenTelemetry span of the program, or None."""
         context = self._api.get_current_span().get_span_context()
         if not context.is_valid:
             return None
@@ -128,7 +126,7 @@ class _Otel:
         self._processor.on_end(self._converted(span))
 
     def close(self) -> None:
-        """Send the last spans, for CLOSE_S at most: by itself the processor would wait 30 s for a slow collector."""
+        """Send the last spans, for at most CLOSE_S. The processor alone would wait 30 s for a slow collector."""
         thread = threading.Thread(target=self._processor.shutdown, daemon=True)
         thread.start()
         thread.join(CLOSE_S)
@@ -158,7 +156,7 @@ class _Otel:
 
 
 def _is_not_ours(_: logging.LogRecord) -> bool:
-    """Whether a line of the exporter is about the spans of another library."""
+    """Return whether a log line of the exporter is about spans of another library."""
     return not getattr(_sending, "is_ours", False)
 
 

@@ -1,4 +1,4 @@
-"""What the environment says of tracing: one frozen settings object a process, the same on both sides."""
+"""Settings of logs and tracing, the same for orchestrators and workers: one frozen object per process."""
 
 import os
 from typing import Literal
@@ -12,7 +12,7 @@ from telemetry.log_lines import LogLevel
 
 PROTOCOL = "http/protobuf"
 DEFAULT_ENDPOINT = "http://localhost:4318"
-"""Where OpenTelemetry sends spans unless told otherwise."""
+"""Default endpoint of OpenTelemetry's exporter."""
 
 
 class LogSettings(BaseSettings):
@@ -52,21 +52,21 @@ class TracingSettings(BaseSettings):
 
     @property
     def is_on(self) -> bool:
-        """Whether there are to be spans."""
+        """True if spans are recorded."""
         return self.tracing != "off" and not self.is_disabled
 
     @property
     def has_content(self) -> bool:
-        """Whether spans have arguments, results and the texts of runs."""
+        """True if spans contain arguments, results and texts of runs."""
         return self.tracing == "otlp-content"
 
 
 def load_tracing_settings() -> TracingSettings:
-    """Settings of this process. Raises ConfigError with the name of the variable that is wrong."""
+    """Return the settings of this process. Raises ConfigError with the name of an invalid variable."""
     settings = read_environment(TracingSettings, os.environ)
     if settings.is_on and settings.protocol != PROTOCOL:
         raise ConfigError(
-            f"OTEL_EXPORTER_OTLP_PROTOCOL is '{settings.protocol[:40]}', and spans are sent by {PROTOCOL} alone: set "
-            "it to that, or unset it, and name the collector's HTTP port (4318) in OTEL_EXPORTER_OTLP_ENDPOINT"
+            f"OTEL_EXPORTER_OTLP_PROTOCOL is '{settings.protocol[:40]}', but only {PROTOCOL} is supported: set it to "
+            "that value or unset it, and use the collector's HTTP port (4318) in OTEL_EXPORTER_OTLP_ENDPOINT"
         )
     return settings

@@ -1,4 +1,4 @@
-"""A span while it lasts, and the tracer that begins spans and hands ended ones on. Knows nothing of OpenTelemetry."""
+"""Spans, and the tracer that starts spans and exports ended ones. Independent of OpenTelemetry."""
 
 import re
 import secrets
@@ -14,23 +14,23 @@ from telemetry import names
 Kind = Literal["internal", "client", "producer", "consumer"]
 Value = str | bool | int | float | list[str]
 Attributes = Mapping[str, Value | None]
-"""None: the attribute is not there."""
+"""Attributes of a span. An attribute with the value None is omitted."""
 
 MAX_TEXT_CHARS = 256
 MAX_CONTENT_CHARS = 8 * 1024
-"""Of a text that belongs to arguments, results or messages."""
+"""Limit of a text of arguments, results or messages."""
 MARGIN_CHARS = 4 * 1024
-"""What is looked at beyond that, for secrets that begin before it."""
+"""Characters beyond that limit that are searched for secrets which begin before the limit."""
 MAX_ITEMS = 32
 _MAX_INT = 2**63 - 1
 _CONTENT = frozenset({names.TOOL_ARGUMENTS, names.TOOL_RESULT, names.INPUT_MESSAGES, names.OUTPUT_MESSAGES})
-# What a viewer's terminal or page would obey, and halves of surrogate pairs, which no UTF-8 carries.
+# Control characters for a terminal or a page, and lone surrogates, which UTF-8 cannot encode.
 _UNSHOWN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
 @dataclass(slots=True)
 class Span:
-    """One span. Instants in Unix seconds. One that is not sampled only hands its ids on."""
+    """One span. Times in Unix seconds. A span that is not sampled only passes its ids to its children."""
 
     ref: SpanRef
     name: str
@@ -44,12 +44,12 @@ class Span:
     _hand_on: Callable[["Span"], None] | None = None
 
     def set(self, attributes: Attributes) -> None:
-        """Take these attributes over, cleaned and cut."""
+        """Add these attributes, cleaned and cut."""
         if self.ref.is_sampled:
             self.attributes.update(clean(attributes))
 
     def end(self, *, error: str | None = None, at: float | None = None) -> None:
-        """It is over, once. `error`: the class of what went wrong."""
+        """End and export the span. Further calls have no effect. `error`: the class of the error."""
         hand_on, self._hand_on = self._hand_on, None
         if hand_on is None or not self.ref.is_sampled:
             return
@@ -60,16 +60,16 @@ class Span:
         hand_on(self)
 
     def discard(self) -> None:
-        """It is not told of: whoever goes on with what it covers tells of all of it."""
+        """Drop the span without exporting it. The process that continues the operation exports its own span."""
         self._hand_on = None
 
 
 @dataclass(frozen=True)
 class Tracer:
-    """Begins spans. `samples`: whether a trace of that id is recorded; `ambient`: the span that this program is in by
-    itself.
+    """Starts spans. `samples`: returns whether a trace of that id is recorded. `ambient`: returns the current span of
+    the program.
 
-    `has_content`: texts of models, arguments and results are told, too, masked by `masker`.
+    `has_content`: spans contain texts of models, arguments and results, masked by `masker`.
     """
 
     hand_on: Callable[[Span], None]
@@ -78,10 +78,10 @@ class Tracer:
     has_content: bool = False
     masker: Masker = field(default_factory=Masker)
     close: Callable[[], None] = lambda: None
-    """Sends what has ended, as far as that can be had in a moment."""
+    """Sends the ended spans, within a short time limit."""
 
     def root(self, trace_id: str | None = None, span_id: str | None = None) -> SpanRef:
-        """The ids of a trace's first span."""
+        """Return the ids of the first span of a trace."""
         trace_id = trace_id or secrets.token_hex(16)
         return SpanRef(trace_id, span_id or secrets.token_hex(8), self.samples(trace_id))
 
@@ -96,9 +96,7 @@ class Tracer:
         links: Sequence[SpanRef] = (),
         at: float | None = None,
     ) -> Span:
-        """A span that has begun; `ref`: under ids that are made already, else below `parent`, else a trace of its
-        own.
-        """
+        """Start a span. It has the ids `ref`, or else is a child of `parent`, or else begins a new trace."""
         if ref is None:
             ref = (
                 SpanRef(parent.trace_id, secrets.token_hex(8), parent.is_sampled) if parent is not None else self.root()
@@ -111,29 +109,29 @@ class Tracer:
         )
 
     def content(self, name: str, build: Callable[[], str]) -> Attributes:
-        """The attribute of that name with a text of the run, masked and cut; nothing unless that was asked for."""
+        """Return the attribute with a text of the run, masked and cut; no attribute unless `has_content`."""
         if not self.has_content:
             return {}
         text = build()
-        # Masked before it is cut: half a secret looks like none.
-        kept = self.masker.mask(text[: MAX_CONTENT_CHARS + MARGIN_CHARS])
-        return {name: _cut(kept, MAX_CONTENT_CHARS, max(0, len(text) - MAX_CONTENT_CHARS - MARGIN_CHARS))}
+        # Mask before cutting: half of a secret would not be recognized.
+        masked = self.masker.mask(text[: MAX_CONTENT_CHARS + MARGIN_CHARS])
+        return {name: _cut(masked, MAX_CONTENT_CHARS, max(0, len(text) - MAX_CONTENT_CHARS - MARGIN_CHARS))}
 
 
 def clean(attributes: Attributes) -> dict[str, Value]:
-    """Attributes that any collector takes: bounded, and without what a viewer would obey."""
-    told = {}
+    """Return attributes that every collector accepts: limited in size, and without control characters."""
+    cleaned = {}
     for name, value in attributes.items():
         if value is not None:
-            # Of a cut text the note on what is left out is kept.
-            told[name] = _clean(value, MAX_CONTENT_CHARS + MAX_TEXT_CHARS if name in _CONTENT else MAX_TEXT_CHARS)
-    return told
+            # The extra characters leave space for the note at the end of a cut text.
+            cleaned[name] = _clean(value, MAX_CONTENT_CHARS + MAX_TEXT_CHARS if name in _CONTENT else MAX_TEXT_CHARS)
+    return cleaned
 
 
 def clean_text(text: str, limit: int = MAX_TEXT_CHARS) -> str:
-    """At most about `limit` characters; what was left out is counted."""
+    """Return at most about `limit` characters of the text, with the number of characters that were cut."""
     if len(text) <= limit and text.isprintable():
-        # As nearly all are; of what is told apart below nothing is printable.
+        # Fast path for nearly all texts: no character that the code below escapes is printable.
         return text
     return _UNSHOWN.sub(lambda found: f"\\u{ord(found[0]):04x}", _cut(text, limit))
 

@@ -1,6 +1,4 @@
-"""Takes a host out of service without losing anything: its sessions are kept, one after another, and go on elsewhere;
-then its worker ends.
-"""
+"""Drain of a host: save a checkpoint of each session, release the session for other hosts, then end the worker."""
 
 import threading
 import time
@@ -22,23 +20,25 @@ log = structlog.get_logger(__name__)
 AT_ONCE = 4
 LOOK_S = 0.5
 HOLD_S = 60.0
-"""How long calls of a session may wait while it is kept. Somebody else may open it then, from what was kept before."""
+"""Seconds that calls of a session may wait during its checkpoint. Afterwards another host may open the session from an
+earlier checkpoint."""
 QUIET_WAIT_S = 5.0
-"""How long a held session's calls may take to end; then it is served again, and held later."""
-PATIENCE_S = 3.0
-"""For so long a session is waited for that has a call whenever it is looked at; then its calls are held back."""
+"""Seconds in which the calls of a held session must end. Otherwise the session is served again, and held later."""
+BUSY_WAIT_S = 3.0
+"""Seconds to wait for a session that always has a running call. Afterwards its new calls are held back."""
 RETRY_S = 5.0
 MAX_RETRY_S = 60.0
-"""Each hold that finds no end of a session's calls makes its other calls wait: it is tried less and less."""
+"""Longest pause between two holds of a session. A failed hold makes the session's other calls wait, so each pause is
+longer."""
 POLL_S = 0.05
 
 
 class Drain:
-    """Moves this host's sessions away. `find_at_work`: the sessions of which a call was taken from the queue and has
+    """Moves this host's sessions away. `find_at_work` returns the sessions with a call that left the queue and has
     not ended.
 
-    A session of which nothing can be kept (`is_lossy`: the store is this host's own) is moved without its files, which
-    its next call is told.
+    With `is_lossy` (the store belongs to this host only) a session moves without its files. The result of its next call
+    reports the loss.
     """
 
     def __init__(
@@ -60,26 +60,26 @@ class Drain:
         self._refusals: dict[str, str] = {}
         self._held: dict[str, int] = {}
         self.left = 0
-        """Sessions that are still here."""
+        """Number of sessions that are still on this host."""
 
     @property
     def trouble(self) -> str:
-        """What an operator should know."""
-        words = f"{self.left} sessions left"
+        """Message for the operator: the sessions that are left, and one that cannot be saved."""
+        message = f"{self.left} sessions left"
         if not self._refusals:
-            return words
+            return message
         name, why = next(iter(self._refusals.items()))
-        return f"{words}; {len(self._refusals)} cannot be kept, such as {name.partition(':')[2]}: {why}"
+        return f"{message}; {len(self._refusals)} cannot be kept, such as {name.partition(':')[2]}: {why}"
 
     def finish(self, limit_s: float, leave: Callable[[], bool], *, is_lossy: bool) -> bool:
-        """Move everything; `leave`, after which nothing is sent here any more; then move what was opened before that.
-        False when the worker ends first.
+        """Move all sessions, call `leave`, then move the sessions that were opened before it. After `leave` this host
+        receives no calls. Return False when the worker ends first.
         """
         return self.run(limit_s, is_lossy=is_lossy) and leave() and self.run(limit_s, is_lossy=is_lossy)
 
     def run(self, limit_s: float, *, is_lossy: bool) -> bool:
-        """Until no session is left; after `limit_s` what is left goes from its last checkpoint. False when the worker
-        ends first.
+        """Move sessions until none is left. After `limit_s` the rest moves with its last checkpoint. Return False when
+        the worker ends first.
         """
         until = time.monotonic() + limit_s
         while not self._stop.is_set():
@@ -92,14 +92,14 @@ class Drain:
         return False
 
     def _round(self, *, is_lossy: bool, is_late: bool) -> int:
-        """Move what can be moved now; gives how many sessions are left."""
+        """Move the sessions that can move now. Return how many are left."""
         try:
             with self._open_client() as client:
                 rows = {row.name: row for row in parse_rows(client.sessions())}
         except SandboxUnavailable as silent:
             if not is_late:
                 raise
-            # What it has nobody can keep: the next call of each session finds this worker gone.
+            # No process can save these sessions now. The next call of each session finds that this worker has ended.
             log.error("drained_without_sandboxd", error=str(silent))
             return 0
         locations = {
@@ -113,20 +113,20 @@ class Drain:
                 lambda name: self._try(rows[name], locations[name], is_lossy=is_lossy, is_late=is_late), names
             )
             self.left -= sum(moved)
-        # An open that is on its way has no row yet.
+        # A session that is being opened has no row yet.
         return self.left or len(self._find_at_work())
 
     def _is_ours(self, name: str, location: SessionLocation) -> bool:
-        """One that is being moved, and not by us, is the mover's."""
+        """Return whether this drain may move the session. A session that another process moves is not ours."""
         return location.queue == self._sessions.queue and (
             location.state is LocationState.OPEN or self._held.get(name) == location.fence
         )
 
     def _try(self, row: SessionRow, location: SessionLocation, *, is_lossy: bool, is_late: bool) -> bool:
-        """Whether the session is gone from here."""
+        """Return whether the session has left this host."""
         name = row.name
         since = self._since.setdefault(name, time.monotonic())
-        if name in self._find_at_work() and not is_late and time.monotonic() < since + PATIENCE_S:
+        if name in self._find_at_work() and not is_late and time.monotonic() < since + BUSY_WAIT_S:
             return False
         try:
             with self._open_client() as client:
@@ -145,12 +145,13 @@ class Drain:
     def _move(
         self, client: SandboxClient, row: SessionRow, location: SessionLocation, *, is_lossy: bool, is_late: bool
     ) -> bool:
-        """Keep, hold, keep what changed meanwhile, let go. While it is held every call waits, so most is kept
-        before.
+        """Save a checkpoint, hold the session, save later changes, release it.
+
+        Calls wait while the session is held. The first checkpoint before the hold makes that time short.
         """
-        name, needs_keeping = row.name, not is_lossy and not is_late
+        name, needs_checkpoint = row.name, not is_lossy and not is_late
         if (
-            needs_keeping
+            needs_checkpoint
             and (row.changed or not location.checkpoint)
             and not self._checkpoints.take(client, name, location.fence)
         ):
@@ -162,28 +163,28 @@ class Drain:
             if not self._await_quiet(name) and not is_late:
                 self._sessions.unhold(name, fence)
                 return False
-            if needs_keeping and self._has_changed(client, name):
+            if needs_checkpoint and self._has_changed(client, name):
                 self._checkpoints.take(client, name, fence)
         except BrokerUnavailable:
-            # What was asked for may have been done: the next round looks at the session as it is then.
+            # Redis may have executed the request. The next round reads the session's state again.
             raise
         except (OperatorError, ToolFailure):
             self._sessions.unhold(name, fence)
             raise
         if self._sessions.release(name, fence):
-            log.info("session_moved", session=row.session, kept=needs_keeping)
+            log.info("session_moved", session=row.session, kept=needs_checkpoint)
         client.close(name)
         return True
 
     def _hold(self, name: str, location: SessionLocation) -> int | None:
         if location.state is LocationState.MOVING:
             return location.fence
-        # Before it is asked for: when the answer is lost, the next round knows its own hold.
+        # Store the fence before the request: if the reply is lost, the next round recognizes its own hold.
         self._held[name] = location.fence + 1
         return self._sessions.hold(name, location.fence, HOLD_S)
 
     def _await_quiet(self, name: str) -> bool:
-        """Whether what was taken from the queue before the hold has ended."""
+        """Return whether the calls that left the queue before the hold have ended."""
         until = time.monotonic() + QUIET_WAIT_S
         while name in self._find_at_work():
             if time.monotonic() >= until or self._stop.wait(POLL_S):

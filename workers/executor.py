@@ -1,4 +1,9 @@
-"""Runs calls: claim, check again meanwhile, run, classify. Every outcome becomes a result."""
+"""Execution of calls on a worker: claim the call, check it, run its handler, and turn every outcome into a result.
+
+Invariant of claims: a handler runs only after Redis has granted this worker the claim of this message. A message whose
+call has started, or whose attempt is superseded, runs nothing and sends no result (CallRepeated). If Redis does not
+answer, the call does not start. `_not_run` marks a result only if the call cannot have acted.
+"""
 
 import os
 import threading
@@ -33,7 +38,8 @@ T = TypeVar("T")
 class CallPolicy:
     """Checks calls against this worker's registry, the deployment's switches and the tenants' policies.
 
-    `switches`, `tenants` None: there are none. `count_refusal`: called for a call of an unknown tenant.
+    `switches` or `tenants` is None when the deployment has none. `count_refusal` is called for each call of an unknown
+    tenant.
     """
 
     def __init__(
@@ -49,7 +55,7 @@ class CallPolicy:
         self._count_refusal = count_refusal
 
     def check_switches(self, spec: ToolSpec, tenant: str, arguments: Mapping[str, Any] | None = None) -> None:
-        """Raises ToolFailure for a tool that is turned off: here, for the whole deployment, or for that tenant."""
+        """Raise ToolFailure if the tool is turned off on this worker, in the deployment, or for the tenant."""
 
         def find(name: str) -> Switch | None:
             switch = self._registry.switch(name)
@@ -58,7 +64,7 @@ class CallPolicy:
         check_switches(find, spec, arguments)
 
     def admit(self, tenant: str, spec: ToolSpec, arguments: Mapping[str, Any]) -> SandboxTerms | None:
-        """Check a call with its prepared arguments. Return what the tenant's sandboxes may have now.
+        """Check a call with its prepared arguments. Return the terms of the tenant's sandboxes; None without tenants.
 
         Raises ToolFailure: TOOL_DISABLED, UNKNOWN_TENANT, PERMISSION_DENIED, SECURITY_REFUSED; ConfigError,
         BrokerUnavailable.
@@ -80,9 +86,7 @@ class CallPolicy:
 
 
 class CallRepeated(Exception):
-    """No process waits for an answer to this message: the call has been started or refused before, or was sent again.
-    `claim` says which.
-    """
+    """Error for a message that needs no answer: its call has started, was refused, or was sent again (`claim`)."""
 
     def __init__(self, claim: CallClaim) -> None:
         super().__init__(claim.value)
@@ -100,7 +104,7 @@ class ClaimStore(Protocol):
 
 
 class BlobStore(Protocol):
-    """Bytes that travel beside calls and results (WorkerBlobs of store/blobs.py)."""
+    """Bytes that are stored outside of calls and results (WorkerBlobs of store/blobs.py)."""
 
     def take(self, tenant: str, key: str) -> bytes: ...
 
@@ -108,7 +112,7 @@ class BlobStore(Protocol):
 
 
 class FinishedCall(NamedTuple):
-    """A call that has its result. `received_at`: Unix seconds; `requests`: those to sandboxd, in order."""
+    """A call that has its result. `received_at`: Unix seconds; `requests`: the requests to sandboxd, in order."""
 
     call: ToolCall
     context: ToolContext
@@ -118,22 +122,22 @@ class FinishedCall(NamedTuple):
 
 
 class CallMiddleware:
-    """An optional feature around the calls of an executor, which runs one call at a time. The methods here add
+    """An optional feature around the calls of an executor. The executor runs one call at a time. The base methods add
     nothing.
     """
 
     def run(self, environment: ToolEnvironment, handler: Callable[[], Outcome]) -> Outcome:
-        """Run the handler of a call that was claimed; what this raises is the call's failure."""
+        """Run the handler of a claimed call. An exception from this method becomes the call's failure."""
         return handler()
 
     def after_call(self, finished: FinishedCall) -> None:
-        """Called once for every call that gets a result here, also for one that was refused. Must not raise."""
+        """Observe a finished call. Runs once for every call with a result, also a refused one. Must not raise."""
 
 
 @dataclass(frozen=True)
 class _PreparedCall:
-    """A call that may be started. `call`: with all of its arguments; `aliases`: by which other names they were given;
-    `terms`: of the tenant's sandboxes.
+    """A call that may start. `call` has all of its arguments. `aliases`: the alternative argument names that the caller
+    used. `terms`: the terms of the tenant's sandboxes.
     """
 
     call: ToolCall
@@ -144,8 +148,8 @@ class _PreparedCall:
 
 
 class Executor:
-    """Runs calls on this host. Never raises for a call's failure. `clock`: shared by all hosts; `middleware`: the first
-    is the innermost.
+    """Runs calls on this host. A call's failure becomes a result, not an exception. `clock`: the clock that all hosts
+    share. `middleware`: the first entry is the innermost.
     """
 
     def __init__(
@@ -167,7 +171,7 @@ class Executor:
         self._clock = clock
 
     def execute(self, call: ToolCall, context: ToolContext) -> ToolResult:
-        """Return the one result of the call. Raises CallRepeated when this message is not to be answered."""
+        """Return the one result of the call. Raises CallRepeated: this message needs no answer."""
         received_at, received = time.time(), time.monotonic()
         requests: Sequence[SandboxRequest] = ()
         prepare = cache(lambda: _attempt(call, lambda: self._prepare(call, context)))
@@ -177,16 +181,15 @@ class Executor:
         if isinstance(prepared, ToolResult):
             if claim in (CallClaim.GRANTED, CallClaim.MOVED):
                 claim = _attempt(call, lambda: self._claims.refuse(call, context, self._resources.holder))
-            # Its sender gets the refusal even if that cannot be noted.
+            # The sender gets the refusal even if Redis cannot record it.
             claim = CallClaim.GRANTED if isinstance(claim, ToolResult) else claim
         if claim in (CallClaim.STARTED, CallClaim.SUPERSEDED):
             raise CallRepeated(claim)
         if isinstance(claim, ToolResult):
-            # Only a Redis that did not answer may answer in a moment; any other failure is a bug, which another attempt
-            # repeats.
+            # A retry helps only if Redis did not answer. Any other failure is a bug, and a retry would repeat it.
             result = _not_run(claim, RunFailure.BROKER) if claim.error_code is ErrorCode.BROKER_UNAVAILABLE else claim
         else:
-            # After the claim, from which the shared clock learns Redis's time.
+            # Read the clock after the claim: the claim's reply updates the shared clock with Redis's time.
             queued_s = max(0.0, self._clock() - (time.monotonic() - received) - context.sent_at)
             if isinstance(prepared, ToolResult):
                 result = prepared
@@ -206,11 +209,11 @@ class Executor:
         # The same answer for both: a tenant cannot learn that another one has a tool.
         if tool is None or not tool.spec.is_for(context.tenant):
             raise ToolFailure(ErrorCode.TOOL_NOT_FOUND, f"Tool not found: {call.name}")
-        # Before the arguments: a tool that is off says so, whatever it is called with.
+        # Check before the arguments: a tool that is off reports that even for invalid arguments.
         self._policy.check_switches(tool.spec, context.tenant)
         if context.arguments_blob is not None:
-            given = decode_arguments(self.blobs.take(context.tenant, context.arguments_blob))
-            call = call.model_copy(update={"arguments": given})
+            arguments_from_blob = decode_arguments(self.blobs.take(context.tenant, context.arguments_blob))
+            call = call.model_copy(update={"arguments": arguments_from_blob})
         arguments, aliases = prepare_arguments(
             tool.spec, call.arguments, text=context.text_arguments, checks=tool.validators
         )
@@ -218,8 +221,8 @@ class Executor:
         return _PreparedCall(call, tool, arguments, aliases, terms)
 
     def _run(self, prepared: _PreparedCall, context: ToolContext) -> tuple[ToolResult, Sequence[SandboxRequest]]:
-        """Run the handler of a claimed call; return its result, and its requests to sandboxd."""
-        # Only now: a repeated message must not take over the first one's events.
+        """Run the handler of a claimed call. Return its result and its requests to sandboxd."""
+        # Open it after the claim: a repeated message must not take over the events of the first message.
         environment = _attempt(prepared.call, lambda: self._open_environment(prepared, context))
         if isinstance(environment, ToolResult):
             return environment, ()
@@ -249,7 +252,7 @@ class Executor:
         return handler()
 
     def _build_result(self, outcome: Outcome, environment: ToolEnvironment) -> ToolResult:
-        blob = self._leave(outcome.blob, environment) if outcome.blob is not None else None
+        blob = self._store_blob(outcome.blob, environment) if outcome.blob is not None else None
         news = environment.sandbox_news()
         return ToolResult(
             call_id=environment.call.id,
@@ -265,21 +268,20 @@ class Executor:
             **environment.reports(),
         )
 
-    def _leave(self, data: bytes, environment: ToolEnvironment) -> str:
+    def _store_blob(self, data: bytes, environment: ToolEnvironment) -> str:
         try:
             return self.blobs.leave(environment.context.tenant, data)
         except (BrokerUnavailable, ToolFailure) as error:
             if error.code not in (ErrorCode.BROKER_UNAVAILABLE, ErrorCode.QUOTA_EXCEEDED):
                 raise
-            # The call has acted: a caller that reads that Redis was away, or that a limit was reached, would send it
-            # again.
+            # The call has acted. On BROKER_UNAVAILABLE or QUOTA_EXCEEDED a caller would send it again.
             raise ToolFailure(
                 ErrorCode.OUTCOME_UNKNOWN, f"the call has run, and its result is lost: {error}"
             ) from error
 
 
 def _attempt(call: ToolCall, work: Callable[[], T], environment: ToolEnvironment | None = None) -> T | ToolResult:
-    """Return what `work` returns, or the result of its failure. `environment`: of the handler that is run."""
+    """Return what `work` returns, or the result of its failure. `environment`: that of the running handler."""
     try:
         return work()
     except SandboxdUnreachable as away:
@@ -292,13 +294,15 @@ def _attempt(call: ToolCall, work: Callable[[], T], environment: ToolEnvironment
         return ToolResult.failed(call, error.code, str(error) + news, metadata=metadata, **reports)
     except Exception as error:  # the edge: a bug in a tool must cost this call only, and be loud
         log.exception("tool_bug", tool=call.name, call=call.id)
-        message = f"{call.name} failed by a bug of ours ({type(error).__name__}); the log has it under call {call.id}"
+        message = (
+            f"{call.name} failed because of a bug ({type(error).__name__}); see the worker's log for call {call.id}"
+        )
         return ToolResult.failed(call, ErrorCode.INTERNAL, message)
 
 
 def _sandboxd_away(call: ToolCall, away: SandboxdUnreachable) -> ToolResult:
-    """Return the result of a call whose sandboxd went away. The dispatcher sends it again if it has not acted, or may
-    act twice.
+    """Return the result of a call whose sandboxd became unreachable. The dispatcher sends the call again if it has not
+    acted, or if it may act twice.
     """
     log.error("sandboxd_away", tool=call.name, call=call.id, was_sent=away.was_sent, error=str(away))
     if not away.was_sent:
@@ -317,21 +321,20 @@ def _refusal(call: ToolCall, claim: CallClaim) -> ToolResult:
 
 
 def _not_run(result: ToolResult, failure: RunFailure) -> ToolResult:
-    """Tell the dispatcher that the call cannot have acted."""
+    """Mark the result: the call cannot have acted, so the dispatcher may send it again."""
     return result.model_copy(update={"metadata": {**result.metadata, **failure.metadata}})
 
 
 SURE_AFTER_S = 2.5
-"""After so long a claim is on Redis's disk (`appendfsync everysec`)."""
+"""Seconds after which a claim is on Redis's disk (`appendfsync everysec`)."""
 LOOK_S = 0.5
 
 
 class HeldCalls:
-    """The calls that run in this process. While there are any, a thread confirms each claim once, when Redis can no
-    longer forget it.
+    """The calls that run in this process. A thread confirms each claim once, after Redis has written it to disk.
 
-    Without that, a call whose record reads `queued` again would be reported as never run at its deadline, and a cancel
-    would not reach it.
+    A Redis that crashes before that may lose the claim, and the record reads `queued` again. Without the confirmation,
+    the call would be reported as never run at its deadline, and a cancel would not reach it.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -342,8 +345,8 @@ class HeldCalls:
 
     @contextmanager
     def over(self, confirm: Callable[[], object]) -> Iterator[None]:
-        """Hold a call while the block runs. `confirm` claims it again; when it raises BrokerUnavailable it is called
-        again.
+        """Register a running call while the block runs. `confirm` records the claim again. It is called again after
+        BrokerUnavailable.
         """
         mark = object()
         with self._lock:
@@ -356,7 +359,7 @@ class HeldCalls:
 
     def look(self) -> None:
         """Confirm all claims that are due."""
-        # One step of the interpreter: other threads begin and end calls.
+        # `list` copies the dict in one step of the interpreter: other threads add and remove calls.
         for mark, (due, confirm) in list(self._unconfirmed.items()):
             if self._clock() < due:
                 continue
@@ -368,7 +371,7 @@ class HeldCalls:
             self._unconfirmed.pop(mark, None)
 
     def _start(self) -> None:
-        """Start the thread, also in a process of a pool, which has none of its parent's threads."""
+        """Start the thread if this process has none. A forked pool process has none of its parent's threads."""
         if self._thread_of != os.getpid():
             self._thread_of = os.getpid()
             threading.Thread(target=self._run, name="held-calls", daemon=True).start()
@@ -384,7 +387,7 @@ class HeldCalls:
 
 
 class ClaimConfirmation(CallMiddleware):
-    """Confirms the claims of an executor's calls. `held`: shared by all executors of a process."""
+    """Confirms the claims of an executor's calls. `held`: the calls of all executors of the process."""
 
     def __init__(self, held: HeldCalls, claims: WorkerCallStore, holder: str) -> None:
         self._held = held

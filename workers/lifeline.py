@@ -1,4 +1,4 @@
-"""Bounds the end of a process whose keeper is gone: asked by a signal at once, killed after a grace."""
+"""Time limit for the shutdown of a process whose parent has died: the kernel sends a signal, then a thread kills it."""
 
 import ctypes
 import os
@@ -11,28 +11,28 @@ _PR_GET_PDEATHSIG = 2
 
 
 def hold_lifeline(grace_s: float) -> None:
-    """If this process was started to die with its parent (PR_SET_PDEATHSIG), have a thread kill it `grace_s` after that
-    has gone.
+    """Start a thread that kills this process `grace_s` seconds after its parent has died. Does nothing unless the
+    process was started to die with its parent (PR_SET_PDEATHSIG).
 
-    The kernel's signal asks for an orderly end. That may wait for what went with the keeper: a result for Redis is
-    tried again for minutes, an engine that does not answer is waited for. A signal from anybody else bounds nothing:
-    the worker of a pool finishes its calls. The processes of Celery's pool die with their worker at once, as Celery
-    asks the kernel.
+    The kernel's signal asks for an orderly shutdown. The shutdown may wait for services that died with the parent: it
+    retries a result for Redis for minutes, and it waits for a Docker engine that does not answer. A signal from another
+    process sets no time limit: the worker of a pool finishes its calls. The processes of Celery's pool die with their
+    worker at once, because Celery asks the kernel for that.
     """
     if not _dies_with_parent():
         return
-    # Not by its number, which may be another's one day. A keeper that died before this line has ended us with its
-    # signal.
-    keeper = os.pidfd_open(os.getppid())
-    threading.Thread(target=_outlive, args=(keeper, grace_s), name="lifeline", daemon=True).start()
+    # A pidfd, not a process id: the kernel may reuse the id. If the parent died before this line, the kernel's signal
+    # has already ended this process.
+    parent = os.pidfd_open(os.getppid())
+    threading.Thread(target=_kill_after_parent, args=(parent, grace_s), name="lifeline", daemon=True).start()
 
 
-def _outlive(keeper: int, grace_s: float) -> None:
-    watched = select.poll()
-    watched.register(keeper, select.POLLIN)
-    watched.poll()
+def _kill_after_parent(parent: int, grace_s: float) -> None:
+    poll = select.poll()
+    poll.register(parent, select.POLLIN)
+    poll.poll()
     time.sleep(grace_s)
-    # Says nothing: whoever is stuck may hold the lock of the log.
+    # No log line: a thread that is stuck may hold the lock of the log.
     os.kill(os.getpid(), signal.SIGKILL)
 
 

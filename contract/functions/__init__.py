@@ -1,4 +1,4 @@
-"""Functions as tools: what whoever writes one imports, whether a program runs it itself or a worker does."""
+"""Public API for writing tools as Python functions, for tools that run in the program itself or in a worker."""
 
 from contract.errors import ErrorCode, ToolFailure
 from contract.functions.call_context import CallContext, ModelAdapter

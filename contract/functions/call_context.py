@@ -1,6 +1,4 @@
-"""What a function that runs as a tool is told beside its arguments: whose call it is, configuration, folder, model,
-state.
-"""
+"""Context of a call for a function that runs as a tool: ids, configuration, working directory, model and state."""
 
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
@@ -14,9 +12,7 @@ T = TypeVar("T")
 
 @runtime_checkable
 class ModelAdapter(Protocol):
-    """The model in use, as tools see it: its name, and one whole reply to a prompt or messages. `complete` is
-    awaited.
-    """
+    """The caller's model, as tools see it. `complete` returns one whole reply to a prompt or messages; await it."""
 
     @property
     def name(self) -> str: ...
@@ -25,18 +21,17 @@ class ModelAdapter(Protocol):
 
 
 class CoroutineRunner(Protocol):
-    """Runs a coroutine to its end for a plain function, and gives what it gives. Raises RuntimeError where that would
-    wait for ever.
-    """
+    """Runs a coroutine for a plain function and returns its result. Raises RuntimeError where this would deadlock."""
 
     def __call__(self, coroutine: Coroutine[Any, Any, T], /) -> T: ...
 
 
 @dataclass(frozen=True)
 class CallContext:
-    """One call's surroundings. `config` is read-only; `state` belongs to the session and outlives the call.
+    """Context of one call. `config` is read-only; `state` belongs to the session and outlives the call.
 
-    A function gets it in a parameter annotated `CallContext`; that parameter is no part of what the model sees.
+    A function receives the context in a parameter that is annotated `CallContext`. The model does not see that
+    parameter.
     """
 
     call_id: str
@@ -46,49 +41,47 @@ class CallContext:
     cwd: str = "/workspace"
     config: Mapping[str, Any] = field(default_factory=dict)
     model: ModelAdapter | None = None
-    """None when the program that runs the tools named none."""
+    """None if the program that runs the tools has no model."""
     state: SessionState = field(default_factory=NoState)
     runner: CoroutineRunner | None = field(default=None, repr=False, compare=False)
 
     def wait(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """For functions that are not async: run `coroutine` (of `state` or `model`) and give what it gives.
+        """Run a coroutine of `state` or `model` from a plain function, and return its result.
 
-        Raises RuntimeError in an async function, which would wait for ever: await it there instead.
+        Raises RuntimeError in an async function, where this would deadlock. Use await there.
         """
         if self.runner is None:
             raise refuse_to_wait(coroutine)
         return self.runner(coroutine)
 
     def require_model(self) -> ModelAdapter:
-        """The model, for tools that cannot do without. Raises ToolFailure(CONFIG_MISSING) with what to do when there is
-        none.
-        """
+        """Return the model. Raises ToolFailure(CONFIG_MISSING) if the caller has no model."""
         if self.model is None:
             raise ToolFailure(
                 ErrorCode.CONFIG_MISSING,
-                "this tool asks a model, and its caller has none: call it within an agent's run",
+                "this tool needs a model, but its caller has none. Call it in a run of an agent.",
             )
         return self.model
 
 
 CallHandler = Callable[[dict[str, Any], CallContext], Any]
-"""What runs a tool made of a function: (arguments, context) -> any value, or an awaitable of one."""
+"""Handler of a function tool: (arguments, context) -> any value, or an awaitable of any value."""
 
 
 @dataclass(frozen=True)
-class KnownHandler:
-    """A handler that knows whether it gives a coroutine: it calls somebody else's function, which its own signature
-    cannot tell.
+class FunctionHandler:
+    """A handler that calls a user's function and records whether that function is async. The handler's own signature
+    does not show it.
     """
 
     run: CallHandler
-    gives_coroutine: bool
+    returns_coroutine: bool
 
     def __call__(self, arguments: dict[str, Any], context: CallContext) -> Any:
         return self.run(arguments, context)
 
 
 def refuse_to_wait(coroutine: Coroutine[Any, Any, Any]) -> RuntimeError:
-    """The error of a `wait` that could never end. The coroutine is closed: nobody will await it."""
+    """Return the error of a `wait` that would deadlock. Closes the coroutine, which nothing awaits any more."""
     coroutine.close()
     return RuntimeError("CallContext.wait is for plain functions; in an async function use await")

@@ -1,4 +1,4 @@
-"""Whatever a function gives or raises, as the one ToolResult of its call."""
+"""Conversion of a function's return value or exception to the ToolResult of its call."""
 
 import dataclasses
 import json
@@ -15,8 +15,10 @@ _METADATA: TypeAdapter[dict[str, JsonValue]] = TypeAdapter(dict[str, JsonValue])
 
 
 def build_result(call: ToolCall, value: Any) -> ToolResult:
-    """A success with `value` as text; results of ours and of look-alikes keep what they say. Raises what `value`'s own
-    methods raise.
+    """Return the result of a call whose function returned `value`.
+
+    A ToolResult, a LangChain-style message and an object with `success` keep their status. Any other value becomes the
+    text of a success. Exceptions of the value's own methods propagate.
     """
     if isinstance(value, ToolResult):
         return value.model_copy(update={"call_id": call.id, "name": call.name})
@@ -34,22 +36,24 @@ def build_result(call: ToolCall, value: Any) -> ToolResult:
 
 
 def build_failure(call: ToolCall, error: BaseException) -> ToolResult:
-    """What the model is told of an exception: its type and text, or the code and sentence of a ToolFailure."""
+    """Return the result of a call whose function raised `error`: the exception's type and text, or the code and
+    sentence of a ToolFailure.
+    """
     while isinstance(error, BaseExceptionGroup) and len(error.exceptions) == 1:
-        # What a TaskGroup raises says nothing; its one task does.
+        # The message of a TaskGroup's exception is generic; the exception of its one task has the cause.
         error = error.exceptions[0]
     if isinstance(error, ToolFailure):
         return ToolResult.failed(call, error.code, error.message, metadata=_plain_metadata(error.metadata))
     try:
-        told = str(error)
-    except Exception:  # noqa: BLE001  # a user's exception may fail even at saying what it is
-        told = ""
+        message = str(error)
+    except Exception:  # noqa: BLE001  # __str__ of a user's exception may raise
+        message = ""
     name = type(error).__name__
-    return ToolResult.failed(call, ErrorCode.INTERNAL, f"{name}: {told}" if told else name)
+    return ToolResult.failed(call, ErrorCode.INTERNAL, f"{name}: {message}" if message else name)
 
 
 def value_text(value: Any) -> str:
-    """Text as it is; everything else as JSON, and what JSON cannot carry as `str` writes it."""
+    """Return text unchanged, and any other value as JSON. Values that have no JSON form are converted with `str`."""
     if isinstance(value, str):
         return str(value)
     if isinstance(value, bytes | bytearray):
@@ -61,7 +65,7 @@ def value_text(value: Any) -> str:
 
 
 def _reports_success(value: Any) -> bool:
-    """True for results in the shape of ours. Data that merely has such fields, a dict or a model, stays data."""
+    """Return whether the value has the shape of a ToolResult. A dict or a pydantic model with such fields is data."""
     if isinstance(value, Mapping | BaseModel):
         return False
     return isinstance(getattr(value, "success", None), bool) and (hasattr(value, "output") or hasattr(value, "error"))
@@ -89,7 +93,6 @@ def _success(call: ToolCall, text: str, metadata: dict[str, JsonValue] | None = 
 
 
 def _from_message(call: ToolCall, message: Any) -> ToolResult:
-    """A ToolMessage's content, status and artifact."""
     is_error = getattr(message, "status", "success") == "error"
     text, artifact = value_text(message.content), _extra(message, "artifact")
     return _from_parts(call, not is_error, None if is_error else text, text if is_error else None, artifact)
@@ -100,8 +103,10 @@ def _from_parts(call: ToolCall, success: bool, output: Any, error: Any, metadata
     if success:
         return _success(call, text or "", metadata)
     fitted, is_cut = _fit(text or "")
-    told = value_text(error) if error else "the tool reported a failure"
-    return ToolResult.failed(call, ErrorCode.INTERNAL, told, output=fitted or None, truncated=is_cut, metadata=metadata)
+    message = value_text(error) if error else "the tool reported a failure"
+    return ToolResult.failed(
+        call, ErrorCode.INTERNAL, message, output=fitted or None, truncated=is_cut, metadata=metadata
+    )
 
 
 def _extra(value: Any, name: str) -> dict[str, JsonValue]:
@@ -117,7 +122,7 @@ def _plain_metadata(metadata: Mapping[str, Any]) -> dict[str, JsonValue]:
 
 
 def _fit(text: str) -> tuple[str, bool]:
-    """At most MAX_OUTPUT_CHARS characters that UTF-8 can carry, and whether that cut something."""
+    """Return at most MAX_OUTPUT_CHARS characters of the text as valid UTF-8, and whether the text was cut."""
     if not text.isascii():
         text = text.encode("utf-8", "replace").decode()
     return text[:MAX_OUTPUT_CHARS], len(text) > MAX_OUTPUT_CHARS

@@ -1,11 +1,11 @@
-"""What a model that a tool asks gives back."""
+"""Reply of a model to a request of a tool."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class Usage:
-    """Tokens as the server counted them; 0 when it does not tell."""
+    """Token counts of the model server; 0 if the server reports none."""
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
@@ -16,7 +16,7 @@ class Usage:
 
 @dataclass(frozen=True)
 class Completion:
-    """A whole reply. `finish_reason` as the server sent it: with "length" the text is cut."""
+    """A whole reply. `finish_reason` is the server's value; "length" means that the text is incomplete."""
 
     text: str
     usage: Usage

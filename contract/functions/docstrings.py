@@ -1,4 +1,4 @@
-"""What a Google-style docstring says of a function: its description, and a sentence for each parameter."""
+"""Parser of Google-style docstrings: the description of the function, and a sentence for each parameter."""
 
 import inspect
 import re
@@ -14,14 +14,14 @@ _ENTRY = re.compile(r"^\*{0,2}(\w+)\s*(?:\([^)]*\))?\s*:\s*(.*)$")
 
 @dataclass(frozen=True)
 class Docstring:
-    """`description`: what stands before the first section."""
+    """Parts of a docstring. `description`: the text before the first section."""
 
     description: str = ""
     parameters: dict[str, str] = field(default_factory=dict)
 
 
 def parse_docstring(text: str | None) -> Docstring:
-    """Never fails: what has no section is all description."""
+    """Parse a docstring. Never raises: a text without sections is the description."""
     lines = inspect.cleandoc(text or "").splitlines()
     sections: dict[str, list[str]] = {"": []}
     name = ""
@@ -33,7 +33,7 @@ def parse_docstring(text: str | None) -> Docstring:
         elif not name or not line or line[0].isspace():
             sections[name].append(line)
         else:
-            # Text at the margin ends a section; it is prose again, and belongs to no parameter.
+            # Text without indentation ends a section and belongs to no parameter.
             name = "prose"
             sections.setdefault(name, []).append(line)
     entries: dict[str, str] = {}
@@ -43,7 +43,7 @@ def parse_docstring(text: str | None) -> Docstring:
 
 
 def _parse_entries(lines: list[str]) -> dict[str, str]:
-    """`name (type): text`, continued on lines that are indented deeper."""
+    """Parse entries `name (type): text`, which continue on lines with deeper indentation."""
     entries: dict[str, str] = {}
     depth = min((len(line) - len(line.lstrip()) for line in lines if line.strip()), default=0)
     current = ""

@@ -1,6 +1,4 @@
-"""A Python signature as a tool's parameters: the JSON Schema a model reads, and how its arguments become the
-function's.
-"""
+"""Conversion of a Python signature to a tool's JSON Schema, and of a call's JSON arguments to Python arguments."""
 
 import functools
 import inspect
@@ -22,12 +20,14 @@ from pydantic.fields import FieldInfo
 from pydantic.json_schema import PydanticJsonSchemaWarning
 
 from contract.errors import ErrorCode, ToolFailure
-from contract.functions.call_context import CallContext, KnownHandler
+from contract.functions.call_context import CallContext, FunctionHandler
 from contract.functions.docstrings import Docstring, parse_docstring
 from contract.functions.json_schemas import JsonSchema, plain_schema
 
 CONTEXT_NAMES = frozenset({"context", "ctx"})
-"""A parameter of this name without annotation gets the context, as one annotated CallContext does whatever its name."""
+"""Names of parameters that receive the context if they have no annotation. A parameter annotated CallContext receives
+the context under any name.
+"""
 
 _UNFIT = (
     PydanticSchemaGenerationError,
@@ -41,16 +41,16 @@ _UNFIT = (
 
 @dataclass(frozen=True)
 class FunctionShape:
-    """What is known of a function without calling it."""
+    """Facts about a function that are known without calling it."""
 
     name: str
     docstring: Docstring
     schema: JsonSchema
-    """As pydantic makes it, references inlined, titles dropped."""
+    """The schema from pydantic, with references inlined and titles removed."""
     _model: type[BaseModel]
     _fields: Mapping[str, str]
-    """Parameter -> field of the model. The fields have names of their own: a parameter may be called `schema` or
-    `_x`.
+    """Parameter -> field of the model. The fields have generated names, because pydantic refuses fields that are called
+    `schema` or `_x`.
     """
     _positional: tuple[str, ...] = ()
     _context: frozenset[str] = frozenset()
@@ -58,51 +58,53 @@ class FunctionShape:
 
     @property
     def is_open(self) -> bool:
-        """True when the function takes any further named argument."""
+        """True if the function takes `**kwargs`."""
         return self._extra is not None
 
     def bind(self, arguments: Mapping[str, Any], context: CallContext) -> tuple[list[Any], dict[str, Any]]:
-        """Arguments as the function's own types. Raises ToolFailure(INVALID_ARGUMENTS) with what does not fit."""
+        """Return the positional and the keyword arguments, converted to the annotated types. Raises
+        ToolFailure(INVALID_ARGUMENTS) with the values that do not fit.
+        """
         try:
             checked = self._model.model_validate(
                 {name: value for name, value in arguments.items() if name in self._fields}
             )
             extra = {name: value for name, value in arguments.items() if name not in self._fields}
-            named = {name: getattr(checked, place) for name, place in self._fields.items()}
+            values = {name: getattr(checked, model_field) for name, model_field in self._fields.items()}
             if self._extra is not None:
-                named.update(self._extra.validate_python(extra))
+                values.update(self._extra.validate_python(extra))
             elif extra:
                 raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, f"{self.name}: unknown parameter '{next(iter(extra))}'")
         except ValidationError as error:
-            raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, f"{self.name}: {_complaints(error)}") from error
-        named.update(dict.fromkeys(self._context, context))
-        return [named.pop(name) for name in self._positional], named
+            raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, f"{self.name}: {_describe_errors(error)}") from error
+        values.update(dict.fromkeys(self._context, context))
+        return [values.pop(name) for name in self._positional], values
 
 
 def read_function(function: Callable[..., Any], *, name: str | None = None) -> FunctionShape:
-    """The shape of `function`. Raises TypeError, naming function and parameter, for what no model can fill in."""
+    """Return the shape of `function`. Raises TypeError, with function and parameter, for a type without JSON form."""
     name = name or function_name(function)
     docstring = parse_docstring(_docstring_of(function))
     parameters = _parameters(function, name)
     context = frozenset(parameter.name for parameter in parameters if _is_context(parameter))
     extra = None
     fields: dict[str, Any] = {}
-    places: dict[str, str] = {}
+    field_names: dict[str, str] = {}
     for parameter in parameters:
         if parameter.name in context:
             continue
         if parameter.kind is inspect.Parameter.VAR_KEYWORD:
             extra = _extra_adapter(parameter, name)
             continue
-        places[parameter.name] = f"p{len(places)}"
-        fields[places[parameter.name]] = _field(parameter, docstring)
+        field_names[parameter.name] = f"p{len(field_names)}"
+        fields[field_names[parameter.name]] = _field(parameter, docstring)
     model = _build_model(name, parameters, fields)
     return FunctionShape(
         name=name,
         docstring=docstring,
         schema=_schema(model, extra),
         _model=model,
-        _fields=places,
+        _fields=field_names,
         _positional=tuple(
             parameter.name for parameter in parameters if parameter.kind is inspect.Parameter.POSITIONAL_ONLY
         ),
@@ -112,41 +114,48 @@ def read_function(function: Callable[..., Any], *, name: str | None = None) -> F
 
 
 def tool_parameters(shape: FunctionShape) -> JsonSchema:
-    """The parameters of a ToolSpec: closed to unknown names unless the function is open, null told as a type."""
-    plain = plain_schema(shape.schema, tell_null_as_type=True)
+    """Return the parameter schema of a ToolSpec. The schema refuses unknown names unless the function takes
+    `**kwargs`, and writes unions with null as a list of types.
+    """
+    plain = plain_schema(shape.schema, null_as_type=True)
     return plain if shape.is_open else {**plain, "additionalProperties": False}
 
 
 def function_name(function: Callable[..., Any]) -> str:
-    """The name a function goes by, also through `functools.partial` and for callable objects."""
+    """Return the name of a function, of the function in a `functools.partial`, or of a callable object's class."""
     inner = _target(function)
     return str(getattr(inner, "__name__", None) or type(inner).__name__)
 
 
 def is_async(function: Callable[..., Any]) -> bool:
-    """True when calling it gives a coroutine: `async def`, also as a method, in a partial, or as an object's
-    `__call__`.
+    """Return whether a call of the function returns a coroutine: `async def`, also as a method, in a partial, or as an
+    object's `__call__`.
     """
     inner = _target(function)
-    if isinstance(inner, KnownHandler):
-        return inner.gives_coroutine
+    if isinstance(inner, FunctionHandler):
+        return inner.returns_coroutine
     return inspect.iscoroutinefunction(inner) or inspect.iscoroutinefunction(getattr(inner, "__call__", None))  # noqa: B004
 
 
 def takes_second_argument(function: Callable[..., Any]) -> bool:
-    """Whether a context is to be passed behind the arguments. False when the signature cannot be read, and for a second
-    parameter with a default that says nothing of a context: that is the function's own."""
+    """Return whether the function takes the context as its second argument.
+
+    Returns False if the signature cannot be read. Returns False also for a second parameter that has a default and is
+    not a context by name or annotation.
+    """
     try:
         parameters = inspect.signature(function).parameters.values()
     except (ValueError, TypeError):
         return False
     if any(p.kind is inspect.Parameter.VAR_POSITIONAL for p in parameters):
         return True
-    places = [
+    positional = [
         p for p in parameters if p.kind in (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     ]
-    return len(places) > 1 and (
-        places[1].default is places[1].empty or places[1].name in CONTEXT_NAMES or _is_context(places[1])
+    return len(positional) > 1 and (
+        positional[1].default is positional[1].empty
+        or positional[1].name in CONTEXT_NAMES
+        or _is_context(positional[1])
     )
 
 
@@ -168,27 +177,27 @@ def _own_call(value: Any) -> bool:
 
 
 def _parameters(function: Callable[..., Any], name: str) -> list[inspect.Parameter]:
-    """The parameters with their annotations evaluated."""
+    """Return the parameters with their annotations evaluated."""
     try:
         signature = inspect.signature(function)
     except (ValueError, TypeError) as error:
         raise TypeError(
-            f"tool '{name}': its signature cannot be read ({error}): wrap it in a function with annotated parameters"
+            f"tool '{name}': the signature cannot be read ({error}). Wrap it in a function with annotated parameters."
         ) from error
     hints = _hints(function, name, signature)
-    found = [
+    parameters = [
         parameter.replace(annotation=hints.get(parameter.name, parameter.annotation))
         for parameter in signature.parameters.values()
     ]
-    for place, parameter in enumerate(found):
+    for position, parameter in enumerate(parameters):
         if parameter.kind is inspect.Parameter.VAR_POSITIONAL:
             raise TypeError(
-                f"tool '{name}': parameter '*{parameter.name}': a model names its arguments: take a list instead"
+                f"tool '{name}': parameter '*{parameter.name}': models pass arguments by name. Use a list parameter."
             )
-        if place == 0 and parameter.name in ("self", "cls") and parameter.annotation is parameter.empty:
-            sentence = "is a method's own object: make a tool of the bound method, as_tool(instance.method)"
+        if position == 0 and parameter.name in ("self", "cls") and parameter.annotation is parameter.empty:
+            sentence = "shows an unbound method. Use the bound method: as_tool(instance.method)."
             raise TypeError(f"tool '{name}': parameter '{parameter.name}' {sentence}")
-    return found
+    return parameters
 
 
 def _hints(function: Callable[..., Any], name: str, signature: inspect.Signature) -> dict[str, Any]:
@@ -197,15 +206,15 @@ def _hints(function: Callable[..., Any], name: str, signature: inspect.Signature
     try:
         return typing.get_type_hints(source, include_extras=True)
     except NameError as error:
-        guilty = [p.name for p in signature.parameters.values() if str(error.name) in _annotation_text(p.annotation)]
-        where = f"parameter '{guilty[0]}'" if guilty else "an annotation"
+        affected = [p.name for p in signature.parameters.values() if str(error.name) in _annotation_text(p.annotation)]
+        where = f"parameter '{affected[0]}'" if affected else "an annotation"
         sentence = (
-            f"{where} names '{error.name}', which its module does not define: import it there, not only for type "
-            "checkers"
+            f"{where} names '{error.name}', which the module does not define. Import it at run time, not only for type "
+            "checkers."
         )
         raise TypeError(f"tool '{name}': {sentence}") from error
     except TypeError as error:
-        raise TypeError(f"tool '{name}': its annotations cannot be read ({error})") from error
+        raise TypeError(f"tool '{name}': the annotations cannot be read ({error}). Fix them.") from error
 
 
 def _annotation_text(annotation: Any) -> str:
@@ -229,13 +238,13 @@ def _field(parameter: inspect.Parameter, docstring: Docstring) -> tuple[Any, Any
     if isinstance(parameter.default, FieldInfo):
         annotation = Annotated[annotation, parameter.default]
     elif isinstance(parameter.default, float) and not math.isfinite(parameter.default):
-        # A factory's value is not told: JSON has no such number.
+        # The schema leaves out the value of a factory: JSON has no infinite number and no NaN.
         facts["default_factory"] = lambda: parameter.default
     elif parameter.default is not parameter.empty:
         facts["default"] = parameter.default
-    told = docstring.parameters.get(parameter.name)
-    if told and not _has_description(annotation):
-        facts["description"] = told
+    description = docstring.parameters.get(parameter.name)
+    if description and not _has_description(annotation):
+        facts["description"] = description
     return annotation, Field(**facts)
 
 
@@ -261,7 +270,7 @@ def _build_model(name: str, parameters: list[inspect.Parameter], fields: dict[st
         for annotation, info in fields.values():
             _check_annotation(name, str(info.alias), annotation)
         raise TypeError(
-            f"tool '{name}': no JSON Schema can be made of its parameters ({_first_line(error)})"
+            f"tool '{name}': the parameters have no JSON Schema ({_first_line(error)}). Annotate them with JSON types."
         ) from error
     return model
 
@@ -279,8 +288,8 @@ def _unfit(name: str, parameter: str, annotation: Any, error: Exception) -> Type
         if isinstance(annotation, ForwardRef)
         else getattr(annotation, "__name__", None) or str(annotation)
     )
-    sentence = f"parameter '{parameter}': {shown} has no JSON form a model could write ({_first_line(error)})"
-    return TypeError(f"tool '{name}': {sentence}; annotate it with JSON types, a pydantic model, or CallContext")
+    sentence = f"parameter '{parameter}': {shown} has no JSON form ({_first_line(error)})"
+    return TypeError(f"tool '{name}': {sentence}. Annotate it with JSON types, a pydantic model, or CallContext.")
 
 
 def _first_line(error: Exception) -> str:
@@ -289,7 +298,7 @@ def _first_line(error: Exception) -> str:
 
 def _model_schema(model: type[BaseModel]) -> JsonSchema:
     with warnings.catch_warnings():
-        # A default that is no JSON stays the function's own business: the parameter is optional, its default untold.
+        # A default without a JSON form is left out of the schema. The parameter is still optional.
         warnings.simplefilter("ignore", PydanticJsonSchemaWarning)
         return model.model_json_schema()
 
@@ -303,8 +312,8 @@ def _schema(model: type[BaseModel], extra: TypeAdapter[dict[str, Any]] | None) -
     return schema
 
 
-def _complaints(error: ValidationError) -> str:
-    found = error.errors(include_url=False, include_input=False, include_context=False)[:5]
+def _describe_errors(error: ValidationError) -> str:
+    details = error.errors(include_url=False, include_input=False, include_context=False)[:5]
     return "; ".join(
-        f"parameter '{'.'.join(str(part) for part in complaint['loc'])}': {complaint['msg']}" for complaint in found
+        f"parameter '{'.'.join(str(part) for part in detail['loc'])}': {detail['msg']}" for detail in details
     )

@@ -1,4 +1,4 @@
-"""A function as a tool: the decorator `tool`, for programs that run their tools themselves and for workers alike."""
+"""The decorator `tool`, which turns a function into a tool for programs and for workers."""
 
 import inspect
 import re
@@ -22,7 +22,7 @@ _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 @dataclass(frozen=True)
 class FunctionTool(Tool[CallHandler], Generic[P, R]):
-    """A tool made of a function. Called, it is the function itself: no schema, no limit, no context of its own."""
+    """A tool that wraps a function. A direct call runs the function without schema check, timeout or context."""
 
     function: Callable[P, R] = field(kw_only=True)
 
@@ -66,16 +66,16 @@ def tool(
     idempotent: bool = False,
     validators: Iterable[Validator] = (),
 ) -> Any:
-    """Make a tool of a function, sync or async: `@tool`, or `@tool(name=..., timeout_s=...)`.
+    """Turn a sync or async function into a tool: `@tool`, or `@tool(name=..., timeout_s=...)`.
 
-    Its type hints become the parameters' JSON Schema, its Google-style docstring their descriptions; a parameter
-    annotated CallContext is filled in and not shown. Raises TypeError, naming function and parameter, for a signature
-    that no model could fill in.
+    The type hints become the JSON Schema of the parameters. The Google-style docstring gives the descriptions. A
+    parameter annotated CallContext receives the context, and the model does not see it. Raises TypeError, with function
+    and parameter, for a parameter without a JSON form.
     """
 
     def decorate(target: Callable[..., Any]) -> FunctionTool[..., Any]:
         if not callable(target):
-            raise TypeError(f"@tool decorates a function, not {target!r}; its options go by name: @tool(name='search')")
+            raise TypeError(f"@tool needs a function, not {target!r}. Pass options by name: @tool(name='search')")
         _refuse_generators(target)
         shape = read_function(target, name=name)
         spec = checked_spec(
@@ -94,13 +94,13 @@ def tool(
 
 
 def checked_spec(name: str, **fields: Any) -> ToolSpec:
-    """The spec of a tool of a program or an operator. Raises TypeError for a name that model servers refuse, and for
-    what no spec takes.
+    """Return the spec of a program's or an operator's tool. Raises TypeError for a name that model servers refuse, and
+    for invalid fields.
     """
     if not _NAME.fullmatch(name):
         sentence = (
-            "model servers take names of 1 to 64 letters (a-z, A-Z), digits, '_' and '-' only; give it such a name, as "
-            "@tool(name=...) does"
+            "model servers accept only names of 1 to 64 letters (a-z, A-Z), digits, '_' and '-'. Choose such a name "
+            "with @tool(name=...)"
         )
         raise TypeError(f"tool {name!r}: {sentence}")
     try:
@@ -113,5 +113,5 @@ def checked_spec(name: str, **fields: Any) -> ToolSpec:
 def _refuse_generators(function: Callable[..., Any]) -> None:
     if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
         raise TypeError(
-            f"tool '{function_name(function)}': it is a generator: return the whole result instead of yielding parts"
+            f"tool '{function_name(function)}' is a generator. Return the whole result instead of yielding parts."
         )

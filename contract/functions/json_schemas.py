@@ -1,5 +1,5 @@
-"""JSON Schemas made fit for a model: references inlined, titles dropped, unions with null told as a type, closed for
-strict mode.
+"""Simplification of JSON Schemas for models: inline references, remove titles, merge unions with null, close objects
+for strict mode.
 """
 
 from collections.abc import Callable, Mapping
@@ -8,12 +8,12 @@ from typing import Any
 JsonSchema = dict[str, Any]
 
 MAX_INLINED = 200
-"""References that are replaced in one schema. Further ones stay: definitions that refer twice to the next one double at
-every level.
+"""Limit of replaced references in one schema. Further references stay, because definitions that refer twice to the next
+one double the schema at every level.
 """
 
 _MAPS = ("properties", "patternProperties", "dependentSchemas", "$defs", "definitions")
-"""Keywords whose value is schemas by name: what stands there as `title` may be a property."""
+"""Keywords whose value maps names to schemas. A key `title` there may be the name of a property."""
 _LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
 _SINGLES = (
     "items",
@@ -27,34 +27,34 @@ _SINGLES = (
     "unevaluatedProperties",
 )
 _FOR_ANY_TYPE = frozenset({"enum", "const", "anyOf", "oneOf", "allOf", "not", "if", "$ref"})
-"""Keywords that bind values of every type, so that a null beside them would not pass."""
+"""Keywords that constrain values of every type. A merged schema with one of them would refuse null."""
 
 
-def plain_schema(schema: Mapping[str, Any], *, tell_null_as_type: bool = False) -> JsonSchema:
-    """`schema` without references and titles. A reference into itself stays, as those beyond MAX_INLINED do, with its
-    definition in `$defs`.
+def plain_schema(schema: Mapping[str, Any], *, null_as_type: bool = False) -> JsonSchema:
+    """Return the schema without references and titles. Recursive references and references beyond MAX_INLINED stay,
+    with their definitions in `$defs`.
 
-    `tell_null_as_type`: `integer or null` becomes `"type": ["integer", "null"]`, which a text dialect's strings can be
-    read by.
+    `null_as_type`: `integer or null` becomes `"type": ["integer", "null"]`, so that a text dialect can convert strings
+    by type.
     """
     definitions = {**schema.get("definitions", {}), **schema.get("$defs", {})}
     body = {key: value for key, value in schema.items() if key not in ("$defs", "definitions")}
     inliner = _Inliner(definitions)
     plain = drop_titles(inliner.inline(body, ()))
-    kept = {name: drop_titles(inliner.kept[name]) for name in sorted(inliner.kept)}
-    if tell_null_as_type:
+    remaining = {name: drop_titles(inliner.remaining[name]) for name in sorted(inliner.remaining)}
+    if null_as_type:
         plain = _merge_unions(plain)
-        kept = {name: _merge_unions(definition) for name, definition in kept.items()}
-    return {**plain, "$defs": kept} if kept else plain
+        remaining = {name: _merge_unions(definition) for name, definition in remaining.items()}
+    return {**plain, "$defs": remaining} if remaining else plain
 
 
 def drop_titles(schema: JsonSchema) -> JsonSchema:
-    """Without the keyword `title`, at every level; a property of that name stays."""
+    """Return the schema without the keyword `title` at every level. A property of that name stays."""
     return _map({key: value for key, value in schema.items() if key != "title"}, drop_titles)
 
 
 def close_schema(schema: Mapping[str, Any]) -> JsonSchema:
-    """For strict function calling: every object allows nothing beside its properties and requires all of them."""
+    """Return the schema for strict function calling: every object requires all its properties and allows no others."""
     closed = _map(dict(schema), close_schema)
     if closed.get("type") == "object" or "properties" in closed:
         closed["additionalProperties"] = False
@@ -64,33 +64,34 @@ def close_schema(schema: Mapping[str, Any]) -> JsonSchema:
 
 
 class _Inliner:
-    """Puts definitions where they are referred to. `kept`: those that had to stay: they contain themselves, or there
-    were too many.
+    """Replaces references by their definitions. `remaining`: definitions that stay, because they are recursive or
+    because MAX_INLINED was reached.
     """
 
     def __init__(self, definitions: Mapping[str, JsonSchema]) -> None:
         self._definitions = definitions
-        self.kept: dict[str, JsonSchema] = {}
+        self.remaining: dict[str, JsonSchema] = {}
         self._inlined = 0
 
     def inline(self, schema: JsonSchema, inside: tuple[str, ...]) -> JsonSchema:
         name = _definition_name(schema.get("$ref"))
         if name is None or name not in self._definitions:
             return _map(schema, lambda part: self.inline(part, inside))
-        beside = {key: value for key, value in schema.items() if key != "$ref"}
-        if name in inside or name in self.kept or self._inlined >= MAX_INLINED:
-            self._keep(name)
-            return {"$ref": f"#/$defs/{name}", **beside}
+        siblings = {key: value for key, value in schema.items() if key != "$ref"}
+        if name in inside or name in self.remaining or self._inlined >= MAX_INLINED:
+            self._keep_definition(name)
+            return {"$ref": f"#/$defs/{name}", **siblings}
         self._inlined += 1
         inlined = self.inline(self._definitions[name], (*inside, name))
-        if name in self.kept:
+        if name in self.remaining:
             inlined = {"$ref": f"#/$defs/{name}"}
-        return {**inlined, **_map(beside, lambda part: self.inline(part, inside))}
+        return {**inlined, **_map(siblings, lambda part: self.inline(part, inside))}
 
-    def _keep(self, name: str) -> None:
-        if name not in self.kept:
-            self.kept[name] = {}
-            self.kept[name] = self.inline(self._definitions[name], (name,))
+    def _keep_definition(self, name: str) -> None:
+        if name not in self.remaining:
+            # Mark the name first: the definition may refer to itself while it is inlined.
+            self.remaining[name] = {}
+            self.remaining[name] = self.inline(self._definitions[name], (name,))
 
 
 def _definition_name(reference: Any) -> str | None:
@@ -114,15 +115,15 @@ def _merge_unions(schema: JsonSchema) -> JsonSchema:
     kinds = [branch.get("type") for branch in branches]
     if not all(isinstance(kind, str) for kind in kinds) or len(set(kinds)) != len(kinds):
         return merged
-    speaking = [branch for branch in branches if len(branch) > 1]
-    if len(speaking) > 1 or any(_FOR_ANY_TYPE & branch.keys() for branch in speaking):
+    constrained = [branch for branch in branches if len(branch) > 1]
+    if len(constrained) > 1 or any(_FOR_ANY_TYPE & branch.keys() for branch in constrained):
         return merged
-    facts = {key: value for branch in speaking for key, value in branch.items() if key != "type"}
+    facts = {key: value for branch in constrained for key, value in branch.items() if key != "type"}
     return {**facts, **{key: value for key, value in merged.items() if key != "anyOf"}, "type": kinds}
 
 
 def _map(schema: JsonSchema, change: Callable[[JsonSchema], JsonSchema]) -> JsonSchema:
-    """A copy of `schema` with `change` made to the schemas right below it."""
+    """Return a copy of the schema in which `change` was applied to its direct subschemas."""
     copy = dict(schema)
     for key in _MAPS:
         if isinstance(copy.get(key), Mapping):

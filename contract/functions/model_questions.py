@@ -1,4 +1,4 @@
-"""What a tool in a worker asks the model of its caller, and what comes back, as they travel beside the call."""
+"""Requests of a tool in a worker to its caller's model, and the model's replies."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -11,12 +11,12 @@ from contract.functions.completions import Completion, Usage
 
 MAX_MESSAGES = 1000
 MAX_QUESTIONS = 20
-"""How often one call may ask; as many as a tool in the caller's own process."""
+"""Limit of model requests of one call, the same as for a tool in the caller's own process."""
 
 
 class ModelQuestion(Record):
-    """One request. `number` counts the questions of a call from 1; `messages` in the OpenAI wire shape; `max_tokens`
-    bounds the reply.
+    """One request to the model. `number` counts the requests of a call from 1. `messages` have the OpenAI format.
+    `max_tokens` limits the reply.
     """
 
     number: int = Field(ge=1, le=MAX_QUESTIONS)
@@ -26,7 +26,7 @@ class ModelQuestion(Record):
 
 
 class ModelAnswer(Record):
-    """The one answer to a question: a completion, or why there is none."""
+    """The reply to a ModelQuestion: a completion, or an error."""
 
     number: int
     text: str = ""
@@ -41,7 +41,7 @@ class ModelAnswer(Record):
         usage = completion.usage
         return cls(
             number=number,
-            # Half a surrogate pair is no text that could travel.
+            # UTF-8 cannot encode a lone surrogate.
             text=completion.text.encode("utf-8", "replace").decode(),
             prompt_tokens=usage.prompt_tokens,
             completion_tokens=usage.completion_tokens,
@@ -53,28 +53,28 @@ class ModelAnswer(Record):
         return cls(number=number, error=error[:4096].encode("utf-8", "replace").decode(), error_code=code)
 
     def completion(self) -> Completion:
-        """What was answered. Raises ToolFailure when that is an error."""
+        """Return the completion. Raises ToolFailure if the reply is an error."""
         if self.error_code is not None:
-            raise ToolFailure(self.error_code, self.error or "the model did not answer")
+            raise ToolFailure(self.error_code, self.error or "the model did not reply; try again")
         return Completion(self.text, Usage(self.prompt_tokens, self.completion_tokens), self.finish_reason)
 
 
 def parse_question(payload: Mapping[str, Any]) -> ModelQuestion:
-    """Raises EnvelopeRefused for what is no question."""
+    """Return the question in `payload`. Raises EnvelopeRefused for an invalid payload."""
     try:
         return ModelQuestion.model_validate(payload)
     except ValidationError as error:
-        raise EnvelopeRefused(f"not a question for a model: {_first_complaint(error)}") from error
+        raise EnvelopeRefused(f"not a question for a model: {_first_error(error)}") from error
 
 
 def parse_answer(payload: Mapping[str, Any]) -> ModelAnswer:
-    """Raises EnvelopeRefused for what is no answer."""
+    """Return the answer in `payload`. Raises EnvelopeRefused for an invalid payload."""
     try:
         return ModelAnswer.model_validate(payload)
     except ValidationError as error:
-        raise EnvelopeRefused(f"not a model's answer: {_first_complaint(error)}") from error
+        raise EnvelopeRefused(f"not a model's answer: {_first_error(error)}") from error
 
 
-def _first_complaint(error: ValidationError) -> str:
+def _first_error(error: ValidationError) -> str:
     first = error.errors(include_url=False, include_input=False)[0]
     return f"{'.'.join(str(part) for part in first['loc'])}: {first['msg']}"

@@ -1,4 +1,4 @@
-"""What a session remembers between calls, as its tools see it: JSON values by key, versioned and bounded."""
+"""State of a session that its tools share between calls: JSON values by key, versioned and limited in size."""
 
 import json
 from collections.abc import Awaitable, Callable, Coroutine
@@ -8,50 +8,50 @@ from contract.errors import ErrorCode, ToolFailure
 
 MAX_KEY_CHARS = 256
 MAX_VALUE_BYTES = 64 * 1024
-"""One value as JSON."""
+"""Limit of one value as JSON, in bytes."""
 MAX_STATE_BYTES = 1024 * 1024
-"""All keys and values of one state."""
+"""Limit of all keys and values of one state, in bytes."""
 MAX_ATTEMPTS = 1000
-"""How often `update` computes anew because somebody else was faster."""
+"""Limit of attempts of `update`, which repeats when another call changes the value at the same time."""
 
 Change = Callable[[Any], Any | Awaitable[Any]]
-"""Old value -> new value, plain or async. May be called several times: it must do nothing else."""
+"""Plain or async function from the old value to the new value. It must have no side effects, because `update` may call
+it several times.
+"""
 
 
 class SessionStates(Protocol):
-    """The states of all sessions."""
+    """States of all sessions."""
 
     def open(self, tenant: str, session: str) -> "SessionState": ...
 
 
 class SessionState(Protocol):
-    """Values by key, versioned. What is got is a copy: changing it changes nothing until it is set. All four are
-    awaited.
-    """
+    """Versioned values by key. Values are copies: a change takes effect only after `set`. All methods are async."""
 
     def get(self, key: str, default: Any = None) -> Coroutine[Any, Any, Any]:
-        """The value of `key`, or `default`."""
+        """Return the value of `key`, or `default`."""
         ...
 
     def set(self, key: str, value: Any) -> Coroutine[Any, Any, None]:
-        """Raises ToolFailure: INVALID_ARGUMENTS for what is no JSON, NO_SPACE beyond the size limits. The old value
-        then stays.
+        """Set the value of `key`. Raises ToolFailure: INVALID_ARGUMENTS if the value is not JSON, NO_SPACE beyond the
+        size limits. After an error the old value stays.
         """
         ...
 
     def update(self, key: str, fn: Change) -> Coroutine[Any, Any, Any]:
-        """Set `key` to `fn(its value, or None)` so that no other change is lost, and give the new value. Raises as
-        `set` does.
+        """Set `key` to `fn(old value or None)` without losing concurrent changes. Return the new value. Raises the
+        errors of `set`.
         """
         ...
 
     def items(self) -> Coroutine[Any, Any, dict[str, Any]]:
-        """Everything, as of one moment."""
+        """Return all keys and values from one consistent read."""
         ...
 
 
 class NoState:
-    """The state of a call that belongs to no session. Raises ToolFailure(SESSION_NOT_FOUND), whatever is asked."""
+    """State of a call without a session. Every method raises ToolFailure(SESSION_NOT_FOUND)."""
 
     def get(self, key: str, default: Any = None) -> Coroutine[Any, Any, Any]:
         self._refuse()
@@ -68,12 +68,12 @@ class NoState:
     def _refuse(self) -> NoReturn:
         raise ToolFailure(
             ErrorCode.SESSION_NOT_FOUND,
-            "this call belongs to no session, so there is no state: call the tool within a session",
+            "this call belongs to no session, so it has no state. Call the tool in a session.",
         )
 
 
 def is_key(key: object) -> bool:
-    """Whether something may lie under `key`."""
+    """Return whether `key` is a valid key of the state."""
     return (
         isinstance(key, str)
         and 0 < len(key) <= MAX_KEY_CHARS
@@ -82,40 +82,43 @@ def is_key(key: object) -> bool:
 
 
 def encode_value(key: str, value: Any, max_value_bytes: int = MAX_VALUE_BYTES) -> str:
-    """`value` as JSON text. Raises ToolFailure as `SessionState.set` does."""
+    """Return the value as JSON text. Raises the ToolFailure of `SessionState.set`."""
     if not is_key(key):
-        raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, f"a key of the state is text of 1 to {MAX_KEY_CHARS} characters")
+        raise ToolFailure(
+            ErrorCode.INVALID_ARGUMENTS, f"the key of a state must be text of 1 to {MAX_KEY_CHARS} characters"
+        )
     try:
         text = json.dumps(value, ensure_ascii=False, allow_nan=False)
         size = len(text.encode())
     except (TypeError, ValueError, RecursionError) as error:
-        sentence = f"the state takes JSON values only; '{key}' got {type(value).__name__}: {error}"
+        sentence = f"a state stores JSON values only; the value for '{key}' is {type(value).__name__}: {error}"
         raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, sentence) from error
     if size > max_value_bytes:
         sentence = (
-            f"the value for '{key}' is {size} bytes; the state takes at most {max_value_bytes} a value: keep large "
-            "data in a file"
+            f"the value for '{key}' is {size} bytes; the limit is {max_value_bytes} bytes per value. Store large data "
+            "in a file."
         )
         raise ToolFailure(ErrorCode.NO_SPACE, sentence)
     return text
 
 
 def entry_size(key: str, text: str) -> int:
-    """Bytes that a key and its value count for."""
+    """Return the bytes that a key and its value count towards MAX_STATE_BYTES."""
     return len(key.encode()) + len(text.encode())
 
 
-def full(key: str, size: int, max_state_bytes: int) -> ToolFailure:
-    """What is raised for a value that fits by itself, and no more beside the others."""
+def state_full_error(key: str, size: int, max_state_bytes: int) -> ToolFailure:
+    """Return the error for a valid value that would make the whole state too large."""
     sentence = (
-        f"with '{key}' the session's state would be {size} bytes; at most {max_state_bytes} fit: make other values "
-        "smaller"
+        f"with '{key}' the session's state would be {size} bytes; the limit is {max_state_bytes} bytes. Make other "
+        "values smaller."
     )
     return ToolFailure(ErrorCode.NO_SPACE, sentence)
 
 
-def contended(key: str) -> ToolFailure:
-    """What is raised when others were faster MAX_ATTEMPTS times."""
+def contention_error(key: str) -> ToolFailure:
+    """Return the error of an `update` that failed MAX_ATTEMPTS times because of concurrent changes."""
     return ToolFailure(
-        ErrorCode.INTERNAL, f"the state's '{key}' was changed by others {MAX_ATTEMPTS} times in a row; try again"
+        ErrorCode.INTERNAL,
+        f"other calls changed '{key}' of the state during each of {MAX_ATTEMPTS} attempts; try again",
     )

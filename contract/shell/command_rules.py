@@ -1,4 +1,4 @@
-"""Whether a rule's words are about a call's command: asked for approvals, and for what a tenant may never run."""
+"""Match of command rules against the command of a call, for approvals and for commands that a tenant may never run."""
 
 import re
 import shlex
@@ -11,14 +11,15 @@ from contract.shell.shell_reader import Word
 from contract.specs import ToolSpec
 
 MAX_TALK_CHARS = 4096
-"""Text for a running program that is longer than this must be readable as commands, or cannot be told."""
+"""Limit of text for a running program that may be plain text. Longer text that is not readable as commands is opaque.
+"""
 
 
 def read_command(spec: ToolSpec, arguments: Mapping[str, Any]) -> Script | None:
-    """The commands of a call, those that a shell may read from its standard input included; None when its tool takes
-    none.
+    """Return the commands of a call, including those that a shell may read from its standard input. Return None if the
+    tool takes no command.
 
-    A list is read as one command's words; anything else cannot be told.
+    A list is read as the words of one command. Any other value is opaque.
     """
     if spec.command_parameter is None:
         return None
@@ -26,19 +27,19 @@ def read_command(spec: ToolSpec, arguments: Mapping[str, Any]) -> Script | None:
     if not isinstance(properties, dict) or spec.command_parameter not in properties:
         # A misspelt name must not turn the checks off.
         return Script("", opaque="its tool names a command parameter that it does not have")
-    given = arguments.get(spec.command_parameter, "")
-    if isinstance(given, str):
+    value = arguments.get(spec.command_parameter, "")
+    if isinstance(value, str):
         return _with_input(
-            parse_commands(given), arguments.get(spec.input_parameter) if spec.input_parameter is not None else None
+            parse_commands(value), arguments.get(spec.input_parameter) if spec.input_parameter is not None else None
         )
-    if isinstance(given, Sequence) and all(isinstance(word, str) for word in given):
-        return parse_commands(shlex.join(given))
+    if isinstance(value, Sequence) and all(isinstance(word, str) for word in value):
+        return parse_commands(shlex.join(value))
     return Script("", opaque="it is not text")
 
 
 def touches(argv_prefix: Sequence[str], script: Script | None) -> bool:
-    """Whether any command of the call begins with these words, or may: what a rule that forbids or asks is about. No
-    words: any call.
+    """Return whether a rule with these words matches a call: whether any of its commands begins with the words, or may
+    begin with them. Without words, the rule matches every call.
     """
     if not argv_prefix:
         return True
@@ -50,13 +51,13 @@ def touches(argv_prefix: Sequence[str], script: Script | None) -> bool:
 
 
 def _with_input(script: Script, text: object) -> Script:
-    """And what is sent to a shell that it starts or, when it starts nothing, to a program that runs already, which may
-    be one.
+    """Return the script with the commands in its standard input. The input counts if the script starts a shell, or if
+    there is no script: then a running program receives it, which may be a shell.
     """
     if not isinstance(text, str) or (script.text and not any(command.program in SHELLS for command in script.commands)):
         return script
     sent = parse_commands(text)
-    # A line for any program that talks is no shell's text, most often: then only what reads as a command counts.
+    # A short line for a running program is usually not a shell command. Then only parts that are commands count.
     is_talk = not script.text and len(text) <= MAX_TALK_CHARS
     return replace(
         script, commands=script.commands + sent.commands, opaque=script.opaque or ("" if is_talk else sent.opaque)
@@ -72,12 +73,12 @@ def _may_begin(words: Sequence[Word], prefix: Sequence[str]) -> bool:
         return False
     index, end = 1, len(words)
     while True:
-        found = words[index : index + len(prefix) - 1]
-        if len(found) == len(prefix) - 1 and all(
-            _may_be(word, wanted) for word, wanted in zip(found, prefix[1:], strict=True)
+        candidates = words[index : index + len(prefix) - 1]
+        if len(candidates) == len(prefix) - 1 and all(
+            _may_be(word, expected) for word, expected in zip(candidates, prefix[1:], strict=True)
         ):
             return True
-        # Options, and the one word that may be an option's value, do not hide what follows.
+        # Skip options and a word that may be the value of an option, so that they cannot hide a subcommand.
         if index >= end or not (
             words[index].text.startswith("-") or (index > 1 and words[index - 1].text.startswith("-"))
         ):
@@ -85,9 +86,9 @@ def _may_begin(words: Sequence[Word], prefix: Sequence[str]) -> bool:
         index += 1
 
 
-def _is_program(word: Word, wanted: str) -> bool:
-    return word.text == wanted or ("/" not in wanted and word.text.rpartition("/")[2] == wanted)
+def _is_program(word: Word, name: str) -> bool:
+    return word.text == name or ("/" not in name and word.text.rpartition("/")[2] == name)
 
 
-def _may_be(word: Word, wanted: str) -> bool:
-    return word.text == wanted or word.is_expanded or word.is_pattern
+def _may_be(word: Word, text: str) -> bool:
+    return word.text == text or word.is_expanded or word.is_pattern

@@ -1,8 +1,7 @@
-"""A bash command line as the programs it would run, as far as its text alone tells. It runs nothing and knows no
-danger.
+"""Parser that finds the programs that a bash command line would run. It runs nothing and does not rate dangers.
 
-This is a reader for seat belts, not a bash: what it cannot tell makes the script opaque, never harmless. In doubt it
-names a command too many.
+The parser is not a complete bash. A text that it cannot understand makes the script opaque, never harmless. In doubt it
+reports a command that would not run.
 """
 
 import dataclasses
@@ -14,13 +13,11 @@ from dataclasses import dataclass
 from contract.shell.shell_reader import Draft, Word, read_script
 
 MAX_COMMAND_CHARS = 256 * 1024
-"""Longer texts are not read at all: they are opaque."""
+"""Limit of a text. A longer text is opaque."""
 MAX_DEPTH = 12
-"""`bash -c` in `sudo` in `eval` and so on; deeper is opaque."""
+"""Limit of nested commands, such as `bash -c` in `sudo` in `eval`. Deeper commands are opaque."""
 MAX_PIECES = 256
-"""Texts inside texts, and their characters together; more is opaque, so that reading takes no longer than the text is
-long.
-"""
+"""Limit of texts inside texts. More texts are opaque, so that the time is linear in the length of the text."""
 MAX_SOURCES = 8
 
 _ASSIGNMENT = re.compile(r"[A-Za-z_][A-Za-z0-9_]*(?:\[[^\]]*\])?\+?=")
@@ -33,7 +30,7 @@ _SHELL_VALUED = frozenset({"--rcfile", "--init-file", "-o", "+o", "-O", "+O"})
 _STANDARD_INPUT = frozenset({"-", "/dev/stdin", "/dev/fd/0", "/proc/self/fd/0"})
 _NAMED_SCRIPTS = frozenset({"su", "runuser", "script", "flock", "sg"})
 FEEDING = frozenset({"find", "xargs", "parallel"})
-"""These put words of their own into the command that they start."""
+"""Programs that add words to the command that they start."""
 _FIND_ACTIONS = frozenset({"-exec", "-execdir", "-ok", "-okdir"})
 _REMEMBERING = {
     "alias": "it defines an alias",
@@ -46,14 +43,16 @@ _REMEMBERING = {
 
 @dataclass(frozen=True)
 class Wrapper:
-    """How a program's own words are skipped: short and long options that take a value, operands before the command."""
+    """Syntax of a program that starts a command: short and long options with a value, and operands before the
+    command.
+    """
 
     valued: str = ""
     valued_long: frozenset[str] = frozenset()
     operands: int = 0
     takes_assignments: bool = False
     is_transparent: bool = True
-    """It adds no power of its own: who may run the command may run it so."""
+    """True if the program gives the command no additional rights."""
 
 
 _SUDO_LONG = "user group host prompt close-from chdir chroot role type command-timeout other-user login-class auth-type"
@@ -101,8 +100,8 @@ WRAPPERS: dict[str, Wrapper] = {
 
 @dataclass(frozen=True)
 class Nested:
-    """What a command starts in turn: other commands' words, and texts that a shell will read. `opaque`: why there may
-    be more.
+    """Commands that a command starts: words of other commands, and texts that a shell will read. `opaque`: the reason
+    why there may be more.
     """
 
     commands: tuple[Words, ...] = ()
@@ -113,11 +112,12 @@ class Nested:
 
 @dataclass(frozen=True)
 class Command:
-    """One simple command. `assignments`: those before it. `outputs`: files that its redirections write.
+    """One simple command. `assignments`: assignments before it. `outputs`: files that its redirections write.
 
-    `stdin`: its here-document or here-string. `fed_by`: programs before it in its pipeline, the nearest first;
-    `reads_pipe` tells whether there is any. `function`: the function in whose body it stands. `is_concurrent`: it runs
-    beside its neighbour (`|`, `&`). `is_fed`: it gets more words, or other ones, when it runs (`xargs`, `find -exec`).
+    `stdin`: its here-document or here-string. `fed_by`: programs before it in its pipeline, the nearest first.
+    `reads_pipe`: True if there are any. `function`: the function whose body contains the command. `is_concurrent`: it
+    runs at the same time as the next command (`|`, `&`). `is_fed`: it gets more or other words when it runs (`xargs`,
+    `find -exec`).
     """
 
     words: tuple[Word, ...]
@@ -130,25 +130,23 @@ class Command:
     is_concurrent: bool = False
     is_fed: bool = False
     is_wrapper: bool = False
-    """It only starts another command of the script and adds no power of its own: timeout, nohup."""
+    """True if it only starts another command of the script, without additional rights, such as timeout or nohup."""
 
     @property
     def argv(self) -> tuple[str, ...]:
-        """The words with quotes removed. Where a word is known only at run time, its text is what stands there
-        (`$x`).
-        """
+        """Words without quotes. A word that is known only at run time appears as written (`$x`)."""
         return tuple(word.text for word in self.words)
 
     @property
     def program(self) -> str:
-        """The first word without its folder, "" when there is none."""
+        """First word without its folder; "" if there are no words."""
         return self.words[0].text.rpartition("/")[2] if self.words else ""
 
 
 @dataclass(frozen=True)
 class Script:
-    """All commands that `text` may run, those inside others (`sudo`, `bash -c`, `$(...)`) included; `opaque`: why there
-    may be more.
+    """All commands that `text` may run, including nested ones (`sudo`, `bash -c`, `$(...)`). `opaque`: the reason why
+    there may be more commands; "" if the list is complete.
     """
 
     text: str
@@ -161,8 +159,8 @@ class Script:
 
 
 def parse_commands(text: str) -> Script:
-    """The commands of any text whatever. Never raises; time grows with the length of the text."""
-    found: list[Command] = []
+    """Return the commands of any text. Never raises; the time is linear in the length of the text."""
+    parsed: list[Command] = []
     opaque = ""
     waiting = [(text, 0, False)]
     pieces, characters = 0, 0
@@ -173,16 +171,16 @@ def parse_commands(text: str) -> Script:
             opaque = opaque or ("it is nested too deep" if depth else "it is too long to be read")
             continue
         commands, scripts, reason = _parse_piece(piece, depth, is_fed)
-        found.extend(commands)
-        # Pushed in reverse, so that they are read in the order in which they are written.
+        parsed.extend(commands)
+        # Pushed in reverse, so that the stack returns them in the order of the text.
         waiting.extend(reversed(scripts))
         opaque = opaque or reason
-    return Script(text, tuple(found), opaque or ("it is too long to be read" if waiting else ""))
+    return Script(text, tuple(parsed), opaque or ("it is too long to be read" if waiting else ""))
 
 
 def _parse_piece(text: str, depth: int, is_fed: bool) -> tuple[list[Command], list[tuple[str, int, bool]], str]:
-    """The commands of one text, the texts that they would read as scripts (`is_fed`: parts of them known later), and
-    why there may be more.
+    """Return the commands of one text, the nested texts as (text, depth, is_fed), and the reason why there may be more
+    commands.
     """
     reading = read_script(text)
     commands: list[Command] = []
@@ -198,7 +196,7 @@ def _parse_piece(text: str, depth: int, is_fed: bool) -> tuple[list[Command], li
 
 
 def _unwrap(command: Command, depth: int) -> Iterator[tuple[Command, Nested, int]]:
-    """The command, and those that it would start."""
+    """Yield the command and all commands that it would start."""
     waiting = [(command, depth)]
     while waiting:
         outer, level = waiting.pop()
@@ -253,7 +251,7 @@ def _sources(draft: Draft) -> Iterator[str]:
 
 
 def _find_nested(words: Words, stdin: str | None) -> Nested:
-    """What the command with these words starts. `stdin`: the here-document it reads, when it has one."""
+    """Return the commands that a command with these words starts. `stdin`: its here-document, if there is one."""
     if not words:
         return Nested()
     name = words[0].text.rpartition("/")[2]
@@ -274,8 +272,8 @@ def _find_nested(words: Words, stdin: str | None) -> Nested:
 
 
 def _in_shell(words: Words, stdin: str | None) -> Nested:
-    """`bash -c TEXT`, or a shell that reads its standard input. A shell that runs a file is a program like any
-    other.
+    """Return the commands of `bash -c TEXT`, or of a shell that reads its standard input. A shell that runs a file is
+    treated like any other program.
     """
     index, has_script, reads_stdin = 1, False, False
     while index < len(words) and words[index].text[:1] in ("-", "+") and words[index].text not in ("-", "--"):
@@ -304,7 +302,7 @@ def _rest_as_script(name: str, words: Words) -> Nested:
     if name == "trap":
         rest = words[1:2]
     elif name == "parallel":
-        # It joins its words and hands them to a shell.
+        # parallel joins its words and passes them to a shell.
         rest = tuple(
             itertools.takewhile(
                 lambda word: not word.text.startswith(":::"), words[_skip_options(words, WRAPPERS[name]) :]
@@ -313,7 +311,7 @@ def _rest_as_script(name: str, words: Words) -> Nested:
     elif name == "watch":
         rest = words[_skip_options(words, Wrapper("nq", frozenset({"interval", "equexit"}))) :]
     else:
-        # The host's name is read as a command with the rest as its arguments: both readings are wanted.
+        # Only the words after the host are the script.
         start = _skip_options(words, Wrapper("BbcDEeFIiJLlmOoPpQRSWw"))
         rest = words[start + 1 :]
     return Nested(scripts=(" ".join(word.text for word in rest),)) if rest else Nested()
@@ -340,8 +338,8 @@ def _named_script(words: Words) -> Nested | None:
         text = word.text
         if text.startswith("--command="):
             return Nested(scripts=(text.partition("=")[2],))
-        is_given = text == "--command" or (text.startswith("-") and not text.startswith("--") and text.endswith("c"))
-        if is_given and index + 1 < len(words):
+        is_option = text == "--command" or (text.startswith("-") and not text.startswith("--") and text.endswith("c"))
+        if is_option and index + 1 < len(words):
             return Nested(scripts=(words[index + 1].text,))
     return None
 
@@ -369,7 +367,7 @@ def _in_wrapper(wrapper: Wrapper, words: Words) -> Nested:
 
 
 def _skip_options(words: Sequence[Word], wrapper: Wrapper) -> int:
-    """Index of the first word that is neither an option nor an option's value."""
+    """Return the index of the first word that is neither an option nor the value of an option."""
     index = 1
     while index < len(words):
         text = words[index].text
@@ -382,8 +380,8 @@ def _skip_options(words: Sequence[Word], wrapper: Wrapper) -> int:
 
 
 def _takes_next(option: str, wrapper: Wrapper) -> bool:
-    """Whether the next word is this option's value: a valued letter that ends its cluster, or a valued long name
-    without `=`.
+    """Return whether the next word is the value of this option. This holds for a letter with a value at the end of its
+    group, and for a long name with a value and without `=`.
     """
     if option.startswith("--"):
         return option[2:] in wrapper.valued_long

@@ -1,4 +1,4 @@
-"""The tables of dangerous commands: data only, one line a danger, to be read and argued about."""
+"""Tables of dangerous commands. Data only, one line per danger, so that people can review them."""
 
 WHOLE_TREES = frozenset(
     {
@@ -36,10 +36,10 @@ WHOLE_TREES = frozenset(
     }
     | {"/nix", "/snap", "/Users", "/Library", "/System", "/Applications"}
 )
-"""Removing one of these, or all that is in it, is never meant."""
+"""Folders that no command may remove or empty, because this is never intended."""
 
 OWN_FOLDERS = ("/workspace", "/tmp")
-"""Folders of a sandbox that are the agent's own: it may remove what it names below them."""
+"""Folders of a sandbox that belong to the agent. It may remove files below them if it names them."""
 
 SYSTEM_FOLDERS = (
     *(
@@ -59,7 +59,7 @@ SYSTEM_FOLDERS = (
     ),
     *("$HOME/.ssh/", "$HOME/.bashrc", "$HOME/.profile", "$HOME/.bash_profile", "$HOME/.zshrc"),
 )
-"""Writing there outlives the task, or changes what other programs do."""
+"""Files and folders of the system. Writes there outlast the task, or change the behavior of other programs."""
 
 HARMLESS_DEVICES = frozenset(
     f"/dev/{name}"
@@ -89,16 +89,16 @@ HOST_CONTROLS = (
     r"/sys/.*/release_agent",
     r"/sys/firmware/.*",
 )
-"""Files whose writing acts on the host, or leads out of a container."""
+"""Files that affect the host, or allow an escape from the container, if they are written."""
 
 DEVICE_TOOLS = frozenset(
     {"mkfs", "mke2fs", "mkswap", "mkntfs", "wipefs", "shred", "blkdiscard", "badblocks", "pvcreate"}
 )
-"""Programs, and mkfs.*, that wipe what they are pointed at: a device is catastrophic, a file dangerous."""
+"""Programs that erase their target; mkfs.* are included too. On a device this is catastrophic, on a file dangerous."""
 
 WRITERS = frozenset({"dd", "tee", "truncate"})
 COPIERS = frozenset({"cp", "mv", "install", "ln"})
-"""WRITERS write to all of their operands, COPIERS to the last."""
+"""WRITERS write to all their operands, COPIERS to the last one."""
 
 DECODERS = frozenset(
     {
@@ -271,6 +271,4 @@ DANGEROUS_SUBCOMMANDS: tuple[tuple[str, tuple[str, ...], tuple[str, ...], str], 
     ("nc", (), ("-e", "-c"), "lends a program to whoever connects"),
     ("ncat", (), ("-e", "-c", "--exec", "--sh-exec"), "lends a program to whoever connects"),
 )
-"""Program, words that occur in this order among its words, flags of which one must be there (none: no matter), what it
-does.
-"""
+"""Rows of: program; words that must occur in this order; flags of which one must occur (empty: any flags); reason."""

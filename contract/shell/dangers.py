@@ -1,6 +1,7 @@
-"""How dangerous a command is: nothing to say, dangerous (a person decides), catastrophic (refused whoever says yes).
+"""Danger levels of commands: none, dangerous (a person decides) and catastrophic (refused, even with an approval).
 
-A seat belt, not a wall: a program that is not in the tables, or a script in a file, may do anything its sandbox allows.
+The check prevents accidents and is not a security boundary. A program that is not in the tables, or a script in a file,
+may do anything that its sandbox allows.
 """
 
 import enum
@@ -41,7 +42,7 @@ class Level(enum.IntEnum):
 
 @dataclass(frozen=True)
 class Danger:
-    """How bad, and why, in words that fit after "it"; "" when there is nothing to say."""
+    """Level of a danger. `reason`: words that follow "it"; "" if there is no danger."""
 
     level: Level = Level.NONE
     reason: str = ""
@@ -52,7 +53,7 @@ MAX_MEMBERS = 64
 MAX_PATH_CHARS = 4096
 _ONE_BRACE_LIST = re.compile(r"([^{}]*)\{([^{}]*)\}([^{}]*)")
 _GLOB_ONLY = re.compile(r"[*?.\[\]{},!^]+")
-# What must occur is looked for ahead: two repetitions side by side would try every split of a long mode.
+# Lookaheads find the required letters. Two adjacent repetitions would backtrack over every split of a long mode.
 _BAD_MODE = re.compile(r"[0-7]?[0-7][0-7][2367]|(?:(?=[ug]*[ao])[augo]+)?[+=](?=[rxXst]*w)[rwxXst]*")
 _SET_ID_MODE = re.compile(r"[2467][0-7]{3}|[augo]*[+=](?=[rwxXt]*s)[rwxXst]*")
 _BRACKETS = re.compile(r"\[[^\]]*\]?")
@@ -75,34 +76,34 @@ _FILTERS = (
 
 
 def classify(script: Script, folder: str = "") -> Danger:
-    """The worst of all commands, what cannot be told included: it counts as dangerous. `folder`: where the script
-    starts, "" if unknown.
+    """Return the highest danger of all commands. An opaque script is at least dangerous. `folder`: where the script
+    starts; "" if unknown.
     """
     worst = Danger(Level.DANGEROUS, f"cannot be read whole: {script.opaque}") if script.is_opaque else NO_DANGER
-    # Of the whole script: loops and functions may run a later `cd` first, and one that fails leads nowhere.
-    is_at_home = _is_own(folder) and not any(_may_leave(command) for command in script.commands)
+    # Check the whole script: loops and functions may run a later `cd` first, and a `cd` that fails changes no folder.
+    is_in_own_folder = _is_own(folder) and not any(_may_leave(command) for command in script.commands)
     for command in script.commands:
-        found = classify_command(command, folder, is_at_home=is_at_home)
-        # The first of equals is told; a named danger says more than "cannot be read".
-        if found.level > worst.level or (
-            found.level == worst.level and found.reason and worst.reason.startswith("cannot be read")
+        danger = classify_command(command, folder, is_in_own_folder=is_in_own_folder)
+        # The first danger of a level is reported. A specific danger replaces "cannot be read".
+        if danger.level > worst.level or (
+            danger.level == worst.level and danger.reason and worst.reason.startswith("cannot be read")
         ):
-            worst = found
+            worst = danger
         if command.program in ("cd", "pushd"):
             operands = split_flags(command)[1]
             folder = _resolve(folder, operands[0].text if operands else "$HOME")[:MAX_PATH_CHARS]
     return worst
 
 
-def classify_command(command: Command, folder: str = "", *, is_at_home: bool = False) -> Danger:
-    """One command. `folder`: where earlier `cd`s have led, "" when nowhere known; `is_at_home`: it runs below
-    OWN_FOLDERS for certain.
+def classify_command(command: Command, folder: str = "", *, is_in_own_folder: bool = False) -> Danger:
+    """Return the danger of one command. `folder`: the current folder after earlier `cd` commands; "" if unknown.
+    `is_in_own_folder`: the command certainly runs below OWN_FOLDERS.
     """
-    worst = _removal(command, folder, is_at_home)
+    worst = _removal(command, folder, is_in_own_folder)
     for check in _CHECKS:
-        found = check(command, folder)
-        if found.level > worst.level:
-            worst = found
+        danger = check(command, folder)
+        if danger.level > worst.level:
+            worst = danger
     return worst
 
 
@@ -120,7 +121,7 @@ def _fork_bomb(command: Command, folder: str) -> Danger:
     return NO_DANGER
 
 
-def _removal(command: Command, folder: str, is_at_home: bool) -> Danger:
+def _removal(command: Command, folder: str, is_in_own_folder: bool) -> Danger:
     if command.program != "rm":
         return NO_DANGER
     flags, operands = split_flags(command)
@@ -131,7 +132,7 @@ def _removal(command: Command, folder: str, is_at_home: bool) -> Danger:
         for word in operands:
             if is_whole_tree(word, folder):
                 return _worst(f"removes everything under {word.text}")
-    is_named = bool(operands) and not command.is_fed and all(_is_own_name(word, is_at_home) for word in operands)
+    is_named = bool(operands) and not command.is_fed and all(_is_own_name(word, is_in_own_folder) for word in operands)
     if is_named:
         return NO_DANGER
     if is_recursive:
@@ -159,8 +160,8 @@ def _finding(command: Command, folder: str) -> Danger:
 
 
 def _removes_what_it_finds(argv: tuple[str, ...]) -> bool:
-    """Whether an action of this `find` removes. A word that belongs to a test, such as `rm` of `-name rm`, is no
-    action.
+    """Return whether an action of this `find` removes files. A word that belongs to a test, such as `rm` in `-name rm`,
+    is not an action.
     """
     at = 1
     while at < len(argv):
@@ -189,7 +190,7 @@ def _moving(command: Command, folder: str) -> Danger:
 
 
 def _device(command: Command, folder: str) -> Danger:
-    """Programs that format or wipe what they are pointed at."""
+    """Return the danger of programs that format or erase their target."""
     name = command.program
     if not (name in DEVICE_TOOLS or name.startswith("mkfs.")):
         return NO_DANGER
@@ -200,7 +201,7 @@ def _device(command: Command, folder: str) -> Danger:
 
 
 def _written(command: Command, folder: str) -> Danger:
-    """Files that redirections, or programs that write where they are told, would write."""
+    """Return the danger of the files that redirections and writing programs would change."""
     targets = [word.text for word in command.outputs]
     operands = [text.removeprefix("of=") for text in command.argv[1:] if not text.startswith("-")]
     if command.program in WRITERS:
@@ -246,9 +247,7 @@ def _tabled(command: Command, folder: str) -> Danger:
 
 
 def _subcommand(command: Command, folder: str) -> Danger:
-    """`git push --force`: a program, words in this order among its words, and, where there are some, one of the
-    flags.
-    """
+    """Return the danger of a subcommand such as `git push --force`: program, words in order, and one of the flags."""
     argv, own_program = command.argv, command.program
     for program, words, flags, reason in DANGEROUS_SUBCOMMANDS:
         if own_program != program or not _occur_in_order(words, argv[1:]):
@@ -261,7 +260,9 @@ def _subcommand(command: Command, folder: str) -> Danger:
 
 
 def _fed(command: Command, folder: str) -> Danger:
-    """`curl ... | python`: an interpreter runs what was fetched or decoded. For shells that is opaque anyway."""
+    """Return the danger of an interpreter that runs fetched or decoded text (`curl ... | python`). Shells that read a
+    pipe are already opaque.
+    """
     reads_program = len(command.words) == 1 or any(text in ("-", "/dev/stdin") for text in command.argv[1:])
     is_interpreter = command.program.rstrip("0123456789.") in INTERPRETERS
     if is_interpreter and reads_program and any(source in DECODERS for source in command.fed_by):
@@ -284,14 +285,14 @@ _CHECKS: tuple[Callable[[Command, str], Danger], ...] = (
 
 
 def is_whole_tree(word: Word, folder: str = "") -> bool:
-    """Whether the word names the root, a home or a system folder, or all that is in one; of a brace list any member
-    may.
+    """Return whether the word names the root, a home or system folder, or all content of one. For a brace list, one
+    such member is enough.
     """
     return any(_is_whole_tree(path, word.is_pattern, folder) for path in _members(word)[:MAX_MEMBERS])
 
 
 def _members(word: Word) -> list[str]:
-    """The words that a brace list stands for, one more than MAX_MEMBERS at most; any other word as it is."""
+    """Return the words of a brace list, at most MAX_MEMBERS + 1; any other word unchanged."""
     braces = _ONE_BRACE_LIST.fullmatch(word.text) if word.is_pattern else None
     if braces is None:
         return [word.text]
@@ -307,24 +308,24 @@ def _is_whole_tree(path: str, is_pattern: bool, folder: str) -> bool:
 
 
 def _without_globs(path: str) -> str:
-    """The folder that is left when the path's last parts name whatever is there (`/etc/*`)."""
+    """Return the path without its last parts that match any name (`/etc/*` -> `/etc`)."""
     parts = path.split("/")
     while parts and (not parts[-1] or (_GLOB_ONLY.fullmatch(parts[-1]) and parts[-1] not in (".", ".."))):
         parts.pop()
     return "/".join(parts) or ("/" if path.startswith("/") else ".")
 
 
-def _is_own_name(word: Word, is_at_home: bool) -> bool:
-    """Whether the word names something below OWN_FOLDERS for certain. One of them as a whole, or whatever is in it, is
-    no name.
+def _is_own_name(word: Word, is_in_own_folder: bool) -> bool:
+    """Return whether the word certainly names a file below OWN_FOLDERS. A whole folder of them, or a pattern for all
+    its content, does not count.
     """
     members = _members(word)
     if word.is_expanded or len(members) > MAX_MEMBERS:
         return False
-    return all(_is_own_path(path, word.is_pattern, is_at_home) for path in members)
+    return all(_is_own_path(path, word.is_pattern, is_in_own_folder) for path in members)
 
 
-def _is_own_path(path: str, is_pattern: bool, is_at_home: bool) -> bool:
+def _is_own_path(path: str, is_pattern: bool, is_in_own_folder: bool) -> bool:
     parts = path.split("/")
     if ".." in parts or posixpath.normpath(path) == "." or path.startswith(("$HOME", "~")):
         return False
@@ -333,20 +334,20 @@ def _is_own_path(path: str, is_pattern: bool, is_at_home: bool) -> bool:
         parts = [part for part in path.removeprefix(root).split("/") if part not in ("", ".")]
         if not root or not parts:
             return False
-    elif not is_at_home:
+    elif not is_in_own_folder:
         return False
     return not is_pattern or _names_something(parts)
 
 
 def _names_something(parts: list[str]) -> bool:
-    """Whether a pattern holds a name (`*.o`, `build/*`, no `*`) and no part of it may become `..`."""
-    named = [_NAMED.search(_BRACKETS.sub("", part)) is not None for part in parts]
+    """Return whether a pattern contains a name (`*.o` or `build/*`, but not `*`) and no part of it can match `..`."""
+    has_name = [_NAMED.search(_BRACKETS.sub("", part)) is not None for part in parts]
     if any(
         "{" in part or (part.startswith(".") and part != "." and not is_named)
-        for part, is_named in zip(parts, named, strict=True)
+        for part, is_named in zip(parts, has_name, strict=True)
     ):
         return False
-    return any(named)
+    return any(has_name)
 
 
 def _is_own(folder: str) -> bool:
@@ -354,8 +355,8 @@ def _is_own(folder: str) -> bool:
 
 
 def _may_leave(command: Command) -> bool:
-    """Whether it may lead out of OWN_FOLDERS: `cd` anywhere but to a name below them, another machine, another folder
-    for one command.
+    """Return whether a command may run later commands outside OWN_FOLDERS: `cd` to anything but a name below them,
+    another machine, or another folder for one command.
     """
     if any(text.startswith("CDPATH=") for text in (*command.assignments, *command.argv)):
         return True
@@ -363,7 +364,7 @@ def _may_leave(command: Command) -> bool:
         operands = split_flags(command)[1]
         if len(operands) != 1 or operands[0].text == "-":
             return True
-        return operands[0].text not in OWN_FOLDERS and not _is_own_name(operands[0], is_at_home=True)
+        return operands[0].text not in OWN_FOLDERS and not _is_own_name(operands[0], is_in_own_folder=True)
     if command.program == "env":
         return any(
             text.startswith("--chdir") or (text[:1] == "-" and text[1:2] != "-" and "C" in text)
@@ -373,13 +374,13 @@ def _may_leave(command: Command) -> bool:
 
 
 def is_device(path: str) -> bool:
-    """Whether a path is a device that stores something; /dev/null and terminals are not."""
+    """Return whether a path is a device that stores data. /dev/null and terminals are not."""
     path = posixpath.normpath(path)
     return path.startswith("/dev/") and not _is_harmless_device(path)
 
 
 def split_flags(command: Command) -> tuple[list[str], list[Word]]:
-    """Options anywhere before `--`, as GNU programs take them, and the other words."""
+    """Return the options anywhere before `--`, as GNU programs accept them, and the other words."""
     flags: list[str] = []
     operands: list[Word] = []
     words = command.words[1:]
@@ -407,7 +408,7 @@ def _has_short(flags: list[str], letters: str) -> bool:
 
 
 def _has_long(flags: list[str], name: str, least: int) -> bool:
-    """GNU takes any unambiguous beginning of a long option."""
+    # GNU programs accept any unambiguous prefix of a long option.
     return any(
         flag.startswith("--") and len(flag) >= least and name.startswith(flag.partition("=")[0]) for flag in flags
     )
@@ -421,6 +422,7 @@ def _has_flag(words: tuple[str, ...], flag: str) -> bool:
     return any(word.startswith("-") and not word.startswith("--") and flag[1] in word for word in words)
 
 
-def _occur_in_order(wanted: tuple[str, ...], words: tuple[str, ...]) -> bool:
+def _occur_in_order(expected: tuple[str, ...], words: tuple[str, ...]) -> bool:
+    # `in` consumes the iterator, so each word is searched after the previous one.
     rest = iter(words)
-    return all(word in rest for word in wanted)
+    return all(word in rest for word in expected)

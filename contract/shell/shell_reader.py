@@ -1,5 +1,5 @@
-"""Bash text as drafts of simple commands: quotes, expansions, here-documents, groups. One pass, and it never runs
-anything.
+"""Reader that splits bash text into simple commands: quotes, expansions, here-documents and groups. It makes one pass
+and never runs anything.
 """
 
 import contextlib
@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 MAX_LEVEL = 40
-"""Substitutions, groups and quotes inside one another."""
+"""Limit of nested substitutions, groups and quotes."""
 
 _PLAIN = re.compile(r"""[^ \t\n;&|()<>\\'"$`*?\[{~\x00]+""")
 _QUOTED_PLAIN = re.compile(r'[^"\\$`\x00]+')
@@ -34,7 +34,7 @@ _ANSI_C_LETTERS = {
 _CUT_IFS = re.compile(r"\$\{IFS[^A-Za-z0-9_]")
 _UNKNOWN = "$(...)"
 MAX_TOKENS = 10_000
-"""Words, operators and blanks of one text; bodies of here-documents do not count."""
+"""Limit of the words, operators and blanks of one text. Bodies of here-documents do not count."""
 
 _OPERATOR = re.compile(r";;&|;;|;&|;|&&|&(?!>)|\|\||\|&|\|")
 _REDIRECTION = re.compile(r"\d*(&>>|&>|<<<|<<-|<<|<>|<&|>>|>\||>&|<(?!\()|>(?!\())")
@@ -48,15 +48,16 @@ _LOOPS = ("for", "select")
 
 
 class Unreadable(Exception):
-    """The text nests or goes on beyond reason. Says so in words that fit after a colon."""
+    """The text is too long or nested too deep. The message fits after a colon."""
 
 
 @dataclass(frozen=True)
 class Word:
-    """`text`: without quotes; a leading unquoted `~` is written `$HOME`.
+    """One word. `text`: the word without quotes; a leading unquoted `~` is written as `$HOME`.
 
-    `is_expanded`: part of it is known only at run time (`$x`, `$(...)`). `is_pattern`: an unquoted glob or brace list,
-    which may become other words. `is_quoted`: it held a quote or a backslash, so it is no keyword.
+    `is_expanded`: a part of it is known only at run time (`$x`, `$(...)`). `is_pattern`: it has an unquoted glob or
+    brace list, which bash may replace by other words. `is_quoted`: it had a quote or a backslash, so it is not a
+    keyword.
     """
 
     text: str
@@ -67,8 +68,8 @@ class Word:
 
 @dataclass(eq=False)
 class Draft:
-    """A simple command while it is read. `source`: the draft whose output it reads. `heredocs`: bodies, filled in when
-    their lines come.
+    """A simple command while it is read. `source`: the draft whose output it reads. `heredocs`: bodies, which are added
+    when their lines are read.
     """
 
     words: list[Word] = field(default_factory=list)
@@ -81,10 +82,10 @@ class Draft:
     is_timed: bool = False
 
     def stdin(self) -> str | None:
-        """What its last here-document or here-string says, None when it has none."""
+        """Return the text of its last here-document or here-string; None if it has none."""
         strings = [target.text for operator, target in self.redirects if operator == "<<<"]
-        given = [*strings, *self.heredocs]
-        return given[-1] if given else None
+        inputs = [*strings, *self.heredocs]
+        return inputs[-1] if inputs else None
 
     def starts_with(self, keyword: str) -> bool:
         # After a redirection no word is a keyword.
@@ -93,8 +94,8 @@ class Draft:
 
 @dataclass(frozen=True)
 class Reading:
-    """What a text holds. `texts`: scripts inside it that are to be read on their own. `opaque`: the first thing that
-    could not be told.
+    """Content of a text. `texts`: nested scripts that must be read separately. `opaque`: the first reason why the
+    content is not complete.
     """
 
     drafts: list[Draft]
@@ -104,8 +105,8 @@ class Reading:
 
 @dataclass(eq=False)
 class _List:
-    """One list of commands, up to `closer`. `cases`: how many `case` are open; then a `)` may end a pattern and not the
-    list.
+    """One list of commands, up to `closer`. `cases`: the number of open `case` commands. Inside them a `)` may end a
+    pattern instead of the list.
     """
 
     closer: str
@@ -115,7 +116,9 @@ class _List:
 
 
 def read_script(text: str) -> Reading:
-    """What the text holds; of one that nests or goes on beyond reason only its beginning. Never raises."""
+    """Return the content of a text. Never raises: if the text is too long or nested too deep, only its beginning is
+    read.
+    """
     reader = _Reader(text)
     try:
         reader.read_list("")
@@ -125,8 +128,8 @@ def read_script(text: str) -> Reading:
 
 
 class _Reader:
-    """Reads a text at `at`. `texts`: backquoted scripts met on the way. `opaque`: the first thing that could not be
-    read, "" for none.
+    """Reader with the position `at`. `texts`: scripts in backquotes. `opaque`: the first reason why the text is not
+    readable; "" if there is none.
     """
 
     def __init__(self, text: str) -> None:
@@ -144,7 +147,7 @@ class _Reader:
         self._tokens = 0
 
     def read_list(self, closer: str) -> None:
-        """Commands up to `closer`, which is taken too; "" means the end of the text."""
+        """Read commands up to and including `closer`; "" means the end of the text."""
         if self._heredocs and closer:
             self.doubt("a here-document and a substitution share a line")
         with self.descend():
@@ -163,7 +166,7 @@ class _Reader:
         return Draft(function=next((name for name in reversed(self._bodies[-20:]) if name), ""))
 
     def _step(self, here: _List) -> bool:
-        """Read one token. True when it was the list's closer."""
+        """Read one token. Return whether it closes the list."""
         self._tokens += 1
         if self._tokens > MAX_TOKENS:
             raise Unreadable("it is too long to be read")
@@ -214,7 +217,7 @@ class _Reader:
         lines = []
         while self.at < len(self.text):
             pieces = [self._take_line()]
-            # bash joins such lines before it looks for the delimiter: `E\` and an empty line end `<<E`.
+            # bash joins continued lines before it compares the delimiter: `E\` and an empty line end `<<E`.
             while not delimiter.is_quoted and _is_continued(pieces[-1]) and self.at < len(self.text):
                 pieces[-1:] = [pieces[-1][:-1], self._take_line()]
             line = "".join(pieces)
@@ -303,7 +306,7 @@ class _Reader:
         start = self.at
         word = self.read_word()
         if word is None:
-            # Only `$IFS` is no word; anything else must not stop the reading.
+            # Only `$IFS` gives no word. For anything else, move on by one character to avoid an endless loop.
             self.at += self.at == start
             return
         draft = here.draft
@@ -333,7 +336,7 @@ class _Reader:
         return True
 
     def _third_word(self, here: _List, text: str) -> None:
-        """Where a header ends and commands begin on the same line: `case x in`, `for x do`, `function f {`."""
+        """Start the commands after a header on the same line: `case x in`, `for x do`, `function f {`."""
         draft = here.draft
         if draft.starts_with("case") and text == "in":
             here.cases += 1
@@ -361,25 +364,25 @@ class _Reader:
             here.draft.source = draft
 
     def doubt(self, reason: str) -> None:
-        """Note why not everything can be told; the first reason is kept."""
+        """Record a reason why the text is opaque. Only the first reason is kept."""
         self.opaque = self.opaque or reason
 
     @contextlib.contextmanager
     def descend(self) -> Iterator[None]:
-        """One level of nesting. The word being read is kept aside. Raises Unreadable."""
+        """Enter one level of nesting and save the current word. Raises Unreadable beyond MAX_LEVEL."""
         if self.level >= MAX_LEVEL:
             raise Unreadable("it is nested too deep")
-        kept = self._parts, self._is_expanded
+        saved = self._parts, self._is_expanded
         self.level += 1
         try:
             yield
         finally:
             self.level -= 1
-            self._parts, self._is_expanded = kept
+            self._parts, self._is_expanded = saved
 
     def read_word(self) -> Word | None:
-        """The word that begins here; None when only an expansion to blanks (`$IFS`) or nothing does. Always moves on in
-        the text.
+        """Read the word at the current position. Return None if there is no word, or only an expansion to blanks
+        (`$IFS`).
         """
         self._parts, self._is_expanded = [], False
         start = self.at
@@ -408,9 +411,7 @@ class _Reader:
         return Word("".join(self._parts), self._is_expanded, is_pattern, is_quoted)
 
     def read_quoted(self, closer: str = '"') -> None:
-        """Text inside double quotes up to `closer`, which is taken too; "" reads a here-document's body to the end of
-        the text.
-        """
+        """Read text in double quotes up to and including `closer`; "" reads the body of a here-document to the end."""
         while self.at < len(self.text):
             plain = _QUOTED_PLAIN.match(self.text, self.at)
             if plain:
@@ -433,8 +434,8 @@ class _Reader:
             self.doubt("a quote is not closed")
 
     def read_arithmetic(self) -> None:
-        """After `((`, up to its `))`. What runs inside is only what is substituted; a text that is no arithmetic after
-        all is a doubt.
+        """Read after `((` up to its `))`. Only substitutions run inside. A text that is not arithmetic makes the script
+        opaque.
         """
         depth = 0
         with self.descend():
@@ -485,7 +486,7 @@ class _Reader:
 
     def _read_odd(self, character: str) -> None:
         if character == "\x00":
-            # bash leaves NULs out: they must not hide a name.
+            # bash drops NUL characters, so they must not hide the name of a program.
             self.doubt("it holds NUL characters")
         else:
             self._parts.append(character)
@@ -506,7 +507,7 @@ class _Reader:
         self.at += 2
 
     def _skip_blank_variable(self) -> bool:
-        """`$IFS` outside quotes parts words as a blank does."""
+        # `$IFS` outside quotes separates words like a blank.
         if not self.text.startswith(("$IFS", "${IFS"), self.at):
             return False
         name = _NAME.match(self.text, self.at)
@@ -533,11 +534,11 @@ class _Reader:
             self.at += 2
             self._substitute(lambda: self.read_list(")"))
         elif positional := _POSITIONAL.match(text, at):
-            # A script given as text has no arguments: they expand to nothing, and must not hide a name.
+            # A script in a text has no arguments: they expand to nothing, so they must not hide the name of a program.
             self.at, self._is_expanded = positional.end(), True
         elif name := _NAME.match(text, at):
-            called = name.group(1) or name.group(2)
-            self._parts.append(" " if called == "IFS" else f"${called}")
+            variable = name.group(1) or name.group(2)
+            self._parts.append(" " if variable == "IFS" else f"${variable}")
             self.at, self._is_expanded = name.end(), True
         elif text.startswith("${", at):
             self._read_parameter()
@@ -557,7 +558,7 @@ class _Reader:
         self._is_expanded = True
 
     def _read_parameter(self) -> None:
-        """`${name...}`: what is substituted inside is read, the value is unknown."""
+        """Read `${name...}` with the substitutions inside. Its value is unknown."""
         if self.text[self.at + 2 : self.at + 3] in (" ", "\t", "\n", "|"):
             self.doubt("braces run commands")
         name = _BRACED_NAME.match(self.text, self.at)

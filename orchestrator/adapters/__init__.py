@@ -1,3 +1,1 @@
-"""toolcrew inside other frameworks: a file (or a few of one name) for each, and that framework's package is imported
-nowhere else.
-"""
+"""Adapters for other frameworks. Each framework has its own files, and only these import the framework's package."""

@@ -1,4 +1,4 @@
-"""What a framework keeps of a result beside the text that its model reads."""
+"""Artifacts of results for other frameworks: everything except the text for the model."""
 
 from typing import Any
 
@@ -6,5 +6,5 @@ from contract.calls import ToolResult
 
 
 def build_artifact(result: ToolResult) -> dict[str, Any]:
-    """Everything of a result but its text, as plain JSON: metadata, error code, clocks, what was cut or killed."""
+    """Return everything of a result except its text, as plain JSON: metadata, error code, clocks, truncation, kills."""
     return result.model_dump(mode="json", exclude={"output", "error", "name", "blob"})

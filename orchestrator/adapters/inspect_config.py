@@ -1,4 +1,4 @@
-"""What an evaluation may say of its sandboxes: a model, a mapping, or a file `toolcrew.yaml` beside the task."""
+"""Configuration of an evaluation's sandboxes: a model, a mapping, or a file `toolcrew.yaml` next to the task."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,8 +14,8 @@ CONFIG_FILES = ["toolcrew.yaml", "toolcrew.yml"]
 
 
 class ToolcrewSandboxConfig(BaseModel):
-    """What a sample's session is opened with; what is left out is as the tenant's class says. The size of a workspace
-    is the class's alone.
+    """Options of a sample's session. A missing option has the default of the tenant's class. Only the class sets the
+    size of a workspace.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -23,44 +23,45 @@ class ToolcrewSandboxConfig(BaseModel):
     image: str | None = Field(default=None, min_length=1)
     network: Literal["none", "egress"] | None = None
     tenant: str | None = Field(default=None, min_length=1)
-    """None: the tenant of TOOLCREW_API_KEY, or default."""
+    """Tenant of the session; None: the tenant of TOOLCREW_API_KEY, or `default`."""
     ttl_s: float = Field(default=7200.0, gt=0, le=MAX_TTL_S)
-    """Seconds without a call after which the sandbox goes by itself: longer than a model thinks, short enough for what
-    a killed evaluation leaves.
+    """Seconds without a call after which the sandbox is removed. It must be longer than a model thinks, and short
+    enough to clean up after a killed evaluation.
     """
 
 
-def parse_config(told: Mapping[str, Any], source: str = "the sandbox's configuration") -> ToolcrewSandboxConfig:
-    """Raises ConfigError with the first field that is wrong and the fields there are."""
+def parse_config(fields: Mapping[str, Any], source: str = "the sandbox's configuration") -> ToolcrewSandboxConfig:
+    """Parse a configuration. Raises ConfigError with the first invalid field and the names of all fields."""
     try:
-        return ToolcrewSandboxConfig.model_validate(dict(told))
+        return ToolcrewSandboxConfig.model_validate(dict(fields))
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         field = ".".join(str(part) for part in first["loc"])
         raise ConfigError(
-            f"{source}: {field}: {first['msg']}; there are {', '.join(ToolcrewSandboxConfig.model_fields)}"
+            f"{source}: {field}: {first['msg']}; the fields are {', '.join(ToolcrewSandboxConfig.model_fields)}"
         ) from None
 
 
 def load_config(config: BaseModel | str | None) -> ToolcrewSandboxConfig:
-    """Of what Inspect hands over: nothing, a model, or the path of a YAML file. Raises ConfigError."""
+    """Return the configuration that Inspect passes: none, a model, or the path of a YAML file. Raises ConfigError."""
     if config is None:
         return ToolcrewSandboxConfig()
     if isinstance(config, ToolcrewSandboxConfig):
         return config
     if not isinstance(config, str):
         raise ConfigError(
-            f"a {type(config).__name__} configures no toolcrew sandbox: give a ToolcrewSandboxConfig or a YAML file"
+            f"a {type(config).__name__} does not configure a toolcrew sandbox: give a ToolcrewSandboxConfig or a "
+            "YAML file"
         )
     try:
-        told = yaml.safe_load(Path(config).read_text(encoding="utf-8"))
+        fields = yaml.safe_load(Path(config).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ConfigError(
             f"{config} cannot be read as YAML ({error}): give a file with "
             f"{', '.join(ToolcrewSandboxConfig.model_fields)}"
         ) from None
-    if told is None:
+    if fields is None:
         return ToolcrewSandboxConfig()
-    if not isinstance(told, dict):
+    if not isinstance(fields, dict):
         raise ConfigError(f"{config} must hold a mapping with {', '.join(ToolcrewSandboxConfig.model_fields)}")
-    return parse_config(told, config)
+    return parse_config(fields, config)

@@ -1,4 +1,4 @@
-"""The client that all sandboxes of an evaluation share, and the sessions that it has opened: one of each event loop."""
+"""Client that all sandboxes of an evaluation share, with the sessions that it opened. Each event loop has one."""
 
 import asyncio
 from weakref import WeakKeyDictionary
@@ -10,24 +10,24 @@ from orchestrator.sdk.client import ToolClient
 from orchestrator.settings import load_settings
 
 
-class Crew:
-    """Opened by the first who needs it. A task of its own holds the connection: Inspect begins and ends samples in
-    other tasks than tasks.
+class SharedClient:
+    """Shared client, which connects at the first use. A separate task owns the connection, because Inspect starts and
+    ends samples in different tasks than evaluations.
     """
 
     def __init__(self) -> None:
-        self._holder: asyncio.Task[None] | None = None
+        self._connection_task: asyncio.Task[None] | None = None
         self._client: asyncio.Future[ToolClient] | None = None
-        self._told_to_end = asyncio.Event()
+        self._end_requested = asyncio.Event()
         self._sessions: dict[str, Session] = {}
 
     async def client(self) -> ToolClient:
-        """Raises ConfigError, BrokerUnavailable, ToolFailure, each with what to do."""
-        if self._holder is None or self._holder.done() or self._client is None:
-            self._told_to_end = asyncio.Event()
+        """Return the connected client. Raises ConfigError, BrokerUnavailable, ToolFailure, each with the remedy."""
+        if self._connection_task is None or self._connection_task.done() or self._client is None:
+            self._end_requested = asyncio.Event()
             self._client = asyncio.get_running_loop().create_future()
-            self._holder = asyncio.create_task(_hold(self._client, self._told_to_end))
-        # Shielded: one sample that is cancelled while it waits takes nobody else's connection with it.
+            self._connection_task = asyncio.create_task(_keep_connected(self._client, self._end_requested))
+        # Shielded: the cancellation of one waiting sample must not cancel the connection of the others.
         return await asyncio.shield(self._client)
 
     async def open_session(self, config: ToolcrewSandboxConfig) -> Session:
@@ -39,28 +39,28 @@ class Crew:
         return session
 
     async def close_session(self, session: Session) -> None:
-        """Returns when the sandbox is gone. One that could not be closed is tried again by `end`."""
+        """Close a session and return when its sandbox is removed. If that fails, `end` tries it again."""
         await session.close()
         self._sessions.pop(session.id, None)
 
     async def end(self, *, closes_sessions: bool) -> list[str]:
-        """Close what is left open, then the connection; gives the errors. Nothing happens to sessions when
-        `closes_sessions` is False: they live for their time. While a later use opens the connection again, another task
-        of the same evaluation may go on."""
-        left = list(self._sessions.values()) if closes_sessions else []
-        told = await asyncio.gather(*(self.close_session(session) for session in left), return_exceptions=True)
-        if self._holder is not None:
-            self._told_to_end.set()
-            await asyncio.gather(self._holder, return_exceptions=True)
-            self._holder = None
+        """Close the open sessions and then the connection. Return the errors. `closes_sessions` False: leave the
+        sessions open until they expire. Another task of the same evaluation may continue; a later use connects again.
+        """
+        sessions = list(self._sessions.values()) if closes_sessions else []
+        results = await asyncio.gather(*(self.close_session(session) for session in sessions), return_exceptions=True)
+        if self._connection_task is not None:
+            self._end_requested.set()
+            await asyncio.gather(self._connection_task, return_exceptions=True)
+            self._connection_task = None
         return [
             f"{session.id}: {error}"
-            for session, error in zip(left, told, strict=True)
+            for session, error in zip(sessions, results, strict=True)
             if isinstance(error, BaseException)
         ]
 
 
-async def _hold(client: "asyncio.Future[ToolClient]", told_to_end: asyncio.Event) -> None:
+async def _keep_connected(client: "asyncio.Future[ToolClient]", end_requested: asyncio.Event) -> None:
     settings = load_settings()
     try:
         if settings.redis_url is None:
@@ -71,23 +71,23 @@ async def _hold(client: "asyncio.Future[ToolClient]", told_to_end: asyncio.Event
         key = settings.api_key.get_secret_value() if settings.api_key is not None else None
         async with ToolClient.connect(settings=settings, api_key=key) as connected:
             client.set_result(connected)
-            await told_to_end.wait()
+            await end_requested.wait()
     except Exception as error:
-        # Whoever waits for the client is told, whatever it was.
+        # All tasks that wait for the client get the error.
         if client.done():
             raise
         client.set_exception(error)
 
 
-_CREWS: "WeakKeyDictionary[asyncio.AbstractEventLoop, Crew]" = WeakKeyDictionary()
+_CLIENTS: "WeakKeyDictionary[asyncio.AbstractEventLoop, SharedClient]" = WeakKeyDictionary()
 
 
-def crew_of_loop() -> Crew:
-    """That of the running loop. Raises ConfigError under trio."""
+def client_of_loop() -> SharedClient:
+    """Return the shared client of the running loop. Raises ConfigError under trio."""
     try:
         loop = asyncio.get_running_loop()
     except RuntimeError:
         raise ConfigError(
             "sandboxes of type toolcrew need asyncio: unset INSPECT_ASYNC_BACKEND, or set it to asyncio"
         ) from None
-    return _CREWS.setdefault(loop, Crew())
+    return _CLIENTS.setdefault(loop, SharedClient())

@@ -1,4 +1,6 @@
-"""`sandbox="toolcrew"` for evaluations with Inspect: each sample gets a session of the pool (docs/integrations.md)."""
+"""Sandbox provider `sandbox="toolcrew"` for evaluations with Inspect: each sample gets a session of the pool
+(docs/integrations.md).
+"""
 
 import asyncio
 import errno
@@ -28,7 +30,7 @@ from contract.calls import MAX_BLOB_BYTES, MAX_TIMEOUT_S
 from contract.calls import ExecResult as Done
 from contract.errors import ErrorCode, OperatorError, ToolcrewError, ToolFailure
 from orchestrator.adapters.inspect_config import CONFIG_FILES, load_config, parse_config
-from orchestrator.adapters.inspect_crew import crew_of_loop
+from orchestrator.adapters.inspect_crew import client_of_loop
 from orchestrator.dispatch.sessions import Session
 from telemetry.logs import get_logger
 
@@ -36,11 +38,11 @@ log = get_logger(__name__)
 
 WORKSPACE = "/workspace"
 USER = "1000"
-"""Whom everything in a sandbox runs as; there is nobody else."""
+"""User id of all processes in a sandbox. There is no other user."""
 _STREAM_LIMIT = "4 MiB"
-"""What a worker takes of each stream."""
+"""Limit of the output that a worker reads from each stream."""
 _UNCERTAIN = frozenset({ErrorCode.OUTCOME_UNKNOWN, ErrorCode.CANCELLED, ErrorCode.INTERNAL, ErrorCode.ENVELOPE_REFUSED})
-"""Of these nobody can say that the program was never started."""
+"""Error codes after which the program may have started."""
 _NOT_BEGUN = frozenset(
     {ErrorCode.TIMEOUT, ErrorCode.SESSION_NOT_FOUND, ErrorCode.RATE_LIMITED, ErrorCode.QUOTA_EXCEEDED}
 )
@@ -57,7 +59,7 @@ _FILE_ERRORS: dict[ErrorCode, tuple[type[OSError], int]] = {
 
 
 _SETUP_FILE = re.compile(r"/tmp/[0-9A-Za-z]{22}")
-"""Where Inspect puts a sample's setup script, to have it run there."""
+"""Path of a sample's setup script, which Inspect writes and then runs."""
 _RUN_A_COPY = [
     "/bin/sh",
     "-c",
@@ -65,11 +67,11 @@ _RUN_A_COPY = [
     'n=$#; while [ "$n" -gt 1 ]; do set -- "$@" "$1"; shift; n=$((n - 1)); done; shift; "$@" "$own"',
     "sh",
 ]
-"""No program can be started from /tmp, which is mounted noexec: the same command with a copy in the workspace, gone
-when it ends.
+"""Command that runs a script of /tmp, which is mounted noexec. It copies the script into the workspace, runs the
+copy, and removes it.
 """
 _CAT_TIMEOUT_S = 60.0
-_CAT_WORDS = {
+_CAT_ERRORS = {
     "No such file or directory": ErrorCode.FILE_NOT_FOUND,
     "Not a directory": ErrorCode.NOT_A_DIRECTORY,
     "Is a directory": ErrorCode.IS_DIRECTORY,
@@ -79,8 +81,8 @@ _CAT_WORDS = {
 
 @sandboxenv(name="toolcrew")
 class ToolcrewSandboxEnvironment(SandboxEnvironment):
-    """One session of the pool that TOOLCREW_REDIS_URL names. Relative paths are below /workspace; everything runs as
-    uid 1000.
+    """Sandbox of one sample: a session of the pool that TOOLCREW_REDIS_URL names. Relative paths start at /workspace;
+    all processes run as uid 1000.
     """
 
     def __init__(self, session: Session) -> None:
@@ -90,10 +92,12 @@ class ToolcrewSandboxEnvironment(SandboxEnvironment):
     @override
     @classmethod
     async def task_init(cls, task_name: str, config: SandboxEnvironmentConfigType | None) -> None:
-        """Raises PrerequisiteError, before any sample begins, when the configuration is wrong or no pool answers."""
+        """Check the configuration and the pool. Raises PrerequisiteError before any sample begins if one of them does
+        not work.
+        """
         try:
             load_config(config)
-            await crew_of_loop().client()
+            await client_of_loop().client()
         except ToolcrewError as error:
             raise PrerequisiteError(f"toolcrew: {error}") from error
 
@@ -103,7 +107,7 @@ class ToolcrewSandboxEnvironment(SandboxEnvironment):
         cls, task_name: str, config: SandboxEnvironmentConfigType | None, metadata: dict[str, str]
     ) -> dict[str, SandboxEnvironment]:
         try:
-            session = await crew_of_loop().open_session(load_config(config))
+            session = await client_of_loop().open_session(load_config(config))
         except ToolcrewError as error:
             raise SandboxUnavailableError(f"toolcrew: no sandbox for this sample: {error}") from error
         return {"default": cls(session)}
@@ -117,40 +121,38 @@ class ToolcrewSandboxEnvironment(SandboxEnvironment):
         environments: dict[str, SandboxEnvironment],
         interrupted: bool,
     ) -> None:
-        """Also of a sample that was interrupted: removing a sandbox takes no longer than telling that it is still
-        there.
-        """
+        """Close the session, also after an interruption: removing a sandbox is as fast as reporting that it remains."""
         for environment in environments.values():
             session = environment.as_type(ToolcrewSandboxEnvironment).session
             try:
-                await asyncio.shield(crew_of_loop().close_session(session))
+                await asyncio.shield(client_of_loop().close_session(session))
             except ToolcrewError as error:
                 log.warning("inspect_sandbox_not_closed", session=session.id, error=str(error))
 
     @override
     @classmethod
     async def task_cleanup(cls, task_name: str, config: SandboxEnvironmentConfigType | None, cleanup: bool) -> None:
-        for error in await crew_of_loop().end(closes_sessions=cleanup):
+        for error in await client_of_loop().end(closes_sessions=cleanup):
             log.warning("inspect_sandbox_left", error=error)
 
     @override
     @classmethod
     async def cli_cleanup(cls, id: str | None) -> None:
-        """Close one session. All of them is refused: a pool's sessions are not Inspect's alone. Raises
-        PrerequisiteError.
+        """Close one session. Closing all sessions is refused, because other programs may have sessions in the pool.
+        Raises PrerequisiteError.
         """
         if id is None:
             raise PrerequisiteError(
                 "toolcrew: name the session to remove: `toolcrew sessions list` lists them, `inspect sandbox cleanup "
-                "toolcrew ID` removes one. The pool may have sessions of others, so they are not all removed"
+                "toolcrew ID` removes one. The command does not remove all, because other programs may have sessions"
             )
-        crew = crew_of_loop()
+        shared = client_of_loop()
         try:
-            await (await (await crew.client()).session(id)).close()
+            await (await (await shared.client()).session(id)).close()
         except ToolcrewError as error:
             raise PrerequisiteError(f"toolcrew: {error}") from error
         finally:
-            await crew.end(closes_sessions=False)
+            await shared.end(closes_sessions=False)
 
     @override
     @classmethod
@@ -174,23 +176,22 @@ class ToolcrewSandboxEnvironment(SandboxEnvironment):
         timeout_retry: bool = True,
         concurrency: bool = True,
     ) -> ExecResult[str]:
-        """Run a program once: `timeout_retry` is not heeded, since what was killed may have acted. Without `timeout`,
-        or with a longer one, it may run for 600 s, the most that a pool allows. `concurrency` is not heeded: the pool
-        gives out its slots.
+        """Run a program once. `timeout_retry` is ignored, because a killed program may have acted. `concurrency` is
+        ignored, because the pool assigns its slots. The limit is 600 s, the pool's maximum, also without `timeout`.
 
-        Raises as SandboxEnvironment.exec says; OutputLimitExceededError above 4 MiB of a stream, or Inspect's own limit
-        where that is less.
+        Raises the exceptions of SandboxEnvironment.exec, and OutputLimitExceededError above 4 MiB of a stream or
+        Inspect's own limit if that is lower.
         """
         if user is not None and user != USER:
             raise SandboxUserUnsupportedError(
-                f"a toolcrew sandbox runs everything as uid {USER}, and cannot as {user!r}: leave the user out"
+                f"a toolcrew sandbox runs all processes as uid {USER}, not as {user!r}: omit the user"
             )
         limit_s = min(timeout, MAX_TIMEOUT_S) if timeout is not None else MAX_TIMEOUT_S
         if _starts_setup(cmd):
             cmd = [*_RUN_A_COPY, cmd[-1], *cmd]
         try:
             done = await self.session.exec(
-                cmd, stdin=_as_bytes(input), env=env, cwd=_place(cwd or ""), timeout_s=limit_s
+                cmd, stdin=_as_bytes(input), env=env, cwd=_absolute_path(cwd or ""), timeout_s=limit_s
             )
         except ToolFailure as failure:
             return _not_started(failure)
@@ -200,9 +201,9 @@ class ToolcrewSandboxEnvironment(SandboxEnvironment):
 
     @override
     async def write_file(self, file: str, contents: str | bytes) -> None:
-        """Atomically; parents are made. At most 64 MiB: above that OSError(EFBIG)."""
+        """Write a file atomically and create its parent folders. Raises OSError(EFBIG) above 64 MiB."""
         with _file_errors(file):
-            await self.session.write_file(_place(file), _as_bytes(contents))
+            await self.session.write_file(_absolute_path(file), _as_bytes(contents))
 
     @overload
     async def read_file(self, file: str, text: Literal[True] = True) -> str: ...
@@ -212,7 +213,9 @@ class ToolcrewSandboxEnvironment(SandboxEnvironment):
 
     @override
     async def read_file(self, file: str, text: bool = True) -> str | bytes:
-        """OutputLimitExceededError above 64 MiB, or Inspect's own limit where that is less."""
+        """Return the content of a file. Raises OutputLimitExceededError above 64 MiB, or Inspect's own limit if that
+        is lower.
+        """
         try:
             with _file_errors(file):
                 data = await self._read(file)
@@ -225,31 +228,29 @@ class ToolcrewSandboxEnvironment(SandboxEnvironment):
         return data.decode() if text else data
 
     async def _read(self, file: str) -> bytes:
-        place = _place(file)
+        path = _absolute_path(file)
         try:
-            return await self.session.read_file(place)
+            return await self.session.read_file(path)
         except ToolFailure as failure:
             if failure.code != ErrorCode.PATH_NOT_ALLOWED:
                 raise
-        # The file verbs keep to /workspace, /tmp and /output; programs read the image's files as well.
-        done = await self.session.exec(["/bin/cat", "--", place], env={"LC_ALL": "C"}, timeout_s=_CAT_TIMEOUT_S)
+        # The file verbs are limited to /workspace, /tmp and /output. Programs can also read the files of the image.
+        done = await self.session.exec(["/bin/cat", "--", path], env={"LC_ALL": "C"}, timeout_s=_CAT_TIMEOUT_S)
         if done.truncated:
             raise OutputLimitExceededError(_STREAM_LIMIT, None)
         if done.returncode != 0:
-            raise _read_failure(place, done)
+            raise _read_failure(path, done)
         return done.stdout
 
     @override
     async def connection(self, *, user: str | None = None) -> SandboxConnection:
-        """A command that runs one program there; a sandbox of the pool has no terminal. Raises ConnectionError when the
-        session is gone.
+        """Return a command that runs one program in the sandbox, which has no terminal. Raises ConnectionError when
+        the session no longer exists.
         """
         if user is not None and user != USER:
-            raise SandboxUserUnsupportedError(
-                f"a toolcrew sandbox runs everything as uid {USER}, and cannot as {user!r}"
-            )
+            raise SandboxUserUnsupportedError(f"a toolcrew sandbox runs all processes as uid {USER}, not as {user!r}")
         try:
-            await (await crew_of_loop().client()).session(self.session.id, tenant=self.session.tenant)
+            await (await client_of_loop().client()).session(self.session.id, tenant=self.session.tenant)
         except ToolcrewError as error:
             raise ConnectionError(f"the session {self.session.id} cannot be reached: {error}") from error
         command = [
@@ -267,11 +268,11 @@ class ToolcrewSandboxEnvironment(SandboxEnvironment):
 
 
 def _starts_setup(cmd: list[str]) -> bool:
-    """Not the chmod before it, nor the rm after it, which name the same file."""
+    """Return whether the command runs the setup script. The chmod before it and the rm after it name the same file."""
     return len(cmd) > 3 and cmd[0] == "/bin/sh" and "exec env " in cmd[2] and _SETUP_FILE.fullmatch(cmd[-1]) is not None
 
 
-def _place(path: str) -> str:
+def _absolute_path(path: str) -> str:
     return posixpath.join(WORKSPACE, path)
 
 
@@ -280,33 +281,35 @@ def _as_bytes(content: str | bytes | None) -> bytes:
 
 
 def _unavailable(error: ToolFailure | OperatorError) -> RuntimeError:
-    """Inspect shows a model SandboxUnavailableError as a failure that came before its command; what may have acted is
-    never told so.
+    """Return the exception for a failure. Inspect presents SandboxUnavailableError to a model as a failure before its
+    command. So an uncertain failure, where the command may have acted, is a RuntimeError.
     """
-    words = f"toolcrew [{error.code}]: {error}"
-    return RuntimeError(words) if error.code in _UNCERTAIN else SandboxUnavailableError(words)
+    message = f"toolcrew [{error.code}]: {error}"
+    return RuntimeError(message) if error.code in _UNCERTAIN else SandboxUnavailableError(message)
 
 
 def _not_started(failure: ToolFailure) -> ExecResult[str]:
-    """A missing program or folder is the command's own fault, told as a shell tells it; all else is raised."""
-    words = str(failure)
+    """Return the result of a program that could not start. A missing program or folder is an error of the command,
+    reported as a shell reports it. Other failures are raised.
+    """
+    message = str(failure)
     if failure.code in (
         ErrorCode.PERMISSION_DENIED,
         ErrorCode.SECURITY_REFUSED,
         ErrorCode.PATH_NOT_ALLOWED,
-    ) or words.endswith("could not be started: permission denied"):
-        raise PermissionError(errno.EACCES, words)
+    ) or message.endswith("could not be started: permission denied"):
+        raise PermissionError(errno.EACCES, message)
     if failure.code in _NOT_BEGUN or failure.code in _UNCERTAIN:
         raise _unavailable(failure) from failure
-    return ExecResult(success=False, returncode=127, stdout="", stderr=f"{words}\n")
+    return ExecResult(success=False, returncode=127, stdout="", stderr=f"{message}\n")
 
 
-def _read_failure(place: str, done: Done) -> ToolFailure:
+def _read_failure(path: str, done: Done) -> ToolFailure:
     if done.timed_out:
-        return ToolFailure(ErrorCode.TIMEOUT, f"{place} had no end within {_CAT_TIMEOUT_S:g} s")
-    words = done.stderr.decode(errors="replace").strip()
+        return ToolFailure(ErrorCode.TIMEOUT, f"{path} could not be read within {_CAT_TIMEOUT_S:g} s")
+    message = done.stderr.decode(errors="replace").strip()
     return ToolFailure(
-        next((code for ending, code in _CAT_WORDS.items() if words.endswith(ending)), ErrorCode.INTERNAL), words
+        next((code for ending, code in _CAT_ERRORS.items() if message.endswith(ending)), ErrorCode.INTERNAL), message
     )
 
 
@@ -314,7 +317,7 @@ def _judge(done: Done, limit_s: float) -> ExecResult[str]:
     stdout, stderr = done.stdout.decode(errors="replace"), done.stderr.decode(errors="replace")
     if done.timed_out:
         error = TimeoutError(f"Command timed out after {limit_s:g} seconds and was killed")
-        # What Inspect's own provider tells with it, and its tools show to the model.
+        # Inspect's own provider attaches the output too, and Inspect's tools show it to the model.
         error.truncated_output = stdout + stderr  # type: ignore[attr-defined]
         raise error
     most = SandboxEnvironmentLimits.MAX_EXEC_OUTPUT_SIZE
@@ -337,7 +340,7 @@ def _file_errors(file: str) -> Iterator[None]:
         kind, number = _FILE_ERRORS.get(failure.code, (None, 0))
         if kind is None:
             raise _unavailable(failure) from failure
-        known = f"{'Is a directory' if kind is IsADirectoryError else failure}"
-        raise kind(number, known, file) from failure
+        reason = f"{'Is a directory' if kind is IsADirectoryError else failure}"
+        raise kind(number, reason, file) from failure
     except OperatorError as error:
         raise _unavailable(error) from error

@@ -1,5 +1,5 @@
-"""The tools of a session as LangChain tools: their schemas as they are, failures as ToolMessages with status "error",
-metadata as artifact.
+"""Tools of a session as LangChain tools. The schemas are unchanged, failures are ToolMessages with status "error",
+and metadata is the artifact.
 """
 
 import asyncio
@@ -23,11 +23,11 @@ except ModuleNotFoundError as error:
 
 
 class PoolTool(BaseTool):  # type: ignore[misc, unused-ignore]
-    """One tool of a session. `ainvoke` runs in the loop of the client; `invoke` is for other threads, while that loop
-    runs.
+    """Tool of a session. `ainvoke` runs in the event loop of the client. `invoke` is for other threads while that
+    loop runs.
 
-    Called with a tool call, a failure gives a ToolMessage with status "error"; with bare arguments, the text of it. Set
-    `handle_tool_error` to False to get ToolExceptions instead.
+    For a tool call, a failure gives a ToolMessage with status "error"; for bare arguments, the text of the failure.
+    Set `handle_tool_error` to False to get ToolExceptions instead.
     """
 
     response_format: Literal["content", "content_and_artifact"] = "content_and_artifact"
@@ -37,7 +37,7 @@ class PoolTool(BaseTool):  # type: ignore[misc, unused-ignore]
 
     @classmethod
     def build(cls, spec: ToolSpec, tools: SessionTools, loop: asyncio.AbstractEventLoop) -> "PoolTool":
-        """A tool whose calls are made in `loop`."""
+        """Create a tool whose calls run in `loop`."""
         made = cls(name=spec.name, description=spec.description, args_schema=dict(spec.parameters))
         made._tools, made._loop = tools, loop
         return made
@@ -45,46 +45,46 @@ class PoolTool(BaseTool):  # type: ignore[misc, unused-ignore]
     def _to_args_and_kwargs(
         self, tool_input: str | dict[str, Any], tool_call_id: str | None
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        # As two values and not by their names: an argument may be called as LangChain's own are (config, callbacks,
+        # Passed by position, because an argument may have a name that LangChain uses (config, callbacks,
         # run_manager).
         return (super()._parse_input(tool_input, tool_call_id), tool_call_id), {}
 
     async def _arun(self, arguments: dict[str, Any], tool_call_id: str | None) -> tuple[Any, dict[str, Any]]:
         if asyncio.get_running_loop() is self._loop:
-            return self._told(await self._tools.call(self.name, arguments), tool_call_id)
-        # The client's connections belong to its loop.
+            return self._build_output(await self._tools.call(self.name, arguments), tool_call_id)
+        # The client's connections belong to the client's event loop.
         calling = asyncio.run_coroutine_threadsafe(self._tools.call(self.name, arguments), self._loop)
-        return self._told(await asyncio.wrap_future(calling), tool_call_id)
+        return self._build_output(await asyncio.wrap_future(calling), tool_call_id)
 
     def _run(self, arguments: dict[str, Any], tool_call_id: str | None) -> tuple[Any, dict[str, Any]]:
         self._check_thread()
         calling = asyncio.run_coroutine_threadsafe(self._tools.call(self.name, arguments), self._loop)
         try:
-            return self._told(calling.result(), tool_call_id)
+            return self._build_output(calling.result(), tool_call_id)
         except BaseException:
-            # Ctrl-C while waiting: what runs in the sandbox is stopped.
+            # Ctrl-C during the wait also stops the processes in the sandbox.
             calling.cancel()
             raise
 
     def _check_thread(self) -> None:
-        """Raises RuntimeError where waiting would last for ever."""
+        """Raise RuntimeError where the wait would never end."""
         try:
             here = asyncio.get_running_loop()
         except RuntimeError:
             here = None
         if here is self._loop:
             raise RuntimeError(
-                f"{self.name}: invoke would wait for the loop that it runs in: use ainvoke, or invoke from another "
-                "thread"
+                f"{self.name}: invoke would block the event loop that must run the call: use ainvoke, or invoke "
+                "from another thread"
             )
         if not self._loop.is_running():
             raise RuntimeError(
                 f"{self.name}: the event loop of its client has ended. Keep it running; docs/integrations.md shows how"
             )
 
-    def _told(self, result: ToolResult, tool_call_id: str | None) -> tuple[Any, dict[str, Any]]:
-        """Content and artifact, as LangChain takes them. Raises ToolException for a failure whose form the caller has
-        chosen.
+    def _build_output(self, result: ToolResult, tool_call_id: str | None) -> tuple[Any, dict[str, Any]]:
+        """Return content and artifact in LangChain's format. Raises ToolException for a failure if the caller has
+        configured how failures are handled.
         """
         text, artifact = result.text(), build_artifact(result)
         if result.success:
@@ -103,11 +103,12 @@ async def as_langchain_tools(
     approver: Approver | None = None,
     timeout_s: float = DEFAULT_TIMEOUT_S,
 ) -> list[PoolTool]:
-    """The tools of `session` for a LangChain model or a LangGraph ToolNode, good as long as it is open. To be awaited
-    in the loop of `client`.
+    """Return the tools of `session` for a LangChain model or a LangGraph ToolNode. They work while the session is
+    open. Await this function in the event loop of `client`.
 
-    `approver` None: the client's is asked about what needs approval. `timeout_s`: the limit of calls whose tool has
-    none of its own. Raises ToolFailure(TOOL_NOT_FOUND) for a name that is none, SandboxUnavailable, BrokerUnavailable.
+    `approver`: decides on calls that need approval; None: the client's approver. `timeout_s`: the limit of calls
+    whose tool has no limit of its own. Raises ToolFailure(TOOL_NOT_FOUND) for an unknown name, SandboxUnavailable,
+    BrokerUnavailable.
     """
     tools = await client.session_tools(session, names, approver=approver, timeout_s=timeout_s)
     loop = asyncio.get_running_loop()

@@ -1,5 +1,5 @@
-"""The tools of a session as FunctionTools of the OpenAI Agents SDK: their schemas as they are, failures as text,
-approvals ours or the SDK's.
+"""Tools of a session as FunctionTools of the OpenAI Agents SDK. The schemas are unchanged and failures are text.
+Approvals come from this project or from the SDK.
 """
 
 import copy
@@ -26,7 +26,7 @@ except ModuleNotFoundError as error:
 
 
 class PoolOutput(str):
-    """What a model reads of a result; `artifact` has the rest of it, for hooks and for the run's items
+    """Text of a result for a model. `artifact` has the rest of the result, for hooks and for the run's items
     (`custom_data`).
     """
 
@@ -40,8 +40,8 @@ class PoolOutput(str):
 
 
 class RunApprover:
-    """The decision that the SDK's run has on a call, by `RunState.approve` and `reject`. A call that it knows no yes
-    for is refused.
+    """Takes the decision on a call from the SDK's run (`RunState.approve` and `reject`). A call without an approval
+    is refused.
     """
 
     def __init__(self, context: ToolContext[Any]) -> None:
@@ -49,18 +49,20 @@ class RunApprover:
 
     async def decide(self, request: ApprovalRequest) -> Decision:
         is_approved = self._context.is_tool_approved(self._context.tool_name, self._context.tool_call_id)
-        return Decision(is_approved is True, "" if is_approved else "it needs approval and the run has none for it")
+        return Decision(
+            is_approved is True, "" if is_approved else "the call needs approval and the run has no decision for it"
+        )
 
 
 class AgentCalls:
-    """How the SDK calls one tool."""
+    """Functions with which the SDK calls one tool."""
 
     def __init__(self, spec: ToolSpec, tools: SessionTools, asks_by_run: bool) -> None:
         self._spec, self._tools, self._asks_by_run = spec, tools, asks_by_run
 
     async def invoke(self, context: ToolContext[Any], raw: str) -> PoolOutput:
-        """`raw`: the arguments as the model wrote them. Never raises for a call's failure: the model reads it and goes
-        on.
+        """Run a call. `raw`: the arguments as the model wrote them. A failed call never raises an exception; the
+        model reads the failure.
         """
         try:
             arguments = parse_arguments(raw)
@@ -75,18 +77,18 @@ class AgentCalls:
         return PoolOutput.of(result)
 
     async def needs_approval(self, context: RunContextWrapper[Any], arguments: dict[str, Any], call_id: str) -> bool:
-        """Whether the run has to be interrupted for a person. False for what is refused in any case: nobody is asked
-        about that.
+        """Return whether a person must decide before the call runs. False for a call that is refused in any case, so
+        that no person is asked.
         """
         try:
-            return (await self._tools.verdict(self._spec.name, arguments)).action == "ask"
+            return (await self._tools.decide(self._spec.name, arguments)).action == "ask"
         except (ToolFailure, OperatorError):
-            # The call itself is judged again, and says what is wrong.
+            # The call is checked again when it runs, and its result contains the error.
             return False
 
 
 def mark_span_failed(result: ToolResult) -> None:
-    """Mark the SDK's span of the call as failed, by its code: what was printed is not the trace's to tell."""
+    """Mark the SDK's span of the call as failed, with the error code. The trace must not contain the output."""
     span = get_current_span()
     if span is not None:
         span.set_error(
@@ -103,15 +105,16 @@ async def as_agents_tools(
     asks_by_run: bool = False,
     timeout_s: float = DEFAULT_TIMEOUT_S,
 ) -> list[FunctionTool]:
-    """The tools of `session` for an Agent of the SDK, good as long as it is open and in the loop of `client`.
+    """Return the tools of `session` for an Agent of the SDK. They work while the session is open, in the event loop
+    of `client`.
 
-    `approver` None: the client's is asked about what needs approval. `asks_by_run`: the run is interrupted instead, and
-    goes on by the SDK's RunState.approve or reject. `timeout_s`: the limit of calls whose tool has none of its own.
-    Raises ConfigError for both kinds of approval at once, ToolFailure(TOOL_NOT_FOUND) for a name that is none,
-    SandboxUnavailable, BrokerUnavailable.
+    `approver`: decides on calls that need approval; None: the client's approver. `asks_by_run`: the run is
+    interrupted instead, and continues after RunState.approve or reject. `timeout_s`: the limit of calls whose tool
+    has no limit of its own. Raises ConfigError for both kinds of approval, ToolFailure(TOOL_NOT_FOUND) for an unknown
+    name, SandboxUnavailable, BrokerUnavailable.
     """
     if asks_by_run and approver is not None:
-        raise ConfigError("give either an approver or asks_by_run=True, where the run's own approvals decide")
+        raise ConfigError("approver and asks_by_run=True exclude each other: give one of them")
     tools = await client.session_tools(session, names, approver=approver, timeout_s=timeout_s)
     return [_build_tool(spec, AgentCalls(spec, tools, asks_by_run), asks_by_run) for spec in tools.specs]
 
@@ -130,8 +133,8 @@ def _build_tool(spec: ToolSpec, calls: AgentCalls, asks_by_run: bool) -> Functio
 
 
 def is_strict(parameters: dict[str, Any]) -> bool:
-    """Whether a schema is one that the SDK calls strict, as it stands: made strict, an optional parameter would become
-    a required one.
+    """Return whether a schema already fulfils the SDK's strict mode. The SDK's own conversion would make optional
+    parameters required.
     """
     try:
         return ensure_strict_json_schema(copy.deepcopy(parameters)) == parameters
@@ -139,5 +142,5 @@ def is_strict(parameters: dict[str, Any]) -> bool:
         return False
 
 
-def _custom_data(told: FunctionToolCustomDataContext) -> dict[str, Any] | None:
-    return told.output.artifact if isinstance(told.output, PoolOutput) else None
+def _custom_data(context: FunctionToolCustomDataContext) -> dict[str, Any] | None:
+    return context.output.artifact if isinstance(context.output, PoolOutput) else None

@@ -10,7 +10,7 @@ from orchestrator.api.access import AnyCaller, Caller
 from orchestrator.api.paging import Limit
 from orchestrator.api.problem_handlers import responses
 from orchestrator.http.problems import ApiCode, ApiProblem
-from orchestrator.sdk.call_control import GLANCE_S, CallControl
+from orchestrator.sdk.call_control import SHORT_LOOKUP_S, CallControl
 from store.call_life import CallLife, CallLives
 from store.call_list import CallList
 
@@ -88,10 +88,10 @@ async def kill_call(call_id: CallId, wanted: Kill, caller: AnyCaller) -> Killed:
     """
     app_state = caller.app_state
     # Whoever asks for calls that never were does not hold a request for as long as one may be looked for that waits.
-    heard_s = GLANCE_S if await _life(caller, call_id) is None else None
+    lookup_s = SHORT_LOOKUP_S if await _life(caller, call_id) is None else None
     try:
         killed = await CallControl(app_state.parts.pool, app_state.settings.deployment).kill(
-            caller.tenant, call_id, caller.identity.actor(), wanted.reason, heard_s=heard_s
+            caller.tenant, call_id, caller.identity.actor(), wanted.reason, lookup_s=lookup_s
         )
     except ToolFailure as failure:
         if failure.code is ErrorCode.INVALID_ARGUMENTS:

@@ -15,7 +15,7 @@ from orchestrator.api.access import AnyCaller
 from orchestrator.api.paging import Cursor, Limit, Page, page_of
 from orchestrator.api.problem_handlers import responses
 from orchestrator.dispatch.tenant_catalog import Offer
-from orchestrator.sdk.skill_desk import SkillDesk
+from orchestrator.sdk.skill_desk import SkillInstaller
 
 router = APIRouter(prefix="/v1/skills", tags=["skills"], responses=responses())
 
@@ -84,7 +84,7 @@ async def install_skill(
     return view_skill(skill, await caller.client.offer())
 
 
-async def _installed(desk: SkillDesk, packed: Path, *, replace: bool) -> SkillSummary:
+async def _installed(desk: SkillInstaller, packed: Path, *, replace: bool) -> SkillSummary:
     try:
         return (await desk.install(packed, replace=replace)).skill
     except SkillBroken as broken:

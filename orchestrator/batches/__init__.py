@@ -1,1 +1,1 @@
-"""Many runs: a file of lines in, a row for each out."""
+"""Batches of runs: an input file with one item per line, and an output row for each item."""

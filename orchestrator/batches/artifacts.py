@@ -1,4 +1,4 @@
-"""Which of a sandbox's files an item is asked for, and the folder here that they go to."""
+"""Selects the files to copy out of an item's sandbox, and the local folder that receives them."""
 
 import errno
 import fnmatch
@@ -22,7 +22,7 @@ _KEPT_CHARS = 140
 
 
 class ArtifactsNotWritten(OperatorError):
-    """Files could not be copied out; what was there stays, and the same may be tried again."""
+    """Files could not be copied out. Existing files stay, and the copy can be retried."""
 
     code = ErrorCode.NO_SPACE
 
@@ -43,7 +43,7 @@ class Pattern:
         if ".." in parts:
             raise ValueError("it holds '..': name files of the workspace from its top")
         self.text = text
-        # Several `**` in a row say what one says.
+        # Several `**` in a row mean the same as one.
         kept = [part for place, part in enumerate(parts) if part != "**" or place == 0 or parts[place - 1] != "**"] or [
             "**"
         ]
@@ -78,7 +78,7 @@ class Copied:
     skipped: tuple[str, ...] = ()
 
     def missing(self) -> list[str]:
-        """What was asked for and is not there, in sentences."""
+        """Return a sentence for each requested file or pattern that was not copied."""
         return [f"no file of the workspace is named by '{pattern}'" for pattern in self.unmatched] + [
             f"'{path}' was not copied: it is a link that leads to no file of the workspace" for path in self.skipped
         ]

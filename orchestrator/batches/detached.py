@@ -31,10 +31,10 @@ def check_detached(file: BatchFile, artifacts: str | None, name: str, *, uploads
         Complaint(sentence, item.line) for item in file.items for sentence in find_paths(item, None) if not uploads
     ]
     if artifacts is not None:
-        told = (
+        sentence = (
             f"artifacts of a detached batch go to the store, not to {artifacts}: leave out --artifacts, and copy them "
             "with `toolcrew batches export BATCH --artifacts DIR` afterwards"
         )
-        complaints.insert(0, Complaint(told))
+        complaints.insert(0, Complaint(sentence))
     if complaints:
         raise BadBatch(name, complaints[:MAX_SHOWN], max(0, len(complaints) - MAX_SHOWN))

@@ -1,4 +1,4 @@
-"""Connections of commands that read or change a whole deployment. Such a command has the rights of the key in
+"""Connections for commands that read or change a whole deployment. Such a command has the rights of the key in
 TOOLCREW_API_KEY.
 """
 
@@ -20,7 +20,7 @@ from store.tenants import RedisTenants
 
 @dataclass(frozen=True)
 class Deployment:
-    """The deployment that TOOLCREW_REDIS_URL names. `actor`: who runs the command; the audit names it."""
+    """The deployment that TOOLCREW_REDIS_URL names. The audit records `actor`, who runs the command."""
 
     redis: RedisClient
     broker: BrokerSettings
@@ -45,7 +45,7 @@ class Deployment:
 
 @asynccontextmanager
 async def open_deployment(needed: Role) -> AsyncIterator[Deployment]:
-    """Connect to Redis; no worker is needed. `needed`: the least role that may run the command.
+    """Connect to Redis; no worker is needed. `needed`: the lowest role that may run the command.
 
     Raises ConfigError, BrokerUnavailable, ToolFailure(UNAUTHENTICATED, PERMISSION_DENIED).
     """

@@ -1,4 +1,4 @@
-"""`toolcrew approvals`: lists the calls that wait for a decision, with their exact arguments, and decides them."""
+"""`toolcrew approvals`: list the calls that wait for a decision, with their exact arguments, and decide them."""
 
 import json
 from collections.abc import AsyncIterator
@@ -20,12 +20,14 @@ from store.audit import Actor
 approvals_app = typer.Typer(no_args_is_help=True, help="List the calls that wait for a decision, and decide.")
 
 Id = Annotated[str, typer.Argument(metavar="ID", help="The id of the question, as `list` shows it.")]
-Reason = Annotated[str, typer.Option("--reason", help="Kept in the audit; the model reads it when the call is denied.")]
+Reason = Annotated[
+    str, typer.Option("--reason", help="The reason. The audit stores it; the model reads it if the call is denied.")
+]
 Digest = Annotated[
     str | None,
     typer.Option(
         "--digest",
-        help="Of the call as you saw it, its beginning is enough: another call of that id is not decided then.",
+        help="The digest of the call that you saw, or its first 8 characters. Another call is not decided.",
     ),
 ]
 MIN_DIGEST_CHARS = 8
@@ -33,31 +35,35 @@ MIN_DIGEST_CHARS = 8
 
 @asynccontextmanager
 async def open_questions() -> AsyncIterator[tuple[ApprovalQueue, Actor]]:
-    """The questions of the pool that TOOLCREW_REDIS_URL names, and who asks for them; no worker need be there. Raises
-    ConfigError, BrokerUnavailable.
+    """Open the approval queue of the pool that TOOLCREW_REDIS_URL names, and find the actor of this command. No worker
+    is needed. Raises ConfigError, BrokerUnavailable.
     """
     if load_settings().redis_url is None:
-        raise ConfigError("questions wait in the Redis of a pool, and TOOLCREW_REDIS_URL names none: set it")
+        raise ConfigError(
+            "TOOLCREW_REDIS_URL is not set. Set it to the Redis of the pool that holds the approval questions"
+        )
     async with open_client(needs_workers=False) as client:
         yield client.approvals, await client.actor()
 
 
 def asks_elsewhere() -> bool:
-    """Whether what this command runs waits for answers in the queue. Raises ConfigError where nobody could give one."""
+    """Return whether calls of this command wait for decisions in the queue. Raises ConfigError if no approver could
+    reach that queue.
+    """
     settings = load_settings()
     if settings.approvals == "queue" and settings.redis_url is None:
         raise ConfigError(
-            "TOOLCREW_APPROVALS=queue lets calls wait in the Redis of a pool, and nobody reaches that of a stack of "
-            "this command's own: set TOOLCREW_REDIS_URL, or TOOLCREW_APPROVALS=ask"
+            "TOOLCREW_APPROVALS=queue needs the Redis of a pool, and no approver can reach the embedded stack of this "
+            "command: set TOOLCREW_REDIS_URL, or TOOLCREW_APPROVALS=ask"
         )
     return settings.approvals == "queue"
 
 
 @approvals_app.command("list")
 def approvals_list(tenant: Tenant = None, as_json: Json = False) -> None:
-    """List the calls that wait, with their exact arguments, in the order in which they expire.
+    """List the calls that wait for a decision, with their exact arguments, the first to expire first.
 
-    Of every tenant; with a tenant's key of that tenant.
+    An operator sees the calls of every tenant. A tenant's key sees only the calls of that tenant.
     """
 
     async def work() -> list[PendingQuestion]:
@@ -71,10 +77,10 @@ def approvals_list(tenant: Tenant = None, as_json: Json = False) -> None:
 
     found = run_work(work(), as_json)
     if as_json:
-        typer.echo(json.dumps([pending_json(one) for one in found]))
+        typer.echo(json.dumps([pending_json(question) for question in found]))
         return
-    for one in found:
-        typer.echo("\n".join(pending_lines(one)))
+    for question in found:
+        typer.echo("\n".join(pending_lines(question)))
     typer.echo(f"{len(found)} wait" if found else "nothing waits for a decision", err=True)
 
 
@@ -84,14 +90,15 @@ def approvals_decide(
     decision: Annotated[
         Literal["allow", "deny"],
         typer.Argument(
-            help="allow: the call runs, as shown or with --arguments; deny: it fails, and the model goes on."
+            help="allow: run the call as shown or with --arguments; deny: fail the call, and let the model continue."
         ),
     ],
     reason: Reason = "",
     arguments: Annotated[
         str | None,
         typer.Option(
-            "--arguments", help="@FILE.json: run it with these arguments instead; they are checked as the model's were."
+            "--arguments",
+            help="@FILE.json: run the call with these arguments instead. They are checked like the model's arguments.",
         ),
     ] = None,
     digest: Digest = None,
@@ -99,7 +106,7 @@ def approvals_decide(
 ) -> None:
     """Allow or deny a call."""
     if decision == "deny" and arguments is not None:
-        raise typer.BadParameter("--arguments goes with allow")
+        raise typer.BadParameter("--arguments needs the decision allow: leave --arguments out to deny the call")
 
     async def work() -> ApprovalAnswer:
         return await _decide(id_, Decision(decision == "allow", reason, _read_arguments(arguments)), digest)
@@ -108,7 +115,7 @@ def approvals_decide(
 
 
 def pending_json(pending: PendingQuestion) -> dict[str, Any]:
-    """For programs: instants in ISO 8601."""
+    """Return a question as JSON for programs, with instants in ISO 8601."""
     return pending.to_json() | {
         "created_at": format_instant(pending.created_at),
         "expires_at": format_instant(pending.expires_at),
@@ -116,7 +123,7 @@ def pending_json(pending: PendingQuestion) -> dict[str, Any]:
 
 
 def pending_lines(pending: PendingQuestion) -> list[str]:
-    """A question as a person reads it. The warning stands last, where long arguments cannot push it away."""
+    """Return the lines that show a question to a person. The warning is last: long arguments cannot scroll it away."""
     question = pending.question
     head = f"{question.id}  until {format_instant(pending.expires_at)}  digest {question.digest[:16]}"
     lines = [head, *call_lines(question.call, question.tenant, question.session, question.command)]
@@ -132,7 +139,7 @@ def pending_lines(pending: PendingQuestion) -> list[str]:
 async def _decide(id_: str, decision: Decision, digest: str | None) -> ApprovalAnswer:
     async with open_questions() as (queue, actor):
         question = (await queue.get(id_, actor)).question
-        # The id is of this one call and its arguments; a digest says it once more.
+        # The id already names one call with its arguments; the digest confirms what the approver saw.
         is_same = digest is None or (len(digest) >= MIN_DIGEST_CHARS and question.digest.startswith(digest))
         return await queue.decide(id_, decision, digest=question.digest if is_same else "", actor=actor)
 
@@ -143,7 +150,7 @@ def _read_arguments(text: str | None) -> dict[str, Any] | None:
     if not text.startswith("@"):
         raise ToolFailure(
             ErrorCode.INVALID_ARGUMENTS,
-            "--arguments is @FILE.json: write the arguments into a file, all of them, and name that",
+            "--arguments is not @FILE.json: write all arguments into a file, and give --arguments @FILE.json",
         )
     try:
         with Path(text[1:]).open("rb") as file:
@@ -160,13 +167,13 @@ def _read_arguments(text: str | None) -> dict[str, Any] | None:
 
 def _print_answer(answer: ApprovalAnswer, as_json: bool) -> None:
     if as_json:
-        told = {
+        fields = {
             "id": answer.id,
             "state": "allowed" if answer.is_allowed else "denied",
             "tool": answer.tool,
             "digest": answer.digest,
         }
-        typer.echo(json.dumps(told | {"arguments_changed": answer.arguments is not None}))
+        typer.echo(json.dumps(fields | {"arguments_changed": answer.arguments is not None}))
         return
-    how = " with other arguments" if answer.arguments is not None else ""
-    typer.echo(make_visible(f"{answer.tool} is {'allowed' if answer.is_allowed else 'refused'}{how}"))
+    suffix = " with other arguments" if answer.arguments is not None else ""
+    typer.echo(make_visible(f"{answer.tool} is {'allowed' if answer.is_allowed else 'denied'}{suffix}"))

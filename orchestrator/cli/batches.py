@@ -1,4 +1,4 @@
-"""`toolcrew batches`: submits, lists, shows, resumes and cancels batches."""
+"""`toolcrew batches`: submit, list, show, resume and cancel batches."""
 
 import asyncio
 import json
@@ -19,14 +19,14 @@ from orchestrator.batches.lines import BatchFile, load_lines
 from orchestrator.batches.stored_files import StoredFiles
 from orchestrator.batches.transfers import find_local_workspaces, upload_workspaces
 from orchestrator.cli.batches_options import (
-    GivenLimits,
+    LimitOptions,
     build_defaults,
     check_lines,
     check_models,
     parse_kinds,
     prepare_artifacts,
 )
-from orchestrator.cli.batches_shift import Interrupts, find_rows, place_of, work_batch
+from orchestrator.cli.batches_shift import Interrupts, build_row_place, find_rows, work_batch
 from orchestrator.cli.batches_views import (
     BatchId,
     Errors,
@@ -48,7 +48,8 @@ from store.batches import BatchDefaults
 batches_app = typer.Typer(no_args_is_help=True, help="Run many instructions from a file, and follow them.")
 
 Output = Annotated[
-    Path | None, typer.Option("--output", help="Where rows of successes go, as items end. Else where they went before.")
+    Path | None,
+    typer.Option("--output", help="The file for rows of successful items. Default: the file that was used before."),
 ]
 Concurrency = Annotated[
     int | None,
@@ -56,7 +57,7 @@ Concurrency = Annotated[
         "--concurrency",
         min=1,
         max=10_000,
-        help="Items at a time, over all orchestrators. Else as before, and 16 at first.",
+        help="Items that run at the same time, in all orchestrators. Default: as before, first 16.",
     ),
 ]
 
@@ -66,61 +67,65 @@ def submit(
     file: Annotated[Path, typer.Argument(help="JSON lines: {id, instruction, workspace}, or OpenAI's batch lines.")],
     output: Annotated[
         Path | None,
-        typer.Option("--output", help="Where rows of successes go, as items end. Needed, except with --detach."),
+        typer.Option("--output", help="The file for rows of successful items. Required without --detach."),
     ] = None,
     errors: Errors = None,
     concurrency: Concurrency = None,
     batch: Annotated[
         str | None,
-        typer.Option("--id", help="The batch's id: submitting the same file under it again goes on with it."),
+        typer.Option("--id", help="The id of the batch. Submit the same file with the same id to continue the batch."),
     ] = None,
-    model: Annotated[str | None, typer.Option("--model", help="Of the lines that name none.")] = None,
+    model: Annotated[str | None, typer.Option("--model", help="The model for lines that name none.")] = None,
     dialect: Annotated[
-        str | None, typer.Option("--dialect", help="native, tags, json, or auto; of the lines that name none.")
+        str | None, typer.Option("--dialect", help="native, tags, json, or auto, for lines that name none.")
     ] = None,
     artifacts: Annotated[
-        Path | None, typer.Option("--artifacts", help="The folder for the files that lines ask to be copied out.")
+        Path | None, typer.Option("--artifacts", help="The folder for the artifacts that lines ask for.")
     ] = None,
     max_iterations: Annotated[
-        int | None, typer.Option("--max-iterations", min=1, help="Replies of the model; of the lines that say none.")
+        int | None, typer.Option("--max-iterations", min=1, help="Model replies per item, for lines that set no limit.")
     ] = None,
     max_wall: Annotated[
-        float | None, typer.Option("--max-wall", help="Seconds an item may work, its setting up not counted.")
+        float | None, typer.Option("--max-wall", help="Seconds an item may run, without its setup.")
     ] = None,
     max_tokens: Annotated[
-        int | None, typer.Option("--max-tokens", min=1, help="Tokens an item may use, in and out.")
+        int | None, typer.Option("--max-tokens", min=1, help="Prompt and completion tokens that an item may use.")
     ] = None,
-    max_cost: Annotated[float | None, typer.Option("--max-cost", help="What an item may cost. Needs --prices.")] = None,
-    prices: Annotated[str | None, typer.Option("--prices", help="IN/OUT: what a million tokens cost.")] = None,
+    max_cost: Annotated[
+        float | None, typer.Option("--max-cost", help="Largest cost of an item. Needs --prices.")
+    ] = None,
+    prices: Annotated[
+        str | None, typer.Option("--prices", help="IN/OUT: the prices of a million prompt and completion tokens.")
+    ] = None,
     retries: Annotated[
         int,
-        typer.Option(
-            "--retries", min=0, max=20, help="How often an item is begun anew after an infrastructure failure."
-        ),
+        typer.Option("--retries", min=0, max=20, help="New attempts of an item after infrastructure failures."),
     ] = 2,
     ask: Annotated[
         bool,
         typer.Option(
             "--ask",
             help=(
-                "Calls that need approval wait for a decision (`toolcrew approvals list`); else as TOOLCREW_APPROVALS "
-                "says where it runs."
+                "Let calls that need approval wait for a decision (`toolcrew approvals list`). Default: "
+                "TOOLCREW_APPROVALS of the orchestrator that runs the item."
             ),
         ),
     ] = False,
-    detach: Annotated[bool, typer.Option("--detach", help="Only queue it: other orchestrators work it.")] = False,
+    detach: Annotated[bool, typer.Option("--detach", help="Only queue the batch; other orchestrators run it.")] = False,
     tenant: Tenant = None,
     as_json: JsonAsItGoes = False,
 ) -> None:
-    """Work every line of a file to a row. Prints the batch's id first.
+    """Run every line of a file and write one row for each. Prints the batch's id first.
 
-    Exit code 0 when all succeeded, 1 when some failed or it could not be begun, 130 interrupted, 143 told to stop.
+    Exit code 0: all items succeeded; 1: some failed, or the batch could not start; 130: interrupted; 143: terminated.
     """
     if output is None and not detach:
-        raise typer.BadParameter("give --output OUT.jsonl, or --detach to leave the work to other orchestrators")
+        raise typer.BadParameter(
+            "no output was given: give --output OUT.jsonl, or --detach to let other orchestrators run the batch"
+        )
     if output is None and errors is not None:
-        raise typer.BadParameter("--errors goes with --output: give that, too")
-    limits = GivenLimits(max_iterations, max_wall, max_tokens, max_cost, prices)
+        raise typer.BadParameter("--errors needs --output: give both")
+    limits = LimitOptions(max_iterations, max_wall, max_tokens, max_cost, prices)
     defaults = build_defaults(
         limits, model=model, dialect=dialect, retries=retries, artifacts=artifacts, asks_people=ask
     )
@@ -128,7 +133,7 @@ def submit(
 
     async def work() -> int:
         settings = load_settings()
-        read = await _read(file, batch, defaults, settings, is_detached=detach)
+        read = await _read_file(file, batch, defaults, settings, is_detached=detach)
         for warning in [] if detach else check_models(read, defaults, settings):
             _warn(warning)
         async with open_client(tenant) as client:
@@ -151,7 +156,7 @@ def resume(
         typer.Option(
             "--retry",
             metavar="KINDS",
-            help="Start only failed items again: model, tool, infrastructure, input, cancelled, with commas; or all.",
+            help="Retry only failed items of these kinds: model, tool, infrastructure, input, cancelled, or all.",
         ),
     ] = None,
     output: Output = None,
@@ -160,28 +165,28 @@ def resume(
     tenant: Tenant = None,
     as_json: JsonAsItGoes = False,
 ) -> None:
-    """Resume a batch in its files: items that wait, and those that were interrupted or cancelled or that failed because
-    of the infrastructure.
+    """Resume a batch: run waiting items, and retry items that were interrupted, were cancelled or failed because of the
+    infrastructure.
 
-    Exit codes as `submit`.
+    The exit codes are those of `submit`.
     """
     kinds = parse_kinds(retry) if retry is not None else None
-    raise typer.Exit(run_work(_go_on(batch, kinds, output, errors, concurrency, tenant, as_json), as_json))
+    raise typer.Exit(run_work(_resume_batch(batch, kinds, output, errors, concurrency, tenant, as_json), as_json))
 
 
 @batches_app.command("cancel")
 def cancel(batch: BatchId, tenant: Tenant = None, as_json: Json = False) -> None:
-    """Begin nothing of a batch any more, and end what runs. `resume` goes on with it."""
+    """Cancel a batch: stop running items and start no others. `resume` continues it."""
 
     async def work() -> int:
         async with open_pool_client(tenant) as client:
             return await client.batch_runs().batches.cancel(batch)
 
-    waited = run_work(work(), as_json)
+    waiting = run_work(work(), as_json)
     typer.echo(
-        json.dumps({"batch": batch, "not_begun": waited})
+        json.dumps({"batch": batch, "not_begun": waiting})
         if as_json
-        else f"{batch} is being cancelled; {waited} items had not been begun"
+        else f"{batch} is being cancelled; {waiting} items had not started"
     )
 
 
@@ -190,16 +195,16 @@ batches_app.command("show")(batches_show)
 batches_app.command("export")(batches_export)
 
 
-async def _read(
+async def _read_file(
     file: Path, batch: str | None, defaults: BatchDefaults, settings: OrchestratorSettings, *, is_detached: bool
 ) -> BatchFile:
-    """Read the file, and check all that can be wrong before there is a pool."""
+    """Read the file, and check everything that does not need a pool."""
     if batch is not None:
         check_batch_id(batch)
     if is_detached and settings.redis_url is None:
         raise ConfigError(
-            "--detach leaves the work to the orchestrators of a pool: set TOOLCREW_REDIS_URL, or leave it out to work "
-            "it here"
+            "--detach needs the orchestrators of a pool: set TOOLCREW_REDIS_URL, or leave --detach out to run the "
+            "batch here"
         )
     uploads = is_detached and settings.workspace_store is not None
     max_bytes = MAX_WORKSPACE_BYTES if uploads else MAX_BLOB_BYTES
@@ -226,25 +231,25 @@ async def _submit(
     runs, console = client.batch_runs(), Console(stderr=True)
     with ExitStack() as stack:
         rows = stack.enter_context(runs.open_rows(paths, batch, read)) if paths is not None else None
-        interrupts = _listen(batch, runs.tenant, console, is_kept=client.stack is None)
+        interrupts = _handle_signals(batch, runs.tenant, console, is_kept=client.stack is None)
         _print_id(batch, as_json)
         await runs.batches.submit(
             read, batch=batch, concurrency=concurrency, defaults=defaults, name=name, is_detached=is_detached
         )
         if paths is not None and rows is not None:
-            await runs.queue.note_rows(runs.tenant, batch, place_of(paths))
+            await runs.queue.note_rows(runs.tenant, batch, build_row_place(paths))
             await runs.recall(batch, rows)
         if is_detached or paths is None or rows is None:
             status = build_command("batches", "show", batch, tenant=runs.tenant)
             logs = build_command("batches", "show", "-f", batch, tenant=runs.tenant)
-            console.print(f"queued; `{status}` and `{logs}` show how it stands", highlight=False, soft_wrap=True)
+            console.print(f"queued; `{status}` and `{logs}` show its progress", highlight=False, soft_wrap=True)
             return 0
         return await work_batch(
             runs, batch, paths, rows, interrupts, console, is_kept=client.stack is None, as_json=as_json
         )
 
 
-async def _go_on(
+async def _resume_batch(
     batch: str,
     kinds: list[FailureKind] | None,
     output: Path | None,
@@ -258,9 +263,9 @@ async def _go_on(
         record = await runs.batches.status(batch)
         paths = find_rows(batch, record.rows, output, errors)
         with await runs.open_rows_again(paths, batch) as rows:
-            interrupts = _listen(batch, runs.tenant, console, is_kept=True)
+            interrupts = _handle_signals(batch, runs.tenant, console, is_kept=True)
             _print_id(batch, as_json)
-            await runs.queue.note_rows(runs.tenant, batch, place_of(paths))
+            await runs.queue.note_rows(runs.tenant, batch, build_row_place(paths))
             if concurrency is not None:
                 await runs.queue.set_concurrency(runs.tenant, batch, concurrency)
             await runs.recall(batch, rows)
@@ -268,12 +273,11 @@ async def _go_on(
             return await work_batch(runs, batch, paths, rows, interrupts, console, is_kept=True, as_json=as_json)
 
 
-def _listen(batch: str, tenant: str, console: Console, *, is_kept: bool) -> Interrupts:
-    again = f"`{build_command('batches', 'resume', batch, tenant=tenant)}` goes on with it"
+def _handle_signals(batch: str, tenant: str, console: Console, *, is_kept: bool) -> Interrupts:
+    advice = f"`{build_command('batches', 'resume', batch, tenant=tenant)}` continues it"
     if not is_kept:
-        again = (
-            f"submitting the same file again with `{build_resubmission(batch, tenant)}` and the same --output goes on "
-            "with it"
+        advice = (
+            f"to continue, submit the same file again with `{build_resubmission(batch, tenant)}` and the same --output"
         )
 
     def leave(code: int) -> None:
@@ -282,7 +286,7 @@ def _listen(batch: str, tenant: str, console: Console, *, is_kept: bool) -> Inte
         os._exit(code)
 
     interrupts = Interrupts(
-        again, lambda text: console.print(text, highlight=False, markup=False, soft_wrap=True), leave
+        advice, lambda text: console.print(text, highlight=False, markup=False, soft_wrap=True), leave
     )
     interrupts.listen()
     return interrupts

@@ -1,4 +1,4 @@
-"""What the flags of `toolcrew batch` say, checked before anything of a batch is queued."""
+"""Options of `toolcrew batches submit`, checked before any item is queued."""
 
 import math
 import tempfile
@@ -19,8 +19,8 @@ DIALECTS = tuple(name for kind in get_args(RunBody.model_fields["dialect"].annot
 
 
 @dataclass(frozen=True)
-class GivenLimits:
-    """The flags of `submit` that are limits, as they were typed."""
+class LimitOptions:
+    """The limits among the options of `submit`, as they were typed."""
 
     max_iterations: int | None = None
     max_wall: float | None = None
@@ -30,7 +30,7 @@ class GivenLimits:
 
 
 def build_defaults(
-    given: GivenLimits,
+    limits: LimitOptions,
     *,
     model: str | None,
     dialect: str | None,
@@ -38,20 +38,20 @@ def build_defaults(
     artifacts: Path | None,
     asks_people: bool = False,
 ) -> BatchDefaults:
-    """What the lines of a batch do not say. Raises BadParameter."""
-    prompt, completion = parse_prices(given.prices)
-    if given.max_cost is not None and prompt is None:
-        raise typer.BadParameter("--max-cost needs --prices IN/OUT: without prices nothing is known of the cost")
+    """Return the defaults for lines of a batch. Raises BadParameter."""
+    prompt, completion = parse_prices(limits.prices)
+    if limits.max_cost is not None and prompt is None:
+        raise typer.BadParameter("--max-cost needs --prices IN/OUT: without prices the cost is unknown")
     if dialect is not None and dialect not in DIALECTS:
         raise typer.BadParameter(f"--dialect is {', '.join(DIALECTS[:-1])} or {DIALECTS[-1]}, not '{dialect}'")
     return BatchDefaults(
         model=model,
         dialect=dialect,
         limits=RunLimits(
-            max_iterations=given.max_iterations,
-            max_wall_s=_above_zero("--max-wall", given.max_wall),
-            max_tokens=given.max_tokens,
-            max_cost=_above_zero("--max-cost", given.max_cost),
+            max_iterations=limits.max_iterations,
+            max_wall_s=_check_positive("--max-wall", limits.max_wall),
+            max_tokens=limits.max_tokens,
+            max_cost=_check_positive("--max-cost", limits.max_cost),
         ),
         prompt_price=prompt,
         completion_price=completion,
@@ -62,22 +62,24 @@ def build_defaults(
 
 
 def check_lines(file: BatchFile, defaults: BatchDefaults, *, is_detached: bool = False) -> None:
-    """Raises ConfigError when lines ask for what the flags do not give: told now, and not once for each of them at
-    their ends.
-    """
+    """Raises ConfigError if lines need an option that is not set. One error now replaces one failure per item later."""
     costly = [item for item in file.items if isinstance(item.work, RunBody) and item.work.limits.max_cost is not None]
     if costly and defaults.prompt_price is None:
         raise ConfigError(
-            f"{_told(costly)} a max_cost, and no prices are known: give --prices IN/OUT, what a million tokens cost"
+            f"{_format_subject(costly)} a max_cost, but no prices are set: give --prices IN/OUT, the prices "
+            "of a million tokens"
         )
     asking = [item for item in file.items if item.ground.artifacts]
     if asking and defaults.artifacts is None and not is_detached:
-        raise ConfigError(f"{_told(asking)} artifacts: give --artifacts FOLDER, or take `artifacts` out of the lines")
+        raise ConfigError(
+            f"{_format_subject(asking)} artifacts, but no folder is set: give --artifacts FOLDER, or remove "
+            "`artifacts` from the lines"
+        )
 
 
 def check_models(file: BatchFile, defaults: BatchDefaults, settings: OrchestratorSettings) -> list[str]:
-    """Return warnings about the models that this process will use for the lines. Raises ConfigError for a name that
-    could mean two of them.
+    """Return warnings about the models that this process will use for the lines. Raises ConfigError for an
+    ambiguous name.
     """
     names = {item.work.model or defaults.model for item in file.items if isinstance(item.work, RunBody)}
     shipped = {name: find_shipped(settings, name) for name in names}
@@ -85,7 +87,7 @@ def check_models(file: BatchFile, defaults: BatchDefaults, settings: Orchestrato
 
 
 def prepare_artifacts(folder: Path) -> None:
-    """Make the folder. Raises ConfigError when nothing can be written there."""
+    """Create the folder. Raises ConfigError if it is not writable."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
@@ -97,7 +99,7 @@ def prepare_artifacts(folder: Path) -> None:
 
 
 def parse_prices(text: str | None) -> tuple[float | None, float | None]:
-    """Of a million tokens in and out. Raises BadParameter."""
+    """Return the prices of a million prompt and completion tokens. Raises BadParameter."""
     if text is None:
         return None, None
     try:
@@ -105,28 +107,30 @@ def parse_prices(text: str | None) -> tuple[float | None, float | None]:
     except ValueError:
         prompt = completion = math.nan
     if not (0 <= prompt < math.inf and 0 <= completion < math.inf):
-        raise typer.BadParameter("--prices is IN/OUT, as 0.15/0.60: what a million tokens cost, each at least 0")
+        raise typer.BadParameter(
+            "--prices is not IN/OUT: give the prices of a million tokens, such as 0.15/0.60, each at least 0"
+        )
     return prompt, completion
 
 
 def parse_kinds(text: str) -> list[FailureKind]:
-    """Kinds of failure. Raises BadParameter."""
+    """Return the kinds of failure in a list with commas. Raises BadParameter."""
     if text.strip() == "all":
         return list(FailureKind)
     try:
         return [FailureKind(part.strip()) for part in text.split(",")]
     except ValueError:
         raise typer.BadParameter(
-            f"--retry is one or more of {', '.join(FailureKind)}, with commas between, or all"
+            f"--retry: unknown kind of failure. Give one or more of {', '.join(FailureKind)}, with commas, or all"
         ) from None
 
 
-def _above_zero(flag: str, value: float | None) -> float | None:
+def _check_positive(flag: str, value: float | None) -> float | None:
     if value is not None and not 0 < value < math.inf:
-        raise typer.BadParameter(f"{flag} is a number above 0, not {value:g}")
+        raise typer.BadParameter(f"{flag} is {value:g}: give a number above 0")
     return value
 
 
-def _told(items: list[BatchItem]) -> str:
+def _format_subject(items: list[BatchItem]) -> str:
     first = f"line {items[0].line}"
     return f"{first} names" if len(items) == 1 else f"{len(items)} lines name, the first of them {first},"

@@ -1,4 +1,4 @@
-"""Work on a batch in the foreground: its display, the files of its rows, signals, and the exit code."""
+"""Run a batch in the foreground: its display, the files of its rows, signals, and the exit code."""
 
 import asyncio
 import os
@@ -23,15 +23,16 @@ _DRAIN, _STOP, _BREAK_OFF = 1, 2, 3
 
 
 class Interrupts:
-    """Signals to a command that works on a batch. The first lets running items end and starts no other; the second
-    returns running items to the queue; the third ends the command at once. SIGTERM and SIGHUP begin with the second.
-    `again`: the end of a sentence, how to continue the batch.
+    """Handles signals to a command that runs a batch. The first signal lets running items end and starts no others. The
+    second returns running items to the queue. The third ends the command at once. SIGTERM and SIGHUP start with the
+    second.
+    `advice`: how to continue the batch, as the end of a sentence.
     """
 
-    def __init__(self, again: str, say: Callable[[str], None], leave: Callable[[int], object] = os._exit) -> None:
-        """`leave`: ends the process with an exit code, whatever it still does. Rows, logs and leases allow that."""
+    def __init__(self, advice: str, say: Callable[[str], None], leave: Callable[[int], object] = os._exit) -> None:
+        """`leave`: end the process at once with an exit code. Rows, logs and leases survive that."""
         self.exit_code = EXIT_INTERRUPTED
-        self._again, self._say, self._leave = again, say, leave
+        self._advice, self._say, self._leave = advice, say, leave
         self._shift: Shift | None = None
         self._level = 0
 
@@ -39,33 +40,33 @@ class Interrupts:
         """Handle signals from now on, also while the command closes."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            loop.add_signal_handler(number, self._hear, number)
+            loop.add_signal_handler(number, self._on_signal, number)
 
     def begin(self, shift: Shift) -> None:
         """Start the work, and do what earlier signals asked for."""
         self._shift = shift
         self._act()
 
-    def _hear(self, number: signal.Signals) -> None:
+    def _on_signal(self, number: signal.Signals) -> None:
         if number is signal.SIGINT:
             self._level += 1
         else:
             self._level = max(_STOP, self._level + 1)
             self.exit_code = 128 + number
-        self._tell(number)
+        self._print_notice(number)
         self._act()
 
-    def _tell(self, number: signal.Signals) -> None:
+    def _print_notice(self, number: signal.Signals) -> None:
         match self._level:
             case 1:
                 running = self._shift.runner.running if self._shift is not None else 0
                 items = "1 running item is" if running == 1 else f"{running} running items are"
-                self._say(f"interrupted: {items} finished first; again to stop now. Either way {self._again}")
+                self._say(f"interrupted: {items} finished first; interrupt again to stop now; {self._advice}")
             case 2:
-                why = "stopping now" if number is signal.SIGINT else "told to stop"
-                self._say(f"{why}: what runs is given back, and nothing of it is lost; {self._again}")
+                cause = "stopping now" if number is signal.SIGINT else "stopped by a signal"
+                self._say(f"{cause}: running items return to the queue, and nothing is lost; {self._advice}")
             case _:
-                self._say(f"broken off: {self._again}, 20 s from now, and rows that lack are written then")
+                self._say(f"aborted: {self._advice}, after at least 20 s; missing rows are written then")
 
     def _act(self) -> None:
         if self._level >= _BREAK_OFF:
@@ -83,25 +84,23 @@ def find_rows(batch: str, place: RowPlace | None, output: Path | None, errors: P
     if output is not None:
         return RowPaths(output, errors)
     if errors is not None:
-        raise ConfigError(
-            "a file for rows of failures goes with --output: give that, too, or neither to go on in the files of before"
-        )
+        raise ConfigError("--errors needs --output: give both, or neither to use the files that were used before")
     if place is None:
-        raise ConfigError(f"it is not known where the rows of batch {batch} go: give --output OUT.jsonl")
+        raise ConfigError(f"the output file of batch {batch} is unknown: give --output OUT.jsonl")
     if place.host != platform.node():
         raise ConfigError(
-            f"the rows of batch {batch} go to {place.output} on host {place.host}: go on there, or give --output "
-            "OUT.jsonl"
+            f"the rows of batch {batch} go to {place.output} on host {place.host}: resume it there, or give "
+            "--output OUT.jsonl"
         )
     if not Path(place.output).is_file():
         raise ConfigError(
-            f"the rows of batch {batch} went to {place.output}, which is gone: give --output; then all of them are "
-            "written"
+            f"the rows of batch {batch} went to {place.output}, which does not exist any more: give --output OUT.jsonl "
+            "to write all rows again"
         )
     return RowPaths(Path(place.output), Path(place.errors))
 
 
-def place_of(paths: RowPaths) -> RowPlace:
+def build_row_place(paths: RowPaths) -> RowPlace:
     """Return the record of the files that is stored with the batch."""
     return RowPlace(host=platform.node(), output=str(paths.output.absolute()), errors=str(paths.failures.absolute()))
 
@@ -117,7 +116,7 @@ async def work_batch(
     is_kept: bool,
     as_json: bool,
 ) -> int:
-    """Work on a batch until it ends or is interrupted; return the exit code. `is_kept`: its Redis remains."""
+    """Run a batch until it ends or is interrupted; return the exit code. `is_kept`: its Redis remains."""
     with BatchEventFile(paths.batch_events) as event_file:
         record, summary = await runs.work(
             batch,

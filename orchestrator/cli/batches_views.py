@@ -28,41 +28,45 @@ from orchestrator.sdk.client import ToolClient
 from orchestrator.settings import load_settings
 from orchestrator.terminal.output import escape_controls, table_rows
 
-BatchId = Annotated[str, typer.Argument(help="The batch, as `submit` printed it and `list` shows it.")]
+BatchId = Annotated[str, typer.Argument(help="The id of the batch, as `submit` and `list` print it.")]
 Errors = Annotated[
     Path | None,
-    typer.Option("--errors", help="Where rows of failures go, with --output. Else OUT.errors.jsonl beside the output."),
+    typer.Option("--errors", help="The file for rows of failed items. Default: OUT.errors.jsonl next to the output."),
 ]
 JsonAsItGoes = Annotated[
-    bool, typer.Option("--json", help="Print what happens as one JSON object a line, the last of type summary.")
+    bool, typer.Option("--json", help="Print each event as one JSON object per line; the last has the type summary.")
 ]
 _COLUMNS = ("tenant", "id", "status", "total", "completed", "failed", "waiting", "running", "created", "name")
 
 
 def batches_list(tenant: OnlyTenant = None, as_json: Json = False) -> None:
-    """List the batches of the last 30 days of all registered tenants, the newest first; with a tenant's key its own."""
+    """List the batches of the last 30 days of all registered tenants, newest first.
+
+    A tenant's key lists only its own batches.
+    """
 
     async def work() -> list[dict[str, Any]]:
         async with open_pool_client(tenant) as client:
             queue, found = client.batch_runs().queue, list[dict[str, Any]]()
-            for name in await _listed_tenants(client, tenant):
+            for name in await _find_tenants(client, tenant):
                 for batch, record in (await queue.list_batches(name)).batches.items():
                     found.append({"tenant": name, **build_status(batch, record, await queue.counts(name, batch))})
-            return sorted(found, key=lambda one: str(one["created_at"]), reverse=True)
+            return sorted(found, key=lambda status: str(status["created_at"]), reverse=True)
 
     batches = run_work(work(), as_json)
     if as_json:
         typer.echo(json.dumps(batches))
         return
     rows = [
-        {**one, **one["request_counts"], "created": one["created_at"], "name": one["name"] or ""} for one in batches
+        {**status, **status["request_counts"], "created": status["created_at"], "name": status["name"] or ""}
+        for status in batches
     ]
     for line in table_rows(rows, _COLUMNS) if rows else ["no batch was submitted in the last 30 days"]:
         typer.echo(escape_controls(line))
 
 
-async def _listed_tenants(client: ToolClient, tenant: str | None) -> list[str]:
-    """Return the one that is named, the key's own, or all registered ones for operators."""
+async def _find_tenants(client: ToolClient, tenant: str | None) -> list[str]:
+    """Return the tenant of the option or of a tenant's key; for operators, all registered tenants."""
     if tenant is not None or (await client.actor()).role == "tenant":
         return [client.tenant]
     async with open_deployment("operator") as deployment:
@@ -71,12 +75,16 @@ async def _listed_tenants(client: ToolClient, tenant: str | None) -> list[str]:
 
 def batches_show(
     batch: BatchId,
-    logs: Annotated[bool, typer.Option("--logs", help="Its latest failures, retries and notices instead.")] = False,
+    logs: Annotated[
+        bool, typer.Option("--logs", help="Print its latest failures, retries and notices instead.")
+    ] = False,
     follow: Annotated[
-        bool, typer.Option("-f", "--follow", help="Its progress instead, as `submit` shows it, until it has ended.")
+        bool, typer.Option("-f", "--follow", help="Show its progress instead, like `submit`, until it has ended.")
     ] = False,
     tenant: Tenant = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, of events one a line.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object; for events, one object per line.")
+    ] = False,
 ) -> None:
     """Show the counts and the state of a batch, or its events."""
 
@@ -98,16 +106,16 @@ def batches_show(
             runs = client.batch_runs()
             return build_status(batch, await runs.batches.status(batch), await runs.queue.counts(runs.tenant, batch))
 
-    told = run_work(work(), as_json)
+    fields = run_work(work(), as_json)
     if as_json:
-        typer.echo(json.dumps(told))
+        typer.echo(json.dumps(fields))
         return
-    counts = told.pop("request_counts")
-    told["items"] = ", ".join(f"{count} {name}" for name, count in counts.items())
-    told["failed"] = ", ".join(f"{count} {kind}" for kind, count in told["failed"].items())
-    if told["rows"] is not None:
-        told["rows"] = f"{told['rows']['output']}, {told['rows']['errors']} on {told['rows']['host']}"
-    for name, value in told.items():
+    counts = fields.pop("request_counts")
+    fields["items"] = ", ".join(f"{count} {name}" for name, count in counts.items())
+    fields["failed"] = ", ".join(f"{count} {kind}" for kind, count in fields["failed"].items())
+    if fields["rows"] is not None:
+        fields["rows"] = f"{fields['rows']['output']}, {fields['rows']['errors']} on {fields['rows']['host']}"
+    for name, value in fields.items():
         if value not in (None, ""):
             typer.echo(escape_controls(f"{name:<12}{value}"))
 
@@ -186,7 +194,7 @@ def _write_page(page: Path, batch: str, tenant: str, batch_events: Iterable[RunE
     try:
         page.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise ConfigError(f"{page} cannot be written ({error.strerror or error}): give another place for it") from error
+        raise ConfigError(f"{page} cannot be written ({error.strerror or error}): give another path") from error
 
 
 async def _print_rows(runs: BatchRuns, batch: str) -> int:

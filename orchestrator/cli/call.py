@@ -1,4 +1,4 @@
-"""`toolcrew call`: calls one tool, in an open session or in one of its own."""
+"""`toolcrew call`: call one tool, in an open session or in a new one."""
 
 import json
 import sys
@@ -29,16 +29,16 @@ from orchestrator.terminal.output import LiveOutput, escape_controls, format_tim
 
 
 def call(
-    name: Annotated[str, typer.Argument(help="The tool.")],
+    name: Annotated[str, typer.Argument(help="The name of the tool.")],
     arguments: Annotated[
-        list[str] | None, typer.Argument(help="k=v pairs, or @file.json, or - for JSON on stdin.")
+        list[str] | None, typer.Argument(help="k=v pairs, or @file.json, or - to read JSON from stdin.")
     ] = None,
     workspace: Workspace = None,
     restore: Restore = None,
     network: Network = None,
     session_id: Annotated[
         str | None,
-        typer.Option("--session", help="An open session to run it in, which stays open. Else one for this call alone."),
+        typer.Option("--session", help="An open session to run the call in. Default: a new session for this call."),
     ] = None,
     timeout: Annotated[
         float | None, typer.Option("--timeout", min=0.001, max=MAX_TIMEOUT_S, help="Seconds the call may run.")
@@ -47,7 +47,7 @@ def call(
         bool | None,
         typer.Option(
             "--live/--no-live",
-            help="Output on stderr while the tool runs. Else: when stderr is a terminal, without --json.",
+            help="Show output on stderr while the tool runs. Default: if stderr is a terminal and --json is not given.",
         ),
     ] = None,
     tenant: Tenant = None,
@@ -55,8 +55,8 @@ def call(
 ) -> None:
     """Call one tool and print its result.
 
-    The result goes to stdout, unchanged unless that is a terminal. Exit code 0 when the call succeeded, 1 when it
-    failed, 3 when it was refused, 4 when the command that it ran ended with another exit code than 0.
+    The result goes to stdout; a terminal shows it with control characters escaped. Exit code 0: the call succeeded; 1:
+    the call failed; 3: the call was refused; 4: the command that the tool ran ended with another exit code than 0.
     """
     console = Console(stderr=True)
     is_live = live if live is not None else console.is_terminal and not as_json
@@ -68,8 +68,8 @@ def call(
             return call
         if session_id is not None and (workspace, restore, network) != (None, None, None):
             raise ConfigError(
-                "an open session has its files and its network: leave --workspace, --restore and --network out, or "
-                "--session"
+                "--session cannot be combined with --workspace, --restore or --network, which apply to a new session: "
+                "leave one of them out"
             )
         async with AsyncExitStack() as opened:
             if session_id is not None:
@@ -94,7 +94,7 @@ def call(
 
 
 def parse_arguments(texts: list[str]) -> tuple[dict[str, Any], bool]:
-    """Arguments of a call, and whether they are text that the schema may coerce. Raises
+    """Return the arguments of a call, and whether they are text that the schema may convert. Raises
     ToolFailure(INVALID_ARGUMENTS).
     """
     if len(texts) == 1 and (texts[0] == "-" or texts[0].startswith("@")):
@@ -132,13 +132,13 @@ def _print_result(result: ToolResult) -> None:
     else:
         sys.stdout.buffer.write(result.text().encode(errors="replace"))
         sys.stdout.flush()
-    if how := _command_failure(result):
-        typer.echo(f"the command ended with {how}", err=True)
+    if failure := _command_failure(result):
+        typer.echo(f"the command ended with {failure}", err=True)
     typer.echo(format_times(result), err=True)
 
 
 def _command_failure(result: ToolResult) -> str:
-    """Return how the command that the tool ran failed; empty when it did not, or when the tool runs none."""
+    """Return how the command of the tool failed; "" if it succeeded or the tool runs no command."""
     code, signal = result.metadata.get("exit_code"), result.metadata.get("signal")
     return f"exit code {code}" if code else f"signal {signal}" if signal else ""
 

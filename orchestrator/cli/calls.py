@@ -1,4 +1,4 @@
-"""`toolcrew calls`: lists calls, shows the life of one, and ends one."""
+"""`toolcrew calls`: list calls, show one call, and end one."""
 
 import json
 from collections.abc import Mapping
@@ -14,17 +14,17 @@ from store.call_list import CallPage
 
 calls_app = typer.Typer(no_args_is_help=True, help="List, show and end calls.")
 CallName = Annotated[
-    str, typer.Argument(help="The id of the call in results, logs and Flower; or the id of its task in Flower.")
+    str, typer.Argument(help="The id of the call from results or logs, or the id of its task in Flower.")
 ]
 
 
 @calls_app.command("list")
 def calls_list(
-    most: Annotated[int, typer.Option("--limit", min=1, max=1000, help="How many at most.")] = 50,
+    most: Annotated[int, typer.Option("--limit", min=1, max=1000, help="Largest number of calls to list.")] = 50,
     tenant: Tenant = None,
     as_json: Json = False,
 ) -> None:
-    """List the calls that wait, with the reason, then those that run and those that ended lately."""
+    """List waiting calls with the reason, then running calls, then calls that ended in the last day."""
 
     async def work() -> CallPage:
         async with open_running("calls", tenant) as client:
@@ -32,47 +32,47 @@ def calls_list(
 
     page = run_work(work(), as_json)
     if as_json:
-        typer.echo(json.dumps({"calls": [one.to_json() for one in page.calls], "has_more": page.has_more}))
+        typer.echo(json.dumps({"calls": [call.to_json() for call in page.calls], "has_more": page.has_more}))
         return
     if not page.calls:
-        typer.echo("no call waits or runs, and none ended within a day")
+        typer.echo("no call waits or runs, and no call ended in the last day")
         return
     columns = ("call", "tool", "tenant", "state", "reason", "since", "host", "error_code")
-    for line in table_rows([one.to_json() for one in page.calls], columns):
+    for line in table_rows([call.to_json() for call in page.calls], columns):
         typer.echo(escape_controls(line))
     if page.has_more:
-        typer.echo("there are more: see --limit", err=True)
+        typer.echo("there are more calls: raise --limit to list them", err=True)
 
 
 @calls_app.command("show")
 def calls_show(call_id: CallName, tenant: Tenant = None, as_json: Json = False) -> None:
-    """Show the life of a call: its state, where it waits or ran and when, its session and its outcome.
+    """Show the state of a call, where and when it waited and ran, its session and its outcome.
 
-    Calls are kept for a day. Without --tenant all tenants are searched; with a tenant's key only its own calls.
+    Calls are stored for one day. Without --tenant, all tenants are searched; with a tenant's key, only that tenant.
     """
 
     async def work() -> CallLife:
         async with open_running("calls", tenant) as client:
             return await client.call_life(call_id, tenant)
 
-    told = run_work(work(), as_json).to_json()
+    fields = run_work(work(), as_json).to_json()
     if as_json:
-        typer.echo(json.dumps(told))
+        typer.echo(json.dumps(fields))
         return
-    for name, value in _flat(told).items():
+    for name, value in _flatten(fields).items():
         typer.echo(escape_controls(f"{name:<21}{value}"))
 
 
 @calls_app.command("kill")
 def calls_kill(
     call_id: CallName,
-    reason: Annotated[str, typer.Option("--reason", help="Why; the call's caller reads it.")] = "",
+    reason: Annotated[str, typer.Option("--reason", help="The reason. The caller reads it.")] = "",
     tenant: Tenant = None,
     as_json: Json = False,
 ) -> None:
-    """End a call that waits or runs, and wait until it has ended.
+    """Stop a call that waits or runs, and return when it has ended.
 
-    Its caller gets CANCELLED, with the name of the key and the reason.
+    The caller receives CANCELLED with the name of the key and the reason.
     """
 
     async def work() -> tuple[KilledCall, str]:
@@ -84,18 +84,16 @@ def calls_kill(
     if as_json:
         typer.echo(json.dumps({"call": name, "state": state, "error_code": code or None, "was_over": killed.was_over}))
     else:
-        how = f"{state}, {code}" if code else state
-        typer.echo(
-            escape_controls(f"{name} had ended before ({how})" if killed.was_over else f"{name} has ended ({how})")
-        )
+        outcome = f"{state}, {code}" if code else state
+        verb = "had already ended" if killed.was_over else "has ended"
+        typer.echo(escape_controls(f"{name} {verb} ({outcome})"))
 
 
-def _flat(told: Mapping[str, Any], head: str = "") -> dict[str, Any]:
-    """What is known, one line each."""
+def _flatten(fields: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     lines: dict[str, Any] = {}
-    for name, value in told.items():
+    for name, value in fields.items():
         if isinstance(value, Mapping):
-            lines |= _flat(value, f"{head}{name}.")
+            lines |= _flatten(value, f"{prefix}{name}.")
         elif value is not None:
-            lines[head + name] = value
+            lines[prefix + name] = value
     return lines

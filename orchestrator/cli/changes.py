@@ -1,4 +1,4 @@
-"""`toolcrew changes`: lists who changed what."""
+"""`toolcrew changes`: list the entries of the audit."""
 
 import json
 from typing import Annotated
@@ -12,11 +12,14 @@ from orchestrator.settings import load_settings
 from orchestrator.terminal.output import escape_controls, table_rows
 from store.audit import ACTIONS, MAX_PAGE, AuditAction, Audited
 
-Tenants = Annotated[str | None, typer.Option("--tenant", help="Only what is about this tenant.")]
+Tenants = Annotated[str | None, typer.Option("--tenant", help="Only changes that concern this tenant.")]
 Actions = Annotated[
-    list[str] | None, typer.Option("--action", help="Only these, as tool.disable; a list with commas, or given again.")
+    list[str] | None,
+    typer.Option(
+        "--action", help="Only these actions, such as tool.disable. Separate them with commas, or repeat the option."
+    ),
 ]
-Number = Annotated[int, typer.Option("-n", "--number", min=1, max=100_000, help="How many entries.")]
+Number = Annotated[int, typer.Option("-n", "--number", min=1, max=100_000, help="Largest number of entries to list.")]
 
 
 changes_app = typer.Typer(no_args_is_help=True, help="List who changed what.")
@@ -29,54 +32,52 @@ def changes() -> None:
 
 @changes_app.command("list")
 def changes_list(tenant: Tenants = None, action: Actions = None, number: Number = 50, as_json: Json = False) -> None:
-    """List who changed tools, tenants, keys, approvals, hosts and calls, the newest change first. For operators."""
+    """List changes of tools, tenants, keys, approvals, hosts and calls, newest first. Needs an operator's key."""
 
     async def work() -> list[Audited]:
         if load_settings().redis_url is None:
-            raise ConfigError("the audit is kept in the Redis of a pool, and TOOLCREW_REDIS_URL names none: set it")
-        wanted, found, cursor = _parse_actions(action or []), list[Audited](), None
+            raise ConfigError(
+                "TOOLCREW_REDIS_URL is not set. Set it to the Redis of the pool whose audit you want to read"
+            )
+        actions, entries, cursor = _parse_actions(action or []), list[Audited](), None
         async with open_client(needs_workers=False) as client:
             log = await client.audit()
-            while len(found) < number:
-                page = await log.read(cursor, min(MAX_PAGE, number - len(found)), tenant=tenant, actions=wanted)
-                found += page.entries
+            while len(entries) < number:
+                page = await log.read(cursor, min(MAX_PAGE, number - len(entries)), tenant=tenant, actions=actions)
+                entries += page.entries
                 if (cursor := page.cursor) is None:
                     break
-        return found
+        return entries
 
-    found = run_work(work(), as_json)
+    entries = run_work(work(), as_json)
     if as_json:
-        typer.echo(json.dumps([kept.to_json() | {"at": format_instant(kept.at)} for kept in found]))
+        typer.echo(json.dumps([entry.to_json() | {"at": format_instant(entry.at)} for entry in entries]))
         return
     columns = ("at", "actor", "role", "action", "tenant", "target", "details")
-    for line in (
-        table_rows([_row(kept) for kept in found], columns) if found else ["nothing has been changed yet that fits"]
-    ):
+    for line in table_rows([_row(entry) for entry in entries], columns) if entries else ["no change matches"]:
         typer.echo(escape_controls(line))
 
 
 def _parse_actions(texts: list[str]) -> tuple[AuditAction, ...]:
-    wanted = {part.strip() for text in texts for part in text.split(",")}
-    unknown = sorted(wanted - set(ACTIONS))
+    names = {part.strip() for text in texts for part in text.split(",")}
+    unknown = sorted(names - set(ACTIONS))
     if unknown:
         raise ToolFailure(
-            ErrorCode.INVALID_ARGUMENTS, f"there is no action '{unknown[0][:64]}': the actions are {', '.join(ACTIONS)}"
+            ErrorCode.INVALID_ARGUMENTS, f"there is no action '{unknown[0][:64]}'. Use one of {', '.join(ACTIONS)}"
         )
-    return tuple(action for action in ACTIONS if action in wanted)
+    return tuple(action for action in ACTIONS if action in names)
 
 
-def _one_word(value: str) -> str:
-    """Quote what has spaces or cannot be printed, so that an entry is one line with clear parts whatever a reason
-    contains.
-    """
+def _quote_value(value: str) -> str:
+    # Quotes keep the parts of a line apart and an entry on one line: a reason may contain spaces and line feeds.
     return value if value.isprintable() and value and " " not in value else json.dumps(value, ensure_ascii=False)
 
 
-def _row(kept: Audited) -> dict[str, str]:
-    entry = kept.entry
-    details = "  ".join(f"{name}={_one_word(value)}" for name, value in entry.details.items())
+def _row(audited: Audited) -> dict[str, str]:
+    entry = audited.entry
+    details = "  ".join(f"{name}={_quote_value(value)}" for name, value in entry.details.items())
     return {
-        "at": format_instant(kept.at),
+        "at": format_instant(audited.at),
         "actor": entry.actor.label().replace("\n", " "),
         "role": entry.actor.role,
         "action": entry.action,

@@ -1,4 +1,4 @@
-"""`toolcrew config`: shows the settings, and prepares Redis for them: its users, and signatures by a new secret."""
+"""`toolcrew config`: show settings, write Redis users, and sign stored records with a new secret."""
 
 import asyncio
 import json
@@ -22,10 +22,10 @@ from orchestrator.terminal.output import escape_controls
 from store.resealing import Resealed, reseal
 from telemetry.settings import load_tracing_settings
 
-config_app = typer.Typer(no_args_is_help=True, help="Show settings; write Redis users; sign records by a new secret.")
+config_app = typer.Typer(no_args_is_help=True, help="Show settings, write Redis users, re-sign stored records.")
 
 MAX_CHARS = 100
-"""Of a value in a terminal; --json gives all of it."""
+"""Limit of a value in the text output, in characters. --json prints the whole value."""
 ANSWER_S = 30.0
 PROCESSES: dict[str, Callable[[], BaseModel]] = {
     "orchestrator": load_settings,
@@ -35,45 +35,46 @@ PROCESSES: dict[str, Callable[[], BaseModel]] = {
 
 @config_app.command("show")
 def config_show(
-    origin: Annotated[
-        bool, typer.Option("--origin", help="Say of each where it comes from, and what it is by default.")
-    ] = False,
-    is_set: Annotated[bool, typer.Option("--set", help="Only those that the environment sets.")] = False,
+    origin: Annotated[bool, typer.Option("--origin", help="Show the origin and the default of each setting.")] = False,
+    is_set: Annotated[bool, typer.Option("--set", help="Only settings that the environment sets.")] = False,
     as_json: Json = False,
 ) -> None:
     """Show every setting of every process in this environment, with secrets masked.
 
-    A process elsewhere has an environment of its own: run this there. Exit code 1 when a process would not start with
-    these settings.
+    Another host has its own environment: run the command there. Exit code 1: a process would not start with these
+    settings.
     """
-    told = run_work(read_settings(), as_json)
+    processes = run_work(read_settings(), as_json)
     if is_set:
-        told = [{**one, "settings": [row for row in one["settings"] if row["origin"] != "default"]} for one in told]
+        processes = [
+            {**process, "settings": [row for row in process["settings"] if row["origin"] != "default"]}
+            for process in processes
+        ]
     if as_json:
-        typer.echo(json.dumps({"processes": told}))
+        typer.echo(json.dumps({"processes": processes}))
     else:
-        for line in _lines(told, has_origin=origin):
+        for line in _lines(processes, has_origin=origin):
             typer.echo(escape_controls(line))
-    raise typer.Exit(EXIT_ERROR if any(one["problem"] for one in told) else 0)
+    raise typer.Exit(EXIT_ERROR if any(process["problem"] for process in processes) else 0)
 
 
 @config_app.command("users")
 def config_users(
     roles: Annotated[
-        list[str] | None, typer.Option("--role", help=f"One of {', '.join(ROLES)}; repeat it. Else all of them.")
+        list[str] | None, typer.Option("--role", help=f"One of {', '.join(ROLES)}; repeat the option. Default: all.")
     ] = None,
-    out: Annotated[Path, typer.Option("--out", help="The ACL file to write, for Redis's `aclfile`.")] = Path(
-        "users.acl"
-    ),
-    passwords: Annotated[Path, typer.Option("--passwords", help="The new passwords, as an env file.")] = Path(
+    out: Annotated[
+        Path, typer.Option("--out", help="The ACL file to write, for the option `aclfile` of Redis.")
+    ] = Path("users.acl"),
+    passwords: Annotated[Path, typer.Option("--passwords", help="The env file to write the new passwords to.")] = Path(
         "redis-passwords.env"
     ),
     as_json: Json = False,
 ) -> None:
     """Write users for Redis with new random passwords.
 
-    The ACL file holds only hashes of the passwords, the env file the passwords. The rules name the deployment of
-    TOOLCREW_DEPLOYMENT. Neither file is overwritten.
+    The ACL file contains hashes of the passwords; the env file contains the passwords. The rules apply to the
+    deployment that TOOLCREW_DEPLOYMENT names. Existing files are not overwritten.
     """
 
     async def work() -> None:
@@ -84,17 +85,18 @@ def config_users(
         typer.echo(json.dumps({"acl_file": str(out), "passwords_file": str(passwords), "roles": roles or list(ROLES)}))
         return
     typer.echo(
-        f"wrote {out} (for Redis: aclfile {out}) and {passwords} (keep it secret; each process gets its own user's)",
+        f"wrote {out} (for Redis: aclfile {out}) and {passwords} (keep it secret; give each process only the "
+        "password of its own user)",
         err=True,
     )
 
 
 @config_app.command("reseal")
 def config_reseal(as_json: Json = False) -> None:
-    """Sign API keys, policies, switches and installed skills again with the present secret.
+    """Sign API keys, policies, switches and installed skills again with the current secret.
 
-    Run it after TOOLCREW_SECRET was changed everywhere and before the old secret is removed from
-    TOOLCREW_SECRETS_PREVIOUS. It can be repeated.
+    Run the command after TOOLCREW_SECRET has changed in every process and before the old secret is removed from
+    TOOLCREW_SECRETS_PREVIOUS. The command is safe to repeat.
     """
 
     async def work() -> Resealed:
@@ -108,19 +110,20 @@ def config_reseal(as_json: Json = False) -> None:
     typer.echo(f"{done.signed} records have a new signature")
     for name in done.refused:
         typer.echo(
-            f"{escape_controls(name)} cannot be verified and was left as it is: remove it or set it again", err=True
+            f"{escape_controls(name)} cannot be verified and was not signed: remove the record or set it again",
+            err=True,
         )
 
 
-def _lines(told: list[dict[str, Any]], *, has_origin: bool) -> Iterator[str]:
-    width = max((len(row["name"]) for one in told for row in one["settings"]), default=0)
-    for number, one in enumerate(told):
+def _lines(processes: list[dict[str, Any]], *, has_origin: bool) -> Iterator[str]:
+    width = max((len(row["name"]) for process in processes for row in process["settings"]), default=0)
+    for number, process in enumerate(processes):
         if number:
             yield ""
-        yield f"{one['process']}:"
-        if one["problem"]:
-            yield f"  would not start: {one['problem']}"
-        for row in one["settings"]:
+        yield f"{process['process']}:"
+        if process["problem"]:
+            yield f"  would not start: {process['problem']}"
+        for row in process["settings"]:
             yield f"  {row['name']:<{width}}  {_value(row)}{_origin(row) if has_origin else ''}"
 
 
@@ -140,8 +143,8 @@ def _origin(row: Mapping[str, Any]) -> str:
 
 
 async def read_settings() -> list[dict[str, Any]]:
-    """Return `process`, `settings` (name, value, default, origin) and `problem` of each process: why it cannot start,
-    or "". Raises OperatorError.
+    """Return `process`, `settings` (name, value, default, origin) and `problem` of each process. `problem` is the
+    reason why the process cannot start, or "". Raises OperatorError.
     """
     return [_describe(process, load) for process, load in PROCESSES.items()] + await _read_worker_settings()
 
@@ -154,7 +157,7 @@ def _describe(process: str, load: Callable[[], BaseModel]) -> dict[str, Any]:
 
 
 async def _read_worker_settings() -> list[dict[str, Any]]:
-    """Ask a process of the worker side: neither side knows the other's settings."""
+    """Ask a worker process: the orchestrator does not import the settings of workers."""
     process = await asyncio.create_subprocess_exec(
         *program("workers.setting_list"),
         env=child_environment({}),
@@ -173,33 +176,33 @@ async def _read_worker_settings() -> list[dict[str, Any]]:
             ) from None
         raise
     if process.returncode:
-        last_words = err.decode(errors="replace").strip()[-300:]
+        output = err.decode(errors="replace").strip()[-300:]
         raise OperatorError(
-            f"the workers did not report their settings ({last_words}): install toolcrew again, with the extra 'worker'"
+            f"the workers did not report their settings ({output}): install toolcrew again with the extra 'worker'"
         )
     return list(json.loads(out))
 
 
 def _write_users(roles: list[str], out: Path, passwords: Path) -> None:
-    """Raises ConfigError for an unknown role, and for a file that is there or cannot be written."""
+    """Raises ConfigError for an unknown role, and for a file that exists or cannot be written."""
     made = {role: secrets.token_urlsafe(32) for role in roles}
     lines = build_users(load_settings().deployment, {role: hash_password(password) for role, password in made.items()})
     for path in (out, passwords):
         if path.exists():
-            raise ConfigError(f"{path} is there already and is not overwritten: move it away, or name another file")
+            raise ConfigError(f"{path} exists already and was not overwritten: move the file, or name another one")
     _write_new(
         passwords, "".join(f"TOOLCREW_REDIS_{role.upper()}_PASSWORD={password}\n" for role, password in made.items())
     )
     try:
         _write_new(out, lines)
     except ConfigError:
-        # The one without the other is good for nothing, and in the way of the next attempt.
+        # Passwords without the ACL file are useless, and the file would make the next attempt fail.
         passwords.unlink()
         raise
 
 
 def _write_new(path: Path, text: str) -> None:
-    """A file that nobody else may read, also while it is written."""
+    # The mode is set at creation, so that no other user can read the file while it is written.
     try:
         with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
             file.write(text)

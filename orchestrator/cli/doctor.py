@@ -1,4 +1,4 @@
-"""`toolcrew doctor`: what this host and its deployment can promise."""
+"""`toolcrew doctor`: check this host and its deployment."""
 
 import json
 from typing import Annotated, Literal
@@ -16,20 +16,21 @@ def doctor(
     only: Annotated[
         Literal["host", "deployment"] | None,
         typer.Option(
-            "--only", help="host: engine, image and kernel here; deployment: what TOOLCREW_REDIS_URL names. Else both."
+            "--only",
+            help="host: check this host; deployment: check what TOOLCREW_REDIS_URL names. Default: both.",
         ),
     ] = None,
     deep: Annotated[
-        bool, typer.Option("--deep", help="Open a session on each host, too, and run a program in it.")
+        bool, typer.Option("--deep", help="Also open a session on each host and run a program in it.")
     ] = False,
     as_json: Json = False,
 ) -> None:
     """Check this host and the deployment.
 
-    Each problem has a line that says how to fix it.
+    Each problem is printed with its fix.
 
     On this host: engine, image and kernel. In the deployment: Redis, workers, queues, tools, tenants, API keys, Flower,
-    the API, model and tracing. Exit code 1 when something is broken.
+    the API, model and tracing. Exit code 1: something is broken.
     """
 
     async def work() -> Report:

@@ -1,6 +1,7 @@
-"""`toolcrew hosts list`: lists the workers, and takes hosts out of service."""
+"""`toolcrew hosts`: list workers, and take hosts out of service."""
 
 import json
+from collections.abc import Callable
 from typing import Annotated, Any
 
 import typer
@@ -17,16 +18,16 @@ from store.hosts import HostStore
 hosts_app = typer.Typer(no_args_is_help=True, help="List workers, and take hosts out of service.")
 
 MIB = 1024 * 1024
-Host = Annotated[str, typer.Argument(help="Its name as `toolcrew hosts list` shows it, or the queue of one worker.")]
+Host = Annotated[str, typer.Argument(help="The name that `toolcrew hosts list` shows, or the queue of one worker.")]
 
 
 @hosts_app.command("list")
 def hosts_list(
-    host: Annotated[str | None, typer.Argument(help="Only the workers of this host, in full.")] = None,
-    full: Annotated[bool, typer.Option("--full", help="Show all that each worker reports.")] = False,
+    host: Annotated[str | None, typer.Argument(help="Only the workers of this host, with all fields.")] = None,
+    full: Annotated[bool, typer.Option("--full", help="Show all fields that each worker reports.")] = False,
     as_json: Json = False,
 ) -> None:
-    """List the workers: their load, their state, and what waits in their queues."""
+    """List the workers with their load, their state and the number of waiting calls."""
 
     async def work() -> list[tuple[HostReport, dict[str, int]]]:
         async with open_deployment("operator") as deployment:
@@ -44,8 +45,8 @@ def hosts_list(
         print_lines(["no worker reports: start one (toolcrew serve worker)"])
     elif full or host is not None:
         for row in rows:
-            facts = (f"  {name:<18} {_shown(value)}" for name, value in row.items() if name != "queue")
-            print_lines([row["queue"], *facts])
+            lines = (f"  {name:<18} {_format_value(value)}" for name, value in row.items() if name != "queue")
+            print_lines([row["queue"], *lines])
     else:
         columns = ("host", "kind", "state", "busy", "sessions", "waiting", "memory-free-mib", "reported-at", "queue")
         print_lines(table_rows([_row(report, sum(waiting.values())) for report, waiting in found], columns))
@@ -54,19 +55,21 @@ def hosts_list(
 @hosts_app.command("drain")
 def hosts_drain(
     host: Host,
-    wait: Annotated[bool, typer.Option("--wait", help="Return when the workers have ended.")] = False,
+    wait: Annotated[bool, typer.Option("--wait", help="Return only when the workers have ended.")] = False,
     lossy: Annotated[
         bool,
-        typer.Option("--lossy", help="Though the host's checkpoints do not leave it: its sessions lose their files."),
+        typer.Option(
+            "--lossy", help="Drain a host whose checkpoints are stored only on it; its sessions lose their files."
+        ),
     ] = False,
     as_json: Json = False,
 ) -> None:
     """Take a host out of service.
 
-    Its sessions are kept and go on elsewhere; then its workers end with exit code 0.
+    Its sessions are saved and continue on other hosts. Then its workers end with exit code 0.
     """
 
-    def tell(line: str) -> None:
+    def print_progress(line: str) -> None:
         if not as_json:
             typer.echo(escape_controls(line), err=True)
 
@@ -77,37 +80,41 @@ def hosts_drain(
             reports = [report for report in found if report.worker]
             if not reports:
                 raise OperatorError(
-                    f"{found[0].queue} has ended, and its restart is awaited for {RESTART_GRACE_S} s: start it and "
-                    "drain it, or wait; then its sessions go on elsewhere"
+                    f"{found[0].queue} has ended, and the pool waits {RESTART_GRACE_S} s for its restart. Start it and "
+                    "drain it, or wait: then its sessions continue on other hosts"
                 )
             for report in reports:
                 await order_drain(hosts, report, keys, lossy=lossy, actor=deployment.actor)
-                tell(f"{report.queue} drains")
-            return [await _followed(hosts, report, tell) if wait else _end(report, "draining") for report in reports]
+                print_progress(f"{report.queue} drains")
+            return [
+                await _follow_drain(hosts, report, print_progress) if wait else _end(report, "draining")
+                for report in reports
+            ]
 
     rows = run_work(work(), as_json)
     if as_json:
         typer.echo(json.dumps({"host": host, "workers": rows}))
     elif not wait:
-        print_lines(["`toolcrew hosts list` shows how far it is; --wait waits for the end"])
+        print_lines(["`toolcrew hosts list` shows the progress; --wait waits until the workers have ended"])
 
 
-async def _followed(hosts: HostStore, report: HostReport, tell: Any) -> dict[str, Any]:
-    """The end of a worker that drains. Raises OperatorError when it is lost meanwhile."""
+async def _follow_drain(hosts: HostStore, report: HostReport, print_progress: Callable[[str], None]) -> dict[str, Any]:
+    """Wait until a draining worker has ended. Raises OperatorError if it is lost before."""
     async for state, last in follow_drain(hosts, report):
         if state == "lost":
             raise OperatorError(
-                f"{report.queue} was lost while it drained: its sessions go on elsewhere from their last checkpoints"
+                f"{report.queue} was lost while it drained: its sessions continue on other hosts from their last "
+                "checkpoints"
             )
         if state == "drained":
-            tell(f"{report.queue} has ended")
+            print_progress(f"{report.queue} has ended")
         else:
-            tell(f"{report.queue}: {last.trouble or f'{last.busy} calls run'}")
+            print_progress(f"{report.queue}: {last.trouble or f'{last.busy} calls run'}")
     return _end(report, "drained")
 
 
 def report_json(report: HostReport) -> dict[str, Any]:
-    """For programs: instants in ISO 8601, sizes in bytes."""
+    """Return a report as JSON for programs, with instants in ISO 8601 and sizes in bytes."""
     fields = report.model_dump(mode="json", exclude={"process"})
     return fields | {
         "state": report.state,
@@ -134,7 +141,7 @@ def _row(report: HostReport, waiting: int) -> dict[str, Any]:
     }
 
 
-def _shown(value: Any) -> str:
+def _format_value(value: Any) -> str:
     if isinstance(value, dict):
         return ", ".join(f"{name}: {inner}" for name, inner in value.items())
     return (", ".join(map(str, value)) if isinstance(value, list) else str(value)) or "-"

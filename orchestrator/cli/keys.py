@@ -1,4 +1,4 @@
-"""`toolcrew keys`: the API keys by which programs show for which tenant they call."""
+"""`toolcrew keys`: create, list and revoke API keys. A key says for which tenant a program calls."""
 
 import json
 import re
@@ -22,7 +22,7 @@ keys_app = typer.Typer(no_args_is_help=True, help="Create, list and revoke API k
 def keys_list(
     tenant: Annotated[str | None, typer.Argument(help="Only the keys of this tenant.")] = None, as_json: Json = False
 ) -> None:
-    """List the API keys, the oldest first. A key itself cannot be shown again."""
+    """List the API keys, oldest first. The text of a key cannot be shown again."""
 
     async def work() -> dict[str, ApiKeyRecord | ConfigError]:
         async with open_deployment("admin") as deployment:
@@ -49,17 +49,18 @@ def keys_create(
     role: Annotated[
         Role,
         typer.Option(
-            "--role", help="tenant: calls for this tenant; operator: for any; admin: also sets what tenants may have."
+            "--role",
+            help="tenant: call for this tenant; operator: call for every tenant; admin: also change tenants and keys.",
         ),
     ] = "tenant",
-    name: Annotated[str, typer.Option("--name", help="A name to recognise the key by.")] = "",
+    name: Annotated[str, typer.Option("--name", help="A name that describes the key.")] = "",
     expires_in: Annotated[
         str | None,
-        typer.Option("--expires-in", help="How long it is valid: 90d, 12h, 30m, 60s. Default: until it is revoked."),
+        typer.Option("--expires-in", help="Lifetime of the key: 90d, 12h, 30m or 60s. Default: until it is revoked."),
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Create a key and print it on stdout, this one time."""
+    """Create a key and print it on stdout. It cannot be printed again."""
 
     async def work() -> dict[str, Any]:
         ttl_s = _parse_duration(expires_in) if expires_in is not None else None
@@ -72,7 +73,8 @@ def keys_create(
     if not as_json:
         until = f"until {made['expires']}" if made["expires"] else "until it is revoked"
         typer.echo(
-            f"key {made['id']} of tenant {tenant}, role {role}, {until}; keep it now, it is not shown again", err=True
+            f"key {made['id']} of tenant {tenant}, role {role}, {until}; store it now: it cannot be shown again",
+            err=True,
         )
 
 
@@ -80,7 +82,7 @@ def keys_create(
 def keys_revoke(
     key_id: Annotated[str, typer.Argument(help="The key's id, as `list` shows it.")], as_json: Json = False
 ) -> None:
-    """Revoke a key, everywhere within 2 seconds."""
+    """Revoke a key. Every process rejects it within 2 seconds."""
 
     async def work() -> None:
         async with open_deployment("admin") as deployment:
@@ -97,16 +99,16 @@ def _key_json(key_id: str, key: ApiKeyRecord | ConfigError) -> dict[str, Any]:
     if isinstance(key, ConfigError):
         return {"id": key_id, "state": str(key)}
     is_over = key.expires_at is not None and key.expires_at <= datetime.now(UTC).timestamp()
-    told = {"id": key_id, "tenant": key.tenant, "role": key.role, "name": key.name, "tail": key.tail}
+    fields = {"id": key_id, "tenant": key.tenant, "role": key.role, "name": key.name, "tail": key.tail}
     return {
-        **told,
-        "created": _when(key.created_at),
-        "expires": _when(key.expires_at),
+        **fields,
+        "created": _format_optional(key.created_at),
+        "expires": _format_optional(key.expires_at),
         "state": "expired" if is_over else "valid",
     }
 
 
-def _when(at: float | None) -> str | None:
+def _format_optional(at: float | None) -> str | None:
     return None if at is None else format_instant(at)
 
 
@@ -114,6 +116,6 @@ def _parse_duration(text: str) -> float:
     found = re.fullmatch(r"([1-9][0-9]{0,8})([smhd])", text)
     if found is None:
         raise ToolFailure(
-            ErrorCode.INVALID_ARGUMENTS, f"--expires-in: '{text[:32]}' is no duration: write 90d, 12h, 30m or 60s"
+            ErrorCode.INVALID_ARGUMENTS, f"--expires-in: '{text[:32]}' is not a duration: write 90d, 12h, 30m or 60s"
         )
     return float(int(found[1]) * {"s": 1, "m": 60, "h": 3600, "d": 86_400}[found[2]])

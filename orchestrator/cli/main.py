@@ -1,6 +1,6 @@
-"""`toolcrew`: puts the commands together, one module for each noun.
+"""`toolcrew`: the commands, one module for each noun.
 
-Each command makes one library call. Errors are one sentence on stderr, with --json an object on stdout.
+Each command makes one library call. An error is one sentence on stderr, or one object on stdout with --json.
 """
 
 import logging
@@ -30,7 +30,7 @@ from orchestrator.cli.traces import traces_app
 from orchestrator.cli.up import up
 
 START, WORK, OPERATE = "Start here", "Runs, sessions and tools", "Operate a deployment"
-"""The parts of the help, in this order. Every command is in one of them."""
+"""Sections of the help, in this order. Every command is in one section."""
 _COMMANDS: dict[str, dict[str, Callable[..., None] | typer.Typer]] = {
     START: {"up": up, "run": run, "call": call, "doctor": doctor, "batches": batches_app},
     WORK: {
@@ -53,7 +53,7 @@ _COMMANDS: dict[str, dict[str, Callable[..., None] | typer.Typer]] = {
 
 
 class _FirstPage(TyperGroup):
-    """Prints the help of all commands without the frames of typer, so that it fits a terminal of 24 lines."""
+    """Print the help of all commands without the frames of typer, so that it fits a terminal of 24 lines."""
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         typer.echo("Usage: toolcrew COMMAND ...  (toolcrew COMMAND --help shows its options)\n")
@@ -68,8 +68,8 @@ app = typer.Typer(cls=_FirstPage, no_args_is_help=True, add_completion=False, pr
 
 
 def main() -> None:
-    """Entry point of the command."""
-    # An error is printed once, as the command's own sentence.
+    """Run the command line."""
+    # The command prints the error itself; a log line would print it twice.
     logging.getLogger("orchestrator").setLevel(logging.CRITICAL)
     app()
 
@@ -88,7 +88,7 @@ def begin(
 ) -> None:
     """Run the tools of LLM agents at scale, on the pool that TOOLCREW_REDIS_URL names.
 
-    Without that variable `run`, `call`, `tools` and `batches submit` start a pool of their own.
+    Without that variable, `run`, `call`, `tools` and `batches submit` start an embedded pool.
     """
 
 

@@ -1,4 +1,4 @@
-"""The options of a command that sets a tenant's policy: made from the fields of TenantPolicy, applied, and printed."""
+"""Options of the commands that set a tenant's policy. They are built from the fields of TenantPolicy."""
 
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,7 +22,7 @@ _NAMES = {
     "tenant_class": "class",
     "images": "image",
 }
-"""Field -> its option, where the option has another name."""
+"""Field -> option, for options that are not named after their field."""
 
 
 def _find_options(record: type[Record], path: tuple[str, ...] = ()) -> Iterator[tuple[str, tuple[str, ...], FieldInfo]]:
@@ -37,12 +37,12 @@ _FIELDS = {option: (path, field) for option, path, field in _find_options(Tenant
 OPTIONS = {option: path for option, (path, _) in _FIELDS.items()}
 """Option -> the field of the policy that it sets."""
 _UNSET = {"tools": "all", "rate": "no limit"}
-"""Option -> what a policy without it has. Without another one, it has what its class of hosts says."""
+"""Option -> text for a policy that does not set it. Any other unset option follows the class of hosts."""
 
 
 def with_policy_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Replace the parameter `given` of a command by one option for each field of the policy, and call it with what was
-    given by option.
+    """Replace the parameter `given` of a command by one option for each field of the policy. The command receives a
+    mapping of option -> value as `given`.
     """
 
     @wraps(command)
@@ -66,7 +66,7 @@ def _build_parameter(option: str, name: str, field: FieldInfo) -> Parameter:
         kind = get_args(kind)[0]
     is_list = tuple in (get_origin(kind), get_origin(field.annotation))
     text = (
-        f"{str(field.description).removesuffix('.')}; a list, or given again."
+        f"{str(field.description).removesuffix('.')}; separate values with commas, or repeat the option."
         if is_list and option != "command-rule"
         else field.description
     )
@@ -76,7 +76,8 @@ def _build_parameter(option: str, name: str, field: FieldInfo) -> Parameter:
 
 
 def apply_options(policy: TenantPolicy, given: Mapping[str, Any], unset: Sequence[str] = ()) -> TenantPolicy:
-    """The policy with what is given by option instead of what it has, and `unset` as by default. A None is not given.
+    """Return the policy with the values of `given`, and with the options in `unset` at their defaults. None changes
+    nothing.
 
     Raises ToolFailure(INVALID_ARGUMENTS) that names the option.
     """
@@ -85,12 +86,12 @@ def apply_options(policy: TenantPolicy, given: Mapping[str, Any], unset: Sequenc
     named = {option: value for option, value in given.items() if value is not None}
     for option in unset:
         if option not in OPTIONS:
-            raise _invalid("unset", f"there is no '{option}': name one of {', '.join(OPTIONS)}")
+            raise _invalid("unset", f"there is no option '{option}': name one of {', '.join(OPTIONS)}")
         if option in named:
-            raise _invalid("unset", f"--{option} is given, too: leave one of them out")
-        _place(values, option).pop(OPTIONS[option][-1])
+            raise _invalid("unset", f"--{option} sets the same option: leave one of the two out")
+        _find_parent(values, option).pop(OPTIONS[option][-1])
     for option, value in named.items():
-        _place(values, option)[OPTIONS[option][-1]] = _parse(option, value)
+        _find_parent(values, option)[OPTIONS[option][-1]] = _parse(option, value)
     try:
         return TenantPolicy.model_validate(values)
     except ValidationError as error:
@@ -99,38 +100,39 @@ def apply_options(policy: TenantPolicy, given: Mapping[str, Any], unset: Sequenc
 
 
 def read_policy(path: Path) -> TenantPolicy:
-    """The policy of a JSON file: an object with the fields of TenantPolicy; what it leaves out is as by default. Raises
-    ConfigError.
+    """Read a policy from a JSON file: an object with fields of TenantPolicy. A field that is absent has its default.
+    Raises ConfigError.
     """
     try:
         with path.open("rb") as file:
             text = file.read(MAX_POLICY_BYTES + 1)
     except OSError as error:
-        raise ConfigError(f"--from: {path} cannot be read ({error.strerror}): mend the path") from error
+        raise ConfigError(f"--from: {path} cannot be read ({error.strerror}): correct the path") from error
     if len(text) > MAX_POLICY_BYTES:
         raise ConfigError(
-            f"--from: {path} is larger than {MAX_POLICY_BYTES} bytes, more than a policy may have: name less, or use "
-            "patterns"
+            f"--from: {path} is larger than {MAX_POLICY_BYTES} bytes, the limit of a policy: name fewer tools, or "
+            "use patterns"
         )
     try:
         return TenantPolicy.model_validate_json(text, strict=True)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         where = ".".join(str(part) for part in first["loc"])
-        raise ConfigError(f"--from: {path}: {where + ': ' if where else ''}{first['msg']}; mend the file") from error
+        raise ConfigError(f"--from: {path}: {where + ': ' if where else ''}{first['msg']}; fix the file") from error
 
 
 def policy_lines(policy: TenantPolicy) -> list[str]:
-    """For people: each option with what the policy has."""
+    """Return one line for each option with the value of the policy."""
     values = policy.model_dump(mode="json")
     width = max(map(len, OPTIONS))
     return [
-        f"  {option.ljust(width)}  {_show(option, _place(values, option)[OPTIONS[option][-1]])}" for option in OPTIONS
+        f"  {option.ljust(width)}  {_show(option, _find_parent(values, option)[OPTIONS[option][-1]])}"
+        for option in OPTIONS
     ]
 
 
-def _place(values: dict[str, Any], option: str) -> dict[str, Any]:
-    """The dict in which the option's field stands."""
+def _find_parent(values: dict[str, Any], option: str) -> dict[str, Any]:
+    """Return the dict that contains the field of the option."""
     for name in OPTIONS[option][:-1]:
         values = values[name]
     return values
@@ -145,7 +147,7 @@ def _parse(option: str, value: Any) -> Any:
 
 
 def _parse_rule(text: str) -> dict[str, Any]:
-    """`action:tool:words`, such as `deny:bash_tool:git push`; tool and words may be left out."""
+    """Parse `action:tool:words`, such as `deny:bash_tool:git push`. Tool and words are optional."""
     action, _, rest = text.partition(":")
     tool, _, words = rest.partition(":")
     try:
@@ -156,12 +158,12 @@ def _parse_rule(text: str) -> dict[str, Any]:
             "command-rule", f"'{text[:100]}': {first['msg']}; write action:tool:words, such as deny:bash_tool:git push"
         ) from error
     except ValueError as error:
-        raise _invalid("command-rule", f"'{text[:100]}': {error}; close what is quoted") from error
+        raise _invalid("command-rule", f"'{text[:100]}': {error}; close the quotation mark") from error
     return rule.model_dump(mode="json")
 
 
 def _option(where: tuple[str | int, ...]) -> str:
-    """The option that sets the field that is wrong."""
+    """Return the option that sets the field at `where`."""
     return next((option for option, field in OPTIONS.items() if where[: len(field)] == field), "from")
 
 

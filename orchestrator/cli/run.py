@@ -1,4 +1,4 @@
-"""`toolcrew run`: runs an agent on one instruction in a session of its own."""
+"""`toolcrew run`: run an agent on one instruction in a new session."""
 
 import json
 from dataclasses import asdict
@@ -11,7 +11,7 @@ from rich.console import Console
 from contract.errors import ConfigError, OperatorError, ToolFailure
 from contract.run_events import CallFinished, RunEvent
 from orchestrator.cli.approvals import asks_elsewhere
-from orchestrator.cli.run_files import Leaving
+from orchestrator.cli.run_files import RunFiles
 from orchestrator.cli.runner import EXIT_ERROR, EXIT_LIMIT, EXIT_REFUSED, Json, Tenant, open_client, run_work
 from orchestrator.cli.session_options import Network, Restore, Workspace
 from orchestrator.dispatch.sessions import Checkpoint, Session
@@ -21,9 +21,9 @@ from orchestrator.settings import load_settings
 from orchestrator.terminal.output import RunView, escape_controls
 
 
-class Keeping:
-    """What `run` keeps of a session when the run has ended: a copy of the workspace in a folder here, a checkpoint,
-    both, or neither. What cannot be kept is reported in `failure`, and the answer is not lost.
+class WorkspaceSaver:
+    """Saves a session when its run has ended: a copy of the workspace in a local folder, a checkpoint, both, or
+    neither. A copy that fails is reported in `failure`, so that the answer is not lost.
     """
 
     def __init__(self, folder: Path | None, wants_checkpoint: bool) -> None:
@@ -33,19 +33,19 @@ class Keeping:
         self._checkpoint: Checkpoint | None = None
         self.failure: ToolFailure | OperatorError | None = None
 
-    async def keep(self, session: Session) -> None:
+    async def save(self, session: Session) -> None:
         """Try both, even if one fails."""
-        for work in (self._keep_checkpoint, self._keep_copy):
+        for work in (self._save_checkpoint, self._save_copy):
             try:
                 await work(session)
             except (ToolFailure, OperatorError) as failure:
                 self.failure = failure
 
-    async def _keep_checkpoint(self, session: Session) -> None:
+    async def _save_checkpoint(self, session: Session) -> None:
         if self._wants_checkpoint:
             self._checkpoint = await session.checkpoint()
 
-    async def _keep_copy(self, session: Session) -> None:
+    async def _save_copy(self, session: Session) -> None:
         if self._folder is None:
             return
         try:
@@ -56,33 +56,35 @@ class Keeping:
             ) from error
 
     def lines(self) -> list[str]:
-        """For people."""
-        kept, lines = self._checkpoint, []
-        if kept is not None:
-            lines.append(f"checkpoint {kept.id} ({kept.bytes} bytes)")
+        """Return the lines for the terminal."""
+        lines = []
+        if self._checkpoint is not None:
+            lines.append(f"checkpoint {self._checkpoint.id} ({self._checkpoint.bytes} bytes)")
         if self._skipped:
-            lines.append(f"not copied, as they lead out or are no files: {', '.join(self._skipped)}")
+            lines.append(
+                f"not copied, because they point out of the workspace or are not files: {', '.join(self._skipped)}"
+            )
         if self.failure is not None:
-            lines.append(f"toolcrew: the run has ended, and not all that was asked for was kept: {self.failure}")
+            lines.append(f"toolcrew: the run has ended, but the workspace was not saved completely: {self.failure}")
         return lines
 
     def to_json(self) -> dict[str, Any]:
-        """For the command's object."""
-        found: dict[str, Any] = {} if self._checkpoint is None else {"checkpoint": asdict(self._checkpoint)}
+        """Return the fields for the command's JSON object."""
+        fields: dict[str, Any] = {} if self._checkpoint is None else {"checkpoint": asdict(self._checkpoint)}
         if self._skipped:
-            found["not_copied"] = self._skipped
+            fields["not_copied"] = self._skipped
         if self.failure is not None:
-            found["error"] = {"code": self.failure.code.value, "message": str(self.failure)}
-        return found
+            fields["error"] = {"code": self.failure.code.value, "message": str(self.failure)}
+        return fields
 
 
 def check_store() -> None:
-    """Raises ConfigError when a checkpoint would go with the stack of this command."""
+    """Raises ConfigError if a checkpoint would be deleted with the embedded stack of this command."""
     settings = load_settings()
     if settings.redis_url is None and settings.workspace_store is None:
         raise ConfigError(
-            "a checkpoint would go with the stack of this command: set TOOLCREW_WORKSPACE_STORE to a folder that keeps "
-            "it, or TOOLCREW_REDIS_URL to a pool"
+            "the checkpoint would be deleted with the embedded stack of this command: set TOOLCREW_WORKSPACE_STORE to "
+            "a folder for it, or TOOLCREW_REDIS_URL to a pool"
         )
 
 
@@ -92,26 +94,30 @@ def run(
     restore: Restore = None,
     network: Network = None,
     save_workspace: Annotated[
-        Path | None, typer.Option("--save-workspace", help="Copy /workspace here when the run has ended.")
+        Path | None, typer.Option("--save-workspace", help="Copy /workspace to this folder when the run has ended.")
     ] = None,
     checkpoint: Annotated[
-        bool, typer.Option("--checkpoint", help="Keep a checkpoint when the run has ended; its id is told on stderr.")
+        bool, typer.Option("--checkpoint", help="Save a checkpoint when the run has ended, and print its id on stderr.")
     ] = False,
     model: Annotated[
         str | None,
         typer.Option(
             "--model",
-            help="A name at OPENAI_BASE_URL. Without one also local or scripted, which are shipped with toolcrew.",
+            help="A model of OPENAI_BASE_URL. If that is not set: local or scripted, which toolcrew ships.",
         ),
     ] = None,
     dialect: Annotated[
-        str | None, typer.Option("--dialect", help="native, tags, json, or auto: what the model can do.")
+        str | None, typer.Option("--dialect", help="The tool call format of the model: native, tags, json, or auto.")
     ] = None,
-    max_iterations: Annotated[int, typer.Option("--max-iterations", min=1, help="How often the model may reply.")] = 5,
+    max_iterations: Annotated[
+        int, typer.Option("--max-iterations", min=1, help="Largest number of model replies.")
+    ] = 5,
     output: Annotated[
         Path | None,
         typer.Option(
-            "-o", "--output", help="The run's trajectory as a file, as `toolcrew traces export RUN --to atif` gives it."
+            "-o",
+            "--output",
+            help="Write the trajectory to this file, as `toolcrew traces export RUN --to atif` does.",
         ),
     ] = None,
     tenant: Tenant = None,
@@ -121,13 +127,13 @@ def run(
 
     Steps are printed on stderr, the answer on stdout.
 
-    Exit code 0 answered, 1 error, 2 limit reached, 3 answered though a call was refused.
+    Exit code 0: answered; 1: error; 2: limit reached; 3: answered, but a call was refused.
     """
-    view, refused, keeping = RunView(Console(stderr=True)), list[str](), Keeping(save_workspace, checkpoint)
-    leavings: list[Leaving] = []
+    view, refused, saver = RunView(Console(stderr=True)), list[str](), WorkspaceSaver(save_workspace, checkpoint)
+    run_files: list[RunFiles] = []
 
     def on_event(event: RunEvent) -> None:
-        leavings[0].on_event(event)
+        run_files[0].on_event(event)
         if isinstance(event, CallFinished) and event.result.metadata.get("was_refused"):
             refused.append(event.result.call_id)
         if not as_json:
@@ -136,7 +142,7 @@ def run(
     async def work() -> RunResult:
         if checkpoint:
             check_store()
-        leavings.append(leaving := Leaving(output))
+        run_files.append(files := RunFiles(output))
         view.asks_elsewhere = asks_elsewhere()
         async with (
             open_client(tenant) as client,
@@ -155,30 +161,30 @@ def run(
                     has_trace=True,
                 )
             finally:
-                leaving.leave(session.tenant)
-            await keeping.keep(session)
+                files.write(session.tenant)
+            await saver.save(session)
             return result
 
     try:
         result = run_work(work(), as_json, reports_waiting=True)
     finally:
-        _tell(leavings, as_json)
+        _print_files(run_files, as_json)
     typer.echo(
-        json.dumps(_run_json(result) | leavings[0].to_json() | keeping.to_json())
+        json.dumps(_run_json(result) | run_files[0].to_json() | saver.to_json())
         if as_json
         else escape_controls(result.answer)
     )
     if not as_json:
-        for line in keeping.lines():
+        for line in saver.lines():
             typer.echo(escape_controls(line), err=True)
-    is_kept = keeping.failure is None and (output is None or leavings[0].failure is None)
-    raise typer.Exit(_exit_code(result.stop_reason, is_refused=bool(refused)) if is_kept else EXIT_ERROR)
+    is_saved = saver.failure is None and (output is None or run_files[0].failure is None)
+    raise typer.Exit(_exit_code(result.stop_reason, is_refused=bool(refused)) if is_saved else EXIT_ERROR)
 
 
-def _tell(leavings: list[Leaving], as_json: bool) -> None:
-    """What was left of a run; also of one that broke off."""
-    for leaving in leavings:
-        for line in [] if as_json else leaving.lines():
+def _print_files(run_files: list[RunFiles], as_json: bool) -> None:
+    # Also after a failure of the run: its trace shows the cause.
+    for files in run_files:
+        for line in [] if as_json else files.lines():
             typer.echo(escape_controls(line), err=True)
 
 

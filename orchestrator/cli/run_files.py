@@ -1,5 +1,5 @@
-"""What `toolcrew run` leaves of a run: its trace, and its trajectory as a file of the user's. The answer is never lost
-by it.
+"""Files that `toolcrew run` writes: the trace of the run, and its trajectory for the user. A file that cannot be
+written never costs the answer.
 """
 
 import json
@@ -17,25 +17,25 @@ from orchestrator.traces.reading import Trace, load_trace
 from orchestrator.traces.recorder import trace_path
 
 
-class Leaving:
-    """The trace of a run, and, with `output`, the trajectory that is made of it."""
+class RunFiles:
+    """The trace of a run and, with `output`, the trajectory that is built from it."""
 
     def __init__(self, output: Path | None) -> None:
-        """Raises ConfigError for a file that cannot be written, before anything is paid for."""
+        """Raises ConfigError for a file that cannot be written, before the run costs anything."""
         self._folder, self._output = load_settings().traces, output
         self._run = ""
         self._tenant = DEFAULT_TENANT
         self._trace: Trace | None = None
         self.failure: ConfigError | None = None
         if output is not None:
-            _check(output)
+            _check_output(output)
 
     def on_event(self, event: RunEvent) -> None:
-        """Which run it is: one that breaks off has a trace, too."""
+        """Record the id of the run from its first event: a run that fails has a trace, too."""
         self._run = self._run or event.run
 
-    def leave(self, tenant: str) -> None:
-        """The run is over. What cannot be written is in `failure`."""
+    def write(self, tenant: str) -> None:
+        """Write the files after the run. Sets `failure` if a file cannot be written."""
         self._tenant = tenant
         if not self._run:
             return
@@ -43,8 +43,8 @@ class Leaving:
             path = trace_path(self._folder, tenant, self._run)
             if not path.is_file():
                 raise ConfigError(
-                    f"the trace {path} could not be written: mend the rights of its folder, or set TOOLCREW_TRACES to "
-                    "another"
+                    f"the trace {path} could not be written: fix the permissions of its folder, or set "
+                    "TOOLCREW_TRACES to another folder"
                 )
             self._trace = load_trace(path)
             if self._output is not None:
@@ -53,7 +53,7 @@ class Leaving:
             self.failure = error
 
     def lines(self) -> list[str]:
-        """For people."""
+        """Return the lines for the terminal."""
         lines = []
         if self._trace is not None:
             show = build_command("traces", "show", self._run, tenant=self._tenant)
@@ -61,21 +61,21 @@ class Leaving:
         if self._output is not None and self.failure is None and self._trace is not None:
             lines.append(f"trajectory {self._output}")
         if self.failure is not None:
-            lines.append(f"toolcrew: the run is over, and not all that was asked for was written: {self.failure}")
+            lines.append(f"toolcrew: the run has ended, but a file was not written: {self.failure}")
         return lines
 
     def to_json(self) -> dict[str, Any]:
-        """For the command's object."""
-        found: dict[str, Any] = {} if self._trace is None else {"trace": str(self._trace.path)}
+        """Return the fields for the command's JSON object."""
+        fields: dict[str, Any] = {} if self._trace is None else {"trace": str(self._trace.path)}
         if self._output is not None and self._trace is not None and self.failure is None:
-            found["trajectory"] = str(self._output)
+            fields["trajectory"] = str(self._output)
         if self.failure is not None:
-            found["error"] = {"code": self.failure.code.value, "message": str(self.failure)}
-        return found
+            fields["error"] = {"code": self.failure.code.value, "message": str(self.failure)}
+        return fields
 
 
 def write_private(path: Path, text: str) -> None:
-    """What a run has seen is for nobody else of this host. Raises ConfigError."""
+    """Write a file that only this user can read: a run may contain secrets. Raises ConfigError."""
     try:
         path.touch(mode=0o600)
         path.write_text(text, encoding="utf-8")
@@ -83,14 +83,14 @@ def write_private(path: Path, text: str) -> None:
         raise ConfigError(f"{path} cannot be written ({error.strerror}): give another file with -o") from error
 
 
-def _check(output: Path) -> None:
+def _check_output(output: Path) -> None:
     is_writable = os.access(output if output.exists() else output.parent, os.W_OK)
     if output.is_dir() or not output.parent.is_dir() or not is_writable:
-        why = (
+        reason = (
             "it is a folder"
             if output.is_dir()
-            else "its folder is not there"
+            else "its folder does not exist"
             if not output.parent.is_dir()
-            else "its rights forbid it"
+            else "its permissions forbid it"
         )
-        raise ConfigError(f"{output} cannot be written ({why}): give another file with -o")
+        raise ConfigError(f"{output} cannot be written ({reason}): give another file with -o")

@@ -1,6 +1,4 @@
-"""How a command of `toolcrew` does its work: the client it uses, what interrupts it, its errors as one sentence and an
-exit code.
-"""
+"""Shared parts of the `toolcrew` commands: the client, interruption by signals, error messages and exit codes."""
 
 import asyncio
 import json
@@ -19,20 +17,20 @@ from orchestrator.settings import OrchestratorSettings, load_settings
 from orchestrator.terminal.output import escape_controls
 
 EXIT_ERROR, EXIT_LIMIT, EXIT_REFUSED, EXIT_COMMAND, EXIT_INTERRUPTED = 1, 2, 3, 4, 130
-"""EXIT_COMMAND: the call succeeded, and the command that it ran ended with another exit code than 0."""
+"""EXIT_COMMAND: the call succeeded, but the command that the tool ran ended with another exit code than 0."""
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
 Tenant = Annotated[
-    str | None, typer.Option("--tenant", help="For whom. Else the tenant of TOOLCREW_API_KEY, or default.")
+    str | None, typer.Option("--tenant", help="The tenant. Default: the tenant of TOOLCREW_API_KEY, or `default`.")
 ]
-OnlyTenant = Annotated[str | None, typer.Option("--tenant", help="Only those of this tenant.")]
+OnlyTenant = Annotated[str | None, typer.Option("--tenant", help="Only this tenant.")]
 
 T = TypeVar("T")
 
 
 def refuse_key(settings: OrchestratorSettings) -> None:
-    """Raises ConfigError for commands that start a process with the deployment's own secrets: no key limits what that
-    process may do.
+    """Raises ConfigError if TOOLCREW_API_KEY is set. For commands that start a process with the secrets of the
+    deployment: an API key does not limit such a process.
     """
     if settings.api_key is not None:
         raise ConfigError(
@@ -42,8 +40,8 @@ def refuse_key(settings: OrchestratorSettings) -> None:
 
 @asynccontextmanager
 async def open_client(tenant: str | None = None, *, needs_workers: bool = True) -> AsyncIterator[ToolClient]:
-    """The pool that TOOLCREW_REDIS_URL names, for that tenant or the one of TOOLCREW_API_KEY; else an embedded stack
-    for this command.
+    """Open a client of the pool that TOOLCREW_REDIS_URL names, for `tenant` or the tenant of TOOLCREW_API_KEY. Without
+    that variable, start an embedded stack for this command.
     """
     settings = load_settings()
     key = settings.api_key.get_secret_value() if settings.api_key is not None else None
@@ -54,8 +52,8 @@ async def open_client(tenant: str | None = None, *, needs_workers: bool = True) 
             yield client
     elif key is not None:
         raise ConfigError(
-            "TOOLCREW_API_KEY is a key of a running pool: set TOOLCREW_REDIS_URL to that, or unset the key to start a "
-            "stack of your own"
+            "TOOLCREW_API_KEY is a key of a running pool: set TOOLCREW_REDIS_URL to that pool, or unset the key to "
+            "start an embedded stack"
         )
     else:
         typer.echo(
@@ -69,12 +67,12 @@ async def open_client(tenant: str | None = None, *, needs_workers: bool = True) 
 
 @asynccontextmanager
 async def open_running(what: str, tenant: str | None, *, needs_workers: bool = False) -> AsyncIterator[ToolClient]:
-    """A client of the pool that TOOLCREW_REDIS_URL names, for commands about `what` is there. Raises ConfigError when
-    none is named.
+    """Open a client of the pool that TOOLCREW_REDIS_URL names. `what`: the objects of the command, for the message of
+    the ConfigError that is raised if the variable is not set.
     """
     if load_settings().redis_url is None:
         raise ConfigError(
-            f"TOOLCREW_REDIS_URL is not set, and {what} of a stack that ends with this command would be nobody's: set "
+            f"TOOLCREW_REDIS_URL is not set, and an embedded stack that ends with this command has no {what}: set "
             "it (`toolcrew up` prints it)"
         )
     async with open_client(tenant, needs_workers=needs_workers) as client:
@@ -83,31 +81,32 @@ async def open_running(what: str, tenant: str | None, *, needs_workers: bool = F
 
 @asynccontextmanager
 async def open_pool_client(tenant: str | None = None, *, needs_workers: bool = False) -> AsyncIterator[ToolClient]:
-    """As `open_client`, for commands to which a stack of their own could tell nothing; of most of them Redis knows all.
-    Raises ConfigError when no pool is named."""
+    """Open a client for commands about stored batches. Raises ConfigError if TOOLCREW_REDIS_URL is not set: a new
+    embedded stack has no batches.
+    """
     if load_settings().redis_url is None:
         raise ConfigError(
-            "batches are kept in the Redis of a pool, and TOOLCREW_REDIS_URL names none: set it (`toolcrew up` prints "
-            "it). A batch that ran on a stack of its own is gone on with by submitting its file again with the same "
-            "--id and --output"
+            "TOOLCREW_REDIS_URL is not set. Set it to the Redis of the pool that stores the batch (`toolcrew up` "
+            "prints it). To continue a batch that ran on an embedded stack, submit its file again with the same --id "
+            "and --output"
         )
     async with open_client(tenant, needs_workers=needs_workers) as client:
         yield client
 
 
 def run_work(work: Coroutine[Any, Any, T], as_json: bool, *, reports_waiting: bool = False) -> T:
-    """The command's result; our own errors end it with a sentence and an exit code, Ctrl-C after everything was taken
-    down.
+    """Return the result of a command. An error of toolcrew ends the command with a message and an exit code. Ctrl-C
+    ends it after its sandbox has been removed.
 
     `reports_waiting`: print on stderr why a call waits for a slot, each reason once.
     """
     try:
         with report_waiting(once_per_reason(_print_notice)) if reports_waiting else nullcontext():
-            return asyncio.run(_until_told(work))
-    except _ToldToStop as told:
-        fail("told to stop; what was running has been stopped", "CANCELLED", 128 + told.number, as_json)
+            return asyncio.run(_run_until_signal(work))
+    except _StoppedBySignal as stopped:
+        fail("stopped by a signal; running work has been stopped", "CANCELLED", 128 + stopped.number, as_json)
     except KeyboardInterrupt:
-        fail("interrupted; what was running has been stopped", "CANCELLED", EXIT_INTERRUPTED, as_json)
+        fail("interrupted; running work has been stopped", "CANCELLED", EXIT_INTERRUPTED, as_json)
     except OperatorError as error:
         fail(str(error), error.code.value, EXIT_ERROR, as_json)
     except ToolFailure as failure:
@@ -116,7 +115,7 @@ def run_work(work: Coroutine[Any, Any, T], as_json: bool, *, reports_waiting: bo
 
 
 def print_lines(lines: list[str]) -> None:
-    """Print lines on stdout, escaped: workers, tenants and models chose some of their words."""
+    """Print lines on stdout, escaped: workers, tenants and models may have put control characters into them."""
     for line in lines:
         typer.echo(escape_controls(line))
 
@@ -126,25 +125,27 @@ def _print_notice(notice: WaitNotice) -> None:
 
 
 def suggest_nearest(metadata: Mapping[str, object]) -> str:
-    """Return the end of a sentence that names what is like the name that was not found, or nothing."""
+    """Return the end of a message that lists names similar to a name that was not found, or ""."""
     nearest = metadata.get("nearest")
-    return f"; there are {', '.join(str(name) for name in nearest)}" if isinstance(nearest, list) and nearest else ""
+    return (
+        f"; similar names: {', '.join(str(name) for name in nearest)}" if isinstance(nearest, list) and nearest else ""
+    )
 
 
-class _ToldToStop(Exception):
-    """SIGTERM or SIGHUP came."""
+class _StoppedBySignal(Exception):
+    """The process received SIGTERM or SIGHUP."""
 
     def __init__(self, number: int) -> None:
         super().__init__(number)
         self.number = number
 
 
-async def _until_told(work: Coroutine[Any, Any, T]) -> T:
-    """The work's result. SIGTERM and SIGHUP cancel it as Ctrl-C does, so that it takes its sandbox down."""
-    task, told = asyncio.ensure_future(work), list[int]()
+async def _run_until_signal(work: Coroutine[Any, Any, T]) -> T:
+    # SIGTERM and SIGHUP cancel the work like Ctrl-C, so that the work removes its sandbox.
+    task, signals = asyncio.ensure_future(work), list[int]()
 
     def stop(number: int) -> None:
-        told.append(number)
+        signals.append(number)
         task.cancel()
 
     for number in (signal.SIGTERM, signal.SIGHUP):
@@ -152,8 +153,8 @@ async def _until_told(work: Coroutine[Any, Any, T]) -> T:
     try:
         return await task
     except asyncio.CancelledError:
-        if told:
-            raise _ToldToStop(told[0]) from None
+        if signals:
+            raise _StoppedBySignal(signals[0]) from None
         raise
 
 

@@ -1,4 +1,4 @@
-"""`toolcrew runs`: lists, shows, follows and cancels the runs that programs have started on a pool."""
+"""`toolcrew runs`: list, show, follow and cancel the runs that programs started on a pool."""
 
 import json
 from typing import Annotated, Any
@@ -15,21 +15,19 @@ from store.runs import HostedRun, HostedState, RunPage
 runs_app = typer.Typer(no_args_is_help=True, help="List, show, follow and cancel runs that programs started.")
 RunName = Annotated[str, typer.Argument(help="The id of the run, as `list` shows it.")]
 _COLUMNS = ("id", "state", "created", "attempt", "session", "instruction")
-_SHOWN = 60
+_MAX_CHARS = 60
 _TEXTS = ("text", "message", "reason", "answer", "instruction", "step", "characters", "state")
 
 
 @runs_app.command("list")
 def runs_list(
-    state: Annotated[HostedState | None, typer.Option("--state", help="Only those.")] = None,
-    limit: Annotated[int, typer.Option("-n", "--limit", min=1, max=200, help="How many at most.")] = 50,
-    cursor: Annotated[
-        str | None, typer.Option("--cursor", help="Go on after the page before: its `next_cursor`.")
-    ] = None,
+    state: Annotated[HostedState | None, typer.Option("--state", help="Only runs in this state.")] = None,
+    limit: Annotated[int, typer.Option("-n", "--limit", min=1, max=200, help="Largest number of runs to list.")] = 50,
+    cursor: Annotated[str | None, typer.Option("--cursor", help="The `next_cursor` of the previous page.")] = None,
     tenant: Tenant = None,
     as_json: Json = False,
 ) -> None:
-    """List the runs of the last 30 days, the newest first."""
+    """List the runs of the last 30 days, newest first."""
 
     async def work() -> RunPage:
         async with open_running("runs", tenant) as client:
@@ -43,7 +41,7 @@ def runs_list(
         {**_view(run), "created": format_instant(run.created_at), "instruction": _first_line(run.instruction)}
         for run in page.runs
     ]
-    for line in table_rows(rows, _COLUMNS) if rows else ["no such run was started in the last 30 days"]:
+    for line in table_rows(rows, _COLUMNS) if rows else ["no run of the last 30 days matches"]:
         typer.echo(escape_controls(line))
     if page.next_cursor is not None:
         states = ("--state", state.value) if state is not None else ()
@@ -57,28 +55,34 @@ def runs_list(
             page.next_cursor,
             tenant=tenant or DEFAULT_TENANT,
         )
-        typer.echo(f"there may be more: `{more}`", err=True)
+        typer.echo(f"there may be more runs: `{more}`", err=True)
 
 
 @runs_app.command("show")
 def runs_show(
     run: RunName,
-    transcript: Annotated[bool, typer.Option("--transcript", help="Its messages, too.")] = False,
-    events: Annotated[bool, typer.Option("--events", help="Its events instead, one a line.")] = False,
+    transcript: Annotated[bool, typer.Option("--transcript", help="Also print its messages.")] = False,
+    events: Annotated[bool, typer.Option("--events", help="Print its events instead, one per line.")] = False,
     follow: Annotated[
-        bool, typer.Option("-f", "--follow", help="Its events instead, one a line, until the run has ended.")
+        bool, typer.Option("-f", "--follow", help="Print its events instead, one per line, until the run has ended.")
     ] = False,
-    after: Annotated[str, typer.Option("--after", help="Only the events after the one with this id.")] = "",
+    after: Annotated[str, typer.Option("--after", help="Only events after the event with this id.")] = "",
     tenant: Tenant = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, of events one a line.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object; for events, one object per line.")
+    ] = False,
 ) -> None:
     """Show the state of a run and its outcome, or its events."""
 
     async def print_events() -> None:
         async with open_running("runs", tenant) as client:
-            async for event, text in client.runs.follow(run, after) if follow else client.runs.told(run, after):
-                told = json.loads(text)
-                typer.echo(json.dumps({"id": event, **told}) if as_json else escape_controls(_describe(event, told)))
+            async for event, text in (
+                client.runs.follow(run, after) if follow else client.runs.stored_events(run, after)
+            ):
+                fields = json.loads(text)
+                typer.echo(
+                    json.dumps({"id": event, **fields}) if as_json else escape_controls(_describe_event(event, fields))
+                )
 
     if events or follow:
         run_work(print_events(), as_json)
@@ -86,16 +90,16 @@ def runs_show(
 
     async def work() -> dict[str, Any]:
         async with open_running("runs", tenant) as client:
-            told = _view(await client.runs.get(run))
-            return told | ({"transcript": list(await client.runs.transcript(run))} if transcript else {})
+            view = _view(await client.runs.get(run))
+            return view | ({"transcript": list(await client.runs.transcript(run))} if transcript else {})
 
-    told = run_work(work(), as_json)
+    fields = run_work(work(), as_json)
     if as_json:
-        typer.echo(json.dumps(told))
+        typer.echo(json.dumps(fields))
         return
-    end = told.pop("end") or {}
-    messages = told.pop("transcript", [])
-    for name, value in {**told, **end}.items():
+    end = fields.pop("end") or {}
+    messages = fields.pop("transcript", [])
+    for name, value in {**fields, **end}.items():
         text = json.dumps(value, ensure_ascii=False) if isinstance(value, dict | list) else value
         typer.echo(escape_controls(f"{name:<14}{text}"))
     for message in messages:
@@ -104,17 +108,17 @@ def runs_show(
 
 @runs_app.command("cancel")
 def runs_cancel(run: RunName, tenant: Tenant = None, as_json: Json = False) -> None:
-    """End a run: at once when it waits, else within 2 seconds."""
+    """Cancel a run. A run that waits ends at once, any other within 2 seconds."""
 
     async def work() -> HostedRun:
         async with open_running("runs", tenant) as client:
             return await client.runs.cancel(run)
 
-    told = run_work(work(), as_json)
+    record = run_work(work(), as_json)
     typer.echo(
-        json.dumps(_view(told))
+        json.dumps(_view(record))
         if as_json
-        else f"{told.id} {'is being cancelled' if not told.state.is_final else told.state.value}"
+        else f"{record.id} {'is being cancelled' if not record.state.is_final else record.state.value}"
     )
 
 
@@ -122,16 +126,15 @@ def _view(run: HostedRun) -> dict[str, Any]:
     return run.model_dump(mode="json")
 
 
-def _describe(event: str, told: dict[str, Any]) -> str:
-    """An event in one line."""
-    call, result = told.get("call") or {}, told.get("result") or {}
-    name = call.get("name") or result.get("name") or told.get("call_id")
+def _describe_event(event: str, fields: dict[str, Any]) -> str:
+    call, result = fields.get("call") or {}, fields.get("result") or {}
+    name = call.get("name") or result.get("name") or fields.get("call_id")
     outcome = result.get("error_code") or ("ok" if result else None)
-    texts = [str(told[field]) for field in _TEXTS if told.get(field) is not None]
+    texts = [str(fields[field]) for field in _TEXTS if fields.get(field) is not None]
     parts = [str(part) for part in (name, outcome, *texts) if part]
-    return f"{event:<18} {told.get('type', ''):<16} {_first_line(' '.join(parts), 2 * _SHOWN)}".rstrip()
+    return f"{event:<18} {fields.get('type', ''):<16} {_first_line(' '.join(parts), 2 * _MAX_CHARS)}".rstrip()
 
 
-def _first_line(text: str, most: int = _SHOWN) -> str:
+def _first_line(text: str, max_chars: int = _MAX_CHARS) -> str:
     line = " ".join(text.split())
-    return line if len(line) <= most else line[: most - 3] + "..."
+    return line if len(line) <= max_chars else line[: max_chars - 3] + "..."

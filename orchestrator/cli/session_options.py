@@ -1,4 +1,4 @@
-"""The options of `run` and `call` that say what the session begins with."""
+"""Options of `run` and `call` for the new session."""
 
 from pathlib import Path
 from typing import Annotated, Literal
@@ -7,10 +7,15 @@ import typer
 
 Workspace = Annotated[
     Path | None,
-    typer.Option("--workspace", help="A folder, an archive (tar, tar.gz, ..., zip) or a git bundle to begin with."),
+    typer.Option(
+        "--workspace", help="Start with these files: a folder, an archive (tar, tar.gz, ..., zip) or a git bundle."
+    ),
 ]
-Restore = Annotated[str | None, typer.Option("--restore", help="A checkpoint to begin with, by its id.")]
+Restore = Annotated[str | None, typer.Option("--restore", help="Start with the files of this checkpoint id.")]
 Network = Annotated[
     Literal["none", "egress"] | None,
-    typer.Option("--network", help="egress: the hosts that the operator allows. Else as the tenant's class says."),
+    typer.Option(
+        "--network",
+        help="egress: reach the hosts that the operator allows. Default: the network of the tenant's class.",
+    ),
 ]

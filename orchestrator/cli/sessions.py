@@ -1,4 +1,4 @@
-"""`toolcrew sessions`: opens, lists, uses and closes sessions that outlive the command."""
+"""`toolcrew sessions`: open, list, use and close sessions that outlive the command."""
 
 import asyncio
 import json
@@ -20,21 +20,21 @@ from orchestrator.terminal.commands import build_command
 from orchestrator.terminal.output import escape_controls, table_rows
 from store.sessions import OpenSession, SessionPage
 
-sessions_app = typer.Typer(no_args_is_help=True, help="Open, list, use and close sessions: sandboxes that stay.")
+sessions_app = typer.Typer(no_args_is_help=True, help="Open, list, use and close sessions (sandboxes).")
 
-EXIT_OURS = 125
-"""What went wrong was not the program in the sandbox: as docker tells it."""
+EXIT_NOT_RUN = 125
+"""Exit code if the program was not run; `docker run` uses the same code."""
 EXIT_SIGNAL = 128
-Id = Annotated[str, typer.Argument(help="The session.")]
-Cursor = Annotated[str | None, typer.Option("--cursor", help="Where the page before ended.")]
-Limit = Annotated[int, typer.Option("--limit", "-n", min=1, max=1000, help="How many at most.")]
+Id = Annotated[str, typer.Argument(help="The id of the session.")]
+Cursor = Annotated[str | None, typer.Option("--cursor", help="The `cursor` of the previous page.")]
+Limit = Annotated[int, typer.Option("--limit", "-n", min=1, max=1000, help="Largest number of sessions to list.")]
 _REMOTE = re.compile(r"([A-Za-z0-9_-]{1,64}):(.*)", re.DOTALL)
 _COLUMNS = ("id", "tenant", "state", "host", "image", "opened", "ttl", "checkpoint", "fence")
 
 
 @sessions_app.command("list")
 def sessions_list(cursor: Cursor = None, limit: Limit = 50, tenant: OnlyTenant = None, as_json: Json = False) -> None:
-    """List the open sessions of all tenants, the newest first; with a tenant's key its own."""
+    """List the open sessions of all tenants, newest first. A tenant's key lists only its own sessions."""
 
     async def work() -> SessionPage:
         async with open_running("sessions", tenant) as client:
@@ -52,24 +52,28 @@ def sessions_list(cursor: Cursor = None, limit: Limit = 50, tenant: OnlyTenant =
         more = build_command(
             "sessions", "list", "--limit", str(limit), "--cursor", page.cursor, tenant=tenant or DEFAULT_TENANT
         )
-        typer.echo(f"there are more: `{more}`", err=True)
+        typer.echo(f"there are more sessions: `{more}`", err=True)
 
 
 @sessions_app.command("open")
 def sessions_open(
     image: Annotated[
-        str | None, typer.Option("--image", help="One that the tenant may have. Else its class's own.")
+        str | None, typer.Option("--image", help="An image that the tenant may use. Default: the image of its class.")
     ] = None,
     ttl: Annotated[
-        float, typer.Option("--ttl", min=1, max=MAX_TTL_S, help="Seconds without a call after which it is closed.")
+        float,
+        typer.Option("--ttl", min=1, max=MAX_TTL_S, help="Close the session after this many seconds without a call."),
     ] = DEFAULT_TTL_S,
     network: Annotated[
-        Literal["none", "egress"] | None, typer.Option("--network", help="Else as the tenant's class says.")
+        Literal["none", "egress"] | None,
+        typer.Option("--network", help="Network access. Default: the network of the tenant's class."),
     ] = None,
     workspace: Annotated[
-        Path | None, typer.Option("--workspace", help="A folder, an archive or a git bundle to begin with.")
+        Path | None, typer.Option("--workspace", help="Start with these files: a folder, an archive or a git bundle.")
     ] = None,
-    restore: Annotated[str | None, typer.Option("--restore", help="A checkpoint to begin with, by its id.")] = None,
+    restore: Annotated[
+        str | None, typer.Option("--restore", help="Start with the files of this checkpoint id.")
+    ] = None,
     tenant: Tenant = None,
     as_json: Json = False,
 ) -> None:
@@ -87,8 +91,8 @@ def sessions_open(
                 "network": info.network,
             }
 
-    session, told = run_work(work(), as_json, reports_waiting=True)
-    typer.echo(json.dumps(told) if as_json else session.id)
+    session, fields = run_work(work(), as_json, reports_waiting=True)
+    typer.echo(json.dumps(fields) if as_json else session.id)
 
 
 @sessions_app.command("exec", context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
@@ -97,42 +101,46 @@ def sessions_exec(
     argv: Annotated[
         list[str],
         typer.Argument(
-            help="The program and its arguments; no shell between. Options of exec stand before SESSION_ID."
+            help="The program and its arguments, run without a shell. Put options of exec before SESSION_ID."
         ),
     ],
-    cwd: Annotated[str | None, typer.Option("--cwd", "-w", help="The folder to run it in.")] = None,
-    timeout: Annotated[float, typer.Option("--timeout", min=0.001, max=MAX_TIMEOUT_S, help="Seconds it may run.")] = 30,
+    cwd: Annotated[str | None, typer.Option("--cwd", "-w", help="The folder to run the program in.")] = None,
+    timeout: Annotated[
+        float, typer.Option("--timeout", min=0.001, max=MAX_TIMEOUT_S, help="Seconds the program may run.")
+    ] = 30,
     stdin: Annotated[
-        bool, typer.Option("--stdin", "-i", help="Give it what comes on stdin, all of it at once.")
+        bool, typer.Option("--stdin", "-i", help="Read stdin to its end and pass it to the program.")
     ] = False,
     live: Annotated[
         bool | None,
-        typer.Option("--live/--no-live", help="Show output as it comes, as text. Else: when stdout is a terminal."),
+        typer.Option(
+            "--live/--no-live", help="Show output as text while the program runs. Default: if stdout is a terminal."
+        ),
     ] = None,
     tenant: Tenant = None,
     as_json: Json = False,
 ) -> None:
     """Run a program in a session.
 
-    Exits with the program's exit code; with 128 plus the signal's number when a signal ended it; with 125 when it was
-    not run.
+    Exit code: that of the program; 128 plus the signal number if a signal ended the program; 125 if the program was not
+    run.
     """
-    shown, command = _Shown(), argv[1:] if argv[0] == "--" else argv
+    printer, command = _OutputPrinter(), argv[1:] if argv[0] == "--" else argv
     if not command:
-        raise typer.BadParameter("name the program to run, behind --")
+        raise typer.BadParameter("no program was given: put the program and its arguments after --")
     is_live = (live if live is not None else sys.stdout.isatty()) and not as_json
 
     async def work() -> ExecResult:
         content = sys.stdin.buffer.read() if stdin else b""
         async with open_running("sessions", tenant) as client:
             session = await client.session(session_id, tenant=tenant)
-            on_output = shown.show if is_live else None
+            on_output = printer.show if is_live else None
             return await session.exec(command, stdin=content, cwd=cwd, timeout_s=timeout, on_output=on_output)
 
     try:
         result = run_work(work(), as_json, reports_waiting=True)
-    except typer.Exit as ended:
-        raise typer.Exit(EXIT_OURS if ended.exit_code == EXIT_ERROR else ended.exit_code) from None
+    except typer.Exit as stop:
+        raise typer.Exit(EXIT_NOT_RUN if stop.exit_code == EXIT_ERROR else stop.exit_code) from None
     code = result.returncode if result.returncode >= 0 else EXIT_SIGNAL - result.returncode
     if as_json:
         texts = {"stdout": result.stdout.decode(errors="replace"), "stderr": result.stderr.decode(errors="replace")}
@@ -147,20 +155,20 @@ def sessions_exec(
             )
         )
     else:
-        shown.rest(result)
+        printer.print_rest(result)
     raise typer.Exit(code)
 
 
 @sessions_app.command("copy")
 def sessions_copy(
-    source: Annotated[str, typer.Argument(help="A file or folder here, or SESSION:PATH.")],
-    target: Annotated[str, typer.Argument(help="SESSION:PATH, or a place here.")],
+    source: Annotated[str, typer.Argument(help="A local file or folder, or SESSION:PATH.")],
+    target: Annotated[str, typer.Argument(help="SESSION:PATH, or a local path.")],
     tenant: Tenant = None,
     as_json: Json = False,
 ) -> None:
     """Copy a file or a folder of at most 64 MiB into a session or out of one.
 
-    It goes into the target when that is a folder, else it gets the name of the target.
+    If the target is a folder, the copy is put into it. Otherwise the copy gets the name of the target.
     """
 
     async def work() -> dict[str, Any]:
@@ -168,7 +176,8 @@ def sessions_copy(
         if (inner is None) == (outer is None):
             raise ToolFailure(
                 ErrorCode.INVALID_ARGUMENTS,
-                "one of the two is in a session: write it as SESSION:PATH, and a place here as ./PATH",
+                "exactly one of the two paths must be in a session: write it as SESSION:PATH, and the local path as "
+                "./PATH",
             )
         remote = inner or outer
         assert remote is not None
@@ -178,22 +187,25 @@ def sessions_copy(
                 return await _copy_out(session, inner[1], Path(target))
             return await _copy_in(session, Path(source), remote[1])
 
-    told = run_work(work(), as_json, reports_waiting=True)
+    copied = run_work(work(), as_json, reports_waiting=True)
     if as_json:
-        typer.echo(json.dumps(told))
-    elif told["left_out"]:
+        typer.echo(json.dumps(copied))
+    elif copied["left_out"]:
         typer.echo(
-            escape_controls(f"left out, since they lead out or are special: {', '.join(told['left_out'])}"), err=True
+            escape_controls(
+                f"not copied, because they point out of it or are special files: {', '.join(copied['left_out'])}"
+            ),
+            err=True,
         )
 
 
 @sessions_app.command("close")
 def sessions_close(
-    session_ids: Annotated[list[str], typer.Argument(help="The sessions.")],
+    session_ids: Annotated[list[str], typer.Argument(help="The ids of the sessions.")],
     tenant: Tenant = None,
     as_json: Json = False,
 ) -> None:
-    """Close sessions, and remove their sandboxes and files. Tries every session, even if one fails."""
+    """Close sessions and remove their sandboxes and files. Tries every session, even if one fails."""
     closed: list[str] = []
     failed: dict[str, str] = {}
 
@@ -212,36 +224,39 @@ def sessions_close(
     else:
         for name in closed:
             typer.echo(name)
-        for name, why in failed.items():
-            typer.echo(escape_controls(f"toolcrew: {name}: {why}"), err=True)
+        for name, message in failed.items():
+            typer.echo(escape_controls(f"toolcrew: {name}: {message}"), err=True)
     raise typer.Exit(EXIT_ERROR if failed else 0)
 
 
-class _Shown:
-    """A program's output on our own: as it comes, and at the end what was not shown yet."""
+class _OutputPrinter:
+    """Prints the output of a program: parts while the program runs, or the whole output at the end."""
 
     def __init__(self) -> None:
         self._is_shown = False
 
     def show(self, stream: str, text: str) -> None:
-        """A piece of it. It is the sandbox's own: on a terminal it drives nothing."""
+        """Print a part of the output, escaped on a terminal: the sandbox must not control the terminal."""
         self._is_shown = True
         out = sys.stderr if stream == "stderr" else sys.stdout
         out.write(escape_controls(text) if out.isatty() else text)
         out.flush()
 
-    def rest(self, result: ExecResult) -> None:
-        """Byte for byte, where nothing was shown and no terminal shows it."""
+    def print_rest(self, result: ExecResult) -> None:
+        """Print the output if no part was printed before; unchanged unless it goes to a terminal."""
         if not self._is_shown:
             for out, data in ((sys.stdout, result.stdout), (sys.stderr, result.stderr)):
                 out.buffer.write(escape_controls(data.decode(errors="replace")).encode() if out.isatty() else data)
                 out.flush()
         if result.truncated:
             typer.echo(
-                "toolcrew: its output was longer than is kept: write it to a file there, and copy that", err=True
+                "toolcrew: the output was too long and was cut: write it to a file in the session, and copy the file",
+                err=True,
             )
         if _was_killed(result):
-            typer.echo("toolcrew: it was ended at its limit, or told to stop: give --timeout for more time", err=True)
+            typer.echo(
+                "toolcrew: the program was stopped at a limit or cancelled: raise --timeout for more time", err=True
+            )
 
 
 def _was_killed(result: ExecResult) -> bool:
@@ -263,17 +278,17 @@ def _row(session: OpenSession) -> dict[str, Any]:
 
 
 def _parse_remote(text: str) -> tuple[str, str] | None:
-    """Session and path; None for a place here."""
+    """Return the session and the path; None for a local path."""
     found = _REMOTE.fullmatch(text)
     if found is None:
         return None
     if not found[2]:
-        raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, f"{text} names no path: write SESSION:/workspace/...")
+        raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, f"{text} has no path: write SESSION:/workspace/...")
     return found[1], found[2]
 
 
 async def _copy_in(session: Session, source: Path, path: str) -> dict[str, Any]:
-    name, content = await asyncio.to_thread(_look, source)
+    name, content = await asyncio.to_thread(_read_source, source)
     is_folder_there = path.endswith("/") or await _is_folder(session, path)
     target = str(PurePosixPath(path) / name) if is_folder_there else path
     if content is None:
@@ -284,7 +299,7 @@ async def _copy_in(session: Session, source: Path, path: str) -> dict[str, Any]:
 
 
 async def _copy_out(session: Session, path: str, target: Path) -> dict[str, Any]:
-    target = await asyncio.to_thread(_place, target, PurePosixPath(path).name, path)
+    target = await asyncio.to_thread(_find_target, target, PurePosixPath(path).name, path)
     left_out: list[str] = []
     if await _is_folder(session, path):
         left_out = await session.export(target, path)
@@ -297,22 +312,22 @@ async def _is_folder(session: Session, path: str) -> bool:
     return (await session.exec(["test", "-d", path])).returncode == 0
 
 
-def _look(source: Path) -> tuple[str, bytes | None]:
-    """The name of a file or folder here, and what is in the file."""
+def _read_source(source: Path) -> tuple[str, bytes | None]:
+    """Return the name of a local file or folder, and the content of a file."""
     try:
         return source.resolve().name, None if source.is_dir() else source.read_bytes()
     except OSError as error:
         raise ConfigError(
-            f"{source} cannot be read ({error.strerror}): name a file or a folder that is here, and may be read"
+            f"{source} cannot be read ({error.strerror}): name a readable local file or folder"
         ) from error
 
 
-def _place(target: Path, name: str, path: str) -> Path:
-    """Where something of that name goes."""
+def _find_target(target: Path, name: str, path: str) -> Path:
+    """Return the path for a copy of `name`."""
     if not target.is_dir():
         return target
     if name in ("", ".."):
-        raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, f"{path} has no name to copy it under: name the target in full")
+        raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, f"{path} has no file name: give the full path of the target")
     return target / name
 
 
@@ -320,4 +335,4 @@ def _write(target: Path, data: bytes) -> None:
     try:
         target.write_bytes(data)
     except OSError as error:
-        raise ConfigError(f"{target} cannot be written ({error.strerror}): name another place") from error
+        raise ConfigError(f"{target} cannot be written ({error.strerror}): name another path") from error

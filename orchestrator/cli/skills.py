@@ -1,4 +1,4 @@
-"""`toolcrew skills`: lists the skills of a tenant, checks and installs its own."""
+"""`toolcrew skills`: list the skills of a tenant, and check, install and remove its own skills."""
 
 import json
 from pathlib import Path
@@ -18,18 +18,18 @@ from orchestrator.terminal.output import table_rows
 from store.skills import InstalledSkill
 
 skills_app = typer.Typer(no_args_is_help=True, help="List, check, install and remove skills.")
-Source = Annotated[Path, typer.Argument(help="The skill's folder, or a .zip file of it.")]
+Source = Annotated[Path, typer.Argument(help="The folder of the skill, or a .zip file of it.")]
 
 
 @skills_app.command("list")
 def skills_list(
-    name: Annotated[str | None, typer.Argument(help="Only this skill, in full.")] = None,
+    name: Annotated[str | None, typer.Argument(help="Only this skill, with all fields.")] = None,
     tenant: Tenant = None,
     as_json: Json = False,
 ) -> None:
     """List the skills of a tenant, or show one skill.
 
-    A tenant has the skills of the workers and those that were installed for it.
+    A tenant has the skills of the workers and the skills that were installed for it.
     """
 
     async def work() -> tuple[list[SkillSummary], list[dict[str, Any]]]:
@@ -48,13 +48,13 @@ def skills_list(
         ]
         print_lines(table_rows(short, ("name", "source", "tool", "files", "scripts", "description")))
     else:
-        print_lines(_describe(skills[0]))
+        print_lines(_describe_skill(skills[0]))
 
 
-def _describe(skill: SkillSummary) -> list[str]:
-    facts = (("license", skill.license), ("compatibility", skill.compatibility), ("digest", skill.digest))
+def _describe_skill(skill: SkillSummary) -> list[str]:
+    details = (("license", skill.license), ("compatibility", skill.compatibility), ("digest", skill.digest))
     size = f"{skill.files} files, {skill.bytes} bytes, {'with' if skill.has_scripts else 'without'} scripts"
-    fields = [f"{key}: {value}" for key, value in facts if value is not None]
+    fields = [f"{key}: {value}" for key, value in details if value is not None]
     warnings = [f"warning: {warning}" for warning in skill.warnings]
     return [skill.name, "", skill.description, "", size, *fields, *warnings]
 
@@ -62,21 +62,21 @@ def _describe(skill: SkillSummary) -> list[str]:
 @skills_app.command("install")
 def skills_install(
     source: Source,
-    replace: Annotated[bool, typer.Option("--replace", help="In place of the tenant's skill of that name.")] = False,
+    replace: Annotated[bool, typer.Option("--replace", help="Replace the tenant's skill of the same name.")] = False,
     check: Annotated[
-        bool, typer.Option("--check", help="Only check it: install nothing, and connect to nothing.")
+        bool, typer.Option("--check", help="Only check the skill: install nothing, open no connection.")
     ] = False,
     tenant: Tenant = None,
     as_json: Json = False,
 ) -> None:
-    """Install a skill for a tenant, in place of the workers' skill of that name.
+    """Install a skill for one tenant. It replaces the workers' skill of the same name.
 
-    Its runs have it from now on; no other tenant has it. Exit code 1 when it cannot be loaded as a skill.
+    New runs of the tenant use the skill; no other tenant sees it. Exit code 1: the skill cannot be loaded.
     """
     if check:
-        skill = _examined(source, as_json)
-        told = [*(f"warning: {warning}" for warning in skill.warnings), f"{skill.name} is a skill"]
-        print_lines([json.dumps(skill.model_dump(mode="json"))] if as_json else told)
+        skill = _examine(source, as_json)
+        lines = [*(f"warning: {warning}" for warning in skill.warnings), f"{skill.name} is a valid skill"]
+        print_lines([json.dumps(skill.model_dump(mode="json"))] if as_json else lines)
         return
 
     async def work() -> InstalledSkill:
@@ -105,24 +105,24 @@ def skills_remove(
     tenant: Tenant = None,
     as_json: Json = False,
 ) -> None:
-    """Remove a skill that was installed for a tenant. What runs with it goes on."""
+    """Remove a skill that was installed for a tenant. Runs that use it continue."""
 
     async def work() -> None:
         async with open_client(tenant) as client:
-            desk = await client.own_skills()
-            if not await desk.remove(name):
+            skills = await client.own_skills()
+            if not await skills.remove(name):
                 raise ToolFailure(
                     ErrorCode.FILE_NOT_FOUND,
-                    f"tenant {desk.tenant} has no skill {name[:100]} of its own: see "
-                    f"`{build_command('skills', 'list', tenant=desk.tenant)}`",
-                    nearest=find_nearest(name, await desk.all()),
+                    f"tenant {skills.tenant} has no installed skill {name[:100]}: see "
+                    f"`{build_command('skills', 'list', tenant=skills.tenant)}`",
+                    nearest=find_nearest(name, await skills.all()),
                 )
 
     run_work(work(), as_json)
     print_lines([json.dumps({"name": name, "removed": True}) if as_json else f"{name} is removed"])
 
 
-def _examined(source: Path, as_json: bool) -> SkillSummary:
+def _examine(source: Path, as_json: bool) -> SkillSummary:
     try:
         check_environment()
         return examine_skill(source).skill

@@ -1,4 +1,4 @@
-"""`toolcrew tenants`: registers tenants, sets what each may have, and pauses them."""
+"""`toolcrew tenants`: register, change, pause and remove tenants."""
 
 import json
 from collections.abc import Mapping
@@ -20,18 +20,16 @@ tenants_app = typer.Typer(no_args_is_help=True, help="List, register, change and
 
 Name = Annotated[str, typer.Argument(help="The tenant.")]
 Source = Annotated[
-    Path | None, typer.Option("--from", help="A JSON file with all of the policy; other options change what it says.")
+    Path | None, typer.Option("--from", help="A JSON file with the whole policy. Other options override its fields.")
 ]
-Unset = Annotated[
-    list[str] | None, typer.Option("--unset", help="An option that is to be as by default again, by its name.")
-]
+Unset = Annotated[list[str] | None, typer.Option("--unset", help="The name of an option to reset to its default.")]
 
 
 @tenants_app.command("list")
 def tenants_list(as_json: Json = False) -> None:
     """List the registered tenants and the default one.
 
-    Until the first is registered, any name is served as the default one.
+    Until the first tenant is registered, every tenant name is served like the default tenant.
     """
 
     async def work() -> tuple[dict[str, TenantPolicy | ConfigError], dict[str, TenantSummary]]:
@@ -40,18 +38,18 @@ def tenants_list(as_json: Json = False) -> None:
             reader = OverviewReader(deployment.redis, deployment.broker.deployment, deployment.signing_keys)
             return policies, {tenant.tenant: tenant for tenant in (await reader.read()).tenants}
 
-    found, looks = run_work(work(), as_json)
+    policies, summaries = run_work(work(), as_json)
     if as_json:
-        typer.echo(json.dumps([_tenant_json(name, policy) for name, policy in found.items()]))
+        typer.echo(json.dumps([_tenant_json(name, policy) for name, policy in policies.items()]))
         return
     columns = ("name", "weight", "in-flight", "waiting", "rate", "sandboxes", "class", "state", "tools")
-    print_lines(table_rows([_row(name, policy, looks.get(name)) for name, policy in found.items()], columns))
+    print_lines(table_rows([_row(name, policy, summaries.get(name)) for name, policy in policies.items()], columns))
 
 
 @tenants_app.command("add")
 @with_policy_options
 def tenants_add(name: Name, *, given: Mapping[str, Any], source: Source = None, as_json: Json = False) -> None:
-    """Register a tenant. From the first one on, only registered tenants and the default one are served."""
+    """Register a tenant. After the first one, only registered tenants and the default tenant are served."""
 
     async def work() -> tuple[TenantPolicy, bool, list[str]]:
         policy = apply_options(read_policy(source) if source is not None else TenantPolicy(), given)
@@ -65,7 +63,9 @@ def tenants_add(name: Name, *, given: Mapping[str, Any], source: Source = None, 
     _warn(warnings)
     _print_policy(f"{name} is registered", name, policy, as_json)
     if is_first and not as_json:
-        typer.echo(f"it is the first: from now on only registered tenants and {DEFAULT_TENANT} are served", err=True)
+        typer.echo(
+            f"this is the first tenant: from now on only registered tenants and {DEFAULT_TENANT} are served", err=True
+        )
 
 
 @tenants_app.command("set")
@@ -73,34 +73,35 @@ def tenants_add(name: Name, *, given: Mapping[str, Any], source: Source = None, 
 def tenants_set(
     name: Name, *, given: Mapping[str, Any], source: Source = None, unset: Unset = None, as_json: Json = False
 ) -> None:
-    """Change what a tenant may have, everywhere within 2 seconds. What is not named stays as it is."""
+    """Change the policy of a tenant. Options that are not given keep their values.
+
+    Every process applies the change within 2 seconds.
+    """
 
     async def work() -> tuple[TenantPolicy, list[str]]:
         if source is None and not unset and all(value is None for value in given.values()):
-            raise ToolFailure(
-                ErrorCode.INVALID_ARGUMENTS, "nothing is named that is to be changed: see `toolcrew tenants set --help`"
-            )
+            raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, "no change was given: see `toolcrew tenants set --help`")
         async with open_deployment("admin") as deployment:
-            # Only what is given now: a tool that was removed since must not stop other changes.
-            wanted = apply_options(read_policy(source) if source is not None else TenantPolicy(), given, unset or ())
-            warnings = await check_tools(deployment.redis, deployment.broker.deployment, name, wanted)
+            # Check only the options of this command: a tool that was removed later must not block other changes.
+            change = apply_options(read_policy(source) if source is not None else TenantPolicy(), given, unset or ())
+            warnings = await check_tools(deployment.redis, deployment.broker.deployment, name, change)
             if source is None:
                 return await deployment.tenants.change(
                     name, lambda policy: apply_options(policy, given, unset or ())
                 ), warnings
-            await deployment.tenants.replace(name, wanted)
-            return wanted, warnings
+            await deployment.tenants.replace(name, change)
+            return change, warnings
 
     policy, warnings = run_work(work(), as_json)
     _warn(warnings)
-    _print_policy(f"{name} has now", name, policy, as_json)
+    _print_policy(f"{name} is changed. Its policy:", name, policy, as_json)
 
 
 @tenants_app.command("remove")
 def tenants_remove(name: Name, as_json: Json = False) -> None:
     """Remove a tenant and revoke its API keys.
 
-    Its open sessions expire. The name cannot be registered again: the tenant's data may still be stored.
+    Its open sessions expire. The name cannot be registered again, because data of the tenant may still be stored.
     """
 
     async def work() -> int:
@@ -111,18 +112,18 @@ def tenants_remove(name: Name, as_json: Json = False) -> None:
     if as_json:
         typer.echo(json.dumps({"name": name, "revoked_keys": revoked}))
     else:
-        typer.echo(f"{name} is removed, and {revoked} API keys of it are revoked; its name cannot be registered again")
+        typer.echo(f"{name} is removed and its {revoked} API keys are revoked; the name cannot be registered again")
 
 
 @tenants_app.command("pause")
 def tenants_pause(
     tenant: Name,
-    reason: Annotated[str, typer.Option("--reason", help="The reason; a caller that waits too long reads it.")] = "",
+    reason: Annotated[str, typer.Option("--reason", help="The reason. A caller whose wait times out reads it.")] = "",
     as_json: Json = False,
 ) -> None:
-    """Start no more calls, runs and batch items of a tenant.
+    """Pause a tenant: start no new calls, runs or batch items.
 
-    Running ones go on to their end, and sessions stay for their time to live.
+    Running work finishes. Sessions stay open for their time to live.
     """
 
     async def work() -> tuple[TenantPolicy, bool]:
@@ -134,23 +135,23 @@ def tenants_pause(
     if as_json:
         typer.echo(json.dumps({"name": tenant, "is_paused": policy.is_paused, "pause_reason": policy.pause_reason}))
         return
-    typer.echo(f"{tenant} is paused: nothing of it begins, until `toolcrew tenants resume {tenant}`")
+    typer.echo(f"{tenant} is paused: no new work starts until `toolcrew tenants resume {tenant}`")
     if is_open and tenant == DEFAULT_TENANT:
         typer.echo(
-            f"no tenant is registered, and every name is served as {DEFAULT_TENANT}: all of them are paused", err=True
+            f"no tenant is registered, so every tenant name is served as {DEFAULT_TENANT} and is paused", err=True
         )
 
 
 @tenants_app.command("resume")
 def tenants_resume(tenant: Name, as_json: Json = False) -> None:
-    """End the pause of a tenant, everywhere within 2 seconds."""
+    """Resume a paused tenant. Every process applies the change within 2 seconds."""
 
     async def work() -> TenantPolicy:
         async with open_deployment("operator") as deployment:
             return await deployment.tenants.resume(tenant)
 
     policy = run_work(work(), as_json)
-    typer.echo(json.dumps({"name": tenant, "is_paused": policy.is_paused}) if as_json else f"{tenant} goes on")
+    typer.echo(json.dumps({"name": tenant, "is_paused": policy.is_paused}) if as_json else f"{tenant} is resumed")
 
 
 def _warn(warnings: list[str]) -> None:
@@ -159,18 +160,18 @@ def _warn(warnings: list[str]) -> None:
 
 
 def _tenant_json(name: str, policy: TenantPolicy | ConfigError) -> dict[str, Any]:
-    told = {"policy": policy.model_dump(mode="json")} if isinstance(policy, TenantPolicy) else {"error": str(policy)}
-    return {"name": name, **told}
+    fields = {"policy": policy.model_dump(mode="json")} if isinstance(policy, TenantPolicy) else {"error": str(policy)}
+    return {"name": name, **fields}
 
 
-def _row(name: str, policy: TenantPolicy | ConfigError, look: TenantSummary | None) -> dict[str, Any]:
+def _row(name: str, policy: TenantPolicy | ConfigError, summary: TenantSummary | None) -> dict[str, Any]:
     if isinstance(policy, ConfigError):
         return {"name": name, "tools": f"nothing: {policy}"}
     return {
         "name": name,
         "weight": f"{policy.weight:g}",
-        "in-flight": f"{look.held if look is not None else 0}/{policy.in_flight}",
-        "waiting": f"{look.waiting if look is not None else 0}/{policy.queued}",
+        "in-flight": f"{summary.held if summary is not None else 0}/{policy.in_flight}",
+        "waiting": f"{summary.waiting if summary is not None else 0}/{policy.queued}",
         "rate": "-" if policy.rate_per_s is None else f"{policy.rate_per_s:g}",
         "sandboxes": policy.sandboxes,
         "class": policy.sandbox.tenant_class,

@@ -1,4 +1,4 @@
-"""`toolcrew tools`: lists the tools of the pool, and turns them off and on."""
+"""`toolcrew tools`: list the tools of a pool, and enable or disable them."""
 
 import json
 from typing import Annotated, Any
@@ -16,14 +16,14 @@ from orchestrator.terminal.output import table_rows
 tools_app = typer.Typer(no_args_is_help=True, help="List, show, enable and disable tools.")
 
 Name = Annotated[str, typer.Argument(help="The tool.")]
-OnlyTenant = Annotated[str | None, typer.Option("--tenant", help="For this tenant alone. Default: for every tenant.")]
+OnlyTenant = Annotated[str | None, typer.Option("--tenant", help="Only for this tenant. Default: for every tenant.")]
 
 
 @tools_app.command("list")
 def tools_list(tenant: Tenant = None, as_json: Json = False) -> None:
     """List the tools of the pool with their state for the tenant: enabled, disabled, or forbidden by its policy.
 
-    A model gets those that are enabled.
+    A model receives only the enabled tools.
     """
 
     async def work() -> list[ToolState]:
@@ -40,9 +40,9 @@ def tools_list(tenant: Tenant = None, as_json: Json = False) -> None:
 
 @tools_app.command("show")
 def tools_show(name: Name, tenant: Tenant = None, as_json: Json = False) -> None:
-    """Show a tool: whether it is enabled for the tenant, its description, parameters, limits and flags.
+    """Show a tool: its state for the tenant, its description, parameters, limits and flags.
 
-    Operators see for which tenants it is disabled.
+    Operators also see for which tenants the tool is disabled.
     """
 
     async def work() -> tuple[ToolState, dict[str, Switch]]:
@@ -59,17 +59,19 @@ def tools_show(name: Name, tenant: Tenant = None, as_json: Json = False) -> None
         )
         return
     head, *rest = state_lines(state)
-    print_lines([head, *(f"for tenant {tenant}: {_told(switch)}" for tenant, switch in others.items()), *rest])
+    print_lines(
+        [head, *(f"for tenant {tenant}: {_describe_switch(switch)}" for tenant, switch in others.items()), *rest]
+    )
 
 
 @tools_app.command("disable")
 def tools_disable(
     name: Name,
-    reason: Annotated[str | None, typer.Option("--reason", help="The reason; a caller of the tool reads it.")] = None,
+    reason: Annotated[str | None, typer.Option("--reason", help="The reason. A caller of the tool reads it.")] = None,
     tenant: OnlyTenant = None,
     as_json: Json = False,
 ) -> None:
-    """Disable a tool for every tenant, or for one, within 2 seconds."""
+    """Disable a tool for every tenant or for one. Every process applies the change within 2 seconds."""
 
     async def work() -> ToolState | None:
         _require_pool()
@@ -81,7 +83,10 @@ def tools_disable(
 
 @tools_app.command("enable")
 def tools_enable(name: Name, tenant: OnlyTenant = None, as_json: Json = False) -> None:
-    """Enable a tool again: for every tenant for which it was not disabled alone, or for one of these."""
+    """Enable a tool again, for every tenant or for one.
+
+    Without --tenant, the tool stays disabled for tenants for which it was disabled separately.
+    """
 
     async def work() -> ToolState | None:
         _require_pool()
@@ -92,7 +97,9 @@ def tools_enable(name: Name, tenant: OnlyTenant = None, as_json: Json = False) -
 
 
 def state_json(state: ToolState) -> dict[str, Any]:
-    """A tool with its state as one object; `switch` says who turned it off, when and why, `scope` for whom."""
+    """Return a tool with its state as one object. `switch`: who disabled the tool, when and why; `scope`: for which
+    tenants.
+    """
     spec = state.spec.model_dump(mode="json")
     switch = _switch_json(state.switch) if state.switch is not None else None
     return {"name": state.name, "state": state.state, **spec, "switch": switch, "scope": state.scope}
@@ -103,26 +110,26 @@ def _switch_json(switch: Switch) -> dict[str, Any]:
 
 
 def state_lines(state: ToolState) -> list[str]:
-    """A tool's page for people, headed by its state."""
+    """Return the lines of a tool for the terminal; the first line is its state."""
     switch, head = state.switch, f"{state.name} is {state.state}"
     if not state.is_allowed:
         head += " for this tenant by its policy (toolcrew tenants set TENANT --tools NAMES)"
     if switch is not None:
-        head += f"{' for this tenant' if state.scope == 'tenant' else ''}: {_told(switch)}"
+        head += f"{' for this tenant' if state.scope == 'tenant' else ''}: {_describe_switch(switch)}"
     return [head, "", *render_tool(state.spec).rstrip("\n").split("\n")]
 
 
-def _told(switch: Switch) -> str:
-    why = f" ({switch.reason})" if switch.reason else ""
-    return f"turned off by {switch.by or 'somebody'} at {format_instant(switch.at)}{why}"
+def _describe_switch(switch: Switch) -> str:
+    reason = f" ({switch.reason})" if switch.reason else ""
+    return f"turned off by {switch.by or 'an unknown user'} at {format_instant(switch.at)}{reason}"
 
 
 def _require_pool() -> None:
-    """Raises ConfigError without a pool that outlives this command."""
+    """Raises ConfigError if no pool outlives this command."""
     if load_settings().redis_url is None:
         raise ConfigError(
-            "TOOLCREW_REDIS_URL is not set, and a switch of a stack that ends with this command would mean nothing: "
-            "set it"
+            "TOOLCREW_REDIS_URL is not set, and a change in an embedded stack would end with this command: set it to "
+            "a pool"
         )
 
 
@@ -130,14 +137,14 @@ def _print_switched(name: str, now: str, tenant: str | None, state: ToolState | 
     if as_json:
         typer.echo(json.dumps(state_json(state) if state is not None else {"name": name, "state": now}))
         return
-    told = f"{name} is {now}" + (f" for tenant {tenant}" if tenant is not None else "")
+    line = f"{name} is {now}" + (f" for tenant {tenant}" if tenant is not None else "")
     if state is None:
-        told += ", and no worker serves it now"
+        line += ", but no running worker serves it"
     elif state.state != now:
-        # Turned on where the other kind of switch keeps it off.
-        told += (
-            ", and it stays off for everybody"
+        # A tool has two switches, one for all tenants and one per tenant; the other switch still disables it.
+        line += (
+            ", but it stays disabled for every tenant"
             if state.scope == "everywhere"
-            else f", and it stays off for {tenant or 'this tenant'} alone"
+            else f", but it stays disabled for {tenant or 'this tenant'}"
         )
-    print_lines([told])
+    print_lines([line])

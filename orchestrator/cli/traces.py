@@ -1,4 +1,4 @@
-"""`toolcrew traces`: shows and exports what runs did."""
+"""`toolcrew traces`: show and export the traces of runs."""
 
 import asyncio
 import json
@@ -18,20 +18,22 @@ from orchestrator.traces.page import build_page
 from orchestrator.traces.reading import Trace, find_attempts, load_trace
 from orchestrator.traces.text_view import build_json, build_lines
 
-traces_app = typer.Typer(no_args_is_help=True, help="Show and export what a run did, line by line.")
+traces_app = typer.Typer(no_args_is_help=True, help="Show and export the traces of runs.")
 
-Name = Annotated[str, typer.Argument(help="A run's id, or the path of its trace.")]
-Whose = Annotated[str | None, typer.Option("--tenant", help="Whose run it is. Else any tenant's.")]
+Name = Annotated[str, typer.Argument(help="The id of a run, or the path of its trace.")]
+RunTenant = Annotated[str | None, typer.Option("--tenant", help="The tenant of the run. Default: any tenant.")]
 
 
 @traces_app.command("show")
 def traces_show(
     name: Name,
-    full: Annotated[bool, typer.Option("--full", help="Shorten nothing, and show what was sent to the model.")] = False,
-    tenant: Whose = None,
+    full: Annotated[
+        bool, typer.Option("--full", help="Print full texts and the messages that were sent to the model.")
+    ] = False,
+    tenant: RunTenant = None,
     as_json: Json = False,
 ) -> None:
-    """Show a run: its steps, calls, approvals, results and clocks."""
+    """Show the steps, calls, approvals, results and durations of a run."""
     trace = _load(name, tenant, as_json)
     if as_json:
         typer.echo(json.dumps(build_json(trace)))
@@ -47,11 +49,11 @@ def traces_export(
         Literal["html", "atif", "otel"],
         typer.Option("--to", help="html: a page that needs no network; atif: a trajectory; otel: spans as OTLP JSON."),
     ],
-    output: Annotated[Path | None, typer.Option("-o", "--output", help="A file. Else stdout.")] = None,
+    output: Annotated[Path | None, typer.Option("-o", "--output", help="The file to write. Default: stdout.")] = None,
     with_content: Annotated[
-        bool, typer.Option("--with-content", help="otel: texts, arguments and results, too.")
+        bool, typer.Option("--with-content", help="otel: include texts, arguments and results.")
     ] = False,
-    tenant: Whose = None,
+    tenant: RunTenant = None,
 ) -> None:
     """Export the trace of a run as a page, an ATIF trajectory or OpenTelemetry spans."""
     trace = _load(name, tenant, False)
@@ -73,7 +75,7 @@ def _load(name: str, tenant: str | None, as_json: bool) -> Trace:
     async def work() -> Trace:
         trace = load_trace(_find(name, tenant))
         if not trace.events:
-            raise ConfigError(f"{trace.path} has no line of a trace: give the file of a run")
+            raise ConfigError(f"{trace.path} contains no trace: give the trace file of a run")
         return trace
 
     return run_work(work(), as_json)

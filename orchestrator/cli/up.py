@@ -1,4 +1,4 @@
-"""`toolcrew up`: starts a whole deployment on this host, in the foreground."""
+"""`toolcrew up`: run a whole deployment on this host, in the foreground."""
 
 from functools import partial
 from pathlib import Path
@@ -23,7 +23,9 @@ _STACK_END_KEPT = (
 def up(
     data: Annotated[
         Path | None,
-        typer.Option("--data", metavar="DIR", help="Keep tenants, API keys, runs, batches and checkpoints here."),
+        typer.Option(
+            "--data", metavar="DIR", help="Store tenants, API keys, runs, batches and checkpoints in this folder."
+        ),
     ] = None,
     port: Annotated[
         int | None, typer.Option("--port", min=1, max=65535, help="The port of the API. Default: any free port.")
@@ -35,8 +37,8 @@ def up(
 ) -> None:
     """Start Redis, workers, Flower and the API here, until Ctrl-C.
 
-    Without --data everything is deleted when it ends: tenants, API keys, runs, batches. A Redis that TOOLCREW_REDIS_URL
-    names is kept. Open sessions always end.
+    Without --data, all tenants, API keys, runs and batches are deleted at the end. Data in a Redis that
+    TOOLCREW_REDIS_URL names is kept. Open sessions always end.
     """
 
     async def work() -> int:
@@ -64,7 +66,7 @@ def _print_stack_end(*, is_kept: bool) -> None:
 
 
 def _print_stack(stack: StackInfo, *, is_kept: bool) -> None:
-    typer.echo("the stack is up; Ctrl-C takes it down")
+    typer.echo("the stack is up; Ctrl-C stops it")
     if not is_kept:
         typer.echo(
             "WARNING: Ctrl-C also deletes its tenants, API keys, runs and batches. To keep them, give a folder with "

@@ -16,9 +16,9 @@ __all__ = ["CallRequested", "Dialect", "Event", "MalformedCall", "ReplyEnd", "Re
 class CallRequested:
     """A complete, well-formed request for a tool. The consumer runs it before it handles the next event.
 
-    `call.id` is always ours. `model_id` is the id under which the model expects the result, "" when the dialect has
-    none. `is_text`: the argument values are strings that the schema may coerce. `is_parallel`: the model requested
-    several calls at once.
+    `call.id` is always the run's own id. `model_id` is the id under which the model expects the result, "" when the
+    dialect has none. `is_text`: the argument values are strings that the schema may coerce. `is_parallel`: the model
+    requested several calls at once.
     """
 
     call: ToolCall
@@ -69,7 +69,7 @@ class ReplyReader(Protocol):
 
 
 class Dialect(Protocol):
-    """One format for tool calls and their results."""
+    """Format of tool calls and their results."""
 
     @property
     def name(self) -> str: ...
@@ -96,7 +96,7 @@ class Dialect(Protocol):
         ...
 
     def build_observations(self, results: Sequence[tuple[str, ToolResult]]) -> list[Message]:
-        """Return one message per result of a reply, in order. Each entry is (the model's call id, or ours if it has
-        none; result).
+        """Return one message per result of a reply, in order. Each entry is (call id, result). The call id is the
+        model's, or the run's own id if the model gave none.
         """
         ...

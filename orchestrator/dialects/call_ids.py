@@ -1,4 +1,4 @@
-"""Ids of calls: our own ids, which are idempotency keys, and the ids that messages show to the model."""
+"""Ids of calls: the run's own ids, which are idempotency keys, and the ids that messages show to the model."""
 
 import hashlib
 import re
@@ -8,7 +8,8 @@ _SHORT = re.compile(r"[A-Za-z0-9]{9}")
 
 
 def build_call_id(run: str, step: int, index: int) -> str:
-    """Return our id of the call at `index` of a reply. It is repeatable, unique and fits `contract.calls.Identifier`.
+    """Return the run's own id of the call at `index` of a reply. It is repeatable and unique, and matches
+    `contract.calls.Identifier`.
 
     The model's own id is not usable: it can be random, repeated or missing.
     """
@@ -21,13 +22,13 @@ def build_call_id(run: str, step: int, index: int) -> str:
 def build_missing_id(run: str, step: int, position: int) -> str:
     """Return an id for a native call that the model sent without one.
 
-    It never equals one of our own ids, because those mark calls by tags.
+    It never equals one of the run's own ids, because those mark calls by tags.
     """
     return f"call_{build_call_id(run[:40], step, position)}"[:64]
 
 
 def build_short_id(model_id: str, call_id: str) -> str:
-    """Return the model's id if it has nine alphanumeric characters, else nine characters derived from our id.
+    """Return the model's id if it has nine alphanumeric characters, else nine characters derived from the run's own id.
 
     Mistral's chat templates require nine alphanumeric characters.
     """

@@ -9,7 +9,7 @@ from orchestrator.dialects.native import NativeDialect
 
 
 class PlainDialect(NativeDialect):
-    """For requests that a program wrote itself. Adds no system prompt and reads no calls from the reply."""
+    """Dialect for requests that a program wrote itself. Adds no system prompt and reads no calls from the reply."""
 
     name = "plain"
 

@@ -130,7 +130,7 @@ def _describe(tool: AnyTool, default_timeout_s: float) -> _ToolDescription:
 
 
 def _build_description(name: str, description: str, parameters: Mapping[str, Any], limits: str) -> _ToolDescription:
-    schema = plain_schema(parameters, tell_null_as_type=True)
+    schema = plain_schema(parameters, null_as_type=True)
     properties = {key: sub if isinstance(sub, Mapping) else {} for key, sub in (schema.get("properties") or {}).items()}
     return _ToolDescription(name, description, properties, frozenset(schema.get("required") or ()), limits)
 

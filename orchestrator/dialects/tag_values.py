@@ -46,9 +46,9 @@ def escape_value(value: str) -> str:
 
 
 def _decode(match: re.Match[str]) -> str:
-    named, decimal, hexadecimal = match.groups()
-    if named:
-        return _NAMED[named]
+    entity, decimal, hexadecimal = match.groups()
+    if entity:
+        return _NAMED[entity]
     code = int(decimal) if decimal else int(hexadecimal, 16)
     return chr(code) if _is_character(code) else match.group()
 

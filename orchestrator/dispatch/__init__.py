@@ -1,1 +1,1 @@
-"""The way of a call to a worker and of its result back, and the sessions that calls run in."""
+"""Delivery of calls to workers and of results back, and the sessions that calls run in."""

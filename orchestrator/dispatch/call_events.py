@@ -1,5 +1,5 @@
-"""Receives the events of running calls: output as it is written, and questions that a call asks. The keys and commands
-are in store/call_events.py.
+"""Receive the events of running calls: output while the tool writes it, and questions that the tool asks. The keys
+and commands of Redis are in store/call_events.py.
 """
 
 import asyncio
@@ -22,19 +22,21 @@ from telemetry.logs import get_logger
 log = get_logger(__name__)
 
 ACK_EVERY_S = 0.25
-"""How often a slow handler's progress is acknowledged."""
+"""Pause between two acknowledgements while a handler is slow."""
 MAX_QUESTIONS = 8
-"""How many events other than output are handled at a time; further ones wait."""
+"""Limit of events, other than output, that are handled at the same time. Further events wait."""
 RETRY_S = 0.5
 READ_CALLS = 256
-"""How many streams are read in one round trip."""
+"""Limit of streams that one round trip reads."""
 CLOSE_S = 2.0
 TTL_MARGIN_S = 60.0
 
 Handler = Callable[[CallEvent, "CallEventReader"], object]
 """A plain function or an async one. Its result is ignored."""
 OnOutput = Callable[[str, str], object]
-"""Receives (stream, text) in order; a plain function or an async one. The call waits for it, for a limited time."""
+"""Receives (stream, text) in order; a plain or an async function. The call waits for the function, for a limited
+time.
+"""
 
 
 def output_handler(on_output: OnOutput) -> Handler:
@@ -47,10 +49,10 @@ def output_handler(on_output: OnOutput) -> Handler:
 
 
 class CallEventReader:
-    """Passes the events of one call to their handlers, and the handlers' answers to the call.
+    """Passes the events of one call to their handlers, and the answers of the handlers to the call.
 
-    Handlers of OUTPUT run one after the other. Handlers of other kinds run at the same time, and are cancelled when the
-    call has its result. If a handler raises, that is logged, and the call still gets its result. Events of a kind
+    Handlers of OUTPUT run one after the other. Handlers of other kinds run at the same time; they are cancelled when
+    the call has its result. An exception in a handler is logged, and the call still gets its result. Events of a kind
     without a handler are dropped.
     """
 
@@ -76,20 +78,20 @@ class CallEventReader:
         self._question_slots = asyncio.Semaphore(MAX_QUESTIONS)
 
     async def open(self, ttl_s: float) -> None:
-        """Create the stream, which expires by itself after `ttl_s`. Raises BrokerUnavailable also if another process
-        reads this call.
+        """Create the stream, which expires `ttl_s` seconds later. Raises BrokerUnavailable: when Redis does not
+        answer, or when another process reads this call.
         """
         self._ttl_s = int(ttl_s)
         await self._store.create(self.keys, self._ttl_s)
 
     async def answer(self, payload: Mapping[str, Any]) -> None:
-        """Answer a question of the running call. Raises ValueError when the answer is too large, BrokerUnavailable when
-        Redis does not accept it.
+        """Answer a question of the running call. Raises ValueError when the answer is too large. Raises
+        BrokerUnavailable when Redis does not accept the answer.
         """
         await self._store.push_answer(self.keys, encode_answer(payload), self._ttl_s)
 
     def take(self, entries: Sequence[Entry]) -> None:
-        """Take the next entries of the stream, in order."""
+        """Add the next entries of the stream, in order."""
         if entries:
             if not self._entries:
                 self._moved_at = time.monotonic()
@@ -104,7 +106,8 @@ class CallEventReader:
             await self._arrived.wait()
             self._arrived.clear()
             while self._entries:
-                # The entry stays in the queue until it was handled: what the queue still has counts as not shown.
+                # The entry stays in the queue until its handler returns. `note` counts the entries in the queue as
+                # not shown.
                 entry, fields = self._entries[0]
                 await self._handle(fields)
                 self._moved_at = time.monotonic()
@@ -115,10 +118,10 @@ class CallEventReader:
             self._drained.set()
 
     async def settle(self) -> None:
-        """Return when all entries that were taken are handled, or when the handler makes no progress."""
+        """Wait until all entries are handled, or until the handler makes no progress."""
         began = time.monotonic()
         while self._entries:
-            # The call may have been silent for long, so the handler's time starts now at the earliest.
+            # The call may have had no events for a long time, so the handler's time starts now at the earliest.
             rest_s = min(max(self._moved_at, began) + STALL_S, began + MAX_PAUSE_S) - time.monotonic()
             if rest_s <= 0:
                 log.warning("call_events_not_delivered", call=self.call_id, events=len(self._entries))
@@ -128,10 +131,10 @@ class CallEventReader:
                     await self._drained.wait()
 
     def note(self, result: ToolResult) -> ToolResult:
-        """Return the result with the number of characters of output that came too late to be shown."""
+        """Return the result with the number of characters of output that arrived too late to be shown."""
         hidden = sum(self._count_characters(fields) for _, fields in self._entries)
-        noted = result.metadata.get(HIDDEN)
-        hidden += noted if isinstance(noted, int) else 0
+        hidden_by_worker = result.metadata.get(HIDDEN)
+        hidden += hidden_by_worker if isinstance(hidden_by_worker, int) else 0
         return result.model_copy(update={"metadata": {**result.metadata, HIDDEN: hidden}}) if hidden else result
 
     def _count_characters(self, fields: Mapping[Any, Any]) -> int:
@@ -141,13 +144,13 @@ class CallEventReader:
             return 0
 
     def end_questions(self) -> None:
-        """Cancel the handlers of questions, and start no more of them: the call that asked has ended."""
+        """Cancel the handlers of questions and start no more of them, because the call has ended."""
         self._takes_questions = False
         for task in self._questions:
             task.cancel()
 
     def delete(self) -> None:
-        """Delete what Redis holds of the call's events. A worker that still writes notices that."""
+        """Delete the events of the call from Redis. A worker that still writes notices the deletion."""
         self._store.delete(self.keys)
 
     async def _handle(self, fields: Mapping[Any, Any]) -> None:
@@ -187,8 +190,8 @@ class CallEventReader:
             self._question_slots.release()
 
     async def _call_handler(self, handler: Handler, event: CallEvent) -> None:
-        """Run a handler. It is a program's own code: what it raises must not cost the call its result. After that it
-        gets no more output.
+        """Run a handler. The handler is code of a user's program, so its exception is logged and the call keeps its
+        result. After an exception the handler gets no more output.
         """
         try:
             value = handler(event, self)
@@ -206,10 +209,8 @@ class CallEventReader:
 
 
 class CallEventListener:
-    """Reads the events of all calls of this process over one blocked connection, which is used only while there are
-    such calls.
-
-    Its id travels in the signed context of each call.
+    """Reads the events of all calls of this process over one blocking connection. The connection is used only while
+    such calls exist. The listener's id travels in the signed context of each call.
     """
 
     def __init__(self, client: RedisClient, deployment: str, keys: SigningKeys) -> None:
@@ -229,11 +230,11 @@ class CallEventListener:
     async def listen(
         self, tenant: str, call_id: str, handlers: Mapping[str, Handler], ttl_s: float
     ) -> AsyncIterator[CallEventReader | None]:
-        """Pass a call's events to `handlers` while the block sends it and awaits its result. Leaving the block waits
-        for events on their way, unless an exception leaves it.
+        """Pass a call's events to `handlers` while the block sends the call and awaits its result. At its end the
+        block waits for events that are still in Redis, except after an exception.
 
-        `ttl_s`: the longest time that the call can take. Yields None without handlers, when Redis does not answer, or
-        when the call is read already: a call never fails because of its events.
+        `ttl_s`: the longest time that the call can take. Yields None if there are no handlers, if Redis does not
+        answer, or if another reader has the call: a call never fails because of its events.
         """
         reader = await self._open(tenant, call_id, handlers, ttl_s) if handlers else None
         if reader is None:
@@ -252,9 +253,7 @@ class CallEventListener:
                 reader.delete()
 
     async def close(self) -> None:
-        """Stop listening. The keys of ended calls are deleted first; those of calls that are still read expire by
-        themselves.
-        """
+        """Stop listening. The keys of calls that have ended are deleted first; the keys of running calls expire."""
         self._is_closed = True
         await self._store.close(CLOSE_S)
         if self._task is not None:
@@ -269,7 +268,7 @@ class CallEventListener:
         name = reader.keys.name
         if name in self._readers:
             return None
-        # Before the stream is created: a wake-up that arrives at once must find the call.
+        # Registered before the stream is created: a wake-up may arrive immediately, and it must find the call.
         self._readers[name] = reader
         try:
             await reader.open(ttl_s + TTL_MARGIN_S)
@@ -285,11 +284,11 @@ class CallEventListener:
         return reader
 
     async def _settle(self, reader: CallEventReader) -> None:
-        """Read the events that are left, without waiting for a wake-up, and let them be handled. The worker wrote them
-        before the result.
+        """Read the remaining events without waiting for a wake-up, and wait for their handlers. The worker wrote
+        these events before the result.
         """
         try:
-            # The task that reads may hang on a connection that is half dead. The result does not wait for it.
+            # The reading task may hang on a connection that is half closed. The result does not wait for the task.
             async with asyncio.timeout(STALL_S):
                 await self._read([reader])
         except (BrokerUnavailable, TimeoutError) as error:
@@ -300,7 +299,7 @@ class CallEventListener:
         is_sound = True
         while True:
             try:
-                # A failed read has used up its wake-ups: then all streams are read, until a read succeeds.
+                # A failed read has consumed its wake-ups. After it, all streams are read until one read succeeds.
                 await self._read(await self._take_woken() if is_sound else list(self._readers.values()))
                 is_sound = True
             except BrokerUnavailable as error:
@@ -309,15 +308,17 @@ class CallEventListener:
                 await asyncio.sleep(RETRY_S)
 
     async def _take_woken(self) -> list[CallEventReader]:
-        """Return the calls that have new events. After a long silence return all calls, in case a wake-up was lost."""
+        """Return the calls that have new events. After a long time without a wake-up, return all calls, because a
+        wake-up may be lost.
+        """
         names = await self._store.take_wakes()
         if names is None:
             return list(self._readers.values())
         return [self._readers[name] for name in names if name in self._readers]
 
     async def _read(self, readers: Iterable[CallEventReader]) -> None:
-        """Give these calls their new entries. One task reads at a time, or an entry would be read twice; it reads for
-        all that wait for their turn.
+        """Read the new entries of these calls. Only one task reads at a time, because two would read the same entry
+        twice. The task that reads serves all tasks that wait.
         """
         self._due.update((reader.keys.name, reader) for reader in readers)
         async with self._reading:
@@ -326,7 +327,7 @@ class CallEventListener:
                 while unread:
                     unread = unread[READ_CALLS:] + await self._read_group(unread[:READ_CALLS])
             except BaseException:
-                # The task that has the next turn reads them.
+                # The next task that reads takes these calls.
                 self._due = {reader.keys.name: reader for reader in unread} | self._due
                 raise
 

@@ -1,4 +1,4 @@
-"""Looks after the calls of this process that are on their way. Finds calls whose worker was lost, and stops calls that
+"""Monitor the calls that this process has sent. The monitor finds calls whose worker was lost, and stops calls that
 an operator ended before they began.
 """
 
@@ -25,19 +25,19 @@ log = get_logger(__name__)
 KILLS_EVERY_S = 0.5
 LOSSES_EVERY_S = 2.0
 ANSWER_S = 2.0
-"""If Redis takes longer to answer, Redis or this process was stopped for a while."""
+"""Longest normal time of an answer of Redis. After a longer one, Redis or this process was stopped for a while."""
 LOOK_AFTER_S = 3.0
-"""Most calls have ended by then, and their records are never read."""
+"""Age at which a call is first checked. Most calls end earlier, and their records are never read."""
 RESULT_LATE_S = 15.0
-"""How long after the record says that a call has ended its result may still be on its way."""
+"""Longest time between the end of a call in its record and the arrival of its result."""
 BATCH = 500
 MAX_LOOKS = 2000
-"""Calls looked at in one round; the others follow in the next rounds."""
+"""Limit of calls that one round checks. The next rounds check the others."""
 
 
 @dataclass
 class _Sent:
-    """An attempt that is awaited."""
+    """An attempt whose result a task awaits."""
 
     attempt: Attempt
     since: float
@@ -46,7 +46,7 @@ class _Sent:
 
 @dataclass
 class _Making:
-    """A call that a task of this process makes. `kill`: the order that stopped the task; "": none."""
+    """A call that a task of this process makes. `kill`: the order that stopped the task; "": no order."""
 
     task: "asyncio.Task[Any]"
     cancelling: int
@@ -54,10 +54,10 @@ class _Making:
 
 
 class CallMonitor:
-    """One task for all calls of a process. It reads the orders to end calls twice a second, and every two seconds the
-    records of calls that take longer than usual, with the reports of the hosts that have them.
+    """Monitors all calls of a process in one task. Twice a second the task reads the orders to end calls. Every two
+    seconds it reads the records of calls that take longer than usual, and the reports of their hosts.
 
-    `fail(task_id, error)` raises the error to the caller that awaits that task.
+    `fail(task_id, error)` raises the error in the caller that awaits that task.
     """
 
     def __init__(
@@ -102,10 +102,10 @@ class CallMonitor:
     # --- Calls that an operator ends -------------------------------------------------------------------------------
 
     async def watch(self, tenant: str, call_id: str, work: Awaitable[ToolResult]) -> ToolResult:
-        """Return the result of the call that `work` makes. An order to end the call stops `work` while the call has not
-        begun. A call that has begun is ended by its worker, and its result says who ended it and why.
+        """Return the result of the call that `work` makes. An order to end the call stops `work` if the call has not
+        begun. If the call has begun, its worker ends it, and the result says which actor ended it and why.
 
-        Raises ToolFailure(CANCELLED) for a call that was stopped, and what `work` raises.
+        Raises ToolFailure(CANCELLED) for a call that was stopped, and the exceptions of `work`.
         """
         try:
             with self._stoppable(tenant, call_id):
@@ -115,7 +115,7 @@ class CallMonitor:
             if reason and has_never_begun:
                 raise _never_run(reason) from failed
             if reason:
-                # The code stays: the caller must know whether the call may have acted.
+                # The error code stays the same: the caller must know whether the call may have acted.
                 raise DeliveryFailed(failed.code, f"{reason}; {failed.message}") from failed
             raise
         was_ended = result.metadata.get("cancelled") is True
@@ -129,18 +129,18 @@ class CallMonitor:
 
     @contextmanager
     def _stoppable(self, tenant: str, call_id: str) -> Iterator[None]:
-        """While the block makes the call, `find_kills` may stop it, whatever it waits for."""
+        """Let `find_kills` stop the block, which makes the call."""
         task = asyncio.current_task()
         key = (tenant, call_id)
         if task is None or key in self._making:
-            # The id is in use. An order means the call that used it first.
+            # Another call uses this id. An order means the call that used it first.
             yield
             return
         making = self._making[key] = _Making(task, task.cancelling())
         try:
             yield
         except asyncio.CancelledError:
-            # The cancellation is ours, unless the caller has cancelled the task as well.
+            # The order caused the cancellation, unless the caller has cancelled the task as well.
             if making.kill and task.uncancel() <= making.cancelling:
                 raise _never_run(making.kill) from None
             raise
@@ -148,10 +148,10 @@ class CallMonitor:
             del self._making[key]
 
     async def find_kills(self) -> None:
-        """Stop the calls of this process that are to be ended and have not begun. Raises BrokerUnavailable."""
+        """Stop the calls that an order ends and that have not begun. Raises BrokerUnavailable."""
         if not self._making:
-            # A call that is made later may have been killed before: a run that another process continues makes its
-            # call again.
+            # Orders are read from the beginning again. A later call may have an earlier order: a process that
+            # continues the run of another process makes the run's call again.
             self._kills_read_at = 0.0
             return
         for at, order in await self._store.recent_kills(self._kills_read_at):
@@ -164,8 +164,8 @@ class CallMonitor:
             self._kills_read_at = max(self._kills_read_at, at)
 
     async def _find_reason(self, tenant: str, call_id: str) -> tuple[str, bool]:
-        """Return who killed a call and why, and whether it never began; "" when it was not killed, or Redis does not
-        answer.
+        """Return the text of the order that killed a call, and whether the call never began. The text is "" if no
+        order killed the call, or if Redis does not answer.
         """
         try:
             return await self._store.kill_reason(tenant, call_id)
@@ -177,8 +177,8 @@ class CallMonitor:
 
     @contextmanager
     def over(self, task_id: str, attempt: Attempt) -> Iterator[None]:
-        """While the block awaits the task, `find_losses` looks for it: if the worker or its host is lost, `fail` gives
-        the caller a CallLost.
+        """Let `find_losses` check the task while the block awaits it. If the worker or its host is lost, `fail`
+        raises CallLost in the caller.
         """
         self._sent[task_id] = _Sent(attempt, self._clock())
         try:
@@ -187,7 +187,7 @@ class CallMonitor:
             self._sent.pop(task_id, None)
 
     async def find_losses(self) -> None:
-        """One round. Raises BrokerUnavailable."""
+        """Check the calls of one round. Raises BrokerUnavailable."""
         now = await self._steady_time()
         if now is None:
             return
@@ -200,18 +200,19 @@ class CallMonitor:
             {queue for (_, sent), record in zip(old, records, strict=True) for queue in _list_queues(sent, record)}
         )
         if not self._is_steady():
-            # Redis was stopped meanwhile, and every report has expired.
+            # Redis was stopped during this round, so every report has expired.
             return
         for (task_id, sent), record in zip(old, records, strict=True):
-            # Those that were looked at go behind the others.
+            # Move each checked call behind the others.
             if self._sent.pop(task_id, None) is sent:
                 self._sent[task_id] = sent
             if record is not None:
                 await self._judge(task_id, sent, record, reports)
 
     async def _steady_time(self) -> int | None:
-        """Return Redis's time, if Redis has answered for so long that a host without a report is lost. After an outage,
-        or when this process or Redis was stopped for a while, every report has expired.
+        """Return the time of Redis, or None while a missing report does not yet prove that its host is lost. After an
+        outage, or after this process or Redis was stopped for a while, every report has expired. Hosts then need
+        HOST_TTL_S to report again.
         """
         now = await self._hosts.now()
         self._note_answer()
@@ -221,7 +222,7 @@ class CallMonitor:
         return self._answered_at - self._steady_since >= HOST_TTL_S
 
     def _note_answer(self) -> None:
-        """Redis has answered. After a long silence steadiness begins anew."""
+        """Record that Redis has answered. After a long time without an answer, the steady period starts again."""
         now = self._clock()
         if now - self._answered_at > LOSSES_EVERY_S + ANSWER_S:
             self._steady_since = now
@@ -246,34 +247,36 @@ class CallMonitor:
     ) -> None:
         attempt = sent.attempt
         if record.attempt < attempt.number and record.state not in (CallState.QUEUED, CallState.LOST):
-            # No worker starts this attempt (store/calls.py), and no caller waits for the result of the earlier one.
-            reason = "Redis has lost its last moments, and in them that the call was sent again"
+            # No worker starts this attempt (store/calls.py), and no caller waits for the result of the earlier
+            # attempt.
+            reason = "Redis lost its most recent writes, and with them the record that the call was sent again"
             self._report(task_id, CallLost(reason, has_started=True))
         if record.attempt != attempt.number:
             return
         if record.state is CallState.DONE:
             self._judge_ended(task_id, sent, record)
-        elif record.state is CallState.RUNNING and not _is_held(record, reports):
+        elif record.state is CallState.RUNNING and not _is_worker_alive(record, reports):
             reason = f"the worker that ran the call stopped reporting before the call ended ({record.holder})"
             await self._lose(task_id, attempt, reason, record.node or record.holder, has_started=True)
         elif record.state is CallState.QUEUED and attempt.fence is not None and reports.get(attempt.queue) is None:
-            # The reaper answers what lay in the queue. A message that a worker had just taken was lost with the worker.
+            # The reaper answers the messages in the queue. A message that a worker had just taken was lost with the
+            # worker.
             reason = f"the host {attempt.queue} stopped reporting before it began the call"
             await self._lose(task_id, attempt, reason, attempt.queue, has_started=False)
         elif record.state is CallState.LOST:
-            # By the reaper; or by this process, which did not get Redis's answer.
+            # The reaper marked the call as lost, or this process did, without receiving Redis's answer.
             self._report(task_id, CallLost(describe_loss(record), has_started=bool(record.holder)))
 
     def _judge_ended(self, task_id: str, sent: _Sent, record: CallRecord) -> None:
         if sent.ended_since is None:
             sent.ended_since = self._clock()
         elif self._clock() - sent.ended_since > RESULT_LATE_S:
-            reason = f"{record.holder} has run the call to its end, and its result was lost"
+            reason = f"{record.holder} completed the call, and the result of the call was lost"
             self._report(task_id, CallLost(reason, has_started=True))
 
     async def _lose(self, task_id: str, attempt: Attempt, reason: str, node: str, *, has_started: bool) -> None:
-        """Mark the call as lost, unless it has moved on meanwhile: no worker can start or finish it after that. `node`:
-        the Celery name of its worker.
+        """Mark the call as lost, unless its state has changed. After that no worker can start or finish the call.
+        `node`: the Celery name of its worker.
         """
         expected = CallState.RUNNING if has_started else CallState.QUEUED
         is_lost = await self._store.lose(attempt.tenant, attempt.call_id, attempt.number, expected, reason)
@@ -282,32 +285,32 @@ class CallMonitor:
             return
         self._report(task_id, CallLost(reason, has_started=has_started))
         try:
-            # Celery's task-failed event in place of the dead worker: otherwise Flower would show the task as STARTED
-            # from then on.
+            # Publishes Celery's task-failed event in place of the dead worker. Otherwise Flower would show the task
+            # as STARTED permanently.
             await self._store.announce(
                 FAILED_EVENTS, build_failed_event(attempt, task_id, node, f"HostLost({reason!r})")
             )
         except BrokerUnavailable as error:
-            # The caller has its result. Flower is only a view.
+            # The caller has its result. Flower only displays it.
             log.warning("lost_task_not_announced", task=task_id, error=str(error))
 
     def _report(self, task_id: str, lost: CallLost) -> None:
-        """Once: after that there is nothing to look for."""
+        """Report the loss once, and stop checking the call."""
         self._sent.pop(task_id, None)
         self._fail(task_id, lost)
 
 
 def _list_queues(sent: _Sent, record: CallRecord | None) -> Iterator[str]:
-    """Yield the queues whose reports say whether the call still has a worker."""
+    """Yield the queues whose reports show whether the call still has a worker."""
     if sent.attempt.fence is not None:
         yield sent.attempt.queue
     if record is not None and record.holder:
         yield parse_holder(record.holder)[0]
 
 
-def _is_held(record: CallRecord, reports: Mapping[str, HostReport | None]) -> bool:
-    """Return whether the worker that runs the call lives. Of a host with sandboxes it must be the very process: one
-    worker follows another there.
+def _is_worker_alive(record: CallRecord, reports: Mapping[str, HostReport | None]) -> bool:
+    """Return whether the worker that runs the call lives. On a host with sandboxes it must be the same process,
+    because a new worker may have replaced the old one.
     """
     queue, worker = parse_holder(record.holder)
     report = reports.get(queue)
@@ -317,8 +320,8 @@ def _is_held(record: CallRecord, reports: Mapping[str, HostReport | None]) -> bo
 
 
 def describe_loss(record: CallRecord) -> str:
-    """Return what is known of a lost call, for its caller. Models read it, so it has none of the record's free text,
-    which is not signed.
+    """Return the description of a lost call for its caller. Models read it, so it contains none of the record's free
+    text, which is not signed.
     """
     return (
         "the worker that ran the call was lost"
@@ -328,4 +331,4 @@ def describe_loss(record: CallRecord) -> str:
 
 
 def _never_run(reason: str) -> ToolFailure:
-    return ToolFailure(ErrorCode.CANCELLED, f"{reason}; it had not begun, and was not run")
+    return ToolFailure(ErrorCode.CANCELLED, f"{reason}; the call had not begun and was not run")

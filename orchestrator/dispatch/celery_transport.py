@@ -1,8 +1,8 @@
-"""Sends calls as Celery tasks and awaits their results.
+"""Send calls as Celery tasks and await their results.
 
-Celery's own code builds the message of a task and kombu's own code wraps it. Only sending is ours: one script puts the
-message into its queue together with the call's record. Celery sends with LPUSH alone, and then a call could be in its
-queue without a record.
+Celery builds the message of a task, and kombu wraps it. Only the sending is code of this project: one Redis script
+puts the message into its queue and writes the call's record. Celery sends with LPUSH alone, which could leave a call
+in its queue without a record.
 """
 
 import asyncio
@@ -34,26 +34,27 @@ from store.publisher import CallMessage, Publisher
 from store.results import ResultHub, read_result_record
 
 START_GRACE_S = 2.0
-"""Beyond a call's deadline for starting: a worker that took it in the last moment notes that first."""
+"""Extra wait after a call's deadline for starting. A worker that took the call in the last moment records that first.
+"""
 ASK_AGAIN_S = 0.5
 _PERSISTENT, _TRANSIENT = 2, 1
 FAILED_EVENTS = "celeryev/task.failed"
-"""The channel of Celery's task-failed events, as kombu names it after the number of the Redis database."""
+"""Channel of Celery's task-failed events. Kombu names the channel after the number of the Redis database."""
 
 
 class LossMonitor(Protocol):
-    """Looks for calls whose worker was lost (orchestrator/dispatch/call_monitor.py)."""
+    """Finds calls whose worker was lost (orchestrator/dispatch/call_monitor.py)."""
 
     def over(self, task_id: str, attempt: Attempt) -> AbstractContextManager[None]:
-        """While the block awaits the task, its caller gets a CallLost when the worker is lost."""
+        """Raise CallLost in the caller if the worker is lost while the block awaits the task."""
         ...
 
 
 class CeleryTransport:
     """Publishes to a queue by name and awaits the stored result.
 
-    `clock` learns Redis's time from every publish. `monitor` finds calls whose worker was lost; without it the
-    sender finds out when its wait is over.
+    `clock` learns the time of Redis from every publish. `monitor` finds calls whose worker was lost; without a
+    monitor, the sender notices the loss when its wait ends.
     """
 
     def __init__(
@@ -73,11 +74,11 @@ class CeleryTransport:
         self._publisher = Publisher(self._scripts, broker.deployment, self._clock)
         self._calls = CallStore(self._redis, broker.deployment)
         self._in_flight: set[tuple[str, str]] = set()
-        self._kept: dict[tuple[str, str], list[str]] = {}
+        self._result_keys: dict[tuple[str, str], list[str]] = {}
 
     async def deliver(self, attempt: Attempt) -> Any:
-        """The encoded result. Raises NotSent, CallLost, DeliveryFailed, TimeoutError after `wait_s`, BrokerUnavailable
-        when Redis is away.
+        """Return the encoded result. Raises NotSent, CallLost, DeliveryFailed. Raises TimeoutError after `wait_s`,
+        and BrokerUnavailable when Redis does not answer.
         """
         name = (attempt.tenant, attempt.call_id)
         if name in self._in_flight:
@@ -90,7 +91,8 @@ class CeleryTransport:
             self._in_flight.discard(name)
 
     async def _deliver(self, attempt: Attempt) -> Any:
-        # No two attempts share a task: what comes late of the first would be taken for the second's.
+        # Every attempt has its own task id: a late result of the first attempt would be taken for the result of the
+        # second.
         task_id = attempt.published_as or self._hub.task_id(f"{attempt.call_id}.{attempt.number}.{attempt.tenant}")
         with self._hub.expect(task_id, keeps=attempt.request.keeps_result) as stored:
             if attempt.published_as is None:
@@ -98,16 +100,18 @@ class CeleryTransport:
             else:
                 await self._hub.look(task_id)
             if self._monitor is None:
-                ended = await self._await_stored(stored, attempt)
+                stored_result = await self._await_stored(stored, attempt)
             else:
                 with self._monitor.over(task_id, attempt):
-                    ended = await self._await_stored(stored, attempt)
+                    stored_result = await self._await_stored(stored, attempt)
         if attempt.request.keeps_result:
-            self._kept[attempt.tenant, attempt.call_id] = [result_key(task_id)]
-        return await self._complete(_unpack(ended, attempt), attempt)
+            self._result_keys[attempt.tenant, attempt.call_id] = [result_key(task_id)]
+        return await self._complete(_unpack(stored_result, attempt), attempt)
 
     async def _await_stored(self, stored: "asyncio.Future[dict[str, Any]]", attempt: Attempt) -> dict[str, Any]:
-        """The result. A call that has not started by its deadline is forbidden to, which need not be waited for."""
+        """Return the stored result. If the call has not started by its deadline, forbid it to start and do not wait
+        for it.
+        """
         wait_s = max(0.0, attempt.start_by - self._clock()) + START_GRACE_S
         has_asked = False
         while not (await asyncio.wait({stored}, timeout=wait_s))[0]:
@@ -119,11 +123,11 @@ class CeleryTransport:
             if state == "queued" or (state == "forbidden" and has_asked):
                 raise DeliveryFailed(
                     ErrorCode.TIMEOUT,
-                    "no worker took the call before its deadline, and it was not run: is a worker running?",
+                    "no worker took the call before its deadline, and it was not run: check that a worker is running",
                 )
             if state != "forbidden":
                 break
-            # The call was cancelled, or a worker found that it is too late, and is about to report that.
+            # The call was cancelled, or a worker found that the deadline has passed and is about to report that.
             if not (await asyncio.wait({stored}, timeout=START_GRACE_S))[0]:
                 raise DeliveryFailed(
                     ErrorCode.CANCELLED, "the call was cancelled before a worker took it, and was not run"
@@ -131,29 +135,29 @@ class CeleryTransport:
         return await stored
 
     async def _complete(self, result: Any, attempt: Attempt) -> Any:
-        """The encoded result with its record, wherever that lies."""
+        """Return the encoded result. If the result is stored in a separate record, read that record."""
         key = kept_result_key(result)
         if key is None:
             return result
         if not is_blob_of(key, self._deployment, attempt.tenant):
             raise DeliveryFailed(
                 ErrorCode.ENVELOPE_REFUSED,
-                "the result names a record that is not the tenant's, and was refused: look at the worker that sent it",
+                "the result names a record of another tenant and was refused: check the worker that sent it",
             )
         record = await self._read(key)
         if record is None:
             raise DeliveryFailed(
                 ErrorCode.OUTCOME_UNKNOWN,
-                "the call has ended, and Redis lost its result before it was read: check that Redis evicts nothing",
+                "the call has ended, but Redis lost its result before it was read: check that Redis evicts no keys",
             )
         if attempt.request.keeps_result:
-            self._kept[attempt.tenant, attempt.call_id].append(key)
+            self._result_keys[attempt.tenant, attempt.call_id].append(key)
         else:
             self._hub.discard(key)
         return join_result(result, record)
 
     async def _read(self, key: str) -> bytes | None:
-        """Return a kept record, as soon as Redis answers."""
+        """Return a stored record. Waits until Redis answers."""
         while True:
             try:
                 return await read_result_record(self._redis, key)
@@ -161,12 +165,14 @@ class CeleryTransport:
                 await asyncio.sleep(ASK_AGAIN_S)
 
     def settle(self, tenant: str, call_id: str) -> None:
-        """Let go of what was kept of a call's result."""
-        for key in self._kept.pop((tenant, call_id), ()):
+        """Delete the stored result of a call."""
+        for key in self._result_keys.pop((tenant, call_id), ()):
             self._hub.discard(key)
 
     async def command(self, queue: str, envelope: str) -> None:
-        """Put an envelope on the host's control list, which its worker reads at once, however busy its pool is."""
+        """Put an envelope on the host's control list. The worker reads this list immediately, even when its pool is
+        busy.
+        """
         await send_order(self._redis, queue, envelope)
 
     async def aclose(self) -> None:
@@ -177,7 +183,7 @@ class CeleryTransport:
 
 
 def build_call_message(attempt: Attempt, task_id: str, deployment: str) -> CallMessage:
-    """Return what is published for an attempt."""
+    """Return the message that is published for an attempt."""
     return CallMessage(
         tenant=attempt.tenant,
         call_id=attempt.call_id,
@@ -199,13 +205,13 @@ def _unpack(stored: dict[str, Any], attempt: Attempt) -> Any:
     if status == "SUCCESS" or answer is not None:
         return answer
     if status == "REVOKED":
-        raise DeliveryFailed(ErrorCode.TIMEOUT, "the call waited in the queue past its deadline and was not run")
+        raise DeliveryFailed(ErrorCode.TIMEOUT, "the call waited in the queue until after its deadline and was not run")
     kind = result.get("exc_type", "") if isinstance(result, dict) else ""
-    words = _words(result.get("exc_message", "")) if isinstance(result, dict) else str(result)
+    message = _exception_text(result.get("exc_message", "")) if isinstance(result, dict) else str(result)
     if kind == HOST_LOST_TYPE:
-        raise CallLost(words, has_started=False)
+        raise CallLost(message, has_started=False)
     if kind == "EnvelopeRefused":
-        raise DeliveryFailed(ErrorCode.ENVELOPE_REFUSED, f"the worker refused the call: {words}")
+        raise DeliveryFailed(ErrorCode.ENVELOPE_REFUSED, f"the worker refused the call: {message}")
     request = attempt.request
     name = request.worker_call.name
     if kind == "NotRegistered":
@@ -213,30 +219,30 @@ def _unpack(stored: dict[str, Any], attempt: Attempt) -> Any:
     if kind == "TimeLimitExceeded" and request.celery_limit_s is not None:
         raise DeliveryFailed(
             ErrorCode.TIMEOUT,
-            f"{name} did not end within its limit of {request.celery_limit_s:g} s, nor in the {POOL_GRACE_S:g} s it "
-            "had to clean up, and its process was killed; it may have acted",
+            f"{name} did not end within its limit of {request.celery_limit_s:g} s, nor in the {POOL_GRACE_S:g} s "
+            "for its cleanup, and its process was killed; it may have acted",
         )
     if kind in ("WorkerLostError", "TimeLimitExceeded", "Terminated"):
         raise CallLost(f"the process that ran the call was lost ({kind})", has_started=True)
-    raise DeliveryFailed(ErrorCode.INTERNAL, f"the worker failed outside the call ({kind}): {words[:500]}")
+    raise DeliveryFailed(ErrorCode.INTERNAL, f"the worker failed outside the call ({kind}): {message[:500]}")
 
 
-def _words(message: object) -> str:
-    """Celery stores an exception's arguments, mostly one sentence in a list."""
+def _exception_text(message: object) -> str:
+    """Return the exception's text. Celery stores an exception's arguments, usually one sentence in a list."""
     return "; ".join(map(str, message)) if isinstance(message, list | tuple) else str(message)
 
 
 def build_message(attempt: Attempt, task_id: str, call_key: str) -> str:
-    """Return one item of the queue's list. `call_key`: the key of the call's record, which the reaper of a dead host's
-    queue marks as lost.
+    """Return one item of the queue's list. `call_key`: the key of the call's record. When the host dies, the reaper
+    of its queue marks that record as lost.
 
-    It does not expire: a worker would judge that by its own clock. The envelope has the time until which a call may
-    start. Flower and logs show the call, its tenant, session and run, and the name of the tool. They never show
-    arguments.
+    The item does not expire, because a worker would compare the expiry with its own clock. The envelope contains the
+    time until which a call may start. Flower and logs show the call, its tenant, session and run, and the name of the
+    tool. They never show arguments.
     """
     request = attempt.request
     shown = {"argsrepr": "()", "kwargsrepr": _show_call(request)}
-    # None: the limits that the task has in the worker.
+    # None: the task keeps the limits that the worker sets.
     limit_s = request.celery_limit_s
     task = _app().amqp.create_task_message(
         task_id,
@@ -250,15 +256,15 @@ def build_message(attempt: Attempt, task_id: str, call_key: str) -> str:
         **shown,
     )
     headers = {**task.headers, "call_key": call_key, "call_attempt": attempt.number}
-    # By name, through the default exchange: one LPUSH, never dropped because a binding is missing.
+    # Sent by queue name through the default exchange: one LPUSH, which no missing binding can drop.
     return _wrap(task.body, headers, {**task.properties, **shown, "delivery_mode": _PERSISTENT}, "", attempt.queue)
 
 
 def build_failed_event(attempt: Attempt, task_id: str, node: str, error: str) -> str:
-    """Return the message of Celery's event that a task has failed, on behalf of its worker `node`, which is dead.
+    """Return the message of Celery's event that a task has failed, on behalf of its dead worker `node`.
 
-    It is the message that celery.events.EventDispatcher publishes through kombu to the channel FAILED_EVENTS. Without a
-    clock value the receiver uses its own.
+    celery.events.EventDispatcher publishes the same message through kombu to the channel FAILED_EVENTS. Without a
+    clock value the receiver uses its own clock.
     """
     event = Event(
         "task-failed",
@@ -302,7 +308,7 @@ def _app() -> Celery:
 
 @cache
 def _channel() -> Any:
-    """Return a channel of kombu that wraps messages and never connects. All its transports without exchanges of their
-    own share this code, Redis too.
+    """Return a channel of kombu that wraps messages and never connects. All transports of kombu without exchanges of
+    their own, such as Redis, share this code.
     """
     return Connection("memory://").channel()

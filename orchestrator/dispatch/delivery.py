@@ -1,13 +1,14 @@
-"""Delivers a request and returns its one result.
+"""Deliver a request and return its one result.
 
-    waits for a slot -> published -> awaited -> its result
-                            |            |
-                            |            +-- lost: sent again as the next attempt, when it has surely not begun or its
-                            |                tool is idempotent; otherwise OUTCOME_UNKNOWN or HOST_LOST
-                            +-- not taken there (the session has moved, its host restarts): sent again, for RESEND_S
+Invariant: a call never runs twice at the same time, and never runs again after it may have acted, unless its tool is
+idempotent. Each attempt has a number. A worker can claim a call only if the call's record has the same number
+(store/calls.py). Before a call is sent again, its record gets the next number. An earlier attempt that was only slow
+is then refused.
 
-Only one attempt at a call can start: each has a number, which its record must have when a worker claims the call
-(store/calls.py). So an attempt that seemed lost and was only slow is refused, and never acts beside the next one.
+- Wait for a slot, publish the attempt, await its result.
+- No worker took the attempt (the session has moved, or its host restarts): send it again, for RESEND_S.
+- The attempt was lost: send the next attempt, if the lost one provably never began or the tool is idempotent.
+  Otherwise the result is OUTCOME_UNKNOWN or HOST_LOST.
 """
 
 import asyncio
@@ -41,19 +42,21 @@ from telemetry.logs import get_logger
 log = get_logger(__name__)
 
 RESEND_S = 30.0
-"""How long a call that no worker took is sent again: its session has moved, or its host restarts."""
+"""Time for which a call that no worker takes is sent again, in seconds. Its session may have moved, or its host may
+restart.
+"""
 RECORD_S = CALL_TTL_S - 3600
-"""A call without a record that may have been sent longer ago may have acted. An hour less than the record lives, for
-the time between.
+"""Age after which a call without a record may have acted, because its record has expired. It is one hour less than
+the lifetime of a record, as a margin.
 """
 LEAST_WAIT_S = 1.0
-"""What is left of the wait in a queue for a call that has waited long for its slot."""
+"""Least time that a call may wait in a queue, also after a long wait for its slot."""
 URGENT = frozenset({"session.close"})
-"""Verbs that free what other calls wait for."""
+"""Verbs that release resources for which other calls wait."""
 
 
 class CallRecords(Protocol):
-    """The records of calls, as far as a sender needs them (store/calls.py)."""
+    """Records of calls that a sender reads and writes (store/calls.py)."""
 
     async def find(self, tenant: str, call_id: str) -> CallRecord | None: ...
 
@@ -76,8 +79,8 @@ class ArgumentStore(Protocol):
 
 @dataclass(frozen=True)
 class Pool:
-    """What a program that sends calls to a pool of hosts has. A program that runs functions in its own process has
-    none of it.
+    """Services for a program that sends calls to a pool of hosts. A program that runs functions in its own process
+    has no Pool.
     """
 
     sessions: SessionStore
@@ -107,13 +110,13 @@ class Delivery:
         self._blobs = pool.blobs if pool is not None else None
         self._admission = pool.admission if pool is not None else Unlimited()
         self.clock: Callable[[], float] = pool.clock if pool is not None else SharedClock()
-        """Unix seconds by the clock that all processes of the deployment share."""
+        """Return the time in Unix seconds of the clock that all processes of the deployment share."""
 
     # --- The life of a request -------------------------------------------------------------------------------------
 
     async def deliver(self, request: Request) -> ToolResult:
-        """Return the one result of the call. Raises DeliveryFailed, ToolFailure (no slot, or killed before it began),
-        OperatorError.
+        """Return the one result of the call. Raises DeliveryFailed, OperatorError, and ToolFailure when the call gets
+        no slot or was killed before it began.
         """
         try:
             work = self._deliver(request)
@@ -123,7 +126,8 @@ class Delivery:
         except asyncio.CancelledError:
             pool_queue = POOL_QUEUES.get(request.spec.pool)
             if pool_queue is not None and not request.keeps_result:
-                # The session tells its own host, which does not run this call.
+                # The session sends its cancel order to its own host. This call runs in a pool of workers, which needs
+                # its own order. The shield lets the order leave although this task is cancelled.
                 await asyncio.shield(self._cancel(request, pool_queue))
             raise
 
@@ -138,15 +142,15 @@ class Delivery:
         try:
             return await self._send(request, queue)
         except NotSent:
-            # Without an address that is the only reason.
+            # Without a session address, a call is only refused because its id has a record.
             raise _used_before() from None
         except CallLost as lost:
             code = ErrorCode.OUTCOME_UNKNOWN if lost.has_started else ErrorCode.HOST_LOST
             raise DeliveryFailed(code, lost.reason) from None
 
     async def send_once(self, request: Request, address: SessionAddress) -> ToolResult:
-        """Return the result of one attempt at the address of a session. Raises NotSent, CallLost and what `deliver`
-        raises; the caller decides what follows.
+        """Return the result of one attempt at the address of a session. Raises NotSent, CallLost and the exceptions
+        of `deliver`. The caller decides whether to try again.
         """
         result = await self._send(request, address)
         if self._calls is not None and result.has_not_run:
@@ -155,19 +159,21 @@ class Delivery:
         return result
 
     async def command(self, queue: str, call: ToolCall, tenant: str, session: str | None, wait_s: float) -> None:
-        """Send `session.cancel` or `session.close` to the workers of a queue at once, past the queue. There is no
-        result. Raises BrokerUnavailable.
+        """Send `session.cancel` or `session.close` to the workers of a queue. The order does not wait in the queue.
+        There is no result. Raises BrokerUnavailable.
         """
         now = self.clock()
         context = ToolContext(tenant=tenant, session=session, sent_at=now, deadline_at=now + wait_s)
         await self._transport.command(queue, encode_call(call, context, self._keys))
 
     def settle(self, tenant: str, call_id: str) -> None:
-        """Let Redis drop the result of a call that was made with `keeps_result`: it is safe elsewhere."""
+        """Delete the result of a call that was made with `keeps_result`. The caller must have stored the result
+        elsewhere.
+        """
         self._transport.settle(tenant, call_id)
 
     async def _cancel(self, request: Request, queue: str) -> None:
-        """If Redis does not answer, the call runs into its own limit."""
+        """Order the pool's workers to cancel the call. If Redis does not answer, the call runs until its own limit."""
         order = ToolCall(id=secrets.token_hex(16), name="session.cancel", arguments={"call_id": request.call.id})
         with contextlib.suppress(BrokerUnavailable):
             await self.command(queue, order, request.tenant, request.session, request.queue_wait_s)
@@ -175,15 +181,16 @@ class Delivery:
     # --- Lost, and sent again --------------------------------------------------------------------------------------
 
     async def _deliver_to_pool(self, progress: "_Progress") -> ToolResult:
-        """Send the call until it has a result, or must not be sent again.
+        """Send the call until it has a result or must not be sent again.
 
-        A lost call is sent MAX_ATTEMPTS times in all; a call that no worker took for RESEND_S, or as long as it may
-        wait in a queue. A call that another process sent, which died since, is awaited where it was sent.
+        A lost call is sent MAX_ATTEMPTS times in total. A call that no worker takes is sent again for RESEND_S, or
+        for its queue wait if that is shorter. If a process that has died sent the call, this process awaits the
+        result at that attempt's queue.
         """
         try:
             return await self._send_until_done(progress)
         except (OperatorError, ToolFailure) as error:
-            # The first attempt has no record if it was not sent; a later one has.
+            # A first attempt that was not sent has no record; every later attempt has one.
             if progress.attempt > 1:
                 state = CallState.UNKNOWN if isinstance(error, BrokerUnavailable) else progress.state
                 await self._close_record(progress, state, error.code)
@@ -197,7 +204,7 @@ class Delivery:
             target: SessionAddress | str = address or POOL_QUEUES[request.spec.pool]
             task = None
             if earlier is not None:
-                # To where it was sent, wherever its session is by now.
+                # Await the attempt at the queue to which it was sent, even if the session has moved.
                 target = replace(address, queue=earlier.queue) if address is not None else earlier.queue
                 task, earlier = earlier.task, None
             try:
@@ -206,9 +213,9 @@ class Delivery:
                 if refused.reason == "duplicate" or address is None:
                     raise _used_before(progress.attempt) from None
                 if not await progress.untaken.wait():
-                    never_taken = _never_taken(address.queue, progress)
-                    await self._close_record(progress, progress.state, never_taken.code)
-                    raise never_taken from None
+                    failed = _never_taken(address.queue, progress)
+                    await self._close_record(progress, progress.state, failed.code)
+                    raise failed from None
                 address = await self._refresh(request, address, is_lost=refused.reason == "host_lost")
                 continue
             except CallLost as lost:
@@ -217,23 +224,23 @@ class Delivery:
                 address = await self._prepare_resend(progress, address, lost)
                 continue
             except CallIdInUse:
-                # The record is that of the call in flight.
+                # The record belongs to the call that is in flight.
                 raise
             except DeliveryFailed as failed:
-                # Its worker may have died before it stored the end.
+                # The worker may have died before it stored the end of the call.
                 await self._close_record(progress, CallState.UNKNOWN, failed.code)
                 raise
             if not await self._may_be_sent_again(progress, result):
                 if result.has_not_run:
-                    # The worker left the record open, for another attempt.
+                    # The worker left the record open for another attempt.
                     code = result.error_code or ErrorCode.INTERNAL
                     await self._close_record(progress, progress.state, code)
                 return result
             address = await self._refresh(request, address, is_lost=False) if address is not None else None
 
     async def _may_be_sent_again(self, progress: "_Progress", result: ToolResult) -> bool:
-        """Return whether a worker's result only says that the call was not run there, or that what it did was lost and
-        may be done again.
+        """Return whether the call may be sent again after this result: the worker did not run it, or its effects were
+        lost and its tool is idempotent.
         """
         request = progress.request
         failure = result.run_failure
@@ -245,24 +252,26 @@ class Delivery:
         return (is_untaken or is_repeatable) and await progress.untaken.wait() and await self._renew(progress)
 
     async def _find_earlier(self, progress: "_Progress") -> CallRecord | None:
-        """Return the record of an attempt by another process that is on its way, or has ended; `progress` then
-        continues with it. None: nothing is on its way. Raises DeliveryFailed when the call must not be sent again.
+        """Return the record of another process's attempt that still runs or has ended; `progress` then continues with
+        that attempt. Return None if there is no such attempt. Raises DeliveryFailed when the call must not be sent
+        again.
         """
         request = progress.request
         record = await progress.calls.find(request.tenant, request.call.id)
         if record is None:
-            # By Redis's clock, by which the records expire: this host's may be wrong.
+            # Compare with Redis's clock, which also expires the records. The clock of this host may be wrong.
             if not request.spec.idempotent and await progress.calls.now() - (request.sent_since or 0.0) > RECORD_S:
                 raise DeliveryFailed(
                     ErrorCode.OUTCOME_UNKNOWN,
                     f"the call may have been sent more than {CALL_TTL_S // 3600} hours ago, and its record has "
-                    "expired: it may or may not have acted; look before you repeat it",
+                    "expired: it may or may not have acted; check its effects before you repeat it",
                 )
             return None
         progress.attempt = record.attempt
         if record.state is CallState.FORBIDDEN:
             raise DeliveryFailed(
-                ErrorCode.CANCELLED, "the call was cancelled, or too late, before a worker took it, and was not run"
+                ErrorCode.CANCELLED,
+                "the call was cancelled, or its deadline passed, before a worker took it; it was not run",
             )
         if not record.state.is_lost:
             is_published = record.nonce.partition(":")[0] == str(record.attempt)
@@ -276,8 +285,8 @@ class Delivery:
         return None
 
     async def _is_unstarted(self, progress: "_Progress") -> bool:
-        """Return whether it is proved that no worker has begun this attempt. Any process that can write to Redis can
-        claim it; only the signed ticket proves it.
+        """Return whether the signed ticket proves that no worker has begun this attempt. The state alone proves
+        nothing, because any process that can write to Redis can change it.
         """
         request = progress.request
         try:
@@ -304,7 +313,9 @@ class Delivery:
     async def _prepare_resend(
         self, progress: "_Progress", address: SessionAddress | None, lost: CallLost
     ) -> SessionAddress | None:
-        """Return where to send a lost call next. Raises DeliveryFailed when it must not be sent again, or cannot be."""
+        """Return the address for the next attempt of a lost call. Raises DeliveryFailed when the call must not or
+        cannot be sent again.
+        """
         request = progress.request
         log.warning(
             "call_lost",
@@ -314,7 +325,7 @@ class Delivery:
             has_started=lost.has_started,
             reason=lost.reason,
         )
-        # An attempt that has not begun can never begin after this: its record no longer has its number.
+        # An attempt that has not begun can no longer begin, because the record of the call gets another number.
         is_safe = request.spec.idempotent or not progress.may_have_acted
         if not is_safe or progress.losses >= MAX_ATTEMPTS:
             await self._give_up(progress, lost.reason)
@@ -325,12 +336,14 @@ class Delivery:
         if not await self._renew(progress):
             raise DeliveryFailed(
                 ErrorCode.OUTCOME_UNKNOWN,
-                f"{lost.reason}; it was not sent again: it was cancelled meanwhile, or Redis has lost its record",
+                f"{lost.reason}; it was not sent again because it was cancelled, or because Redis lost its record",
             )
         return address
 
     async def _renew(self, progress: "_Progress") -> bool:
-        """Return whether the call may be sent again, as the next attempt. Not when Redis cannot store that."""
+        """Increase the attempt number in the call's record. Return whether that succeeded; if not, the call must not
+        be sent again.
+        """
         request = progress.request
         try:
             is_renewed = await progress.calls.renew(request.tenant, request.call.id, progress.attempt)
@@ -345,15 +358,15 @@ class Delivery:
         await self._close_record(progress, progress.state, code)
         attempts = f" (attempt {progress.losses} of {MAX_ATTEMPTS})" if progress.losses > 1 else ""
         hint = (
-            "the call may or may not have acted; look before you repeat it"
+            "the call may or may not have acted; check its effects before you repeat it"
             if progress.may_have_acted
-            else "the call was not run: send it again; its session is served by the host's next worker, or elsewhere "
-            "from its last checkpoint"
+            else "the call was not run: send it again; its session continues on the host's next worker, or on "
+            "another host from its last checkpoint"
         )
         raise DeliveryFailed(code, f"{reason}{attempts}: {hint}")
 
     async def _close_record(self, progress: "_Progress", state: CallState, code: ErrorCode) -> None:
-        """Store how the call ended. If Redis does not answer, the caller gets the result all the same."""
+        """Store the end of the call. If Redis does not answer, the caller still gets the result."""
         request = progress.request
         try:
             await progress.calls.give_up(request.tenant, request.call.id, progress.attempt, state, code)
@@ -365,14 +378,14 @@ class Delivery:
     async def _send(
         self, request: Request, address: SessionAddress | str, number: int = 1, published_as: str | None = None
     ) -> ToolResult:
-        """Return the result of one attempt, by that queue or at the address of its session. `published_as`: the attempt
-        is there already, under that task id. Raises NotSent, CallLost, DeliveryFailed, ToolFailure (no slot),
+        """Return the result of one attempt at that queue or session address. `published_as`: the task id of an
+        attempt that is already published. Raises NotSent, CallLost, DeliveryFailed, ToolFailure (no slot),
         BrokerUnavailable.
         """
         queue = address if isinstance(address, str) else address.queue
         fence = None if isinstance(address, str) else address.fence
         if published_as is not None:
-            # The process that sent it had its slot.
+            # The process that published the attempt had a slot for it.
             return await self._exchange(request, queue, fence, number, published_as=published_as)
         spans = CURRENT_CALL.get()
         waiting = spans.wait(request.call.name, request.context, request.priority) if spans is not None else None
@@ -412,7 +425,7 @@ class Delivery:
         published_as: str | None = None,
         slot: str = "",
     ) -> ToolResult:
-        """Sign and publish the call, and return its result after all its events."""
+        """Sign and publish the call. Return its result after all its events."""
         start_by = max(request.context.deadline_at, self.clock() + LEAST_WAIT_S)
         changed: dict[str, object] = {"attempt": number, "fence": fence, "deadline_at": start_by}
         spans = CURRENT_CALL.get()
@@ -433,7 +446,7 @@ class Delivery:
                 result = result if reader is None else reader.note(result)
         except asyncio.CancelledError:
             if request.keeps_result:
-                blob = None  # The call continues, and its worker may still have to read the blob, which expires.
+                blob = None  # The call continues and its worker may still read the blob, which expires by itself.
             raise
         finally:
             if blob is not None and self._blobs is not None:
@@ -450,8 +463,8 @@ class Delivery:
         except TimeoutError:
             raise DeliveryFailed(
                 ErrorCode.OUTCOME_UNKNOWN,
-                f"no result within {attempt.request.wait_s:.0f} s: the worker or its host may be lost, and the call "
-                "may or may not have acted",
+                f"no result within {attempt.request.wait_s:.0f} s: the worker or its host may be lost; the call "
+                "may or may not have acted, so check its effects before you repeat it",
             ) from None
         except EnvelopeRefused as error:
             raise DeliveryFailed(ErrorCode.ENVELOPE_REFUSED, f"the result was refused: {error}") from error
@@ -478,8 +491,8 @@ class Delivery:
 
 @dataclass
 class _Progress:
-    """Which attempt at a request is on its way, how often the call was lost, and whether one of its attempts may have
-    acted.
+    """State of the delivery of one request: the current attempt, the number of losses, and whether a lost attempt may
+    have acted.
     """
 
     request: Request
@@ -490,12 +503,12 @@ class _Progress:
 
     @property
     def state(self) -> CallState:
-        """The end of the call if it is not sent again."""
+        """Return the final state of the call if it is not sent again."""
         return CallState.UNKNOWN if self.may_have_acted else CallState.LOST
 
     @cached_property
     def untaken(self) -> Backoff:
-        """How long the call is sent again to workers that do not take it."""
+        """Backoff between attempts that no worker takes."""
         return Backoff(min(RESEND_S, self.request.queue_wait_s))
 
     def note_loss(self, has_started: bool) -> None:
@@ -507,24 +520,24 @@ def _never_taken(queue: str, progress: _Progress) -> DeliveryFailed:
     if progress.may_have_acted:
         return DeliveryFailed(
             ErrorCode.OUTCOME_UNKNOWN,
-            "an earlier attempt was lost and may have acted, and the session was never where the call was sent again, "
-            f"last to {queue}; look before you repeat it, and see `toolcrew hosts list`",
+            "an earlier attempt was lost and may have acted, and the next one did not find the session on its host, "
+            f"last on {queue}; check its effects before you repeat it, and see `toolcrew hosts list`",
         )
     return DeliveryFailed(
         ErrorCode.HOST_LOST,
-        f"the call was not run: its session was never where it was sent, last to {queue}; see `toolcrew hosts list`",
+        f"the call was not run: no attempt found its session on the host, last on {queue}; see `toolcrew hosts list`",
     )
 
 
 def _used_before(attempt: int = 1) -> DeliveryFailed:
-    """Return the failure of a call whose id has a record already."""
+    """Return the failure of a call whose id already has a record."""
     if attempt > 1:
         return DeliveryFailed(
             ErrorCode.OUTCOME_UNKNOWN,
-            "the call could not be sent again: it was cancelled meanwhile, or Redis has forgotten that it was to be "
-            "sent; look before you repeat it",
+            "the call could not be sent again: it was cancelled, or Redis lost its latest record; "
+            "check its effects before you repeat it",
         )
     return DeliveryFailed(
         ErrorCode.OUTCOME_UNKNOWN,
-        "a call of this id has been sent before, and was not run again: give every call an id of its own",
+        "a call with this id was sent before and was not run again: give every call its own id",
     )

@@ -1,4 +1,4 @@
-"""Dispatches calls: checks each one, has it delivered to a worker, and returns its one result."""
+"""Dispatch calls: check each call, deliver it to a worker, and return its one result."""
 
 import asyncio
 import secrets
@@ -17,7 +17,7 @@ from contract.signing import SigningKeys
 from contract.specs import ToolSpec
 from contract.tenancy import SKILL_TOOL
 from orchestrator.dispatch.delivery import RESEND_S, Delivery, Pool
-from orchestrator.dispatch.placement import HostRoom
+from orchestrator.dispatch.placement import HostCapacity
 from orchestrator.dispatch.request import Request
 from orchestrator.dispatch.session_locator import Opening, SessionLocator
 from orchestrator.dispatch.tenant_catalog import CallRules, TenantCatalog, check_policy
@@ -31,7 +31,7 @@ log = get_logger(__name__)
 
 OPEN_TIMEOUT_S = 60.0
 ARCHIVE_TIMEOUT_S = 540.0
-"""For storing all of a session's files, or restoring them."""
+"""Time limit for storing or restoring all files of a session."""
 
 Work = Callable[[], Awaitable[ToolResult]]
 
@@ -42,23 +42,27 @@ class CallMiddleware(Protocol):
     """
 
     async def run(self, request: Request, work: Work) -> ToolResult:
-        """Have a call made. `work` does not raise for a failure of the call; it may be cancelled."""
+        """Run `work`, which makes the call, and return its result. `work` does not raise for a failure of the call;
+        it may be cancelled.
+        """
         ...
 
     def tool_found(self, spec: ToolSpec) -> None:
-        """Called within `run` when it is known which tool the call means."""
+        """Receive the tool of the call. The dispatcher calls this method within `run`."""
         ...
 
     def tools_changed(self, published: Sequence[ToolSpec]) -> None:
-        """Called before the first call, and when the workers publish other tools."""
+        """Receive the published tools. The dispatcher calls this method before the first call, and when the workers
+        publish other tools.
+        """
         ...
 
 
 class Dispatcher:
-    """Checks calls and has them delivered. Never raises for a call's failure.
+    """Checks calls and delivers them. A failed call never raises an exception.
 
-    `pool` None: there are no hosts to choose from; calls go to the queue of their request, and a call that is lost
-    there is lost.
+    `pool` None: there are no hosts to choose from. Calls go to the queue of their request, and a lost call is not
+    sent again.
     """
 
     def __init__(
@@ -73,7 +77,7 @@ class Dispatcher:
         middleware: Sequence[CallMiddleware] = (),
     ) -> None:
         self.keys = keys
-        """What calls are signed with."""
+        """The keys that sign calls."""
         self._rules = rules or CallRules()
         self._queue_wait_s = queue_wait_s
         self._middleware = middleware
@@ -93,25 +97,27 @@ class Dispatcher:
         return result if result.name == name else result.model_copy(update={"name": name})
 
     async def command(self, call: ToolCall, tenant: str, session: str | None, queue: str | None = None) -> None:
-        """Send `session.cancel` or `session.close` at once, past the queue, to the session's host or to the workers of
-        `queue`. There is no result.
+        """Send `session.cancel` or `session.close` to the session's host or to the workers of `queue`. The order does
+        not wait in the queue. There is no result.
 
         Raises BrokerUnavailable.
         """
         if queue is None and self._locator is not None and session is not None:
-            address = self._locator.known(tenant, session)
+            address = self._locator.last_used(tenant, session)
             queue = address.queue if address is not None else None
         if queue is not None:
             await self._delivery.command(queue, call, tenant, session, self._queue_wait_s)
 
     def settle(self, tenant: str, call_id: str) -> None:
-        """Let Redis drop the result of a call that was made with `keeps_result`: it is safe elsewhere."""
+        """Delete the result of a call that was made with `keeps_result`. The caller must have stored the result
+        elsewhere.
+        """
         self._delivery.settle(tenant, call_id)
 
     # --- Sessions --------------------------------------------------------------------------------------------------
 
     async def open_session(self, tenant: str, session: str, arguments: Mapping[str, Any]) -> ToolResult:
-        """Open a session on a host with room for it. Return the result of `session.open`."""
+        """Open a session on a host with free capacity. Return the result of `session.open`."""
         request = _session_request("open", tenant, session, arguments)
 
         async def work(_: Request) -> ToolResult:
@@ -121,27 +127,29 @@ class Dispatcher:
         return await self._run(request, work)
 
     async def close_session(self, tenant: str, session: str) -> ToolResult:
-        """Close a session where it lives, and forget it, also if its host was lost. Return the result of
+        """Close a session on its host and delete its address, even if the host was lost. Return the result of
         `session.close`.
         """
         return await self._run(_session_request("close", tenant, session), self._close_session)
 
     async def abandon_session(self, tenant: str, session: str) -> None:
-        """Have a session closed at once, past its host's queue, and forget it. Raises BrokerUnavailable."""
+        """Order the session's host to close it, without waiting in the host's queue, and delete the address. Raises
+        BrokerUnavailable.
+        """
         locator = self._in_pool()
         if (address := await locator.last(tenant, session)) is not None:
             await self.command(_session_request("close", tenant, session).call, tenant, session, address.queue)
         await locator.forget(tenant, session)
 
-    async def room(self, tenant: str, image: str | None) -> HostRoom | None:
-        """Return what hosts have for more sessions of a tenant; None when no host could take one. Raises ToolFailure,
-        OperatorError.
+    async def capacity(self, tenant: str, image: str | None) -> HostCapacity | None:
+        """Return the capacity of hosts for more sessions of a tenant; None when no host could ever take one. Raises
+        ToolFailure, OperatorError.
         """
-        return await self._in_pool().room(await self._rules.tenants.policy(tenant), image)
+        return await self._in_pool().capacity(await self._rules.tenants.policy(tenant), image)
 
     async def session_location(self, tenant: str, session: str) -> SessionLocation:
-        """Return where an open session lives, whichever process opened it. Raises ToolFailure(SESSION_NOT_FOUND),
-        OperatorError.
+        """Return the location of an open session, no matter which process opened it. Raises
+        ToolFailure(SESSION_NOT_FOUND), OperatorError.
         """
         return await self._in_pool().location(tenant, session)
 
@@ -152,24 +160,24 @@ class Dispatcher:
         return await self._in_pool().start(tenant, session)
 
     async def session_facts(self, tenant: str, session: str) -> dict[str, Any] | None:
-        """Return what its host reported when it opened the session; None when that is not known. Raises
+        """Return the facts that the host reported when it opened the session; None if they are not stored. Raises
         BrokerUnavailable.
         """
         return await self._in_pool().facts(tenant, session)
 
     def session_queue(self, tenant: str, session: str) -> str | None:
         """Return the queue to which the last call of the session went."""
-        address = self._locator.known(tenant, session) if self._locator is not None else None
+        address = self._locator.last_used(tenant, session) if self._locator is not None else None
         return address.queue if address is not None else None
 
     async def any_queue(self, tenant: str) -> str:
-        """Return the queue of some host, for what any host may do. Raises ToolFailure, OperatorError."""
+        """Return the queue of any host, for work that every host can do. Raises ToolFailure, OperatorError."""
         return await self._in_pool().any_queue(await self._rules.tenants.policy(tenant))
 
     # --- One call --------------------------------------------------------------------------------------------------
 
     async def _run(self, request: Request, work: Callable[[Request], Awaitable[ToolResult]]) -> ToolResult:
-        """Run `work` inside the middleware. Return its result, or a result that says why it has none."""
+        """Run `work` inside the middleware. Return its result, or a result with the reason for the failure."""
         call = request.call
         names = {
             "tenant": request.tenant,
@@ -207,7 +215,7 @@ class Dispatcher:
         return note_aliases(await self._delivery.deliver(request), request.aliases)
 
     async def _complete(self, request: Request) -> None:
-        """Fill the second part of a request. Raises ToolFailure for a call that must not be made; ConfigError,
+        """Fill the second part of a request. Raises ToolFailure for a call that must not be made, ConfigError,
         BrokerUnavailable.
         """
         call, tenant = request.call, request.tenant
@@ -215,7 +223,7 @@ class Dispatcher:
         try:
             spec = await self._tools.find(call.name, tenant, request.audience)
         finally:
-            # Also after a call of an unknown tool: the search has read what the workers publish.
+            # Also after a call of an unknown tool, because the search has read the published tools.
             self._announce_tools()
         for middleware in self._middleware:
             middleware.tool_found(spec)
@@ -224,7 +232,7 @@ class Dispatcher:
         is_short = is_quick(spec, call.arguments, text=request.text_arguments)
         arguments, request.aliases = check() if is_short else await asyncio.to_thread(check)
         if spec.name == SKILL_TOOL:
-            # Its arguments may name another tool.
+            # The arguments may name another tool.
             await self._rules.check_switch(spec, tenant, arguments)
         await check_policy(policy, tenant, spec, arguments)
         request.policy, request.queue_wait_s = policy, self._queue_wait_s
@@ -252,20 +260,21 @@ class Dispatcher:
         tenant, session = request.tenant, str(request.session)
         locator, until = self._in_pool(), Backoff(RESEND_S)
         result = ToolResult(call_id=request.call.id, name=request.call.name, success=True, metadata={"closed": False})
-        address = locator.known(tenant, session) or await locator.find_for_closing(tenant, session)
+        address = locator.last_used(tenant, session) or await locator.find_for_closing(tenant, session)
         while address is not None:
             closed = await self._close_at(address, tenant, session)
             if closed is not None:
                 result = closed
                 break
-            # The session has moved, or its host restarts: left there it would hold its sandbox until it expires.
+            # The session has moved, or its host restarts. Without this retry the session would hold its sandbox until
+            # it expires.
             address = await locator.find_for_closing(tenant, session) if await until.wait() else None
         await locator.forget(tenant, session)
         return result
 
     async def _close_at(self, address: SessionAddress, tenant: str, session: str) -> ToolResult | None:
-        """Return the result of closing a session there; None when no worker there took the call."""
-        # A call id of its own each time: an earlier one may still have a record.
+        """Return the result of closing the session at that address; None when no worker there took the call."""
+        # Every attempt has its own call id, because an earlier one may still have a record.
         request = _session_request("close", tenant, session)
         await self._complete(request)
         try:
@@ -277,7 +286,7 @@ class Dispatcher:
         return None if failure is not None and failure.is_temporary else result
 
     async def _send_open(self, opening: Opening, address: SessionAddress) -> ToolResult:
-        """Make one attempt at `session.open`, at that address."""
+        """Make one attempt at `session.open` at that address."""
         request = _session_request("open", opening.tenant, opening.session, opening.arguments)
         await self._complete(request)
         return await self._delivery.send_once(request, address)
@@ -290,7 +299,7 @@ class Dispatcher:
 
     def _in_pool(self) -> SessionLocator:
         if self._locator is None:
-            raise ConfigError("sessions need a pool of hosts, and this program has none")
+            raise ConfigError("sessions need a pool of hosts, and this program has none: connect to a pool")
         return self._locator
 
 
@@ -306,8 +315,8 @@ def note_aliases(result: ToolResult, used: list[str]) -> ToolResult:
 
 
 def effective_limit(spec: ToolSpec, arguments: Mapping[str, Any], request: Request) -> float:
-    """Return the seconds that the call may run: what the request or its `timeout` argument says, else the tool's
-    default, never more than the tool's maximum.
+    """Return the number of seconds that the call may run. The request or its `timeout` argument sets it, otherwise
+    the tool's default; the tool's maximum limits it.
     """
     limit_s, own = request.timeout_s, arguments.get("timeout")
     if limit_s is None and isinstance(own, int | float) and not isinstance(own, bool) and own > 0:

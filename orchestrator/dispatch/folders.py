@@ -1,4 +1,6 @@
-"""A folder of the user's as a tar archive, and an archive from a sandbox back into a folder. The second is hostile."""
+"""Pack a folder into a tar archive, and unpack an archive from a sandbox into a folder. An archive from a sandbox is
+hostile input.
+"""
 
 import io
 import os
@@ -15,8 +17,8 @@ _PIECE_BYTES = 1024 * 1024
 
 
 def pack_folder(folder: Path) -> bytes:
-    """The folder's content as an uncompressed tar. Raises ConfigError when it is no folder, cannot be read, or is
-    larger than a blob.
+    """Return the folder's content as an uncompressed tar. Raises ConfigError when the path is not a folder, cannot be
+    read, or its content is larger than a blob may be.
     """
     buffer = io.BytesIO()
     write_folder(buffer, folder, MAX_BLOB_BYTES)
@@ -24,7 +26,7 @@ def pack_folder(folder: Path) -> bytes:
 
 
 def write_folder(file: IO[bytes], folder: Path, max_bytes: int) -> None:
-    """Write the folder's content to a file as an uncompressed tar. Raises ConfigError as `pack_folder`."""
+    """Write the folder's content to a file as an uncompressed tar. Raises ConfigError like `pack_folder`."""
     if not folder.is_dir():
         raise ConfigError(f"the workspace {folder} is not a folder: give an existing one")
     try:
@@ -41,23 +43,24 @@ def write_folder(file: IO[bytes], folder: Path, max_bytes: int) -> None:
 
 
 def unpack_archive(data: bytes, folder: Path) -> list[str]:
-    """Unpack an archive in memory as `unpack_stream` does."""
+    """Unpack an archive in memory like `unpack_stream`."""
     return unpack_stream(io.BytesIO(data), len(data), folder)
 
 
 def unpack_stream(stream: IO[bytes], size: int, folder: Path) -> list[str]:
-    """Unpack `size` bytes of a file that can seek into `folder`, which is made. Return the names that were left out.
-    Raises ToolFailure when the archive is broken.
+    """Unpack `size` bytes of a seekable file into `folder`, which is created. Return the names of entries that were
+    skipped. Raises ToolFailure when the archive is broken.
 
-    Nothing is ever written through a link of the archive: files and folders come first, links last, and only those
-    whose target cannot lead out. An entry whose own name leads out is refused: PATH_NOT_ALLOWED.
+    Nothing is written through a link of the archive: files and folders are created first, links last. A link is
+    created only if its target cannot leave the folder. An entry whose own name leaves the folder raises
+    ToolFailure(PATH_NOT_ALLOWED).
     """
     folder.mkdir(parents=True, exist_ok=True)
     root = folder.resolve()
     skipped: list[str] = []
     links: list[tuple[PurePosixPath, str]] = []
     try:
-        # Every header has a block of its own, so there cannot be more of them.
+        # Every entry has a header of one block, so this is the highest possible number of entries.
         for entry in read_tar(stream, size // BLOCK):
             name = _inner_name(entry.name)
             if entry.kind == "symlink":
@@ -70,9 +73,7 @@ def unpack_stream(stream: IO[bytes], size: int, folder: Path) -> list[str]:
 
 
 def _plain_entry(entry: tarfile.TarInfo) -> tarfile.TarInfo | None:
-    """Files, folders and links as they are; sockets, pipes and devices are left out. The owner is the sandbox's
-    user.
-    """
+    """Return a file, folder or link as it is, with the sandbox's user as owner; None for sockets, pipes and devices."""
     if not (entry.isreg() or entry.isdir() or entry.issym() or entry.islnk()):
         return None
     entry.uid = entry.gid = 1000
@@ -84,22 +85,22 @@ def _inner_name(text: str) -> PurePosixPath:
     name = PurePosixPath(text)
     if name.is_absolute() or ".." in name.parts or "\0" in text:
         raise ToolFailure(
-            ErrorCode.PATH_NOT_ALLOWED, f"the sandbox's archive holds a name that leads out: {text[:200]!r}"
+            ErrorCode.PATH_NOT_ALLOWED, f"the archive from the sandbox has a name outside of the folder: {text[:200]!r}"
         )
     return name
 
 
 def _unpack_entry(stream: IO[bytes], entry: TarEntry, root: Path, name: PurePosixPath) -> bool:
-    """Make one folder, file or hard link; no more is written than the archive holds. False for anything special."""
+    """Create one folder, file or hard link, with at most the bytes of the entry. Return False for special files."""
     target = root.joinpath(*name.parts)
     if entry.kind == "folder":
-        _checked_parent(root, target).joinpath(target.name).mkdir(exist_ok=True) if target != root else None
+        _resolve_parent(root, target).joinpath(target.name).mkdir(exist_ok=True) if target != root else None
         return True
     if entry.kind == "hardlink":
         return _link_file(root, target, root.joinpath(*_inner_name(entry.link).parts))
     if entry.kind != "file":
         return False
-    parent = _checked_parent(root, target)
+    parent = _resolve_parent(root, target)
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
     with open(parent / target.name, "wb", opener=lambda path, _: os.open(path, flags, 0o644)) as file:
         stream.seek(entry.offset)
@@ -110,10 +111,10 @@ def _unpack_entry(stream: IO[bytes], entry: TarEntry, root: Path, name: PurePosi
 
 
 def _link_file(root: Path, target: Path, first: Path) -> bool:
-    """Another name for a file of the folder. False when there is no such file."""
+    """Create a hard link to a file of the folder. Return False if the file does not exist."""
     if not first.parent.is_dir():
         return False
-    source, parent = _checked_parent(root, first) / first.name, _checked_parent(root, target)
+    source, parent = _resolve_parent(root, first) / first.name, _resolve_parent(root, target)
     if source.is_symlink() or not source.is_file():
         return False
     (parent / target.name).unlink(missing_ok=True)
@@ -121,8 +122,10 @@ def _link_file(root: Path, target: Path, first: Path) -> bool:
     return True
 
 
-def _checked_parent(root: Path, target: Path) -> Path:
-    """The real folder that `target` goes into: inside, also where links of the user's own lie on the way."""
+def _resolve_parent(root: Path, target: Path) -> Path:
+    """Return the real parent folder of `target`. It must be inside `root`, also when the path contains links of the
+    user.
+    """
     target.parent.mkdir(parents=True, exist_ok=True)
     parent = target.parent.resolve()
     if not parent.is_relative_to(root):
@@ -131,20 +134,20 @@ def _checked_parent(root: Path, target: Path) -> Path:
 
 
 def _make_links(root: Path, links: list[tuple[PurePosixPath, str]]) -> Iterator[str]:
-    """Make the links that stay inside; gives the names of the others."""
+    """Create the links that stay inside the folder, and yield the names of the others."""
     for name, target in links:
-        place = root.joinpath(*name.parts)
-        # The real folder: a link made before may lie on the way, and then the name's own depth says nothing.
-        parent = _checked_parent(root, place)
-        if not _stays_inside(len(parent.relative_to(root).parts), target) or os.path.lexists(place):
+        link_path = root.joinpath(*name.parts)
+        # An earlier link may be part of the path. Then only the real folder shows the depth.
+        parent = _resolve_parent(root, link_path)
+        if not _stays_inside(len(parent.relative_to(root).parts), target) or os.path.lexists(link_path):
             yield str(name)
             continue
-        (parent / place.name).symlink_to(target)
+        (parent / link_path.name).symlink_to(target)
 
 
 def _stays_inside(depth: int, target: str) -> bool:
-    """Only leading `..`, no more than the link's folder lies deep: then it stays inside, whatever else on the way is
-    such a link.
+    """Return whether a link at this depth stays inside. It may have leading `..` only, at most `depth` of them; then
+    other links on the path cannot lead outside.
     """
     parts = PurePosixPath(target).parts
     ups = len([part for part in parts if part == ".."])

@@ -1,4 +1,4 @@
-"""Traces around calls. Metrics are another middleware (orchestrator/metrics/call_meter.py)."""
+"""Trace calls. Metrics are another middleware (orchestrator/metrics/call_meter.py)."""
 
 from collections.abc import Sequence
 
@@ -27,4 +27,4 @@ class TracedCalls:
             spans.know(spec)
 
     def tools_changed(self, published: Sequence[ToolSpec]) -> None:
-        """Spans do not depend on what is published."""
+        """Do nothing: spans do not depend on the published tools."""

@@ -1,4 +1,4 @@
-"""Answers what tools in workers ask the model of the run that called them: the model's keys never leave this
+"""Answer the model questions of tools in workers with the model of the run. The model's keys never leave this
 process.
 """
 
@@ -17,18 +17,18 @@ log = get_logger(__name__)
 
 
 class ModelRequests:
-    """The questions of one run's tools. Each call has a BudgetedModel, and so a budget, of its own."""
+    """Answers the questions of one run's tools. Each call has its own BudgetedModel, and so its own budget."""
 
     def __init__(self, model: Model) -> None:
         self._model = model
         self._usage = Usage()
 
     def usage(self) -> Usage:
-        """Tokens of all answers so far, as the server counted them."""
+        """Return the tokens of all answers so far, as the model server counted them."""
         return self._usage
 
     def open_call(self) -> Handler:
-        """What answers the questions of one call: the handler of MODEL events."""
+        """Return the handler of MODEL events of one call."""
         adapter = BudgetedModel(self._model)
 
         def handle(event: CallEvent, call: CallEventReader) -> Awaitable[None]:
@@ -40,7 +40,7 @@ class ModelRequests:
         try:
             question = parse_question(event.payload)
         except EnvelopeRefused as error:
-            # Nobody waits for an answer to what has no number.
+            # A question without a number has no reader that waits for its answer.
             log.error("model_question_refused", call=call.call_id, reason=str(error))
             return
         answer = await self._answer(adapter, question)
@@ -48,7 +48,7 @@ class ModelRequests:
             await call.answer(answer.model_dump(mode="json"))
         except ValueError:
             sentence = (
-                f"the model's reply is larger than {MAX_ANSWER_BYTES} bytes, which is what can be sent: ask for less"
+                f"the model's reply is larger than the limit of {MAX_ANSWER_BYTES} bytes: ask for a shorter reply"
             )
             await call.answer(
                 ModelAnswer.refused(question.number, ErrorCode.INVALID_ARGUMENTS, sentence).model_dump(mode="json")
@@ -65,7 +65,7 @@ class ModelRequests:
             return ModelAnswer.refused(question.number, error.code, str(error))
         except (
             Exception
-        ) as error:  # the edge: a Model is a program's own code, and the tool would wait for an answer until its limit
+        ) as error:  # A Model is code of a user's program. Without an answer the tool would wait until its limit.
             log.exception("model_question_failed", model=adapter.name)
             return ModelAnswer.refused(
                 question.number, ErrorCode.INTERNAL, f"the caller's model failed ({type(error).__name__})"

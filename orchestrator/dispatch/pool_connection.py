@@ -1,4 +1,4 @@
-"""A connection to a pool of hosts: everything that a dispatcher needs, opened and closed together."""
+"""Connection to a pool of hosts: all objects that a dispatcher needs, opened and closed together."""
 
 import asyncio
 from collections.abc import AsyncIterator, Mapping
@@ -35,7 +35,7 @@ from telemetry.spans import Tracer
 
 @dataclass(frozen=True)
 class PoolConnection:
-    """What a client of a pool uses."""
+    """Objects that a client of a pool uses."""
 
     redis: RedisClient
     keys: SigningKeys
@@ -47,9 +47,9 @@ class PoolConnection:
     installed: SkillStore
     offers: TenantCatalog
     tracer: Tracer | None = None
-    """None: tracing is off."""
+    """Tracer of the calls; None: tracing is off."""
     tally: Tally | None = None
-    """None: nothing is counted."""
+    """Counts of this process; None: metrics are off."""
 
 
 @asynccontextmanager
@@ -62,11 +62,11 @@ async def open_pool(
     secrets: Mapping[str, str] | None = None,
     hosts: HostSource | None = None,
 ) -> AsyncIterator[PoolConnection]:
-    """Connect to the pool and check that it has a worker, unless `needs_workers` is false. Raises ConfigError (no
+    """Connect to the pool. Check that the pool has a worker, unless `needs_workers` is False. Raises ConfigError (no
     signing key, no worker), BrokerUnavailable.
 
-    What `settings` and `secrets` (kind -> value) hold is masked in the content of spans, where that is asked for.
-    `hosts`: where new sessions may go; None: to all that report.
+    The values in `settings` and `secrets` (kind -> value) are masked in the content of spans, if content is traced.
+    `hosts`: the hosts that new sessions may use; None: all hosts that report.
     """
     keys, deployment = broker.signing_keys(), broker.deployment
     tracer = open_process_tracer(
@@ -98,7 +98,7 @@ async def open_pool(
         await monitor.start()
         stack.push_async_callback(monitor.close)
         blobs, tenants = Blobs(redis, deployment), RedisTenants(redis, deployment, keys)
-        # One connection for both: the request for a slot and the call that needs it go in one pipeline.
+        # One connection for both, so that the request for a slot and its call are sent in one pipeline.
         scripts = ScriptConnection(redis)
         stack.push_async_callback(scripts.aclose)
         transport = CeleryTransport(broker, hub, monitor, clock, scripts)

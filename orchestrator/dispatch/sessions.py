@@ -1,4 +1,4 @@
-"""One session: calls that share one sandbox and workspace, from opening to closing."""
+"""Session of calls that share one sandbox and workspace, from opening to closing."""
 
 import asyncio
 import contextlib
@@ -27,7 +27,7 @@ from store.api_keys import Credential
 from store.blobs import Blobs
 
 COPY_TIMEOUT_S = 120.0
-# Pairs, each part with a NUL at its end: `f` and a file; or the target of a link and the link.
+# Prints pairs; each part ends with a NUL. A pair is `f` and a file, or the target of a link and the link.
 _LIST_FILES = """
 set -o pipefail
 find . -xdev -type f -printf 'f\\0%P\\0'
@@ -41,8 +41,8 @@ CANCEL_WAIT_S = 5.0
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A session's files, shell state and outputs as they were. `skipped`: sockets, which are not kept; `torn`: files
-    changed while they were read.
+    """Files, shell state and outputs of a session at one moment. `skipped`: sockets, which are not stored. `torn`:
+    files that changed while they were read.
     """
 
     id: str
@@ -53,10 +53,10 @@ class Checkpoint:
 
 
 @dataclass(frozen=True)
-class Start:
-    """What a session begins with. `workspace`: a file or folder of this machine; `stored`: a file of the store instead,
-    by its id or location, copied by the host; `restore`: a checkpoint's id. `network` None: what the tenant's class
-    says.
+class SessionStart:
+    """Initial content and options of a session. `workspace`: a file or folder of this machine. `stored`: a file of
+    the store instead, by its id or location, which the host copies. `restore`: a checkpoint's id. `network` None: the
+    default of the tenant's class.
     """
 
     image: str | None = None
@@ -67,17 +67,15 @@ class Start:
     network: str | None = None
 
     def arguments(self) -> dict[str, Any]:
-        """Of the verb `open`."""
-        wanted = {"ttl_s": self.ttl_s, "image": self.image, "restore": self.restore}
-        wanted |= {"workspace": self.stored, "network": self.network}
-        return {name: value for name, value in wanted.items() if value is not None}
+        """Return the arguments of the verb `open`."""
+        arguments = {"ttl_s": self.ttl_s, "image": self.image, "restore": self.restore}
+        arguments |= {"workspace": self.stored, "network": self.network}
+        return {name: value for name, value in arguments.items() if value is not None}
 
 
 @dataclass(frozen=True)
 class WorkspaceListing:
-    """Paths below /workspace. `files`: also links to files of the workspace; `links`: those that lead to no such
-    file.
-    """
+    """Paths below /workspace. `files`: files, and links to files of the workspace. `links`: all other links."""
 
     files: tuple[str, ...]
     links: tuple[str, ...]
@@ -85,8 +83,9 @@ class WorkspaceListing:
 
 @dataclass(frozen=True)
 class SessionInfo:
-    """Where a session lives. `network`: none or egress, then only to `hosts`; `workspace`: the kind of its storage,
-    image, tmpfs or folder (docs/sessions.md)."""
+    """Location and properties of a session. `network`: none, or egress, which reaches only `hosts`. `workspace`: the
+    kind of its storage: image, tmpfs or folder (docs/sessions.md).
+    """
 
     session: str
     tenant: str
@@ -100,7 +99,7 @@ class SessionInfo:
     workspace: str = ""
 
     def describe_network(self) -> str:
-        """What a sandbox of this session has of the network, as tool descriptions say it."""
+        """Return the description of this session's network for tool descriptions."""
         if self.network == "none":
             return NO_NETWORK
         return (
@@ -110,8 +109,8 @@ class SessionInfo:
 
 
 class Session:
-    """One open session: a sandbox with its files. `call` never raises for a tool's failure; the methods that return
-    bytes raise ToolFailure or SandboxUnavailable.
+    """Handle of an open session, which is a sandbox with its files. `call` never raises an exception when a tool
+    fails. The methods that return bytes raise ToolFailure or SandboxUnavailable.
     """
 
     def __init__(
@@ -124,7 +123,9 @@ class Session:
         *,
         is_guest: bool = False,
     ) -> None:
-        """`is_guest`: another process has opened the session, and the end of a `with` block leaves it open."""
+        """Create a handle. `is_guest`: another process has opened the session, so the end of a `with` block leaves it
+        open.
+        """
         self._credential = credential
         self._is_guest = is_guest
         self._dispatcher = dispatcher
@@ -141,22 +142,22 @@ class Session:
         blobs: Blobs,
         *,
         tenant: str,
-        start: Start,
+        start: SessionStart,
         credential: Credential | None = None,
         name: str | None = None,
     ) -> "Session":
-        """A session with a fresh sandbox and, when given, what `start.workspace` holds in /workspace. `name`: its id,
-        from new_session_name.
+        """Open a session with a new sandbox. `start.workspace`, if given, is copied to /workspace. `name`: the
+        session's id, from new_session_name.
 
-        Raises ConfigError for a workspace that is no source, SandboxUnavailable, ToolFailure.
+        Raises ConfigError for a workspace that is not a supported source, SandboxUnavailable, ToolFailure.
         """
         source = await asyncio.to_thread(load_source, start.workspace) if start.workspace is not None else None
         name = name or new_session_name()
         opening = asyncio.ensure_future(dispatcher.open_session(tenant, name, start.arguments()))
         try:
-            result = _checked(await asyncio.shield(opening))
+            result = _require_success(await asyncio.shield(opening))
         except asyncio.CancelledError:
-            # Somewhere a sandbox is being made: wait for it, or it would live until its time is up.
+            # A host may be creating the sandbox. Wait for it and close it, or it would live until it expires.
             await asyncio.shield(_close_when_open(dispatcher, tenant, name, opening))
             raise
         session = cls(dispatcher, blobs, tenant, _info(name, tenant, result.metadata, result.sandbox), credential)
@@ -172,21 +173,21 @@ class Session:
     async def attach(
         cls, dispatcher: Dispatcher, blobs: Blobs, *, tenant: str, session: str, credential: Credential | None = None
     ) -> "Session":
-        """An open session of the tenant that any process has opened. It is left open by the end of a `with` block;
-        `close` closes it.
+        """Return an open session of the tenant, no matter which process opened it. The end of a `with` block leaves
+        it open; `close` closes it.
 
-        Raises ToolFailure(SESSION_NOT_FOUND), the same for one that never was, is closed, or is another tenant's;
-        BrokerUnavailable, SandboxUnavailable.
+        Raises ToolFailure(SESSION_NOT_FOUND), BrokerUnavailable, SandboxUnavailable. The failure is the same for a
+        session that never existed, is closed, or belongs to another tenant.
         """
         location = await dispatcher.session_location(tenant, session)
         facts = await dispatcher.session_facts(tenant, session)
         if facts is None:
-            # Of an earlier release, or very old: its host tells the same again.
+            # The record is from an earlier release, or very old. The host reports the same facts again.
             call = ToolCall(
                 id=_call_id(), name="session.open", arguments=await dispatcher.session_start(tenant, session)
             )
             request = Request(call, tenant, session, timeout_s=OPEN_TIMEOUT_S, audience="session")
-            facts = dict(_checked(await dispatcher.dispatch(request)).metadata)
+            facts = dict(_require_success(await dispatcher.dispatch(request)).metadata)
         here = {"queue": location.queue, "host": host_of(location.queue)} if location.queue else {}
         return cls(dispatcher, blobs, tenant, _info(session, tenant, {**facts, **here}), credential, is_guest=True)
 
@@ -199,11 +200,11 @@ class Session:
         call_id: str | None = None,
         on_output: OnOutput | None = None,
     ) -> ToolResult:
-        """Run a tool once. The result says what happened, whatever it was. The same `call_id` never runs twice.
+        """Run a tool once and return its result, also when the call fails. The same `call_id` never runs twice.
 
-        `on_output` gets pieces of output (stream, text) while the tool runs, if the tool shows some; the last piece
-        comes before the result, which has the whole output. A slow `on_output` delays the call, for 10 s at most; the
-        result's metadata counts the characters that it was not given.
+        `on_output` gets pieces of output (stream, text) while the tool runs, if the tool streams output. The last
+        piece comes before the result, which has the whole output. A slow `on_output` delays the call, for 10 s at
+        most. The result's metadata counts the characters that `on_output` did not get.
         """
         call = build_call(name, arguments, call_id)
         if isinstance(call, ToolResult):
@@ -211,7 +212,7 @@ class Session:
         return await self.send(Request(call, self.tenant, self.id, timeout_s=timeout_s), on_output)
 
     async def send(self, request: Request, on_output: OnOutput | None = None) -> ToolResult:
-        """Make a call of this session that is described in full. Otherwise as `call`."""
+        """Send a complete request of this session. Otherwise like `call`."""
         if on_output is not None:
             request.handlers = {**request.handlers, OUTPUT: output_handler(on_output)}
         try:
@@ -224,7 +225,7 @@ class Session:
                 self._info = replace(self._info, sandbox=result.sandbox)
             return result
         except asyncio.CancelledError:
-            # Another process may be about to take a result that is kept.
+            # Another process may be about to read a result that is stored.
             if not request.keeps_result:
                 await asyncio.shield(self._command("cancel", {"call_id": request.call.id}))
             raise
@@ -239,11 +240,11 @@ class Session:
         timeout_s: float = 30,
         on_output: OnOutput | None = None,
     ) -> ExecResult:
-        """Run a program, no shell between. At the limit it gets SIGTERM, a moment later SIGKILL: then `kill` is set,
-        and `returncode` is -15 or -9, or what the program made of the first. `on_output`: as for `call`; the first 1
-        MiB is shown, and the result has all of it.
+        """Run a program without a shell. At the limit the program gets SIGTERM, and a moment later SIGKILL. Then
+        `kill` is set, and `returncode` is -15, -9, or the exit code that the program chose after SIGTERM.
+        `on_output`: as for `call`; it gets the first 1 MiB, and the result has all output.
 
-        Raises ToolFailure when it cannot be started, SandboxUnavailable when the sandbox was lost.
+        Raises ToolFailure when the program cannot be started, SandboxUnavailable when the sandbox was lost.
         """
         arguments: dict[str, Any] = {"argv": list(argv), "env": dict(env or {})} | ({"cwd": cwd} if cwd else {})
         result = await self._verb("exec", arguments, content=stdin, timeout_s=timeout_s, on_output=on_output)
@@ -260,43 +261,45 @@ class Session:
         )
 
     async def write_file(self, path: str, data: bytes) -> None:
-        """Write a whole file, atomically; missing folders are made. At most 64 MiB."""
+        """Write a whole file atomically, and create missing folders. Limit: 64 MiB."""
         await self._verb("write_file", {"path": path}, content=data, timeout_s=COPY_TIMEOUT_S)
 
     async def read_file(self, path: str) -> bytes:
-        """A whole file, at most 64 MiB. Raises ToolFailure(FILE_NOT_FOUND, FILE_TOO_LARGE, ...)."""
+        """Return the content of a file. Limit: 64 MiB. Raises ToolFailure(FILE_NOT_FOUND, FILE_TOO_LARGE, ...)."""
         return await self._content(await self._verb("read_file", {"path": path}, timeout_s=COPY_TIMEOUT_S))
 
     async def export(self, folder: Path | str, path: str = "/workspace") -> list[str]:
-        """Copy a folder of the sandbox into one here, which is made. Gives the names that were left out: links that
-        lead out, special files.
+        """Copy a folder of the sandbox into a local folder, which is created. Return the names of entries that were
+        skipped: links that leave the folder, and special files.
         """
         data = await self._content(await self._verb("export", {"path": path}, timeout_s=COPY_TIMEOUT_S))
         return await asyncio.to_thread(unpack_archive, data, Path(folder))
 
     async def import_folder(self, folder: Path | str, path: str = "/workspace") -> None:
-        """Copy what a folder here holds into one of the sandbox, which is made. At most 64 MiB. Raises ConfigError for
-        what is no folder or too large, ToolFailure when it cannot be made there."""
+        """Copy the content of a local folder into a folder of the sandbox, which is created. Limit: 64 MiB. Raises
+        ConfigError when the path is not a folder or is too large. Raises ToolFailure when the sandbox folder cannot
+        be created.
+        """
         content = await asyncio.to_thread(pack_folder, Path(folder))
-        made = await self.exec(["mkdir", "-p", "--", path])
-        if made.returncode != 0:
-            words = made.stderr.decode(errors="replace").strip()[-500:]
+        created = await self.exec(["mkdir", "-p", "--", path])
+        if created.returncode != 0:
+            error = created.stderr.decode(errors="replace").strip()[-500:]
             raise ToolFailure(
-                ErrorCode.NOT_A_DIRECTORY, f"{path} cannot be made in the sandbox ({words}): name another folder"
+                ErrorCode.NOT_A_DIRECTORY, f"{path} cannot be created in the sandbox ({error}): use another folder"
             )
         await self._verb("import", {"kind": "tar", "path": path}, content=content, timeout_s=COPY_TIMEOUT_S)
 
     async def list_files(self) -> WorkspaceListing:
-        """List the files of /workspace. Raises ToolFailure when there are too many for one answer."""
+        """List the files of /workspace. Raises ToolFailure when there are too many for one result."""
         result = await self.exec(["bash", "-c", _LIST_FILES], cwd="/workspace", timeout_s=COPY_TIMEOUT_S)
         if result.timed_out or result.truncated:
             raise ToolFailure(
                 ErrorCode.FILE_TOO_LARGE,
-                "the workspace has more files than can be listed at once: delete what is not needed",
+                "the workspace has too many files for one list: delete files that you do not need",
             )
         if result.returncode != 0:
-            words = result.stderr.decode(errors="replace").strip()[-500:]
-            raise ToolFailure(ErrorCode.INTERNAL, f"the files of the workspace cannot be listed: {words}")
+            error = result.stderr.decode(errors="replace").strip()[-500:]
+            raise ToolFailure(ErrorCode.INTERNAL, f"the files of the workspace cannot be listed: {error}")
         return _parse_listing(result.stdout)
 
     async def save_files(self, file: str, paths: Sequence[str]) -> None:
@@ -308,14 +311,18 @@ class Session:
         listed = b"".join(os.fsencode(path) + b"\0" for path in paths)
         written = await self.exec(["bash", "-c", 'cat > "$1"', "list", names], stdin=listed, timeout_s=COPY_TIMEOUT_S)
         if written.returncode != 0:
-            raise ToolFailure(ErrorCode.NO_SPACE, "the session has no room for the list of its artifacts")
+            raise ToolFailure(
+                ErrorCode.NO_SPACE,
+                "the session has no space for the list of its artifacts: delete files that you do not need",
+            )
         await self._verb("save_files", {"file": file, "names": names}, timeout_s=ARCHIVE_TIMEOUT_S)
 
     async def checkpoint(self) -> Checkpoint:
-        """Keep the files, long outputs and shell state as they are now; other calls may go on meanwhile. It outlives
-        the session.
+        """Store the current files, long outputs and shell state. Other calls may run at the same time. The checkpoint
+        outlives the session.
 
-        Raises ToolFailure: FILE_TOO_LARGE, NO_SPACE when the tenant keeps too many; SandboxUnavailable.
+        Raises ToolFailure(FILE_TOO_LARGE), ToolFailure(NO_SPACE) when the tenant has too many checkpoints,
+        SandboxUnavailable.
         """
         metadata = (await self._verb("checkpoint", {}, timeout_s=ARCHIVE_TIMEOUT_S)).metadata
         return Checkpoint(
@@ -327,18 +334,20 @@ class Session:
         )
 
     async def info(self) -> SessionInfo:
-        """Where the session lives, as its last call found it."""
+        """Return the session's location, as its last call found it."""
         queue = self._dispatcher.session_queue(self.tenant, self.id)
         if queue is not None and queue != self._info.queue:
             self._info = replace(self._info, queue=queue, host=host_of(queue))
         return self._info
 
     async def close(self) -> None:
-        """Remove the sandbox; returns when its container is removed. Closing again does nothing, unless it failed."""
+        """Remove the sandbox and return when its container is removed. A second call does nothing, unless the first
+        failed.
+        """
         if not self._closed:
             self._closed = True
             try:
-                _checked(await self._dispatcher.close_session(self.tenant, self.id))
+                _require_success(await self._dispatcher.close_session(self.tenant, self.id))
             except BaseException:
                 self._closed = False
                 raise
@@ -349,12 +358,14 @@ class Session:
     async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if self._is_guest:
             return
-        # Shielded: a cancelled program still takes its sandbox down, and does not queue for it.
+        # Shielded, so that a cancelled program still removes its sandbox. It does not wait in the host's queue.
         urgent = kind is not None and issubclass(kind, asyncio.CancelledError)
         await asyncio.shield(self._abandon() if urgent else self.close())
 
     async def _abandon(self) -> None:
-        """Have the sandbox removed without waiting in its host's queue; then confirm it, if that can be had soon."""
+        """Order the removal of the sandbox without waiting in its host's queue. Then confirm the removal, if the host
+        answers soon.
+        """
         if self._closed:
             return
         await self._command("close")
@@ -363,12 +374,14 @@ class Session:
                 await self.close()
 
     async def _check_credential(self) -> None:
-        """A key that was revoked is good for nothing more, in sessions that are open as well."""
+        """Check the key again. A revoked key is refused in open sessions too."""
         if self._credential is not None:
             await self._credential.check(self.tenant)
 
     async def _command(self, verb: str, arguments: Mapping[str, Any] | None = None) -> None:
-        """If Redis does not answer, the call runs into its own limit, and the sandbox into its time to live."""
+        """Send an order to the host. If Redis does not answer, the call runs until its limit, and the sandbox until
+        it expires.
+        """
         call = ToolCall(id=_call_id(), name=f"session.{verb}", arguments=dict(arguments or {}))
         with contextlib.suppress(BrokerUnavailable):
             await self._dispatcher.command(call, self.tenant, self.id)
@@ -386,7 +399,7 @@ class Session:
         call = ToolCall(id=_call_id(), name=f"session.{name}", arguments=arguments)
         request = Request(call, self.tenant, self.id, timeout_s=timeout_s, blob=blob, audience="session")
         try:
-            return _checked(await self.send(request, on_output))
+            return _require_success(await self.send(request, on_output))
         finally:
             if blob is not None:
                 await self._blobs.drop(blob)
@@ -396,14 +409,14 @@ class Session:
 
 
 async def delete_checkpoint(dispatcher: Dispatcher, tenant: str, checkpoint: str) -> bool:
-    """Delete a tenant's checkpoint by any host. False when there is none of that id. Raises SandboxUnavailable,
-    ToolFailure.
+    """Delete a tenant's checkpoint through any host. Return False when the tenant has no checkpoint of that id.
+    Raises SandboxUnavailable, ToolFailure.
     """
     call = ToolCall(id=_call_id(), name="session.delete_checkpoint", arguments={"checkpoint": checkpoint})
-    # A verb needs a session to name its tenant; this one is never opened.
+    # A verb needs a session to name its tenant. This session is never opened.
     session, queue = new_session_name(), await dispatcher.any_queue(tenant)
     request = Request(call, tenant, session, queue, timeout_s=OPEN_TIMEOUT_S, audience="session")
-    return _checked(await dispatcher.dispatch(request)).metadata["deleted"] is True
+    return _require_success(await dispatcher.dispatch(request)).metadata["deleted"] is True
 
 
 def _info(name: str, tenant: str, facts: Mapping[str, Any], sandbox: SandboxInfo | None = None) -> SessionInfo:
@@ -433,8 +446,8 @@ async def _close_when_open(
             await dispatcher.abandon_session(tenant, name)
 
 
-def _checked(result: ToolResult) -> ToolResult:
-    """The result of a verb that worked; otherwise ToolFailure or OperatorError, with the result's own code."""
+def _require_success(result: ToolResult) -> ToolResult:
+    """Return the result of a successful verb; otherwise raise ToolFailure or OperatorError with the result's code."""
     if result.success:
         return result
     code, sentence = result.error_code or ErrorCode.INTERNAL, result.error or "failed"
@@ -448,7 +461,7 @@ def _checked(result: ToolResult) -> ToolResult:
 
 
 def build_call(name: str, arguments: Mapping[str, Any], call_id: str | None = None) -> ToolCall | ToolResult:
-    """Return the call, or the result that refuses it: a name that no tool can have, an id or arguments that cannot be
+    """Return the call, or a result that refuses it: no tool can have this name, or the id or the arguments cannot be
     sent.
     """
     try:
@@ -467,7 +480,7 @@ def _parse_listing(output: bytes) -> WorkspaceListing:
     """Parse the output of _LIST_FILES. Raises ToolFailure."""
     parts = [os.fsdecode(part) for part in output.split(b"\0")]
     if len(parts) % 2 == 0:
-        raise ToolFailure(ErrorCode.INTERNAL, "the sandbox has listed its files in another way than it was asked to")
+        raise ToolFailure(ErrorCode.INTERNAL, "the sandbox returned a file list in an unexpected format")
     pairs = list(zip(parts[:-1:2], parts[1::2], strict=True))
     files = [path for target, path in pairs if target == "f" or target.startswith("/workspace/")]
     links = [path for target, path in pairs if target != "f" and not target.startswith("/workspace/")]

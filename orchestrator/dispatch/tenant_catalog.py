@@ -1,7 +1,8 @@
-"""The tools and skills of each tenant, and whether a call of one may be sent.
+"""Tools and skills of each tenant, and the rules for their calls.
 
-The workers publish tools; a tenant's own skills add to them, and some of those are tools. Administrators' switches and
-the tenant's policy forbid calls. What a run asks about before a call is decided here as well.
+The workers publish tools. A tenant's own skills add to them; some of these skills are tools. The switches of
+administrators and the policy of the tenant forbid calls. This module also decides which approval rules apply to a
+run.
 """
 
 import asyncio
@@ -22,28 +23,30 @@ from store.switches import SwitchSource
 from store.tenants import OpenTenants, TenantSource
 
 _FROM_SERVERS = "mcp__"
-"""What names of MCP servers' tools begin with."""
+"""Prefix of the names of tools from MCP servers."""
 
 
 @dataclass(frozen=True)
 class Offer:
-    """As it is now. `tools`: session verbs included; `skills`: by name, `own` those of them that are the tenant's."""
+    """Current tools and skills of one tenant. `tools`: all tools, including session verbs. `skills`: all skills, by
+    name. `own`: the names of the tenant's own skills.
+    """
 
     tools: tuple[ToolSpec, ...]
     skills: tuple[SkillSummary, ...]
     own: frozenset[str]
     hiding: frozenset[str]
-    """Own skills, in place of which the tenant would have the workers' of that name."""
+    """Own skills that replace a skill of the workers with the same name."""
     as_tools: frozenset[str]
-    """Skills that are tools of their own name."""
-    taken: frozenset[str]
-    """Own skills that would be tools, had none of the workers' tools their name."""
+    """Skills that are tools with the same name."""
+    name_taken: frozenset[str]
+    """Own skills that are not tools because a tool of the workers has their name."""
 
     def describe(self, skill: str) -> dict[str, str | bool]:
-        """Where a skill of that name is from, and what it is besides. `tool`: yes, no, or "name taken" by a tool of the
-        workers.
+        """Return the source and the kind of a skill. `tool`: "yes", "no", or "name taken" if a tool of the workers
+        has the name.
         """
-        tool = "yes" if skill in self.as_tools else "name taken" if skill in self.taken else "no"
+        tool = "yes" if skill in self.as_tools else "name taken" if skill in self.name_taken else "no"
         return {
             "source": "tenant" if skill in self.own else "system",
             "tool": tool,
@@ -52,33 +55,33 @@ class Offer:
 
 
 class TenantCatalog:
-    """The tools of all tenants of a deployment. `installed` None: tenants have no skills of their own. Raises
-    ConfigError when no worker lives, BrokerUnavailable.
+    """Finds the tools of all tenants of a deployment. `installed` None: tenants have no skills of their own. All
+    methods raise ConfigError when no worker lives, and BrokerUnavailable.
     """
 
     def __init__(self, catalog: CatalogSource, installed: SkillStore | None = None) -> None:
         self._catalog, self._installed = catalog, installed
         self.published: tuple[ToolSpec, ...] = ()
-        """What the workers published when `find` was called last."""
+        """Tools that the workers published at the last call of `find`."""
         self._by_name: dict[str, ToolSpec] = {}
         self._skills: tuple[SkillSummary, ...] = ()
         self._system: dict[str, SkillSummary] = {}
 
     async def of(self, tenant: str) -> Offer:
-        """All of it, in one round trip beside the catalog's."""
+        """Return all tools and skills of the tenant. The skills take one round trip; the catalog has its own."""
         tools = {spec.name: spec for spec in await self._catalog.specs() if spec.is_for(tenant)}
         system = {skill.name: skill for skill in await self._catalog.skills()}
         installed = await self._installed.all(tenant) if self._installed is not None else {}
         as_tools = {name for name, spec in tools.items() if _is_skills(spec, system)}
-        wanted = (
+        candidates = (
             {name: tool for name, record in installed.items() if (tool := _as_tool(record)) is not None}
             if SKILL_TOOL in tools
             else {}
         )
-        free = {name: tool for name, tool in wanted.items() if self._is_free(name, tools.get(name), system)}
+        free = {name: tool for name, tool in candidates.items() if self._is_free(name, tools.get(name), system)}
         tools |= free
         skills = system | {name: record.skill for name, record in installed.items()}
-        # A skill of the tenant's that is no tool hides the workers' tool of its name as well.
+        # A tenant's skill that is not a tool also hides the workers' tool with its name.
         for name in as_tools & installed.keys() - free.keys():
             del tools[name]
         return Offer(
@@ -87,21 +90,21 @@ class TenantCatalog:
             own=frozenset(installed),
             hiding=frozenset(system.keys() & installed.keys()),
             as_tools=frozenset((as_tools - installed.keys()) | free.keys()),
-            taken=frozenset(wanted.keys() - free.keys()),
+            name_taken=frozenset(candidates.keys() - free.keys()),
         )
 
     async def find(self, name: str, tenant: str, audience: str = "model") -> ToolSpec:
-        """Return the tool of that name. `audience`: model, or session for its verbs. The tenant's skills are looked up
-        only if one of them can be the tool.
+        """Return the tool of that name. `audience`: "model", or "session" for session verbs. The tenant's skills are
+        read only if one of them can be the tool.
 
         Raises ToolFailure(TOOL_NOT_FOUND) with the nearest names, ConfigError when no worker serves the tool now.
         """
         specs, skills = await self._catalog.specs(), await self._catalog.skills()
         if specs is not self.published or skills is not self._skills:
-            # Catalogs are read once a second, tools are looked up for every call.
+            # The catalog changes at most once a second, and every call looks up a tool.
             self.published, self._by_name = specs, {spec.name: spec for spec in specs}
             self._skills, self._system = skills, {skill.name: skill for skill in skills}
-        spec = self._published(name, tenant)
+        spec = self._find_published(name, tenant)
         if self._installed is not None and self._may_be_own(name, tenant, spec):
             record = await self._installed.find(tenant, name)
             spec = _as_tool(record) if record is not None else spec
@@ -115,22 +118,22 @@ class TenantCatalog:
 
     def _may_be_own(self, name: str, tenant: str, spec: ToolSpec | None) -> bool:
         is_verb = spec is not None and spec.audience != "model"
-        has_skills = self._published(SKILL_TOOL, tenant) is not None
+        has_skills = self._find_published(SKILL_TOOL, tenant) is not None
         return not is_verb and has_skills and self._is_free(name, spec, self._system)
 
-    def _published(self, name: str, tenant: str) -> ToolSpec | None:
+    def _find_published(self, name: str, tenant: str) -> ToolSpec | None:
         spec = self._by_name.get(name)
         return spec if spec is not None and spec.is_for(tenant) else None
 
     def explain_missing(self, name: str) -> str | None:
-        """Return why a tool that exists cannot be called now; None: no such tool is known. As of the last `of` or
-        `find`.
+        """Return the reason why an existing tool cannot be called now; None if the tool does not exist. Uses the
+        catalog of the last `of` or `find`.
         """
         return self._catalog.explain_missing(name)
 
     def _is_free(self, name: str, published: ToolSpec | None, system: Mapping[str, SkillSummary]) -> bool:
-        """Whether a tenant's skill can be the tool of that name: it is nobody's, or a skill's of the workers, before
-        which the tenant's goes.
+        """Return whether a tenant's skill can be the tool of that name: no tool has the name, or a skill of the
+        workers has it. The tenant's skill takes precedence over a skill of the workers.
         """
         if name in BUILTIN_TOOLS or name.startswith(_FROM_SERVERS):
             return False
@@ -138,30 +141,32 @@ class TenantCatalog:
 
 
 def _as_tool(record: InstalledSkill) -> ToolSpec | None:
-    """Whatever was kept of it: it is judged as a tenant's."""
+    """Return the skill as a tool. Stored data of a tenant's skill never gets more rights than a tenant's skill may
+    have.
+    """
     return record.tool.model_copy(update={"is_installed_skill": True}) if record.tool is not None else None
 
 
 def _is_skills(spec: ToolSpec, system: Mapping[str, SkillSummary]) -> bool:
-    """Whether the workers' tool is one of their skills."""
+    """Return whether the workers' tool is one of their skills."""
     is_other = spec.name in BUILTIN_TOOLS or spec.name.startswith(_FROM_SERVERS)
     return spec.pool == "sandbox" and spec.audience == "model" and spec.name in system and not is_other
 
 
 MAX_INLINE_CHARS = 4 * 1024
-"""Longer commands are judged in a thread: hostile ones take up to a second."""
+"""Length above which a command is checked in a thread. A hostile command can take up to one second."""
 
 
 @dataclass(frozen=True)
 class CallRules:
-    """What tenants may call. `switches` None: no tool can be turned off."""
+    """Rules for the calls of tenants. `switches` None: no tool can be turned off."""
 
     tenants: TenantSource = field(default_factory=OpenTenants)
     switches: SwitchSource | None = None
 
     async def policy(self, tenant: str, tool: str) -> TenantPolicy:
-        """Return the tenant's policy for a call of that tool. A tool that only ends things may be called by a tenant
-        that is no longer registered, too.
+        """Return the tenant's policy for a call of that tool. A tenant that is no longer registered may still call
+        tools that only release resources.
 
         Raises ToolFailure(UNKNOWN_TENANT), BrokerUnavailable, ConfigError for a policy that cannot be read.
         """
@@ -173,8 +178,8 @@ class CallRules:
             return TenantPolicy()
 
     async def check_switch(self, spec: ToolSpec, tenant: str, arguments: Mapping[str, Any] | None = None) -> None:
-        """Raises ToolFailure(TOOL_DISABLED) for a tool that an administrator has turned off, BrokerUnavailable when
-        that is not known.
+        """Raise ToolFailure(TOOL_DISABLED) for a tool that an administrator has turned off. Raises BrokerUnavailable
+        when the switches cannot be read.
         """
         if self.switches is not None and spec.audience == "model":
             switches = await self.switches.switches()
@@ -190,7 +195,7 @@ async def check_policy(policy: TenantPolicy, tenant: str, spec: ToolSpec, argume
 
 
 def is_offered(switches: Mapping[str, Switch], policy: TenantPolicy, spec: ToolSpec) -> bool:
-    """Return whether models of the tenant see the tool. `switches`: by tool, those that count for the tenant."""
+    """Return whether models of the tenant see the tool. `switches`: the tenant's switches, by tool name."""
     return spec.audience == "model" and all(
         used not in switches and policy.allows_tool(used) for used in tools_of(spec, {})
     )
@@ -199,10 +204,11 @@ def is_offered(switches: Mapping[str, Switch], policy: TenantPolicy, spec: ToolS
 def refuse_unasked(
     switches: Mapping[str, Switch], policy: TenantPolicy, tenant: str, spec: ToolSpec, arguments: Mapping[str, Any]
 ) -> None:
-    """Refuse a call that will not be run whatever an approver says, so that no approver is asked. `arguments` as they
-    were given.
+    """Refuse a call that cannot run even with an approval, so that no approver is asked. `arguments`: as the caller
+    gave them.
 
-    Raises ToolFailure: TOOL_DISABLED, PERMISSION_DENIED; none for invalid arguments, which the review reports.
+    Raises ToolFailure(TOOL_DISABLED) or ToolFailure(PERMISSION_DENIED). Invalid arguments raise nothing here; the
+    review reports them.
     """
 
     def find(name: str) -> Switch | None:
@@ -218,8 +224,8 @@ def refuse_unasked(
 
 
 def with_tenant_rules(policy: ApprovalPolicy, tenant_policy: TenantPolicy, tenant: str) -> ApprovalPolicy:
-    """Return the approval policy with the tenant's own rules added: of all that match, deny goes before ask and ask
-    before allow.
+    """Return the approval policy with the tenant's own rules added. Of all rules that match, deny takes precedence
+    over ask, and ask over allow.
     """
     if not tenant_policy.commands:
         return policy

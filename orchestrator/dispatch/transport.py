@@ -1,4 +1,4 @@
-"""Carries an envelope to a worker and its result back; and a variant that runs functions in this process."""
+"""Carry an envelope to a worker and its result back. InProcessTransport runs functions in this process instead."""
 
 import asyncio
 import inspect
@@ -21,12 +21,12 @@ from orchestrator.functions.loop_waits import LoopRunner
 from orchestrator.functions.session_state import MemoryState
 
 CANCEL_GRACE_S = 1.0
-"""How long a cancelled function may take to clean up."""
+"""Time that a cancelled function has for its cleanup."""
 
 
 class CallLost(Exception):
-    """The worker or the host that had the call was lost, and no result will come. `has_started`: the call may have
-    acted; `reason`: what is known, for the result's message.
+    """The worker or the host of the call was lost, and no result will come. `has_started`: the call may have acted.
+    `reason`: the cause, for the result's message.
     """
 
     def __init__(self, reason: str, *, has_started: bool) -> None:
@@ -36,7 +36,7 @@ class CallLost(Exception):
 
 
 class DeliveryFailed(Exception):
-    """The call did not come back with a result of ours."""
+    """The call has no valid result."""
 
     def __init__(self, code: ErrorCode, message: str) -> None:
         super().__init__(message)
@@ -45,28 +45,30 @@ class DeliveryFailed(Exception):
 
 
 class CallIdInUse(DeliveryFailed):
-    """A call of that id is in flight. What the ledger has of it is that call's, not this one's."""
+    """A call with that id is in flight. The record of that id belongs to that call, not to this one."""
 
     def __init__(self, call_id: str) -> None:
         super().__init__(
             ErrorCode.INVALID_ARGUMENTS,
-            f"the call id '{call_id}' is in use by a call in flight: give each call its own",
+            f"the call id '{call_id}' is in use by a call in flight: give each call its own id",
         )
 
 
 class Transport(Protocol):
     """Carries envelopes. `deliver` returns the encoded result. Raises DeliveryFailed, NotSent, CallLost,
-    BrokerUnavailable, or TimeoutError after the request's `wait_s`.
+    BrokerUnavailable, and TimeoutError after the request's `wait_s`.
     """
 
     async def deliver(self, attempt: Attempt) -> Any: ...
 
     def settle(self, tenant: str, call_id: str) -> None:
-        """Let go of the result of a call that was sent with `keeps_result`: it is safe elsewhere."""
+        """Delete the result of a call that was sent with `keeps_result`. The caller must have stored the result
+        elsewhere.
+        """
         ...
 
     async def command(self, queue: str, envelope: str) -> None:
-        """Send an order to the workers of a queue at once, past the queue. There is no result. Raises
+        """Send an order to the workers of a queue. The order does not wait in the queue. There is no result. Raises
         BrokerUnavailable.
         """
         ...
@@ -75,7 +77,7 @@ class Transport(Protocol):
 
 
 class Lookup(Protocol):
-    """Where functions come from: a mapping, or a ToolRegistry. Asked anew for every call."""
+    """Source of functions: a mapping, or a ToolRegistry. Every call reads it again."""
 
     def get(self, name: str, /) -> Any: ...
 
@@ -84,12 +86,13 @@ ContextFor = Callable[[ToolCall, ToolContext], CallContext]
 
 
 class InProcessTransport:
-    """Functions as tools, for programs without a pool and for tests: same envelopes, no queue, no sandbox, no walls.
+    """Runs functions as tools, for programs without a pool and for tests. It has the same envelopes, but no queue, no
+    sandbox and no isolation.
 
-    `functions`: plain functions by name, called with their arguments by name; or tools (contract.registry.Tool) whose
-    handler is called with the arguments and the CallContext that `contexts` makes. Async ones run on the loop and are
-    cancelled at the limit. All others run in daemon threads and are interrupted by an exception; one that is blocked in
-    C code may still run, and its result says so.
+    `functions`: plain functions by name, called with their arguments by name; or tools (contract.registry.Tool),
+    whose handler is called with the arguments and the CallContext from `contexts`. Async functions run on the event
+    loop and are cancelled at the limit. Other functions run in daemon threads and are interrupted by an exception. A
+    function that is blocked in C code may continue to run, and its result says so.
     """
 
     def __init__(
@@ -109,55 +112,55 @@ class InProcessTransport:
         """The last few attempts, for tests."""
 
     async def deliver(self, attempt: Attempt) -> Any:
-        """Run the function of the call's name with its arguments; whatever it gives or raises becomes the result."""
+        """Run the function of the call's name with its arguments. Its return value or exception becomes the result."""
         self.delivered.append(attempt)
         call, context = decode_call(attempt.envelope, self._key)
         clock = _Clock()
-        result = await self._result(call, context, attempt.request.wait_s, clock)
+        result = await self._run(call, context, attempt.request.wait_s, clock)
         return encode_result(
             result.model_copy(update={"clocks": clock.read()}),
             seal=ResultSeal(self._key, context.tenant, context.attempt),
         )
 
     def settle(self, tenant: str, call_id: str) -> None:
-        """Nothing is kept."""
+        """Do nothing: no result is stored."""
 
     async def command(self, queue: str, envelope: str) -> None:
-        """Nothing to tell: a function runs where it was called."""
+        """Do nothing: a function runs in its caller's process."""
 
     async def aclose(self) -> None:
-        """Nothing to close: threads without work end by themselves."""
+        """Do nothing: idle threads end by themselves."""
 
-    async def _result(self, call: ToolCall, context: ToolContext, wait_s: float, clock: "_Clock") -> ToolResult:
-        found = self._functions.get(call.name)
-        if found is None:
+    async def _run(self, call: ToolCall, context: ToolContext, wait_s: float, clock: "_Clock") -> ToolResult:
+        tool = self._functions.get(call.name)
+        if tool is None:
             return ToolResult.failed(call, ErrorCode.TOOL_NOT_FOUND, f"Tool not found: {call.name}")
         limit_s = min(context.timeout_s, wait_s)
         try:
-            function, run = self._prepare(found, call, context)
+            function, run = self._prepare(tool, call, context)
             if is_async(function):
-                ended = await self._run_on_loop(run, limit_s)
+                outcome = await self._run_on_loop(run, limit_s)
             else:
-                ended = await self._run_in_thread(run, limit_s, wait_s, clock)
-            return build_result(call, ended.value) if ended.error is None else build_failure(call, ended.error)
+                outcome = await self._run_in_thread(run, limit_s, wait_s, clock)
+            return build_result(call, outcome.value) if outcome.error is None else build_failure(call, outcome.error)
         except _LimitReached as reached:
             return ToolResult.failed(call, ErrorCode.TIMEOUT, f"{call.name} {reached}")
         except Exception as error:  # noqa: BLE001
-            # the edge: what a user's value raises when it is written down, too, is a result
+            # Encoding the return value of a user's function may raise anything; that becomes a result too.
             return build_failure(call, error)
 
-    def _prepare(
-        self, found: Any, call: ToolCall, context: ToolContext
-    ) -> tuple[Callable[..., Any], Callable[[], Any]]:
-        """What is to run, and the call of it with nothing left to give."""
-        if isinstance(found, Tool):
-            handler, surroundings = found.handler, self._contexts(call, context)
-            return handler, lambda: handler(dict(call.arguments), surroundings)
-        return found, lambda: found(**call.arguments)
+    def _prepare(self, tool: Any, call: ToolCall, context: ToolContext) -> tuple[Callable[..., Any], Callable[[], Any]]:
+        """Return the function, and a callable that runs it with its arguments."""
+        if isinstance(tool, Tool):
+            handler, call_context = tool.handler, self._contexts(call, context)
+            return handler, lambda: handler(dict(call.arguments), call_context)
+        return tool, lambda: tool(**call.arguments)
 
     async def _run_on_loop(self, run: Callable[[], Any], limit_s: float) -> Ended:
-        """In a task of its own: one that will not be cancelled is left behind, and the loop goes on."""
-        task = asyncio.create_task(_end_of(run))
+        """Run the function in its own task. If the task ignores its cancellation, it is left running and the event
+        loop continues.
+        """
+        task = asyncio.create_task(_await_outcome(run))
         try:
             finished, _ = await asyncio.wait({task}, timeout=limit_s)
         except asyncio.CancelledError:
@@ -172,7 +175,7 @@ class InProcessTransport:
         )
 
     async def _cancel(self, task: "asyncio.Task[Ended]") -> bool:
-        """Whether it has ended."""
+        """Cancel the task. Return whether it has ended."""
         task.cancel()
         self._abandoned.add(task)
         task.add_done_callback(self._abandoned.discard)
@@ -194,27 +197,27 @@ class InProcessTransport:
             await asyncio.wait({blocking.ended}, timeout=CANCEL_GRACE_S)
             rest = "" if blocking.ended.done() else " and is blocked outside of Python code: it may still run"
             raise _LimitReached(f"did not end within its limit of {limit_s:g} s{rest}")
-        ended = blocking.ended.result()
-        if ended.error is None and inspect.isawaitable(ended.value):
-            return await self._run_on_loop(lambda: ended.value, max(0.0, limit_s - clock.read().run_s))
-        return ended
+        outcome = blocking.ended.result()
+        if outcome.error is None and inspect.isawaitable(outcome.value):
+            return await self._run_on_loop(lambda: outcome.value, max(0.0, limit_s - clock.read().run_s))
+        return outcome
 
     async def _await_start(self, blocking: BlockingCall, wait_s: float) -> None:
         await asyncio.wait({blocking.started}, timeout=wait_s)
         if not blocking.started.done() and self._threads.withdraw(blocking):
-            sentence = (
+            message = (
                 f"was not run: all {self._threads.limit} threads were busy for {wait_s:g} s with functions that have "
                 "not returned"
             )
-            raise _LimitReached(sentence)
+            raise _LimitReached(message)
 
 
 class _LimitReached(Exception):
-    """A call's time is up. The message goes behind the tool's name."""
+    """A call has reached its time limit. The message follows the tool's name."""
 
 
 class _Clock:
-    """When a call came and when it began to run; async ones begin at once."""
+    """Measures the wait and the run of a call. Async functions have no wait."""
 
     def __init__(self) -> None:
         self._came = self._began = time.monotonic()
@@ -226,14 +229,14 @@ class _Clock:
         return Clocks(queued_s=self._began - self._came, run_s=time.monotonic() - self._began)
 
 
-async def _end_of(run: Callable[[], Any]) -> Ended:
-    """How an awaitable ends. Only the program's own end, KeyboardInterrupt, is let through: raised in a task it stops
-    the loop.
+async def _await_outcome(run: Callable[[], Any]) -> Ended:
+    """Return the value or the exception of an awaitable. KeyboardInterrupt is not caught: raised in a task, it stops
+    the event loop.
     """
     try:
         return Ended(value=await run())
     except (Exception, SystemExit, asyncio.CancelledError) as error:  # noqa: BLE001
-        # the edge: a user's function may raise anything
+        # A user's function may raise anything.
         return Ended(error=error)
 
 

@@ -1,5 +1,5 @@
-"""Where a session's first files come from: a folder, an archive, or a git bundle. Only looked at here; unpacked inside
-the sandbox.
+"""Sources of a session's first files: a folder, an archive, or a git bundle. This module only checks them; the
+sandbox unpacks them.
 """
 
 import bz2
@@ -22,48 +22,49 @@ _OPENERS: Mapping[str, Callable[[bytes], bytes]] = {
     "tar.bz2": lambda content: bz2.BZ2Decompressor().decompress(content, tarfile.BLOCKSIZE),
     "tar.xz": lambda content: lzma.LZMADecompressor(memlimit=_XZ_MEMORY_BYTES).decompress(content, tarfile.BLOCKSIZE),
 }
-_KNOWN = f"a folder, {KNOWN_KINDS}"
+_SOURCES = f"a folder, {KNOWN_KINDS}"
 _BUNDLE_HINT = "make it with `git bundle create FILE HEAD --branches`"
 
 
 @dataclass(frozen=True)
 class WorkspaceSource:
-    """Bytes that the verb `session.import` takes, and as which `kind`."""
+    """Bytes for the verb `session.import`, and their `kind`."""
 
     kind: str
     content: bytes
 
 
 def load_source(path: Path) -> WorkspaceSource:
-    """A folder packed, any other file as it is: what it is says its content, not its name.
+    """Return a folder as an archive, and any other file unchanged. The content decides the kind of a file, not its
+    name.
 
-    Raises ConfigError for what is missing, no source, unreadable, larger than a blob, or a bundle that cannot be cloned
-    by itself.
+    Raises ConfigError for a path that is missing, unreadable, of no supported kind or larger than a blob, and for a
+    bundle that cannot be cloned alone.
     """
     try:
         mode = path.stat().st_mode
         if stat.S_ISDIR(mode):
             return WorkspaceSource("tar", pack_folder(path))
         if not stat.S_ISREG(mode):
-            raise ConfigError(f"the workspace {path} is no plain file: give {_KNOWN}")
+            raise ConfigError(f"the workspace {path} is not a regular file: give {_SOURCES}")
         content = _read(path)
     except FileNotFoundError:
-        raise ConfigError(f"the workspace {path} does not exist: give {_KNOWN}") from None
+        raise ConfigError(f"the workspace {path} does not exist: give {_SOURCES}") from None
     except OSError as error:
         raise ConfigError(
-            f"the workspace {path} cannot be read ({error}): fix its permissions or give another"
+            f"the workspace {path} cannot be read ({error}): fix its permissions or give another path"
         ) from error
     kind = find_source_kind(content)
     if kind is None:
-        raise ConfigError(f"the workspace {path} is of no kind that is known: give {_KNOWN}")
+        raise ConfigError(f"the workspace {path} is of no supported kind: give {_SOURCES}")
     if kind == "bundle":
         _check_bundle(path, content)
     return WorkspaceSource(kind, content)
 
 
 def find_source_kind(content: bytes) -> str | None:
-    """Return the kind of an archive or a bundle; None also for compressed content that is no tar. The sandbox finds out
-    whether the rest is whole.
+    """Return the kind of an archive or a bundle. Return None for other content, also for compressed content that is
+    not a tar. The sandbox checks the rest of the content.
     """
     kind = find_kind(content)
     if kind is not None and kind in _OPENERS and not _holds_tar(kind, content):
@@ -72,7 +73,9 @@ def find_source_kind(content: bytes) -> str | None:
 
 
 def _holds_tar(kind: str, content: bytes) -> bool:
-    """Looks at the first block alone: how much there would be behind it is the sandbox's to bear."""
+    """Return whether the first block is that of a tar. Only the sandbox reads more, because compressed content may be
+    very large.
+    """
     try:
         block = _OPENERS[kind](content)
     except (OSError, EOFError, zlib.error, lzma.LZMAError, ValueError):
@@ -84,16 +87,18 @@ def _read(path: Path) -> bytes:
     with path.open("rb") as file:
         content = file.read(MAX_BLOB_BYTES + 1)
     if len(content) > MAX_BLOB_BYTES:
-        raise ConfigError(f"the workspace {path} is larger than {MAX_BLOB_BYTES} bytes: give a smaller one")
+        raise ConfigError(f"the workspace {path} is larger than {MAX_BLOB_BYTES} bytes: give a smaller workspace")
     return content
 
 
 def _check_bundle(path: Path, content: bytes) -> None:
-    """Raises ConfigError for one without HEAD, which no branch could be checked out of, and for a part of a history."""
+    """Raise ConfigError for a bundle without HEAD, which has no branch to check out, and for a bundle with only a
+    part of a history.
+    """
     end = content.find(b"\n\n")
     if end < 0:
-        raise ConfigError(f"the git bundle {path} is cut or damaged: {_BUNDLE_HINT}")
-    # Searched, not split: of 64 MiB of short lines a list would take gigabytes.
+        raise ConfigError(f"the git bundle {path} is truncated or damaged: {_BUNDLE_HINT}")
+    # Search instead of splitting: a list of the short lines of 64 MiB would take gigabytes.
     if content.find(b"\n-", 0, end) >= 0:
         raise ConfigError(
             f"the git bundle {path} holds only a part of a history, which needs the rest to be cloned: {_BUNDLE_HINT}"

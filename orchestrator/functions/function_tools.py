@@ -82,7 +82,7 @@ def _from_parts(part: Callable[[str], Any]) -> LocalTool:
 
 
 def _spec_of(value: Any, schema: dict[str, Any]) -> ToolSpec:
-    return _build_spec(value.name, lambda key: getattr(value, key, None), plain_schema(schema, tell_null_as_type=True))
+    return _build_spec(value.name, lambda key: getattr(value, key, None), plain_schema(schema, null_as_type=True))
 
 
 def _build_spec(name: str, part: Callable[[str], Any], schema: dict[str, Any]) -> ToolSpec:

@@ -8,7 +8,7 @@ from typing import Any, TypeGuard
 
 from pydantic import BaseModel
 
-from contract.functions.call_context import CallContext, CallHandler, KnownHandler
+from contract.functions.call_context import CallContext, CallHandler, FunctionHandler
 from contract.functions.call_handlers import build_execute_handler, build_function_handler
 from contract.functions.function_schemas import is_async, read_function, tool_parameters
 from contract.functions.json_schemas import JsonSchema, plain_schema
@@ -97,9 +97,9 @@ def build_langchain_handler(value: Any, schema: JsonSchema) -> CallHandler:
     run = _runner(value)
     if SINGLE_ARGUMENT in schema.get("properties", {}):
         # By its place: that name is nobody's.
-        return KnownHandler(lambda arguments, _: run(*arguments.values()), is_async(run))
+        return FunctionHandler(lambda arguments, _: run(*arguments.values()), is_async(run))
     if any(getattr(value, name, None) is not None for name in _SCHEMAS):
-        return KnownHandler(lambda arguments, _: run(**arguments), is_async(run))
+        return FunctionHandler(lambda arguments, _: run(**arguments), is_async(run))
     return build_function_handler(run, value.name)
 
 
@@ -117,7 +117,7 @@ def build_base_tool_handler(value: Any) -> CallHandler:
     """`_run(**args)`, else `run(**args)`; a parameter annotated CallContext gets the context."""
     run = _runner(value)
     if getattr(value, "parameters", None) is not None:
-        return KnownHandler(lambda arguments, _: run(**arguments), is_async(run))
+        return FunctionHandler(lambda arguments, _: run(**arguments), is_async(run))
     return build_function_handler(run, value.name)
 
 
@@ -127,7 +127,7 @@ def _build_call_handler(value: Any, invoke: Callable[..., Any]) -> CallHandler:
     def run(arguments: dict[str, Any], context: CallContext) -> Any:
         return invoke({"type": "tool_call", "id": context.call_id, "name": value.name, "args": arguments})
 
-    return KnownHandler(run, is_async(invoke))
+    return FunctionHandler(run, is_async(invoke))
 
 
 def _wants_call(value: Any) -> bool:

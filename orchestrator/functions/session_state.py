@@ -12,10 +12,10 @@ from contract.functions.session_state import (
     MAX_STATE_BYTES,
     MAX_VALUE_BYTES,
     Change,
-    contended,
+    contention_error,
     encode_value,
     entry_size,
-    full,
+    state_full_error,
 )
 
 
@@ -60,7 +60,7 @@ class MemoryState:
                 if self._entries.get(key, _ABSENT).version == before.version:
                     self._store(key, text)
                     return json.loads(text)
-        raise contended(key)
+        raise contention_error(key)
 
     async def items(self) -> dict[str, Any]:
         with self._lock:
@@ -72,6 +72,6 @@ class MemoryState:
         before = self._entries.get(key)
         size = self._size + entry_size(key, text) - (entry_size(key, before.text) if before is not None else 0)
         if size > self._max_state_bytes:
-            raise full(key, size, self._max_state_bytes)
+            raise state_full_error(key, size, self._max_state_bytes)
         self._entries[key] = _Entry((before or _ABSENT).version + 1, text)
         self._size = size

@@ -46,7 +46,7 @@ __all__ = ["Agent", "ReActStrategy", "RunCall", "RunResult"]
 log = get_logger(__name__)
 
 MAX_REFUSALS = 4
-"""How often a request that is too long is shortened and sent again."""
+"""Limit of repeated requests after a request was too long. Each one is shorter."""
 
 
 @dataclass(frozen=True)
@@ -140,7 +140,7 @@ class _Reply:
 
 
 class _Run:
-    """One run of an agent, from its first request to its end."""
+    """State of one run of an agent, from its first request to its end."""
 
     def __init__(self, agent: Agent, request: str, history: Sequence[Message]) -> None:
         self._id = agent.run_id or secrets.token_hex(8)

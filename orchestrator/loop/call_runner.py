@@ -26,7 +26,7 @@ REPEATS = 3
 RunCall = Callable[[ToolCall], Awaitable[ToolResult]]
 Requested = CallRequested | MalformedCall
 Observed = tuple[str, ToolResult]
-"""(the model's id of the call, or ours if it has none; its result)."""
+"""(the model's id of the call, or the run's own id for it if the model gave none; its result)."""
 
 
 class CallRunner:

@@ -69,8 +69,8 @@ def build_tool_call(call_id: str, name: str, arguments: Mapping[str, Any]) -> di
 def convert_to_wire(message: Any) -> Message:
     """Return the message in the wire shape.
 
-    Accepts our message objects, a dict in the wire shape (copied), or an object with `type` and `content`. Raises
-    TypeError for anything else.
+    Accepts the message objects of this module, a dict in the wire shape (copied), or an object with `type` and
+    `content`. Raises TypeError for anything else.
     """
     if isinstance(message, Mapping):
         return dict(message)

@@ -44,8 +44,8 @@ class ContextWindow:
         """
         total = self._total(messages)
         self.limit_tokens = limit_tokens or self.limit_tokens or max(1, int(total / self._bytes_per_token))
-        # The refused request exceeded the limit, whatever the estimate was. The factor makes each further refusal
-        # shorten the request again.
+        # The refused request exceeded the limit, even if the estimate was lower. The factor makes each further
+        # refusal shorten the request again.
         self._bytes_per_token = min(self._bytes_per_token, total / self.limit_tokens) * 0.9
 
     def fit(

@@ -1,3 +1,3 @@
-"""Serves the pool's tools to clients of the Model Context Protocol (docs/integrations.md). Only this package imports
-its SDK on this side.
+"""MCP server for the tools of the pool (docs/integrations.md). Only this package imports the MCP SDK in the
+orchestrator.
 """

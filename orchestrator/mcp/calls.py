@@ -1,4 +1,6 @@
-"""`tools/call` and `tools/list` of one caller: found, checked, approved, sent, and heard while it runs."""
+"""Handlers of `tools/call` and `tools/list` for one caller: find the tool, check and approve the call, send it, and
+report its output while it runs.
+"""
 
 import asyncio
 import re
@@ -30,23 +32,23 @@ from contract.schema import find_aliases, find_nearest
 from contract.specs import NO_NETWORK, ToolSpec
 from orchestrator.approvals import Approver
 from orchestrator.dispatch.dispatcher import note_aliases
-from orchestrator.mcp.consents import LaterApprover, Pending, build_question, choose_client_approver
-from orchestrator.mcp.leases import Leases
+from orchestrator.mcp.consents import LaterApprover, PendingApproval, build_question, choose_client_approver
+from orchestrator.mcp.leases import SessionLeases
 from orchestrator.sdk.client import ToolClient
 
 OUTPUT_SCHEMA: dict[str, Any] = {
     "type": "object",
     "properties": {
-        "text": {"type": "string", "description": "What a model reads of the result: the same as the text content."},
+        "text": {"type": "string", "description": "The text of the result for a model: the same as the text content."},
         "success": {"type": "boolean"},
         "error_code": {
             "type": ["string", "null"],
-            "description": "Of a call that failed: a closed code, such as TIMEOUT.",
+            "description": "The error code of a failed call, such as TIMEOUT.",
         },
-        "truncated": {"type": "boolean", "description": "Whether the text is not all of the output."},
+        "truncated": {"type": "boolean", "description": "Whether the text contains only a part of the output."},
         "spill": {
             "type": ["object", "null"],
-            "description": "Where all of a truncated output lies in the session.",
+            "description": "The file in the session with the whole of a truncated output.",
             "properties": {
                 "path": {"type": "string"},
                 "bytes": {"type": "integer"},
@@ -56,18 +58,18 @@ OUTPUT_SCHEMA: dict[str, Any] = {
         },
         "metadata": {
             "type": "object",
-            "description": "What the tool tells beside its text; which, depends on the tool.",
+            "description": "Further facts about the result; their names depend on the tool.",
         },
     },
     "required": ["text", "success", "error_code", "truncated", "spill", "metadata"],
 }
-"""Of every tool: the whole result as programs read it. The text is in it too, for some clients show a model the
-structured content alone.
+"""Output schema of every tool: the whole result for programs. It includes the text, because some clients show a model
+only the structured content.
 """
 
 
 def build_tool(spec: ToolSpec) -> Tool:
-    """The tool as clients get it."""
+    """Return the tool in MCP's format."""
     return Tool(
         name=spec.name,
         description=spec.description,
@@ -78,8 +80,8 @@ def build_tool(spec: ToolSpec) -> Tool:
 
 
 def build_hints(spec: ToolSpec) -> ToolAnnotations:
-    """What MCP's hints say of a tool. Of one that only reads it is left open what would be about its changes."""
-    # Inside a sandbox only a command reaches what network there is.
+    """Return MCP's hints about a tool. A tool that only reads has no hints about changes."""
+    # In a sandbox, only commands can use the network.
     reaches_out = spec.pool != "sandbox" or (spec.command_parameter is not None and spec.network != NO_NETWORK)
     if spec.read_only:
         return ToolAnnotations(read_only_hint=True, open_world_hint=reaches_out)
@@ -89,16 +91,14 @@ def build_hints(spec: ToolSpec) -> ToolAnnotations:
 
 
 SESSION_META = "toolcrew/session"
-"""In `_meta` of a call: the session that it is for; in that of its result: the one that it was made in."""
-_REDIS_AWAY = "the pool's Redis does not answer, or does not do it: try again in a moment"
+"""Key in `_meta`: the session that a call requests, and the session in which its result was made."""
+_REDIS_AWAY = "the pool's Redis does not answer or refuses the command: try again in a moment"
 
 
 def build_answer(result: ToolResult, session: str | None) -> CallToolResult:
-    """The answer to `tools/call`. `session`: told when it is open after the call; None: it is not, or there was
-    none.
-    """
+    """Return the answer to `tools/call`. `session`: the session if it is still open after the call, else None."""
     if result.error_code is ErrorCode.BROKER_UNAVAILABLE:
-        # Where it is, is not the client's to know.
+        # The original message contains the address of Redis, which clients must not see.
         result = result.model_copy(update={"error": _REDIS_AWAY})
     text = result.text()
     whole = result.model_dump(mode="json", include={"success", "error_code", "truncated", "spill", "metadata"})
@@ -114,71 +114,75 @@ Context = ServerRequestContext[Any, Any]
 T = TypeVar("T")
 
 END_S = 10.0
-"""How long a call that was cancelled may take to have its command ended."""
+"""Time that a cancelled call has to end its command, in seconds."""
 LIST_FRESH_MS = 2000
-"""A tool that is turned off is off everywhere within so long."""
+"""Validity of a tool list in milliseconds. A switch takes effect everywhere within this time."""
 _SESSION = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 
 @dataclass(frozen=True)
-class Caller:
-    """Who asks. `principal`: what an approval is bound to; `session`: what the address of the request names.
-    `asks_client`: approvals are asked of whoever sits there; else of `approver`, None: of that of `client`."""
+class McpCaller:
+    """McpCaller of a request. `principal`: the identity to which an approval is bound. `session`: the session in the
+    request's address. `asks_client`: the person at the client decides on approvals; otherwise `approver` decides, or
+    with None the approver of `client`.
+    """
 
     client: ToolClient
-    leases: Leases
+    leases: SessionLeases
     principal: str
     asks_client: bool
     approver: Approver | None = None
     session: str | None = None
 
 
-async def list_tools(ctx: Context, caller: Caller) -> ListToolsResult:
-    """What the caller's tenant may call now; in a session that is there already, with what that has of the network."""
+async def list_tools(ctx: Context, caller: McpCaller) -> ListToolsResult:
+    """Return the tools that the caller's tenant may call now. If the session is open, the descriptions include its
+    network.
+    """
     try:
-        session = await caller.leases.attached(_wanted_session(ctx, caller))
+        session = await caller.leases.attached(_requested_session(ctx, caller))
         specs = await caller.client.tools(session=session)
     except (ToolFailure, OperatorError) as error:
-        told = build_answer(_failed("tools", error), None).structured_content
-        raise MCPError(INVALID_PARAMS if isinstance(error, ToolFailure) else -32000, told["text"]) from error
+        content = build_answer(_build_failure("tools", error), None).structured_content
+        raise MCPError(INVALID_PARAMS if isinstance(error, ToolFailure) else -32000, content["text"]) from error
     tools = [build_tool(spec) for spec in sorted(specs, key=lambda spec: spec.name)]
     return ListToolsResult(tools=tools, ttl_ms=LIST_FRESH_MS, cache_scope="private")
 
 
 async def call_tool(
-    ctx: Context, params: CallToolRequestParams, caller: Caller
+    ctx: Context, params: CallToolRequestParams, caller: McpCaller
 ) -> CallToolResult | InputRequiredResult:
-    """The call's answer, or the question that must be answered first. A failure is a result: only the model can make
-    something of it.
+    """Return the call's answer, or the question that a person must answer first. A failure is also a result, because
+    only the model can react to it.
     """
     try:
-        return await _until_ended(_call(ctx, params, caller))
+        return await _cancel_once(_call(ctx, params, caller))
     except (ToolFailure, OperatorError) as error:
-        return build_answer(_failed(params.name, error), None)
+        return build_answer(_build_failure(params.name, error), None)
 
 
-async def _call(ctx: Context, params: CallToolRequestParams, caller: Caller) -> CallToolResult | InputRequiredResult:
-    wanted = _wanted_session(ctx, caller)
+async def _call(ctx: Context, params: CallToolRequestParams, caller: McpCaller) -> CallToolResult | InputRequiredResult:
+    session_id = _requested_session(ctx, caller)
     spec = await _find(caller.client, params.name)
-    pending = Pending.parse(params.request_state)
-    call = _written_down(pending.call if pending is not None else secrets.token_hex(16), params)
+    pending = PendingApproval.parse(params.request_state)
+    call = _parse_call(pending.call if pending is not None else secrets.token_hex(16), params)
     approver = choose_client_approver(ctx, params, pending) if caller.asks_client else caller.approver
-    reviewed = await caller.client.review(call, spec, wanted, approver)
-    if isinstance(approver, LaterApprover) and approver.asked is not None:
-        return build_question(approver.asked)
+    reviewed = await caller.client.review(call, spec, session_id, approver)
+    if isinstance(approver, LaterApprover) and approver.question is not None:
+        return build_question(approver.question)
     if isinstance(reviewed, ToolResult):
         return build_answer(reviewed, None)
     on_output = Progress(ctx.session) if progress_token_from_params(ctx.params) is not None else None
-    async with caller.leases.lease(wanted) as (session, kept):
+    async with caller.leases.lease(session_id) as (session, open_id):
         result = await session.call(reviewed.name, reviewed.arguments, call_id=reviewed.id, on_output=on_output)
     if result.error_code is ErrorCode.SESSION_NOT_FOUND:
-        caller.leases.forget(wanted)
-    return build_answer(note_aliases(result, find_aliases(spec, call.arguments)), kept)
+        caller.leases.forget(session_id)
+    return build_answer(note_aliases(result, find_aliases(spec, call.arguments)), open_id)
 
 
 class Progress:
-    """Tells a client its call's output as progress: `message` is a piece of it, `progress` how many characters there
-    were.
+    """Sends a call's output to the client as progress. `message` is a piece of the output; `progress` is the number
+    of characters so far.
     """
 
     def __init__(self, session: ServerSession) -> None:
@@ -190,9 +194,9 @@ class Progress:
             await self._session.report_progress(self._count, message=text)
 
 
-async def _until_ended(work: Awaitable[T]) -> T:
-    """What it gives. Cancelled: it is too, once, as Ctrl-C does it, and gets the time to end what it began; the SDK
-    would cancel each of its steps.
+async def _cancel_once(work: Awaitable[T]) -> T:
+    """Return the result of `work`. A cancellation cancels `work` once, like Ctrl-C, and waits until it has cleaned
+    up. The SDK would cancel each step of the cleanup again.
     """
     task = asyncio.ensure_future(work)
     try:
@@ -204,24 +208,24 @@ async def _until_ended(work: Awaitable[T]) -> T:
         raise
 
 
-def _wanted_session(ctx: Context, caller: Caller) -> str | None:
-    """The session that the request names, by its address or its `_meta`. Raises ToolFailure(INVALID_ARGUMENTS)."""
-    named: Any = (ctx.meta or {}).get(SESSION_META)
-    if named is not None and not (isinstance(named, str) and _SESSION.fullmatch(named)):
+def _requested_session(ctx: Context, caller: McpCaller) -> str | None:
+    """Return the session that the request names in its address or `_meta`. Raises ToolFailure(INVALID_ARGUMENTS)."""
+    meta_session: Any = (ctx.meta or {}).get(SESSION_META)
+    if meta_session is not None and not (isinstance(meta_session, str) and _SESSION.fullmatch(meta_session)):
         raise ToolFailure(
             ErrorCode.INVALID_ARGUMENTS,
-            f'_meta["{SESSION_META}"] is no name of a session: give the id of one that is open, or "new"',
+            f'_meta["{SESSION_META}"] is not a session name: give the id of an open session, or "new"',
         )
-    if named is not None and caller.session not in (None, named):
+    if meta_session is not None and caller.session not in (None, meta_session):
         raise ToolFailure(
             ErrorCode.INVALID_ARGUMENTS,
-            f'the address names session {caller.session} and _meta["{SESSION_META}"] another: leave one out',
+            f'the address names session {caller.session} and _meta["{SESSION_META}"] another session: omit one of them',
         )
-    return named or caller.session
+    return meta_session or caller.session
 
 
 async def _find(client: ToolClient, name: str) -> ToolSpec:
-    """The tool, as the caller's tenant may call it. Raises ToolFailure."""
+    """Return the tool as the caller's tenant may call it. Raises ToolFailure."""
     callable_now = {spec.name: spec for spec in await client.tools()}
     if (spec := callable_now.get(name)) is not None:
         return spec
@@ -239,22 +243,22 @@ async def _find(client: ToolClient, name: str) -> ToolSpec:
     )
 
 
-def _written_down(call_id: str, params: CallToolRequestParams) -> ToolCall:
-    """Raises ToolFailure(INVALID_ARGUMENTS) for arguments that cannot be sent."""
+def _parse_call(call_id: str, params: CallToolRequestParams) -> ToolCall:
+    """Return the call. Raises ToolFailure(INVALID_ARGUMENTS) for arguments that cannot be sent."""
     try:
         return ToolCall(id=call_id, name=params.name, arguments=params.arguments or {})
     except (ValidationError, RecursionError) as error:
-        told = (
+        reason = (
             error.errors(include_url=False, include_input=False)[0]["msg"]
             if isinstance(error, ValidationError)
-            else "nested too deep"
+            else "they are nested too deeply"
         )
         raise ToolFailure(
-            ErrorCode.INVALID_ARGUMENTS, f"{params.name}: the arguments are no plain JSON: {told}"
+            ErrorCode.INVALID_ARGUMENTS, f"{params.name}: the arguments are not plain JSON: {reason}"
         ) from error
 
 
-def _failed(name: str, error: ToolFailure | OperatorError) -> ToolResult:
+def _build_failure(name: str, error: ToolFailure | OperatorError) -> ToolResult:
     metadata = dict(error.metadata) if isinstance(error, ToolFailure) else {}
     stand_in = ToolCall(id="none", name=name[:128] or "unknown")
     return ToolResult.failed(stand_in, error.code, str(error), metadata=metadata)

@@ -1,5 +1,5 @@
-"""Approval by whoever sits at the client: asked by an elicitation, in the round trip that the client's revision has for
-it.
+"""Approval of calls by the person at the MCP client. The server asks with an elicitation, in the form that the
+client's protocol revision supports.
 """
 
 import json
@@ -27,18 +27,18 @@ _FORM: dict[str, Any] = {
     },
     "required": ["allow"],
 }
-_NOBODY = (
-    "it needs approval and this client cannot ask for one: use a client that offers elicitation, have whoever runs "
-    "`toolcrew serve mcp` set TOOLCREW_APPROVALS=queue (people then decide: `toolcrew approvals list`), or have the "
-    "call allowed by a rule of TOOLCREW_APPROVAL_POLICY"
+_CANNOT_ASK = (
+    "the call needs approval and this client cannot ask for one: use a client that supports elicitation, set "
+    "TOOLCREW_APPROVALS=queue for `toolcrew serve mcp` (people then decide: `toolcrew approvals list`), or allow the "
+    "call with a rule of TOOLCREW_APPROVAL_POLICY"
 )
 Ask = Callable[[ApprovalRequest], Awaitable[ElicitResult]]
 
 
 @dataclass(frozen=True)
-class Pending:
-    """What the client carries back with its answer, sealed: the call that was asked about. Its id never runs twice, so
-    that one yes is one run.
+class PendingApproval:
+    """Sealed state that the client returns with its answer: the call that the question is about. A call id never runs
+    twice, so one approval allows one run.
     """
 
     call: str
@@ -48,24 +48,24 @@ class Pending:
         return json.dumps([self.call, self.digest])
 
     @classmethod
-    def parse(cls, text: str | None) -> "Pending | None":
-        """Of a state whose seal was right, so that it is one of ours."""
+    def parse(cls, text: str | None) -> "PendingApproval | None":
+        """Parse a state whose seal is already verified, so this deployment wrote it."""
         return cls(*json.loads(text)) if text is not None else None
 
 
 class LaterApprover:
-    """Takes note of what is to be asked; the call is then made again, with the answer."""
+    """Records the question about a call. The client sends the call again with the answer."""
 
     def __init__(self) -> None:
-        self.asked: ApprovalRequest | None = None
+        self.question: ApprovalRequest | None = None
 
     async def decide(self, request: ApprovalRequest) -> Decision:
-        self.asked = request
-        return Decision(False, "it waits for an approval")
+        self.question = request
+        return Decision(False, "the call waits for an approval")
 
 
 class AnsweredApprover:
-    """Gives the answer that the client brought to what it was asked about."""
+    """Returns the client's answer to the question about its call."""
 
     def __init__(self, answer: object, digest: str) -> None:
         self._answer, self._digest = answer, digest
@@ -75,7 +75,7 @@ class AnsweredApprover:
 
 
 class AskingApprover:
-    """Asks while the call waits: in revisions where a server may send requests."""
+    """Asks the client while the call waits, in protocol revisions where a server may send requests."""
 
     def __init__(self, ask: Ask) -> None:
         self._ask = ask
@@ -85,17 +85,17 @@ class AskingApprover:
 
 
 def choose_client_approver(
-    ctx: ServerRequestContext[Any, Any], params: CallToolRequestParams, pending: Pending | None
+    ctx: ServerRequestContext[Any, Any], params: CallToolRequestParams, pending: PendingApproval | None
 ) -> Approver:
-    """Who decides on a call, when it is the client's to ask."""
+    """Return the approver for a call whose client decides on approvals."""
     if pending is not None:
         return AnsweredApprover((params.input_responses or {}).get(QUESTION), pending.digest)
     if not _may_elicit(ctx):
-        return RefusingApprover(_NOBODY)
+        return RefusingApprover(_CANNOT_ASK)
     if ctx.protocol_version in MODERN_PROTOCOL_VERSIONS:
         return LaterApprover()
     if not ctx.session.can_send_request:
-        return RefusingApprover(_NOBODY)
+        return RefusingApprover(_CANNOT_ASK)
 
     async def ask(request: ApprovalRequest) -> ElicitResult:
         return await ctx.session.elicit_form(describe_request(request), _FORM, ctx.request_id)
@@ -104,23 +104,23 @@ def choose_client_approver(
 
 
 def build_question(request: ApprovalRequest) -> InputRequiredResult:
-    """The answer to a call that must be asked about first."""
+    """Return the question that a person must answer before the call can run."""
     form = ElicitRequestFormParams(message=describe_request(request), requested_schema=_FORM)
-    state = Pending(request.call.id, request.digest)
+    state = PendingApproval(request.call.id, request.digest)
     return InputRequiredResult(input_requests={QUESTION: ElicitRequest(params=form)}, request_state=state.dump())
 
 
 def _may_elicit(ctx: ServerRequestContext[Any, Any]) -> bool:
-    told = ctx.session.client_capabilities
-    offered = told.elicitation if told is not None else None
-    # Before there were two modes, to offer it at all meant forms.
+    capabilities = ctx.session.client_capabilities
+    offered = capabilities.elicitation if capabilities is not None else None
+    # Before the protocol had two modes, every client with elicitation supported forms.
     return offered is not None and (offered.form is not None or offered.url is None)
 
 
 def _decision(answer: object, digest: str) -> Decision:
-    """Only a plain yes is one."""
+    """Return the decision in an answer. Only an explicit yes allows the call."""
     if not isinstance(answer, ElicitResult) or answer.action == "cancel":
-        return Decision(False, "nobody answered whether it may run", digest=digest)
+        return Decision(False, "the client did not answer the approval question", digest=digest)
     content: Mapping[str, Any] = answer.content or {}
     if answer.action != "accept" or content.get("allow") is not True:
         return Decision(False, "it was refused", digest=digest)

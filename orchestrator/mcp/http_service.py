@@ -1,4 +1,6 @@
-"""`toolcrew serve mcp --http` as a whole. It keeps nothing of anybody: any number of them serve the same."""
+"""Service of `toolcrew serve mcp --http`. It stores no state of clients, so any number of replicas can serve the same
+clients.
+"""
 
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -16,7 +18,7 @@ from contract.settings import BrokerSettings
 from orchestrator.http.app_state import AppState, ConnectedParts
 from orchestrator.http.body_limits import JSON_BYTES, BodyLimits
 from orchestrator.http.server import UvicornServer
-from orchestrator.mcp.calls import Caller, Context
+from orchestrator.mcp.calls import Context, McpCaller
 from orchestrator.mcp.http_authentication import CALLER, McpAuthentication, Origins
 from orchestrator.mcp.server import build_server
 from orchestrator.settings import OrchestratorSettings
@@ -29,7 +31,9 @@ _PAGE_HEADERS = ("Authorization", "Content-Type", "MCP-Protocol-Version", "Mcp-M
 
 
 class McpService:
-    """One process of it. `origins`: of pages in browsers that may call beside those of this machine."""
+    """Process of the service. `origins`: origins of browser pages that may call, in addition to pages of this
+    machine.
+    """
 
     def __init__(
         self,
@@ -39,8 +43,8 @@ class McpService:
         origins: Sequence[str] = (),
         announce: Callable[[str], None] = lambda _: None,
     ) -> None:
-        """`announce`: told the address when it serves. Raises ConfigError for settings with which nothing can be
-        served.
+        """Create the service. `announce` receives the address when the service is ready. Raises ConfigError for
+        invalid settings.
         """
         self._tell = announce
         app_state = AppState(settings)
@@ -48,11 +52,11 @@ class McpService:
         self._server = UvicornServer(build_app(app_state, Origins(host, origins)), host, port, self._announce)
 
     def stop(self) -> None:
-        """Take no new requests, and end."""
+        """Stop accepting requests, and end."""
         self._server.stop()
 
     async def run(self) -> None:
-        """Until stopped."""
+        """Serve until stopped."""
         await self._server.run()
         log.info("stopped")
 
@@ -62,7 +66,7 @@ class McpService:
 
 
 def build_app(app_state: AppState, origins: Origins) -> ASGIApp:
-    """The application of one process."""
+    """Return the application of one process."""
     settings = app_state.settings
     server = build_server(
         _find_caller,
@@ -70,7 +74,8 @@ def build_app(app_state: AppState, origins: Origins) -> ASGIApp:
         approval_wait_s=settings.approval_wait_s,
         audience=f"toolcrew/{settings.deployment}",
     )
-    # Stateless: what a peer of an earlier revision would have us remember, another replica would not know.
+    # Stateless: a client of an earlier protocol revision may expect stored state, but another replica would not have
+    # that state.
     manager = StreamableHTTPSessionManager(server, stateless=True, max_request_body_size=JSON_BYTES)
     authenticated = McpAuthentication(BodyLimits(StreamableHTTPASGIApp(manager), other=()), app_state, origins)
 
@@ -95,7 +100,7 @@ def build_app(app_state: AppState, origins: Origins) -> ASGIApp:
         Route("/healthz", healthz),
         Route("/readyz", readyz),
     ]
-    # A browser asks first, without a key, whether a page may.
+    # A browser first asks without a key whether a page may call.
     pages = Middleware(
         CORSMiddleware, allow_origins=sorted(origins.allowed), allow_methods=["POST"], allow_headers=_PAGE_HEADERS
     )
@@ -109,16 +114,16 @@ async def _no_work(_: ConnectedParts) -> AsyncIterator[None]:
     yield
 
 
-def _find_caller(ctx: Context) -> Caller:
-    """Return the caller that McpAuthentication put in the scope."""
+def _find_caller(ctx: Context) -> McpCaller:
+    """Return the caller that McpAuthentication put into the scope."""
     request = ctx.request
     assert isinstance(request, Request)
     caller = request.scope[CALLER]
-    assert isinstance(caller, Caller)
+    assert isinstance(caller, McpCaller)
     return caller
 
 
 def _sealing_keys(broker: BrokerSettings) -> list[bytes]:
-    """Made of the deployment's own, so that every replica reads what another has sealed."""
-    known = broker.signing_keys()
-    return [bytes.fromhex(key.sign(_SEAL, b"")) for key in (known.current, *known.previous)]
+    """Return keys derived from the deployment's keys, so that every replica can open the seals of the others."""
+    keys = broker.signing_keys()
+    return [bytes.fromhex(key.sign(_SEAL, b"")) for key in (keys.current, *keys.previous)]

@@ -1,4 +1,4 @@
-"""The session that a call is made in: one that is named, one of the connection, or one of the call's own."""
+"""Sessions for the calls of MCP clients: a named session, the session of the connection, or a session for one call."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -10,97 +10,98 @@ from orchestrator.http.session_cache import SessionCache
 from orchestrator.sdk.client import ToolClient
 
 NEW = "new"
-"""In place of a session's name: one is opened, and stays open after the call."""
+"""Value in place of a session id: open a new session, which stays open after the call."""
 
 
-class Leases(Protocol):
-    """Where the calls of one caller get their sessions. All raise as `ToolClient.session` and `open_session` do."""
+class SessionLeases(Protocol):
+    """Provides sessions for the calls of one caller. All methods raise like `ToolClient.session` and `open_session`."""
 
-    def lease(self, wanted: str | None) -> AbstractAsyncContextManager[tuple[Session, str | None]]:
-        """For one call: the session, and its id where it is open after the call. `wanted`: its id, NEW, or None where
-        none was named.
+    def lease(self, session_id: str | None) -> AbstractAsyncContextManager[tuple[Session, str | None]]:
+        """Provide the session for one call, and its id if it stays open after the call. `session_id`: an id, NEW, or
+        None if the request names no session.
         """
         ...
 
-    async def attached(self, wanted: str | None) -> Session | None:
-        """The session that is there already, None when there is none yet."""
+    async def attached(self, session_id: str | None) -> Session | None:
+        """Return the session if it is already open, else None."""
         ...
 
-    def forget(self, wanted: str | None) -> None:
-        """A call found the session gone."""
+    def forget(self, session_id: str | None) -> None:
+        """Drop a session that a call did not find."""
         ...
 
 
 class KeyLeases:
-    """Of one API key, over HTTP: sessions are named by the request, and any replica finds them. A call that names none
-    has one of its own.
+    """Sessions of one API key, over HTTP. The request names the session, and every replica finds it. A call without a
+    name gets its own session.
     """
 
-    def __init__(self, known: SessionCache, client: ToolClient, key_id: str) -> None:
-        self._known, self._client, self._key_id = known, client, key_id
+    def __init__(self, cache: SessionCache, client: ToolClient, key_id: str) -> None:
+        self._cache, self._client, self._key_id = cache, client, key_id
 
     @asynccontextmanager
-    async def lease(self, wanted: str | None) -> AsyncIterator[tuple[Session, str | None]]:
-        if wanted is None:
+    async def lease(self, session_id: str | None) -> AsyncIterator[tuple[Session, str | None]]:
+        if session_id is None:
             async with await self._client.open_session() as session:
                 yield session, None
-        elif wanted == NEW:
+        elif session_id == NEW:
             async with AsyncExitStack() as stack:
                 session = await stack.enter_async_context(await self._client.open_session())
                 yield session, session.id
-                # Only now will the caller know of it: one that broke off would never close it.
+                # The caller learns the id only now. If the call failed before, the session is closed, because the
+                # caller could not close it.
                 stack.pop_all()
         else:
-            yield await self._find(wanted), wanted
+            yield await self._find(session_id), session_id
 
-    async def attached(self, wanted: str | None) -> Session | None:
-        return await self._find(wanted) if wanted not in (None, NEW) else None
+    async def attached(self, session_id: str | None) -> Session | None:
+        return await self._find(session_id) if session_id not in (None, NEW) else None
 
-    def forget(self, wanted: str | None) -> None:
-        if wanted is not None:
-            self._known.forget(self._name(wanted))
+    def forget(self, session_id: str | None) -> None:
+        if session_id is not None:
+            self._cache.forget(self._name(session_id))
 
-    async def _find(self, wanted: str) -> Session:
-        return await self._known.find(self._name(wanted), lambda: self._client.session(wanted))
+    async def _find(self, session_id: str) -> Session:
+        return await self._cache.find(self._name(session_id), lambda: self._client.session(session_id))
 
-    def _name(self, wanted: str) -> tuple[str, str, str]:
-        return (self._client.tenant, wanted, self._key_id)
+    def _name(self, session_id: str) -> tuple[str, str, str]:
+        return (self._client.tenant, session_id, self._key_id)
 
 
 class ConnectionLeases:
-    """Of one connection, over stdio: its calls share a session, opened with the first of them and closed with the
-    connection.
+    """Sessions of one connection, over stdio. Its calls share one session, which is opened with the first call and
+    closed with the connection.
     """
 
     def __init__(self, client: ToolClient, first: str | None = None) -> None:
-        """`first`: a session that is open, and stays open; None: one is opened."""
+        """Create the sessions. `first`: the id of an open session, which stays open; None: a new session is opened."""
         self._client, self._first = client, first
         self._own: Session | None = None
         self._opened = list[Session]()
         self._turn = asyncio.Lock()
 
     @asynccontextmanager
-    async def lease(self, wanted: str | None) -> AsyncIterator[tuple[Session, str | None]]:
-        if wanted == NEW:
+    async def lease(self, session_id: str | None) -> AsyncIterator[tuple[Session, str | None]]:
+        if session_id == NEW:
             session = await self._open()
-        elif wanted is not None:
-            session = await self._client.session(wanted)
+        elif session_id is not None:
+            session = await self._client.session(session_id)
         else:
             async with self._turn:
                 self._own = session = self._own or await self._begin()
         yield session, session.id
 
-    async def attached(self, wanted: str | None) -> Session | None:
-        if wanted in (None, NEW):
+    async def attached(self, session_id: str | None) -> Session | None:
+        if session_id in (None, NEW):
             return self._own or (await self._client.session(self._first) if self._first is not None else None)
-        return await self._client.session(wanted)
+        return await self._client.session(session_id)
 
-    def forget(self, wanted: str | None) -> None:
-        if wanted is None:
+    def forget(self, session_id: str | None) -> None:
+        if session_id is None:
             self._own = None
 
     async def close(self) -> None:
-        """Close what was opened for the connection."""
+        """Close the sessions that were opened for the connection."""
         async with AsyncExitStack() as stack:
             for session in self._opened:
                 stack.push_async_callback(session.close)

@@ -1,4 +1,4 @@
-"""The MCP server as the SDK has it: our two handlers, and what every request passes first."""
+"""MCP server on the SDK: the handlers of this package, and the checks of every request."""
 
 from collections.abc import Callable, Mapping
 from importlib.metadata import version
@@ -17,7 +17,7 @@ from mcp_types import (
     PaginatedRequestParams,
 )
 
-from orchestrator.mcp.calls import Caller, Context, call_tool, list_tools
+from orchestrator.mcp.calls import Context, McpCaller, call_tool, list_tools
 
 NAME = "toolcrew"
 _ABOUT = (
@@ -25,14 +25,14 @@ _ABOUT = (
     "Calls of one session share files and the shell's state."
 )
 
-FindCaller = Callable[[Context], Caller]
+FindCaller = Callable[[Context], McpCaller]
 
 
 def build_server(
     find_caller: FindCaller, *, keys: list[bytes] | None, approval_wait_s: float, audience: str
 ) -> Server[Any]:
-    """The server. `keys`: what seals the questions that clients carry, the first for new ones; None: one of this
-    process alone.
+    """Create the server. `keys`: the keys that seal the questions for clients; the first key seals new questions.
+    None: a key of this process only.
     """
 
     async def on_list_tools(ctx: Context, params: PaginatedRequestParams | None) -> ListToolsResult:
@@ -45,7 +45,7 @@ def build_server(
         NAME,
         version=version("toolcrew"),
         instructions=_ABOUT,
-        # No schema of ours wants anything in a header; else every call would first list all tools.
+        # No schema uses headers. Without this function the SDK would list all tools before every call.
         get_tool_input_schema=lambda _: None,
         on_list_tools=on_list_tools,
         on_call_tool=on_call_tool,
@@ -68,7 +68,7 @@ def _seal(
 
 
 async def _check_arguments(ctx: Context, call_next: CallNext) -> HandlerResult:
-    """A call that the SDK would refuse without a word on why is told what is wrong with it."""
+    """Refuse an invalid call with the reason. The SDK would refuse it without a reason."""
     if ctx.method == "tools/call":
         params: Mapping[str, Any] = ctx.params or {}
         if not isinstance(params.get("name"), str):

@@ -1,4 +1,4 @@
-"""`toolcrew serve mcp` over stdin and stdout: one client, one connection, one session."""
+"""Service of `toolcrew serve mcp` over stdin and stdout: one client, one connection, one session."""
 
 import asyncio
 import json
@@ -15,7 +15,7 @@ from mcp.shared._stream_protocols import WriteStream
 from mcp.shared.message import SessionMessage
 from mcp_types import PARSE_ERROR, ErrorData, JSONRPCError, jsonrpc_message_adapter
 
-from orchestrator.mcp.calls import Caller
+from orchestrator.mcp.calls import McpCaller
 from orchestrator.mcp.leases import ConnectionLeases
 from orchestrator.mcp.server import build_server
 from orchestrator.sdk.client import ToolClient
@@ -28,25 +28,24 @@ MAX_LINE_BYTES = 4 * 1024 * 1024
 WAITING_LINES = 64
 _CHUNK_BYTES = 64 * 1024
 _UNREADABLE = (
-    f"this is no JSON-RPC message: send one a line, of at most {MAX_LINE_BYTES} bytes, in UTF-8, without halves of "
-    "surrogate pairs, and not nested deeply"
+    f"this is not a JSON-RPC message: send one per line, at most {MAX_LINE_BYTES} bytes, in UTF-8, without single "
+    "surrogates, and not deeply nested"
 )
 
 
 async def serve_stdio(client: ToolClient, settings: OrchestratorSettings, session: str | None) -> None:
-    """Until the client closes our stdin. `session`: one that is open, for all calls that name none."""
+    """Serve until the client closes stdin. `session`: an open session for all calls that name none."""
     if session is not None:
-        # Now, and not with the first call: whoever has misspelled it reads it here.
+        # Checked now, so that a wrong id is reported at the start and not with the first call.
         await client.session(session)
     leases = ConnectionLeases(client, session)
-    caller = Caller(client, leases, client.tenant, asks_client=settings.approvals == "ask")
+    caller = McpCaller(client, leases, client.tenant, asks_client=settings.approvals == "ask")
     server = build_server(lambda _: caller, keys=None, approval_wait_s=settings.approval_wait_s, audience="stdio")
     lines = _Lines(os.dup(0))
-    # Unlike the SDK's own stdin this one leaves no message without an answer, and waits for no line when it is told to
-    # stop.
+    # Unlike the SDK's reader of stdin, this one answers every message, and it does not wait for a line when it stops.
     arriving, arrived = anyio.create_memory_object_stream[SessionMessage | Exception](0)
     try:
-        async with stdio_server(cast(Any, _nothing())) as (_, write), asyncio.TaskGroup() as reading:
+        async with stdio_server(cast(Any, _no_lines())) as (_, write), asyncio.TaskGroup() as reading:
             log.info("mcp_serving", transport="stdio", tenant=client.tenant)
             relaying = reading.create_task(_relay(lines, arriving, write))
             await server.run(arrived, write, server.create_initialization_options())
@@ -59,7 +58,7 @@ async def serve_stdio(client: ToolClient, settings: OrchestratorSettings, sessio
 async def _relay(
     lines: "_Lines", arriving: ObjectSendStream[SessionMessage | Exception], write: WriteStream[SessionMessage]
 ) -> None:
-    """Messages to the server; to the client, which of its lines were none."""
+    """Pass messages to the server, and report invalid lines to the client."""
     async with arriving:
         async for line in lines:
             try:
@@ -71,10 +70,10 @@ async def _relay(
 
 
 def _refusal(line: str) -> JSONRPCError:
-    told: Any = None
+    message: Any = None
     with suppress(ValueError, RecursionError):
-        told = json.loads(line)
-    number = told.get("id") if isinstance(told, dict) else None
+        message = json.loads(line)
+    number = message.get("id") if isinstance(message, dict) else None
     return JSONRPCError(
         jsonrpc="2.0",
         id=number if isinstance(number, str | int) else None,
@@ -82,14 +81,14 @@ def _refusal(line: str) -> JSONRPCError:
     )
 
 
-async def _nothing() -> AsyncIterator[str]:
+async def _no_lines() -> AsyncIterator[str]:
     return
     yield
 
 
 class _Lines:
-    """Lines of a file descriptor that are not blank, read by a thread that keeps nobody from ending. One that is too
-    long comes cut, and is no JSON then.
+    """Reads non-blank lines of a file descriptor in a daemon thread, which cannot block the end of the process. A
+    line that is too long is truncated, and so is invalid JSON.
     """
 
     def __init__(self, fd: int) -> None:
@@ -104,18 +103,18 @@ class _Lines:
                 yield line
 
     def _read(self) -> None:
-        held = bytearray()
+        pending = bytearray()
         while chunk := os.read(self._fd, _CHUNK_BYTES):
-            *ended, rest = chunk.split(b"\n")
-            for part in ended:
-                self._put((held + part)[: MAX_LINE_BYTES + 1].decode("utf-8", "replace"))
-                held = bytearray()
-            held += rest[: MAX_LINE_BYTES + 1 - len(held)]
+            *lines, rest = chunk.split(b"\n")
+            for line in lines:
+                self._put((pending + line)[: MAX_LINE_BYTES + 1].decode("utf-8", "replace"))
+                pending = bytearray()
+            pending += rest[: MAX_LINE_BYTES + 1 - len(pending)]
         self._put(None)
 
     def _put(self, line: str | None) -> None:
         try:
             asyncio.run_coroutine_threadsafe(self._lines.put(line), self._loop).result()
         except RuntimeError:
-            # The loop is closed: nobody reads any more.
+            # The loop is closed, and no task reads any more lines.
             raise SystemExit from None

@@ -1,1 +1,1 @@
-"""Metrics: what this process counts, and the page that tells the deployment's (docs/metrics.md)."""
+"""Metrics: the counts of this process, and the metrics page of the deployment (docs/metrics.md)."""

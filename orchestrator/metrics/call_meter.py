@@ -1,4 +1,4 @@
-"""Counts every call that a dispatcher answers, once."""
+"""Count every call of a dispatcher once."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
@@ -24,12 +24,12 @@ from contract.specs import ToolSpec
 from store.metrics import Counts
 
 HOST_QUEUES = "host"
-"""Stands for the queues of all hosts."""
+"""Label value for the queues of all hosts."""
 _ENDS = {ErrorCode.HOST_LOST: "lost", ErrorCode.OUTCOME_UNKNOWN: "unknown"}
 
 
 class MeteredRequest(Protocol):
-    """A request, as far as it is counted (orchestrator/dispatch/request.py)."""
+    """Fields of a request that the meter reads (orchestrator/dispatch/request.py)."""
 
     @property
     def call(self) -> ToolCall: ...
@@ -39,8 +39,9 @@ class MeteredRequest(Protocol):
 
 
 class CallMeter:
-    """A middleware of the dispatcher. Names of tools come from the catalog: what a model or a program invents is
-    counted under OTHER. A tenant's own skill counts as skill_tool, because its name is the tenant's.
+    """Middleware of the dispatcher that counts calls. Tool names come from the catalog; a name that a model or a
+    program invents is counted as OTHER. A tenant's own skill counts as skill_tool, because its name belongs to the
+    tenant.
     """
 
     def __init__(self, counts: Counts) -> None:
@@ -49,7 +50,7 @@ class CallMeter:
         self._queues: dict[str, str] = {}
 
     async def run(self, request: MeteredRequest, work: Callable[[], Awaitable[ToolResult]]) -> ToolResult:
-        """Have a call made, and count its result."""
+        """Run the call and count its result."""
         try:
             result = await work()
         except asyncio.CancelledError:
@@ -60,16 +61,16 @@ class CallMeter:
         return result
 
     def tool_found(self, spec: ToolSpec) -> None:
-        """A call is counted under the name in its result."""
+        """Do nothing: a call is counted under the name in its result."""
 
     def tools_changed(self, published: Sequence[ToolSpec]) -> None:
-        """Learn the names of the tools that the workers publish."""
+        """Store the names of the tools that the workers publish."""
         if published is not self._published:
             self._published = published
             self._queues = {spec.name: POOL_QUEUES.get(spec.pool, HOST_QUEUES) for spec in published}
 
     def count(self, result: ToolResult) -> None:
-        """A call has been answered."""
+        """Count a call that has its result."""
         counts, clocks = self._counts, result.clocks
         queue = self._queues.get(result.name)
         tool = OTHER if queue is None else result.name
@@ -86,14 +87,14 @@ class CallMeter:
             counts.count(OUTPUT_TRUNCATED, tool)
 
     def count_unsent(self, name: str, code: ErrorCode) -> None:
-        """A call of a model that never came to a dispatcher: its tool is none, its arguments cannot be read, or it was
-        refused.
+        """Count a call of a model that never reached a dispatcher: its tool does not exist, its arguments are
+        invalid, or it was refused.
         """
         self._count_code(name if name in self._queues else OTHER, code)
         self._counts.count(CALLS_ENDED, "not_run")
 
     def count_abandoned(self, name: str) -> None:
-        """Whoever waited for the call has gone."""
+        """Count a call whose caller no longer waits."""
         self._count_code(name if name in self._queues else OTHER, ErrorCode.CANCELLED)
 
     def _count_end(self, tool: str, result: ToolResult) -> None:
@@ -107,7 +108,7 @@ class CallMeter:
 
 
 def _find_end(result: ToolResult) -> str:
-    """What the ledger has of the call. Whoever answers without having sent it has no clocks."""
+    """Return the outcome of the call for the metric. A result that was made without sending the call has no clocks."""
     if result.success or result.error_code is None:
         return "done"
     clocks = result.clocks

@@ -1,4 +1,4 @@
-"""The page that Prometheus scrapes: the deployment's sums, and its state at the moment of the scrape."""
+"""Metrics page that Prometheus scrapes: the sums of the deployment, and its state at the time of the scrape."""
 
 import math
 import time
@@ -18,16 +18,15 @@ from telemetry.logs import get_logger
 log = get_logger(__name__)
 
 MOST_LOST = 1000
-"""The queues of so many hosts that do not report are read."""
+"""Limit of queues that are read for hosts that do not report."""
 _STATES = ("busy", "idle", "paused", "lost", "warm")
 _NUMBERS = (bytes, int, float)
 
 
 class MetricsPage:
-    """The page of one deployment, for any number of readers.
+    """Page of one deployment, for any number of readers.
 
-    A number or message that another program wrote and that cannot be read is left out and counted. It is never an
-    error.
+    A number or message of another program that cannot be read is skipped and counted. It never causes an error.
     """
 
     def __init__(self, client: RedisClient, deployment: str) -> None:
@@ -37,7 +36,7 @@ class MetricsPage:
         self._is_reported = False
 
     async def render(self, *, is_open: bool = False) -> bytes:
-        """Read and return the page. `is_open`: as OpenMetrics. Raises BrokerUnavailable."""
+        """Return the page. `is_open`: in the OpenMetrics format. Raises BrokerUnavailable."""
         began = time.monotonic()
         samples = Samples()
         reports, counts = await self._hosts.read(), await self._store.read_counts()
@@ -117,7 +116,7 @@ class MetricsPage:
                 log.warning(
                     "redis_memory_not_told",
                     error=str(error),
-                    remedy="make Redis's users anew with `toolcrew config users`",
+                    remedy="create Redis's users again with `toolcrew config users`",
                 )
             return
         samples.set(metrics.REDIS_MEMORY, float(info["used_memory"]))
@@ -127,7 +126,7 @@ class MetricsPage:
 
 @lru_cache(maxsize=16_384)
 def _field(name: bytes) -> tuple[metrics.Metric, str, tuple[str, ...]] | None:
-    """Return metric, part and labels of a field of the sums."""
+    """Return metric, part and labels of one field of the sums."""
     parsed = metrics.parse_field(name.decode(errors="replace"))
     if parsed is None:
         return None
@@ -151,7 +150,7 @@ def _add_sums(samples: Samples, counts: StoredCounts) -> None:
 
 
 def _add_host(samples: Samples, report: HostReport) -> None:
-    """Two workers of one machine and kind count together."""
+    """Add the values of a worker. Workers of the same machine and kind are added together."""
     samples.add(metrics.HOST_SLOTS, report.slots, report.host, report.kind)
     samples.add(metrics.HOST_BUSY, report.busy, report.host, report.kind)
     samples.set(metrics.HOST_MEMORY, report.memory_free_bytes, report.host, report.kind)
@@ -167,7 +166,7 @@ def _add_host(samples: Samples, report: HostReport) -> None:
 
 
 def _number(stored: object) -> float | None:
-    """Return the number of a sum or a gauge; None if it is not a number from 0."""
+    """Return the number of a sum or a gauge; None if it is not a number of at least 0."""
     try:
         value = float(stored) if isinstance(stored, _NUMBERS) else math.nan
     except (ValueError, OverflowError):
@@ -176,5 +175,5 @@ def _number(stored: object) -> float | None:
 
 
 async def render_metrics(client: RedisClient, deployment: str, *, is_open: bool = False) -> bytes:
-    """Return the page once. Callers that return it often keep a MetricsPage. Raises BrokerUnavailable."""
+    """Return the page once. Callers that render it often keep a MetricsPage. Raises BrokerUnavailable."""
     return await MetricsPage(client, deployment).render(is_open=is_open)

@@ -1,4 +1,4 @@
-"""Counts what one agent run tells of itself, and hands it on."""
+"""Count the events of one agent run and pass them on."""
 
 from typing import Protocol
 
@@ -21,15 +21,17 @@ from store.metrics import Counts
 
 
 class Replay(Protocol):
-    """What a run that outlives its process remembers (orchestrator/runs/journal.py)."""
+    """State of a durable run's journal (orchestrator/runs/journal.py). While it is catching up, the events are
+    replayed.
+    """
 
     @property
     def is_catching_up(self) -> bool: ...
 
 
 class RunMeter:
-    """Of one run. `book` None: it is remembered by nobody; else what is told while it catches up was told, and counted,
-    before.
+    """Meter of one run. `book`: the journal of a durable run, whose replayed events are already counted; None: the
+    run is not durable.
     """
 
     def __init__(self, counts: Counts, calls: CallMeter, tell: OnEvent, book: Replay | None) -> None:
@@ -69,14 +71,14 @@ class RunMeter:
             case RunFinished():
                 self._count_end(event.stop_reason)
             case RunAborted() if self._book is None:
-                # One that is remembered goes on somewhere else.
+                # A durable run continues in another process.
                 self._count_end("aborted")
 
     def _is_replay(self) -> bool:
         return self._book is not None and self._book.is_catching_up
 
     def _count_finished(self, event: CallFinished) -> None:
-        """Who was sent to a worker has been counted where it was sent."""
+        """Count a finished call that no worker got. The dispatcher has counted the others."""
         result = event.result
         if result.call_id in self._sent:
             self._sent.discard(result.call_id)

@@ -1,4 +1,4 @@
-"""The figures of one scrape, as a collector that prometheus_client renders."""
+"""Values of one scrape, as a collector that prometheus_client renders."""
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
@@ -16,13 +16,13 @@ TEXT = exposition.CONTENT_TYPE_PLAIN_0_0_4
 OPEN_METRICS = openmetrics.CONTENT_TYPE_LATEST
 
 MAX_VALUE = 1e18
-"""A worker may report any whole number."""
+"""Limit of a value. A worker may report any integer."""
 Labels = tuple[str, ...]
 
 
 @dataclass
 class Samples(Collector):
-    """Values by metric and label values. A histogram has its parts."""
+    """Values by metric and label values. A histogram consists of parts."""
 
     numbers: dict[str, dict[Labels, float]] = field(default_factory=lambda: defaultdict(dict))
     histograms: dict[str, dict[Labels, dict[str, float]]] = field(
@@ -33,12 +33,14 @@ class Samples(Collector):
         self.numbers[metric.name][labels] = min(value, MAX_VALUE)
 
     def add(self, metric: Metric, value: float, *labels: str) -> None:
-        """Add to the value that is there."""
-        known = self.numbers[metric.name]
-        known[labels] = known.get(labels, 0.0) + min(value, MAX_VALUE)
+        """Add to the current value."""
+        values = self.numbers[metric.name]
+        values[labels] = values.get(labels, 0.0) + min(value, MAX_VALUE)
 
     def add_part(self, metric: Metric, part: str, labels: Labels, value: float) -> None:
-        """Add a field of the sums. Other releases may have spelled the labels so that two of them are one."""
+        """Add a field of the sums. Another release may spell labels differently, so two fields may have the same
+        labels.
+        """
         if metric.kind == "histogram":
             parts = self.histograms[metric.name][labels]
             parts[part] = parts.get(part, 0.0) + value
@@ -75,14 +77,14 @@ def render(samples: Samples, *, is_open: bool = False) -> bytes:
 
 
 def choose_format(accept: str) -> bool:
-    """Return whether a reader with this Accept header gets OpenMetrics. The library's own choice fails at a version
-    that is no number.
+    """Return whether a client with this Accept header gets OpenMetrics. The library's own function fails at a version
+    that is not a number.
     """
     return "application/openmetrics-text" in accept
 
 
 def _buckets(metric: Metric, parts: Mapping[str, float]) -> list[tuple[str, float]]:
-    """Return how many values are at most each bound."""
+    """Return the cumulative counts per bound."""
     buckets, so_far = list[tuple[str, float]](), 0.0
     for bound in metric.buckets:
         so_far += parts.get(f"{BUCKET}{bound:g}", 0.0)

@@ -1,4 +1,4 @@
-"""The counts of this process, and the task that sends them to the deployment's sums about once a second."""
+"""Counts of this process, and the task that adds them to the deployment's sums about once a second."""
 
 import asyncio
 import secrets
@@ -16,11 +16,13 @@ log = get_logger(__name__)
 
 FLUSH_S = 1.0
 LAST_FLUSH_S = 3.0
-"""How long the end of a program waits for a Redis that does not answer."""
+"""Time that the end of a program waits for Redis, in seconds."""
 
 
 class Tally:
-    """Counts are sent later when Redis does not answer. Only the counts that a killed process had not sent are lost."""
+    """Collects counts and sends them to Redis. If Redis does not answer, they are sent later. A killed process loses
+    only the counts that it had not sent.
+    """
 
     def __init__(self, client: RedisClient, deployment: str) -> None:
         self.counts = Counts()
@@ -34,7 +36,7 @@ class Tally:
         self._task = asyncio.create_task(self._run(), name="metrics-tally")
 
     async def aclose(self) -> None:
-        """Send the rest."""
+        """Send the remaining counts and stop."""
         if self._task is not None:
             await cancel_all((self._task,))
         try:
@@ -44,13 +46,13 @@ class Tally:
             log.warning("metrics_lost", error=str(error) or type(error).__name__)
 
     def watch_run(self, tell: OnEvent, book: Replay | None) -> OnEvent:
-        """Return a listener that counts the events of a run and passes them to `tell`. `book`: the journal of a durable
-        run.
+        """Return a listener that counts the events of a run and passes them to `tell`. `book`: the journal of a
+        durable run.
         """
         return RunMeter(self.counts, self.calls, tell, book).on_event
 
     async def flush(self) -> None:
-        """Send what has changed. Raises BrokerUnavailable."""
+        """Send the changed counts. Raises BrokerUnavailable."""
         await self._store.absorb(self._source, self.counts)
 
     async def _run(self) -> None:

@@ -14,7 +14,9 @@ from orchestrator.dialects.reader import read_usage
 MAX_CALLS = 20
 MAX_TOKENS = 200_000
 INTERRUPTIONS = 2
-"""How often an interrupted reply is requested again. This is safe because no part of it was returned."""
+"""Limit of repeated requests after an interrupted reply. A repetition is safe because no part of the reply was
+returned.
+"""
 CHARS_PER_TOKEN = 4
 
 

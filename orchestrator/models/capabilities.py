@@ -201,9 +201,9 @@ def _narrow(fields: frozenset[str], detail: str) -> frozenset[str] | None:
 
     Returns None when the server refuses tools themselves.
     """
-    named = {name for name, pattern in _FIELD_PATTERNS.items() if name in fields and pattern.search(detail)}
-    if named:
-        return fields - named
+    refused = {name for name, pattern in _FIELD_PATTERNS.items() if name in fields and pattern.search(detail)}
+    if refused:
+        return fields - refused
     return None if not fields or _NO_TOOLS.search(detail) else frozenset()
 
 

@@ -29,7 +29,9 @@ class Failure:
     is_final: bool = False
     """The server states that a retry cannot succeed."""
     name: str = ""
-    """For `unknown`: the name of the SDK's exception. For `no_chat`: the format of the response, if known."""
+    """Detail of the failure. For `unknown`: the name of the SDK's exception. For `no_chat`: the format of the
+    response, if known.
+    """
 
     @property
     def codes(self) -> frozenset[str]:

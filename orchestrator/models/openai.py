@@ -32,7 +32,7 @@ class OpenAIModel:
 
     A request is retried by the policy `retries` (a number: that many retries) until a part of its reply was returned.
     After that, a break raises ModelInterrupted, and the caller decides. `timeout_s` limits the wait for the next bytes,
-    not for the whole reply. With `streaming` False the reply comes at once, so it limits the whole wait.
+    not for the whole reply. With `streaming` False the reply comes in one piece, so it limits the whole wait.
     """
 
     def __init__(

@@ -1,5 +1,5 @@
-"""When a failed request to a model is retried: after the wait that the server requests, or with exponential backoff and
-full jitter.
+"""Retries of failed requests to a model, after the wait that the server requests, or with exponential backoff and full
+jitter.
 """
 
 import asyncio
@@ -19,7 +19,7 @@ _NUMBER = re.compile(r"\d+(?:\.\d+)?")
 
 @dataclass(frozen=True)
 class RetryPolicy:
-    """How often a request is sent, and how long to wait between attempts.
+    """Limits of the attempts to send a request, and of the wait between them.
 
     `attempts` includes the first one. `max_wait_s` limits one wait, including one that the server requests. `sleep`
     waits.

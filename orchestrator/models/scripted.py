@@ -58,7 +58,7 @@ class ScriptedModel:
             yield chunk
 
     async def aclose(self) -> None:
-        """Nothing to release."""
+        """Do nothing: the model has no resources."""
 
     def _choose_reply(self, number: int, messages: list[Message]) -> Reply:
         if callable(self.turns):

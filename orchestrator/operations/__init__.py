@@ -1,1 +1,1 @@
-"""What operators run: doctor, overview, Flower, the embedded stack, the metrics that autoscalers read."""
+"""Tools for operators: doctor, overview, Flower, the embedded stack, the metrics for autoscalers."""

@@ -1,4 +1,4 @@
-"""Finds who runs a command: the holder of TOOLCREW_API_KEY, or the local administrator."""
+"""Find the actor of a command: the holder of TOOLCREW_API_KEY, or the local administrator."""
 
 from contract.errors import ErrorCode, ToolFailure
 from orchestrator.settings import OrchestratorSettings
@@ -8,8 +8,8 @@ from store.connection import RedisClient
 
 
 async def find_actor(client: RedisClient, settings: OrchestratorSettings, needed: Role) -> Actor:
-    """Return the holder of TOOLCREW_API_KEY, or without a key the local administrator, who has the deployment's own
-    secrets.
+    """Return the holder of TOOLCREW_API_KEY. Without a key, return the local administrator, who has the deployment's
+    own secrets.
 
     Raises ToolFailure(UNAUTHENTICATED, PERMISSION_DENIED), BrokerUnavailable.
     """

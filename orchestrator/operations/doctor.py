@@ -1,6 +1,4 @@
-"""What this host and its deployment can promise, and how to mend what is missing: engine, sandboxes, Redis, workers,
-model.
-"""
+"""Check this host and its deployment, and name the remedy of each problem: engine, sandboxes, Redis, workers, model."""
 
 import asyncio
 import json
@@ -22,14 +20,14 @@ from store.connection import open_redis
 Scope = Literal["all", "host", "deployment"]
 CHECK_TIMEOUT_S = 60.0
 CHECK_END_S = 10.0
-"""How long a check that was ended may take to remove what it had made."""
+"""Time that a cancelled check has to remove its sandbox and folders, in seconds."""
 
 
 async def examine(settings: OrchestratorSettings, scope: Scope = "all", *, is_deep: bool = False) -> Report:
-    """Look at everything once. Of this host: starts and removes one sandbox to prove the profile. `is_deep`: a call on
-    each host of the deployment, too.
+    """Run all checks once. The check of this host starts and removes one sandbox to prove the profile. `is_deep`:
+    also make a call on each host of the deployment.
 
-    Raises ToolFailure when TOOLCREW_API_KEY is not an operator's and the deployment is to be examined.
+    Raises ToolFailure when the deployment is to be checked and TOOLCREW_API_KEY is not an operator's.
     """
     report = Report()
     if scope != "deployment":
@@ -64,7 +62,7 @@ async def _examine_deployment(settings: OrchestratorSettings, report: Report, *,
 
 
 async def _examine_engine(report: Report) -> None:
-    """sandboxd's own check in a process of its own: this side never talks to the engine."""
+    """Run sandboxd's own check in a separate process, because the orchestrator never talks to the engine."""
     process = await asyncio.create_subprocess_exec(
         *program("workers.sandboxd", "--check", "--json"),
         env=child_environment({}),
@@ -79,13 +77,17 @@ async def _examine_engine(report: Report) -> None:
         report.add(
             "engine",
             False,
-            f"the check of engine and sandbox was not done within {CHECK_TIMEOUT_S:g} s: restart the Docker engine",
+            f"the check of engine and sandbox did not end within {CHECK_TIMEOUT_S:g} s: restart the Docker engine",
         )
         return
     try:
         facts = json.loads(out)
     except ValueError:
-        report.add("engine", False, err.decode(errors="replace").strip()[-300:] or "the check said nothing")
+        report.add(
+            "engine",
+            False,
+            err.decode(errors="replace").strip()[-300:] or "the check ended without output: run it again",
+        )
         return
     report.promises = list(facts["promises"])
     if "engine" in facts:
@@ -109,7 +111,7 @@ async def _examine_engine(report: Report) -> None:
 
 
 async def _end(process: asyncio.subprocess.Process) -> None:
-    """In order, so that no sandbox and no folder of the check stays; outright when that takes too long."""
+    """End the check. SIGTERM first, so that it removes its sandbox and folders; SIGKILL if that takes too long."""
     process.terminate()
     try:
         async with asyncio.timeout(CHECK_END_S):

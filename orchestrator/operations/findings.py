@@ -1,4 +1,4 @@
-"""What `toolcrew doctor` has found, as people and programs are told it."""
+"""Findings of `toolcrew doctor`, for people and programs."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -6,8 +6,8 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing looked at. `needed` False: something still works without it; `remedy`: what to do, where `text` does
-    not say it.
+    """Result of one check. `needed` False: the deployment works without it. `remedy`: the action to take, if `text`
+    does not contain it.
     """
 
     name: str
@@ -19,10 +19,10 @@ class Finding:
 
 @dataclass
 class Report:
-    """All findings, in the order of looking; and the table of what sandboxes of this host promise, as sandboxd's check
-    gives it.
+    """All findings in the order of the checks, and the table of guarantees of this host's sandboxes, from sandboxd's
+    check.
 
-    A row of it has `name`, `state` (holds, void, unknown), `why`, `remedy` and `is_needed`.
+    A row of the table has `name`, `state` (holds, void, unknown), `why`, `remedy` and `is_needed`.
     """
 
     findings: list[Finding] = field(default_factory=list)
@@ -37,19 +37,19 @@ class Report:
         self.findings.append(Finding(name, is_good, text, needed))
 
     def good(self, name: str, text: str) -> None:
-        """It is as it should be."""
+        """Add a finding that is in order."""
         self.findings.append(Finding(name, True, text))
 
     def note(self, name: str, text: str, remedy: str) -> None:
-        """Something works without it, or somebody should look at it."""
+        """Add a finding that needs attention, but does not stop the service."""
         self.findings.append(Finding(name, False, text, needed=False, remedy=remedy))
 
     def broken(self, name: str, text: str, remedy: str) -> None:
-        """Something is not served, or is lost, until that is done."""
+        """Add a finding that stops a service or loses data until it is fixed."""
         self.findings.append(Finding(name, False, text, remedy=remedy))
 
     def lines(self) -> list[str]:
-        """A line a finding, and below those that are not good what to do."""
+        """Return one line per finding, and the remedy below each problem."""
         marks = {(True, True): "ok  ", (True, False): "ok  ", (False, True): "FAIL", (False, False): "note"}
         width = max((len(found.name) for found in self.findings), default=0)
         lines = []
@@ -60,9 +60,9 @@ class Report:
         return lines
 
     def promise_lines(self) -> list[str]:
-        """The table of promises; below each that does not hold, what to do."""
+        """Return the table of guarantees, and the remedy below each one that does not hold."""
         width = max((len(str(row["name"])) for row in self.promises), default=0)
-        lines = ["", "what sandboxes of this host promise"] if self.promises else []
+        lines = ["", "guarantees of this host's sandboxes"] if self.promises else []
         for row in self.promises:
             lines.append(f"{row['state']:<7}  {row['name']:<{width}}  {row['why']}")
             if row["state"] != "holds" and row["remedy"]:

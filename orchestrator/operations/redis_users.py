@@ -1,7 +1,8 @@
-"""Redis users, one a role, as the lines of an ACL file: what each part of a deployment may touch, and nothing else.
+"""Redis users, one per role, as the lines of an ACL file: each part of a deployment gets only the rights that it
+needs.
 
-Written for Redis 6.2, whose rules cannot tell reading a key from writing it, nor listening on a channel from publishing
-there. What that leaves open, and how each role's rules were found: docs/security.md.
+The rules are for Redis 6.2, which cannot separate reading a key from writing it, nor subscribing from publishing.
+docs/security.md lists the consequences, and how the rules were found.
 """
 
 import hashlib
@@ -11,8 +12,8 @@ from dataclasses import dataclass
 from contract.errors import ConfigError
 from contract.names import HUB_SHARDS, deployment_key, result_channel_pattern
 
-# What looks around beyond a user's own keys, or changes the server; `@dangerous` has KEYS, the FLUSHes, CONFIG, DEBUG,
-# SHUTDOWN and the like.
+# Commands that read beyond a user's own keys, or change the server. `@dangerous` includes KEYS, FLUSHALL, CONFIG,
+# DEBUG, SHUTDOWN and similar commands.
 _NEVER = "-@dangerous -@admin -scan -randomkey -dbsize -swapdb -move -copy -client -script -pubsub"
 _BASE = "+@connection +@read +@write +@transaction +@pubsub +eval +evalsha +time +select"
 _SPARED = (
@@ -24,8 +25,8 @@ _EVENTS_OF_WORKERS = ("/0.celeryev/*", "/0.celeryev/worker.*", "/0.celeryev/task
 
 @dataclass(frozen=True)
 class Role:
-    """One user. `own` and `own_channels`: of the deployment, behind its prefix; `keys` and `channels`: the others.
-    `purpose`: who it is for.
+    """Redis user of one part of a deployment. `own` and `own_channels`: names of the deployment, after its prefix.
+    `keys` and `channels`: other names. `purpose`: the programs that use it.
     """
 
     name: str
@@ -38,13 +39,13 @@ class Role:
 
 
 def _of_queues(pattern: str) -> tuple[str, ...]:
-    """What tells of a worker that serves such queues: its report, its end, its slots."""
+    """Return the keys of workers that serve such queues: report, end, slots."""
     return (f"host:{pattern}", f"tombstone:{pattern}", f"slots:{pattern}")
 
 
-# Of every worker: that it lives, what became of its calls, and what is told it of tenants and switches.
+# Keys of every worker: its report, the state of its calls, and the tenants and switches that it reads.
 _WORKERS_OWN = ("hosts", "refusals", "tenants", "switches", "listener:*", "t:*:call.*")
-# Of workers beside a sandboxd: where sessions are, what their tools remember, and what is installed for tenants.
+# Keys of workers with a sandboxd: locations of sessions, the state of tools, and installed skills of tenants.
 _SANDBOXES_OWN = (
     "catalog:sandbox*",
     "t:*:session.*:place",
@@ -54,7 +55,7 @@ _SANDBOXES_OWN = (
     "t:*:skill-bundle.*",
     "t:*:blob-sandbox.*",
 )
-# Of Celery: bindings, what is taken and not yet acknowledged, answers to inspections, stored results.
+# Keys of Celery: bindings, unacknowledged messages, answers to inspections, stored results.
 _WORKERS_KEYS = ("_kombu.binding*", "unacked*", "*.celery.pidbox*", "celery-task-meta-*")
 _WORKERS_CHANNELS = ("celery-task-meta-*", _PIDBOX, *_EVENTS_OF_WORKERS)
 _PLAIN = f"{_BASE} {_NEVER} {_SPARED}"
@@ -67,15 +68,15 @@ ROLES: dict[str, Role] = {
             "programs that send calls: `toolcrew`, ToolClient, batch, the API",
             ("*",),
             ("host.*", "pool.*", "celery-task-meta-*"),
-            # It reports lost calls to Flower, in place of the worker that died.
+            # The orchestrator reports lost calls to Flower in place of a dead worker.
             (*(result_channel_pattern(shard) for shard in HUB_SHARDS), "/0.celeryev/task.failed"),
-            # How full Redis is: operators watch it (docs/metrics.md).
+            # INFO gives the memory use, which operators monitor (docs/metrics.md).
             f"{_PLAIN} +info",
             own_channels=("admission:*",),
         ),
         Role(
             "worker",
-            "workers beside a sandboxd",
+            "workers with a sandboxd",
             (*_WORKERS_OWN, *_of_queues("host.*"), *_SANDBOXES_OWN, "metrics", "metrics:counted.*"),
             ("host.*", *_WORKERS_KEYS),
             _WORKERS_CHANNELS,
@@ -95,26 +96,26 @@ ROLES: dict[str, Role] = {
             ),
             ("pool.*", *_WORKERS_KEYS),
             _WORKERS_CHANNELS,
-            # How full Redis is: pages are kept only where there is room.
+            # INFO gives the memory use; pages are stored only while memory is free.
             f"{_PLAIN} +info",
         ),
         Role(
             "flower",
-            "Flower: events, and what workers answer; no queue, no result, no key of ours",
+            "Flower: events, and answers of workers; no queue, no result, no key of this project",
             (),
             ("_kombu.binding*", "*.reply.celery.pidbox*", "celeryev.*", "flower.*"),
             (_PIDBOX, *_EVENTS_OF_WORKERS),
             _PLAIN,
         ),
-        Role("admin", "the operator, by hand: everything", ("*",), ("*",), ("*",), "+@all"),
+        Role("admin", "the operator, for manual work: all rights", ("*",), ("*",), ("*",), "+@all"),
     )
 }
 
 
 def build_users(deployment: str, hashes: Mapping[str, str]) -> str:
-    """The lines of an ACL file. `hashes`: role -> SHA-256 of its password in hex. The default user is off.
+    """Return the lines of an ACL file. `hashes`: role -> SHA-256 of its password in hex. The default user is off.
 
-    Raises ConfigError for a role that there is not.
+    Raises ConfigError for an unknown role.
     """
     unknown = sorted(hashes.keys() - ROLES.keys())
     if unknown:
@@ -125,7 +126,7 @@ def build_users(deployment: str, hashes: Mapping[str, str]) -> str:
 
 
 def hash_password(password: str) -> str:
-    """As Redis keeps it. Passwords are random and long, so a quick hash does."""
+    """Return the password's hash in Redis's format. Passwords are random and long, so a fast hash is enough."""
     return hashlib.sha256(password.encode()).hexdigest()
 
 

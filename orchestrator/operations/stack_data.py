@@ -1,4 +1,4 @@
-"""The folder of `toolcrew up --data`: what an embedded stack keeps when it ends."""
+"""Folder of `toolcrew up --data`: data of an embedded stack that outlives the stack."""
 
 import fcntl
 import hashlib
@@ -14,8 +14,8 @@ from contract.errors import ConfigError
 
 @dataclass(frozen=True)
 class StackData:
-    """A folder that this process has locked. `redis_password`: the same at every start, because records are signed with
-    keys that are made from it.
+    """A folder that this process has locked. `redis_password` is the same at every start, because the keys that sign
+    records are derived from it.
     """
 
     folder: Path
@@ -33,14 +33,16 @@ class StackData:
 
     @property
     def sandboxd_name(self) -> str:
-        """Return a name that is the same at every start, so that sandboxd removes what a killed stack has left."""
+        """Return sandboxd's name. It is the same at every start, so that sandboxd removes the sandboxes of a killed
+        stack.
+        """
         return f"local-{hashlib.sha256(os.fsencode(self.folder)).hexdigest()[:8]}"
 
 
 @contextmanager
 def open_stack_data(path: Path) -> Iterator[StackData]:
-    """Create the folder, mode 0700, or lock the one that is there. Raises ConfigError when another stack uses it, or it
-    cannot be written.
+    """Create the folder with mode 0700, or lock the existing one. Raises ConfigError when another stack uses it, or
+    it cannot be written.
     """
     folder = path.absolute()
     try:
@@ -66,7 +68,7 @@ def _load_password(path: Path) -> str:
         return path.read_text().strip()
     except FileNotFoundError:
         password = secrets.token_urlsafe(24)
-        # Written whole or not at all: records that another password has signed could not be read.
+        # Written atomically. With another password, the existing records could not be verified.
         unfinished = path.with_suffix(".new")
         descriptor = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         with os.fdopen(descriptor, "w") as file:

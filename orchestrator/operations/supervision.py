@@ -1,5 +1,5 @@
-"""Keeps the processes of an embedded stack running: one that ends by itself is started again, until that is seen not to
-help.
+"""Keep the processes of an embedded stack running. A process that ends by itself is started again, unless it ends too
+often.
 """
 
 import asyncio
@@ -19,19 +19,19 @@ from orchestrator.settings import child_environment
 
 WINDOW_S = 60.0
 MOST_ENDS = 5
-"""Of one process within WINDOW_S: then it is not started again, and the stack goes down."""
+"""Limit of ends of one process within WINDOW_S. At the limit the process is not started again, and the stack stops."""
 PAUSES_S = (0.0, 0.5, 2.0, 5.0)
-"""Before a process is started again that has ended once, twice ... within WINDOW_S."""
+"""Pauses before a restart, for a process that has ended once, twice and so on within WINDOW_S."""
 _PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True)
 class ChildPlan:
-    """A process to be kept running.
+    """Plan of a process that must keep running.
 
-    `orphan_signal`: what the kernel sends it when the keeper is killed outright. `stop_signal`: how the keeper ends it,
-    which may take `stop_within_s`. `may_finish`: an exit code of 0 is an end in order, after which it is not started
-    again.
+    `orphan_signal`: the signal that the kernel sends when the supervisor is killed. `stop_signal`: the signal that
+    ends the process, which may take `stop_within_s`. `may_finish`: exit code 0 is a normal end, after which the
+    process is not started again.
     """
 
     role: str
@@ -45,7 +45,7 @@ class ChildPlan:
 
 @dataclass(frozen=True)
 class End:
-    """How a process ended: `code` as of subprocess, negative for a signal; `at`: monotonic seconds."""
+    """End of a process. `code`: exit code, negative for a signal; `at`: monotonic seconds."""
 
     code: int
     at: float
@@ -59,8 +59,8 @@ class End:
 
 
 def choose_pause(ends: Sequence[float], now: float) -> float | None:
-    """Seconds to wait before a process is started again that ended at these monotonic instants, the last of them now;
-    None: it has ended too often.
+    """Return the pause before the next start of a process, in seconds; None if it has ended too often. `ends`:
+    monotonic times of its ends; the last one is now.
     """
     recent = sum(1 for at in ends if now - at < WINDOW_S)
     if recent >= MOST_ENDS:
@@ -69,10 +69,10 @@ def choose_pause(ends: Sequence[float], now: float) -> float | None:
 
 
 class Supervisor:
-    """Starts processes, starts those again that end by themselves, and ends them.
+    """Starts processes, starts them again when they end by themselves, and stops them.
 
-    Each is the leader of a session of its own and logs to `<role>.log` in `folder`. `tell` gets a sentence about each
-    end; `changed` is called when a role has another process.
+    Each process leads its own session and logs to `<role>.log` in `folder`. `tell` gets a message about each end.
+    `changed` is called when a role gets another process.
     """
 
     def __init__(self, folder: Path, *, tell: Callable[[str], None], changed: Callable[[], None]) -> None:
@@ -86,7 +86,7 @@ class Supervisor:
     async def start(self, plan: ChildPlan) -> None:
         """Start a process for its role."""
         self._plans[plan.role] = plan
-        with open(self._folder / f"{plan.role}.log", "ab") as logfile:  # noqa: ASYNC230  # once a process, and rarely
+        with open(self._folder / f"{plan.role}.log", "ab") as logfile:  # noqa: ASYNC230  # once per process start
             self._children[plan.role] = await asyncio.create_subprocess_exec(
                 *plan.argv,
                 env=child_environment(plan.environment),
@@ -94,11 +94,11 @@ class Supervisor:
                 stdout=logfile,
                 stderr=logfile,
                 start_new_session=True,
-                preexec_fn=partial(die_with_keeper, os.getpid(), plan.orphan_signal),
+                preexec_fn=partial(die_with_supervisor, os.getpid(), plan.orphan_signal),
             )
 
     def pids(self) -> dict[str, list[int]]:
-        """Role -> the process that has it now; empty while there is none."""
+        """Return role -> process id of its current process; empty while there is none."""
         return {role: [child.pid] if child.returncode is None else [] for role, child in self._children.items()}
 
     def is_running(self, role: str) -> bool:
@@ -106,17 +106,17 @@ class Supervisor:
         return child is not None and child.returncode is None
 
     async def start_again(self, role: str) -> None:
-        """Start it unless it runs."""
+        """Start the role's process again, unless it runs."""
         if not self.is_running(role):
             await self.start(self._plans[role])
 
     def has_ended(self, role: str) -> bool:
-        """Whether it has ended by itself at least once."""
+        """Return whether the process has ended by itself at least once."""
         return bool(self._ends[role])
 
     async def watch(self) -> str:
-        """Start again what ends by itself. Returns the role of the process that ended too often; cancel it before
-        `stop`.
+        """Start processes again that end by themselves. Return the role of a process that ended too often. Cancel
+        this before `stop`.
         """
         watches = {asyncio.create_task(self._watch(plan)) for plan in self._plans.values()}
         given_up: list[str] = []
@@ -133,8 +133,8 @@ class Supervisor:
         return given_up[0]
 
     async def stop(self, role: str) -> None:
-        """End it, by force if need be, with whatever it has left of its session. One that was never started needs no
-        end.
+        """Stop the process, with SIGKILL if necessary, and all processes of its session. Does nothing for a process
+        that was never started.
         """
         child = self._children.get(role)
         if child is None:
@@ -142,7 +142,7 @@ class Supervisor:
         plan = self._plans[role]
         if child.returncode is None:
             with contextlib.suppress(ProcessLookupError):
-                # One that somebody has stopped would never hear it.
+                # A process that was stopped with SIGSTOP handles the signal only after SIGCONT.
                 child.send_signal(signal.SIGCONT)
                 child.send_signal(plan.stop_signal)
             try:
@@ -153,14 +153,14 @@ class Supervisor:
         await _clear(child)
 
     async def _watch(self, plan: ChildPlan) -> str | None:
-        """The role when it has ended too often; None when it has finished."""
+        """Watch one process. Return its role when it has ended too often, None when it has finished."""
         while True:
             child = self._children[plan.role]
             end = End(await child.wait(), time.monotonic())
             await _clear(child)
             self._changed()
             if plan.may_finish and end.code == 0:
-                self._tell(f"{plan.role} has ended in order and is not started again")
+                self._tell(f"{plan.role} has ended normally and is not started again")
                 return None
             ends = self._ends[plan.role]
             ends.append(end)
@@ -179,15 +179,15 @@ class Supervisor:
 
 
 async def _clear(child: asyncio.subprocess.Process) -> None:
-    # Its own session: what a killed parent left of its pool goes, too.
+    # The process leads a session of its own. Its remaining pool processes are killed, too.
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(child.pid, signal.SIGKILL)
     await child.wait()
 
 
-def die_with_keeper(keeper: int, number: int) -> None:
-    """In the child, before it becomes its program: a keeper that is killed outright takes its children with it."""
+def die_with_supervisor(supervisor: int, number: int) -> None:
+    """Prepare the child process before exec: the kernel sends it `number` when the supervisor is killed."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
-    if os.getppid() != keeper:
-        # It died before the wish was made, and no signal will come.
+    if os.getppid() != supervisor:
+        # The supervisor died before the kernel had the request, so no signal will come.
         os._exit(1)

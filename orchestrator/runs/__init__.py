@@ -1,1 +1,1 @@
-"""Durable runs: logged as they go, claimed by whoever is there, gone on with where a process left them that died."""
+"""Durable runs. Any process can claim a run. Each step is logged, so another process can continue after a crash."""

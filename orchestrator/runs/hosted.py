@@ -1,6 +1,4 @@
-"""Runs that programs start, watch, list, cancel and read, on whatever orchestrators there are: all of it is in
-Redis.
-"""
+"""Runs that programs start, follow, list, cancel and read. Any orchestrator can execute them: all state is in Redis."""
 
 import hashlib
 import json
@@ -154,7 +152,7 @@ class HostedRuns:
         return await self.get(tenant, run)
 
     async def get(self, tenant: str, run: str) -> HostedRun:
-        """Return a run with its whole answer."""
+        """Return a run with its complete answer."""
         return await self._queue.hosted(tenant, _checked(run))
 
     async def list(
@@ -227,7 +225,7 @@ class HostedRuns:
 
 
 def _build_item(run: str, body: RunBody, ground: Ground, priority: int) -> BatchItem:
-    """The item that stands for a run. Raises ToolFailure(INVALID_ARGUMENTS) for what no orchestrator would work."""
+    """Return the item of a run. Raises ToolFailure(INVALID_ARGUMENTS) for input that no orchestrator accepts."""
     try:
         item = BatchItem(custom_id=run, line=1, url=RUNS_URL, work=body, ground=ground, priority=priority)
         text = item.model_dump_json()
@@ -271,14 +269,14 @@ def _check_files(ground: Ground, store: TenantStore) -> None:
 
 
 def _checked(run: str) -> str:
-    """Raises ToolFailure(FILE_NOT_FOUND) for what is no run's id, and may be part of another key."""
+    """Raise ToolFailure(FILE_NOT_FOUND) for an invalid run id, which could otherwise address another Redis key."""
     if not _NAME.fullmatch(run):
         raise not_found(run)
     return run
 
 
 def _build_about(body: RunBody, ground: Ground, metadata: Mapping[str, str]) -> str:
-    """What lists tell, as JSON. Raises ToolFailure(INVALID_ARGUMENTS) for metadata that is out of bounds."""
+    """Return the fields that lists show, as JSON. Raises ToolFailure(INVALID_ARGUMENTS) for invalid metadata."""
     is_long = any(
         not 1 <= len(name) <= MAX_METADATA_NAME or len(text) > MAX_METADATA_TEXT for name, text in metadata.items()
     )

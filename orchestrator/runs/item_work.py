@@ -1,4 +1,4 @@
-"""Works one claimed run from where its log ends to its outcome."""
+"""Runs one claimed item to its outcome. A resumed run continues after the last entry of its log."""
 
 import asyncio
 import os
@@ -30,7 +30,7 @@ from orchestrator.batches.rows import build_answer_body, build_call_body
 from orchestrator.dispatch.pool_connection import PoolConnection
 from orchestrator.dispatch.request import Request
 from orchestrator.dispatch.session_locator import new_session_name
-from orchestrator.dispatch.sessions import Session, SessionInfo, Start, build_call
+from orchestrator.dispatch.sessions import Session, SessionInfo, SessionStart, build_call
 from orchestrator.loop.limits import Prices, ReActOptions, StopReason
 from orchestrator.models.choice import FALLBACK_WARNING
 from orchestrator.runs.journal import Journal, LoggedModel
@@ -62,34 +62,34 @@ from telemetry.logs import get_logger
 log = get_logger(__name__)
 
 LEAST_WALL_S = 1.0
-"""For a run that is gone on with when its time is up: what its log has is worked through again, so that its end tells
-of all of it.
+"""Least time for a resumed run whose time limit has passed. The run replays its log, so its result covers the whole
+log.
 """
 _INFO: TypeAdapter[SessionInfo] = TypeAdapter(SessionInfo)
 
 
 class ItemWork:
-    """Works items of any batch on one pool. `work` gives an outcome, or says that the run has to wait; it is cancelled
-    when the run is not ours any more.
+    """Runs items of any batch on one pool. `work` returns an outcome, or raises RunDeferred when the run has to wait.
+    The caller cancels `work` when this process no longer owns the run.
     """
 
     def __init__(self, pool: PoolConnection, parts: RunParts, models: Models, traces: Traces | None) -> None:
-        """`traces` None: none are written."""
+        """`traces` None: no traces are written."""
         self._pool = pool
         self._parts = parts
         self._models = models
         self._traces = traces
-        self._turns = SessionTurns(pool.dispatcher.room)
+        self._turns = SessionTurns(pool.dispatcher.capacity)
         self.gate, self.slots = RunGate(), RunSlots()
-        """What whoever claims runs for it goes by."""
+        """The code that claims runs checks the gate and the slots first."""
         self._interrupted: dict[tuple[str, str], RunSpans] = {}
         self._warned: set[tuple[str, str]] = set()
 
     async def work(self, claim: RunClaim, journal: Journal, defaults: BatchDefaults, on_event: OnEvent) -> Outcome:
-        """How the item ended. Its session is closed by then, but when this is cancelled, or raises: whoever goes on
-        with the run has it.
+        """Run the item and return its outcome. The session is closed before the return. If this method is cancelled
+        or raises, the session stays open for the process that continues the run.
 
-        Raises RunDeferred for a run that has to wait, ModelDenied when no run of this process can go on.
+        Raises RunDeferred: the run has to wait. Raises ModelDenied: no run of this process can continue.
         """
         with self._traced(claim, journal) as spans:
             outcome = await self._ended(claim, journal, defaults, on_event)
@@ -98,13 +98,13 @@ class ItemWork:
         return outcome
 
     def drop_spans(self, claim: RunClaim) -> None:
-        """A run that was interrupted here is gone on with elsewhere, where it is told of."""
+        """Forget the spans of an interrupted run. The process that continues the run reports its spans."""
         self._interrupted.pop((claim.tenant, claim.run), None)
 
     @contextmanager
     def _traced(self, claim: RunClaim, journal: Journal) -> Iterator[RunSpans | None]:
-        """What is done in the block is done for the run. It has to be finished; one that breaks off is kept until it is
-        known what becomes of it.
+        """Yield the spans of the run; None without a tracer. The caller finishes the spans. If the run is interrupted,
+        the spans are kept until `drop_spans` or `abandon`.
         """
         tracer, record, run = self._pool.tracer, claim.record, _run_name(claim)
         if tracer is None:
@@ -135,7 +135,7 @@ class ItemWork:
         session: Session | None = None
         try:
             self.gate.check_model(own_model)
-            # A tenant that may do nothing has no chats either.
+            # Chats need this check too: a tenant without permissions may not run them.
             await retry_until_available(lambda: self._pool.tenants.policy(claim.tenant))
             session = (
                 await retry_until_available(lambda: self._session(claim, journal)) if _needs_session(item) else None
@@ -143,13 +143,13 @@ class ItemWork:
             on_event(RunReady(run=claim.run, setup_s=time.monotonic() - began))
             journal.begin()
             body, failure = await self._worked(claim, journal, defaults, session, on_event)
-        except Exception as error:  # the edge of an item: whatever it is, the item has an end, and the batch goes on
+        except Exception as error:  # any error ends only this item; the batch continues
             if (instead := self.gate.classify(error, own_model)) is not None:
                 session = None
                 raise instead from error
             body, failure = None, judge_error(error)
             if session is None:
-                # Somewhere its sandbox may be there all the same.
+                # The sandbox may exist on a host even if opening the session failed.
                 await self.abandon(claim, journal)
         finally:
             if session is not None and item.ground.session is None and not is_being_cancelled():
@@ -157,7 +157,7 @@ class ItemWork:
         return build_outcome(claim, failure, body)
 
     async def abandon(self, claim: RunClaim, journal: Journal) -> None:
-        """Have the session of a run that is not gone on with removed, as far as it can be reached; its trace ends."""
+        """Remove the session of a run that does not continue, if it can be reached, and finish the run's spans."""
         spans = self._interrupted.pop((claim.tenant, claim.run), None)
         if spans is not None:
             spans.finish(ErrorCode.CANCELLED.value)
@@ -166,7 +166,7 @@ class ItemWork:
             await self._abandon(claim.tenant, name)
 
     async def _session(self, claim: RunClaim, journal: Journal) -> Session:
-        """The run's session: the one of its log, or a new one."""
+        """Return the session of the item or of the run's log, or open a new session."""
         ground, pool = claim.record.item.ground, self._pool
         if ground.session is not None:
             return await Session.attach(pool.dispatcher, pool.blobs, tenant=claim.tenant, session=ground.session)
@@ -175,7 +175,7 @@ class ItemWork:
         if journal.opening is not None:
             await self.abandon(claim, journal)
         name = new_session_name()
-        start = Start(
+        start = SessionStart(
             image=ground.image,
             workspace=Path(ground.workspace)
             if ground.workspace is not None and not is_stored(ground.workspace)
@@ -194,7 +194,7 @@ class ItemWork:
     async def _worked(
         self, claim: RunClaim, journal: Journal, defaults: BatchDefaults, session: Session | None, on_event: OnEvent
     ) -> tuple[dict[str, Any], Failure | None]:
-        """The body of the item's row, and why it is no success."""
+        """Run the item. Return the body of its row, and its failure; None for a success."""
         work = claim.record.item.work
         if isinstance(work, RunBody):
             return await self._run(claim, work, journal, defaults, session, on_event)
@@ -212,11 +212,11 @@ class ItemWork:
         session: Session | None,
         on_event: OnEvent,
     ) -> tuple[dict[str, Any], Failure | None]:
-        """The agent run of an item."""
+        """Run the agent of an item. Return the same as `_worked`."""
         item, agent_run = claim.record.item, _run_name(claim)
         options, is_over = _options(work.limits, defaults), False
         if options.max_wall_s is not None:
-            # What the run had used before the process died that worked it.
+            # Earlier processes have already used a part of the time limit.
             left_s = options.max_wall_s - journal.spent_wall_s
             options, is_over = (
                 replace(options, max_wall_s=max(LEAST_WALL_S, left_s) if journal.is_resumed else left_s),
@@ -276,13 +276,13 @@ class ItemWork:
 
     @asynccontextmanager
     async def _listen(self, claim: RunClaim, on_event: OnEvent) -> AsyncIterator[tuple[OnEvent, LiveText | None]]:
-        """Yield the listener of a run's events, and what shows its replies while they arrive; None: nothing does."""
+        """Yield the listener of a run's events, and the display of its partial replies; None for no display."""
         yield on_event, None
 
     async def _called(
         self, claim: RunClaim, journal: Journal, work: CallBody, session: Session, on_event: OnEvent
     ) -> ToolResult:
-        """The one call of an item that is no run."""
+        """Send the single call of an item without an agent. Return the result from the log if there is one."""
         call_id = _run_name(claim)
         result = journal.result_of(call_id)
         if result is not None:
@@ -347,8 +347,8 @@ class ItemWork:
         return await journal.note_artifacts(_printable(copied.paths), _printable(copied.missing()))
 
     async def _close(self, tenant: str, session: Session) -> None:
-        """An item whose sandbox cannot be removed now has its outcome all the same: its host hears later that it is to
-        go.
+        """Close the session. If its sandbox cannot be removed now, the item keeps its outcome. The host is asked again
+        later.
         """
         try:
             await retry_until_available(session.close)
@@ -358,13 +358,13 @@ class ItemWork:
         self._turns.note_end()
 
     async def _abandon(self, tenant: str, session: str) -> None:
-        """When Redis is away for long, or the tenant is none any more, the sandbox goes when its time is up."""
+        """Abandon the session. If Redis stays unavailable or the tenant was removed, the sandbox expires later."""
         with suppress(OperatorError, ToolFailure):
             await retry_until_available(lambda: self._pool.dispatcher.abandon_session(tenant, session))
 
 
 class _CopiedOut(TypedDict, total=False):
-    """What a row says about artifacts."""
+    """Fields of a row about artifacts."""
 
     artifacts: tuple[str, ...]
     missing: tuple[str, ...]
@@ -372,40 +372,38 @@ class _CopiedOut(TypedDict, total=False):
 
 
 def _printable(texts: Iterable[str]) -> list[str]:
-    """Return the texts for a row: the name of a file may be any bytes."""
+    """Return the texts as valid UTF-8 for a row. A file name can contain any bytes."""
     return [os.fsencode(text).decode(errors="backslashreplace") for text in texts]
 
 
 def _needs_session(item: BatchItem) -> bool:
-    """Whether anything of an item happens in a sandbox: not, when its model has no tools, and nothing is copied in or
-    out.
-    """
+    """Return whether the item needs a sandbox. A run without tools and with a default `ground` needs none."""
     return isinstance(item.work, CallBody) or item.work.tools != () or item.ground != Ground()
 
 
 def _run_name(claim: RunClaim, attempt: int | None = None) -> str:
-    """The run of one attempt, the present one by itself: ids of calls are made of it, and those of an earlier attempt
-    have been used.
+    """Return the run name of an attempt; None means the current attempt. Call ids derive from this name, so each
+    attempt needs its own.
     """
     number = attempt or claim.record.attempt
     return claim.run if number == 1 else f"{claim.run}-{number}"
 
 
 def prices_of(defaults: BatchDefaults) -> Prices | None:
-    """None: they are not known."""
+    """Return the prices of the batch; None if a price is missing."""
     if defaults.prompt_price is None or defaults.completion_price is None:
         return None
     return Prices(defaults.prompt_price, defaults.completion_price)
 
 
 def _options(limits: RunLimits, defaults: BatchDefaults) -> ReActOptions:
-    """The item's own limits, else the batch's, else the usual ones. Raises ConfigError for those that do not go
-    together.
+    """Return the limits of the item, else of the batch, else the defaults. Raises ConfigError for limits that
+    contradict each other.
     """
-    told = {**defaults.limits.model_dump(exclude_none=True), **limits.model_dump(exclude_none=True)}
+    fields = {**defaults.limits.model_dump(exclude_none=True), **limits.model_dump(exclude_none=True)}
     if (prices := prices_of(defaults)) is not None:
-        told["prices"] = prices
+        fields["prices"] = prices
     try:
-        return ReActOptions(**told)
+        return ReActOptions(**fields)
     except ValueError as error:
         raise ConfigError(f"the item's limits cannot be kept: {error}") from error

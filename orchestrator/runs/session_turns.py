@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 
 from contract.errors import BrokerUnavailable
-from orchestrator.dispatch.placement import HostRoom
+from orchestrator.dispatch.placement import HostCapacity
 from telemetry.logs import get_logger
 
 log = get_logger(__name__)
@@ -22,7 +22,7 @@ idle sessions can still open more.
 
 Kind = tuple[str, str | None]
 """Tenant and image: hosts may have room for one kind and not for another."""
-AskRoom = Callable[[str, str | None], Awaitable[HostRoom | None]]
+AskRoom = Callable[[str, str | None], Awaitable[HostCapacity | None]]
 
 
 class SessionTurns:
@@ -31,7 +31,7 @@ class SessionTurns:
     """
 
     def __init__(self, ask_room: AskRoom, clock: Callable[[], float] = time.monotonic) -> None:
-        """`ask_room`: returns the room that hosts have for a tenant's sessions of an image (Dispatcher.room)."""
+        """`ask_room`: returns the room that hosts have for a tenant's sessions of an image (Dispatcher.capacity)."""
         self._ask_room = ask_room
         self._clock = clock
         self._queues: defaultdict[Kind, asyncio.Lock] = defaultdict(asyncio.Lock)

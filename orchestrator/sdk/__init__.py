@@ -1,1 +1,1 @@
-"""What programs import: ToolClient, sessions as tools, functions as tools, and the documented names."""
+"""Public interface for programs: ToolClient, sessions as tools, functions as tools, and the documented names."""

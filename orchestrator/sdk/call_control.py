@@ -1,5 +1,5 @@
-"""Ends a call from anywhere: one that waits never begins, one that runs is killed where it runs; and it is known how it
-ended.
+"""End a call from any process, and report how it ended. A call that waits never begins; a call that runs is killed on
+its host.
 """
 
 import asyncio
@@ -16,22 +16,26 @@ from store.audit import Actor, build_entry, entry_text
 from store.call_life import unknown_call
 from store.calls import MAX_REASON_CHARS, CallRecord, CallState, CallStore, KillOrder
 
-HEARD_S = 5.0
-"""So long a call of which nothing is known is looked for among the programs: each looks every half second for what it
-is to end.
+LOOKUP_S = 5.0
+"""Time to look for a call without a record among the programs, in seconds. Each program looks for its orders twice a
+second.
 """
-GLANCE_S = 0.75
-"""The same, for one that not even admission knows: only a program that is about to ask for its slot could have it."""
-ENDED_S = 30.0
-"""Longer than the end of a call takes whose processes do not want to end: its sandbox is removed then."""
-ORDER_AGAIN_S = 1.0
-"""An order may come to the host before the call does."""
-LOOK_S = 0.05
+SHORT_LOOKUP_S = 0.75
+"""The same time for a call that also the admission does not have. Only a program that is about to request a slot
+could have this call.
+"""
+END_TIMEOUT_S = 30.0
+"""Limit of the wait for the end of a call, in seconds. It is longer than the removal of a sandbox whose processes do
+not end.
+"""
+REPEAT_ORDER_S = 1.0
+"""Pause before the order is sent again. The first order may reach the host before the call does."""
+POLL_S = 0.05
 
 
 @dataclass(frozen=True)
 class KilledCall:
-    """A call that has ended. `was_over`: before anybody killed it."""
+    """A call that has ended. `was_over`: the call had ended before the order."""
 
     record: CallRecord
     was_over: bool
@@ -45,19 +49,18 @@ class CallControl:
         self._calls = CallStore(pool.redis, deployment)
 
     async def kill(
-        self, tenant: str, call_id: str, actor: Actor, reason: str = "", *, heard_s: float | None = None
+        self, tenant: str, call_id: str, actor: Actor, reason: str = "", *, lookup_s: float | None = None
     ) -> KilledCall:
-        """Returns when the call has ended. Its caller gets CANCELLED with who did it and `reason`, unless it ended by
-        itself just then. `heard_s`: so long one of which nothing is known is looked for among the programs; None:
-        HEARD_S.
+        """Kill a call and return when it has ended. Its caller gets CANCELLED with the actor and `reason`, unless the
+        call ended by itself at that moment. `lookup_s`: time to look for a call without a record; None: LOOKUP_S.
 
-        Raises ToolFailure(INVALID_ARGUMENTS) for a call of which nothing is known, or a reason that is too long;
-        OperatorError when the call has not ended after half a minute, BrokerUnavailable.
+        Raises ToolFailure(INVALID_ARGUMENTS) for an unknown call or a reason that is too long, OperatorError when the
+        call has not ended after half a minute, BrokerUnavailable.
         """
-        heard_s = HEARD_S if heard_s is None else heard_s
+        lookup_s = LOOKUP_S if lookup_s is None else lookup_s
         order = _build_order(tenant, call_id, actor, reason)
         before = await self._calls.find(tenant, call_id)
-        # One that was lost may be sent again, until it is killed.
+        # A lost call may be sent again until it is killed.
         if before is not None and before.state.has_ended and before.state is not CallState.LOST and not before.killed:
             return KilledCall(before, was_over=True)
         began = time.monotonic()
@@ -65,33 +68,35 @@ class CallControl:
             state = await self._calls.kill(order)
             record = await self._calls.find(tenant, call_id)
             if record is not None and record.state is CallState.RUNNING:
-                await self._tell_holder(tenant, call_id, record)
-            record = await self._ended(tenant, call_id, heard_s if state is None else ORDER_AGAIN_S)
+                await self._cancel_in_worker(tenant, call_id, record)
+            record = await self._await_end(tenant, call_id, lookup_s if state is None else REPEAT_ORDER_S)
             if record is not None:
                 return KilledCall(record, was_over=False)
             waited_s = time.monotonic() - began
-            if state is None and waited_s >= heard_s:
+            if state is None and waited_s >= lookup_s:
                 raise unknown_call(call_id, tenant)
-            if waited_s > ENDED_S:
+            if waited_s > END_TIMEOUT_S:
                 raise OperatorError(
-                    f"call {call_id} was told to end and has not after {ENDED_S:g} s: "
+                    f"call {call_id} was ordered to end and still runs after {END_TIMEOUT_S:g} s: "
                     f"see `{build_command('calls', 'show', call_id, tenant=tenant)}` and `toolcrew hosts list`"
                 )
 
-    async def _tell_holder(self, tenant: str, call_id: str, record: CallRecord) -> None:
-        """Whoever runs the call reads orders at once, however busy it is."""
+    async def _cancel_in_worker(self, tenant: str, call_id: str, record: CallRecord) -> None:
+        """Send the cancel order to the worker that runs the call. The worker reads orders immediately, even when it
+        is busy.
+        """
         queue, _ = parse_holder(record.holder)
         order = ToolCall(id=secrets.token_hex(16), name="session.cancel", arguments={"call_id": call_id})
         await self._dispatcher.command(order, tenant, record.session or None, queue or record.queue)
 
-    async def _ended(self, tenant: str, call_id: str, within_s: float) -> CallRecord | None:
-        """The record of a call that is over within a moment; None: not yet."""
-        until = time.monotonic() + min(within_s, ORDER_AGAIN_S)
+    async def _await_end(self, tenant: str, call_id: str, within_s: float) -> CallRecord | None:
+        """Return the record of the call if it ends within that time; None if not."""
+        until = time.monotonic() + min(within_s, REPEAT_ORDER_S)
         while time.monotonic() < until:
             record = await self._calls.find(tenant, call_id)
             if record is not None and record.state.has_ended:
                 return record
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(POLL_S)
         return None
 
 

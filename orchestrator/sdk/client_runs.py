@@ -1,4 +1,4 @@
-"""Runs as a client of a pool has them: its tenant's, worked by the orchestrators that serve everybody."""
+"""Runs of a client's tenant, which the pool's orchestrators execute."""
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from typing import Any
@@ -11,14 +11,17 @@ from store.runs import HostedRun, HostedState, RunPage
 
 
 class ClientRuns:
-    """Runs that live on without this program: some orchestrator works them (`toolcrew serve batches`, `toolcrew serve
-    api`), any program of the tenant may follow them. Raises as HostedRuns does, and as the client's key does when it is
-    good for nothing any more."""
+    """Starts and reads runs that continue when this program ends. An orchestrator executes them (`toolcrew serve
+    batches`, `toolcrew serve api`), and every program of the tenant can follow them. All methods raise like
+    HostedRuns, and ToolFailure when the client's key is no longer valid.
+    """
 
     def __init__(
         self, hosted: HostedRuns, tenant: Callable[[], Awaitable[str]], actor: Callable[[], Awaitable[Actor]]
     ) -> None:
-        """`tenant`: for whom, as long as the client's key is good for it; `actor`: who does it."""
+        """Create the runs of a client. `tenant`: returns the tenant, if the client's key is still valid for it.
+        `actor`: returns the user of the client.
+        """
         self._hosted = hosted
         self._tenant = tenant
         self._actor = actor
@@ -48,27 +51,27 @@ class ClientRuns:
         )
 
     async def get(self, run: str) -> HostedRun:
-        """How a run stands, its answer whole."""
+        """Return the state of a run with its full answer."""
         return await self._hosted.get(await self._tenant(), run)
 
     async def list(self, *, cursor: str | None = None, limit: int = 50, state: HostedState | None = None) -> RunPage:
-        """Some of them, the newest first (HostedRuns.list)."""
+        """Return one page of runs, the newest first (HostedRuns.list)."""
         return await self._hosted.list(await self._tenant(), cursor=cursor, limit=limit, state=state)
 
     async def cancel(self, run: str) -> HostedRun:
-        """End a run: at once when it waits, else within 2 s."""
+        """End a run: immediately if it waits, otherwise within 2 s."""
         return await self._hosted.cancel(await self._tenant(), run, actor=await self._actor())
 
     async def transcript(self, run: str) -> Sequence[dict[str, Any]]:
-        """Its messages in the OpenAI wire shape, or those so far."""
+        """Return the run's messages so far, in the OpenAI wire format."""
         return await self._hosted.transcript(await self._tenant(), run)
 
     async def follow(self, run: str, after: str = "") -> AsyncIterator[tuple[str, str]]:
-        """Its events as they come, (id, JSON) each, to the last one (HostedRuns.follow)."""
+        """Yield the run's events as they occur, each as (id, JSON), until the last event (HostedRuns.follow)."""
         async for entry in self._hosted.follow(await self._tenant(), run, after):
             yield entry
 
-    async def told(self, run: str, after: str = "") -> AsyncIterator[tuple[str, str]]:
-        """Its events until now."""
+    async def stored_events(self, run: str, after: str = "") -> AsyncIterator[tuple[str, str]]:
+        """Yield the run's stored events, each as (id, JSON)."""
         async for entry in self._hosted.stored_events(await self._tenant(), run, after):
             yield entry

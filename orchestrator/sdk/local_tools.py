@@ -1,4 +1,4 @@
-"""Tools that run in this process, ready for the loop: a registry, a door with checks and limits, approvals. No pool, no
+"""Tools that run in this process: a registry, calls with checks and limits, approvals. There is no pool and no
 sandbox.
 """
 
@@ -38,16 +38,18 @@ from orchestrator.settings import load_settings
 from store.switches import RegistrySwitches
 
 FITTING_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
-"""As `contract.calls.Identifier` has it."""
+"""Pattern of `contract.calls.Identifier`."""
 QUEUE_WAIT_S = 60.0
-"""How long a plain function waits for a free thread."""
+"""Time that a plain function waits for a free thread, in seconds."""
 
-_NOBODY = "it needs approval and nobody was named to ask: give LocalTools an approver"
+_NO_APPROVER = "the call needs approval, and LocalTools has no approver: give one"
 
 
 @dataclass(frozen=True)
-class Surroundings:
-    """What calls are told of beside their arguments: whose they are, and what `CallContext` carries for them."""
+class LocalContext:
+    """Context of calls, in addition to their arguments: the tenant, session and run, and the values for
+    `CallContext`.
+    """
 
     tenant: str
     cwd: str
@@ -60,7 +62,9 @@ class Surroundings:
 
 
 class RegistryCatalog:
-    """A registry as the dispatcher's catalog, read anew for every call: what is registered now is callable now."""
+    """Presents a registry as the dispatcher's catalog. Every call reads it again, so a new tool can be called
+    immediately.
+    """
 
     def __init__(self, registry: ToolRegistry[CallHandler]) -> None:
         self._registry = registry
@@ -76,12 +80,14 @@ class RegistryCatalog:
 
 
 class LocalTools:
-    """A program's own tools. One may serve many runs at once; `for_run` gives a run or session its own model and state.
+    """Tools of a program. One instance may serve many runs at once; `for_run` gives a run or session its own model
+    and state.
 
-    `tools`: whatever `as_tool` takes, or a registry, which stays live. `timeout_s`: the limit of tools without one of
-    their own. Tools marked requires_permission or dangerous are asked about; without an `approver` they are refused.
-    `model`: what tools may ask; a plain Model is handed to each call as a BudgetedModel of its own, so that no call can
-    spend more than that allows. Functions run with the program's own rights: give a model only what it may do.
+    `tools`: everything that `as_tool` accepts, or a registry, whose later changes count. `timeout_s`: the limit of
+    tools without their own limit. Tools marked requires_permission or dangerous need an approval; without an
+    `approver` they are refused. `model`: the model that tools may ask. Each call gets its own BudgetedModel around a
+    plain Model, which limits its tokens. Functions run with the rights of the program: give a model only functions
+    that it may use.
     """
 
     def __init__(
@@ -98,10 +104,10 @@ class LocalTools:
         self.registry: ToolRegistry[CallHandler] = (
             tools if isinstance(tools, ToolRegistry) else ToolRegistry(as_tool(tool) for tool in tools)
         )
-        self._approver = approver or RefusingApprover(_NOBODY)
+        self._approver = approver or RefusingApprover(_NO_APPROVER)
         self._key = SigningKeys.of(secrets.token_hex(32))
         self._threads = BlockingCalls()
-        self._surroundings = Surroundings(
+        self._context = LocalContext(
             tenant=tenant,
             cwd=str(cwd if cwd is not None else Path.cwd()),
             config=MappingProxyType({} if config is None else config),
@@ -110,19 +116,20 @@ class LocalTools:
             timeout_s=timeout_s,
         )
         self._states: dict[str, SessionState] = {}
-        self._door = self._open_door(self._surroundings)
+        self._dispatcher = self._create_dispatcher(self._context)
 
     def register(self, tool: Any) -> LocalTool:
-        """Add a tool, or replace the one of its name, from the next call on. Takes what `as_tool` does, and raises it.
+        """Add a tool, or replace the tool of its name, for later calls. Accepts the same values as `as_tool` and
+        raises the same exceptions.
 
-        Raises jsonschema.SchemaError for parameters that no call could meet.
+        Raises jsonschema.SchemaError for parameters that no call could satisfy.
         """
-        made = as_tool(tool)
-        self.registry.register(made)
-        return made
+        local_tool = as_tool(tool)
+        self.registry.register(local_tool)
+        return local_tool
 
     def specs(self, names: Iterable[str] | Literal["all"] = "all") -> list[ToolSpec]:
-        """What a model is told of, by name order."""
+        """Return the specifications of the tools for a model, by name."""
         return self.registry.specs(names)
 
     async def run(
@@ -135,27 +142,29 @@ class LocalTools:
         on_event: OnEvent | None = None,
         session: str | None = None,
     ) -> RunResult:
-        """Work one instruction with these tools to an answer or a limit; no pool, no sandbox. `session`: whose state
-        the tools see.
+        """Run one instruction with these tools to an answer or a limit, without pool and sandbox. `session`: the
+        session whose state the tools see.
 
-        `model` None: as the environment says, else the embedded small one. `options` None: the defaults, with the
-        `timeout_s` of these tools. Raises ModelUnavailable, ConfigError.
+        `model` None: the model of the environment's settings, otherwise the embedded small model. `options` None: the
+        defaults, with the `timeout_s` of these tools. Raises ModelUnavailable, ConfigError.
         """
         settings = load_settings()
-        options = options or ReActOptions(tool_timeout_s=self._surroundings.timeout_s)
+        options = options or ReActOptions(tool_timeout_s=self._context.timeout_s)
         run = secrets.token_hex(8)
         async with choose_model(settings, model) as chosen:
-            wanted = dialect or settings.dialect
-            known = await find_needed_capabilities(chosen, wanted, CapabilityCache(settings.capability_folder))
+            dialect_name = dialect or settings.dialect
+            capabilities = await find_needed_capabilities(
+                chosen, dialect_name, CapabilityCache(settings.capability_folder)
+            )
             bound = self.for_run(run=run, session=session, model=chosen.model, timeout_s=options.tool_timeout_s)
             agent = Agent(
                 chosen.model,
-                choose_dialect(wanted, known, is_small=chosen.is_small),
+                choose_dialect(dialect_name, capabilities, is_small=chosen.is_small),
                 self.specs(),
                 bound.run_call,
-                # What a model's recipe says of tools that are not here would only mislead it.
+                # A model's instruction about tools that do not exist here would mislead it.
                 instruction=chosen.instruction if "all" in chosen.tools else "",
-                options=with_window(options, settings, known),
+                options=with_window(options, settings, capabilities),
                 on_event=on_event or (lambda _: None),
                 run_id=run,
                 switched_off={
@@ -165,10 +174,10 @@ class LocalTools:
             return await agent.run(instruction)
 
     async def run_call(self, call: ToolCall) -> ToolResult:
-        """The one result of a model's call: reviewed, checked, run within its limit. Never raises for a call's
-        failure.
+        """Return the one result of a model's call, after review and checks, within its limit. A failed call never
+        raises an exception.
         """
-        return await self._run_call(self._door, self._surroundings, call)
+        return await self._run_call(self._dispatcher, self._context, call)
 
     def for_run(
         self,
@@ -179,71 +188,73 @@ class LocalTools:
         state: SessionState | None = None,
         timeout_s: float | None = None,
     ) -> "BoundTools":
-        """The same tools for one run: its calls see this model and this state.
+        """Return the same tools for one run, whose calls see this model and this state.
 
-        `state` None: the session's, which is kept until `forget_session`; for a run without a session, a new one.
-        Raises ValueError for ids that no call can carry. `timeout_s` None: theirs.
+        `state` None: the session's state, which lives until `forget_session`; a run without a session gets a new
+        state. `timeout_s` None: the limit of these tools. Raises ValueError for an id that no call can have.
         """
-        ours = self._surroundings
+        base = self._context
         for identifier in (run, session):
             if identifier is not None and not FITTING_ID.fullmatch(identifier):
                 raise ValueError(
-                    f"'{identifier[:80]}' is no id of a run or session: write 1 to 64 letters, digits, '_' or '-'"
+                    f"'{identifier[:80]}' is not a valid run or session id: use 1 to 64 letters, digits, '_' or '-'"
                 )
         if state is None:
             state = MemoryState() if session is None else self.state_of(session)
-        told = replace(
-            ours,
+        local = replace(
+            base,
             run=run,
             session=session,
-            model=model or ours.model,
+            model=model or base.model,
             state=state,
-            timeout_s=timeout_s or ours.timeout_s,
+            timeout_s=timeout_s or base.timeout_s,
         )
-        return BoundTools(self, self._open_door(told), told)
+        return BoundTools(self, self._create_dispatcher(local), local)
 
     def state_of(self, session: str) -> SessionState:
-        """What is kept for a session, of any name."""
+        """Return the state of a session of any name."""
         return self._states.setdefault(session, MemoryState())
 
     def forget_session(self, session: str) -> None:
-        """Drop what was kept for a session that has ended."""
+        """Delete the state of a session that has ended."""
         self._states.pop(session, None)
 
-    async def _run_call(self, door: Dispatcher, told: Surroundings, call: ToolCall) -> ToolResult:
+    async def _run_call(self, dispatcher: Dispatcher, local: LocalContext, call: ToolCall) -> ToolResult:
         tool = self.registry.get(call.name)
-        timeout_s = told.timeout_s
+        timeout_s = local.timeout_s
         if tool is not None and self.registry.switch(call.name) is None:
             reviewed = await review(
                 call,
                 tool.spec,
                 self._approver,
                 policy=DEFAULT_POLICY,
-                tenant=told.tenant,
-                session=told.session,
+                tenant=local.tenant,
+                session=local.session,
                 checks=tool.validators,
             )
             if isinstance(reviewed, ToolResult):
                 return reviewed
             if self.registry.get(call.name) is not tool:
-                sentence = f"{call.name} was not run: it was replaced while the call was reviewed; call it again"
-                return ToolResult.failed(call, ErrorCode.PERMISSION_DENIED, sentence)
+                message = f"{call.name} was not run: it was replaced while the call was reviewed; call it again"
+                return ToolResult.failed(call, ErrorCode.PERMISSION_DENIED, message)
             call = reviewed
             timeout_s = tool.spec.timeout_s or timeout_s
-        # Said outright: an argument that happens to be called `timeout` is the function's own business.
-        return await door.dispatch(Request(call, told.tenant, told.session, "local", timeout_s=timeout_s, run=told.run))
+        # The limit is explicit, because an argument named `timeout` belongs to the function.
+        return await dispatcher.dispatch(
+            Request(call, local.tenant, local.session, "local", timeout_s=timeout_s, run=local.run)
+        )
 
-    def _open_door(self, told: Surroundings) -> Dispatcher:
+    def _create_dispatcher(self, local: LocalContext) -> Dispatcher:
         def context_for(call: ToolCall, context: ToolContext) -> CallContext:
             return CallContext(
                 call_id=call.id,
                 tenant=context.tenant,
                 run=context.run,
                 session=context.session,
-                cwd=told.cwd,
-                config=told.config,
-                model=_for_tools(told.model),
-                state=told.state,
+                cwd=local.cwd,
+                config=local.config,
+                model=_limit_model(local.model),
+                state=local.state,
                 runner=LoopRunner(asyncio.get_running_loop()),
             )
 
@@ -255,24 +266,24 @@ class LocalTools:
 
 
 class BoundTools:
-    """LocalTools for one run or session. Made by `LocalTools.for_run`; `run_call` is what an Agent takes."""
+    """LocalTools for one run or session, made by `LocalTools.for_run`. An Agent takes its `run_call`."""
 
-    def __init__(self, tools: LocalTools, door: Dispatcher, told: Surroundings) -> None:
+    def __init__(self, tools: LocalTools, dispatcher: Dispatcher, local: LocalContext) -> None:
         self._tools = tools
-        self._door = door
-        self._told = told
+        self._dispatcher = dispatcher
+        self._context = local
 
     @property
     def state(self) -> SessionState:
-        return self._told.state
+        return self._context.state
 
     def specs(self, names: Iterable[str] | Literal["all"] = "all") -> list[ToolSpec]:
         return self._tools.specs(names)
 
     async def run_call(self, call: ToolCall) -> ToolResult:
-        """As `LocalTools.run_call`."""
-        return await self._tools._run_call(self._door, self._told, call)
+        """Return the one result of a model's call, like `LocalTools.run_call`."""
+        return await self._tools._run_call(self._dispatcher, self._context, call)
 
 
-def _for_tools(model: ModelAdapter | Model | None) -> ModelAdapter | None:
+def _limit_model(model: ModelAdapter | Model | None) -> ModelAdapter | None:
     return model if model is None or isinstance(model, ModelAdapter) else BudgetedModel(model)

@@ -1,5 +1,5 @@
-"""The names that the requirement documents use for the loop and its parts. Aliases only: each calls what
-docs/agents.md describes.
+"""Aliases with the names that the requirement documents use for the loop and its parts. docs/agents.md describes the
+objects behind them.
 """
 
 from collections.abc import Mapping
@@ -32,25 +32,25 @@ _DEPS = {"contextEngine": "context_engine", "outputController": "output_controll
 
 
 def tool_schema(tool: Tool[Any]) -> dict[str, Any]:
-    """The JSON Schema by which the arguments of a tool are validated."""
+    """Return the JSON Schema that validates the arguments of a tool."""
     return tool.parameters
 
 
 class ModelGateway:
-    """A model whose method `chat` is the loop's `chat`."""
+    """Wraps a model so that its method `chat` can be the loop's `chat`."""
 
     def __init__(self, model: Model) -> None:
         self._model = model
 
     async def chat(self, messages: list[Message]) -> str:
-        """The content of the model's reply. Raises ModelUnavailable."""
+        """Return the content of the model's reply. Raises ModelUnavailable."""
         return (await BudgetedModel(self._model).complete(messages)).text
 
 
 async def runToolLoop(
     deps: Mapping[str, Any], session_id: str, message: str, options: Mapping[str, Any] | None = None
 ) -> ToolLoopResult:
-    """`run_tool_loop` with the documents' spelling: `deps` has `contextEngine` and so on, `options` has
+    """Run `run_tool_loop` with the spelling of the documents: `deps` has `contextEngine` and so on, `options` has
     `maxToolRounds`.
     """
     parts = {_DEPS.get(name, name): part for name, part in deps.items()}

@@ -1,5 +1,5 @@
-"""The tools of a session for loops that are not ours: what a model may be told of, and calls that are reviewed before
-they are made.
+"""Tools of a session for the loops of other frameworks: descriptions for a model, and calls that are reviewed before
+they run.
 """
 
 import secrets
@@ -20,12 +20,12 @@ from orchestrator.dispatch.sessions import Session
 from orchestrator.runs.run_parts import RunParts
 
 Names = Iterable[str] | Literal["all"]
-"""Of tools: those, or every one."""
+"""Names of tools, or "all"."""
 
 
 class SessionTools:
-    """Made by `ToolClient.session_tools`. What a model asks for by it is judged and asked about as in a run of ours;
-    nobody to ask means no.
+    """Tools of one session, created by `ToolClient.session_tools`. Policies and approvals apply as in a run of this
+    project's own loop. Without an approver, a call that needs approval is refused.
     """
 
     def __init__(
@@ -42,27 +42,27 @@ class SessionTools:
         self._timeout_s = timeout_s
         self._run = secrets.token_hex(8)
         self.specs = tuple(specs)
-        """What a model may be told of, by name order, as it was when this was made."""
+        """Specifications of the tools for a model, by name, at the time of creation."""
         self._specs = {spec.name: spec for spec in self.specs}
 
     @classmethod
     async def open(
         cls, parts: RunParts, session: Session, names: Names, approver: Approver | None, timeout_s: float
     ) -> "SessionTools":
-        """Raises ToolFailure(TOOL_NOT_FOUND) for a name that the session's tenant has not, SandboxUnavailable,
-        BrokerUnavailable.
+        """Create the tools of these names. Raises ToolFailure(TOOL_NOT_FOUND) for a tool that the session's tenant
+        does not have, SandboxUnavailable, BrokerUnavailable.
         """
-        wanted = [names] if isinstance(names, str) else list(names)
-        specs = await parts.specs_in(session, wanted)
-        there = {spec.name for spec in specs}
-        for name in wanted:
-            if name != "all" and name not in there:
-                known = [spec.name for spec in await parts.specs_in(session, "all")]
-                told = (
-                    f"there is no tool '{name}' for tenant {session.tenant}, or it is turned off; there are "
-                    f"{', '.join(known)}"
+        requested = [names] if isinstance(names, str) else list(names)
+        specs = await parts.specs_in(session, requested)
+        found = {spec.name for spec in specs}
+        for name in requested:
+            if name != "all" and name not in found:
+                available = [spec.name for spec in await parts.specs_in(session, "all")]
+                message = (
+                    f"there is no tool '{name}' for tenant {session.tenant}, or it is turned off; available tools: "
+                    f"{', '.join(available)}"
                 )
-                raise ToolFailure(ErrorCode.TOOL_NOT_FOUND, told, nearest=find_nearest(name, known))
+                raise ToolFailure(ErrorCode.TOOL_NOT_FOUND, message, nearest=find_nearest(name, available))
         return cls(parts, session, specs, approver, timeout_s)
 
     async def call(
@@ -73,10 +73,10 @@ class SessionTools:
         approver: Approver | None = None,
         on_output: OnOutput | None = None,
     ) -> ToolResult:
-        """The one result of a call that a model asks for: reviewed, then made in the session. Never raises for a call's
-        failure.
+        """Return the one result of a call that a model requests. The call is reviewed and then runs in the session. A
+        failed call never raises an exception.
 
-        `approver`: who is asked about this call alone. Cancelled, it stops what runs in the sandbox. `on_output`: as
+        `approver`: the approver of this call only. A cancellation stops the processes in the sandbox. `on_output`: as
         for `Session.call`.
         """
         call = ToolCall(id=secrets.token_hex(16), name=name[:MAX_NAME_CHARS] or "unknown")
@@ -106,9 +106,9 @@ class SessionTools:
         result = await self._session.send(request, on_output)
         return note_aliases(result, find_aliases(spec, call.arguments))
 
-    async def verdict(self, name: str, arguments: Mapping[str, Any]) -> Verdict:
-        """What the policy says of a call, for loops that ask people by means of their own. Raises ToolFailure for a
-        call that cannot be made, OperatorError.
+    async def decide(self, name: str, arguments: Mapping[str, Any]) -> Verdict:
+        """Return the decision of the policy for a call, for loops with their own approvals. Raises ToolFailure for an
+        invalid call, OperatorError.
         """
         spec = self._specs.get(name)
         if spec is None:

@@ -1,6 +1,4 @@
-"""Where a tenant's own skills are looked at and changed: what is installed is examined first, by a program of its
-own.
-"""
+"""Lists, installs and removes a tenant's own skills. A separate process examines a skill before it is installed."""
 
 import asyncio
 import tempfile
@@ -11,27 +9,30 @@ from orchestrator.sdk.skill_folders import examine_skill
 from store.skills import InstalledSkill, SkillStore
 
 
-class SkillDesk:
-    """Of one tenant."""
+class SkillInstaller:
+    """Installer of one tenant's skills."""
 
     def __init__(self, skills: SkillStore, tenant: str) -> None:
         self._skills, self.tenant = skills, tenant
 
     async def all(self) -> Mapping[str, InstalledSkill]:
-        """By name. Raises BrokerUnavailable."""
+        """Return the installed skills by name. Raises BrokerUnavailable."""
         return await self._skills.all(self.tenant)
 
     async def install(self, path: Path, *, replace: bool = False) -> InstalledSkill:
-        """A folder or a .zip file; runs that begin from now on have it.
+        """Install a skill from a folder or a .zip file; runs that begin later have it.
 
-        Raises SkillBroken with what makes it none, ToolFailure as SkillStore.install, ConfigError, BrokerUnavailable.
+        Raises SkillBroken with the error of the skill, ConfigError, BrokerUnavailable, and ToolFailure like
+        SkillStore.install.
         """
         with tempfile.TemporaryDirectory(prefix="toolcrew-skill-") as folder:
-            kept = Path(folder) / "bundle"
-            examined = await asyncio.to_thread(examine_skill, path, owner=self.tenant, as_bundle=kept)
-            bundle = await asyncio.to_thread(kept.read_bytes)
+            bundle_path = Path(folder) / "bundle"
+            examined = await asyncio.to_thread(examine_skill, path, owner=self.tenant, as_bundle=bundle_path)
+            bundle = await asyncio.to_thread(bundle_path.read_bytes)
             return await self._skills.install(self.tenant, examined.skill, bundle, examined.tool, replace=replace)
 
     async def remove(self, name: str) -> bool:
-        """Whether there was such a skill; what runs with it goes on. Raises BrokerUnavailable."""
+        """Remove a skill; running calls of it continue. Return whether the skill was installed. Raises
+        BrokerUnavailable.
+        """
         return await self._skills.remove(self.tenant, name)

@@ -1,4 +1,4 @@
-"""Agents for programs that are written in messages: one binds tools and asks the model, the other carries the
+"""Agents for programs that handle messages themselves. ToolAgent binds tools and asks the model; CustomAgent runs a
 conversation to an answer.
 """
 
@@ -34,13 +34,13 @@ from telemetry.logs import get_logger
 log = get_logger(__name__)
 
 INTERRUPTIONS = 2
-"""How often a reply that broke off is asked for again: nobody has seen a part of it."""
+"""Limit of repeated requests after an interrupted reply. No caller has seen a part of such a reply."""
 
 
 @dataclass(frozen=True)
 class LLMClient:
-    """A model, and whether it calls functions natively. False: schemas go into the system prompt and calls are read
-    from its text.
+    """A model, and whether it supports native function calls. If not, the system prompt contains the schemas, and
+    calls are parsed from the model's text.
     """
 
     model: Model
@@ -48,7 +48,7 @@ class LLMClient:
 
 
 class ToolAgent:
-    """Asks a model that has tools bound to it. Each reply is one AIMessage; nothing is run here."""
+    """Asks a model that has tools bound to it. Each reply is one AIMessage. The agent runs no tools."""
 
     def __init__(self, llm: LLMClient | Model) -> None:
         self._llm = llm if isinstance(llm, LLMClient) else LLMClient(llm)
@@ -57,15 +57,15 @@ class ToolAgent:
         self.schemas: list[dict[str, Any]] = []
 
     def bind_tools(self, tools: Sequence[Any]) -> "ToolAgent":
-        """These tools, and no others, go with every request from now on; anything that `convert_to_openai_tool` takes.
-        Gives itself.
+        """Bind these tools, and no others, to all later requests. Accepts everything that `convert_to_openai_tool`
+        accepts. Return the agent.
         """
         self.schemas = [convert_to_openai_tool(tool) for tool in tools]
         self.tools = list(tools)
         return self
 
     async def invoke(self, messages: Sequence[ChatMessage | Message]) -> AIMessage:
-        """The model's reply to those messages.
+        """Return the model's reply to those messages.
 
         Raises ValueError with tool name and raw text when native arguments are not JSON, ModelUnavailable.
         """
@@ -77,7 +77,7 @@ class ToolAgent:
             try:
                 return await self._ask(wire)
             except ModelInterrupted as error:
-                log.warning("reply_interrupted", message=f"{error}; the reply is asked for again")
+                log.warning("reply_interrupted", message=f"{error}; the reply is requested again")
         return await self._ask(wire)
 
     async def _ask(self, wire: list[Message]) -> AIMessage:
@@ -98,26 +98,29 @@ class ToolAgent:
         specs = [as_tool(tool).spec for tool in self.tools]
         has_system = bool(wire) and wire[0]["role"] == "system"
         instruction, rest = (str(wire[0].get("content") or ""), wire[1:]) if has_system else ("", wire)
-        told: list[Message] = [{"role": "system", "content": dialect.build_system(instruction, specs)}, *_as_text(rest)]
+        converted: list[Message] = [
+            {"role": "system", "content": dialect.build_system(instruction, specs)},
+            *_as_text(rest),
+        ]
         reader = dialect.open_reader(secrets.token_hex(4), 1)
-        async for chunk in self._llm.model.stream(dialect.build_request(told, specs)):
+        async for chunk in self._llm.model.stream(dialect.build_request(converted, specs)):
             reader.feed(chunk)
         events, end = reader.finish()
-        asked = [event.call for event in events if isinstance(event, CallRequested)]
+        calls = [event.call for event in events if isinstance(event, CallRequested)]
         text = "".join(
             event.text if isinstance(event, Text) else "" if isinstance(event, CallRequested) else event.raw
             for event in events
         )
         return AIMessage(
-            text, [build_tool_call(call.id, call.name, call.arguments) for call in asked], end.finish_reason, end.usage
+            text, [build_tool_call(call.id, call.name, call.arguments) for call in calls], end.finish_reason, end.usage
         )
 
 
 class CustomAgent:
-    """Carries a conversation with a ToolAgent to its answer. `tools`: what it runs; None: those that are bound to the
-    agent.
+    """Runs a conversation with a ToolAgent to its answer. `tools`: the tools that it runs; None: the tools that are
+    bound to the agent.
 
-    `history` is all of it, as messages.
+    `history` contains all messages of the conversation.
     """
 
     def __init__(
@@ -137,11 +140,11 @@ class CustomAgent:
         self.history: list[ChatMessage] = [SystemMessage(instruction)] if instruction else []
 
     async def run(self, message: str) -> AIMessage:
-        """The model's answer to `message`, after it has called what tools it wants; its last reply when it calls on and
-        on.
+        """Return the model's answer to `message`, after all tool calls. If the model still calls tools at the limit,
+        return its last reply.
 
-        Raises ValueError for native arguments that are not JSON, ModelUnavailable; what a tool raises is told to the
-        model.
+        Raises ValueError for native arguments that are not JSON, ModelUnavailable. The model gets an exception of a
+        tool as its result.
         """
         bound = [self._tools.register(tool).name for tool in self._agent.tools] if self._runs_bound_tools else "all"
         runner = CallRunner(
@@ -155,8 +158,8 @@ class CustomAgent:
         for _ in range(self._options.max_iterations):
             reply = await self._agent._generate(self.history)
             observed = await runner.run(_requests(reply, len(self.history)))
-            # Together: a call without its result, when this is cancelled, would make every later request one that
-            # servers refuse.
+            # Appended together: after a cancellation, a call without its result would make servers refuse every later
+            # request.
             self.history += [reply, *(_tool_message(call_id, result) for call_id, result in observed)]
             if not reply.tool_calls:
                 return reply
@@ -169,17 +172,15 @@ class CustomAgent:
 
 
 def _requests(reply: AIMessage, step: int) -> list[Requested]:
-    """The calls of a reply. The last one of a reply that was cut may lack what its model meant to write: it is not
-    run.
-    """
-    asked = [_requested(call, f"{step}-{at}-{secrets.token_hex(8)}") for at, call in enumerate(reply.tool_calls)]
-    if asked and reply.finish_reason == "length":
+    """Return the calls of a reply. The last call of a truncated reply may be incomplete, so it does not run."""
+    calls = [_build_request(call, f"{step}-{at}-{secrets.token_hex(8)}") for at, call in enumerate(reply.tool_calls)]
+    if calls and reply.finish_reason == "length":
         last = reply.tool_calls[-1]
-        asked[-1] = MalformedCall(f"{step}-cut-{secrets.token_hex(8)}", last["name"], CUT, "", last["id"])
-    return asked
+        calls[-1] = MalformedCall(f"{step}-cut-{secrets.token_hex(8)}", last["name"], CUT, "", last["id"])
+    return calls
 
 
-def _requested(call: dict[str, Any], call_id: str) -> Requested:
+def _build_request(call: dict[str, Any], call_id: str) -> Requested:
     return build_call_event(call_id, call["name"], call["arguments"], "", model_id=call["id"])
 
 
@@ -190,8 +191,8 @@ def _tool_message(call_id: str, result: ToolResult) -> ToolMessage:
 
 
 def _as_text(messages: Sequence[Message]) -> list[Message]:
-    """Messages for a model that knows of no tool calls: those that it made become decisions again, results the
-    user's.
+    """Return messages for a model without native tool calls: its calls become decisions as text, and results become
+    messages of the user.
     """
     plain: list[Message] = []
     names: dict[str, str] = {}
@@ -201,13 +202,13 @@ def _as_text(messages: Sequence[Message]) -> list[Message]:
         if message["role"] == "tool":
             plain.append({"name": names.get(message.get("tool_call_id", ""), NAMELESS_TOOL), **message})
             continue
-        told = {key: value for key, value in message.items() if key != "tool_calls"} | {
+        converted = {key: value for key, value in message.items() if key != "tool_calls"} | {
             "content": message.get("content") or ""
         }
         if calls:
             decisions = "\n".join(_decision_text(function) for _, function in calls)
-            told["content"] = f"{told['content']}{decisions}"
-        plain.append(told)
+            converted["content"] = f"{converted['content']}{decisions}"
+        plain.append(converted)
     return build_wire_messages(plain)
 
 

@@ -1,6 +1,4 @@
-"""The tool loop of one session by JSON decisions: `run_tool_loop`, and the parts that it is made of, each
-replaceable.
-"""
+"""Tool loop of one session with JSON decisions: `run_tool_loop`, and its parts, each of which can be replaced."""
 
 import inspect
 import secrets
@@ -40,13 +38,13 @@ __all__ = [
 
 
 Chat = Callable[[list[Message]], Any]
-"""A gateway, plain or async: messages in, the raw content of the reply out, as a string or as a message that has it as
-`content`.
+"""Gateway to a model, a plain or an async function. It takes messages and returns the raw content of the reply, as a
+string or as a message with `content`.
 """
 
 
 class OutputController(Protocol):
-    """Reads what the model wrote. `parse` raises ValueError with a sentence for the model."""
+    """Parses the model's output. `parse` raises ValueError with a message for the model."""
 
     def parse(self, raw: str) -> ToolDecisionOutput: ...
 
@@ -58,13 +56,13 @@ class _DecisionController:
 
 @dataclass
 class ContextEngine:
-    """The messages of each session, in memory."""
+    """Stores the messages of each session in memory."""
 
     instruction: str = ""
     sessions: dict[str, list[Message]] = field(default_factory=dict)
 
     def messages(self, session_id: str) -> list[Message]:
-        """Those of the session so far, without a system prompt."""
+        """Return the messages of the session so far, without a system prompt."""
         return list(self.sessions.get(session_id, ()))
 
     def append(self, session_id: str, messages: Sequence[Message]) -> None:
@@ -73,26 +71,26 @@ class ContextEngine:
 
 
 class ToolLoopRegistry(LocalTools):
-    """LocalTools by the names that a program calls them by itself: get, list, execute."""
+    """LocalTools with the methods for programs that call tools themselves: get, list, execute."""
 
     def get(self, name: str) -> LocalTool | None:
-        """The tool of that name, or None."""
+        """Return the tool of that name, or None."""
         return self.registry.get(name)
 
     def list(self) -> list[ToolSpec]:
-        """What a prompt describes; each through `convert_to_openai_tool` what an API's `tools` takes."""
+        """Return the specifications of the tools. `convert_to_openai_tool` converts each one to an entry of an API's
+        `tools`.
+        """
         return self.specs()
 
     async def execute(self, name: str, arguments: Mapping[str, Any]) -> ToolResult:
-        """The result of the tool of that name, as `execute_tool_call` gives it."""
+        """Run the tool of that name and return its result, like `execute_tool_call`."""
         return await self.run_call(ToolCall(id=secrets.token_urlsafe(12), name=name, arguments=dict(arguments)))
 
 
 @dataclass
 class ToolLoopDeps:
-    """What the loop is made of. `chat`: a function of the messages, or a Model. A ToolRegistry becomes LocalTools over
-    it.
-    """
+    """Parts of the loop. `chat`: a function of the messages, or a Model. A ToolRegistry is wrapped in LocalTools."""
 
     chat: Chat | Model
     tool_registry: LocalTools | ToolRegistry[CallHandler]
@@ -102,7 +100,7 @@ class ToolLoopDeps:
 
 @dataclass(frozen=True)
 class ToolLoopResult:
-    """`reply`: the answer, or the last reply as the model wrote it when the rounds were used up."""
+    """Result of the loop. `reply`: the answer, or the raw text of the last reply when the rounds are used up."""
 
     reply: str
     rounds: int
@@ -111,17 +109,17 @@ class ToolLoopResult:
 
 
 def create_tool_registry(tools: Sequence[Any] = (), **options: Any) -> ToolLoopRegistry:
-    """A registry that lists tools, finds them by name and executes them; `options` are those of LocalTools."""
+    """Create a registry that lists, finds and executes tools. `options`: the options of LocalTools."""
     return ToolLoopRegistry(tools, **options)
 
 
 def create_output_controller() -> OutputController:
-    """The strict reader of decisions."""
+    """Create the strict parser of decisions."""
     return _DecisionController()
 
 
 async def execute_tool_call(registry: LocalTools, call: ToolCall) -> ToolResult:
-    """The result of one call; a tool that fails or is not there is a result, too."""
+    """Return the result of one call. A tool that fails or does not exist gives a result, too."""
     return await registry.run_call(call)
 
 
@@ -133,11 +131,11 @@ async def run_tool_loop(
     *,
     on_event: OnEvent = lambda _: None,
 ) -> ToolLoopResult:
-    """Answer `message` in that session: decide, execute, inject the result as `[Tool result for NAME]`, until the model
-    replies. Tools see the session's own state.
+    """Answer `message` in that session. The model decides, a tool runs, and its result is added as `[Tool result for
+    NAME]`, until the model replies. Tools see the session's own state.
 
-    `deps` may be a mapping with the same names. Raises ValueError for a round limit below 1, ModelUnavailable, and what
-    `chat` raises.
+    `deps` may be a mapping with the same names. Raises ValueError for a round limit below 1, ModelUnavailable, and
+    the exceptions of `chat`.
     """
     parts = deps if isinstance(deps, ToolLoopDeps) else ToolLoopDeps(**deps)
     context, tools = parts.context_engine, parts.tool_registry
@@ -146,24 +144,24 @@ async def run_tool_loop(
         _as_model(parts.chat),
         JsonDecisionDialect(parse=parts.output_controller.parse),
         registry.specs(),
-        _for_session(registry, session_id).run_call,
+        _bind_session(registry, session_id).run_call,
         instruction=context.instruction,
         options=ReActOptions(max_iterations=max_tool_rounds),
         on_event=on_event,
     )
     history = context.messages(session_id)
     result = await agent.run(message, history=history)
-    told = result.transcript.messages()[1 + len(history) :]
-    context.append(session_id, told)
+    new_messages = result.transcript.messages()[1 + len(history) :]
+    context.append(session_id, new_messages)
     is_answer = result.answer or result.stop_reason is StopReason.EMPTY_REPLY
-    last = next((message["content"] for message in reversed(told) if message["role"] == "assistant"), "")
+    last = next((message["content"] for message in reversed(new_messages) if message["role"] == "assistant"), "")
     return ToolLoopResult(
         result.answer if is_answer else last or "", result.steps, result.stop_reason, result.transcript
     )
 
 
-def _for_session(registry: LocalTools, session_id: str) -> BoundTools:
-    """Any text is a session here; only some is a name that travels with a call."""
+def _bind_session(registry: LocalTools, session_id: str) -> BoundTools:
+    """Return the tools for a session. Its id may be any text, but only a valid identifier travels with a call."""
     return registry.for_run(
         session=session_id if FITTING_ID.fullmatch(session_id) else None, state=registry.state_of(session_id)
     )
@@ -174,7 +172,7 @@ def _as_model(chat: Chat | Model) -> Model:
 
 
 class _ChatModel:
-    """A chat function as a Model: its reply is one chunk."""
+    """Presents a chat function as a Model. The reply is one chunk."""
 
     name = "chat"
 
@@ -183,17 +181,17 @@ class _ChatModel:
 
     async def stream(self, request: ModelRequest) -> AsyncIterator[Chunk]:
         content = self._chat(request.messages)
-        told = await content if inspect.isawaitable(content) else content
-        yield {"choices": [{"index": 0, "delta": {"content": _content_of(told)}, "finish_reason": "stop"}]}
+        content = await content if inspect.isawaitable(content) else content
+        yield {"choices": [{"index": 0, "delta": {"content": _read_content(content)}, "finish_reason": "stop"}]}
 
     async def aclose(self) -> None:
-        """Nothing to close."""
+        """Do nothing: a chat function has no resources."""
 
 
-def _content_of(reply: Any) -> str:
+def _read_content(reply: Any) -> str:
     content = reply.get("content") if isinstance(reply, Mapping) else getattr(reply, "content", reply)
     if not isinstance(content, str):
         raise TypeError(
-            f"chat must give the reply's content as a string, or a message with it, not {type(reply).__name__}"
+            f"chat must return the reply's content as a string, or a message with `content`, not {type(reply).__name__}"
         )
     return content

@@ -394,7 +394,7 @@ def test_up_in_text_says_how_to_use_it_and_goes_with_its_terminal(footprint: Foo
     assert errors.decode().endswith(end)
     assert errors.count(b"\n") == end.count("\n")
     text = (first + rest).decode()
-    assert "Ctrl-C takes it down" in text
+    assert "Ctrl-C stops it" in text
     assert "Ctrl-C also deletes its tenants, API keys, runs and batches" in text
     assert "export TOOLCREW_REDIS_URL=" in text
     assert "toolcrew call bash_tool" in text

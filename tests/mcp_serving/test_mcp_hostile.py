@@ -153,7 +153,7 @@ async def test_sessions_that_cannot_be_are_told_so(line: httpx.AsyncClient) -> N
         told["params"]["_meta"]["toolcrew/session"] = named
         answer = (await line.post("/mcp", json=told, headers=headers_of(told))).json()
         assert answer["result"]["isError"], answer
-        assert "no name of a session" in answer["result"]["content"][0]["text"]
+        assert "not a session name" in answer["result"]["content"][0]["text"]
     gone = await ask(line, "tools/call", "/mcp/neverwas", name="bash_tool", arguments={"command": "true"})
     assert gone.json()["result"]["structuredContent"]["error_code"] == "SESSION_NOT_FOUND"
 

@@ -129,7 +129,7 @@ async def test_a_session_is_found_by_address_and_by_meta_on_every_replica(mcp_st
         assert text_of(await bash(client, "pwd; cat /workspace/file")) == "/tmp\nkept\n"
         other = await bash(client, "true", "another1")
         assert other.is_error
-        assert "leave one out" in text_of(other)
+        assert "omit one of them" in text_of(other)
 
 
 async def test_a_call_that_names_no_session_has_one_of_its_own_which_goes_with_it(mcp_stack: McpStack) -> None:

@@ -78,8 +78,8 @@ class Ground:
 @pytest.fixture
 async def ground(redis_server: RedisProcess, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Ground]:
     monkeypatch.setattr(call_monitor, "KILLS_EVERY_S", 0.02)
-    monkeypatch.setattr(control_module, "HEARD_S", 1.0)
-    monkeypatch.setattr(control_module, "ORDER_AGAIN_S", 0.1)
+    monkeypatch.setattr(control_module, "LOOKUP_S", 1.0)
+    monkeypatch.setattr(control_module, "REPEAT_ORDER_S", 0.1)
     client = redis.asyncio.Redis.from_url(redis_server.url, socket_timeout=5)
     opened = Ground(client)
     await opened.monitor.start()
@@ -110,7 +110,7 @@ async def test_a_call_in_the_queue_is_forbidden_and_its_caller_is_told_at_once_b
     call = asyncio.create_task(ground.monitor.watch("acme", "c1", wait_for_ever()))
     killed = await ground.control.kill("acme", "c1", ANNE, "it runs away")
     assert (killed.record.state, killed.record.code, killed.was_over) == (CallState.FORBIDDEN, "CANCELLED", False)
-    with pytest.raises(ToolFailure, match="killed by anne: it runs away; it had not begun") as told:
+    with pytest.raises(ToolFailure, match="killed by anne: it runs away; the call had not begun") as told:
         await asyncio.wait_for(call, SOON_S)
     assert told.value.code is ErrorCode.CANCELLED
     assert ground.orders.told == []
@@ -128,8 +128,8 @@ async def test_a_call_that_waits_for_its_first_slot_is_known_to_its_program_and_
 async def test_of_a_call_that_nobody_knows_it_is_said_as_soon_as_is_wanted_and_its_order_stands(ground: Ground) -> None:
     began = asyncio.get_running_loop().time()
     with pytest.raises(ToolFailure, match="nothing is known of call c1"):
-        await ground.control.kill("acme", "c1", ANNE, heard_s=0.0)
-    assert asyncio.get_running_loop().time() - began < control_module.HEARD_S
+        await ground.control.kill("acme", "c1", ANNE, lookup_s=0.0)
+    assert asyncio.get_running_loop().time() - began < control_module.LOOKUP_S
     assert await ground.audited() == []
     # One that its program was about to make never begins all the same.
     with pytest.raises(ToolFailure, match="killed by anne"):
@@ -166,14 +166,14 @@ async def test_the_order_is_repeated_until_the_call_has_ended(ground: Ground) ->
 
 
 async def test_a_call_that_will_not_end_is_said_to_be_one(ground: Ground, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(control_module, "ENDED_S", 0.2)
+    monkeypatch.setattr(control_module, "END_TIMEOUT_S", 0.2)
     await ground.note(state="running", holder="host.b.b2/w1")
 
     async def ignore(order: ToolCall) -> None:
         """The host is gone."""
 
     ground.orders.obey = ignore
-    with pytest.raises(OperatorError, match="was told to end and has not"):
+    with pytest.raises(OperatorError, match="was ordered to end and still runs"):
         await asyncio.wait_for(ground.control.kill("acme", "c1", ANNE), SOON_S)
 
 

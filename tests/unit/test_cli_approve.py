@@ -107,7 +107,7 @@ def test_a_call_is_allowed_refused_and_changed(toolcrew: Toolcrew, redis_server:
     other = tmp_path / "arguments.json"
     other.write_text('{"command": "ls"}')
     assert toolcrew("approvals", "decide", first.id, "allow").stdout == "bash_tool is allowed\n"
-    assert toolcrew("approvals", "decide", second.id, "deny", "--reason", "no").stdout == "bash_tool is refused\n"
+    assert toolcrew("approvals", "decide", second.id, "deny", "--reason", "no").stdout == "bash_tool is denied\n"
     told = json.loads(toolcrew("approvals", "decide", third.id, "allow", "--arguments", f"@{other}", "--json").stdout)
     assert told == {
         "id": third.id,
@@ -206,7 +206,7 @@ def test_a_tenants_key_opens_its_own_questions_and_no_audit(
 def test_the_audit_is_shown_a_line_an_entry_by_tenant_and_action(
     toolcrew: Toolcrew, redis_server: RedisProcess
 ) -> None:
-    assert toolcrew("changes", "list").stdout == "nothing has been changed yet that fits\n"
+    assert toolcrew("changes", "list").stdout == "no change matches\n"
     assert toolcrew("tenants", "add", "acme", "--weight", "2").exit_code == 0
     assert toolcrew("keys", "create", "acme", "--name", "a\nb\x1b[2J").exit_code == 0
     head, newest, oldest = toolcrew("changes", "list").stdout.splitlines()

@@ -11,7 +11,7 @@ import pytest
 
 from contract.errors import ConfigError
 from orchestrator.cli.batches_shift import Interrupts, find_rows
-from orchestrator.cli.run_files import Leaving
+from orchestrator.cli.run_files import RunFiles
 from orchestrator.runs.batch_runs import Shift
 from orchestrator.traces.reading import find_attempts
 from store.batches import RowPlace
@@ -89,12 +89,12 @@ def place(output: Path, host: str) -> RowPlace:
 
 
 def test_rows_of_another_host_are_not_written_here(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="on host elsewhere-1: go on there, or give --output"):
+    with pytest.raises(ConfigError, match="on host elsewhere-1"):
         find_rows("b", place(tmp_path / "o.jsonl", "elsewhere-1"), None, None)
 
 
 def test_errors_without_an_output_is_told(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="goes with --output"):
+    with pytest.raises(ConfigError, match="--errors needs --output"):
         find_rows("b", None, None, tmp_path / "e.jsonl")
 
 
@@ -126,4 +126,4 @@ def test_runs_of_programs_that_only_look_like_attempts_are_their_own(traces: Cal
 def test_a_trajectory_that_cannot_be_written_is_told_before_the_run(tmp_path: Path) -> None:
     for output in (tmp_path, tmp_path / "nowhere" / "run.json"):
         with pytest.raises(ConfigError, match="give another file with -o"):
-            Leaving(output)
+            RunFiles(output)

@@ -15,7 +15,7 @@ from contract.calls import Clocks
 from contract.errors import ErrorCode, SandboxUnavailable, ToolFailure
 from contract.functions.completions import Usage
 from orchestrator.cli.main import app
-from orchestrator.cli.run import Keeping
+from orchestrator.cli.run import WorkspaceSaver
 from orchestrator.dispatch.sessions import Checkpoint
 from orchestrator.loop.agent import RunResult
 from orchestrator.loop.limits import StopReason
@@ -76,11 +76,11 @@ FULL = ToolFailure(ErrorCode.NO_SPACE, "100 checkpoints")
 async def test_what_could_not_be_kept_is_told_beside_what_could(
     session: Any, told: list[str], code: str | None
 ) -> None:
-    keeping = Keeping(Path("copy"), wants_checkpoint=True)
-    await keeping.keep(session)
-    text = "\n".join(keeping.lines())
+    saver = WorkspaceSaver(Path("copy"), wants_checkpoint=True)
+    await saver.save(session)
+    text = "\n".join(saver.lines())
     assert [words for words in told if words not in text] == []
-    assert keeping.to_json().get("error", {}).get("code") == code
+    assert saver.to_json().get("error", {}).get("code") == code
 
 
 def test_a_run_whose_checkpoint_fails_still_gives_its_answer_and_an_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:

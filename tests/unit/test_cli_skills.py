@@ -50,7 +50,7 @@ def test_ls_lists_every_skill() -> None:
 def test_a_skill_is_checked_installed_seen_replaced_and_removed(tmp_path: Path) -> None:
     folder = write_skill(tmp_path / "own", "beta", files={"scripts/a.py": "1"})
     packed = shutil.make_archive(str(tmp_path / "beta"), "zip", tmp_path / "own", "beta")
-    assert toolcrew("install", packed, "--check").stdout == "beta is a skill\n"
+    assert toolcrew("install", packed, "--check").stdout == "beta is a valid skill\n"
     assert "beta" not in {
         row["name"] for row in json.loads(toolcrew("list", "--json").stdout) if row["source"] == "tenant"
     }
@@ -68,7 +68,7 @@ def test_a_skill_is_checked_installed_seen_replaced_and_removed(tmp_path: Path) 
     assert toolcrew("remove", "beta").stdout == "beta is removed\n"
     assert [row["source"] for row in json.loads(toolcrew("list", "--json").stdout)] == ["system", "system"]
     missing = toolcrew("remove", "beta")
-    assert (missing.exit_code, "has no skill beta of its own" in missing.stderr) == (1, True)
+    assert (missing.exit_code, "has no installed skill beta" in missing.stderr) == (1, True)
 
 
 @pytest.mark.usefixtures("pool")
@@ -95,7 +95,7 @@ def test_list_with_a_name_shows_all_of_one_skill_and_escapes_it() -> None:
 @pytest.mark.usefixtures("pool")
 def test_a_skill_that_is_none_gets_the_nearest_names() -> None:
     result = toolcrew("list", "alfa")
-    assert (result.exit_code, "Skill not found: alfa; there are alpha" in result.stderr) == (1, True)
+    assert (result.exit_code, "Skill not found: alfa; similar names: alpha" in result.stderr) == (1, True)
 
 
 def test_a_check_runs_nothing_of_where_it_is_called(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,7 +118,7 @@ def test_a_check_says_what_is_wrong(tmp_path: Path) -> None:
         1,
     ]
     assert (
-        "warning: keys that are not in the standard are ignored: extra\na is a skill"
+        "warning: keys that are not in the standard are ignored: extra\na is a valid skill"
         in toolcrew("install", "--check", extra).stdout
     )
     assert "has no description" in toolcrew("install", "--check", broken).stderr

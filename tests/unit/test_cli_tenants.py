@@ -164,7 +164,7 @@ def test_a_change_prints_what_the_tenant_has_now(toolcrew: Toolcrew) -> None:
     assert lines[0] == "acme is registered"
     assert "  command-rule     deny:bash_tool:git push, ask:*:rm '-r f', allow:*:" in lines
     assert toolcrew("set", "acme", "--rate", "3").stdout.splitlines()[:2] == [
-        "acme has now",
+        "acme is changed. Its policy:",
         "  tools            read_tool, grep_*, bash_tool",
     ]
 
@@ -182,7 +182,7 @@ def test_the_first_tenant_and_the_last_are_told_as_what_they_are(toolcrew: Toolc
     assert toolcrew("add", "zeta").stderr == ""
     assert toolcrew("remove", "zeta").stderr == ""
     removed = toolcrew("remove", "acme")
-    assert removed.stdout == "acme is removed, and 0 API keys of it are revoked; its name cannot be registered again\n"
+    assert removed.stdout == "acme is removed and its 0 API keys are revoked; the name cannot be registered again\n"
     assert removed.stderr == ""
     assert failure_of(toolcrew("add", "acme"))[0] == 1
 
@@ -217,13 +217,13 @@ def test_a_policy_of_another_release_is_told_and_replaced_by_a_file(
         (("add", "a b"), "that is no name of a tenant"),
         (("add", "default"), "default is always there"),
         (("set", "nobody", "--weight", "2"), "there is no tenant nobody: see `toolcrew tenants list`"),
-        (("set", "default"), "nothing is named"),
-        (("set", "default", "--unset", "speed"), "--unset: there is no 'speed': name one of tools, weight"),
-        (("set", "default", "--unset", "weight", "--weight", "2"), "--weight is given, too"),
+        (("set", "default"), "no change was given"),
+        (("set", "default", "--unset", "speed"), "--unset: there is no option 'speed': name one of tools, weight"),
+        (("set", "default", "--unset", "weight", "--weight", "2"), "--weight sets the same option"),
         (("remove", "default"), "default cannot be removed"),
         (("remove", "nobody"), "there is no tenant nobody"),
         (("keys", "create", "nobody"), "there is no tenant nobody"),
-        (("keys", "create", "default", "--expires-in", "soon"), "--expires-in: 'soon' is no duration: write 90d"),
+        (("keys", "create", "default", "--expires-in", "soon"), "--expires-in: 'soon' is not a duration: write 90d"),
         (("keys", "list", "nobody"), "there is no tenant nobody: see `toolcrew tenants list`"),
         (("keys", "revoke", "0" * 16), "there is no key 0000000000000000: see `toolcrew keys list`"),
     ],

@@ -88,7 +88,10 @@ def test_a_tool_whose_workers_are_away_can_be_turned_off_before_they_come_back(
     with redis_server.client() as client:
         client.set(catalog_names_key("default", "web"), json.dumps(["webfetch_tool"]))
         assert "no worker serves webfetch_tool now: start one" in toolcrew("show", "webfetch_tool").stderr
-        assert toolcrew("disable", "webfetch_tool").stdout == "webfetch_tool is disabled, and no worker serves it now\n"
+        assert (
+            toolcrew("disable", "webfetch_tool").stdout
+            == "webfetch_tool is disabled, but no running worker serves it\n"
+        )
         assert list(client.hgetall(switches_key("default"))) == [b"webfetch_tool"]
     assert as_json(toolcrew("enable", "webfetch_tool", "--json")) == {"name": "webfetch_tool", "state": "enabled"}
 
@@ -98,7 +101,7 @@ def test_a_tool_that_is_not_there_is_a_sentence_with_the_nearest(toolcrew: Toolc
     result = toolcrew(verb, "ecko_tool")
     assert result.exit_code == 1
     assert result.stdout == ""
-    assert "Tool not found: ecko_tool; there are echo_tool" in result.stderr
+    assert "Tool not found: ecko_tool; similar names: echo_tool" in result.stderr
     assert "Traceback" not in result.stderr
 
 

@@ -143,7 +143,7 @@ def test_a_tool_that_replaces_one_that_is_off_is_off() -> None:
 
 def test_a_verb_of_sessions_cannot_be_turned_off() -> None:
     registry = ToolRegistry([Tool(build_spec("session.open", audience="session"), "handler")])
-    with pytest.raises(ValueError, match="cannot be turned off"):
+    with pytest.raises(ValueError, match="cannot be disabled"):
         registry.disable("session.open")
 
 

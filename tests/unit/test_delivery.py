@@ -339,7 +339,7 @@ async def test_a_call_whose_id_is_in_use_leaves_the_record_of_the_one_in_flight_
 
 async def test_a_call_id_that_was_used_is_not_run_again(client: "redis.asyncio.Redis") -> None:
     result = await Ground(client, NotSent("duplicate")).call("safe")
-    assert (result.error_code, "id of its own" in str(result.error)) == (ErrorCode.OUTCOME_UNKNOWN, True)
+    assert (result.error_code, "its own id" in str(result.error)) == (ErrorCode.OUTCOME_UNKNOWN, True)
 
 
 async def test_a_call_that_was_cancelled_while_it_was_sent_again_is_not_said_to_have_a_used_id(

@@ -115,9 +115,9 @@ async def test_a_deployment_in_which_nothing_is_broken_is_healthy(client: Client
 @pytest.mark.parametrize(
     ("settings", "name", "is_broken", "words", "remedy"),
     [
-        ({"maxmemory-policy": "allkeys-lru"}, "memory", True, "throw calls and results away", "noeviction"),
-        ({"maxmemory": "1"}, "memory", True, "about to be refused", "raise maxmemory"),
-        ({"appendonly": "no"}, "persistence", False, "lost with Redis's process", "appendonly yes"),
+        ({"maxmemory-policy": "allkeys-lru"}, "memory", True, "delete calls and results", "noeviction"),
+        ({"maxmemory": "1"}, "memory", True, "about to refuse calls", "raise maxmemory"),
+        ({"appendonly": "no"}, "persistence", False, "lost when Redis ends", "appendonly yes"),
     ],
     ids=["evicts", "full", "keeps nothing"],
 )
@@ -239,7 +239,7 @@ async def test_a_redis_that_goes_in_between_is_an_error_that_says_so(
             "sandboxd does not answer",
             "toolcrew doctor",
         ),
-        ({"worker": "", "draining": True}, False, "successor", "start its worker"),
+        ({"worker": "", "draining": True}, False, "next worker", "start its worker"),
         ({"draining": True}, False, "no new sessions", "wait"),
         ({"memory_free_bytes": 1}, False, "memory are left", "TOOLCREW_MAX_SANDBOXES"),
         ({"disk_free_bytes": 1}, False, "disk are left", "TOOLCREW_SANDBOXD_STATE"),
@@ -339,7 +339,7 @@ async def test_tools_that_were_served_or_are_hidden_or_off_are_told(client: Clie
     told = [found.text for found in of(report, "tools")]
     assert len(told) == 4
     assert "bash_tool of the pool tools" in told[0]
-    assert told[1] == "served before, and not now: webfetch_tool"
+    assert told[1] == "no longer served: webfetch_tool"
     assert told[2] == "switched off: bash_toll"
     assert "no worker publishes them: bash_toll" in told[3]
     assert [found.needed for found in of(report, "tools")] == [True, False, False, False]
@@ -349,7 +349,7 @@ async def test_tools_that_were_served_or_are_hidden_or_off_are_told(client: Clie
     ("policy", "is_broken", "words"),
     [
         (b"{", True, "cannot be verified"),
-        (TenantPolicy(sandbox=SandboxTerms(tenant_class="gold")), True, "no host knows the class 'gold' of acme"),
+        (TenantPolicy(sandbox=SandboxTerms(tenant_class="gold")), True, "no host has the class 'gold' of acme"),
         (TenantPolicy(sandbox=SandboxTerms(images=("mine",))), True, "no host has an image"),
         (TenantPolicy(is_paused=True, pause_reason="unpaid"), False, "acme is paused: unpaid"),
     ],
@@ -407,7 +407,7 @@ async def test_only_questions_that_still_wait_are_counted(client: Client) -> Non
         (b"1000.5\n", False, ""),
         (b"900\n", True, "behind"),
         (b"1100\n", True, "ahead of"),
-        (b"now?\n", True, "does not tell"),
+        (b"now?\n", True, "did not print"),
         (b"nan", True, "ahead of"),
     ],
 )

@@ -22,7 +22,7 @@ def test_each_promise_is_a_line_and_what_to_do_stands_below_those_that_do_not_ho
 
     assert report.promise_lines() == [
         "",
-        "what sandboxes of this host promise",
+        "guarantees of this host's sandboxes",
         "holds    short        why short",
         "void     much longer  why much longer",
         "                      -> mend much longer",
@@ -61,7 +61,7 @@ async def test_a_check_that_takes_too_long_is_ended_so_that_it_can_clear_up(
     report = await examine(OrchestratorSettings())
 
     assert [(found.is_good, found.text) for found in report.findings if found.name == "engine"] == [
-        (False, "the check of engine and sandbox was not done within 0.3 s: restart the Docker engine")
+        (False, "the check of engine and sandbox did not end within 0.3 s: restart the Docker engine")
     ]
     assert list_folder(tmp_path) == ["check", *left]
 

@@ -337,7 +337,7 @@ def test_without_rules_nothing_is_reached(ground: Ground, opening: bytes) -> Non
         client.sendall(opening)
         client.shutdown(socket.SHUT_WR)
         data = read_all(client)
-    assert (status_of(data), "tell the operator" in body_of(data)) == (502, True)
+    assert (status_of(data), "report it to the operator" in body_of(data)) == (502, True)
 
 
 def test_the_longest_rules_that_a_class_may_have_are_understood(ground: Ground, server: WebServer) -> None:

@@ -11,7 +11,7 @@ import pytest
 from contract.errors import ConfigError, ErrorCode, ToolFailure
 from contract.tenancy import TenantPolicy
 from orchestrator.batches.lines import BatchFile
-from orchestrator.dispatch.sessions import Session, Start
+from orchestrator.dispatch.sessions import Session, SessionStart
 from orchestrator.runs.batches import Batches
 from orchestrator.runs.hosted import HostedRuns
 from store import run_log
@@ -226,7 +226,7 @@ async def test_no_more_wait_than_a_tenant_may_have(ground: HostedGround) -> None
 
 
 async def test_a_run_works_in_an_open_session_by_itself_and_leaves_it_open(ground: HostedGround) -> None:
-    session = await Session.open(ground.pool.dispatcher, ground.pool.blobs, tenant="acme", start=Start())
+    session = await Session.open(ground.pool.dispatcher, ground.pool.blobs, tenant="acme", start=SessionStart())
     place = {"state": "open", "queue": "host.h1.b00t", "fence": "1"}
     await ground.client.hset(f"toolcrew:d:t:acme:session.{session.id}:place", mapping=place)
     run = await ground.start(ground=Ground(session=session.id))

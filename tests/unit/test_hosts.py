@@ -80,7 +80,7 @@ def test_an_unknown_host_is_answered_with_the_known_ones() -> None:
     reports = [build_report("host.a.b1"), build_report("pool.a.x", kind="web"), build_report("host.b.b1")]
     assert [report.queue for report in find_workers(reports, "a")] == ["host.a.b1", "pool.a.x"]
     assert [report.queue for report in find_workers(reports, "pool.a.x")] == ["pool.a.x"]
-    with pytest.raises(ConfigError, match="no worker of a host 'c' reports; there are: a, b"):
+    with pytest.raises(ConfigError, match="no worker of a host 'c' reports; these hosts report: a, b"):
         find_workers(reports, "c")
     with pytest.raises(ConfigError, match="start one"):
         find_workers([], "c")
@@ -267,7 +267,7 @@ def test_a_worker_whose_restart_is_awaited_is_not_said_to_drain(ground: HostGrou
     ground.hosts().report(build_report(worker="", store="shared"))
     done = CliRunner().invoke(app, ["hosts", "drain", "a"])
     assert done.exit_code == 1
-    assert "has ended, and its restart is awaited for 30 s" in done.stderr
+    assert "has ended, and the pool waits 30 s for its restart" in done.stderr
 
 
 def test_without_a_pool_there_are_no_hosts(monkeypatch: pytest.MonkeyPatch) -> None:

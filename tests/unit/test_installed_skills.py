@@ -16,7 +16,7 @@ from contract.names import installed_skills_key, skill_bundle_key, tenant_audit_
 from contract.signing import SigningKeys
 from contract.specs import SkillSummary
 from contract.tenancy import TenantPolicy
-from orchestrator.sdk.skill_desk import SkillDesk
+from orchestrator.sdk.skill_desk import SkillInstaller
 from store import skills as installed_skills
 from store.audit import Actor
 from store.skills import SkillStore
@@ -37,8 +37,8 @@ class Ground:
     skills: SkillStore
     worker: WorkersSkills
 
-    def desk(self, tenant: str = "acme") -> SkillDesk:
-        return SkillDesk(self.skills.acting_as(BY), tenant)
+    def desk(self, tenant: str = "acme") -> SkillInstaller:
+        return SkillInstaller(self.skills.acting_as(BY), tenant)
 
     async def bundles(self) -> int:
         return len([key async for key in self.client.scan_iter("toolcrew:d:t:*:skill-bundle.*")])

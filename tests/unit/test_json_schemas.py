@@ -71,7 +71,7 @@ UNIONS: list[tuple[list[Any], dict[str, Any] | None]] = [
 def test_a_union_is_told_as_types_only_where_that_means_the_same(
     branches: list[Any], merged: dict[str, Any] | None
 ) -> None:
-    assert plain_schema({"anyOf": branches}, tell_null_as_type=True) == (merged or {"anyOf": branches})
+    assert plain_schema({"anyOf": branches}, null_as_type=True) == (merged or {"anyOf": branches})
     assert plain_schema({"anyOf": branches}) == {"anyOf": branches}
 
 

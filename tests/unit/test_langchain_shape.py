@@ -137,7 +137,7 @@ SCHEMAS = [
 def test_the_schema_is_the_first_one_it_has(parts: dict[str, Any], parameters: Any) -> None:
     value = shaped(invoke=echo, **parts)
     assert convert_to_openai_tool(value) == described(parameters)
-    assert as_tool(value).spec.parameters == plain_schema(parameters, tell_null_as_type=True)
+    assert as_tool(value).spec.parameters == plain_schema(parameters, null_as_type=True)
 
 
 class OldTool:

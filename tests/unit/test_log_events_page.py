@@ -45,8 +45,8 @@ def test_what_is_no_event_is_complained_of(tmp_path: Path, call: str) -> None:
 def test_an_event_is_read_with_its_levels_and_fields(tmp_path: Path) -> None:
     _, complaints = read_tree(tmp_path, 'log.info("call_ended", code=1)\nlog.exception("call_ended", why=2)\n')
     assert complaints == []
-    told = read_events(tmp_path)[0]["call_ended"]
-    assert (told.levels, told.who, told.fields) == ({"info", "error"}, {"worker"}, {"code", "why"})
+    event = read_events(tmp_path)[0]["call_ended"]
+    assert (event.levels, event.processes, event.fields) == ({"info", "error"}, {"worker"}, {"code", "why"})
 
 
 def test_a_new_event_has_a_row_to_be_written_and_an_old_one_keeps_its_own(tmp_path: Path) -> None:

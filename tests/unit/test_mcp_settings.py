@@ -74,10 +74,10 @@ def test_a_worker_needs_no_secrets_of_servers_that_it_does_not_call(tmp_path: Pa
         ({**DOCS, "headers": {"Authorization": "Bearer abc"}}, "${NAME}"),
         ({**DOCS, "headers": {"X-Api-Key": "abc"}}, "${NAME}"),
         ({**DOCS, "headers": {"X": "${NOT_SET}"}}, "set NOT_SET in"),
-        ({**DOCS, "headers": {"X": "a\r\nb"}}, "no header"),
-        ({**DOCS, "headers": {"Host": "other"}}, "ours to send"),
-        ({**DOCS, "headers": {"Mcp-Session-Id": "x"}}, "ours to send"),
-        ({**GIT, "env": {"A-B": "x"}}, "no variable"),
+        ({**DOCS, "headers": {"X": "a\r\nb"}}, "not a header"),
+        ({**DOCS, "headers": {"Host": "other"}}, "set by the worker"),
+        ({**DOCS, "headers": {"Mcp-Session-Id": "x"}}, "set by the worker"),
+        ({**GIT, "env": {"A-B": "x"}}, "not a valid environment variable"),
         ({**GIT, "env": {"GIT_TOKEN": "x"}}, "${NAME}"),
         ({**GIT, "command": ""}, "command"),
     ],
@@ -110,5 +110,5 @@ def test_a_file_of_another_shape_is_refused(tmp_path: Path, text: str) -> None:
 
 
 def test_a_file_that_is_not_there_is_said(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="make the file, or unset the variable"):
+    with pytest.raises(ConfigError, match="Create the file, or unset the variable"):
         load_servers(tmp_path / "none.json", HttpEntry)

@@ -96,4 +96,4 @@ def test_options_that_mean_nothing_together_are_refused(options: list[str]) -> N
         check=False,
     )
     assert done.returncode == 2
-    assert "alone" in done.stderr
+    assert "only" in done.stderr

@@ -13,7 +13,7 @@ from structlog.testing import capture_logs
 from contract.calls import KillReport, ToolCall, ToolContext, ToolResult
 from contract.errors import BrokerUnavailable, ConfigError, ErrorCode, SandboxUnavailable, ToolFailure
 from orchestrator.dispatch.dispatcher import Dispatcher
-from orchestrator.dispatch.sessions import Checkpoint, Session, Start
+from orchestrator.dispatch.sessions import Checkpoint, Session, SessionStart
 from orchestrator.dispatch.tenant_catalog import TenantCatalog
 from tests.builders import KEY, build_spec
 from tests.fake_hosts import build_pool
@@ -38,7 +38,7 @@ class Pool:
         self._answers = {"open": opened, **answers}
 
     async def open(self, workspace: Path | None = None, **start: Any) -> Session:
-        begins = Start(ttl_s=60, workspace=workspace, **start)
+        begins = SessionStart(ttl_s=60, workspace=workspace, **start)
         return await Session.open(self._dispatcher, self.blobs, tenant="acme", start=begins)  # type: ignore[arg-type]
 
     def sent(self) -> list[str]:

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from contract.errors import ErrorCode, SandboxUnavailable, ToolFailure
-from orchestrator.dispatch.placement import LOW_MEMORY_BYTES, Wanted, choose_host, find_room
+from orchestrator.dispatch.placement import LOW_MEMORY_BYTES, HostRequirements, choose_host, find_capacity
 from tests.fake_hosts import build_report
 
 GIB = 1024**3
@@ -31,9 +31,9 @@ def test_a_host_that_is_full_silent_or_draining_is_never_chosen(
     ]
     if not able:
         with pytest.raises(SandboxUnavailable):
-            choose_host(reports, Wanted(), chance=random.Random(seed))
+            choose_host(reports, HostRequirements(), chance=random.Random(seed))
         return
-    chosen = choose_host(reports, Wanted(), chance=random.Random(seed))
+    chosen = choose_host(reports, HostRequirements(), chance=random.Random(seed))
     assert chosen in able
     if any(report.memory_free_bytes >= LOW_MEMORY_BYTES for report in able):
         assert chosen.memory_free_bytes >= LOW_MEMORY_BYTES
@@ -43,7 +43,7 @@ def test_sessions_spread_evenly_though_reports_are_old() -> None:
     """All are placed by one report, as a burst within three seconds is."""
     reports, placed, chance = [build_report(f"h{at}") for at in range(10)], Counter[str](), random.Random(7)
     for _ in range(500):
-        placed[choose_host(reports, Wanted(), placed=placed, chance=chance).queue] += 1
+        placed[choose_host(reports, HostRequirements(), placed=placed, chance=chance).queue] += 1
     assert max(placed.values()) - min(placed.values()) <= 8
 
 
@@ -52,7 +52,7 @@ def test_two_programs_that_know_nothing_of_one_another_do_not_meet_on_one_host()
     for _ in range(2):
         mine = Counter[str]()
         for _ in range(100):
-            mine[choose_host(reports, Wanted(), placed=mine, chance=chance).queue] += 1
+            mine[choose_host(reports, HostRequirements(), placed=mine, chance=chance).queue] += 1
         both += mine
     assert max(both.values()) <= 40
 
@@ -60,30 +60,34 @@ def test_two_programs_that_know_nothing_of_one_another_do_not_meet_on_one_host()
 @pytest.mark.parametrize(
     ("fields", "wanted", "words"),
     [
-        ({"classes": ("gold",)}, Wanted("silver"), "no host knows the tenant class 'silver'; they know: gold"),
-        ({"release": "0"}, Wanted(), "runs another release"),
-        ({"sessions": 100}, Wanted(), "are full"),
-        ({"draining": True}, Wanted(), "none of the 1 hosts takes sessions now"),
+        (
+            {"classes": ("gold",)},
+            HostRequirements("silver"),
+            "no host has the tenant class 'silver'; the hosts have: gold",
+        ),
+        ({"release": "0"}, HostRequirements(), "runs another release"),
+        ({"sessions": 100}, HostRequirements(), "are full"),
+        ({"draining": True}, HostRequirements(), "none of the 1 hosts takes sessions now"),
     ],
 )
-def test_it_is_said_why_there_is_no_host(fields: dict[str, Any], wanted: Wanted, words: str) -> None:
+def test_it_is_said_why_there_is_no_host(fields: dict[str, Any], wanted: HostRequirements, words: str) -> None:
     with pytest.raises(SandboxUnavailable, match=words):
         choose_host([build_report("a", **fields)], wanted)
 
 
 def test_without_any_host_it_is_said_how_to_start_one() -> None:
     with pytest.raises(SandboxUnavailable, match="toolcrew serve worker"):
-        choose_host([build_report("w", kind="web")], Wanted())
+        choose_host([build_report("w", kind="web")], HostRequirements())
 
 
 def test_a_host_that_has_just_failed_is_left_out() -> None:
     reports = [build_report("a"), build_report("b", sessions=90)]
-    assert choose_host(reports, Wanted(), excluded={"host.a.b00t"}).host == "b"
+    assert choose_host(reports, HostRequirements(), excluded={"host.a.b00t"}).host == "b"
 
 
 def test_an_image_that_no_host_allows_is_the_callers_mistake() -> None:
     with pytest.raises(ToolFailure, match="image 'odd' is not allowed on any host; allowed: base") as refused:
-        choose_host([build_report("a", images=("base",))], Wanted(image="odd"))
+        choose_host([build_report("a", images=("base",))], HostRequirements(image="odd"))
     assert refused.value.code is ErrorCode.INVALID_ARGUMENTS
 
 
@@ -94,7 +98,7 @@ def test_room_is_what_hosts_that_could_take_the_session_have_left() -> None:
         build_report("drains", draining=True),
         build_report("w", kind="web"),
     ]
-    room = find_room(reports, Wanted(), {"host.a.b00t": 1})
+    room = find_capacity(reports, HostRequirements(), {"host.a.b00t": 1})
     first = build_report("a")
     assert room is not None
     assert (room.at_once, room.sandboxes) == (9, 2 * first.max_sandboxes - 98 - 1 - 10)
@@ -102,11 +106,13 @@ def test_room_is_what_hosts_that_could_take_the_session_have_left() -> None:
 
 
 def test_a_host_that_is_too_full_takes_nothing_from_the_others_room() -> None:
-    room = find_room([build_report("a", sessions=100), build_report("b", sessions=99)], Wanted(), {"host.a.b00t": 7})
+    room = find_capacity(
+        [build_report("a", sessions=100), build_report("b", sessions=99)], HostRequirements(), {"host.a.b00t": 7}
+    )
     assert room is not None
     assert room.sandboxes == 1
 
 
 def test_where_no_host_could_take_it_there_is_no_room_to_wait_for() -> None:
-    assert find_room([build_report("a", classes=("gold",))], Wanted("silver"), {}) is None
-    assert find_room([], Wanted(), {}) is None
+    assert find_capacity([build_report("a", classes=("gold",))], HostRequirements("silver"), {}) is None
+    assert find_capacity([], HostRequirements(), {}) is None

@@ -54,7 +54,7 @@ def test_without_a_place_beside_everything_travels_inline() -> None:
 
 
 def test_a_result_that_lies_beside_is_none_without_its_record() -> None:
-    with pytest.raises(EnvelopeRefused, match="missing"):
+    with pytest.raises(EnvelopeRefused, match="has no record"):
         decode_result(encode_result(result(output="x" * 200_000), Shelf().keep))
 
 

@@ -8,7 +8,7 @@ import pytest
 from contract.calls import ToolCall, ToolContext, ToolResult
 from contract.errors import ErrorCode, ToolFailure
 from orchestrator.dispatch.dispatcher import Dispatcher, Pool
-from orchestrator.dispatch.sessions import Session, Start
+from orchestrator.dispatch.sessions import Session, SessionStart
 from orchestrator.dispatch.tenant_catalog import TenantCatalog
 from tests.builders import KEY
 from tests.fake_hosts import MemorySessionStore, NoLedger, StaticHosts, build_report
@@ -36,7 +36,7 @@ class House:
         self.first, self.second = self._program(), self._program()
 
     async def open(self, tenant: str = "acme") -> Session:
-        return await Session.open(self.first, self.blobs, tenant=tenant, start=Start(image="python", ttl_s=60))
+        return await Session.open(self.first, self.blobs, tenant=tenant, start=SessionStart(image="python", ttl_s=60))
 
     async def attach(self, session: str, tenant: str = "acme") -> Session:
         return await Session.attach(self.second, self.blobs, tenant=tenant, session=session)

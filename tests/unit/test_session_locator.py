@@ -372,11 +372,11 @@ async def test_a_session_of_a_host_that_left_in_order_or_long_ago_goes_on_elsewh
 async def test_of_sessions_that_were_never_closed_a_bounded_number_is_known(
     client: "redis.asyncio.Redis", monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(homes_module, "MAX_KNOWN", 2)
+    monkeypatch.setattr(homes_module, "MAX_CACHED", 2)
     locator = build_locator(client, Hosts("a"))
     for number in range(4):
         await locator.open("acme", f"s{number}", DEFAULT, {})
-    assert [locator.known("acme", f"s{number}") is not None for number in range(4)] == [False, False, True, True]
+    assert [locator.last_used("acme", f"s{number}") is not None for number in range(4)] == [False, False, True, True]
 
 
 async def test_a_move_that_has_just_ended_is_not_made_once_more(client: "redis.asyncio.Redis") -> None:

@@ -6,21 +6,21 @@ from contextlib import AsyncExitStack
 import pytest
 
 from contract.errors import BrokerUnavailable, ErrorCode, ToolFailure
-from orchestrator.dispatch.placement import HostRoom
+from orchestrator.dispatch.placement import HostCapacity
 from orchestrator.runs.session_turns import MAX_STALL_S, SessionTurns
 
 
 class Hosts:
     """What they have room for, and a clock; `asked` is set whenever somebody looks."""
 
-    def __init__(self, room: HostRoom | Exception | None) -> None:
+    def __init__(self, room: HostCapacity | Exception | None) -> None:
         self.room = room
         self.now = 0.0
         self.asked = asyncio.Event()
         self.turns = SessionTurns(self.ask, lambda: self.now)
         self.opened: list[str] = []
 
-    async def ask(self, tenant: str, image: str | None) -> HostRoom | None:
+    async def ask(self, tenant: str, image: str | None) -> HostCapacity | None:
         self.asked.set()
         if isinstance(self.room, Exception):
             raise self.room
@@ -39,7 +39,7 @@ class Hosts:
 
 
 async def test_no_more_are_opened_at_a_time_than_keep_hosts_busy_and_who_came_first_is_first() -> None:
-    hosts, done = Hosts(HostRoom(at_once=2, sandboxes=100, sessions=100)), [asyncio.Event() for _ in range(5)]
+    hosts, done = Hosts(HostCapacity(at_once=2, sandboxes=100, sessions=100)), [asyncio.Event() for _ in range(5)]
     async with asyncio.TaskGroup() as group:
         for number, event in enumerate(done):
             group.create_task(hosts.open(str(number), event))
@@ -51,20 +51,20 @@ async def test_no_more_are_opened_at_a_time_than_keep_hosts_busy_and_who_came_fi
 
 
 async def test_a_full_pool_is_waited_for_until_a_sandbox_is_free() -> None:
-    hosts, done = Hosts(HostRoom(at_once=2, sandboxes=0, sessions=100)), asyncio.Event()
+    hosts, done = Hosts(HostCapacity(at_once=2, sandboxes=0, sessions=100)), asyncio.Event()
     async with asyncio.TaskGroup() as group:
         opening = group.create_task(hosts.open("late", done))
         hosts.now = MAX_STALL_S - 1
         await hosts.looked()
         assert hosts.opened == []
-        hosts.room = HostRoom(at_once=2, sandboxes=1, sessions=100)
+        hosts.room = HostCapacity(at_once=2, sandboxes=1, sessions=100)
         done.set()
         await opening
     assert hosts.opened == ["late"]
 
 
 async def test_when_no_session_ends_for_long_sandboxes_are_shared() -> None:
-    hosts, done = Hosts(HostRoom(at_once=2, sandboxes=0, sessions=100)), asyncio.Event()
+    hosts, done = Hosts(HostCapacity(at_once=2, sandboxes=0, sessions=100)), asyncio.Event()
     done.set()
     async with asyncio.TaskGroup() as group:
         group.create_task(hosts.open("patient", done))
@@ -79,7 +79,7 @@ async def test_when_no_session_ends_for_long_sandboxes_are_shared() -> None:
 
 
 async def test_hosts_without_room_for_any_session_are_waited_for_however_long() -> None:
-    hosts, done = Hosts(HostRoom(at_once=2, sandboxes=0, sessions=0)), asyncio.Event()
+    hosts, done = Hosts(HostCapacity(at_once=2, sandboxes=0, sessions=0)), asyncio.Event()
     opening = asyncio.create_task(hosts.open("never", done))
     hosts.now = 100 * MAX_STALL_S
     await hosts.looked()
@@ -102,7 +102,7 @@ async def test_while_redis_is_away_items_wait_and_none_fails() -> None:
             group.create_task(hosts.open(name, done))
         await hosts.looked()
         assert hosts.opened == []
-        hosts.room = HostRoom(at_once=1, sandboxes=1, sessions=1)
+        hosts.room = HostCapacity(at_once=1, sandboxes=1, sessions=1)
     assert hosts.opened == ["one", "two"]
 
 
@@ -124,7 +124,7 @@ async def test_a_tenant_that_there_is_not_is_told_and_the_next_in_turn_is_not_he
 
 
 async def test_one_tenants_queue_does_not_hold_up_anothers() -> None:
-    hosts, held, free = Hosts(HostRoom(at_once=1, sandboxes=9, sessions=9)), asyncio.Event(), asyncio.Event()
+    hosts, held, free = Hosts(HostCapacity(at_once=1, sandboxes=9, sessions=9)), asyncio.Event(), asyncio.Event()
     free.set()
     async with AsyncExitStack() as stack, asyncio.TaskGroup() as group:
         stack.callback(held.set)

@@ -122,7 +122,7 @@ def test_off_is_what_it_is_unless_it_is_turned_on(monkeypatch: pytest.MonkeyPatc
     ("name", "value", "told"),
     [
         ("TOOLCREW_TRACING", "yes", "TOOLCREW_TRACING: Input should be 'off', 'otlp' or 'otlp-content'"),
-        ("OTEL_EXPORTER_OTLP_PROTOCOL", "grpc", "set it to that, or unset it"),
+        ("OTEL_EXPORTER_OTLP_PROTOCOL", "grpc", "set it to that value or unset it"),
     ],
 )
 def test_a_setting_that_cannot_be_is_named(monkeypatch: pytest.MonkeyPatch, name: str, value: str, told: str) -> None:

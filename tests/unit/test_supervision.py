@@ -124,7 +124,7 @@ async def test_a_worker_that_ends_in_order_is_not_started_again(tmp_path: Path) 
             os.kill(other, signal.SIGTERM)
             await another(house, "other", other)
 
-            assert house.said[0] == "worker has ended in order and is not started again"
+            assert house.said[0] == "worker has ended normally and is not started again"
             assert house.supervisor.pids()["worker"] == []
             assert not task.done()
 

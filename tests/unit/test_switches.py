@@ -162,7 +162,7 @@ def test_a_switch_that_cannot_be_read_still_turns_its_tool_off(data: bytes) -> N
 
 def test_who_calls_a_tool_that_is_off_reads_why() -> None:
     sentence = OFF.refusal("echo")
-    assert "echo is turned off" in sentence
+    assert "turned off the tool echo" in sentence
     assert "it is being mended" in sentence
     assert "another tool" in sentence
 

@@ -45,10 +45,7 @@ def test_a_page_tells_parameters_limits_flags_and_other_names() -> None:
     assert "| `fields` | array of string | `[]` |  |  |" in page
     assert "| `edits` | array of {old, new} |  | at most 3 items |  |" in page
     assert '| `kind` | string or null |  | one of `"a"`, `"b"` |  |' in page
-    assert (
-        "- Runs in the pool of operators' tools, outside the sandbox, at most 5 s unless told otherwise, 60 s at most."
-        in page
-    )
+    assert "- Runs in the pool of operators' tools, outside the sandbox. Timeout: 5 s by default, 60 s at most." in page
     assert "- Flags: dangerous." in page
     assert "`id` for `number`" in page
     assert "command in `kind`" in page

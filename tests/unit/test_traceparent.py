@@ -40,7 +40,7 @@ def test_of_the_flags_only_the_sampled_one_counts(flags: int) -> None:
 def test_any_other_text_is_refused_and_nothing_else_happens(text: str) -> None:
     if re.fullmatch(r"00-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}", text, re.ASCII):
         return
-    with pytest.raises(ValueError, match="no traceparent"):
+    with pytest.raises(ValueError, match="traceparent"):
         parse_traceparent(text)
 
 
@@ -60,14 +60,14 @@ def test_any_other_text_is_refused_and_nothing_else_happens(text: str) -> None:
     ],
 )
 def test_what_only_looks_like_one_is_refused(text: str) -> None:
-    with pytest.raises(ValueError, match="no traceparent"):
+    with pytest.raises(ValueError, match="traceparent"):
         parse_traceparent(text)
-    with pytest.raises(ValueError, match="no traceparent"):
+    with pytest.raises(ValueError, match="traceparent"):
         context(text)
 
 
 def test_a_context_takes_it_in_one_form_only() -> None:
-    with pytest.raises(ValueError, match="leave all flags"):
+    with pytest.raises(ValueError, match="unsupported flags"):
         context(f"{GOOD[:-2]}03")
 
 

@@ -115,7 +115,7 @@ def test_a_session_whose_call_runs_is_served_until_it_has_ended(host: Host) -> N
 def test_a_session_that_is_never_quiet_is_held_and_served_again_until_a_hold_finds_it_quiet(
     host: Host, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(draining, "PATIENCE_S", 0.0)
+    monkeypatch.setattr(draining, "BUSY_WAIT_S", 0.0)
     monkeypatch.setattr(draining, "QUIET_WAIT_S", 0.03)
     host.add("acme:busy")
     host.at_work.add("acme:busy")

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterator
 from functools import partial
 
-from orchestrator.operations.supervision import die_with_keeper
+from orchestrator.operations.supervision import die_with_supervisor
 from tests.stack import read_line
 
 GRACE_S = 0.3
@@ -30,8 +30,8 @@ while True:
 KEEPER = """
 import os, signal, subprocess, sys
 from functools import partial
-from orchestrator.operations.supervision import die_with_keeper
-wish = partial(die_with_keeper, os.getpid(), signal.SIGTERM) if sys.argv[2] == "bound" else None
+from orchestrator.operations.supervision import die_with_supervisor
+wish = partial(die_with_supervisor, os.getpid(), signal.SIGTERM) if sys.argv[2] == "bound" else None
 subprocess.Popen([sys.executable, "-c", sys.argv[1]], preexec_fn=wish).wait()
 """
 
@@ -92,7 +92,7 @@ def test_a_child_whose_keeper_died_before_it_could_make_its_wish_does_not_start(
 
     done = subprocess.run(
         [sys.executable, "-c", "print('started')"],
-        preexec_fn=partial(die_with_keeper, somebody_else, signal.SIGTERM),
+        preexec_fn=partial(die_with_supervisor, somebody_else, signal.SIGTERM),
         capture_output=True,
         check=False,
     )

@@ -117,10 +117,10 @@ def make_large(path: Path) -> None:
     ("make", "says"),
     [
         (lambda path: None, "does not exist"),
-        (os.mkfifo, "no plain file"),
-        (make_unknown, "no kind that is known"),
+        (os.mkfifo, "not a regular file"),
+        (make_unknown, "no supported kind"),
         (make_large, "larger than"),
-        (lambda path: path.write_bytes(b"# v2 git bundle\nab HEAD\n"), "cut or damaged"),
+        (lambda path: path.write_bytes(b"# v2 git bundle\nab HEAD\n"), "truncated or damaged"),
         (lambda path: path.symlink_to(path), "cannot be read"),
     ],
 )

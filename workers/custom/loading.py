@@ -14,7 +14,7 @@ from typing import Any, cast
 from jsonschema.exceptions import SchemaError
 
 from contract.errors import ConfigError
-from contract.functions.call_context import CallHandler, KnownHandler
+from contract.functions.call_context import CallHandler, FunctionHandler
 from contract.functions.function_tools import tool
 from contract.names import BUILTIN_TOOLS
 from contract.registry import Tool, ToolRegistry
@@ -108,7 +108,7 @@ def _is_ready(value: Any) -> bool:
     """A tool by our decorator, or of a foreign object by `orchestrator.as_tool`; not one that is made for a worker's
     environment.
     """
-    return isinstance(value, Tool) and isinstance(value.handler, KnownHandler)
+    return isinstance(value, Tool) and isinstance(value.handler, FunctionHandler)
 
 
 def _as_tool(value: Any, source: str, advice: str) -> Tool[CallHandler]:

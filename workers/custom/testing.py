@@ -25,7 +25,7 @@ from contract.calls import DEFAULT_TIMEOUT_S, MAX_BLOB_BYTES, POOL_GRACE_S, Tool
 from contract.errors import ErrorCode, ToolFailure
 from contract.functions.completions import Completion, Usage
 from contract.functions.model_questions import ModelAnswer, parse_question
-from contract.functions.session_state import MAX_STATE_BYTES, Change, encode_value, entry_size, full
+from contract.functions.session_state import MAX_STATE_BYTES, Change, encode_value, entry_size, state_full_error
 from contract.registry import ToolRegistry
 from contract.specs import ToolSpec
 from store.calls import CallClaim
@@ -65,7 +65,7 @@ class MemoryState:
         text = encode_value(key, value)
         size = sum(entry_size(*entry) for entry in {**self._texts, key: text}.items())
         if size > MAX_STATE_BYTES:
-            raise full(key, size, MAX_STATE_BYTES)
+            raise state_full_error(key, size, MAX_STATE_BYTES)
         self._texts[key] = text
 
     async def update(self, key: str, fn: Change) -> Any:

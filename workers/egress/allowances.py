@@ -1,4 +1,4 @@
-"""What a session may reach and use: the line with which sandboxd opens a connection, and the session's quotas.
+"""Rules and quotas of a session. sandboxd sends the rules in the first line of a connection.
 
 A quota belongs to the session, not to a connection, so a client cannot get more by opening several connections. Only
 sandboxd says which session a connection belongs to; the client's bytes come after that line.
@@ -27,7 +27,7 @@ _LEAST_BURST_BYTES = 1024
 
 
 class Opening(BaseModel):
-    """One line of JSON, with its line end. There are no default rules: a session without rules reaches nothing."""
+    """A line of JSON, with its line end. There are no default rules: a session without rules reaches nothing."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -47,7 +47,7 @@ def parse_opening(line: bytes) -> Opening:
         raise bad_gateway(
             EgressVerdict.BAD_OPENING,
             f"sandboxd did not send what this session may reach ({where}: {first['msg']}), so nothing can be reached: "
-            "tell the operator",
+            "report it to the operator",
         ) from None
 
 
@@ -91,7 +91,7 @@ class Bucket:
         return self._tokens
 
     def _least(self) -> int:
-        # Not byte by byte: a chunk costs the same work whatever its size.
+        # Count chunks, not bytes: a chunk of any size costs the same work.
         return self._burst(self._rate) // 4
 
     @staticmethod

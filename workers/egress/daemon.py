@@ -22,7 +22,7 @@ from workers.web.resolver import SystemResolver
 log = structlog.get_logger(__name__)
 
 ORPHAN_GRACE_S = 5.0
-"""How long the proxy outlives the process that keeps an embedded stack. It has nothing to save."""
+"""Time for which the proxy outlives the process of an embedded stack. The proxy has nothing to save."""
 MAX_CONNECTIONS = 2048
 """Maximum number of connections of all sessions. One tenant may have half of them."""
 _SPARE_FILES = 256

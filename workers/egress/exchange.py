@@ -1,5 +1,5 @@
-"""One plain HTTP request and its answer. Both are parsed and framed again, so that bytes of one side can never pass as
-a second request at the other side (request smuggling).
+"""Relays a plain HTTP request and its answer. Both are parsed and framed again, so that bytes of one side can never
+pass as a second request at the other side (request smuggling).
 """
 
 from workers.egress.allowances import Allowance

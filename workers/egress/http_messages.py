@@ -52,7 +52,7 @@ class HeadError(ValueError):
 
 @dataclass(frozen=True)
 class Header:
-    """One header line: its name in lower case, and its bytes without spaces around the value."""
+    """A header line: its name in lower case, and its bytes without spaces around the value."""
 
     key: bytes
     name: bytes
@@ -85,7 +85,7 @@ def split_head(head: bytes, max_lines: int) -> tuple[bytes, tuple[Header, ...]]:
 
 def _parse_header(line: bytes) -> Header:
     if line[:1] in (b" ", b"\t"):
-        raise HeadError("a header goes on in a second line")
+        raise HeadError("a header continues on a second line")
     name, colon, value = line.partition(b":")
     if not colon or not _NAME.fullmatch(name):
         raise HeadError("a header line has no valid name")

@@ -26,6 +26,6 @@ class ProxyLimits:
     idle_s: float = 60.0
     total_s: float = 3600.0
     watch_s: float = 1.0
-    """How often a connection is checked: idle, too old, or left by its client."""
+    """Interval of the check whether a connection is idle, too old, or closed by its client."""
     linger_s: float = 2.0
-    """How long a client may take to read a refusal before the connection is closed."""
+    """Limit for a client to read a refusal before the connection is closed."""

@@ -60,7 +60,7 @@ class Proxy:
         self._limits = limits
 
     async def serve(self, sock: socket.socket) -> None:
-        """Serve a connection to its end, and close the socket whatever happens."""
+        """Serve a connection to its end, and always close the socket."""
         await _Connection(Stream(sock), self._destinations, self._allowances, self._limits).serve()
 
     async def turn_away(self, sock: socket.socket) -> None:
@@ -147,7 +147,7 @@ class _Connection:
         except TimeoutError:
             raise bad_gateway(
                 EgressVerdict.BAD_OPENING,
-                "sandboxd did not send in time what this session may reach: tell the operator",
+                "sandboxd did not send the rules of this session in time: report it to the operator",
             ) from None
         return parse_opening(line) if line else None
 

@@ -5,7 +5,7 @@ from http import HTTPStatus
 
 
 class EgressVerdict(StrEnum):
-    """The outcome of a connection in the log. `allowed`: it ended normally, whatever it carried."""
+    """The outcome of a connection in the log. `allowed`: the connection ended normally."""
 
     ALLOWED = "allowed"
     BAD_OPENING = "bad_opening"

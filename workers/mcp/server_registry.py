@@ -165,7 +165,7 @@ class ServerRegistry:
     def start(self) -> None:
         """A process that is forked meanwhile has the registry whole, and its lock free."""
         if self._asked:
-            self._registry.free_after_fork()
+            self._registry.lock_during_fork()
             self._thread.start()
 
     def stop(self) -> None:
@@ -253,7 +253,7 @@ class ServerRegistry:
         new = [asked.source.build(tool) for name, tool in after.items() if asked.tools.get(name) != tool]
         asked.tools = after
         for name in gone:
-            self._registry.withdraw(name)
+            self._registry.unregister(name)
         for built in new:
             self._registry.register(built)
         return bool(gone or new)

@@ -1,4 +1,4 @@
-"""The file that TOOLCREW_MCP_SERVERS names: which MCP servers there are, for whom, and how far each is trusted."""
+"""File in TOOLCREW_MCP_SERVERS: the MCP servers, their tenants, and the trust in each server."""
 
 import json
 import os
@@ -21,7 +21,7 @@ DEFAULT_TIMEOUT_S = 60.0
 DEFAULT_IDLE_S = 300.0
 MAX_IDLE_S = 86_400.0
 _SERVER_NAME = re.compile(r"[A-Za-z0-9]+(?:[_-][A-Za-z0-9]+)*")
-"""Without two underscores in a row, and with none at its ends: where it ends in a tool's name is plain."""
+"""No two underscores in a row and none at the ends, so that the end of the name within a tool's name is unambiguous."""
 MAX_SERVER_NAME = 32
 _VARIABLE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)\}")
 _SECRET = re.compile(r"authori[sz]ation|cookie|key|token|secret|passw", re.IGNORECASE)
@@ -36,7 +36,7 @@ Text = Annotated[str, Field(min_length=1, max_length=4096, pattern=r"^[^\x00]*$"
 
 
 class _Entry(BaseModel):
-    """What every server has. `include`, `exclude`: names of its tools as it calls them, with `*` for any part."""
+    """Fields of every server. `include`, `exclude`: the server's own tool names; `*` matches any part."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, hide_input_in_errors=True)
 
@@ -48,7 +48,7 @@ class _Entry(BaseModel):
 
 
 class HttpEntry(_Entry):
-    """A server at an address. `private`: that address may be one of a private network."""
+    """A server at a URL. `private`: the address may belong to a private network."""
 
     type: Literal["http", "streamable-http", "streamableHttp"] | None = None
     url: str = Field(max_length=2048)
@@ -60,9 +60,9 @@ class HttpEntry(_Entry):
     def _are_headers(cls, headers: dict[str, SecretStr]) -> dict[str, SecretStr]:
         for name, value in headers.items():
             if not _HEADER_NAME.fullmatch(name) or not _HEADER_VALUE.fullmatch(value.get_secret_value()):
-                raise ValueError(f"'{name[:40]}' is no header of plain ASCII, or its value is empty: mend it")
+                raise ValueError(f"'{name[:40]}' is not a header of plain ASCII, or its value is empty. Fix it.")
             if name.lower() in _OWN_HEADERS or name.lower().startswith("mcp-"):
-                raise ValueError(f"the header {name} is ours to send: leave it out")
+                raise ValueError(f"the header {name} is set by the worker. Remove it.")
         return headers
 
     @model_validator(mode="after")
@@ -73,20 +73,23 @@ class HttpEntry(_Entry):
             raise ValueError(failure.message) from None
         if target.scheme == "http" and not self.private:
             raise ValueError(
-                'http:// sends keys and answers in the clear: use https://, or say "private": true for a server of '
+                'http:// sends keys and answers unencrypted: use https://, or say "private": true for a server of '
                 "your own network"
             )
         return self
 
     def target(self) -> Target:
-        """Where its requests go."""
+        """Return the target of the server's requests."""
         return parse_url(self.url)
 
 
 class StdioEntry(_Entry):
-    """A program that is started inside the session's sandbox. `network`: none: it is refused where the session has
-    network; session: it has what the session has. `image`: of the sandbox in which its tools are asked for; None: the
-    default one. `idle_s`: for so long a session keeps it without a call; 0: it is started anew for each."""
+    """A program that runs inside the session's sandbox.
+
+    `network`: "none" refuses the server in a session with network; "session" gives it the session's network. `image`:
+    the image of the sandbox that lists its tools; None means the default image. `idle_s`: seconds without a call after
+    which a session stops the program; 0 starts it again for each call.
+    """
 
     type: Literal["stdio"] | None = None
     command: Text
@@ -104,7 +107,7 @@ class StdioEntry(_Entry):
     def _are_variables(cls, env: dict[str, SecretStr]) -> dict[str, SecretStr]:
         for name, value in env.items():
             if not re.fullmatch("[A-Za-z_][A-Za-z0-9_]{0,199}", name) or "\x00" in value.get_secret_value():
-                raise ValueError(f"'{name[:40]}' is no variable of the environment: mend its name or value")
+                raise ValueError(f"'{name[:40]}' is not a valid environment variable. Fix its name or value.")
         return env
 
 
@@ -113,85 +116,89 @@ E = TypeVar("E", HttpEntry, StdioEntry)
 
 
 def load_servers(path: Path | None, kind: type[E], environment: Mapping[str, str] | None = None) -> dict[str, E]:
-    """The servers of that kind in the file, by name; none without a file. Of the others only the shape is looked at: a
-    worker need not have the secrets of servers that it does not call. `environment`: where `${NAME}` is looked up;
-    None: this process's.
+    """Return the servers of one kind in the file, by name; an empty dict without a file.
 
-    Raises ConfigError that says which entry is wrong and what to do; no value of a variable is ever told.
+    Entries of the other kind are checked for their shape only: a worker does not need the secrets of servers that it
+    does not call. `environment`: the variables for `${NAME}`; None means this process's environment.
+
+    Raises ConfigError: an entry is wrong. The message names the entry and the fix, and never a variable's value.
     """
     if path is None:
         return {}
-    told = f"{SETTING} ({path})"
+    source = f"{SETTING} ({path})"
     try:
         data = path.read_bytes()[: MAX_FILE_BYTES + 1]
         parsed = json.loads(data) if len(data) <= MAX_FILE_BYTES else None
     except OSError as error:
-        raise ConfigError(f"{told} cannot be read ({error.strerror}): make the file, or unset the variable") from error
+        raise ConfigError(
+            f"{source} cannot be read ({error.strerror}). Create the file, or unset the variable."
+        ) from error
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{told} is no JSON: mend it ({type(error).__name__})") from None
+        raise ConfigError(f"{source} is not valid JSON ({type(error).__name__}). Fix it.") from None
     servers = parsed.get("mcpServers") if isinstance(parsed, dict) else None
     if not isinstance(parsed, dict) or not isinstance(servers, dict) or len(parsed) != 1 or len(servers) > MAX_SERVERS:
         raise ConfigError(
-            f'{told}: write {{"mcpServers": {{NAME: {{...}}}}}}, at most {MAX_SERVERS} servers and {MAX_FILE_BYTES} '
+            f'{source}: write {{"mcpServers": {{NAME: {{...}}}}}}, at most {MAX_SERVERS} servers and {MAX_FILE_BYTES} '
             "bytes"
         )
-    known = os.environ if environment is None else environment
-    found = {
-        name: _parse_entry(f"{told}: server '{name[:60]}'", name, entry, kind, known) for name, entry in servers.items()
+    variables = os.environ if environment is None else environment
+    entries = {
+        name: _parse_entry(f"{source}: server '{name[:60]}'", name, entry, kind, variables)
+        for name, entry in servers.items()
     }
-    return {name: entry for name, entry in found.items() if entry is not None}
+    return {name: entry for name, entry in entries.items() if entry is not None}
 
 
-def _parse_entry(told: str, name: str, entry: Any, wanted: type[E], environment: Mapping[str, str]) -> E | None:
-    """None for one of the other kind."""
+def _parse_entry(source: str, name: str, entry: Any, wanted_kind: type[E], environment: Mapping[str, str]) -> E | None:
+    """Return the entry; None for an entry of the other kind."""
     if not _SERVER_NAME.fullmatch(name) or len(name) > MAX_SERVER_NAME:
         raise ConfigError(
-            f"{told}: a name has letters, digits, and single - or _ between them, at most {MAX_SERVER_NAME} "
+            f"{source}: a name has letters, digits, and single - or _ between them, at most {MAX_SERVER_NAME} "
             "characters: rename it"
         )
     if not isinstance(entry, dict) or ("url" in entry) == ("command" in entry):
-        raise ConfigError(f"{told}: give either 'url' for a server over HTTP, or 'command' for one in sandboxes")
+        raise ConfigError(f"{source}: give either 'url' for a server over HTTP, or 'command' for one in sandboxes")
     kind: type[HttpEntry | StdioEntry] = HttpEntry if "url" in entry else StdioEntry
     if kind is StdioEntry and "network" not in entry:
         raise ConfigError(
-            f'{told}: say "network": "none" (refused in sessions with network) or "network": "session" (whatever the '
+            f'{source}: say "network": "none" (refused in sessions with network) or "network": "session" (what the '
             "session has)"
         )
-    _refuse_plain_secrets(told, entry)
-    if kind is not wanted:
+    _refuse_plain_secrets(source, entry)
+    if kind is not wanted_kind:
         return None
     try:
-        return wanted.model_validate_json(json.dumps(_filled(told, entry, environment)))
+        return wanted_kind.model_validate_json(json.dumps(_fill_variables(source, entry, environment)))
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False, include_context=False)[0]
         where = ".".join(str(part) for part in first["loc"])
-        raise ConfigError(f"{told}: {f'{where}: ' if where else ''}{first['msg']}") from None
+        raise ConfigError(f"{source}: {f'{where}: ' if where else ''}{first['msg']}") from None
 
 
-def _refuse_plain_secrets(told: str, entry: Mapping[str, Any]) -> None:
-    """A key that stands in the file is copied about with it. Raises ConfigError."""
+def _refuse_plain_secrets(source: str, entry: Mapping[str, Any]) -> None:
+    """Raise ConfigError for a secret in plain text. A copy of the file would contain it."""
     for field in ("headers", "env"):
         values = entry.get(field)
         for name, value in (values if isinstance(values, dict) else {}).items():
             if _SECRET.search(name) and isinstance(value, str) and not _VARIABLE.search(value):
                 raise ConfigError(
-                    f"{told}: {field}.{name[:60]} looks like a secret: write it as ${{NAME}}, and set NAME in the "
+                    f"{source}: {field}.{name[:60]} looks like a secret: write it as ${{NAME}}, and set NAME in the "
                     "worker's environment"
                 )
 
 
-def _filled(told: str, value: Any, environment: Mapping[str, str]) -> Any:
+def _fill_variables(source: str, value: Any, environment: Mapping[str, str]) -> Any:
     """`value` with every `${NAME}` in its texts replaced. Raises ConfigError for a variable that is not set."""
     if isinstance(value, dict):
-        return {key: _filled(told, part, environment) for key, part in value.items()}
+        return {key: _fill_variables(source, part, environment) for key, part in value.items()}
     if isinstance(value, list):
-        return [_filled(told, part, environment) for part in value]
+        return [_fill_variables(source, part, environment) for part in value]
     if not isinstance(value, str):
         return value
 
     def fill(match: re.Match[str]) -> str:
         if not environment.get(match[1]):
-            raise ConfigError(f"{told}: ${{{match[1]}}} is not set: set {match[1]} in the worker's environment")
+            raise ConfigError(f"{source}: ${{{match[1]}}} is not set: set {match[1]} in the worker's environment")
         return environment[match[1]]
 
     return _VARIABLE.sub(fill, value)

@@ -54,9 +54,9 @@ log = structlog.get_logger(__name__)
 _NO_FOLDER = "bind source path does not exist"
 """The engine's error text when it does not see this process's folders."""
 SUSPEND_S = 8.0
-"""How long the shutdown of sandboxd may take to pack the state that only containers have."""
+"""Limit for packing the state that only containers have, at the shutdown of sandboxd."""
 ORPHAN_GRACE_S = 15.0
-"""How long sandboxd outlives the process that keeps an embedded stack. That process waits equally long for the removal
+"""Time for which sandboxd outlives the process of an embedded stack. That process waits equally long for the removal
 of all sandboxes.
 """
 POOL_REFILL_PER_S = 1.0

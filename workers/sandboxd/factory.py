@@ -36,9 +36,9 @@ from workers.sandboxd.session import Session
 log = structlog.get_logger(__name__)
 
 SLOT_WAIT_S = 10.0
-"""How long a session waits for a slot that others may free."""
+"""Limit for a session that waits for a slot of another session."""
 GIVE_UP_S = 10.0
-"""How long a session waits for another session that frees its slot."""
+"""Limit for a session that waits while another session frees its slot."""
 _LOOK_S = 0.1
 
 

@@ -35,7 +35,7 @@ class FrameError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """One frame. Its header is valid JSON; the fields of the header are not checked."""
+    """A frame. Its header is valid JSON; the fields of the header are not checked."""
 
     header: dict[str, Any]
     body: bytes = b""

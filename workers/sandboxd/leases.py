@@ -1,7 +1,7 @@
 """Lock files that show which sandboxds of a host are alive. They separate the leftovers of a dead sandboxd from the
 containers of a living one.
 
-The kernel releases a lock when its process ends, for whatever reason, so no clock is needed. The device and inode
+The kernel releases a lock when its process ends for any reason, so no clock is needed. The device and inode
 number of the folder are part of a lease. A lease of another folder (a sandboxd in a container, or on another host)
 cannot be judged here and is never treated as dead.
 """

@@ -28,7 +28,7 @@ SWEEP_EVERY_S = 30.0
 TIDY_EVERY_S = 3600.0
 _EVICTED_AT_ONCE = 4
 _OVERFULL_GROWTH = 1.1
-"""How much a workspace may grow after it was found too large before its sandbox is ended again. The session needs a
+"""Growth of a workspace that was found too large, after which its sandbox is ended again. The session needs a
 chance to delete files.
 """
 

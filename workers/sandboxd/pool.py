@@ -188,8 +188,8 @@ def available_memory() -> int:
 
 
 class WarmPools:
-    """One pool per plan. `targets`: how many sandboxes to keep of a plan. `limits` apply to all pools together, except
-    `target`.
+    """Pools of sandboxes, one per plan. `targets`: how many sandboxes to keep of a plan. `limits` apply to all pools
+    together, except `target`.
     """
 
     def __init__(self, factory: SandboxFactory, targets: Mapping[SandboxPlan, int], limits: PoolLimits) -> None:

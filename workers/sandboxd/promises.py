@@ -1,6 +1,6 @@
 """A table of what the sandboxes of a host guarantee, judged only from evidence.
 
-The functions are pure; program.py collects the `Evidence`. No row raises, whatever the engine and the host have
+The functions are pure; program.py collects the `Evidence`. No row raises, for any state of the engine and the host
 reported.
 """
 
@@ -82,7 +82,9 @@ State = Literal["holds", "void", "unknown"]
 
 @dataclass(frozen=True)
 class HostPromise:
-    """One row. `remedy`: what to do when it does not hold. `is_needed`: sandboxd does not start while it is void."""
+    """A promise of this host. `remedy`: what to do if it does not hold. `is_needed`: sandboxd does not start while it
+    is void.
+    """
 
     name: str
     state: State
@@ -254,7 +256,7 @@ def _judge_tenants(evidence: Evidence) -> HostPromise:
         return HostPromise(
             name, "holds", f"every class has a runtime with a kernel of its own, going by its name: {runtimes}"
         )
-    why = f"class {_list(sharing)}: sandboxes share this host's kernel, whose faults are every tenant's"
+    why = f"class {_list(sharing)}: sandboxes share this host's kernel, so a fault of the kernel affects every tenant"
     return HostPromise(
         name, "void", why, "a runtime as gVisor or Kata for the tenant class, or a host for each such tenant"
     )

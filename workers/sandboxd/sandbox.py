@@ -1,4 +1,4 @@
-"""One sandbox: its container, its channel, and the calls that run in it.
+"""Sandbox of a session: its container, its channel, and the calls that run in it.
 
 The guest enforces the limit of a call, but the guest is hostile. So sandboxd has a second, later limit for every call:
 when the guest does not end a call in time, breaks the protocol or reports surviving processes, the container is
@@ -37,7 +37,7 @@ SLACK_BYTES = 256 * 1024
 """Bytes that a guest may send beyond what was requested before it counts as hostile."""
 
 STREAM_FRAMES = 262_144
-"""Maximum number of frames of a streamed output, whatever its size: a program may write one byte at a time."""
+"""Maximum number of frames of a streamed output of any size: a program may write one byte at a time."""
 FRAME_COST_BYTES = 64
 """The cost of a data frame in addition to its body, so that empty frames are not free."""
 _STREAM_STDERR_BYTES = 65_536
@@ -84,7 +84,7 @@ class SandboxCounter(Protocol):
 
 @dataclass(eq=False)
 class RunningCall:
-    """One request inside the guest. `sink` gets its data frames, `done` its last header."""
+    """A request inside the guest. `sink` gets its data frames, `done` its last header."""
 
     guest_id: str
     call_id: str

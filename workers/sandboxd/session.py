@@ -1,4 +1,4 @@
-"""One session of this host: its sandbox, whether its files have changed, and the news for its next call."""
+"""Session of this host: its sandbox, its files' state, and the news for its next call."""
 
 import asyncio
 import time
@@ -24,7 +24,7 @@ _MOST_JOBS = 16
 _ID_CHARS = 64
 KEPT = (
     "the sandbox of this session had ended ({}) and was rebuilt around its workspace: the files in /workspace are "
-    "kept; background jobs, /tmp, kept outputs and the shell's folder and variables are gone"
+    "kept; background jobs, /tmp, kept outputs and the shell's folder and variables are lost"
 )
 FILES_LOST = "{} and its files are lost; the next call gets a fresh, empty one"
 RENEW_S = 86_400.0
@@ -35,8 +35,8 @@ _ROW_CHARS = 200
 MAX_CANCELLED_CALLS = 100
 """The newest ids. Ids are never reused."""
 _RESTORED = (
-    "{why}, and the session goes on elsewhere: its files, kept outputs and the shell's folder, variables and functions "
-    "are those of {checkpoint}; changes since then, background jobs and /tmp are lost"
+    "{why}, and the session continues on another host: its files, kept outputs and the shell's folder, variables and "
+    "functions are those of {checkpoint}; changes since then, background jobs and /tmp are lost"
 )
 
 
@@ -86,7 +86,7 @@ class SessionActivity:
 
 @dataclass(eq=False)
 class Session:
-    """One session of this host.
+    """A session of this host.
 
     `terms`: the tenant's latest terms from a worker. `plan`: of the sandbox, from the terms at its creation. `fence`:
     the number of the session's opening; a request with a later number is for another opening. `sandbox`: None after an

@@ -29,9 +29,9 @@ from workers.sandboxd.suspension import MIN_IDLE_S, SessionSuspender, Suspension
 log = structlog.get_logger(__name__)
 
 MAX_ROWS = 300
-"""Maximum rows of one answer: as many as a frame can hold, whatever the rows contain."""
+"""Maximum rows of one answer. This number fits into a frame for rows of any content."""
 _STARTS_S = 5.0
-"""How long the shutdown of sandboxd waits for starts in progress. Longer starts are undone."""
+"""Time for which the shutdown of sandboxd waits for starts in progress. Longer starts are undone."""
 _PACKED_AT_ONCE = 8
 Fill = Callable[[Session, Sandbox], Awaitable[None]]
 """Fills the sandbox of a new session."""
@@ -83,7 +83,7 @@ class Sessions:
         """Open a session with a new, filled sandbox. An open session is returned unchanged, because the request may be
         a repetition. A session that was moved away and comes back is closed here first.
 
-        Raises SandboxUnavailable when the host is full or the engine refuses, and whatever `fill` raises. Nothing of
+        Raises SandboxUnavailable when the host is full or the engine refuses, and the errors of `fill`. Nothing of
         the session is then left.
         """
         while True:

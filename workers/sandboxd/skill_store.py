@@ -37,7 +37,7 @@ _MEMORY_BYTES = 1024 * 1024
 
 
 class SkillStore:
-    """One volume that lives as long as this process. `image`: any image of the engine, for the container that
+    """A volume that lives as long as this process. `image`: any image of the engine, for the container that
     unpacks.
     """
 
@@ -74,7 +74,7 @@ class SkillStore:
         files, sorted by path.
 
         `scope`: the tenant, or "" for a bundle that all tenants share. Raises ToolFailure when the archive is not that
-        bundle, SandboxUnavailable, and whatever `chunks` raises.
+        bundle, SandboxUnavailable, and the errors of `chunks`.
         """
         with tempfile.SpooledTemporaryFile(_MEMORY_BYTES) as received:
             async for chunk in chunks:

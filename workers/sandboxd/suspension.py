@@ -85,7 +85,7 @@ def _as_unavailable(what: str) -> Iterator[None]:
 
 
 class SessionSuspender:
-    """Freezes sessions, packs them and removes their containers. Holds the session's lock meanwhile, so that calls
+    """Freezes sessions, packs them and removes their containers. Holds the session's lock for that time, so that calls
     wait.
     """
 
@@ -106,7 +106,7 @@ class SessionSuspender:
                 return False
             if not entry.is_ready or entry.is_busy or entry.used_at != used_at:
                 return False
-            # Set the flag before the engine call, whatever its outcome. To thaw a running container is harmless; to
+            # Set the flag before the engine call, which may fail. To thaw a running container is harmless; to
             # send a request to a frozen one would end it.
             entry.is_paused = True
             freezing = asyncio.ensure_future(self._factory.engine.pause(sandbox.container))

@@ -14,7 +14,7 @@ from orchestrator.api.pages.people import Looking, Sending, not_here
 from orchestrator.api.pages.rendering import address, render
 from orchestrator.api.pages.route import PageRoute, is_fragment
 from orchestrator.api.pages.run_pages import has_page
-from orchestrator.sdk.call_control import GLANCE_S, CallControl
+from orchestrator.sdk.call_control import SHORT_LOOKUP_S, CallControl
 from store.call_life import CallLives
 from store.call_list import CallList
 
@@ -45,7 +45,7 @@ async def kill_call(call: CallId, person: Sending) -> Response:
     app_state = person.app_state
     try:
         await CallControl(app_state.parts.pool, app_state.settings.deployment).kill(
-            person.owner, call, person.actor, heard_s=GLANCE_S
+            person.owner, call, person.actor, lookup_s=SHORT_LOOKUP_S
         )
     except ToolFailure as failure:
         if failure.code is not ErrorCode.INVALID_ARGUMENTS:

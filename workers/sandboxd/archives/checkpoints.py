@@ -21,7 +21,7 @@ WHOLE_S = 500.0
 MOST_CHECKPOINTS = 100
 """Maximum checkpoints of one tenant in one store. They use the operator's disk."""
 AUTOMATIC_KEPT_S = 7 * 86_400.0
-"""How long an automatic checkpoint is kept when its session makes no newer one."""
+"""Lifetime of an automatic checkpoint whose session makes no newer one."""
 _ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _AUTOMATIC_ID = re.compile(r"auto-([0-9a-f]{8,12})-[A-Za-z0-9_-]{24}")
 
@@ -154,7 +154,7 @@ def _name(tenant: str, checkpoint: str) -> str:
 
 
 def _automatic_id() -> str:
-    """Return an id that contains its time, so that a sweep can tell its age."""
+    """Return an id that contains its time, so that a sweep knows its age."""
     return f"auto-{int(time.time()):08x}-{secrets.token_urlsafe(18)}"
 
 

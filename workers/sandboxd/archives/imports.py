@@ -1,5 +1,5 @@
-"""What comes into a workspace as one file: unpacked or cloned inside the sandbox, where a hostile one hurts nobody
-else.
+"""Import of one file into a workspace. The file is unpacked or cloned inside the sandbox, so that a hostile archive
+harms only its own sandbox.
 """
 
 import signal
@@ -56,8 +56,8 @@ _LEADS_OUT = ("Removing leading", "contains '..'")
 
 
 def build_import(kind: str, folder: str) -> list[str]:
-    """What unpacks its standard input, a file of that kind, into the folder. Of a bundle: all branches, the one of HEAD
-    checked out, no remote.
+    """Return the program that unpacks its standard input, a file of `kind`, into the folder. A bundle is cloned with
+    all branches and without a remote; the branch of HEAD is checked out.
     """
     if kind == "zip":
         return ["bash", "-c", _UNZIP, "import", folder]

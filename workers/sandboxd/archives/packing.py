@@ -163,7 +163,7 @@ class Packing:
 async def unpack(guest: Guest, roots: tuple[str, ...], read: AsyncIterator[bytes], total: int) -> None:
     """Unpack an archive of these roots and of `total` bytes into a guest.
 
-    Raises ToolFailure(NO_SPACE), ToolFailure when tar fails, SandboxUnavailable, and whatever `read` raises. Some files
+    Raises ToolFailure(NO_SPACE), ToolFailure when tar fails, SandboxUnavailable, and the errors of `read`. Some files
     may then be unpacked.
     """
     names = [root.removeprefix("/") for root in roots]
@@ -176,8 +176,8 @@ async def unpack(guest: Guest, roots: tuple[str, ...], read: AsyncIterator[bytes
 async def stream_in(
     guest: Guest, argv: Sequence[str], read: AsyncIterator[bytes], total: int
 ) -> tuple[dict[str, Any], str]:
-    """Run a program in the guest whose standard input are these bytes, a pipe. Return its end and its stderr. Raises as
-    `unpack`.
+    """Run a program in the guest with these bytes on its standard input, a pipe. Return its end and its stderr.
+    Raises as `unpack`.
     """
     done, stderr = await _stream_in(
         guest, lambda fifo: ["bash", "-c", _READ_FIFO, "read", fifo, str(total), *argv], read, total
@@ -188,7 +188,9 @@ async def stream_in(
 async def run_with_file(
     guest: Guest, argv: Sequence[str], read: AsyncIterator[bytes], total: int, path: str
 ) -> tuple[dict[str, Any], str]:
-    """As `stream_in` for a program that seeks in its standard input: the bytes are stored at `path` meanwhile."""
+    """Do the same as `stream_in` for a program that seeks in its standard input. `path` stores the bytes for that
+    time.
+    """
     sent = 0
     async for piece in in_pieces(read, _PIECE_BYTES):
         stderr = bytearray()

@@ -16,10 +16,10 @@ from workers.sandboxd.archives.imports import build_import, check_import
 from workers.sandboxd.archives.packing import Guest, Packing, pack_list, run_with_file, stream_in
 
 WHOLE_S = 500.0
-"""For one workspace, a little less than workers wait for an answer."""
+"""Limit for one workspace, in seconds: a little less than workers wait for an answer."""
 _FOLDER = "/workspace"
 _SEEKING_KINDS = ("zip", "bundle")
-"""Their programs do not read a pipe."""
+"""Kinds whose programs cannot read a pipe."""
 
 
 @dataclass(frozen=True)

@@ -20,8 +20,8 @@ class WorkspaceSize:
 
 @dataclass(frozen=True)
 class WorkspaceMount:
-    """How /workspace gets into a container. `bind` is a path of the host; None means a tmpfs of the workspace's size in
-    the container.
+    """The way in which a container gets /workspace. `bind` is a path of the host; None means a tmpfs of the
+    workspace's size in the container.
     """
 
     bind: str | None = None

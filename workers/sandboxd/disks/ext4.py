@@ -99,8 +99,8 @@ def _clear(work: Path) -> None:
 
 
 def make_image(image: Path, place: Path, size: WorkspaceSize) -> None:
-    """Make an empty image that has all of `size` usable, and little more. It is mounted at `place` meanwhile, a folder
-    that this function makes.
+    """Make an empty image that has all of `size` usable, and little more. It is mounted for that time at `place`, a
+    folder that this function makes.
 
     Raises OSError, and SandboxUnavailable when mkfs.ext4 is missing or fails.
     """

@@ -18,7 +18,7 @@ from workers.sandboxd.disks.workspace_store import MOUNT, WorkspaceStore, refuse
 IMAGE = "image"
 TEMPLATES = ".templates"
 RELEASE_S = 30.0
-"""A removed container has released its workspace by then, or never will."""
+"""Limit for a removed container to release its workspace. A later release is not expected."""
 _FIRST_PAUSE_S = 0.002
 _LONGEST_PAUSE_S = 0.05
 

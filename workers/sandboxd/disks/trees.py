@@ -22,8 +22,8 @@ _TIMES = 4
 
 
 def remove_tree(folder: Path) -> None:
-    """Delete `folder` and its content, which no other process may change meanwhile. A missing folder is ignored. Raises
-    OSError.
+    """Delete `folder` and its content, which no other process may change during the call. A missing folder is
+    ignored. Raises OSError.
 
     Three descriptors are enough at any depth, without recursion: the content of a subfolder is moved up, and the empty
     subfolder is removed.
@@ -68,7 +68,7 @@ def _unlink_files(folder: int) -> Iterator[str]:
 
 
 def _open_folder(name: str, parent: int | None) -> int:
-    """Open a folder whatever its mode is, if it belongs to this user."""
+    """Open a folder with any mode, if it belongs to this user."""
     try:
         fd = os.open(name, _FOLDER, dir_fd=parent)
     except PermissionError:
@@ -105,7 +105,7 @@ class _Level:
 
 @dataclass
 class TreeCount:
-    """One count of a folder, to its end or to a multiple of the allowed files.
+    """Counts a folder once, to its end or to a multiple of the allowed files.
 
     A file with several names counts once. Files that move during the count may be missed or counted twice. A deleted
     file that is still open is not counted. A folder of this user without owner rights gets them. A folder that cannot

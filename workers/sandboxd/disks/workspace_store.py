@@ -20,7 +20,7 @@ log = structlog.get_logger(__name__)
 
 T = TypeVar("T")
 MOUNT = "mount"
-"""Where the image is mounted in the workspace's folder."""
+"""Mount point of the image in the folder of the workspace."""
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,128}")
 
 

@@ -31,7 +31,7 @@ GRANT = WINDOW // 2
 PIECE = 32_768
 """Maximum bytes of one frame, and so the longest delay of a call's frame."""
 LINGER_S = 1.0
-"""How often a proxy that has ended its data is checked for having closed the connection."""
+"""Interval of the check whether a proxy that has ended its data has closed the connection."""
 _UNREACHABLE = (
     "The egress proxy of this host does not answer, so nothing outside of the sandbox can be reached now. "
     "The operator of the host can start it. Do without the network, or try again later.\n"

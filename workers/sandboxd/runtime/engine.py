@@ -45,7 +45,7 @@ LABEL_GUEST: Final = "toolcrew.guest"
 """Label of an image that contains its own guest."""
 PRODUCT: Final = "sandbox"
 _REMOVAL_S: Final = 20
-"""How long to wait for the engine's own removal of a container."""
+"""Limit for the engine's own removal of a container."""
 _TIMEOUT_TEXTS: Final = ("timeout", "timed out", "deadline exceeded")
 T = TypeVar("T")
 

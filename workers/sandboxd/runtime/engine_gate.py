@@ -147,7 +147,9 @@ class EngineSilent(SandboxUnavailable):
 
 @dataclass(frozen=True)
 class Lane:
-    """One kind of call. `name` is its plural, for error messages. A caller waits for a slot at most `max_wait_s`."""
+    """A kind of engine call. `name` is its plural, for error messages. A caller waits for a slot at most
+    `max_wait_s`.
+    """
 
     name: str
     at_once: int

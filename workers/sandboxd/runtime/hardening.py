@@ -98,7 +98,7 @@ class Variant:
 
 @dataclass(frozen=True)
 class Promise:
-    """One row: its place in the create body, the requested value, and the reason."""
+    """A hardening rule: its place in the create body, the requested value, and the reason."""
 
     place: str
     value: object

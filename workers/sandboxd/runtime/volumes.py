@@ -68,7 +68,7 @@ def _remove_orphans(api: docker.APIClient) -> None:
     """Remove volumes whose images the engine no longer has. The engine refuses to remove a volume that a container
     uses.
     """
-    # Volumes first: the image of a volume that is made meanwhile is then in the later list.
+    # List volumes before images: if a volume is created between the two lists, the list of images contains its image.
     listed = api.volumes(filters={"label": [f"{LABEL_PRODUCT}={PRODUCT_GUEST}"]})["Volumes"] or []
     current_names = {_name_of(str(image["Id"])) for image in api.images(all=True)}
     for name in sorted({str(volume["Name"]) for volume in listed} - current_names):
