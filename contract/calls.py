@@ -14,6 +14,10 @@ MAX_OUTPUT_CHARS = 256 * 1024
 """Limit of the text of one result. Tools have lower limits and report when they cut."""
 MAX_ERROR_CHARS = 16 * 1024
 MAX_NAME_CHARS = 128
+NO_OUTPUT = "(no output)"
+"""The output of a command that printed nothing."""
+_FAILED = "The command failed. Read its output, correct the command and run it again."
+_FOUND_NOTHING = "The command failed or found nothing. Check it, or try another command."
 MAX_BLOB_BYTES = 64 * 1024 * 1024
 """Limit of the data of one call that is stored in Redis outside the envelope."""
 BLOB_TTL_S = 600
@@ -218,11 +222,23 @@ class ToolResult(Record):
         return self.run_failure not in (None, RunFailure.LOST)
 
     def text(self) -> str:
-        """Return the text for the model: the output, or `Error [CODE]: sentence` and the output until the error."""
+        """Return the text for the model: the output, or `Error [CODE]: sentence` and the output until the error. The
+        exit status of a command is explained: small models read "(no output)" as "nothing happened", and the message
+        of a failed command as the answer.
+        """
         if self.success:
-            return self.output if self.output is not None else ""
+            return self._explain_exit(self.output or "")
         head = f"Error [{self.error_code}]: {self.error}"
         return f"{head}\n{self.output}" if self.output else head
+
+    def _explain_exit(self, output: str) -> str:
+        code = self.metadata.get("exit_code")
+        if code == 0 and output == NO_OUTPUT:
+            return "The command succeeded and printed nothing."
+        if not isinstance(code, int) or code == 0:
+            return output
+        # grep, diff and test end with 1 when they worked and found nothing.
+        return f"{output}\n{_FOUND_NOTHING if code == 1 else _FAILED}"
 
 
 class ExecResult(Record):

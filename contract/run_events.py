@@ -124,6 +124,16 @@ class ModelAnswered(RunEvent):
 
 
 @dataclass(frozen=True, kw_only=True)
+class ReplyRepaired(RunEvent):
+    """A reply without a call was repaired. `repair`: `code_block` when its command runs, `reminder` when the model
+    was asked to call a tool.
+    """
+
+    step: int
+    repair: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class TextArrived(RunEvent):
     """A piece of the model's text arrived."""
 

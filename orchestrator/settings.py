@@ -27,9 +27,9 @@ class OrchestratorSettings(SharedSettings, LogSettings):
     """The name of the model at `OPENAI_BASE_URL`. Without that URL, `local` and `scripted` name models that toolcrew
     ships. A batch team changes it for each experiment.
     """
-    dialect: Literal["native", "tags", "json", "auto"] = "native"
-    """How the model writes tool calls; `auto`: the best way that the model can do (docs/agents.md). A batch team
-    changes it for a model without native tool calls.
+    dialect: Literal["native", "tags", "json", "auto"] | None = None
+    """How the model writes tool calls; `auto`: the best way that the model can do (docs/agents.md). Without a value:
+    `auto` for small models, `native` for others. A batch team changes it for a model without native tool calls.
     """
     approvals: Literal["auto", "ask", "never", "queue"] = "ask"
     """What happens to a call that needs approval: `ask` at the terminal, `auto` allows it, `never` denies it, `queue`

@@ -95,6 +95,9 @@ class RunBody(Record):
     history: tuple[dict[str, JsonValue], ...] = ()
     model: str | None = None
     dialect: Literal["native", "tags", "json", "auto"] | None = None
+    profile: Literal["small", "standard", "auto"] | None = Field(
+        default=None, exclude_if=lambda profile: profile is None
+    )
     tools: tuple[str, ...] | None = None
     limits: RunLimits = RunLimits()
     sampling: dict[str, JsonValue] = Field(default_factory=dict)
@@ -153,6 +156,7 @@ class BatchDefaults(Record):
 
     model: str | None = None
     dialect: str | None = None
+    profile: str | None = Field(default=None, exclude_if=lambda profile: profile is None)
     limits: RunLimits = RunLimits()
     prompt_price: float | None = Field(default=None, ge=0)
     completion_price: float | None = Field(default=None, ge=0)
@@ -281,7 +285,7 @@ def build_recalled_end(outcome: Outcome, at: float) -> RunEnded:
         state=final_state(outcome.failure),
         failure=outcome.failure,
         steps=steps if isinstance(steps, int) else 0,
-        usage=Usage(_count(counts.get("prompt_tokens")), _count(counts.get("completion_tokens"))),
+        usage=Usage(*(_count(counts.get(name)) for name in ("prompt_tokens", "completion_tokens", "cached_tokens"))),
         cost=cost if isinstance(cost, float) else None,
     )
 

@@ -5,13 +5,20 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Usage:
-    """Token counts of the model server; 0 if the server reports none."""
+    """Token counts of the model server; 0 if the server reports none. `cached_tokens`: the prompt tokens that the
+    server had in its cache.
+    """
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
+    cached_tokens: int = 0
 
     def __add__(self, other: "Usage") -> "Usage":
-        return Usage(self.prompt_tokens + other.prompt_tokens, self.completion_tokens + other.completion_tokens)
+        return Usage(
+            self.prompt_tokens + other.prompt_tokens,
+            self.completion_tokens + other.completion_tokens,
+            self.cached_tokens + other.cached_tokens,
+        )
 
 
 @dataclass(frozen=True)

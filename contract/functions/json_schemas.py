@@ -26,6 +26,8 @@ _SINGLES = (
     "propertyNames",
     "unevaluatedProperties",
 )
+_SIZES = frozenset({"minLength", "maxLength", "minItems", "maxItems", "exclusiveMinimum"})
+"""Servers that make a grammar of a schema write a large `maxLength` out."""
 _FOR_ANY_TYPE = frozenset({"enum", "const", "anyOf", "oneOf", "allOf", "not", "if", "$ref"})
 """Keywords that constrain values of every type. A merged schema with one of them would refuse null."""
 
@@ -61,6 +63,27 @@ def close_schema(schema: Mapping[str, Any]) -> JsonSchema:
         if closed.get("properties"):
             closed["required"] = list(closed["properties"])
     return closed
+
+
+def show_schema(schema: Mapping[str, Any]) -> JsonSchema:
+    """Return the schema as a model sees it: without hidden properties (`"x-hidden": true`), limits of sizes, and
+    defaults that mean "nothing". A call may still contain a hidden property, and is checked against the whole schema.
+    """
+    shown = _map(
+        {
+            key: value
+            for key, value in schema.items()
+            if key not in _SIZES and not (key == "default" and value in (False, "", [], {}))
+        },
+        show_schema,
+    )
+    if isinstance(shown.get("properties"), dict):
+        shown["properties"] = {
+            name: part
+            for name, part in shown["properties"].items()
+            if not (isinstance(part, Mapping) and part.get("x-hidden"))
+        }
+    return shown
 
 
 class _Inliner:

@@ -19,6 +19,7 @@ from orchestrator.api.paging import Cursor, Limit, Page, decode_cursor, encode_c
 from orchestrator.api.problem_handlers import responses
 from orchestrator.batches.lines import MAX_SHOWN, BadBatch, BatchFile, Complaint, read_lines
 from orchestrator.batches.rows import build_row, build_row_line
+from orchestrator.dialects.profiles import ProfileName
 from orchestrator.http.problems import ApiCode, ApiProblem
 from orchestrator.runs.batch_runs import BatchRuns
 from orchestrator.runs.batch_status import build_status
@@ -85,6 +86,7 @@ class BatchOptions(BaseModel):
     concurrency: int | None = Field(default=None, ge=1, le=10_000)
     model: str | None = Field(default=None, max_length=256)
     dialect: Literal["native", "tags", "json", "auto"] | None = None
+    profile: ProfileName | None = None
     max_iterations: int | None = Field(default=None, ge=1)
     max_wall_s: float | None = Field(default=None, gt=0)
     max_tokens: int | None = Field(default=None, gt=0)
@@ -131,7 +133,12 @@ async def submit_batch(
         max_iterations=options.max_iterations, max_wall_s=options.max_wall_s, max_tokens=options.max_tokens
     )
     defaults = BatchDefaults(
-        model=options.model, dialect=options.dialect, limits=limits, retries=options.retries, asks_people=options.ask
+        model=options.model,
+        dialect=options.dialect,
+        profile=options.profile,
+        limits=limits,
+        retries=options.retries,
+        asks_people=options.ask,
     )
     told = f"{caller.identity.key_id}\0{idempotency_key}\0{options.model_dump_json()}\0{file.sha256}"
     # A submission that broke off is completed when it is sent again: its items are queued once.

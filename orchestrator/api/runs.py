@@ -20,6 +20,7 @@ from orchestrator.api.problem_handlers import responses
 from orchestrator.api.sse import MEDIA_TYPE, EventStream, ServerEvent
 from orchestrator.batches.artifacts import MAX_PATTERNS
 from orchestrator.batches.strict_json import MAX_DEPTH
+from orchestrator.dialects.profiles import ProfileName
 from orchestrator.http.problems import ApiCode, ApiProblem
 from orchestrator.runs.hosted import HostedRuns
 from store.archives.files import MAX_LOCATION_CHARS, is_file_id
@@ -50,6 +51,7 @@ class NewRun(BaseModel):
     history: list[dict[str, Any]] = Field(default_factory=list, max_length=1000)
     model: str | None = Field(default=None, min_length=1, max_length=256)
     dialect: Literal["native", "tags", "json", "auto"] | None = None
+    profile: ProfileName | None = None
     tools: list[str] | None = Field(default=None, max_length=200)
     session: str | None = Field(default=None, pattern=r"^[A-Za-z0-9_-]{1,64}$")
     image: str | None = Field(default=None, min_length=1, max_length=256)
@@ -89,6 +91,7 @@ class NewRun(BaseModel):
             history=tuple(self.history),
             model=self.model,
             dialect=self.dialect,
+            profile=self.profile,
             tools=tools,
             limits=limits,
         )

@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from contract.calls import MAX_NAME_CHARS, MAX_TIMEOUT_S
+from orchestrator.dialects.profiles import ProfileName
 from store.batches import CALLS_URL, CHAT_URL, MAX_ID_CHARS, RUNS_URL, BatchItem, CallBody, Ground, RunBody, RunLimits
 
 _Id = Annotated[str, Field(min_length=1, max_length=MAX_ID_CHARS)]
@@ -85,6 +86,7 @@ class RunFields(GroundFields):
     history: list[dict[str, Json]] = []
     model: _Model | None = None
     dialect: Literal["native", "tags", "json", "auto"] | None = None
+    profile: ProfileName | None = None
     tools: list[_Name] | None = None
     limits: LimitFields = LimitFields()
 
@@ -104,6 +106,7 @@ class RunFields(GroundFields):
             history=tuple(self.history),
             model=self.model,
             dialect=self.dialect,
+            profile=self.profile,
             tools=None if self.tools is None else tuple(self.tools),
             limits=_limits(self.limits),
         )

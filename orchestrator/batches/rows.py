@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
@@ -130,7 +131,7 @@ def build_run_body(
         "answer": result.answer,
         "stop_reason": result.stop_reason.value,
         "steps": result.steps,
-        "usage": {"prompt_tokens": result.usage.prompt_tokens, "completion_tokens": result.usage.completion_tokens},
+        "usage": asdict(result.usage),
         "cost": result.cost,
         "clocks": result.clocks.model_dump(),
     }

@@ -79,6 +79,10 @@ def submit(
     dialect: Annotated[
         str | None, typer.Option("--dialect", help="native, tags, json, or auto, for lines that name none.")
     ] = None,
+    profile: Annotated[
+        str | None,
+        typer.Option("--profile", help="The tools and texts for the model: small, standard, or auto (default)."),
+    ] = None,
     artifacts: Annotated[
         Path | None, typer.Option("--artifacts", help="The folder for the artifacts that lines ask for.")
     ] = None,
@@ -127,7 +131,7 @@ def submit(
         raise typer.BadParameter("--errors needs --output: give both")
     limits = LimitOptions(max_iterations, max_wall, max_tokens, max_cost, prices)
     defaults = build_defaults(
-        limits, model=model, dialect=dialect, retries=retries, artifacts=artifacts, asks_people=ask
+        limits, model=model, dialect=dialect, profile=profile, retries=retries, artifacts=artifacts, asks_people=ask
     )
     paths = RowPaths(output, errors) if output is not None else None
 

@@ -11,6 +11,7 @@ import typer
 from contract.errors import ConfigError
 from contract.run_events import FailureKind
 from orchestrator.batches.lines import BatchFile
+from orchestrator.dialects.profiles import PROFILE_NAMES
 from orchestrator.models.choice import FALLBACK_WARNING, find_shipped
 from orchestrator.settings import OrchestratorSettings
 from store.batches import BatchDefaults, BatchItem, RunBody, RunLimits
@@ -34,6 +35,7 @@ def build_defaults(
     *,
     model: str | None,
     dialect: str | None,
+    profile: str | None,
     retries: int,
     artifacts: Path | None,
     asks_people: bool = False,
@@ -44,9 +46,11 @@ def build_defaults(
         raise typer.BadParameter("--max-cost needs --prices IN/OUT: without prices the cost is unknown")
     if dialect is not None and dialect not in DIALECTS:
         raise typer.BadParameter(f"--dialect is {', '.join(DIALECTS[:-1])} or {DIALECTS[-1]}, not '{dialect}'")
+    check_profile(profile)
     return BatchDefaults(
         model=model,
         dialect=dialect,
+        profile=profile,
         limits=RunLimits(
             max_iterations=limits.max_iterations,
             max_wall_s=_check_positive("--max-wall", limits.max_wall),
@@ -59,6 +63,12 @@ def build_defaults(
         artifacts=str(artifacts.resolve()) if artifacts is not None else None,
         asks_people=asks_people,
     )
+
+
+def check_profile(profile: str | None) -> None:
+    """Raises BadParameter."""
+    if profile not in (None, *PROFILE_NAMES):
+        raise typer.BadParameter(f"--profile is one of {', '.join(PROFILE_NAMES)}, not '{profile}'")
 
 
 def check_lines(file: BatchFile, defaults: BatchDefaults, *, is_detached: bool = False) -> None:

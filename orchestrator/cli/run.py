@@ -11,6 +11,7 @@ from rich.console import Console
 from contract.errors import ConfigError, OperatorError, ToolFailure
 from contract.run_events import CallFinished, RunEvent
 from orchestrator.cli.approvals import asks_elsewhere
+from orchestrator.cli.batches_options import check_profile
 from orchestrator.cli.run_files import RunFiles
 from orchestrator.cli.runner import EXIT_ERROR, EXIT_LIMIT, EXIT_REFUSED, Json, Tenant, open_client, run_work
 from orchestrator.cli.session_options import Network, Restore, Workspace
@@ -109,6 +110,10 @@ def run(
     dialect: Annotated[
         str | None, typer.Option("--dialect", help="The tool call format of the model: native, tags, json, or auto.")
     ] = None,
+    profile: Annotated[
+        str | None,
+        typer.Option("--profile", help="The tools and texts for the model: small, standard, or auto (default)."),
+    ] = None,
     max_iterations: Annotated[
         int, typer.Option("--max-iterations", min=1, help="Largest number of model replies.")
     ] = 5,
@@ -129,6 +134,7 @@ def run(
 
     Exit code 0: answered; 1: error; 2: limit reached; 3: answered, but a call was refused.
     """
+    check_profile(profile)
     view, refused, saver = RunView(Console(stderr=True)), list[str](), WorkspaceSaver(save_workspace, checkpoint)
     run_files: list[RunFiles] = []
 
@@ -155,6 +161,7 @@ def run(
                     session=session,
                     model=model,
                     dialect=dialect,
+                    profile=profile,
                     options=options,
                     on_event=on_event,
                     shows_output=not as_json,
@@ -202,7 +209,7 @@ def _run_json(result: RunResult) -> dict[str, Any]:
         "answer": result.answer,
         "stop_reason": result.stop_reason.value,
         "steps": result.steps,
-        "usage": {"prompt_tokens": result.usage.prompt_tokens, "completion_tokens": result.usage.completion_tokens},
+        "usage": asdict(result.usage),
         "clocks": result.clocks.model_dump(),
         "transcript": list(result.transcript),
     }

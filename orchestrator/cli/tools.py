@@ -1,6 +1,8 @@
 """`toolcrew tools`: list the tools of a pool, and enable or disable them."""
 
+import asyncio
 import json
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 import typer
@@ -10,6 +12,8 @@ from contract.errors import ConfigError
 from contract.registry import Switch, ToolState
 from contract.tool_pages import render_tool
 from orchestrator.cli.runner import Json, Tenant, open_client, print_lines, run_work
+from orchestrator.functions.openai_tools import convert_to_openai_tool
+from orchestrator.models.weights import load_weights
 from orchestrator.settings import load_settings
 from orchestrator.terminal.output import table_rows
 
@@ -20,22 +24,45 @@ OnlyTenant = Annotated[str | None, typer.Option("--tenant", help="Only for this 
 
 
 @tools_app.command("list")
-def tools_list(tenant: Tenant = None, as_json: Json = False) -> None:
+def tools_list(
+    tenant: Tenant = None,
+    tokens: Annotated[
+        bool,
+        typer.Option("--tokens", help="Show the tokens of each tool in a request, as the local model counts them."),
+    ] = False,
+    as_json: Json = False,
+) -> None:
     """List the tools of the pool with their state for the tenant: enabled, disabled, or forbidden by its policy.
 
     A model receives only the enabled tools.
     """
 
-    async def work() -> list[ToolState]:
+    async def work() -> list[dict[str, Any]]:
         async with open_client(tenant) as client:
-            return await client.tool_states()
+            states = await client.tool_states()
+        rows = [state_json(state) for state in states]
+        counts = await _count_tokens(states) if tokens else []
+        return [{**row, "tokens": count} for row, count in zip(rows, counts, strict=True)] if tokens else rows
 
-    rows = [state_json(state) for state in run_work(work(), as_json)]
+    rows = run_work(work(), as_json)
     if as_json:
         typer.echo(json.dumps(rows))
         return
     short = [{**row, "description": str(row["description"]).split(". ")[0]} for row in rows]
-    print_lines(table_rows(short, ("name", "state", "pool", "description")))
+    print_lines(table_rows(short, ("name", "state", "pool", *(("tokens",) if tokens else ()), "description")))
+    if tokens:
+        typer.echo(f"{sum(row['tokens'] for row in rows)} tokens together")
+
+
+async def _count_tokens(states: Sequence[ToolState]) -> list[int]:
+    # Imported here, because the OpenAI SDK takes a second to import.
+    from orchestrator.models.local import LocalModelServer
+
+    settings = load_settings()
+    weights = await asyncio.to_thread(load_weights, user_file=settings.model_file, cache_dir=settings.model_folder)
+    texts = [json.dumps(convert_to_openai_tool(state.spec), separators=(",", ":")) for state in states]
+    async with LocalModelServer(weights) as server:
+        return await server.count_tokens(texts)
 
 
 @tools_app.command("show")

@@ -1,5 +1,6 @@
 """Detects Markdown code fences in streamed text."""
 
+import re
 from typing import Literal
 
 _TICK, _TILDE = "`", "~"
@@ -86,3 +87,16 @@ class FenceTracker:
         ):
             self._fence = ""
         self._start_line()
+
+
+_SHELL_BLOCK = re.compile(
+    r"^ {0,3}```(?:bash|sh|shell|console)[ \t]*\n(.*?)\n {0,3}```[ \t]*$", re.DOTALL | re.MULTILINE
+)
+_PROMPT = re.compile(r"^\$ ", re.MULTILINE)
+
+
+def find_command(text: str) -> str | None:
+    """Return the command in the first shell code block of a text, without `$ ` prompts; None if there is none."""
+    found = _SHELL_BLOCK.search(text)
+    command = _PROMPT.sub("", found[1]).strip() if found is not None else ""
+    return command or None

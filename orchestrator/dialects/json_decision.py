@@ -16,7 +16,8 @@ from orchestrator.dialects.decisions import (
 )
 from orchestrator.dialects.model import Chunk, Message, ModelRequest
 from orchestrator.dialects.observations import UNKNOWN_TOOL, build_wire_messages
-from orchestrator.dialects.prompts import NO_TOOLS, build_system_prompt, build_worked_example, describe_tools
+from orchestrator.dialects.profiles import STANDARD, Profile
+from orchestrator.dialects.prompts import NO_TOOLS, build_examples, build_system_prompt, describe_tools
 from orchestrator.dialects.reader import BROKEN, CUT, StreamReader, build_call_event
 
 __all__ = ["JsonDecisionDialect", "build_tool_system_prompt"]
@@ -41,8 +42,7 @@ class JsonDecisionDialect:
     A reply that is no decision is answered once with an explanation of the format. The next such reply ends the run.
 
     `has_schema`: the server supports `response_format` json_schema and constrains the reply to it; otherwise only the
-    prompt requests the format. `parse` reads a whole reply. `closing_hint` ends the last result and `worked_example`
-    ends the prompt; both help small models.
+    prompt requests the format. `parse` reads a whole reply. `profile`: how the tools and results are shown.
     """
 
     name = "json"
@@ -53,30 +53,29 @@ class JsonDecisionDialect:
         *,
         has_schema: bool = False,
         parse: Callable[[str], ToolDecisionOutput] = parse_tool_decision,
-        closing_hint: str = "",
-        worked_example: bool = False,
+        profile: Profile = STANDARD,
     ) -> None:
         self._has_schema = has_schema
         self._parse = parse
-        self._closing_hint = closing_hint
-        self._shows_example = worked_example
+        self._profile = profile
 
     def build_system(self, instruction: str, specs: Sequence[ToolSpec]) -> str:
-        example = build_worked_example(specs, in_json=True) if self._shows_example else ""
-        return build_system_prompt(instruction, build_tool_system_prompt(specs), example)
+        examples = build_examples(specs, in_json=True) if self._profile.shows_examples else ""
+        return build_system_prompt(instruction, build_tool_system_prompt(self._profile.present(specs)), examples)
 
     def build_request(self, messages: Sequence[Message], specs: Sequence[ToolSpec]) -> ModelRequest:
-        messages = self._with_hint(build_wire_messages(messages))
+        messages = [self._with_hint(message) for message in build_wire_messages(messages)]
         if not self._has_schema:
-            return ModelRequest(messages)
+            return ModelRequest(messages, extra={**self._profile.sampling})
         schema = {"name": "tool_decision", "schema": build_decision_schema(specs)}
-        return ModelRequest(messages, extra={"response_format": {"type": "json_schema", "json_schema": schema}})
+        response_format = {"type": "json_schema", "json_schema": schema}
+        return ModelRequest(messages, extra={**self._profile.sampling, "response_format": response_format})
 
-    def _with_hint(self, messages: list[Message]) -> list[Message]:
-        last = messages[-1] if messages else {}
-        if not (self._closing_hint and str(last.get("content")).startswith(RESULT_HEAD)):
-            return messages
-        return [*messages[:-1], {**last, "content": f"{last['content']}\n\n{self._closing_hint}"}]
+    def _with_hint(self, message: Message) -> Message:
+        # Every result has the hint: the beginning of a conversation stays the same, so servers can cache it.
+        if not (self._profile.result_hint and str(message.get("content")).startswith(RESULT_HEAD)):
+            return message
+        return {**message, "content": f"{message['content']}\n\n{self._profile.result_hint}"}
 
     def open_reader(self, run: str, step: int, *, reads_tags: bool = True) -> ReplyReader:
         parse = self._parse

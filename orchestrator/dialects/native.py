@@ -10,7 +10,8 @@ from orchestrator.dialects.base import ReplyReader
 from orchestrator.dialects.model import Message, ModelRequest
 from orchestrator.dialects.native_assembler import MalformedNativeCall, NativeCall, NativeCallAssembler, Reply
 from orchestrator.dialects.observations import build_tool_messages, build_wire_messages
-from orchestrator.dialects.prompts import build_system_prompt
+from orchestrator.dialects.profiles import STANDARD, Profile
+from orchestrator.dialects.prompts import build_example_messages, build_system_prompt
 from orchestrator.dialects.reader import StreamReader
 from orchestrator.dialects.tag_parser import TagStreamParser
 from orchestrator.functions.openai_tools import convert_to_openai_tool
@@ -22,13 +23,14 @@ class NativeDialect:
     """Native tool calls. Tags in the text also count, but only at the end of a reply without native calls.
 
     `short_ids`: use ids of nine alphanumeric characters in messages, which Mistral's templates require. `parallel`:
-    request several calls at once, for servers that support the field.
+    request several calls at once, for servers that support the field. `profile`: how the tools are shown.
     """
 
     name = "native"
     max_repairs = None
 
-    def __init__(self, *, short_ids: bool = False, parallel: bool = False) -> None:
+    def __init__(self, *, short_ids: bool = False, parallel: bool = False, profile: Profile = STANDARD) -> None:
+        self._profile = profile
         self._parallel = parallel
         self._short_ids = short_ids
 
@@ -38,7 +40,11 @@ class NativeDialect:
 
     def build_request(self, messages: Sequence[Message], specs: Sequence[ToolSpec]) -> ModelRequest:
         extra = {"parallel_tool_calls": True} if self._parallel and specs else {}
-        return ModelRequest(build_wire_messages(messages), [convert_to_openai_tool(spec) for spec in specs], extra)
+        wire = build_wire_messages(messages, self._profile.result_hint)
+        if self._profile.shows_examples and wire and wire[0].get("role") == "system":
+            wire[1:1] = build_example_messages(specs)
+        tools = [convert_to_openai_tool(spec) for spec in self._profile.present(specs)]
+        return ModelRequest(wire, tools, {**self._profile.sampling, **extra})
 
     def open_reader(self, run: str, step: int, *, reads_tags: bool = True) -> ReplyReader:
         tags = TagStreamParser() if reads_tags else None

@@ -3,13 +3,14 @@
 import json
 import unicodedata
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from contract.calls import DEFAULT_TIMEOUT_S
-from contract.functions.json_schemas import plain_schema
+from contract.functions.json_schemas import plain_schema, show_schema
 from contract.registry import Tool
 from contract.specs import ToolSpec
+from orchestrator.dialects.model import Message
 from orchestrator.dialects.tag_gbnf import is_spellable
 from orchestrator.dialects.tag_values import build_tag_call
 from orchestrator.functions.openai_tools import convert_to_openai_tool
@@ -17,41 +18,30 @@ from orchestrator.functions.openai_tools import convert_to_openai_tool
 AnyTool = ToolSpec | Tool[Any] | Mapping[str, Any]
 """A spec, a tool with one, or a mapping with name, description and parameters."""
 
-DEFAULT_INSTRUCTION = (
-    "You are a helpful assistant. Use the tools to answer. After the tool result, answer in one short sentence."
-)
+DEFAULT_INSTRUCTION = "You are a helpful assistant. Use the tools to answer."
 NO_TOOLS = "No tools are currently available. Answer without calling a tool."
-SMALL_MODEL_HINT = "Now answer the user in one plain sentence."
-"""Ends the message with results. Without it, small models call the same tool again."""
-
-SMALL_MODEL_JSON_HINT = 'Now reply to the user in one plain sentence, with "tool": null.'
-"""The hint for JSON decisions. SMALL_MODEL_HINT would make a small model repeat its call."""
-
-_WORKED_EXAMPLE = """\
-Example:
-User: Use uname to print the kernel's name.
-Assistant: {call}
-User: {heading}
-Linux
-Assistant: {answer}"""
-_WORKED_IN_TAGS = _WORKED_EXAMPLE.format(
-    call=build_tag_call("bash_tool", {"command": "uname -s"}),
-    heading="Tool result for bash_tool:",
-    answer="The kernel is Linux.",
+EXAMPLES_STOP = "\nUser:"
+"""Stops a reply in which the model continues like the examples, with an invented result."""
+_EXAMPLES = (
+    ("How many lines does poem.txt have?", "wc -l < poem.txt", "14", "The file poem.txt has 14 lines."),
+    (
+        "Replace cat by dog in pets.txt.",
+        "sed -i 's/cat/dog/g' pets.txt && cat pets.txt",
+        "dog and bird",
+        "I replaced cat by dog in pets.txt.",
+    ),
 )
-_WORKED_IN_JSON = _WORKED_EXAMPLE.format(
-    call='{"tool": "bash_tool", "arguments": {"command": "uname -s"}}',
-    heading="[Tool result for bash_tool]",
-    answer='{"tool": null, "reply": "The kernel is Linux."}',
-)
-WORKED_EXAMPLE_STOP = "\nUser:"
-"""Stops a reply in which the model continues like the example, with an invented result."""
+"""Request, command, output and answer."""
 
 _HOW_TO_CALL = """\
 To use a tool, write its call as a tag, with one child tag for each parameter, and nothing after it:
 {example}
 Inside a value write " as &quot;.{json}{paired}
 The result comes in the next message. When you have it, answer in plain words, without a tag."""
+_HOW_TO_CALL_BRIEFLY = """\
+When the user asks for something, first call the tool. Write exactly one call and nothing else:
+{example}
+When you have the result, answer in one plain sentence that repeats it, without a call."""
 _JSON_VALUES = " A list or an object is written as JSON."
 _PAIRED = " Text of several lines goes between the child's tags instead, as it is:\n"
 
@@ -85,16 +75,23 @@ def build_system_prompt(instruction: str = "", tool_prompt: str = "", example: s
     return "\n\n".join(part for part in parts if part)
 
 
-def generate_tool_prompt(tools: Sequence[AnyTool], *, default_timeout_s: float = DEFAULT_TIMEOUT_S) -> str:
+def generate_tool_prompt(
+    tools: Sequence[AnyTool], *, default_timeout_s: float = DEFAULT_TIMEOUT_S, is_brief: bool = False
+) -> str:
     """Return the tool prompt for models that call by tags: each tool's name, description, parameters and limits, and
     the syntax of a call.
 
     Without tools, it only says that there are none. Each text from a tool is put on one line and cannot contain a tag.
-    `default_timeout_s` is the limit of tools that define none.
+    `default_timeout_s` is the limit of tools that define none. `is_brief`: without the limits and the syntax of long
+    values.
     """
     if not tools:
         return NO_TOOLS
     descriptions = [_describe(tool, default_timeout_s) for tool in tools]
+    if is_brief:
+        descriptions = [replace(tool, limits="") for tool in descriptions]
+        how = _HOW_TO_CALL_BRIEFLY.format(example=_build_example(descriptions))
+        return f"{_format_tools(descriptions)}\n\n{how}"
     is_json = any(_is_json(schema) for tool in descriptions for schema in tool.properties.values())
     paired = _build_paired_example(descriptions)
     how = _HOW_TO_CALL.format(
@@ -110,13 +107,49 @@ def describe_tools(tools: Sequence[AnyTool], *, default_timeout_s: float = DEFAU
     return _format_tools([_describe(tool, default_timeout_s) for tool in tools])
 
 
-def build_worked_example(specs: Sequence[ToolSpec], *, in_json: bool = False) -> str:
-    """Return a complete example exchange, or "" without bash_tool.
+def build_examples(specs: Sequence[ToolSpec], *, in_json: bool = False) -> str:
+    """Return worked examples in the text of the system prompt, or "" without bash_tool.
 
-    Models of about 0.5 billion parameters need it; otherwise they call programs as if they were tools.
+    Small models need them; otherwise they call programs as if they were tools, or answer without a call.
     """
-    worked = _WORKED_IN_JSON if in_json else _WORKED_IN_TAGS
-    return worked if any(spec.name == "bash_tool" for spec in specs) else ""
+    if not any(spec.name == "bash_tool" for spec in specs):
+        return ""
+    blocks = []
+    for number, (request, command, output, answer) in enumerate(_EXAMPLES, 1):
+        # Not escaped: a small model copies what it sees, and the parser accepts both.
+        call = f'<tool_action name="bash_tool"><command value="{command}" /></tool_action>'
+        heading = "Tool result for bash_tool:"
+        if in_json:
+            call, heading = (
+                json.dumps({"tool": "bash_tool", "arguments": {"command": command}}),
+                "[Tool result for bash_tool]",
+            )
+            answer = json.dumps({"tool": None, "reply": answer})
+        blocks.append(
+            f"Example {number}:\nUser: {request}\nAssistant: {call}\nUser: {heading}\n{output}\nAssistant: {answer}"
+        )
+    return "\n\n".join(blocks)
+
+
+def build_example_messages(specs: Sequence[ToolSpec]) -> list[Message]:
+    """Return the worked examples as messages with native calls, or none without bash_tool."""
+    if not any(spec.name == "bash_tool" for spec in specs):
+        return []
+    messages: list[Message] = []
+    for number, (request, command, output, answer) in enumerate(_EXAMPLES, 1):
+        function = {"name": "bash_tool", "arguments": json.dumps({"command": command})}
+        call_id = f"example{number:02d}"
+        messages += [
+            {"role": "user", "content": request},
+            {
+                "role": "assistant",
+                "content": None,
+                "tool_calls": [{"id": call_id, "type": "function", "function": function}],
+            },
+            {"role": "tool", "tool_call_id": call_id, "content": output},
+            {"role": "assistant", "content": answer},
+        ]
+    return messages
 
 
 def _describe(tool: AnyTool, default_timeout_s: float) -> _ToolDescription:
@@ -124,7 +157,7 @@ def _describe(tool: AnyTool, default_timeout_s: float) -> _ToolDescription:
         tool = tool.spec
     if isinstance(tool, ToolSpec):
         limits = _format_limits(tool, default_timeout_s)
-        return _build_description(tool.name, tool.description, tool.parameters, limits)
+        return _build_description(tool.name, tool.description, show_schema(tool.parameters), limits)
     function = convert_to_openai_tool(tool)["function"]
     return _build_description(function["name"], function.get("description") or "", function.get("parameters") or {}, "")
 

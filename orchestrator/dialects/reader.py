@@ -190,7 +190,9 @@ def read_usage(chunk: Chunk) -> Usage | None:
     usage = chunk.get("usage")
     if not isinstance(usage, dict):
         return None
-    return Usage(_count(usage.get("prompt_tokens")), _count(usage.get("completion_tokens")))
+    details = usage.get("prompt_tokens_details")
+    cached = _count(details.get("cached_tokens")) if isinstance(details, dict) else 0
+    return Usage(_count(usage.get("prompt_tokens")), _count(usage.get("completion_tokens")), cached)
 
 
 def _count(value: Any) -> int:

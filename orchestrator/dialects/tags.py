@@ -10,12 +10,8 @@ from contract.specs import ToolSpec
 from orchestrator.dialects.base import ReplyReader
 from orchestrator.dialects.model import Message, ModelRequest
 from orchestrator.dialects.observations import build_tool_messages, build_wire_messages
-from orchestrator.dialects.prompts import (
-    WORKED_EXAMPLE_STOP,
-    build_system_prompt,
-    build_worked_example,
-    generate_tool_prompt,
-)
+from orchestrator.dialects.profiles import STANDARD, Profile
+from orchestrator.dialects.prompts import EXAMPLES_STOP, build_examples, build_system_prompt, generate_tool_prompt
 from orchestrator.dialects.reader import StreamReader
 from orchestrator.dialects.tag_events import Call, Malformed, TagEvent, Text
 from orchestrator.dialects.tag_gbnf import build_tag_grammar
@@ -28,9 +24,8 @@ __all__ = ["Call", "Malformed", "TagEvent", "TagStreamParser", "TagsDialect", "T
 class TagsDialect:
     """Calls by tags. `ignore_fenced`: tags inside code fences are text.
 
-    `closing_hint` ends the message with the results; small models need it to start their answer. `constrained`: the
-    request contains a GBNF grammar, to which llama.cpp's server constrains the reply. `worked_example`: the prompt ends
-    with an example, for small models.
+    `constrained`: the request contains a GBNF grammar, to which llama.cpp's server constrains the reply. `profile`: how
+    the tools and results are shown.
     """
 
     name = "tags"
@@ -40,26 +35,29 @@ class TagsDialect:
         self,
         *,
         ignore_fenced: bool = False,
-        closing_hint: str = "",
         constrained: bool = False,
-        worked_example: bool = False,
+        profile: Profile = STANDARD,
     ) -> None:
         self._ignore_fenced = ignore_fenced
-        self._closing_hint = closing_hint
         self._constrained = constrained
-        self._shows_example = worked_example
+        self._profile = profile
 
     def build_system(self, instruction: str, specs: Sequence[ToolSpec]) -> str:
-        return build_system_prompt(instruction, generate_tool_prompt(specs), self._build_example(specs))
+        return build_system_prompt(
+            instruction,
+            generate_tool_prompt(self._profile.present(specs), is_brief=self._profile.is_brief),
+            self._build_examples(specs),
+        )
 
     def build_request(self, messages: Sequence[Message], specs: Sequence[ToolSpec]) -> ModelRequest:
         extra: dict[str, Any] = {"grammar": build_tag_grammar(specs)} if self._constrained and specs else {}
-        if self._build_example(specs):
-            extra["stop"] = [WORKED_EXAMPLE_STOP]
-        return ModelRequest(build_wire_messages(messages, self._closing_hint), extra=extra)
+        if self._build_examples(specs):
+            extra["stop"] = [EXAMPLES_STOP]
+        wire = build_wire_messages(messages, self._profile.result_hint)
+        return ModelRequest(wire, extra={**self._profile.sampling, **extra})
 
-    def _build_example(self, specs: Sequence[ToolSpec]) -> str:
-        return build_worked_example(specs) if self._shows_example else ""
+    def _build_examples(self, specs: Sequence[ToolSpec]) -> str:
+        return build_examples(specs) if self._profile.shows_examples else ""
 
     def open_reader(self, run: str, step: int, *, reads_tags: bool = True) -> ReplyReader:
         tags = TagStreamParser(ignore_fenced=self._ignore_fenced) if reads_tags else None

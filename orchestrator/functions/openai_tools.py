@@ -7,7 +7,7 @@ from pydantic import BaseModel, TypeAdapter
 
 from contract.functions.docstrings import parse_docstring
 from contract.functions.function_schemas import read_function
-from contract.functions.json_schemas import close_schema, plain_schema
+from contract.functions.json_schemas import close_schema, plain_schema, show_schema
 from contract.registry import Tool
 from contract.specs import ToolSpec
 from orchestrator.functions.langchain_shape import (
@@ -75,7 +75,7 @@ def _describe(tool: Any) -> dict[str, Any]:
     if isinstance(tool, Tool):
         tool = tool.spec
     if isinstance(tool, ToolSpec):
-        return _function(tool.name, tool.description, tool.parameters)
+        return _function(tool.name, tool.description, show_schema(tool.parameters))
     if isinstance(tool, Mapping):
         return _from_mapping(tool)
     if isinstance(tool, type):

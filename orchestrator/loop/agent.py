@@ -11,7 +11,7 @@ from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from itertools import takewhile
 
-from contract.calls import Clocks, ToolResult
+from contract.calls import Clocks, ToolCall, ToolResult
 from contract.errors import ContextWindowExceeded, ModelInterrupted
 from contract.registry import Switch
 from contract.run_events import (
@@ -20,6 +20,7 @@ from contract.run_events import (
     ModelAnswered,
     ModelAsked,
     OnEvent,
+    ReplyRepaired,
     RunAborted,
     RunEvent,
     RunFinished,
@@ -31,8 +32,11 @@ from contract.run_events import (
     Warned,
 )
 from contract.specs import ToolSpec
-from orchestrator.dialects.base import Dialect, Event, MalformedCall, ReplyEnd, ReplyReader, Text
+from orchestrator.dialects.base import CallRequested, Dialect, Event, MalformedCall, ReplyEnd, ReplyReader, Text
+from orchestrator.dialects.call_ids import build_call_id
+from orchestrator.dialects.fences import find_command
 from orchestrator.dialects.model import Message, Model, ModelRequest, Usage
+from orchestrator.dialects.profiles import STANDARD, Profile
 from orchestrator.dialects.thinking import strip_thinking
 from orchestrator.loop.call_runner import CallRunner, Observed, Requested, RunCall, build_interrupted_results
 from orchestrator.loop.context_window import ContextWindow
@@ -45,6 +49,8 @@ __all__ = ["Agent", "ReActStrategy", "RunCall", "RunResult"]
 
 log = get_logger(__name__)
 
+SHELL_TOOL = "bash_tool"
+REMINDER = "You have not called a tool. If the request needs one, call {tool} now. If not, repeat your answer."
 MAX_REFUSALS = 4
 """Limit of repeated requests after a request was too long. Each one is shorter."""
 
@@ -73,7 +79,8 @@ class Agent:
 
     `run_id`: the id of its only run; "": each run gets a new id. `spent_by_tools`: the model usage of tools in its only
     run, which counts for its budgets. `switched_off`: existing tools that may not be called now; a model that calls one
-    gets an explanation. `skills`: names of skills; a model that calls one as a tool gets its instructions.
+    gets an explanation. `skills`: names of skills; a model that calls one as a tool gets its instructions. `profile`:
+    decides how replies without a call are repaired.
 
     Call ids contain the run's id. If a second run used the same id, pools would treat its calls as repetitions of the
     first run's.
@@ -90,6 +97,7 @@ class Agent:
     spent_by_tools: Callable[[], Usage] = Usage
     switched_off: Mapping[str, Switch] = field(default_factory=dict)
     skills: Collection[str] = ()
+    profile: Profile = STANDARD
     _has_run: bool = field(default=False, init=False, repr=False, compare=False)
 
     async def run(self, request: str, *, history: Sequence[Message] = ()) -> RunResult:
@@ -163,6 +171,7 @@ class _Run:
             {"role": "system", "content": system}, *history, {"role": "user", "content": request}
         )
         self._answer = ""
+        self._calls_itself = self._is_reminded = False
         self._shortened = 0
         self._current: _Reply | None = None
         self._last_request = ModelRequest([])
@@ -264,7 +273,7 @@ class _Run:
             if not self._answer.strip():
                 self._warn("the model sent an empty answer")
                 return StopReason.EMPTY_REPLY
-            return StopReason.ANSWERED
+            return None if self._remind() else StopReason.ANSWERED
         repairs = self._agent.dialect.max_repairs
         limit = self._agent.options.max_malformed_replies if repairs is None else repairs + 1
         if self._spending.malformed_replies >= limit:
@@ -280,6 +289,16 @@ class _Run:
                 "tools; the last reply is returned"
             )
         return reason
+
+    def _remind(self) -> bool:
+        """Return whether an answer without any call was answered with a reminder: once, and while the budget lasts."""
+        has_called = self._is_reminded or self._call_results or self._spending.steps > 1
+        if has_called or not self._repairs_replies() or not self._agent.specs or self._spending.find_exhausted():
+            return False
+        self._is_reminded = True
+        self._emit(ReplyRepaired(run=self._id, step=self._spending.steps, repair="reminder"))
+        self._transcript.append({"role": "user", "content": REMINDER.format(tool=self._agent.specs[0].name)})
+        return True
 
     async def _request_reply(self) -> _Reply:
         """Return one whole reply. A request that is too long is shortened, and an interrupted reply
@@ -347,7 +366,25 @@ class _Run:
         events, reply.end = reader.finish(is_broken=is_broken)
         self._emit_answer(reply, reply.end)
         await self._handle(events, reply, shown)
+        if reply.requested:
+            self._calls_itself = True
+        elif self._repairs_replies():
+            await self._run_calls(self._find_calls_in_code(reply.end), reply)
         return reply
+
+    def _repairs_replies(self) -> bool:
+        return self._agent.profile.repairs_replies and not self._calls_itself
+
+    def _find_calls_in_code(self, end: ReplyEnd) -> list[CallRequested]:
+        """Return the call of the command in the reply's code block, if there is one."""
+        command = find_command(end.text) if end.finish_reason != "length" else None
+        if command is None or not any(spec.name == SHELL_TOOL for spec in self._agent.specs):
+            return []
+        self._emit(ReplyRepaired(run=self._id, step=self._spending.steps, repair="code_block"))
+        call = ToolCall(
+            id=build_call_id(self._id, self._spending.steps, 0), name=SHELL_TOOL, arguments={"command": command}
+        )
+        return [CallRequested(call, end.text)]
 
     async def _handle(self, events: Sequence[Event], reply: _Reply, shown: ShownText) -> None:
         """Handle events in order. Adjacent calls are handed over together, and the events after them wait."""

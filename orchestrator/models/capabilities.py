@@ -17,11 +17,12 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from contract.errors import ContextWindowExceeded, ModelRefused
 from orchestrator.dialects.model import Model, ModelRequest
 from orchestrator.dialects.native_assembler import NativeCallAssembler, Reply
+from orchestrator.dialects.thinking import THINK
 from telemetry.logs import get_logger
 
 log = get_logger(__name__)
 
-VERSION = 1
+VERSION = 2
 """Version of the cache files and of the probes. A file with another version is ignored."""
 MAX_REQUESTS = 5
 LIFETIME_S = 30 * 24 * 3600.0
@@ -36,7 +37,7 @@ class Capabilities:
 
     `native_tools`: the model really returns calls. `parallel`, `strict`, `tool_choice`: the server accepts the fields
     `parallel_tool_calls`, `strict` of a function and `tool_choice: "required"`. `json_schema`: replies follow a
-    `response_format`. `context_window`: tokens.
+    `response_format`. `context_window`: tokens. `parameters`: size of the model.
     """
 
     native_tools: bool = False
@@ -45,6 +46,15 @@ class Capabilities:
     tool_choice: bool = False
     json_schema: bool = False
     context_window: int | None = None
+    parameters: int | None = None
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """The facts about a model in its server's list of models; None: not there. `context_window`: tokens."""
+
+    context_window: int | None = None
+    parameters: int | None = None
 
 
 @runtime_checkable
@@ -62,7 +72,7 @@ class HasEndpoint(Protocol):
     @property
     def address(self) -> str: ...
 
-    async def find_context_window(self) -> int | None: ...
+    async def describe(self) -> "ModelFacts": ...
 
 
 async def find_capabilities(model: Model, cache: "CapabilityCache") -> Capabilities:
@@ -104,13 +114,15 @@ async def probe(model: Model) -> Capabilities:
     """
     prober = _Prober(model)
     calls_tools, fields = await _probe_tools(prober)
+    facts = await model.describe() if isinstance(model, HasEndpoint) else ModelFacts()
     return Capabilities(
         native_tools=calls_tools,
         parallel=calls_tools and "parallel" in fields,
         strict=calls_tools and "strict" in fields,
         tool_choice=calls_tools and "tool_choice" in fields,
         json_schema=await _probe_schema(prober),
-        context_window=await model.find_context_window() if isinstance(model, HasEndpoint) else None,
+        context_window=facts.context_window,
+        parameters=facts.parameters,
     )
 
 
@@ -123,11 +135,14 @@ class _Prober:
         self.remaining = MAX_REQUESTS
 
     async def send(self, prompt: str, tools: list[dict[str, Any]], extra: Mapping[str, Any]) -> Reply:
-        """Return the reply. Repeat the request once with a higher token limit if the reply was cut
-        and requests remain.
+        """Return the reply. Repeat the request once with a higher token limit if the reply was cut while the model was
+        still reasoning, and requests remain.
         """
         reply = await self._send_once(prompt, tools, extra)
-        if reply.finish_reason == "length" and self._max_tokens == REPLY_TOKENS and self.remaining > 0:
+        # A small model that repeats itself writes text to any limit, which takes minutes.
+        is_reasoning = not reply.text.strip() or reply.text.startswith(THINK)
+        is_cut = reply.finish_reason == "length" and is_reasoning and not reply.calls
+        if is_cut and self._max_tokens == REPLY_TOKENS and self.remaining > 0:
             self._max_tokens = THINKING_TOKENS
             reply = await self._send_once(prompt, tools, extra)
         return reply
@@ -249,7 +264,16 @@ class CapabilityCache:
         self._folder = folder
         self._now = now
         self._entries: dict[str, _Entry] = {}
+        self._facts: dict[tuple[str, str], ModelFacts] = {}
         self._locks: dict[str, asyncio.Lock] = {}
+
+    async def describe(self, model: HasEndpoint, name: str) -> ModelFacts:
+        """Return the facts about a model from its server's list of models, which is read once."""
+        key = (model.address, name)
+        async with self._locks.setdefault(f"facts of {key}", asyncio.Lock()):
+            if key not in self._facts:
+                self._facts[key] = await model.describe()
+            return self._facts[key]
 
     async def find(self, address: str, model: str, probe_model: Callable[[], Awaitable[Capabilities]]) -> Capabilities:
         """Return the capabilities of the model from the cache, or from `probe_model`.

@@ -4,6 +4,7 @@ The model is the named one, else the one at the configured endpoint, else the em
 """
 
 import asyncio
+import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -14,13 +15,14 @@ from orchestrator.dialects.base import Dialect
 from orchestrator.dialects.json_decision import JsonDecisionDialect
 from orchestrator.dialects.model import Model
 from orchestrator.dialects.native import NativeDialect
-from orchestrator.dialects.prompts import DEFAULT_INSTRUCTION, SMALL_MODEL_HINT, SMALL_MODEL_JSON_HINT
+from orchestrator.dialects.profiles import PROFILE_NAMES, SMALL, STANDARD, Profile
 from orchestrator.dialects.tags import TagsDialect
 from orchestrator.models.capabilities import (
     Capabilities,
     CapabilityCache,
     HasEndpoint,
     KnowsCapabilities,
+    ModelFacts,
     find_capabilities,
 )
 from orchestrator.models.local_server import CONTEXT_TOKENS
@@ -33,14 +35,12 @@ if TYPE_CHECKING:
 
 LOCAL = "local"
 SCRIPTED = "scripted"
-SMALL_INSTRUCTION = (
-    "You are a helpful assistant. Use bash_tool to answer. After the tool result, answer in one short sentence."
-)
 DIALECT_NAMES = ("native", "tags", "json", "auto")
-SMALL_TOOLS = ("bash_tool",)
-"""A model with 0.5 billion parameters cannot choose between tools. With a second tool it calculates without tools, and
-wrongly.
-"""
+MAX_SMALL_PARAMETERS = 4_000_000_000
+MAX_SMALL_WINDOW = 8192
+"""Largest context window, in tokens, in which the texts of all tools leave too little for the conversation."""
+_SIZE = re.compile(r"(?<![a-z0-9.])(\d+(?:\.\d+)?)([bm])(?![a-z0-9])", re.IGNORECASE)
+"""The number of parameters in a model's name: `Qwen2.5-Coder-1.5B-Instruct`, `gemma-3-270m`."""
 
 FALLBACK_WARNING = (
     "no model is named, so runs use the small model that is shipped with toolcrew: it has 0.5 billion parameters, and "
@@ -58,14 +58,12 @@ SMALL_CAPABILITIES = Capabilities(
 class ChosenModel:
     """A model and its settings.
 
-    `is_small`: it needs the recipe of docs/agents.md. `tools`: the tools that it can choose between.
-    `capabilities` None: not probed yet; find_capabilities probes. `is_fallback`: no model was named.
+    `profile` None: not known yet; choose_profile chooses. `capabilities` None: not probed yet; find_capabilities
+    probes. `is_fallback`: no model was named.
     """
 
     model: Model
-    instruction: str = DEFAULT_INSTRUCTION
-    is_small: bool = False
-    tools: tuple[str, ...] = ("all",)
+    profile: Profile | None = None
     capabilities: Capabilities | None = None
     is_fallback: bool = False
 
@@ -107,7 +105,7 @@ async def choose_model(
         return
     name, shipped = requested or settings.model, find_shipped(settings, requested)
     if shipped == SCRIPTED:
-        yield ChosenModel(ScriptedModel(demo_script()), is_small=True, capabilities=EVERYTHING)
+        yield ChosenModel(ScriptedModel(demo_script()), STANDARD, EVERYTHING)
         return
     if shipped == LOCAL:
         weights = await asyncio.to_thread(
@@ -116,14 +114,7 @@ async def choose_model(
         from orchestrator.models.local import LocalModelServer
 
         async with LocalModelServer(weights) as server:
-            yield ChosenModel(
-                server.open_model(),
-                SMALL_INSTRUCTION,
-                is_small=True,
-                tools=SMALL_TOOLS,
-                capabilities=SMALL_CAPABILITIES,
-                is_fallback=name is None,
-            )
+            yield ChosenModel(server.open_model(), SMALL, SMALL_CAPABILITIES, is_fallback=name is None)
         return
     model = _open_endpoint(settings, name)
     try:
@@ -146,7 +137,35 @@ async def find_needed_capabilities(chosen: ChosenModel, name: str, cache: Capabi
     return None
 
 
-def choose_dialect(name: str, capabilities: Capabilities | None = None, *, is_small: bool = False) -> Dialect:
+async def choose_profile(name: str | None, chosen: ChosenModel, cache: CapabilityCache) -> tuple[Profile, str]:
+    """Return the profile of that name, and why it was chosen.
+
+    "auto" and None are the profile of a shipped model; else `small` for a model of at most MAX_SMALL_PARAMETERS
+    parameters, by its server's list of models or its name, and for one with a context window of at most
+    MAX_SMALL_WINDOW tokens. Raises ConfigError for an unknown name.
+    """
+    if name not in (None, *PROFILE_NAMES):
+        raise ConfigError(f"no profile '{name}'. Choose one of {', '.join(PROFILE_NAMES)}.")
+    if name in ("small", "standard"):
+        return (SMALL if name == "small" else STANDARD), "it was requested"
+    if chosen.profile is not None:
+        return chosen.profile, "the model is shipped with toolcrew"
+    facts = chosen.capabilities or ModelFacts()
+    if chosen.capabilities is None and isinstance(chosen.model, HasEndpoint):
+        facts = await cache.describe(chosen.model, chosen.model.name)
+    if facts.context_window is not None and facts.context_window <= MAX_SMALL_WINDOW:
+        return SMALL, f"the context window has {facts.context_window} tokens"
+    if facts.parameters is not None:
+        profile = SMALL if facts.parameters <= MAX_SMALL_PARAMETERS else STANDARD
+        return profile, f"the server reports {facts.parameters / 1e9:.2g} billion parameters"
+    named = [float(size) * (1e9 if unit in "bB" else 1e6) for size, unit in _SIZE.findall(chosen.model.name)]
+    if named:
+        profile = SMALL if max(named) <= MAX_SMALL_PARAMETERS else STANDARD
+        return profile, f"its name says {max(named) / 1e9:.2g} billion parameters"
+    return STANDARD, "nothing says that the model is small"
+
+
+def choose_dialect(name: str, capabilities: Capabilities | None = None, profile: Profile = STANDARD) -> Dialect:
     """Return the dialect of that name.
 
     "auto" is native for a model that calls tools natively or whose capabilities are unknown, else tags. Raises
@@ -156,15 +175,12 @@ def choose_dialect(name: str, capabilities: Capabilities | None = None, *, is_sm
         name = "native" if capabilities is None or capabilities.native_tools else "tags"
     if name == "native":
         # A small model gets no fields that it does not need.
-        parallel = capabilities is not None and capabilities.parallel and not is_small
-        return NativeDialect(parallel=parallel)
+        parallel = capabilities is not None and capabilities.parallel and profile is STANDARD
+        return NativeDialect(parallel=parallel, profile=profile)
     if name == "tags":
-        return TagsDialect(closing_hint=SMALL_MODEL_HINT if is_small else "", worked_example=is_small)
+        return TagsDialect(profile=profile)
     if name == "json":
-        hint = SMALL_MODEL_JSON_HINT if is_small else ""
-        return JsonDecisionDialect(
-            has_schema=capabilities is not None and capabilities.json_schema, closing_hint=hint, worked_example=is_small
-        )
+        return JsonDecisionDialect(has_schema=capabilities is not None and capabilities.json_schema, profile=profile)
     raise ConfigError(f"no dialect '{name}'. Choose one of {', '.join(DIALECT_NAMES)}.")
 
 

@@ -4,9 +4,12 @@ import asyncio
 import json
 import secrets
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
+
+import httpx
 
 from contract.errors import ModelUnavailable
 from orchestrator.models.openai import OpenAIModel
@@ -48,6 +51,17 @@ class LocalModelServer:
         )
         self._models.append(model)
         return model
+
+    async def count_tokens(self, texts: Sequence[str]) -> list[int]:
+        """Return the number of tokens of each text. Raises ModelUnavailable."""
+        headers = {"Authorization": f"Bearer {self.api_key}"}
+        url = f"{self.base_url.removesuffix('/v1')}/tokenize"
+        try:
+            async with httpx.AsyncClient(headers=headers, timeout=REPLY_TIMEOUT_S) as client:
+                replies = [(await client.post(url, json={"content": text})).raise_for_status() for text in texts]
+        except httpx.HTTPError as error:
+            raise ModelUnavailable(f"the local model did not count tokens ({error}): try again") from error
+        return [len(reply.json()["tokens"]) for reply in replies]
 
     async def __aenter__(self) -> "LocalModelServer":
         """Raises ModelUnavailable when the server does not come up in time."""

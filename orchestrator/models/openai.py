@@ -12,6 +12,7 @@ from openai import AsyncOpenAI, AsyncStream
 
 from contract.errors import ModelUnavailable
 from orchestrator.dialects.model import Chunk, ModelRequest
+from orchestrator.models.capabilities import ModelFacts
 from orchestrator.models.chunks import has_content, is_end, normalize, split_reply
 from orchestrator.models.failures import Endpoint, Failure, build_error, build_interruption, is_transient
 from orchestrator.models.retries import DEFAULT_RETRIES, RetryPolicy, compute_backoff_s, parse_retry_after
@@ -90,21 +91,20 @@ class OpenAIModel:
                 raise build_interruption(failure, self._endpoint)
             await self._wait_for_retry(failure, attempt)
 
-    async def find_context_window(self) -> int | None:
-        """Return the context window in tokens if the endpoint's list of models contains it (vLLM, llama.cpp, Groq,
-        OpenRouter).
+    async def describe(self) -> ModelFacts:
+        """Return the facts that the endpoint's list of models contains (vLLM, llama.cpp, Groq, OpenRouter).
 
-        Returns None if it does not, or if all attempts fail. Retries, because the result is cached for long and must
-        not depend on one broken connection.
+        Returns no facts if all attempts fail. Retries, because the result is cached for long and must not depend on one
+        broken connection.
         """
         try:
             listing = await self._list_models()
         except ModelUnavailable:
-            return None
+            return ModelFacts()
         models = listing.get("data") if isinstance(listing, dict) else None
         entries = [entry for entry in models if isinstance(entry, dict)] if isinstance(models, list) else []
         own = [entry for entry in entries if entry.get("id") == self.name] or (entries if len(entries) == 1 else [])
-        return _find_window(own[0]) if own else None
+        return ModelFacts(_find_window(own[0]), _find_parameters(own[0])) if own else ModelFacts()
 
     async def _list_models(self) -> object:
         attempt = 0
@@ -282,7 +282,16 @@ def _find_window(entry: dict[str, Any]) -> int | None:
     """Return the context window in an entry of the list of models. Each kind of server names the field differently."""
     meta = entry.get("meta")
     names = ("max_model_len", "context_window", "context_length", "n_ctx")
-    values = [entry.get(name) for name in names] + ([meta.get("n_ctx")] if isinstance(meta, dict) else [])
+    return _first_count(*(entry.get(name) for name in names), meta.get("n_ctx") if isinstance(meta, dict) else None)
+
+
+def _find_parameters(entry: dict[str, Any]) -> int | None:
+    """Return the size of the model, which llama.cpp's server reports."""
+    meta = entry.get("meta")
+    return _first_count(meta.get("n_params")) if isinstance(meta, dict) else None
+
+
+def _first_count(*values: object) -> int | None:
     return next(
         (value for value in values if isinstance(value, int) and not isinstance(value, bool) and value > 0), None
     )

@@ -238,6 +238,7 @@ class ItemWork:
             config = RunConfig(
                 run=agent_run,
                 dialect=work.dialect or defaults.dialect,
+                profile=work.profile or defaults.profile,
                 options=options,
                 tools=work.tools,
                 on_event=on_event,

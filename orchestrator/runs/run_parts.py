@@ -23,6 +23,7 @@ from orchestrator.approvals.policies import ApprovalPolicy, Rule
 from orchestrator.dialects.base import Dialect
 from orchestrator.dialects.model import Model
 from orchestrator.dialects.plain import PlainDialect
+from orchestrator.dialects.profiles import STANDARD, Profile
 from orchestrator.dispatch.call_events import OnOutput
 from orchestrator.dispatch.dispatcher import note_aliases
 from orchestrator.dispatch.model_requests import ModelRequests
@@ -33,12 +34,15 @@ from orchestrator.dispatch.tenant_catalog import Offer, is_offered, refuse_unask
 from orchestrator.loop.agent import Agent, RunCall
 from orchestrator.loop.limits import ReActOptions, with_window
 from orchestrator.models.capabilities import CapabilityCache
-from orchestrator.models.choice import ChosenModel, choose_dialect, find_needed_capabilities
+from orchestrator.models.choice import ChosenModel, choose_dialect, choose_profile, find_needed_capabilities
 from orchestrator.runs.live_text import LiveText
 from orchestrator.settings import OrchestratorSettings
 from store.skills import SkillUses
 from store.slots import Priority
 from store.tasks import retry_until_available
+from telemetry.logs import get_logger
+
+log = get_logger(__name__)
 
 MAX_CHARS = 8 * 1024
 """Limit of the tool's whole description, which a model reads at each step."""
@@ -162,6 +166,7 @@ class RunConfig:
 
     run: str
     dialect: str | None = None
+    profile: str | None = None
     options: ReActOptions = field(default_factory=ReActOptions)
     tools: Iterable[str] | Literal["all"] | None = None
     on_event: OnEvent = lambda _: None
@@ -189,13 +194,16 @@ class RunParts:
         self._pool = pool
         self.approver = approver
         """The client's approver."""
+        self._logged_profiles: set[tuple[str, str]] = set()
         self._policy = policy
         self._capabilities = CapabilityCache(settings.capability_folder)
         self.skill_uses = SkillUses(pool.redis, settings.deployment)
 
     async def build_agent(self, session: Session | None, chosen: ChosenModel, config: RunConfig) -> Agent:
         """Return the agent of one run in an open session; None: of a run without tools."""
-        name = "native" if config.is_chat else config.dialect or self._settings.dialect
+        profile, reason = await choose_profile(config.profile, chosen, self._capabilities)
+        self._log_profile(chosen.model.name, profile, reason)
+        name = "native" if config.is_chat else config.dialect or self._settings.dialect or profile.dialect
         known = await find_needed_capabilities(chosen, name, self._capabilities)
         options = with_window(config.options, self._settings, known)
         specs: list[ToolSpec] = []
@@ -208,7 +216,7 @@ class RunParts:
         if session is not None:
             info = await session.info()
             switches = switches_for(await self._pool.switches.switches(), session.tenant)
-            names = chosen.tools if config.tools is None else config.tools
+            names = profile.tools if config.tools is None else config.tools
             offer = await _of_workers(self._pool.offers.of(session.tenant))
             specs = await self._specs(
                 offer, session.tenant, switches, names, info.describe_network(), options.context_tokens
@@ -224,7 +232,7 @@ class RunParts:
                 questions,
                 ActiveSkills(skills),
             ).run_call()
-        dialect: Dialect = PlainDialect() if config.is_chat else choose_dialect(name, known, is_small=chosen.is_small)
+        dialect: Dialect = PlainDialect() if config.is_chat else choose_dialect(name, known, profile)
         if config.live is not None:
             config.live.use(lambda: dialect.open_reader(config.run, 0, reads_tags=options.enable_tool_action_parsing))
         return Agent(
@@ -232,7 +240,8 @@ class RunParts:
             dialect,
             specs,
             run_call,
-            instruction=chosen.instruction,
+            instruction=profile.instruction,
+            profile=STANDARD if config.is_chat else profile,
             options=options,
             on_event=config.on_event,
             run_id=config.run,
@@ -240,6 +249,12 @@ class RunParts:
             switched_off=switches,
             skills=[skill.name for skill in skills],
         )
+
+    def _log_profile(self, model: str, profile: Profile, reason: str) -> None:
+        """Log the profile of a model once."""
+        if (model, profile.name) not in self._logged_profiles:
+            self._logged_profiles.add((model, profile.name))
+            log.info("profile_chosen", model=model, profile=profile.name, reason=reason)
 
     async def specs_in(self, session: Session, names: Iterable[str] | Literal["all"]) -> list[ToolSpec]:
         """Return the tools for a model in that session. Raises SandboxUnavailable, BrokerUnavailable, ToolFailure."""

@@ -432,7 +432,7 @@ def _usage_of(body: Mapping[str, Any]) -> Usage:
     """Return the tokens that a row's body has."""
     usage = body.get("usage")
     counts = usage if isinstance(usage, dict) else {}
-    return Usage(_number(counts.get("prompt_tokens")), _number(counts.get("completion_tokens")))
+    return Usage(*(_number(counts.get(name)) for name in ("prompt_tokens", "completion_tokens", "cached_tokens")))
 
 
 def _number(value: object) -> int:

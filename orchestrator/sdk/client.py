@@ -452,6 +452,7 @@ class ToolClient:
         session: Session | None = None,
         model: Model | ChosenModel | str | None = None,
         dialect: str | None = None,
+        profile: str | None = None,
         options: ReActOptions | None = None,
         on_event: OnEvent | None = None,
         shows_output: bool = True,
@@ -460,10 +461,11 @@ class ToolClient:
     ) -> RunResult:
         """Run one instruction to an answer or a limit, in `session` or in a session of its own.
 
-        `model` None: the model of the environment's settings, otherwise the embedded small model. `tools` None: all
-        tools that suit the model. `on_event` gets OutputArrived while calls run, unless `shows_output` is False; then
-        workers send no output. `has_trace`: the run's events are written to `traces` (docs/observe.md), under the
-        result's `run`. Raises ModelUnavailable, SandboxUnavailable, ConfigError.
+        `model` None: the model of the environment's settings, otherwise the embedded small model. `profile`: `small`
+        or `standard`; None or `auto`: the one that suits the model. `tools` None: the tools of the profile. `on_event`
+        gets OutputArrived while calls run, unless `shows_output` is False; then workers send no output. `has_trace`:
+        the run's events are written to `traces` (docs/observe.md), under the result's `run`. Raises ModelUnavailable,
+        SandboxUnavailable, ConfigError.
         """
         if session is not None and workspace is not None:
             raise ConfigError("a run uses a session or a workspace, not both: give one of them")
@@ -487,6 +489,7 @@ class ToolClient:
             config = RunConfig(
                 run=run,
                 dialect=dialect,
+                profile=profile,
                 options=options or ReActOptions(),
                 tools=tools,
                 on_event=tell,

@@ -33,7 +33,13 @@ from orchestrator.loop.agent import Agent, RunResult
 from orchestrator.loop.limits import ReActOptions, with_window
 from orchestrator.models.adapter import BudgetedModel
 from orchestrator.models.capabilities import CapabilityCache
-from orchestrator.models.choice import ChosenModel, choose_dialect, choose_model, find_needed_capabilities
+from orchestrator.models.choice import (
+    ChosenModel,
+    choose_dialect,
+    choose_model,
+    choose_profile,
+    find_needed_capabilities,
+)
 from orchestrator.settings import load_settings
 from store.switches import RegistrySwitches
 
@@ -152,18 +158,19 @@ class LocalTools:
         options = options or ReActOptions(tool_timeout_s=self._context.timeout_s)
         run = secrets.token_hex(8)
         async with choose_model(settings, model) as chosen:
-            dialect_name = dialect or settings.dialect
-            capabilities = await find_needed_capabilities(
-                chosen, dialect_name, CapabilityCache(settings.capability_folder)
-            )
+            cache = CapabilityCache(settings.capability_folder)
+            profile, _ = await choose_profile(None, chosen, cache)
+            dialect_name = dialect or settings.dialect or profile.dialect
+            capabilities = await find_needed_capabilities(chosen, dialect_name, cache)
             bound = self.for_run(run=run, session=session, model=chosen.model, timeout_s=options.tool_timeout_s)
             agent = Agent(
                 chosen.model,
-                choose_dialect(dialect_name, capabilities, is_small=chosen.is_small),
+                choose_dialect(dialect_name, capabilities, profile),
                 self.specs(),
                 bound.run_call,
-                # A model's instruction about tools that do not exist here would mislead it.
-                instruction=chosen.instruction if "all" in chosen.tools else "",
+                # The instruction of a profile with certain tools would mislead a model that has others.
+                instruction=profile.instruction if "all" in profile.tools else "",
+                profile=profile,
                 options=with_window(options, settings, capabilities),
                 on_event=on_event or (lambda _: None),
                 run_id=run,

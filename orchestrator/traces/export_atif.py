@@ -89,6 +89,7 @@ def _agent_step(trace: Trace, step: TraceStep) -> dict[str, Any]:
         metrics = AtifMetrics(
             prompt_tokens=reply.usage.prompt_tokens,
             completion_tokens=reply.usage.completion_tokens,
+            cached_tokens=reply.usage.cached_tokens,
             extra={"model_s": reply.model_s},
         )
         fields |= {"reasoning_content": thought, "metrics": metrics, "llm_call_count": 1}
@@ -144,6 +145,7 @@ def _final_metrics(trace: Trace, steps: int) -> AtifFinalMetrics:
     return AtifFinalMetrics(
         total_prompt_tokens=trace.usage.prompt_tokens,
         total_completion_tokens=trace.usage.completion_tokens,
+        total_cached_tokens=trace.usage.cached_tokens,
         total_steps=steps,
         extra=extra,
     )

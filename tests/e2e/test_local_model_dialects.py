@@ -16,13 +16,12 @@ from orchestrator.dialects.base import Dialect
 from orchestrator.dialects.json_decision import JsonDecisionDialect
 from orchestrator.dialects.model import ModelRequest
 from orchestrator.dialects.native import NativeDialect
-from orchestrator.dialects.prompts import SMALL_MODEL_HINT, SMALL_MODEL_JSON_HINT
+from orchestrator.dialects.profiles import SMALL
 from orchestrator.dialects.tag_gbnf import build_tag_grammar
 from orchestrator.dialects.tags import TagsDialect
 from orchestrator.dispatch.sessions import Session
 from orchestrator.loop.agent import Agent, RunResult
 from orchestrator.loop.limits import ReActOptions, StopReason
-from orchestrator.models.choice import SMALL_INSTRUCTION, SMALL_TOOLS
 from orchestrator.models.local import LocalModelServer
 from orchestrator.models.weights import DEFAULT_CACHE, load_weights
 from orchestrator.sdk.client import ToolClient
@@ -43,10 +42,10 @@ JOBS = {
     "Use awk to print the sum of the numbers in /workspace/numbers.txt.": "157",
 }
 DIALECTS: dict[str, Callable[[], Dialect]] = {
-    "native": NativeDialect,
-    "tags": lambda: TagsDialect(closing_hint=SMALL_MODEL_HINT, worked_example=True),
-    "constrained tags": lambda: TagsDialect(closing_hint=SMALL_MODEL_HINT, worked_example=True, constrained=True),
-    "json": lambda: JsonDecisionDialect(has_schema=True, closing_hint=SMALL_MODEL_JSON_HINT, worked_example=True),
+    "native": lambda: NativeDialect(profile=SMALL),
+    "tags": lambda: TagsDialect(profile=SMALL),
+    "constrained tags": lambda: TagsDialect(profile=SMALL, constrained=True),
+    "json": lambda: JsonDecisionDialect(has_schema=True, profile=SMALL),
 }
 
 
@@ -117,9 +116,9 @@ async def solve(
         return await session.call(call.name, call.arguments, call_id=call.id)
 
     model = server.open_model(streaming=streaming)
-    specs = await client.tools(SMALL_TOOLS)
+    specs = await client.tools(SMALL.tools)
     agent = Agent(
-        model, dialect, specs, run_call, instruction=SMALL_INSTRUCTION, options=ReActOptions(max_iterations=4)
+        model, dialect, specs, run_call, instruction=SMALL.instruction, options=ReActOptions(max_iterations=4)
     )
     return await agent.run(request_text)
 

@@ -102,7 +102,7 @@ async def test_skills_are_listed_loaded_read_and_run(engine: APIClient, tmp_path
             assert tried.text().endswith("found")
             assert "Read-only file system" in tried.text()
             seen = await session.call("bash_tool", {"command": "ls -A /workspace; ls /skills"})
-            assert seen.text() == "a.txt\nls: cannot open directory '/skills': Permission denied\n[exit code 2]"
+            assert seen.output == "a.txt\nls: cannot open directory '/skills': Permission denied\n[exit code 2]"
 
             slow = await use(session, name="echo", action="run", script="slow.sh", timeout=2)
             assert (slow.error_code, slow.output) == (ErrorCode.TIMEOUT, "begun\n")
@@ -111,7 +111,7 @@ async def test_skills_are_listed_loaded_read_and_run(engine: APIClient, tmp_path
             assert loud.truncated
             assert len(loud.text()) < 40_000
             failed = await use(session, name="echo", action="run", script="fails.sh")
-            assert failed.text() == "no\n[exit code 3]"
+            assert failed.output == "no\n[exit code 3]"
             no_program = await use(session, name="echo", action="run", script="ruby.sh")
             assert (no_program.error_code, "ruby could not be started" in no_program.text()) == (
                 ErrorCode.FILE_NOT_FOUND,

@@ -136,7 +136,7 @@ async def test_a_call_that_names_no_session_has_one_of_its_own_which_goes_with_i
     async with mcp_stack.client() as client:
         assert text_of(await bash(client, "echo mine >file; sleep 0; echo done")) == "done\n"
         again = await bash(client, "ls -A")
-    assert text_of(again).strip() in ("", "(no output)"), text_of(again)
+    assert text_of(again).strip() in ("", "(no output)", "The command succeeded and printed nothing."), text_of(again)
     assert "toolcrew/session" not in (again.meta or {})
 
 

@@ -163,7 +163,7 @@ def test_the_body_of_a_run_holds_what_was_asked_for() -> None:
         "answer": "42",
         "stop_reason": "answered",
         "steps": 2,
-        "usage": {"prompt_tokens": 10, "completion_tokens": 5},
+        "usage": {"prompt_tokens": 10, "completion_tokens": 5, "cached_tokens": 0},
         "cost": 0.25,
         "clocks": {"queued_s": 0.0, "sandbox_s": 0.0, "run_s": 1.5, "transfer_s": 0.0},
     }

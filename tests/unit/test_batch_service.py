@@ -148,7 +148,7 @@ class FakePool:
         self.dispatcher = self
         self.tracer = None
 
-    async def room(self, *_: Any) -> int:
+    async def capacity(self, *_: Any) -> int:
         return 1
 
     async def abandon_session(self, tenant: str, session: str) -> None:

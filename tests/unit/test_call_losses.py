@@ -197,7 +197,7 @@ async def test_a_call_that_has_ended_and_whose_result_does_not_come_is_lost_afte
     await report(client)
     lost = await Watching(client).look({"state": "done", "holder": f"{QUEUE}/w1"})
     assert lost is not None
-    assert "its result was lost" in lost.reason
+    assert "result of the call was lost" in lost.reason
 
 
 async def test_a_new_call_is_not_even_looked_at(client: "redis.asyncio.Redis") -> None:

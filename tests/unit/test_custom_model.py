@@ -203,7 +203,7 @@ async def test_what_cannot_be_asked_is_refused_before_it_is_sent(prompt: Any, op
 
 async def test_a_reply_too_large_to_send_is_told_instead() -> None:
     failure = await refusal(Bridge(lambda _: "x" * (MAX_ANSWER_BYTES + 1)).ask())
-    assert (failure.code, "ask for less" in failure.message) == (ErrorCode.INVALID_ARGUMENTS, True)
+    assert (failure.code, "limit" in failure.message) == (ErrorCode.INVALID_ARGUMENTS, True)
 
 
 async def test_a_model_that_cannot_be_asked_is_an_error_of_the_tools_not_the_end_of_it() -> None:

@@ -16,6 +16,7 @@ from orchestrator import Agent, LocalTools, tool
 from orchestrator.approvals import ApprovalRequest, AutoApprover, CallbackApprover, Decision
 from orchestrator.dialects.model import Message
 from orchestrator.dialects.native import NativeDialect
+from orchestrator.dialects.profiles import Profile
 from orchestrator.loop.limits import ReActOptions
 from orchestrator.models.choice import ChosenModel
 from orchestrator.models.scripted import Calls, Raw, ScriptedModel
@@ -218,7 +219,9 @@ async def test_a_run_tells_its_calls_whose_they_are_and_its_model_how_to_behave(
         [{"name": "look", "description": "Looks.", "execute": lambda args, context: seen.append(context)}]
     )
     model = ScriptedModel([Calls([("look", {})]), "ok"])
-    result = await tools.run("go", model=ChosenModel(model, instruction="Be brief."), dialect="native")
+    result = await tools.run(
+        "go", model=ChosenModel(model, Profile("standard", instruction="Be brief.")), dialect="native"
+    )
     assert (seen[0].run, model.requests[0].messages[0]["content"]) == (result.run, "Be brief.")
 
 

@@ -10,6 +10,7 @@ from orchestrator.dialects.base import CallRequested, Dialect
 from orchestrator.dialects.json_decision import JsonDecisionDialect
 from orchestrator.dialects.model import Message, ModelRequest
 from orchestrator.dialects.native import NativeDialect
+from orchestrator.dialects.profiles import SMALL
 from orchestrator.dialects.tags import TagsDialect
 from orchestrator.models.scripted import Calls, Raw, ScriptedModel, demo_script
 from tests.builders import build_spec
@@ -95,7 +96,7 @@ async def react(dialect: Dialect, model: ScriptedModel, request: str) -> tuple[l
 
 @pytest.mark.parametrize(
     "dialect",
-    [NativeDialect(), TagsDialect(), TagsDialect(closing_hint="Answer now."), JsonDecisionDialect()],
+    [NativeDialect(), TagsDialect(), TagsDialect(profile=SMALL), JsonDecisionDialect()],
     ids=["native", "tags", "hint", "json"],
 )
 @pytest.mark.parametrize(("request_text", "command"), JOBS.items())

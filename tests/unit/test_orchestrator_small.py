@@ -167,7 +167,7 @@ def test_a_request_in_a_stream_has_sizes_and_in_a_trace_what_is_new() -> None:
 
 def test_records_inside_an_event_are_plain_data() -> None:
     assert EVENTS[4].to_json()["call"] == {"id": "c", "name": "echo", "arguments": {"a": [1]}}
-    assert EVENTS[6].to_json()["usage"] == {"prompt_tokens": 1, "completion_tokens": 2}
+    assert EVENTS[6].to_json()["usage"] == {"prompt_tokens": 1, "completion_tokens": 2, "cached_tokens": 0}
 
 
 # Terminal

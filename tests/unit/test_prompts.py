@@ -9,12 +9,14 @@ from contract.registry import Tool
 from contract.specs import ToolSpec
 from orchestrator.dialects.json_decision import JsonDecisionDialect
 from orchestrator.dialects.native import NativeDialect
+from orchestrator.dialects.profiles import SMALL
 from orchestrator.dialects.prompt_json import PromptJsonDialect
 from orchestrator.dialects.prompts import (
     DEFAULT_INSTRUCTION,
     NO_TOOLS,
+    build_example_messages,
+    build_examples,
     build_system_prompt,
-    build_worked_example,
     describe_tools,
     generate_tool_prompt,
 )
@@ -64,9 +66,9 @@ def test_the_whole_system_prompt_is_as_it_was_seen_and_approved(name: str) -> No
     told = {
         "native": NativeDialect().build_system("Be brief.", BUILTIN),
         "tags": TagsDialect().build_system("Be brief.", BUILTIN),
-        "tags-small": TagsDialect(worked_example=True).build_system("Be brief.", BUILTIN[:1]),
+        "tags-small": TagsDialect(profile=SMALL).build_system("Be brief.", BUILTIN[:1]),
         "json": JsonDecisionDialect().build_system("Be brief.", BUILTIN),
-        "json-small": JsonDecisionDialect(worked_example=True).build_system("Be brief.", BUILTIN[:1]),
+        "json-small": JsonDecisionDialect(profile=SMALL).build_system("Be brief.", BUILTIN[:1]),
         "fallback": PromptJsonDialect().build_system("Be brief.", BUILTIN[:1]),
     }[name]
     assert told + "\n" == (SNAPSHOTS / f"prompt-{name}.txt").read_text()
@@ -205,10 +207,10 @@ def test_a_tool_that_no_tag_can_call_is_not_the_example() -> None:
     assert {call.name for call in calls_in(generate_tool_prompt([unfit, SPEC]))} == {"read_tool"}
 
 
-def test_the_worked_example_is_there_for_the_tool_that_it_calls() -> None:
-    (call,) = calls_in(build_worked_example([BASH_TOOL.spec]))
-    assert (call.name, call.arguments) == ("bash_tool", {"command": "uname -s"})
-    assert build_worked_example([SPEC]) == ""
+def test_the_worked_examples_call_bash_tool_and_need_it() -> None:
+    assert {call.name for call in calls_in(build_examples([BASH_TOOL.spec]))} == {"bash_tool"}
+    assert build_examples([SPEC]) == ""
+    assert build_example_messages([SPEC]) == []
 
 
 # --- hostile tools ----------------------------------------------------------------------------------------------------

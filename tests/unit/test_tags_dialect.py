@@ -6,6 +6,7 @@ from contract.calls import ToolResult
 from contract.errors import ErrorCode
 from contract.specs import ToolSpec
 from orchestrator.dialects.base import CallRequested, Event, MalformedCall, ReplyEnd, Text
+from orchestrator.dialects.profiles import STANDARD, Profile
 from orchestrator.dialects.tags import TagsDialect
 
 SPEC = ToolSpec(
@@ -75,9 +76,9 @@ def test_with_tag_parsing_off_tags_are_text() -> None:
     assert read(chunk(TAG), reads_tags=False)[0] == [Text(TAG)]
 
 
-def sent(*results: ToolResult, closing_hint: str = "") -> Any:
+def sent(*results: ToolResult, profile: Profile = STANDARD) -> Any:
     """The message that the model gets for those results."""
-    dialect = TagsDialect(closing_hint=closing_hint)
+    dialect = TagsDialect(profile=profile)
     told = dialect.build_observations([(one.call_id, one) for one in results])
     assert [message["role"] for message in told] == ["tool"] * len(results)
     [message] = dialect.build_request(told, []).messages
@@ -101,7 +102,8 @@ def test_results_of_one_reply_share_a_message_in_order() -> None:
 
 
 def test_a_closing_hint_ends_the_message() -> None:
-    assert sent(result("1"), closing_hint="Answer now.")["content"].endswith("1\n\nAnswer now.")
+    profile = Profile("small", result_hint="Answer now.")
+    assert sent(result("1"), profile=profile)["content"].endswith("1\n\nAnswer now.")
 
 
 def test_a_failure_is_told_with_its_code() -> None:

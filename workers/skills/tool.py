@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import structlog
 from pydantic import JsonValue
 
-from contract.calls import DEFAULT_TIMEOUT_S, MAX_TIMEOUT_S
+from contract.calls import MAX_TIMEOUT_S
 from contract.errors import ErrorCode, ToolFailure
 from contract.names import BUILTIN_TOOLS
 from contract.schema import prepare_arguments
@@ -30,54 +30,52 @@ MAX_READ_BYTES = 10 * 1024 * 1024
 _LINE_CHARS = 2000
 
 _ABOUT = (
-    "Use a skill: instructions, files and scripts that were made for a kind of task. When a task fits a skill's "
-    "description, load it first and do what it says. `action` load gives its instructions and the names of its files, "
-    "read one of these files, list all skills, the session's own in /workspace/.skills among them; run starts one of "
-    f"its scripts in the session's sandbox, {NO_NETWORK}, in the workspace, with `args` as JSON on its standard input "
-    f"and the skill's folder in SKILL_DIR, for at most `timeout` seconds (default {DEFAULT_TIMEOUT_S:g})."
+    "Use a skill: instructions, files and scripts for a kind of task. If a task fits a skill's description, load the "
+    "skill first and follow it. `action` read returns one of its files, list all skills; run starts one of its scripts "
+    f"in the sandbox, {NO_NETWORK}, with `args` as JSON on standard input."
 )
 _PARAMETERS: dict[str, JsonValue] = {
     "type": "object",
     "properties": {
-        "name": {"type": "string", "default": "", "description": "which skill; empty with action list"},
+        "name": {"type": "string", "default": ""},
         "action": {
             "type": "string",
             "enum": ["load", "list", "read", "run"],
             "default": "load",
-            "description": "what to do with it",
         },
         "script": {
             "type": "string",
             "minLength": 1,
-            "description": "with action run: a script below scripts/; none: what a skill that is a tool itself runs",
+            "description": "with action run: a file below scripts/",
         },
         "args": {
             "type": "object",
             "default": {},
-            "description": "with action run: what the script gets as JSON on its standard input",
         },
         "path": {
             "type": "string",
             "minLength": 1,
-            "description": "with action read: a file of the skill, as load names it",
+            "description": "with action read",
         },
         "offset": {
             "type": "integer",
             "minimum": 1,
             "default": 1,
-            "description": "with action read: first line, from 1",
+            "description": "with action read: first line",
+            "x-hidden": True,
         },
         "limit": {
             "type": "integer",
             "minimum": 1,
             "maximum": MAX_LINES,
             "default": DEFAULT_LINES,
-            "description": "with action read: how many lines",
+            "description": "with action read: number of lines",
+            "x-hidden": True,
         },
         "timeout": {
             "type": "number",
             "exclusiveMinimum": 0,
-            "description": f"with action run: seconds; more than {MAX_TIMEOUT_S:g} is clamped",
+            "description": f"with action run: seconds, at most {MAX_TIMEOUT_S:g}",
         },
     },
     "required": [],

@@ -24,26 +24,20 @@ _STRING_ALIASES = {
     "replaceAll": "replace_all",
     "allow_multiple": "replace_all",
 }
-_OLD = {"type": "string", "description": "the text to replace, exactly as in the file; empty only to create a file"}
-_NEW = {"type": "string", "description": "what stands there afterwards, taken literally"}
-_ALL = {
-    "type": "boolean",
-    "default": False,
-    "description": "replace every occurrence; otherwise there must be only one",
-}
+_OLD = {"type": "string", "description": "the text to replace; empty: create the file"}
+_NEW = {"type": "string"}
+_ALL = {"type": "boolean", "default": False}
 
 _EDIT = ToolSpec(
     name="edit_tool",
     description=(
-        "Replace text in a file of the sandbox. old_string must be in the file exactly, blanks and indentation "
-        "included, without the line numbers that read_tool shows; give enough of the lines around that it occurs only "
-        "once, or set replace_all. A line end in it matches LF and CRLF, and nothing else in the file changes. Several "
-        "edits of one file: `edits`, made in order, all or none. Shows the new text."
+        "Replace text in a file. old_string must match the file exactly, with blanks and indentation, and only once; "
+        "include lines around it, or set replace_all. `edits`: several edits of one file, all or none."
     ),
     parameters={
         "type": "object",
         "properties": {
-            "file_path": {"type": "string", "minLength": 1, "description": "the file"},
+            "file_path": {"type": "string", "minLength": 1},
             "old_string": _OLD,
             "new_string": _NEW,
             "replace_all": _ALL,
@@ -51,12 +45,12 @@ _EDIT = ToolSpec(
                 "type": "integer",
                 "minimum": 1,
                 "description": "replace exactly so many occurrences; with any other number nothing is replaced",
+                "x-hidden": True,
             },
             "edits": {
                 "type": "array",
                 "minItems": 1,
                 "maxItems": MAX_EDITS,
-                "description": "instead of old_string and new_string",
                 "items": {
                     "type": "object",
                     "properties": {"old_string": _OLD, "new_string": _NEW, "replace_all": _ALL},

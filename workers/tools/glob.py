@@ -13,35 +13,34 @@ MAX_LIMIT = 2000
 _SPEC = ToolSpec(
     name="glob_tool",
     description=(
-        "Find files of the sandbox by name. Gives one path a line, the most recently changed first, and a last line "
-        "that says how many there are. A pattern without a slash (*.py) matches at any depth; one with a slash counts "
-        "from `path` (src/*.py, src/**/*.py, **/test_*.py). * and ? stay within a name, ** crosses folders, [ab], "
-        "[!ab] and {a,b} work. Hidden files are found; .git, .hg and .svn never. What ignore files (.gitignore) hide "
-        "is left out and counted. Links are listed, not followed. For contents use grep_tool."
+        "Find files by name, the newest first. *.py matches in every folder, src/*.py only in src; ** crosses folders."
     ),
     parameters={
         "type": "object",
         "properties": {
-            "pattern": {"type": "string", "description": "the glob, as **/*.py"},
+            "pattern": {"type": "string"},
             "path": {
                 "type": "string",
                 "minLength": 1,
                 "default": ".",
-                "description": "the folder to search; default the session's folder",
+                "description": "the folder to search",
             },
             "limit": {
                 "type": "integer",
                 "minimum": 1,
                 "maximum": MAX_LIMIT,
                 "default": DEFAULT_LIMIT,
-                "description": "how many paths",
             },
-            "include_ignored": {"type": "boolean", "default": False, "description": "also what ignore files hide"},
+            "include_ignored": {
+                "type": "boolean",
+                "default": False,
+                "description": "also files that .gitignore and other ignore files hide",
+                "x-hidden": True,
+            },
             "type": {
                 "type": "string",
                 "enum": ["file", "dir", "any"],
                 "default": "file",
-                "description": "what to list",
             },
         },
         "required": ["pattern"],

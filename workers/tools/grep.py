@@ -21,57 +21,57 @@ _TOLD = ("matches", "files", "shown", "searched", "ignored", "large", "binary", 
 _SPEC = ToolSpec(
     name="grep_tool",
     description=(
-        "Search the contents of files of the sandbox with a regular expression. Gives `path:N: text` for each matching "
-        "line (and `path-N- text` for lines around it, when asked), files most recently changed first, and last lines "
-        "that say how many matches there are and what was left out: files hidden by ignore files, binary ones, ones "
-        "over 10 MiB. Syntax: characters, . [a-z] [^a] \\d \\w \\s \\b ( ) | ^ $ * + ? {n,m}; look-around and \\1 "
-        "work, but slowly. A match lies in one line unless multiline is set. To look for text with ( [ { as it stands "
-        "set fixed_strings. For names of files use glob_tool."
+        "Search the contents of files with a regular expression. Returns `path:line: text`, the newest files first. "
+        "Set fixed_strings to search for plain text."
     ),
     parameters={
         "type": "object",
         "properties": {
-            "pattern": {"type": "string", "maxLength": 131_000, "description": "the regular expression"},
+            "pattern": {"type": "string", "maxLength": 131_000},
             "path": {
                 "type": "string",
                 "minLength": 1,
                 "default": ".",
-                "description": "folder or file to search; default the session's folder",
+                "description": "file or folder",
             },
             "include": {
                 **_GLOBS,
-                "description": "globs of files to search, as *.py or src/**/*.{ts,tsx}; several with commas",
+                "description": "files to search, like *.py,*.md",
             },
-            "exclude": {**_GLOBS, "description": "globs of files and folders to leave out"},
-            "type": {**_GLOBS, "description": "type of files: py, js, go, md ..."},
+            "exclude": {**_GLOBS, "description": "files and folders to leave out"},
+            "type": {**_GLOBS, "description": "type of files: py, js, go, md ...", "x-hidden": True},
             "ignore_case": {"type": "boolean", "default": False},
-            "fixed_strings": {"type": "boolean", "default": False, "description": "the pattern is plain text"},
+            "fixed_strings": {"type": "boolean", "default": False},
             "multiline": {
                 "type": "boolean",
                 "default": False,
-                "description": "a match may span lines, . matches line ends",
+                "description": "matches may span lines",
             },
-            "before": {**_CONTEXT, "description": "lines to show before each match"},
-            "after": {**_CONTEXT, "description": "lines to show after each match"},
-            "context": {**_CONTEXT, "description": "lines to show before and after each match"},
+            "before": {**_CONTEXT, "description": "lines to show before each match", "x-hidden": True},
+            "after": {**_CONTEXT, "description": "lines to show after each match", "x-hidden": True},
+            "context": {**_CONTEXT, "description": "lines around each match"},
             "output_mode": {
                 "type": "string",
                 "enum": ["content", "files", "count"],
                 "default": "content",
-                "description": "lines; or only names of files; or matches in each file",
             },
             "limit": {
                 "type": "integer",
                 "minimum": 1,
                 "maximum": MAX_LIMIT,
                 "default": DEFAULT_LIMIT,
-                "description": "how many matches, or files",
             },
-            "max_per_file": {"type": "integer", "minimum": 1, "description": "how many matches of one file"},
+            "max_per_file": {
+                "type": "integer",
+                "minimum": 1,
+                "description": "how many matches of one file",
+                "x-hidden": True,
+            },
             "include_ignored": {
                 "type": "boolean",
                 "default": False,
                 "description": "also files that ignore files hide",
+                "x-hidden": True,
             },
         },
         "required": ["pattern"],

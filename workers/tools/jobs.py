@@ -5,6 +5,7 @@ from typing import Any
 
 from pydantic import JsonValue
 
+from contract.calls import NO_OUTPUT
 from contract.errors import ErrorCode, ToolFailure
 from workers.sandbox_client import GuestResponse
 from workers.tools.base import Outcome, ToolEnvironment
@@ -41,7 +42,7 @@ def start_job(arguments: Mapping[str, Any], environment: ToolEnvironment) -> Out
         notes += _send_first(job, body, environment, close=arguments["close_stdin"])
     if job["state"] == "running":
         return _show(response, "(no output yet)", [*notes, _way_note(job)])
-    return _show(response, "(no output)", [*notes, *_log_notes(job)])
+    return _show(response, NO_OUTPUT, [*notes, *_log_notes(job)])
 
 
 def _send_first(job: Mapping[str, Any], data: bytes, environment: ToolEnvironment, *, close: bool) -> list[str]:

@@ -19,28 +19,26 @@ FOOTER_BYTES = 2048
 _READ = ToolSpec(
     name="read_tool",
     description=(
-        "Read a text file of the sandbox, of any encoding. Gives numbered lines (number, tab, text) and a last line in "
-        "brackets that says whether the file ended or how to go on. A line longer than 2000 characters is cut: read on "
-        "in it with offset, limit=1 and column. Pictures and PDF files are only described. Relative paths start at the "
-        "session's working directory, at first /workspace."
+        "Read a text file. Returns numbered lines (number, tab, text) and how to continue when there are more."
     ),
     parameters={
         "type": "object",
         "properties": {
-            "file_path": {"type": "string", "minLength": 1, "description": "the file"},
-            "offset": {"type": "integer", "minimum": 1, "default": 1, "description": "first line, from 1"},
+            "file_path": {"type": "string", "minLength": 1},
+            "offset": {"type": "integer", "minimum": 1, "default": 1, "description": "first line"},
             "limit": {
                 "type": "integer",
                 "minimum": 1,
                 "maximum": MAX_LINES,
                 "default": DEFAULT_LINES,
-                "description": "how many lines",
+                "description": "number of lines",
             },
             "column": {
                 "type": "integer",
                 "minimum": 1,
                 "default": 1,
-                "description": "first character of the first line, to go on in a long one",
+                "description": "first character of the first line, to continue in a long one",
+                "x-hidden": True,
             },
             "encoding": {
                 "type": "string",
@@ -48,6 +46,7 @@ _READ = ToolSpec(
                 "maxLength": 40,
                 "default": "auto",
                 "description": "auto, or a codec such as gb18030",
+                "x-hidden": True,
             },
         },
         "required": ["file_path"],

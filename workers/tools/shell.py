@@ -20,12 +20,10 @@ _HOME = "/workspace"
 _SPEC = ToolSpec(
     name="bash_tool",
     description=(
-        "Run a bash command and return its output, stdout and stderr as they came. It runs in an isolated Linux "
-        f"sandbox {NO_NETWORK}; files live in /workspace and last for the session. Folder (cd), exported variables and "
-        "functions last from one command to the next; exit and set -e end only their own. A command is ended after "
-        f"`timeout` seconds (default {DEFAULT_TIMEOUT_S:g}) with everything it started, and what it leaves running is "
-        "ended with it: start what is to stay (servers, watchers, long builds) with background=true, then poll, feed "
-        "or kill it with `action` and `job_id`. Long outputs are shown in part; the rest is in a file that is named."
+        "Run a bash command and return its output. It runs in an isolated Linux sandbox "
+        f"{NO_NETWORK}; files are in /workspace. The folder (cd), exported variables and functions stay for the next "
+        f"command. After `timeout` seconds (default {DEFAULT_TIMEOUT_S:g}) the command is killed with all processes "
+        "that it started. Start servers and long builds with background=true; poll, input and kill are for such jobs."
     ),
     parameters={
         "type": "object",
@@ -34,46 +32,51 @@ _SPEC = ToolSpec(
                 "type": "string",
                 "maxLength": 131072,
                 "default": "",
-                "description": "the bash command; empty with other actions than run",
+                "description": "the bash command. Empty with other actions.",
             },
             "timeout": {
                 "type": "number",
                 "exclusiveMinimum": 0,
-                "description": f"seconds; more than {MAX_TIMEOUT_S:g} is clamped",
+                "description": f"seconds, at most {MAX_TIMEOUT_S:g}",
             },
             "cwd": {
                 "type": "string",
                 "minLength": 1,
-                "description": "folder for this command; default where the last cd led, at first /workspace",
+                "description": "folder of this command",
             },
             "stdin": {
                 "type": "string",
                 "default": "",
-                "description": "text for its standard input, or with action input for a job's",
+                "description": "standard input, also of a job with action input",
             },
             "background": {
                 "type": "boolean",
                 "default": False,
-                "description": "start it as a job and return after a second",
+                "description": "start a job and return after a second",
             },
             "action": {
                 "type": "string",
                 "enum": ["run", "poll", "input", "kill", "list"],
                 "default": "run",
-                "description": "run a command; of a job: its new output, text for its stdin, its end; or list the jobs",
             },
-            "job_id": {"type": "string", "minLength": 1, "description": "which job, for poll, input and kill"},
+            "job_id": {"type": "string", "minLength": 1},
             "close_stdin": {
                 "type": "boolean",
                 "default": False,
                 "description": "with action input: the job's standard input ends there",
+                "x-hidden": True,
             },
             "reset_state": {
                 "type": "boolean",
                 "default": False,
                 "description": "forget folder, variables and functions first",
+                "x-hidden": True,
             },
-            "description": {"type": "string", "description": "what the command is for, for people who watch"},
+            "description": {
+                "type": "string",
+                "description": "the purpose of the command, for people who watch",
+                "x-hidden": True,
+            },
         },
         # A default beside it: about a job nothing need be said, but a model that is told "optional" leaves it out where
         # it runs one.

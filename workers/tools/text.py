@@ -12,7 +12,7 @@ from typing import Any
 
 from pydantic import JsonValue
 
-from contract.calls import MAX_TIMEOUT_S, Spill, ToolContext
+from contract.calls import MAX_TIMEOUT_S, NO_OUTPUT, Spill, ToolContext
 from contract.errors import ErrorCode, ToolFailure
 from workers.sandbox_client import GuestResponse
 from workers.tools.base import Outcome
@@ -176,7 +176,7 @@ def build_outcome(
     body, is_cut = show_output(streams.get("merged", b""), counts.get("merged", {}), _rest_hint(done))
     shown = {name: show_output(streams.get(name, b""), counts.get(name, {})) for name in ("stdout", "stderr")}
     notes = [*_place_notes(done), *_end_notes(done, background), *_limit_notes(arguments, done, context)]
-    body = body or "(no output)"
+    body = body or NO_OUTPUT
     output = "\n".join([body.rstrip("\n") if notes else body, *notes])
     fields: dict[str, Any] = {
         "metadata": {"stdout": shown["stdout"][0], "stderr": shown["stderr"][0], **_metadata(arguments, done, context)},

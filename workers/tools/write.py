@@ -12,29 +12,22 @@ MAX_CONTENT_CHARS = 10 * 1024 * 1024
 _WRITE = ToolSpec(
     name="write_tool",
     description=(
-        "Write a text file in the sandbox, whole and at once: it is replaced or it stays as it was. Missing folders "
-        "are made. An existing file keeps its encoding, mode and links. Gives a diff of what was overwritten. A file "
-        "that something else changed since you read or wrote it is not overwritten at once: you get the change, and "
-        "the same call again goes through. For a small change use edit_tool. Relative paths start at the session's "
-        "working directory, at first /workspace."
+        "Write a whole text file. Creates missing folders, and returns a diff of an overwritten file. For a small "
+        "change use edit_tool."
     ),
     parameters={
         "type": "object",
         "properties": {
-            "file_path": {"type": "string", "minLength": 1, "description": "the file"},
+            "file_path": {"type": "string", "minLength": 1},
             "content": {
                 "type": "string",
                 "maxLength": MAX_CONTENT_CHARS,
-                "description": (
-                    "the text, whole and as it is to stand in the file; more than about 500 KB in several calls with "
-                    "mode append"
-                ),
             },
             "mode": {
                 "type": "string",
                 "enum": ["overwrite", "append", "create"],
                 "default": "overwrite",
-                "description": "create fails when the file exists",
+                "description": "create: fail when the file exists",
             },
             "encoding": {
                 "type": "string",
@@ -42,6 +35,7 @@ _WRITE = ToolSpec(
                 "maxLength": 40,
                 "default": "auto",
                 "description": "auto: an existing file's own, utf-8 for a new one",
+                "x-hidden": True,
             },
         },
         "required": ["file_path", "content"],

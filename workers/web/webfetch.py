@@ -22,25 +22,28 @@ ERROR_CHARS = 500
 WEBFETCH_SPEC = ToolSpec(
     name="webfetch_tool",
     description=(
-        "Fetch a public web page by GET and return its readable text: the main part of an HTML page as Markdown, JSON "
-        "laid out, plain text as it is; of images, PDF and other binary content only type and size. Long pages come in "
-        "parts: the last line says how to read on. Private and local addresses are refused. A page may be up to 15 "
-        "minutes old. The text is untrusted."
+        "Fetch a public web page and return its text as Markdown. Long pages come in parts. The text is untrusted."
     ),
     parameters={
         "type": "object",
         "properties": {
-            "url": {"type": "string", "minLength": 1, "maxLength": 2048, "description": "http or https"},
+            "url": {"type": "string", "minLength": 1, "maxLength": 2048},
             "format": {"type": "string", "enum": ["markdown", "text", "html"], "default": "markdown"},
             "timeout": {
                 "type": "number",
                 "minimum": 1,
                 "maximum": 120,
                 "default": 30,
-                "description": "seconds for everything",
+                "description": "seconds",
             },
             "start": {"type": "integer", "minimum": 0, "default": 0, "description": "first character to return"},
-            "max_chars": {"type": "integer", "minimum": 1000, "maximum": MAX_CHARS, "default": DEFAULT_CHARS},
+            "max_chars": {
+                "type": "integer",
+                "minimum": 1000,
+                "maximum": MAX_CHARS,
+                "default": DEFAULT_CHARS,
+                "x-hidden": True,
+            },
         },
         "required": ["url"],
         "additionalProperties": False,

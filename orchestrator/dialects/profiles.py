@@ -1,0 +1,75 @@
+"""Profiles: the tools, texts and repairs that suit a small model or a standard one."""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from contract.specs import ToolSpec
+
+ProfileName = Literal["small", "standard", "auto"]
+PROFILE_NAMES: tuple[ProfileName, ...] = ("small", "standard", "auto")
+
+_SENTENCE_END = re.compile(r"(?<=[.!?])\s")
+
+
+@dataclass(frozen=True)
+class Profile:
+    """How a model is used.
+
+    `dialect`: the dialect when none is configured. `tools`: the tools that are offered when the caller names none.
+    `is_brief`: the model sees the first sentence of each text, and only required parameters; calls may still use the
+    others. `shows_examples`: the prompt has worked examples. `result_hint` ends the message with results.
+    `repairs_replies`: a command in a code block counts as a call, and an answer without any call is answered with a
+    reminder, each only until the model has called a tool itself. `sampling`: fields of each request that does not set
+    them.
+    """
+
+    name: Literal["small", "standard"]
+    dialect: Literal["native", "auto"] = "native"
+    tools: tuple[str, ...] = ("all",)
+    instruction: str = "You are a helpful assistant. Use the tools to answer."
+    is_brief: bool = False
+    shows_examples: bool = False
+    result_hint: str = ""
+    repairs_replies: bool = False
+    sampling: Mapping[str, Any] = field(default_factory=dict)
+
+    def present(self, specs: Sequence[ToolSpec]) -> Sequence[ToolSpec]:
+        """Return the tools as the model sees them."""
+        return [_shorten(spec) for spec in specs] if self.is_brief else specs
+
+
+STANDARD = Profile("standard")
+SMALL = Profile(
+    "small",
+    dialect="auto",
+    # A model with 0.5 billion parameters cannot choose between tools. With a second tool it calculates without tools,
+    # and wrongly.
+    tools=("bash_tool",),
+    instruction="You are an assistant with a Linux shell in the folder /workspace.",
+    is_brief=True,
+    shows_examples=True,
+    result_hint="If the request is done, answer in one plain sentence. If not, call the tool again.",
+    repairs_replies=True,
+    # Sampling makes a small model write wrong commands. The limit ends a reply that repeats itself.
+    sampling={"temperature": 0, "max_tokens": 1024},
+)
+
+
+def _shorten(spec: ToolSpec) -> ToolSpec:
+    properties: dict[str, Any] = spec.parameters.get("properties") or {}  # type: ignore[assignment]
+    required: Any = spec.parameters.get("required") or ()
+    chosen = {name: _shorten_schema(schema) for name, schema in properties.items() if name in required}
+    parameters = {**spec.parameters, "properties": chosen} if chosen else spec.parameters
+    return spec.model_copy(update={"description": _first_sentence(spec.description), "parameters": parameters})
+
+
+def _shorten_schema(schema: Any) -> Any:
+    if not isinstance(schema, dict) or not isinstance(schema.get("description"), str):
+        return schema
+    return {**schema, "description": _first_sentence(schema["description"])}
+
+
+def _first_sentence(text: str) -> str:
+    return _SENTENCE_END.split(" ".join(text.split()), maxsplit=1)[0]

@@ -1,0 +1,197 @@
+"""Profiles: which one a model gets, what it shows, and how replies without a call are repaired."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from contract.calls import ToolCall, ToolResult
+from contract.errors import ConfigError
+from contract.functions.json_schemas import show_schema
+from contract.run_events import ReplyRepaired, RunEvent
+from orchestrator.dialects.base import Dialect
+from orchestrator.dialects.fences import find_command
+from orchestrator.dialects.json_decision import JsonDecisionDialect
+from orchestrator.dialects.model import Chunk, ModelRequest
+from orchestrator.dialects.native import NativeDialect
+from orchestrator.dialects.profiles import SMALL, STANDARD, Profile
+from orchestrator.dialects.tag_values import build_tag_call
+from orchestrator.dialects.tags import TagsDialect
+from orchestrator.functions.openai_tools import convert_to_openai_tool
+from orchestrator.loop.agent import Agent, RunResult
+from orchestrator.loop.limits import ReActOptions
+from orchestrator.models.capabilities import Capabilities, CapabilityCache, ModelFacts
+from orchestrator.models.choice import ChosenModel, choose_profile
+from orchestrator.models.scripted import Calls, ScriptedModel
+from workers.tools.builtin import BASH_TOOL, GREP_TOOL
+
+NO_FACTS = ModelFacts()
+BLOCK = "Run this:\n```bash\n$ wc -l < a.txt\n```\n"
+CALL = Calls([("bash_tool", {"command": "ls"})])
+
+
+class Endpoint:
+    """A model at an endpoint whose list of models says `facts`."""
+
+    def __init__(self, name: str, facts: ModelFacts = NO_FACTS) -> None:
+        self.name, self.facts, self.described = name, facts, 0
+        self.address = "http://a.example/v1"
+
+    async def describe(self) -> ModelFacts:
+        self.described += 1
+        return self.facts
+
+    async def stream(self, request: ModelRequest) -> AsyncIterator[Chunk]:
+        yield {}
+
+    async def aclose(self) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("chosen", "profile"),
+    [
+        (ChosenModel(Endpoint("a", ModelFacts(context_window=4096))), SMALL),
+        (ChosenModel(Endpoint("a-70b", ModelFacts(context_window=8192))), SMALL),
+        (ChosenModel(Endpoint("a", ModelFacts(32_768, 1_543_714_304))), SMALL),
+        (ChosenModel(Endpoint("a-1.5b", ModelFacts(32_768, 8_000_000_000))), STANDARD),
+        (ChosenModel(Endpoint("Qwen/Qwen2.5-Coder-1.5B-Instruct", ModelFacts(32_768))), SMALL),
+        (ChosenModel(Endpoint("gemma-3-270m-it")), SMALL),
+        (ChosenModel(Endpoint("Qwen3-30B-A3B")), STANDARD),
+        (ChosenModel(Endpoint("mixtral-8x7b")), STANDARD),
+        (ChosenModel(Endpoint("gpt-5-mini")), STANDARD),
+        (ChosenModel(Endpoint("a"), capabilities=Capabilities(parameters=500_000_000)), SMALL),
+        (ChosenModel(Endpoint("a-1b"), profile=STANDARD), STANDARD),
+        (ChosenModel(ScriptedModel([])), STANDARD),
+    ],
+)
+async def test_auto_chooses_by_window_size_and_name(chosen: ChosenModel, profile: Profile) -> None:
+    assert (await choose_profile("auto", chosen, CapabilityCache(None)))[0] is profile
+
+
+async def test_a_named_profile_asks_no_server_and_the_list_of_models_is_read_once() -> None:
+    model, cache = Endpoint("a-1b"), CapabilityCache(None)
+    assert (await choose_profile("standard", ChosenModel(model), cache))[0] is STANDARD
+    assert model.described == 0
+    await asyncio.gather(*(choose_profile(None, ChosenModel(model), cache) for _ in range(3)))
+    assert model.described == 1
+    with pytest.raises(ConfigError, match="large"):
+        await choose_profile("large", ChosenModel(model), cache)
+
+
+def test_a_small_model_sees_only_first_sentences_and_required_parameters() -> None:
+    [shown] = SMALL.present([GREP_TOOL.spec])
+    assert list(shown.parameters["properties"]) == ["pattern"]  # type: ignore[call-overload]
+    assert shown.description.count(".") == 1
+    assert STANDARD.present([GREP_TOOL.spec]) == [GREP_TOOL.spec]
+
+
+def test_hidden_parameters_are_accepted_and_not_shown() -> None:
+    shown = convert_to_openai_tool(GREP_TOOL.spec)["function"]["parameters"]
+    assert "max_per_file" in GREP_TOOL.spec.parameters["properties"]  # type: ignore[operator]
+    assert "max_per_file" not in shown["properties"]
+    assert "context" in shown["properties"]
+    schema = {"properties": {"default": {"type": "string", "maxLength": 5, "default": ""}, "b": {"x-hidden": True}}}
+    assert show_schema(schema) == {"properties": {"default": {"type": "string"}}}
+
+
+@pytest.mark.parametrize(
+    ("text", "command"),
+    [
+        (BLOCK, "wc -l < a.txt"),
+        ("```sh\nls\n```\nand\n```bash\nrm x\n```", "ls"),
+        ("```python\nprint(1)\n```", None),
+        ("```\nls\n```", None),
+        ("```bash\n\n```", None),
+        ("```bash\nls", None),
+        ("no code", None),
+    ],
+)
+def test_a_command_is_found_in_a_shell_block(text: str, command: str | None) -> None:
+    assert find_command(text) == command
+
+
+def test_hostile_code_blocks_take_linear_time() -> None:
+    assert find_command("```bash\n" * 20_000) is None
+    assert find_command("```bash\n" + "\n ```x" * 50_000) is None
+
+
+async def run(
+    model: ScriptedModel, profile: Profile, **fields: Any
+) -> tuple[RunResult, list[ToolCall], list[RunEvent]]:
+    calls, events = list[ToolCall](), list[RunEvent]()
+
+    async def run_call(call: ToolCall) -> ToolResult:
+        calls.append(call)
+        return ToolResult(call_id=call.id, name=call.name, success=True, output="14")
+
+    agent = Agent(
+        model,
+        fields.pop("dialect", NativeDialect(profile=profile)),
+        [BASH_TOOL.spec],
+        run_call,
+        on_event=events.append,
+        profile=profile,
+        **fields,
+    )
+    return await agent.run("How many lines?"), calls, events
+
+
+def repairs_in(events: list[RunEvent]) -> list[str]:
+    return [event.repair for event in events if isinstance(event, ReplyRepaired)]
+
+
+async def test_a_command_in_a_code_block_runs_for_a_small_model() -> None:
+    model = ScriptedModel([BLOCK, "It has 14 lines."])
+    result, calls, events = await run(model, SMALL)
+    assert ([call.arguments for call in calls], result.answer) == ([{"command": "wc -l < a.txt"}], "It has 14 lines.")
+    assert repairs_in(events) == ["code_block"]
+    assert "14" in str(model.requests[1].messages[-1]["content"])
+
+
+async def test_an_answer_without_a_call_gets_one_reminder() -> None:
+    model = ScriptedModel(["I guess 3.", "It has 3 lines."])
+    result, calls, events = await run(model, SMALL)
+    assert (calls, result.answer, result.steps) == ([], "It has 3 lines.", 2)
+    assert repairs_in(events) == ["reminder"]
+    assert "bash_tool" in str(model.requests[1].messages[-1]["content"])
+
+
+async def test_a_reminder_that_helps_is_followed_by_the_answer() -> None:
+    result, calls, events = await run(ScriptedModel(["I guess 3.", CALL, "14."]), SMALL)
+    assert (len(calls), result.answer, repairs_in(events)) == (1, "14.", ["reminder"])
+
+
+@pytest.mark.parametrize("reply", [BLOCK, "Done."])
+async def test_a_model_that_has_called_a_tool_is_not_repaired(reply: str) -> None:
+    result, calls, events = await run(ScriptedModel([CALL, reply]), SMALL)
+    assert (len(calls), result.answer, repairs_in(events)) == (1, reply, [])
+
+
+@pytest.mark.parametrize("reply", [BLOCK, "Done."])
+async def test_the_standard_profile_repairs_nothing(reply: str) -> None:
+    result, calls, events = await run(ScriptedModel([reply]), STANDARD)
+    assert (calls, result.answer, repairs_in(events)) == ([], reply, [])
+
+
+async def test_no_reminder_exceeds_a_budget() -> None:
+    result, _, events = await run(ScriptedModel(["3."]), SMALL, options=ReActOptions(max_iterations=1))
+    assert (result.answer, repairs_in(events)) == ("3.", [])
+
+
+@pytest.mark.parametrize("profile", [SMALL, STANDARD])
+@pytest.mark.parametrize("kind", [NativeDialect, TagsDialect, JsonDecisionDialect])
+async def test_each_request_begins_with_the_request_before_it(kind: type[Dialect], profile: Profile) -> None:
+    """Servers cache the beginning of a conversation."""
+    call: Any = CALL
+    if kind is TagsDialect:
+        call = build_tag_call("bash_tool", {"command": "ls"})
+    if kind is JsonDecisionDialect:
+        call = '{"tool": "bash_tool", "arguments": {"command": "ls"}}'
+    end = '{"tool": null, "reply": "14"}' if kind is JsonDecisionDialect else "14"
+    model = ScriptedModel([call, call, call, end])
+    await run(model, profile, dialect=kind(profile=profile))  # type: ignore[call-arg]
+    assert len(model.requests) == 4
+    for before, after in zip(model.requests, model.requests[1:], strict=False):
+        assert after.messages[: len(before.messages)] == before.messages
+        assert (after.tools, after.extra) == (before.tools, before.extra)
