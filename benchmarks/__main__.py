@@ -41,6 +41,10 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--runs", type=int, metavar="N", help=f"how many runs a batch has, of {' and '.join(SIZED)}; default 1000"
     )
+    parser.add_argument("--model", default="0.5b", help="jobs: 0.5b, 1.5b, or a name at OPENAI_BASE_URL")
+    parser.add_argument("--tools", help="jobs: names of tools with commas; default those of the profile")
+    parser.add_argument("--dialect", default="auto", help="jobs: dialects to compare, with commas")
+    parser.add_argument("--profile", default="auto", help="jobs: profiles to compare, with commas")
     parser.add_argument(
         "--smallest",
         action="store_true",
@@ -64,7 +68,7 @@ def main(argv: list[str] | None = None) -> int:
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
         signal.signal(number, _interrupt)
     try:
-        reports = [_run(name, asked.runs, quiet=asked.json) for name in names]
+        reports = [_run(name, asked, quiet=asked.json) for name in names]
     except KeyboardInterrupt:
         sys.stderr.write("bench: interrupted; everything it started has been taken down\n")
         return 130
@@ -77,11 +81,14 @@ def main(argv: list[str] | None = None) -> int:
     return 1 if missed and asked.check else 0
 
 
-def _run(name: str, runs: int | None, *, quiet: bool) -> Report:
+def _run(name: str, asked: argparse.Namespace, *, quiet: bool) -> Report:
     """A benchmark's report; its module is loaded only now, so that one does not need what another needs."""
     run: Callable[..., Report] = importlib.import_module(f"benchmarks.{name}").run
     before = os.getloadavg()[0]
-    report = run(runs) if runs is not None and name in SIZED else run()
+    if name == "jobs":
+        report = run(asked.model, asked.tools, asked.dialect, asked.profile)
+    else:
+        report = run(asked.runs) if asked.runs is not None and name in SIZED else run()
     report.notes.append(f"load average {before:.1f} before, {os.getloadavg()[0]:.1f} after, on {os.cpu_count()} cores")
     if not quiet:
         print(report.as_text(), flush=True)
