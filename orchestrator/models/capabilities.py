@@ -26,6 +26,8 @@ VERSION = 2
 """Version of the cache files and of the probes. A file with another version is ignored."""
 MAX_REQUESTS = 5
 LIFETIME_S = 30 * 24 * 3600.0
+LIST_TIMEOUT_S = 10.0
+"""A run does not wait longer for its server's list of models."""
 REPLY_TOKENS = 256
 # The higher limit is for models that write reasoning before the reply.
 THINKING_TOKENS = 4096
@@ -72,7 +74,7 @@ class HasEndpoint(Protocol):
     @property
     def address(self) -> str: ...
 
-    async def describe(self) -> "ModelFacts": ...
+    async def describe(self) -> "ModelFacts | None": ...
 
 
 async def find_capabilities(model: Model, cache: "CapabilityCache") -> Capabilities:
@@ -114,7 +116,8 @@ async def probe(model: Model) -> Capabilities:
     """
     prober = _Prober(model)
     calls_tools, fields = await _probe_tools(prober)
-    facts = await model.describe() if isinstance(model, HasEndpoint) else ModelFacts()
+    facts = await model.describe() if isinstance(model, HasEndpoint) else None
+    facts = facts or ModelFacts()
     return Capabilities(
         native_tools=calls_tools,
         parallel=calls_tools and "parallel" in fields,
@@ -268,11 +271,20 @@ class CapabilityCache:
         self._locks: dict[str, asyncio.Lock] = {}
 
     async def describe(self, model: HasEndpoint, name: str) -> ModelFacts:
-        """Return the facts about a model from its server's list of models, which is read once."""
+        """Return the facts about a model from its server's list of models, which is read once. Returns no facts while
+        the server does not answer.
+        """
         key = (model.address, name)
         async with self._locks.setdefault(f"facts of {key}", asyncio.Lock()):
             if key not in self._facts:
-                self._facts[key] = await model.describe()
+                try:
+                    async with asyncio.timeout(LIST_TIMEOUT_S):
+                        facts = await model.describe()
+                except TimeoutError:
+                    facts = None
+                if facts is None:
+                    return ModelFacts()
+                self._facts[key] = facts
             return self._facts[key]
 
     async def find(self, address: str, model: str, probe_model: Callable[[], Awaitable[Capabilities]]) -> Capabilities:

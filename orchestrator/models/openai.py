@@ -10,7 +10,7 @@ import httpx
 import openai
 from openai import AsyncOpenAI, AsyncStream
 
-from contract.errors import ModelUnavailable
+from contract.errors import ModelDenied, ModelRefused, ModelUnavailable
 from orchestrator.dialects.model import Chunk, ModelRequest
 from orchestrator.models.capabilities import ModelFacts
 from orchestrator.models.chunks import has_content, is_end, normalize, split_reply
@@ -91,16 +91,18 @@ class OpenAIModel:
                 raise build_interruption(failure, self._endpoint)
             await self._wait_for_retry(failure, attempt)
 
-    async def describe(self) -> ModelFacts:
+    async def describe(self) -> ModelFacts | None:
         """Return the facts that the endpoint's list of models contains (vLLM, llama.cpp, Groq, OpenRouter).
 
-        Returns no facts if all attempts fail. Retries, because the result is cached for long and must not depend on one
+        Returns None if all attempts fail. Retries, because the result is cached for long and must not depend on one
         broken connection.
         """
         try:
             listing = await self._list_models()
-        except ModelUnavailable:
+        except (ModelRefused, ModelDenied):
             return ModelFacts()
+        except ModelUnavailable:
+            return None
         models = listing.get("data") if isinstance(listing, dict) else None
         entries = [entry for entry in models if isinstance(entry, dict)] if isinstance(models, list) else []
         own = [entry for entry in entries if entry.get("id") == self.name] or (entries if len(entries) == 1 else [])

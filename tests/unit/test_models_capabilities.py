@@ -16,6 +16,7 @@ from orchestrator.models.capabilities import (
     MAX_REQUESTS,
     Capabilities,
     CapabilityCache,
+    ModelFacts,
     find_capabilities,
     probe,
 )
@@ -168,7 +169,7 @@ async def test_the_list_of_models_is_asked_for_again_when_its_answer_was_lost(br
             server.models = answer(200, {"data": [{"id": "m", "max_model_len": 8192}]})
 
         model = OpenAIModel("m", server.url, retries=RetryPolicy(attempts=2, sleep=mend))
-        assert (await model.describe()).context_window == 8192
+        assert await model.describe() == ModelFacts(context_window=8192)
         await model.aclose()
 
 

@@ -34,11 +34,11 @@ CALL = Calls([("bash_tool", {"command": "ls"})])
 class Endpoint:
     """A model at an endpoint whose list of models says `facts`."""
 
-    def __init__(self, name: str, facts: ModelFacts = NO_FACTS) -> None:
+    def __init__(self, name: str, facts: ModelFacts | None = NO_FACTS) -> None:
         self.name, self.facts, self.described = name, facts, 0
         self.address = "http://a.example/v1"
 
-    async def describe(self) -> ModelFacts:
+    async def describe(self) -> ModelFacts | None:
         self.described += 1
         return self.facts
 
@@ -77,6 +77,13 @@ async def test_a_named_profile_asks_no_server_and_the_list_of_models_is_read_onc
     assert model.described == 1
     with pytest.raises(ConfigError, match="large"):
         await choose_profile("large", ChosenModel(model), cache)
+
+
+async def test_a_server_that_did_not_answer_is_asked_again() -> None:
+    model, cache = Endpoint("a", None), CapabilityCache(None)
+    assert (await choose_profile(None, ChosenModel(model), cache))[0] is STANDARD
+    model.facts = ModelFacts(parameters=1_000_000_000)
+    assert (await choose_profile(None, ChosenModel(model), cache))[0] is SMALL
 
 
 def test_a_small_model_sees_only_first_sentences_and_required_parameters() -> None:
