@@ -78,10 +78,12 @@ async def _run(options: Options) -> Report:
     report = Report("jobs")
     jobs = build_jobs()[:JOBS]
     async with _open_endpoint(options.model) as endpoint, ToolClient.embedded(workers_only=True) as client:
+        sys.stderr.write(f"bench: {len(jobs)} jobs in the bare loop\n")
         bare = await asyncio.to_thread(_do_bare, endpoint, jobs)
         await _add(report, "bare", "the bare loop", jobs, bare, client)
         for profile in options.profiles:
             for dialect in options.dialects:
+                sys.stderr.write(f"bench: {len(jobs)} jobs as a batch, profile {profile}, dialect {dialect}\n")
                 attempts = await _do_batch(client, endpoint, jobs, options, profile, dialect)
                 name = f"{profile}_{dialect}"
                 await _add(report, name, f"toolcrew, profile {profile}, dialect {dialect}", jobs, attempts, client)
@@ -186,9 +188,9 @@ async def _add(
     failures = [await _judge(client, job, done) for job, done in zip(jobs, attempts, strict=True)]
     finished = [failure is None for failure in failures]
     report.add(f"{name}_finished_number", sum(finished), f"{label}: jobs finished, of {len(jobs)}")
-    report.add(f"{name}_in_number", _mean(done.tokens_in for done in attempts), "  tokens in per job")
-    report.add(f"{name}_out_number", _mean(done.tokens_out for done in attempts), "  tokens out per job")
-    report.add(f"{name}_call_ratio", _mean(done.calls for done in attempts), "  calls per job")
+    report.add(f"{name}_in_mean", _mean(done.tokens_in for done in attempts), "  tokens in per job")
+    report.add(f"{name}_out_mean", _mean(done.tokens_out for done in attempts), "  tokens out per job")
+    report.add(f"{name}_call_mean", _mean(done.calls for done in attempts), "  calls per job")
     report.add(f"{name}_job_ms", median([done.seconds for done in attempts]) * 1000, "  median time per job")
     by_kind = {kind: sum(ok for job, ok in zip(jobs, finished, strict=True) if job.kind == kind) for kind in KINDS}
     by_level = {

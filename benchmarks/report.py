@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-UNITS: Mapping[str, str] = {"_ms": "ms", "_per_s": "/s", "_bytes": "MiB", "_ratio": "x", "_number": ""}
+UNITS: Mapping[str, str] = {"_ms": "ms", "_per_s": "/s", "_bytes": "MiB", "_ratio": "x", "_number": "", "_mean": ""}
 """Suffix of a figure's key -> the unit that people read."""
 
 Case = Callable[[], float | Awaitable[float]]
@@ -87,7 +87,7 @@ class Figure:
             return f"{value / 2**20:.1f} MiB" if value >= 2**20 else f"{value / 2**10:.1f} KiB"
         if ending == "_number":
             return f"{value:.0f}"
-        return f"{value:.{2 if value < 100 else 0}f} {UNITS[ending]}"
+        return f"{value:.{2 if value < 100 else 0}f} {UNITS[ending]}".rstrip()
 
     def verdict(self) -> str:
         """`target: at most 2.50 x, met`; nothing without a target."""
