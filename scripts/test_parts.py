@@ -1,16 +1,16 @@
 """Runs the whole test suite in parts side by side: `.venv/bin/python scripts/test_parts.py [ROOT]`.
 
-A part is the test files of one directory below tests/, run by a pytest of its own: most of them wait for programs, so
-one processor serves more than one. Of a part that passes its count is told, and its warnings and skips. Of a part that
-fails the log is told as it is, but for the lines of the tests that passed; of one that died (pytest's own fault, a
-signal) also those that ran last. What failed is named at the end.
+A part is the test files of one directory below tests/, run by a pytest process. Parts run side by side, because most
+tests wait for programs. For a part that passes, this program prints its counts, warnings and skips. For a part that
+fails, it prints the log without the tests that passed. For a part that died, it also prints the tests that ran last. The
+end names the failed tests and the SLOWEST slowest tests.
 
-Tests that failed run once more when all parts have ended, unless they are many: with nothing else on the machine, a test
-that lost a race against a busy processor passes. It is reported as flaky, and the suite passes. A test that fails again
-fails the suite.
+Failed tests run once more when all parts have ended, unless there are more than MOST_REPEATED. A test that lost a race
+against a busy processor passes then; it is reported as flaky, and the suite passes. A test that fails again fails the
+suite.
 
-The exit status is that of the first part that failed, else 0. A signal ends every part in order, so that its fixtures
-clear up.
+The exit status is that of the first failed part, otherwise 0. A signal ends every part in order, so that fixtures can
+clean up.
 """
 
 from __future__ import annotations
@@ -45,6 +45,7 @@ LONGEST_FIRST = (
 SIDE_BY_SIDE = max(3, os.cpu_count() or 1)
 TOLD_EVERY_S = 60.0
 LAST_TESTS = 20
+SLOWEST = 10
 # More failures than this are a defect, not lost races: nothing runs again.
 MOST_REPEATED = 3
 TESTS_FAILED = 1
@@ -55,6 +56,7 @@ _PASSED = re.compile(rb" PASSED +\[ *\d+%\]$")
 _PROGRESS = re.compile(rb"\[ *(\d+)%\]\n")
 _COUNTED = re.compile(rb"=+ .* in [\d.]+s.* =+$")
 _SUMMARY = re.compile(rb"=+ (warnings summary|short test summary info) ")
+_DURATION = re.compile(rb"([\d.]+)s (?:call|setup|teardown) +(tests/\S.*)$|=+ slowest \d+ durations =+$")
 _NAMED = re.compile(rb"(FAILED|ERROR) tests/")
 
 
@@ -114,7 +116,7 @@ def start(root: Path, name: str, folder: Path, *, repeat: bool = False) -> Part:
         process = subprocess.Popen(
             # With -v the log has the name of every test before it runs, whatever then becomes of this pytest.
             [
-                *(sys.executable, "-m", "pytest", "-v", "-o", f"cache_dir={cache}"),
+                *(sys.executable, "-m", "pytest", "-v", "-o", f"cache_dir={cache}", f"--durations={SLOWEST}"),
                 *(("--last-failed", "--last-failed-no-failures", "none") if repeat else ()),
                 *files,
             ],
@@ -182,7 +184,7 @@ def tell(part: Part) -> None:
     if part.process.returncode == 0:
         summary = next((number for number, line in enumerate(lines) if _SUMMARY.match(line)), len(lines))
         lines = lines[summary:-1]
-    kept = [line + b"\n" for line in lines if not _PASSED.search(line)]
+    kept = [line + b"\n" for line in lines if not _PASSED.search(line) and not _DURATION.match(line)]
     sys.stdout.buffer.write(b"".join(kept))
     sys.stdout.buffer.flush()
     if part.process.returncode not in (0, TESTS_FAILED):
@@ -193,6 +195,13 @@ def ran_last(part: Part) -> list[str]:
     """Names of tests, the last one begun at the end."""
     begun = [line.decode(errors="replace") for line in part.lines() if line.startswith(b"tests/") and b"::" in line]
     return begun[-LAST_TESTS:]
+
+
+def find_slowest(parts: list[Part]) -> list[str]:
+    """Return the slowest tests of all parts, with seconds of their setup, call or teardown."""
+    found = [match for part in parts for line in part.lines() if (match := _DURATION.match(line)) and match[1]]
+    longest = sorted(found, key=lambda match: float(match[1]), reverse=True)[:SLOWEST]
+    return [f"{float(match[1]):7.1f} s  {match[2].decode(errors='replace')}" for match in longest]
 
 
 def failures(part: Part) -> list[str]:
@@ -224,13 +233,13 @@ def repeat_failed(root: Path, folder: Path, failed: list[Part]) -> list[Part]:
 
 def run_suite(root: Path, folder: Path) -> int:
     """Runs everything; gives the exit status."""
-    failed: list[Part] = []
+    ended: list[Part] = []
     with contextlib.closing(run_all(root, folder)) as parts:
         for part in parts:
             tell(part)
-            if part.process.returncode != 0:
-                failed.append(part)
-    failed = repeat_failed(root, folder, failed)
+            ended.append(part)
+    say(f"test: the {SLOWEST} slowest tests:\n" + "\n".join(find_slowest(ended)))
+    failed = repeat_failed(root, folder, [part for part in ended if part.process.returncode != 0])
     if not failed:
         say("test: all parts passed")
         return 0

@@ -64,6 +64,19 @@ def test_parts_that_pass_are_counted_and_their_skips_told(tmp_path: Path) -> Non
     assert told.endswith("test: all parts passed\n")
 
 
+def test_the_slowest_tests_of_all_parts_are_named(tmp_path: Path) -> None:
+    slow = "import time\ndef test_slow(): time.sleep({})\n"
+    status, told = run(tmp_path, one=slow.format(0.02), two=slow.format(0.2))
+
+    assert status == 0, told
+    head, _, rest = told.partition("slowest tests:\n")
+    assert [line.split()[-1] for line in rest.splitlines()[:2]] == [
+        "tests/two/test_two.py::test_slow",
+        "tests/one/test_one.py::test_slow",
+    ]
+    assert "durations" not in head
+
+
 def test_a_directory_in_another_is_a_part_of_its_own_and_run_once(tmp_path: Path) -> None:
     status, told = run(tmp_path, outer=PASSES, **{"outer/inner": PASSES + SKIPS})
 
