@@ -1,7 +1,7 @@
 """Admission: weighted fair shares of the workers' slots.
 
-The state is in Redis (store/slots.py), so that all orchestrators of a deployment share the slots. The dispatcher asks
-for a slot before it sends a call.
+The state is in Redis (store/slots.py), so all orchestrators of a deployment share the slots. The dispatcher requests a
+slot before it sends a call.
 """
 
 import asyncio
@@ -39,33 +39,33 @@ from telemetry.logs import get_logger
 log = get_logger(__name__)
 
 NOT_ADMITTED = RunFailure.ADMISSION.metadata
-"""The metadata of a result that says that admission refused the call."""
+"""Metadata of a result that admission created when it refused the call."""
 NOTICE_S = 0.5
-"""A call that has its slot sooner is not reported: on a busy pool most calls wait for some milliseconds."""
+"""Waiting time after which a call is reported, in seconds. In a busy pool, most calls wait for some milliseconds."""
 PAUSE_POLL_S = 0.5
-"""How often a paused tenant's policy is read. A cached policy is at most one second old, so calls continue within two
-seconds.
+"""Interval at which a paused tenant's policy is read, in seconds. A cached policy is at most one second old, so calls
+continue within two seconds.
 """
 LEAST_WAIT_S = 1.0
-"""How long a call whose tenant was resumed waits for a slot at least."""
+"""Minimum waiting time for a slot after the tenant of a call was resumed, in seconds."""
 PAUSED_RETRY_S = 5.0
 QUEUE_MARGIN_S = 0.4
-"""A paused call waits in `inner` this much longer than its own limit."""
+"""Additional waiting time of a paused call in `inner`, beyond its own limit. In seconds."""
 TICK_S = 1.0
-"""How often a queue with waiting calls is checked for new slots."""
+"""Interval at which a queue with waiting calls is checked for new slots, in seconds."""
 RENEWALS_A_LEASE = 4
 RENEW_AT_ONCE = 500
 SOONEST_WAKE_S = 0.01
 SETTLE_S = 2.0
 MAX_RETRY_S = 60.0
 LONGEST_PAUSE_S = 5.0
-"""The longest pause between two attempts of `until_admitted`."""
+"""Maximum pause between two attempts of `until_admitted`, in seconds."""
 
 
 def was_not_admitted(result: ToolResult) -> bool:
-    """Return True when admission refused the call. Such a call was not sent, and may be sent again under its own id.
+    """Return whether admission refused the call. Such a call was not sent, and may be sent again under its own id.
 
-    A tool can also answer RATE_LIMITED; its call was sent.
+    A tool can also return RATE_LIMITED; its call was sent.
     """
     return result.error_code is ErrorCode.RATE_LIMITED and result.run_failure is RunFailure.ADMISSION
 
@@ -73,8 +73,8 @@ def was_not_admitted(result: ToolResult) -> bool:
 class Slot:
     """The slot of one call.
 
-    `used_s`: seconds of a worker that the tenant is charged when the slot is released, as the result's clocks say;
-    None: as long as it was held. `pending`: the id of the request in Redis until Redis has answered it; then "".
+    `used_s`: the worker time that the tenant is charged, in seconds, from the clocks of the result. None: the time for
+    which the slot was held. `pending`: the id of the request until Redis has answered it; then "".
     """
 
     def __init__(self, pending: str = "") -> None:
@@ -82,21 +82,21 @@ class Slot:
         self.pending = pending
 
     async def wait(self) -> None:
-        """Return when the call has the slot. Raises what `Admission.slot` raises."""
+        """Wait until the call has the slot. Raises the same errors as `Admission.slot`."""
 
 
 class Admission(Protocol):
-    """Gives slots in fair shares."""
+    """Grants slots in fair shares."""
 
     def slot(self, request: SlotRequest, *, is_early: bool = False) -> AbstractAsyncContextManager[Slot]:
-        """Wait for a slot and hold it until the block ends. A request of a paused tenant never gets one.
+        """Wait for a slot and hold it until the block ends. A request of a paused tenant gets no slot.
 
-        `is_early`: the block may begin when the request is on its way to Redis. A call that is published in the first
-        turn of the block goes into the same pipeline, and is published only if it has the slot `Slot.pending`. If it
-        has not, `Slot.wait` waits for the slot.
+        `is_early`: the block may begin as soon as the request is sent. A call that is published in the first iteration
+        of the block joins the same pipeline. Such a call is published only if it has the slot `Slot.pending`.
+        Otherwise `Slot.wait` waits for the slot.
 
-        Raises ToolFailure(RATE_LIMITED) with `retry_after_s` in its metadata when too many calls of the tenant wait, or
-        no slot became free within `wait_s`; BrokerUnavailable.
+        Raises ToolFailure(RATE_LIMITED) with `retry_after_s` in its metadata: too many calls of the tenant wait, or no
+        slot became free within `wait_s`. Raises BrokerUnavailable when Redis does not answer.
         """
         ...
 
@@ -106,19 +106,19 @@ class Admission(Protocol):
 
 
 class Unlimited:
-    """Admission for programs without a pool: every call has a slot at once."""
+    """Admission for programs without a pool. Every call has a slot at once."""
 
     @asynccontextmanager
     async def slot(self, request: SlotRequest, *, is_early: bool = False) -> AsyncIterator[Slot]:
         yield Slot()
 
     async def aclose(self) -> None:
-        """Do nothing: no slot is held."""
+        """Do nothing, because no slot is held."""
 
 
 @dataclass(frozen=True)
 class WaitNotice:
-    """A call that waits for a slot. `message`: one sentence for people."""
+    """A call that waits for a slot. `message`: one sentence for users."""
 
     call_id: str
     tenant: str
@@ -133,10 +133,10 @@ _listener: ContextVar[OnWaiting | None] = ContextVar("on_waiting", default=None)
 
 @contextmanager
 def report_waiting(listener: OnWaiting) -> Iterator[None]:
-    """Call `listener` for every call of this task, and of the tasks that it starts in the block, that waits longer than
-    NOTICE_S.
+    """Call `listener` for every call of this task that waits longer than NOTICE_S. The tasks that start in the block
+    count too.
 
-    A context variable, because calls are also made on the caller's behalf: opening a session is one.
+    A context variable holds the listener, because some calls are made indirectly: for example, to open a session.
     """
     token = _listener.set(listener)
     try:
@@ -146,12 +146,12 @@ def report_waiting(listener: OnWaiting) -> Iterator[None]:
 
 
 def waiting_listener() -> OnWaiting | None:
-    """Return the listener of the innermost `report_waiting` block, if there is one."""
+    """Return the listener of the innermost `report_waiting` block; None outside of such a block."""
     return _listener.get()
 
 
 def once_per_reason(listener: OnWaiting) -> OnWaiting:
-    """Return a listener that passes only the first notice of each tenant and reason on."""
+    """Return a listener that forwards only the first notice of each tenant and reason."""
     reported: set[tuple[str, WaitReason]] = set()
 
     def report(notice: WaitNotice) -> None:
@@ -180,15 +180,15 @@ def build_notice(request: SlotRequest, reason: WaitReason) -> WaitNotice:
 
 
 class PolicySource(Protocol):
-    """Gives the present policy of a tenant."""
+    """Returns the present policy of a tenant."""
 
     async def policy(self, tenant: str) -> TenantPolicy: ...
 
 
 class PausableAdmission:
-    """Adds pauses to `inner`, which gives the slots and counts paused calls as waiting.
+    """Adds pauses to `inner`. The admission `inner` grants the slots, and counts paused calls as waiting.
 
-    A call whose tenant is paused before the call is sent releases its slot and waits.
+    If the tenant is paused before a call is sent, the call releases its slot and waits.
     """
 
     def __init__(self, inner: Admission, tenants: PolicySource) -> None:
@@ -199,9 +199,9 @@ class PausableAdmission:
 
     @asynccontextmanager
     async def slot(self, request: SlotRequest, *, is_early: bool = False) -> AsyncIterator[Slot]:
-        """Wait for a slot as Admission.slot does. Urgent calls are not paused: they only end things.
+        """Wait for a slot as Admission.slot does. Urgent calls are never paused, because they only end things.
 
-        Also raises ToolFailure(RATE_LIMITED) when the tenant is still paused after `wait_s`.
+        Also raises ToolFailure(RATE_LIMITED): the tenant is still paused after `wait_s`.
         """
         if request.is_urgent:
             async with self._inner.slot(request, is_early=is_early) as slot:
@@ -216,6 +216,7 @@ class PausableAdmission:
                 request = replace(request, policy=policy, wait_s=wait_s)
                 continue
             async with self._inner.slot(request, is_early=is_early) as slot:
+                # The policy is read again, because the tenant may have been paused while the call waited for the slot.
                 policy = await self._tenants.policy(request.tenant)
                 if not policy.is_paused:
                     yield slot
@@ -223,7 +224,7 @@ class PausableAdmission:
                 slot.used_s = 0.0
 
     async def aclose(self) -> None:
-        """Close `inner`, which fails the calls of paused tenants that wait in it."""
+        """Close `inner`. Calls of paused tenants that wait in `inner` fail."""
         watches = list(self._watches.values())
         for watch in watches:
             watch.cancel()
@@ -231,12 +232,12 @@ class PausableAdmission:
         await self._inner.aclose()
 
     async def _until_resumed(self, request: SlotRequest, until: float) -> TenantPolicy:
-        """Return the policy of the resumed tenant. Raises ToolFailure when the tenant is still paused at that instant,
-        or has too many calls waiting.
+        """Return the policy of the resumed tenant. Raises ToolFailure: the tenant is still paused at `until`, or too
+        many of its calls wait.
         """
         tenant, left_s = request.tenant, max(0.0, until - asyncio.get_running_loop().time())
-        # `inner` counts the call as waiting. Our own limit is reached first: its message says that the tenant is
-        # paused.
+        # `inner` counts the call as waiting. The limit of this method is reached first: its message says that the
+        # tenant is paused.
         place = asyncio.ensure_future(self._hold_place(replace(request, wait_s=left_s + QUEUE_MARGIN_S)))
         self._waiting[tenant] += 1
         try:
@@ -257,14 +258,14 @@ class PausableAdmission:
         raise _still_paused(request, await self._tenants.policy(tenant))
 
     async def _hold_place(self, request: SlotRequest) -> None:
-        """Wait in `inner`, which gives a paused tenant no slot. Returns only by an exception."""
+        """Wait in `inner`, which grants no slot to a paused tenant. The method ends only with an exception."""
         async with self._inner.slot(request):
             raise AssertionError(f"tenant {request.tenant} is paused and got a slot")
 
     async def _watch(self, tenant: str) -> None:
-        """Return when the tenant is resumed, or none of its calls waits. One task per tenant."""
+        """Wait until the tenant is resumed, or until none of its calls waits. There is one task per tenant."""
         try:
-            # The policy is in Redis, which sends no event when it changes.
+            # The policy is in Redis, which sends no event when the policy changes.
             while self._waiting[tenant] and await self._is_paused(tenant):  # noqa: ASYNC110
                 await asyncio.sleep(PAUSE_POLL_S)
         finally:
@@ -277,7 +278,8 @@ class PausableAdmission:
             log.warning("pause_not_known", tenant=tenant, error=str(error))
             return True
         except (ToolFailure, OperatorError):
-            # The tenant was removed, or its policy cannot be read: each of its calls fails with that when it goes on.
+            # The tenant was removed, or its policy is unreadable. Each of its calls continues and fails with that
+            # error.
             return False
 
 
@@ -292,8 +294,8 @@ def _still_paused(request: SlotRequest, policy: TenantPolicy) -> ToolFailure:
 
 @dataclass
 class _Ticket:
-    """A call that waits for a slot or holds one. `is_known`: Redis has it; `reason`: why it waits; `held_at`: seconds
-    of the event loop's clock since it holds the slot, None while it waits.
+    """A call that waits for a slot or holds a slot. `is_known`: Redis has the request. `reason`: why the call waits.
+    `held_at`: the start of the slot in seconds of the event loop's clock; None while the call waits.
     """
 
     call: str
@@ -305,13 +307,13 @@ class _Ticket:
 
 
 class SharedAdmission:
-    """Gives weighted fair shares of each queue's slots (docs/design.md).
+    """Grants weighted fair shares of each queue's slots (docs/design.md).
 
-    A call costs one round trip before it begins. Its release is sent without waiting for the answer. Requests of one
-    turn of the event loop share a pipeline. `clock`: Unix seconds instead of Redis's clock, for simulations.
+    A call costs one round trip before it begins. Its release does not wait for the reply. Requests of the same
+    iteration of the event loop share a pipeline. `clock`: Unix seconds in place of Redis's clock, for simulations.
 
-    Invariant: every ticket is in `_tickets` until it is dropped, and dropping sends exactly one release. A grant for a
-    ticket that was dropped meanwhile is therefore released at once (`_grant`).
+    Invariant: every ticket is in `_tickets` until it is dropped, and dropping a ticket sends exactly one release. If a
+    grant arrives for a dropped ticket, `_grant` therefore releases the slot at once.
     """
 
     def __init__(
@@ -330,7 +332,7 @@ class SharedAdmission:
         self._tickets: dict[str, _Ticket] = {}
         self._waiting: dict[str, _Ticket] = {}
         self._lines = Counter[tuple[str, str]]()
-        """How many calls of each tenant wait for each queue."""
+        """Number of waiting calls, by tenant and queue."""
         self._steps = SlotStore(
             self._scripts,
             deployment,
@@ -364,7 +366,7 @@ class SharedAdmission:
             self._drop(ticket, held_s if slot.used_s is None else max(0.0, min(slot.used_s, held_s)))
 
     async def aclose(self) -> None:
-        """Release all slots, and fail the calls that wait."""
+        """Release all slots. Waiting calls fail."""
         self._is_closed = True
         for ticket in list(self._tickets.values()):
             if ticket.held_at is None and not ticket.granted.done():
@@ -380,14 +382,15 @@ class SharedAdmission:
             await self._scripts.aclose()
 
     def _request(self, request: SlotRequest, *, is_early: bool) -> tuple[_Ticket, bool]:
-        """Return the ticket, and whether its request is on its way."""
+        """Return a new ticket, and whether its request was sent."""
         if self._is_closed:
             raise _unavailable("the client is closed")
         self._open()
         ticket = _Ticket(f"{self.id}.{next(self._numbers)}", request, asyncio.get_running_loop().create_future())
-        # The publish reports a failure of a call that was published early; nothing awaits this future then.
+        # If an early published call fails, its publish reports the failure, and no task awaits this future. The
+        # callback prevents asyncio's warning about an unread exception.
         ticket.granted.add_done_callback(_retrieve)
-        # A call behind other calls of its tenant has to wait: publishing it early would be useless.
+        # A call behind other calls of its tenant must wait, so early publishing would be useless.
         is_in_line = self._lines[request.tenant, request.queue] > 0
         self._tickets[ticket.call] = self._waiting[ticket.call] = ticket
         self._lines[request.tenant, request.queue] += 1
@@ -405,7 +408,7 @@ class SharedAdmission:
             raise _none_free(ticket.request) from None
 
     async def _report_wait(self, ticket: _Ticket) -> None:
-        """Give the task's listener, if it has one, the reason why the call waits."""
+        """Report the reason for the wait to the listener of the task, if there is one."""
         listener = waiting_listener()
         if listener is None:
             return
@@ -414,7 +417,7 @@ class SharedAdmission:
             listener(build_notice(ticket.request, ticket.reason))
 
     def _open(self) -> None:
-        """Start the tasks with the first call: only then is there an event loop."""
+        """Start the tasks with the first call, because no event loop runs before it."""
         if not self._tasks:
             works = {"grants": self._listener.run(), "leases": self._keep()}
             self._tasks = [begin_shared(work, f"admission-{name}") for name, work in works.items()]
@@ -435,7 +438,7 @@ class SharedAdmission:
         for call in calls:
             ticket = self._tickets.get(call)
             if ticket is None:
-                # Redis granted it after its caller had stopped waiting.
+                # Redis granted the slot after the caller had stopped waiting.
                 self._steps.give_back(call, 0.0)
             elif ticket.held_at is None:
                 ticket.is_known, ticket.held_at = True, _instant()
@@ -454,6 +457,7 @@ class SharedAdmission:
             self._fail(call, _too_many(self._waiting[call].request, retry_after_s) if call in self._waiting else None)
         self._repair(answer.unknown)
         self._schedule_wake(answer.wake_s)
+        # Redis answers again after an outage. Grants may have been missed, so all leases are checked.
         if self._outage is not None:
             self._outage = None
             self._reconcile()
@@ -469,7 +473,7 @@ class SharedAdmission:
             ticket.granted.set_exception(error)
 
     def _repair(self, unknown: Iterable[str]) -> None:
-        """Ask again for what Redis has lost: its last second, or all of its data."""
+        """Repeat the requests and grants that Redis has lost: its last second of writes, or all of its data."""
         for call in unknown:
             ticket = self._tickets.get(call)
             if ticket is not None and ticket.held_at is not None:
@@ -479,7 +483,7 @@ class SharedAdmission:
                 self._steps.ask(call, ticket.request)
 
     def _reconcile(self) -> None:
-        """Renew all leases; Redis answers with the ids that it does not know."""
+        """Renew all leases. Redis returns the ids that it does not know."""
         held = [call for call, ticket in self._tickets.items() if ticket.held_at is not None]
         waiting = [call for call, ticket in self._waiting.items() if ticket.is_known]
         for at in range(0, len(held), RENEW_AT_ONCE):
@@ -527,7 +531,7 @@ def _retrieve(granted: "asyncio.Future[None]") -> None:
 
 
 def _instant() -> float:
-    """Return seconds of the event loop's clock, which every time-out here uses."""
+    """Return seconds of the event loop's clock. Every time limit in this module uses this clock."""
     return asyncio.get_running_loop().time()
 
 
@@ -553,7 +557,9 @@ def _none_free(request: SlotRequest) -> ToolFailure:
 
 
 async def until_admitted(send: Callable[[], Awaitable[ToolResult]]) -> ToolResult:
-    """Send a call again until admission does not refuse it, and return its result."""
+    """Send a call repeatedly until admission accepts it, and return its result. Random pauses keep refused callers
+    from returning at the same moment.
+    """
     while True:
         result = await send()
         retry_after_s = result.metadata.get("retry_after_s")

@@ -1,5 +1,5 @@
-"""Spans of runs and calls on this side of the queue, and which run and which call the current task is for. Used only
-while tracing is on.
+"""Spans of runs and calls in the orchestrator, and the run and the call of the current task. Used only while tracing
+is on.
 """
 
 import json
@@ -29,7 +29,7 @@ log = get_logger(__name__)
 
 SERVICE = "toolcrew-orchestrator"
 CALL_LOST = "CALL_LOST"
-"""What ended an attempt after which there was another."""
+"""Error of an attempt that ended without a result, if another attempt followed."""
 CANCELLED = "CANCELLED"
 INTERRUPTED = "interrupted"
 NO_REPLY = "no_reply"
@@ -37,8 +37,9 @@ USUAL_PORTS = {"https": 443, "http": 80}
 
 
 class CallSpans:
-    """Spans of a call while it is made. `is_own`: the span of the call itself is this one's to end; else a run has it.
-    `leave`: takes spans of a call that is given up here; None: they end."""
+    """Spans of a call in progress. `is_own`: this object ends the call's span; otherwise the spans of a run end it.
+    `leave`: receives the spans of a call that is given up in this process; None: such spans end at once.
+    """
 
     def __init__(
         self, tracer: Tracer, span: Span, *, is_own: bool, leave: Callable[[Span], None] | None = None
@@ -51,17 +52,19 @@ class CallSpans:
         self._attempt: Span | None = None
 
     def know(self, spec: ToolSpec) -> None:
-        """Tell of the tool what is known by now."""
+        """Add the description of the tool to the span."""
         self.span.set({names.TOOL_DESCRIPTION: spec.description} if spec.audience == "model" else {})
 
     def wait(self, tool: str, context: ToolContext, priority: str) -> Span:
-        """It waits for a slot, until the span that this gives is ended."""
+        """Start the span of the wait for a slot. The caller ends the returned span."""
         told: Attributes = {names.TENANT: context.tenant, names.PRIORITY: priority}
         self._waiting = self._tracer.start(f"admission {tool}", told, parent=self.span.ref)
         return self._waiting
 
     def send(self, call: ToolCall, queue: str, attempt: int) -> Span:
-        """An attempt begins, and ends with its answer; one before it, which had none, is linked."""
+        """Start the span of an attempt, which ends with its result. The span links to an earlier attempt that had no
+        result.
+        """
         earlier = self._attempt
         if earlier is not None:
             earlier.end(error=CALL_LOST)
@@ -74,7 +77,7 @@ class CallSpans:
             names.ATTEMPT: attempt,
         }
         parent = self.span.ref
-        # Whoever goes on with the call in another process finds the same id.
+        # The id depends only on the call and the attempt. Another process that continues the call uses the same id.
         ref = SpanRef(parent.trace_id, attempt_span_id(call.id, attempt), parent.is_sampled)
         links = [earlier.ref] if earlier is not None else []
         self._attempt = self._tracer.start(
@@ -83,7 +86,7 @@ class CallSpans:
         return self._attempt
 
     def finish(self, result: ToolResult | None) -> None:
-        """The call has its result; None: nobody waits for one here any more."""
+        """End the spans with the result of the call. None: this process no longer waits for the result."""
         error = result.error_code.value if result is not None and result.error_code is not None else None
         parts = [span for span in (self._waiting, self._attempt) if span is not None]
         if result is None and self._leave is not None:
@@ -97,7 +100,7 @@ class CallSpans:
 
 
 def call_attributes(tracer: Tracer, call: ToolCall) -> Attributes:
-    """What is told of a tool's call when it begins."""
+    """Return the attributes of a tool call at its start."""
     return {
         names.OPERATION: "execute_tool",
         names.TOOL: call.name,
@@ -108,7 +111,7 @@ def call_attributes(tracer: Tracer, call: ToolCall) -> Attributes:
 
 
 def end_call(tracer: Tracer, span: Span, result: ToolResult | None) -> None:
-    """The span of a call is over. `result` None: it was given up."""
+    """End the span of a call. `result` None: the call was given up."""
     if not span.ref.is_sampled:
         return
     if result is None:
@@ -127,8 +130,8 @@ def _json(arguments: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True)
 class TracedRun:
-    """What the spans of a run say about it. `earlier`: the run of the attempt before this one. `is_agent` False: a
-    batch's item that is one call.
+    """Description of a run for its spans. `earlier`: the run of the previous attempt. `is_agent` False: the run is a
+    batch item that consists of one call.
     """
 
     tenant: str
@@ -142,18 +145,18 @@ class TracedRun:
 
 
 class RunSpans:
-    """Spans of a run while it lasts. Their ids are made of the run's and its calls' names: a process that goes on with
-    it makes the same.
+    """Spans of a run in progress. Span ids derive from the names of the run and its calls, so a process that resumes
+    the run creates the same ids.
 
-    `is_told`: whether a process that had the run before has reported a call, or with "" the model's next reply.
+    `is_told`: returns whether a former holder has already reported a call; for "", the next reply of the model.
     """
 
     def __init__(self, tracer: Tracer, run: TracedRun, is_told: Callable[[str], bool] = lambda _: False) -> None:
         tenant, name = run.tenant, run.name
         self._tracer, self._run, self._is_told = tracer, name, is_told
         self._who: Attributes = {names.CONVERSATION: run.session or name, names.TENANT: tenant, names.RUN: name}
-        # A run of a program that is traced itself is a part of what that does; one that may be gone on with elsewhere
-        # is a trace of its own.
+        # A run of a traced program belongs to the trace of the program. A run of a batch may be resumed in another
+        # process, so it has a trace of its own.
         ambient = tracer.ambient() if run.batch is None else None
         ref = tracer.root(trace_id_of(tenant, name), run_span_id(tenant, name))
         if ambient is not None:
@@ -181,12 +184,12 @@ class RunSpans:
         self._error: str | None = None
         self._left: list[Span] = []
         self.leave = self._left.append if run.batch is not None else None
-        """Takes spans of a call that is given up in the middle: of a run that may be gone on with, it is not known yet
-        whether they are to be told of.
+        """Receives the spans of a call that is given up. If the run may be resumed, it is not known yet whether these
+        spans must be sent.
         """
 
     def before(self, tell: OnEvent) -> OnEvent:
-        """What a run tells its events to: these spans, and then `tell`."""
+        """Return a listener that updates these spans and then calls `tell`."""
         if not self.span.ref.is_sampled:
             return tell
 
@@ -197,14 +200,14 @@ class RunSpans:
         return on_event
 
     def on_event(self, event: RunEvent) -> None:
-        """Take one event. Never raises."""
+        """Process one event. Never raises an exception."""
         try:
             self._take(event)
-        except Exception:  # the edge: spans must never end the run that they tell of
+        except Exception:  # an error in tracing must not end the run
             log.exception("span_lost", run=self._run, kind=type(event).__name__)
 
     def know_model(self, model: Model) -> None:
-        """Which server is asked, where there is one."""
+        """Store the address of the model's server, if there is one."""
         address = urlsplit(str(getattr(model, "address", "")))
         if address.hostname:
             self._server = {
@@ -213,11 +216,11 @@ class RunSpans:
             }
 
     def call(self, call: str) -> Span | None:
-        """The span of a call that runs."""
+        """Return the span of a running call; None if there is none."""
         return self._calls.get(call)
 
     def finish(self, error: str | None = None) -> None:
-        """The run has ended, its session closed; what is open ends as `error` says."""
+        """End the run, after its session was closed. Open spans end with `error`."""
         self._end_chat(error or INTERRUPTED)
         for span in (*self._left, *self._approvals.values(), *self._calls.values()):
             span.end(error=error or INTERRUPTED)
@@ -303,7 +306,7 @@ class RunSpans:
         if span is None:
             if self._is_replayed:
                 return
-            # Of a call that could not even be read.
+            # A call that could not be parsed has no CallStarted event, so its span starts here.
             span = self._begin_call(ToolCall(id=result.call_id, name=result.name), event.at)
         end_call(self._tracer, span, result)
 
@@ -325,16 +328,16 @@ def _message(role: str, text: str) -> str:
 
 _RUN: ContextVar[RunSpans | None] = ContextVar("toolcrew-run-spans", default=None)
 CURRENT_CALL: ContextVar[CallSpans | None] = ContextVar("toolcrew-call-spans", default=None)
-"""The spans of the call that this task makes; None: it makes none, or tracing is off."""
+"""The spans of the call of the current task. None: the task makes no call, or tracing is off."""
 
 
 def open_process_tracer(
     settings: OrchestratorSettings | None = None, secrets: Mapping[str, str] | None = None
 ) -> Tracer | None:
-    """The tracer of this process's clients; None: tracing is off. What settings, environment and `secrets` (kind ->
-    value) hold is masked.
+    """Return the tracer for the clients of this process; None if tracing is off. Values from the settings, the
+    environment and `secrets` (kind -> value) are masked.
 
-    Raises ConfigError with what is missing or wrong.
+    Raises ConfigError: a setting is missing or wrong. The message says which.
     """
 
     def masker() -> Masker:
@@ -346,7 +349,7 @@ def open_process_tracer(
 
 @contextmanager
 def run_spans(spans: RunSpans) -> Iterator[RunSpans]:
-    """What is done in the block is done for that run, which ends with it."""
+    """Assign everything in the block to that run. The spans of the run end with the block."""
     error: str | None = None
     try:
         with within_run(spans):
@@ -360,7 +363,7 @@ def run_spans(spans: RunSpans) -> Iterator[RunSpans]:
 
 @contextmanager
 def within_run(spans: RunSpans) -> Iterator[None]:
-    """What is done in the block is done for that run."""
+    """Assign everything in the block to that run."""
     token = _RUN.set(spans)
     try:
         yield
@@ -369,7 +372,7 @@ def within_run(spans: RunSpans) -> Iterator[None]:
 
 
 def current_run() -> RunSpans | None:
-    """The run that this task is at work for."""
+    """Return the run of the current task."""
     return _RUN.get()
 
 
@@ -377,7 +380,9 @@ def current_run() -> RunSpans | None:
 def call_spans(
     tracer: Tracer, call: ToolCall, tenant: str, session: str | None, run: str | None
 ) -> Iterator[CallSpans]:
-    """What is done in the block is done for that call: a run's has its span already, any other gets one."""
+    """Assign everything in the block to that call. A call of a run already has its span; any other call gets a new
+    span.
+    """
     of_run = _RUN.get()
     span = of_run.call(call.id) if of_run is not None else None
     leave = of_run.leave if of_run is not None else None
@@ -400,7 +405,7 @@ def _begin(
     root = tracer.root() if parent is None else parent
     ref = SpanRef(root.trace_id, call_span_id(call.id), root.is_sampled)
     if call.name.startswith("session."):
-        # Verbs of sessions are no tools that a model could be told of.
+        # Operations on sessions are not tools that a model could use, so they have no tool attributes.
         return tracer.start(call.name, {names.CALL: call.id, **who}, parent=parent, ref=ref)
     told: Attributes = {**call_attributes(tracer, call), **who}
     return tracer.start(f"execute_tool {call.name}", told, parent=parent, ref=ref)

@@ -1,3 +1,3 @@
-"""State in Redis, one module for each kind of record: its keys, its scripts, and the methods of orchestrators and of
-workers.
+"""State in Redis, with one module for each kind of record. A module contains the keys and the scripts of its records,
+and the methods for orchestrators and workers.
 """

@@ -1,5 +1,7 @@
-"""API keys and logins to the pages: which tenant and role a key stands for. Redis has only a signed record with a
-digest of the key; the key itself is shown once.
+"""API keys, and logins to the pages. A key stands for a tenant and a role.
+
+Invariant: no API key can be read or forged in Redis. Redis stores only a digest of each key, in a signed record. The
+key itself is shown once.
 """
 
 import copy
@@ -31,14 +33,16 @@ from telemetry.logs import get_logger
 log = get_logger(__name__)
 
 KEY_FRESH_S = 1.0
-"""How long a process uses a record that it has read: half of the time within which revoking a key takes effect
-everywhere.
+"""Time for which a process uses a record from its cache, in seconds. Revoking a key takes effect everywhere within
+twice this time.
 """
 MAX_KNOWN = 4096
 SECRET_BYTES = 32
 LOGIN_S = 12 * 3600
 LOGINS_OF_A_KEY = 100
-"""Logins of one API key at a time. A further login ends the oldest one, so that one client cannot fill Redis."""
+"""Limit of logins of one API key at the same time. A further login ends the oldest one, so that one client cannot fill
+Redis.
+"""
 _TOKEN = re.compile(r"[A-Za-z0-9_-]{43}")
 TAIL_CHARS = 4
 _KEY = re.compile(r"tc_([0-9a-f]{16})_([A-Za-z0-9_-]{43})")
@@ -70,8 +74,8 @@ if redis.call('LLEN', KEYS[2]) > tonumber(ARGV[3]) then redis.call('DEL', redis.
 
 
 class ApiKeyRecord(Record):
-    """The stored record of a key. `digest`: SHA-256 of it, in hexadecimal; `tail`: its last characters, for
-    recognition. Instants in Unix seconds.
+    """The stored record of a key. `digest`: SHA-256 of the key, in hexadecimal. `tail`: the last characters of the
+    key, for recognition. Times are Unix seconds.
     """
 
     tenant: Identifier
@@ -85,19 +89,19 @@ class ApiKeyRecord(Record):
 
 @dataclass(frozen=True)
 class Identity:
-    """The tenant and role that a key stands for."""
+    """The tenant and the role of a key."""
 
     tenant: str
     role: Role
     key_id: str
     name: str = field(default="", compare=False)
-    """The name that was given when the key was created."""
+    """The name from the creation of the key."""
 
     def may_act_for(self, tenant: str) -> bool:
         return self.role != "tenant" or tenant == self.tenant
 
     def actor(self) -> Actor:
-        """Return the actor for the audit."""
+        """Return the actor for the audit log."""
         return Actor(key=self.key_id, role=self.role, name=self.name, tenant=self.tenant)
 
 
@@ -114,9 +118,10 @@ class NewKey:
 
 
 class ApiKeys:
-    """The keys in Redis, each read again after at most KEY_FRESH_S seconds. `signing` signs and checks their records.
-    `clock`: Unix seconds. The audit names the user of this program as the actor of a change, or the actor of
-    `acting_as`."""
+    """The keys in Redis. A record is read again after at most KEY_FRESH_S seconds. `signing` signs and verifies the
+    records. `clock` returns Unix seconds. The audit log names the system user as the actor of a change, or the actor
+    of `acting_as`.
+    """
 
     def __init__(
         self,
@@ -134,19 +139,19 @@ class ApiKeys:
         self._add_script, self._revoke_script = client.register_script(_ADD), client.register_script(_REVOKE)
 
     def acting_as(self, actor: Actor) -> Self:
-        """Return the same keys, changed by `actor`."""
+        """Return the same keys, with changes by `actor`."""
         mine = copy.copy(self)
         mine._actor = actor
         return mine
 
     async def authenticate(self, text: str) -> Identity:
-        """Return the identity of a key. Raises ToolFailure(UNAUTHENTICATED) for one that is unknown, revoked or
-        expired; BrokerUnavailable.
+        """Return the identity of a key. Raises ToolFailure(UNAUTHENTICATED): the key is unknown, revoked or expired.
+        Raises BrokerUnavailable when Redis does not answer.
         """
         parts = _KEY.fullmatch(text)
         key_id = parts[1] if parts is not None else ""
         record = await self._find(key_id) if key_id else None
-        # An unknown key takes the same way as a wrong one.
+        # An unknown key takes the same time as a wrong one, so the time reveals no key ids.
         is_right = hmac.compare_digest(_digest(text), record.digest if record is not None else _NOBODY)
         if record is None or not is_right:
             raise ToolFailure(
@@ -157,16 +162,19 @@ class ApiKeys:
         return self._identity(key_id, record)
 
     async def recall(self, key_id: str) -> Identity:
-        """Return the identity of a key that was shown before, by its id. Raises as `authenticate`."""
+        """Return the identity of a key that was presented earlier, by its id. Raises the same errors as
+        `authenticate`.
+        """
         record = await self._find(key_id)
         if record is None:
             raise ToolFailure(ErrorCode.UNAUTHENTICATED, "the API key was revoked: show another one")
         return self._identity(key_id, record)
 
     async def add(self, tenant: str, role: Role = "tenant", *, name: str = "", ttl_s: float | None = None) -> NewKey:
-        """Create a key for a registered tenant; `ttl_s`: how long it is valid, None: until it is revoked.
+        """Create a key for a registered tenant. `ttl_s`: its lifetime in seconds; None: until the key is revoked.
 
-        Raises ToolFailure: UNKNOWN_TENANT, INVALID_ARGUMENTS for a name or time that is too long; BrokerUnavailable.
+        Raises ToolFailure(UNKNOWN_TENANT): the tenant is not registered. Raises ToolFailure(INVALID_ARGUMENTS): the
+        name or the time is too long. Raises BrokerUnavailable when Redis does not answer.
         """
         key_id, now = secrets.token_hex(8), self._clock()
         text = f"tc_{key_id}_{secrets.token_urlsafe(SECRET_BYTES)}"
@@ -200,8 +208,8 @@ class ApiKeys:
         return NewKey(key_id, text, record)
 
     async def revoke(self, key_id: str) -> bool:
-        """Revoke a key; return whether it existed. It is invalid everywhere within 2 seconds. Raises
-        BrokerUnavailable.
+        """Revoke a key. Return whether it existed. The key is invalid everywhere within 2 seconds. Raises
+        BrokerUnavailable when Redis does not answer.
         """
         with broker_errors("the API key was not revoked"):
             data: Any = await self._client.hget(self._key, key_id)
@@ -213,8 +221,8 @@ class ApiKeys:
         return bool(was_there)
 
     async def all(self) -> dict[str, ApiKeyRecord | ConfigError]:
-        """Return every key by its id, oldest first, or the error of a record that cannot be read. Raises
-        BrokerUnavailable.
+        """Return every key by its id, the oldest first. An unreadable record is replaced by its error. Raises
+        BrokerUnavailable when Redis does not answer.
         """
         with broker_errors("the API keys were not read"):
             details: Any = await self._client.hgetall(self._key)
@@ -254,6 +262,7 @@ class ApiKeys:
         record = self._parse(key_id, data)
         while len(self._known) >= MAX_KNOWN:
             del self._known[next(iter(self._known))]
+        # The age counts from the request: a slow reply must not extend the use of a revoked key.
         self._known[key_id] = (record, asked_at)
         return record
 
@@ -267,7 +276,7 @@ class ApiKeys:
             raise ConfigError(f"the record of API key {key_id} cannot be read, so {advice}") from error
 
     def _describe(self, key_id: str, data: bytes) -> dict[str, Any]:
-        """Return the fields of the audit entry about a record that is removed."""
+        """Return the fields of the audit entry for a removed record."""
         try:
             record = self._parse(key_id, data)
         except ConfigError:
@@ -276,15 +285,16 @@ class ApiKeys:
 
 
 class Credential:
-    """The key of a client, checked again before each call: it may have been revoked."""
+    """The key of a client. The key is checked before each call, because it may have been revoked."""
 
     def __init__(self, keys: ApiKeys, text: str) -> None:
         self._keys = keys
         self._text = text
 
     async def check(self, tenant: str) -> Identity:
-        """Raises ToolFailure: UNAUTHENTICATED, PERMISSION_DENIED when the key is not for that tenant;
-        BrokerUnavailable.
+        """Return the identity of the key. Raises ToolFailure(UNAUTHENTICATED): the key is invalid. Raises
+        ToolFailure(PERMISSION_DENIED): the key is not for that tenant. Raises BrokerUnavailable when Redis does not
+        answer.
         """
         identity = await self._identify()
         if not identity.may_act_for(tenant):
@@ -300,26 +310,27 @@ class Credential:
 
 
 class ShownCredential(Credential):
-    """The id of a key that was shown once, for a client that has a login to the pages since."""
+    """The id of a key that was presented once. The client has had a login to the pages since then."""
 
     async def _identify(self) -> Identity:
         return await self._keys.recall(self._text)
 
 
 def _digest(text: str) -> str:
-    """Return a fast digest: the secret has 32 random bytes, so guessing is hopeless, and each call needs the digest."""
+    """Return a fast digest, because each call needs one. Guessing is hopeless: the secret has 32 random bytes."""
     return hashlib.sha256(b"toolcrew api key v1\0" + text.encode(errors="surrogatepass")).hexdigest()
 
 
 def _purpose(key_id: str) -> str:
-    """Return the signing purpose: a record is valid for its own key id only."""
+    """Return the signing purpose. A record is valid only for its own key id."""
     return f"api-key {key_id}"
 
 
 class LoginStore:
-    """The logins to the pages. A login maps a random token, which only the cookie has, to the id of an API key; Redis
-    has the digest of the token. A login ends LOGIN_S after it began. Every method raises BrokerUnavailable when Redis
-    does not answer."""
+    """The logins to the pages. A login maps a random token to the id of an API key. Only the cookie contains the
+    token; Redis stores its digest. A login ends LOGIN_S seconds after its start. Every method raises BrokerUnavailable
+    when Redis does not answer.
+    """
 
     def __init__(self, client: "redis.asyncio.Redis", deployment: str, signing: SigningKeys) -> None:
         self._client, self._deployment, self._signing = client, deployment, signing
@@ -328,7 +339,8 @@ class LoginStore:
     async def open(self, key_id: str) -> str:
         """Create a login for the holder of an API key, and return its token."""
         token = secrets.token_urlsafe(SECRET_BYTES)
-        # Signed for its token: otherwise a process that can write to Redis could log in as the holder of any key.
+        # The signature is bound to the token. Otherwise any process that can write to Redis could log in as the holder
+        # of any key.
         sealed = self._signing.seal(self._purpose(token), key_id)
         keys = [self._key(token), deployment_key(self._deployment, f"page:logins:{key_id}")]
         with broker_errors("the login was not stored"):
@@ -336,7 +348,7 @@ class LoginStore:
         return token
 
     async def find(self, token: str) -> str | None:
-        """Return the id of the API key; None when the login does not exist or has ended."""
+        """Return the id of the API key; None if the login does not exist or has ended."""
         if not _TOKEN.fullmatch(token):
             return None
         with broker_errors("the login was not read"):
@@ -360,5 +372,5 @@ class LoginStore:
 
 
 def login_digest(purpose: str, token: str) -> str:
-    """Return a digest of a login's token. The token has 32 random bytes, so a plain hash is enough."""
+    """Return a digest of a login's token. A plain hash is enough, because the token has 32 random bytes."""
     return hashlib.sha256(f"toolcrew page {purpose} v1\0{token}".encode(errors="replace")).hexdigest()

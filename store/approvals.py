@@ -1,7 +1,8 @@
-"""Questions about calls that need approval, in Redis: asked by the process that runs the calls, answered once, from any
-other process.
+"""Questions about calls that need approval, in Redis. The process that runs a call asks the question; any other
+process can answer.
 
-Questions and answers are signed, bounded in size, and bound to one call by its digest.
+Invariant: a call is decided once, and only with the arguments that the approver has seen. Questions and answers are
+signed, limited in size, and bound to one call by its digest.
 """
 
 import hashlib
@@ -27,7 +28,7 @@ log = get_logger(__name__)
 
 
 def approvals_key(deployment: str) -> str:
-    """Return the key of the sorted set of open questions, by the Unix time in milliseconds at which each expires."""
+    """Return the key of the sorted set of open questions, by the expiry in Unix milliseconds."""
     return deployment_key(deployment, "approvals")
 
 
@@ -37,25 +38,25 @@ def tenant_approvals_key(deployment: str, tenant: str) -> str:
 
 
 def approval_key(deployment: str, approval: str) -> str:
-    """Return the key of the hash of one question; its answer is under `:decision`."""
+    """Return the key of the hash of one question. The key of its answer has the suffix `:decision`."""
     return deployment_key(deployment, f"approval:{approval}")
 
 
 Approvers = Literal["tenant", "operator"]
-"""The role that may answer: also the tenant whose call it is, or operators only."""
+"""The role that may answer: also the tenant of the call, or only operators."""
 MAX_PENDING = 1000
-"""Open questions of one tenant."""
+"""Limit of open questions of one tenant."""
 MAX_WAIT_S = 7 * 86_400.0
 ANSWER_KEPT_S = 86_400.0
-"""How long an answer stays, for a run that has no holder when it is given."""
+"""Lifetime of an answer, in seconds. The run may have no holder when the answer arrives."""
 OVER_KEPT_S = 3600.0
-"""How long a withdrawn or expired question stays, so that an answer to it gets the right error."""
+"""Lifetime of a withdrawn or expired question, in seconds. An answer to the question then gets the right error."""
 MAX_PAGE = 1000
 _AT_ONCE = 500
 MAX_QUESTION_BYTES = 128 * 1024
-"""The limit of a question with its arguments. A person cannot judge a longer one."""
+"""Limit of a question with its arguments, in bytes. A person cannot judge a longer one."""
 MAX_ARGUMENT_BYTES = 128 * 1024
-"""The limit of the arguments that an approver gives instead."""
+"""Limit of the arguments that an approver supplies in place of the call's own, in bytes."""
 MAX_REASON_CHARS = 1024
 ID_CHARS = 32
 Kept = TypeVar("Kept", bound=Record)
@@ -122,8 +123,9 @@ return {'done'}
 
 class ApprovalQuestion(Record):
     """The question whether a call may run with exactly these arguments. `command`: the shell command of the call, if
-    its tool takes one. `reason`: why approval is needed; `warning`: why the call is dangerous, "" when it is not.
-    `digest`: the answer is bound to it."""
+    its tool takes one. `reason`: why approval is needed. `warning`: why the call is dangerous; "" if it is not.
+    `digest`: the answer is bound to this digest.
+    """
 
     id: str = Field(pattern=rf"^[0-9a-f]{{{ID_CHARS}}}$")
     tenant: Identifier
@@ -137,8 +139,8 @@ class ApprovalQuestion(Record):
 
 
 class ApprovalAnswer(Record):
-    """The decision about the call with that digest, its author and its time (Unix seconds). `arguments`: run with these
-    instead.
+    """The decision about the call with that digest, its author and its time in Unix seconds. `arguments`: arguments
+    that replace those of the call.
     """
 
     id: str
@@ -160,7 +162,7 @@ class ApprovalAnswer(Record):
 
 
 class UnknownQuestion(ToolFailure):
-    """No question has that id, or it is another tenant's: the error does not say which."""
+    """The question does not exist, or belongs to another tenant. The error does not reveal which of the two."""
 
     def __init__(self, id_: str) -> None:
         shown = id_ if len(id_) == ID_CHARS and id_.isalnum() else "of that id"
@@ -170,7 +172,7 @@ class UnknownQuestion(ToolFailure):
 
 
 class AlreadyAnswered(ToolFailure):
-    """A call is decided once."""
+    """The question has an answer already. A call is decided once."""
 
     def __init__(self, answer: ApprovalAnswer) -> None:
         super().__init__(
@@ -203,20 +205,20 @@ class OtherCall(ToolFailure):
 
 @dataclass(frozen=True)
 class PendingQuestion:
-    """An open question. Times are Unix seconds of Redis's clock; an answer after `expires_at` does not count."""
+    """An open question. Times are Unix seconds of Redis's clock. An answer after `expires_at` does not count."""
 
     question: ApprovalQuestion
     created_at: float
     expires_at: float
 
     def to_json(self) -> dict[str, Any]:
-        # Not by way of JSON: arguments may hold halves of characters.
+        # Not through JSON: arguments may contain halves of surrogate pairs.
         return {**self.question.model_dump(), "created_at": self.created_at, "expires_at": self.expires_at}
 
 
 @dataclass(frozen=True)
 class QuestionPage:
-    """Questions by their expiry. `cursor`: where the next page begins; None when there is none."""
+    """Questions by their expiry. `cursor`: the start of the next page; None if there is none."""
 
     questions: tuple[PendingQuestion, ...]
     cursor: str | None
@@ -226,7 +228,8 @@ class ApprovalQueue:
     """The questions of one deployment. `approvers`: the role that may answer. Every method raises BrokerUnavailable
     when Redis does not answer.
 
-    An actor of the role tenant sees and answers its own tenant's; other tenants' questions do not exist for it.
+    An actor with the role tenant sees and answers only questions of its own tenant. For such an actor, other questions
+    do not exist.
     """
 
     def __init__(
@@ -248,11 +251,11 @@ class ApprovalQueue:
         self._answer_script = client.register_script(_ANSWER)
 
     async def ask(self, question: ApprovalQuestion, asker: str, wait_s: float) -> ApprovalAnswer | None:
-        """Add a question, or extend the time of one that is there. `asker`: a token with which the caller may withdraw
-        it. Return the answer, if there is one.
+        """Add a question, or extend the time of an existing one. Return the answer, if there is one. `asker`: a token
+        with which the caller may withdraw the question.
 
-        Raises ToolFailure(QUOTA_EXCEEDED) when too many of the tenant's are open; EnvelopeRefused for an answer with a
-        wrong signature.
+        Raises ToolFailure(QUOTA_EXCEEDED): the tenant has too many open questions. Raises EnvelopeRefused: the answer
+        has a wrong signature.
         """
         wait_ms = int(min(wait_s, MAX_WAIT_S) * 1000)
         args = [
@@ -280,8 +283,8 @@ class ApprovalQueue:
         )
 
     async def answers(self, ids: Sequence[str]) -> dict[str, ApprovalAnswer | EnvelopeRefused]:
-        """Return the answers of those questions that have one, and an EnvelopeRefused for one with a wrong
-        signature.
+        """Return the answers of those questions that have one. An answer with a wrong signature is replaced by an
+        EnvelopeRefused.
         """
         found: dict[str, ApprovalAnswer | EnvelopeRefused] = {}
         for at in range(0, len(ids), _AT_ONCE):
@@ -296,8 +299,8 @@ class ApprovalQueue:
     async def pending(
         self, actor: Actor, tenant: str | None = None, cursor: str | None = None, limit: int = 50
     ) -> QuestionPage:
-        """Return open questions of all tenants that the actor may see, or of one. Raises ToolFailure: PERMISSION_DENIED
-        for another tenant's, INVALID_ARGUMENTS.
+        """Return open questions of all tenants that the actor may see, or of one tenant. Raises
+        ToolFailure(PERMISSION_DENIED): another tenant. Raises ToolFailure(INVALID_ARGUMENTS): invalid limit or cursor.
         """
         if not 1 <= limit <= MAX_PAGE:
             raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, f"the limit is 1 to {MAX_PAGE}, not {limit}")
@@ -310,6 +313,7 @@ class ApprovalQueue:
             )
         after, found, at = _parse_cursor(cursor), list[PendingQuestion](), 0
         key = self._sets(tenant)[-1] if tenant is not None else approvals_key(self._deployment)
+        # Expired questions stay in the set until the next `ask`, so the page starts at the present time.
         after = max(after, (int(await read_clock(self._client) * 1000), ""))
         while True:
             places = await self._places(key, after[0], at)
@@ -322,11 +326,12 @@ class ApprovalQueue:
                         return QuestionPage(tuple(found), f"{score}-{id_}")
             if len(places) < _AT_ONCE:
                 return QuestionPage(tuple(found), None)
-            # So many of one millisecond that a look gave none that is new: further on among them.
+            # A whole read found no new question, because so many expire in the same millisecond. The next read starts
+            # further on.
             after, at = (new[-1], 0) if new else (after, at + len(places))
 
     async def get(self, id_: str, actor: Actor) -> PendingQuestion:
-        """Return an open question. Raises UnknownQuestion, AlreadyAnswered, QuestionOver."""
+        """Return an open question. Raises UnknownQuestion, AlreadyAnswered or QuestionOver."""
         pending = (await self._read([id_])).get(id_)
         if pending is None:
             await self._raise_answered(id_, actor)
@@ -338,10 +343,11 @@ class ApprovalQueue:
         return pending
 
     async def decide(self, id_: str, decision: Decision, *, digest: str, actor: Actor) -> ApprovalAnswer:
-        """Answer a question, once. `digest`: of the question as the actor saw it. The same step writes the audit entry.
+        """Answer a question once. `digest`: of the question that the actor has seen. The same step writes the audit
+        entry.
 
-        Raises UnknownQuestion, AlreadyAnswered, QuestionOver, OtherCall; ToolFailure: PERMISSION_DENIED where only
-        operators answer, INVALID_ARGUMENTS for arguments or a reason that cannot be kept.
+        Raises UnknownQuestion, AlreadyAnswered, QuestionOver or OtherCall. Raises ToolFailure(PERMISSION_DENIED): only
+        operators may answer. Raises ToolFailure(INVALID_ARGUMENTS): the arguments or the reason cannot be stored.
         """
         question = (await self.get(id_, actor)).question
         if actor.role == "tenant" and self._approvers == "operator":
@@ -364,6 +370,7 @@ class ApprovalQueue:
         entry = build_entry(actor, action, id_, tenant=question.tenant, details=details)
         keys = [*self._keys_of(id_), *self._sets(question.tenant), audit_key(self._deployment)]
         args = [id_, digest, seal(self._keys, answer), int(ANSWER_KEPT_S * 1000), entry_text(entry)]
+        # The script checks digest and expiry again: another process may have changed the question since `get`.
         reply = await self._run(self._answer_script, keys, args)
         if reply[0] == b"answered":
             known = self._opened(id_, reply[1])
@@ -379,13 +386,15 @@ class ApprovalQueue:
         return answer
 
     async def _places(self, key: str, lowest: int, at: int) -> list[tuple[int, str]]:
-        """Return the expiry in ms and the id of open questions, from `lowest` on, without the first `at`."""
+        """Return expiry in milliseconds and id of open questions, from `lowest` on, without the first `at`
+        questions.
+        """
         with broker_errors(_WHAT):
             rows: Any = await self._client.zrangebyscore(key, lowest, "+inf", start=at, num=_AT_ONCE, withscores=True)
         return [(int(score), member.decode()) for member, score in rows]
 
     async def _read(self, ids: Sequence[str]) -> dict[str, PendingQuestion]:
-        """Return the questions that are stored, also expired ones. One with a wrong signature is left out, and
+        """Return the stored questions, including expired ones. A question with a wrong signature is omitted and
         logged.
         """
         pipe = self._client.pipeline(transaction=False)
@@ -406,7 +415,7 @@ class ApprovalQueue:
         except EnvelopeRefused as refused:
             log.error("question_refused", approval=id_, error=str(refused))
             return None
-        # A question whose digest is that of another call is not asked.
+        # A question with the digest of another call is ignored: the approver would see one call and approve another.
         return question if question.id == id_ and is_whole(question) else None
 
     def _opened(self, id_: str, sealed: bytes) -> ApprovalAnswer | EnvelopeRefused:
@@ -425,8 +434,8 @@ class ApprovalQueue:
             return await script(keys=keys, args=args)
 
     def _keys_of(self, id_: str) -> tuple[str, str]:
-        """Return the keys of a question and its answer. Raises UnknownQuestion for an invalid id, which could name
-        another key.
+        """Return the keys of a question and its answer. Raises UnknownQuestion: the id is invalid. An invalid id could
+        name another key.
         """
         if len(id_) != ID_CHARS or not set(id_) <= set("0123456789abcdef"):
             raise UnknownQuestion(id_)
@@ -450,15 +459,15 @@ def _parse_cursor(text: str | None) -> tuple[int, str]:
 
 
 def question_id(tenant: str, run: str, digest: str) -> str:
-    """Return the id of the question about a call. Every process that continues the run uses the same id. The digest has
-    tenant, session, call id, tool and arguments.
+    """Return the id of the question about a call. Every process that continues the run uses the same id. The digest
+    covers tenant, session, call id, tool and arguments.
     """
     return hashlib.sha256(dump_plain(["toolcrew question v1", tenant, run, digest]).encode()).hexdigest()[:ID_CHARS]
 
 
 def build_answer(question: ApprovalQuestion, decision: Decision, by: Actor, at: float) -> ApprovalAnswer:
-    """Return the signed record of a decision. Raises ToolFailure(INVALID_ARGUMENTS) for arguments or a reason that
-    cannot be stored.
+    """Return the record of a decision. Raises ToolFailure(INVALID_ARGUMENTS): the arguments or the reason cannot be
+    stored.
     """
     arguments = dict(decision.arguments) if decision.arguments is not None else None
     if arguments is not None and not decision.is_allowed:
@@ -467,7 +476,7 @@ def build_answer(question: ApprovalQuestion, decision: Decision, by: Actor, at: 
         )
     try:
         text = dump_plain(arguments)
-        # As the call has them when it runs, so that nothing is kept that it could not have.
+        # The arguments are checked as a call would check them, so that every stored answer can run.
         checked = ToolCall(id=question.call.id, name=question.call.name, arguments=json.loads(text) or {})
         answer = ApprovalAnswer(
             id=question.id,
@@ -498,12 +507,16 @@ def build_answer(question: ApprovalQuestion, decision: Decision, by: Actor, at: 
 
 
 def seal(keys: SigningKeys, record: ApprovalQuestion | ApprovalAnswer) -> str:
-    """Sign the record for its id, which names tenant, run and call: it is valid for no other question."""
+    """Sign a record for its id. The id depends on tenant, run and call, so the record is valid for no other
+    question.
+    """
     return keys.seal(_purpose(type(record), record.id), dump_plain(record.model_dump(exclude_defaults=True)))
 
 
 def unseal(keys: SigningKeys, kind: type[Kept], id_: str, sealed: bytes) -> Kept:
-    """Return the record. Raises EnvelopeRefused when it is not signed for the question of that id."""
+    """Return a record. Raises EnvelopeRefused: the record is not signed for the question with that id, or belongs to
+    another release.
+    """
     text = keys.unseal(_purpose(kind, id_), sealed)
     try:
         return kind.model_validate(json.loads(text))
@@ -514,7 +527,7 @@ def unseal(keys: SigningKeys, kind: type[Kept], id_: str, sealed: bytes) -> Kept
 
 
 def is_whole(question: ApprovalQuestion) -> bool:
-    """Return whether the digest is that of the call in the question."""
+    """Return whether the digest belongs to the call in the question."""
     return question.digest == digest_call(question.call, question.tenant, question.session)
 
 

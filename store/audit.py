@@ -1,8 +1,9 @@
-"""The audit: one entry in Redis for every change that an administrator or an approver makes, written in the step that
-makes it.
+"""The audit log: one entry in Redis for every change by an administrator or an approver.
 
-What operators and administrators change is in one stream; what the holders of a tenant's keys change is in a stream of
-that tenant, so that a tenant can only push out entries of its own.
+Invariant: no change without its entry. The same atomic step writes the change and the entry.
+
+The changes of operators and administrators are in one stream. The changes by holders of a tenant's keys are in a
+stream of that tenant. A tenant can therefore displace only its own entries.
 """
 
 import os
@@ -22,7 +23,9 @@ from contract.tenancy import DEFAULT_TENANT, VERSION_FIELD
 from store.connection import broker_errors
 
 Role = Literal["tenant", "operator", "admin"]
-"""tenant: calls for its own tenant; operator: for any; admin: also sets what tenants may have."""
+"""The role of an actor. tenant: calls for its own tenant. operator: calls for any tenant. admin: may also change the
+policies of tenants.
+"""
 _ROLES: tuple[Role, ...] = get_args(Role)
 LOCAL = "local"
 MAX_NAME_CHARS = 128
@@ -50,15 +53,15 @@ AuditAction = Literal[
 ]
 ACTIONS: tuple[AuditAction, ...] = get_args(AuditAction)
 MAX_ENTRIES = 100_000
-"""The operators' stream keeps at least this number of the newest entries."""
+"""Minimum number of newest entries in the operators' stream."""
 MAX_TENANT_ENTRIES = 5_000
-"""A tenant's stream keeps at least this number."""
+"""Minimum number of newest entries in a tenant's stream."""
 MAX_TARGET_CHARS = 256
 MAX_DETAILS = 16
 MAX_DETAIL_CHARS = 1024
 MAX_PAGE = 1000
 MAX_LOOKED_AT = 10_000
-"""Entries that are read for one page, so that it is quick also when few of them match the filters."""
+"""Limit of entries that are read for one page. The limit keeps a page fast even if few entries match the filters."""
 _AT_ONCE = 500
 _WHAT = "the audit was not read"
 _CURSOR = re.compile(r"([0-9]{1,20})-([0-9]{1,20})(?:-([A-Za-z0-9_-]{1,64}))?")
@@ -76,16 +79,17 @@ local function audit(key, entry)
   redis.call('XADD', key, 'MAXLEN', '~', most, '*', 'entry', entry)
 end
 """
-"""For scripts that change something: `audit(audit_key, entry as text)` writes the entry to the stream of its actor. An
-entry '' is none.
+"""Lua code for scripts that change something: `audit(audit_key, entry as text)` writes the entry to the stream of its
+actor. For the entry '', nothing is written.
 """
 
 _ADD = f"{AUDIT_LUA}\naudit(KEYS[1], ARGV[1])\n"
 
 
 class Actor(Record):
-    """`key`: the id of an API key; "local" for a system user who has the pool's own secrets, whose name is `name`.
-    `tenant`: the tenant of the key; None for local ones."""
+    """The author of a change. `key`: the id of an API key, or "local" for a system user with the pool's own secrets.
+    `name`: the name of the key or of the system user. `tenant`: the tenant of the key; None for a system user.
+    """
 
     key: str = Field(max_length=64)
     role: Role
@@ -93,7 +97,7 @@ class Actor(Record):
     tenant: Identifier | None = None
 
     def may_act_for(self, tenant: str | None) -> bool:
-        """Return whether it may act for the tenant; None: for all tenants."""
+        """Return whether the actor may act for the tenant; None stands for all tenants."""
         return self.role != "tenant" or (tenant is not None and tenant == self.tenant)
 
     def has_role(self, needed: Role) -> bool:
@@ -101,15 +105,16 @@ class Actor(Record):
         return _ROLES.index(self.role) >= _ROLES.index(needed)
 
     def label(self) -> str:
-        """Return a short name for people."""
+        """Return a short name for display."""
         return self.name or self.key
 
 
 class AuditEntry(Record):
-    """One change. `tenant`: the tenant it is about, None for all tenants. `target`: the tool, tenant, key, approval,
-    call, host, batch, run, session or skill.
+    """A change and its author. `tenant`: the affected tenant, None for all tenants. `target`: the tool, tenant, key,
+    approval, call, host, batch, run, session or skill.
 
-    `details` never hold a secret, nor what a call says."""
+    `details` never contain a secret or the content of a call.
+    """
 
     actor: Actor
     action: AuditAction
@@ -120,7 +125,7 @@ class AuditEntry(Record):
 
 @dataclass(frozen=True)
 class Audited:
-    """A stored entry. `id`: unique in the deployment; `at`: Unix seconds of Redis's clock."""
+    """A stored entry. `id`: unique in the deployment. `at`: Unix seconds of Redis's clock."""
 
     id: str
     at: float
@@ -132,8 +137,8 @@ class Audited:
 
 @dataclass(frozen=True)
 class AuditPage:
-    """Entries, newest first. `cursor`: where older ones begin, None when there are none; a page may be short or empty
-    without being the last.
+    """A page of entries, the newest first. `cursor`: the start of the older entries; None if there are none. A short
+    or empty page is not necessarily the last one.
     """
 
     entries: tuple[Audited, ...]
@@ -157,9 +162,10 @@ def build_entry(
     tenant: str | None = None,
     details: Mapping[str, str | None] | None = None,
 ) -> AuditEntry:
-    """Return an entry. Details that are None or "" are left out; too long ones are shortened visibly.
+    """Return an entry. Empty details (None or "") are omitted; long details are shortened visibly.
 
-    Raises ToolFailure(INVALID_ARGUMENTS) for a target or tenant that can be none: build it before the change.
+    Raises ToolFailure(INVALID_ARGUMENTS): the target or the tenant is invalid. Build the entry before the change, so
+    that an error prevents the change.
     """
     fitting = {name: _fitting(value) for name, value in (details or {}).items() if value}
     try:
@@ -173,33 +179,34 @@ def build_entry(
 
 
 def entry_text(entry: AuditEntry) -> str:
-    """Return the text that AUDIT_LUA takes."""
+    """Return the text of an entry for AUDIT_LUA."""
     return entry.model_dump_json(exclude_defaults=True)
 
 
 def note_entry(pipe: "redis.asyncio.client.Pipeline", deployment: str, entry: AuditEntry) -> None:
-    """Add an operator's entry to a change that is made in MULTI."""
+    """Add an operator's entry to a change in a MULTI transaction."""
     pipe.xadd(audit_key(deployment), {"entry": entry_text(entry)}, maxlen=MAX_ENTRIES, approximate=True)
 
 
 class Audit:
-    """The audit of a deployment."""
+    """The audit log of a deployment."""
 
     def __init__(self, client: "redis.asyncio.Redis", deployment: str) -> None:
         self._client, self._deployment = client, deployment
         self._add = client.register_script(_ADD)
 
     async def add(self, entry: AuditEntry) -> None:
-        """Write an entry before a change outside of Redis. Changes in Redis write theirs by AUDIT_LUA or `note_entry`
-        instead.
+        """Write an entry before a change outside of Redis. For changes in Redis, use AUDIT_LUA or `note_entry`.
 
-        Raises BrokerUnavailable: nothing was written, and nothing is to be done.
+        Raises BrokerUnavailable: the entry was not written, so the caller must not make the change.
         """
         with broker_errors("nothing was done, because the audit entry was not written"):
             await self._add(keys=[audit_key(self._deployment)], args=[entry_text(entry)])
 
     async def count(self) -> int:
-        """Return the number of stored entries in the operators' stream. Raises BrokerUnavailable."""
+        """Return the number of stored entries in the operators' stream. Raises BrokerUnavailable when Redis does not
+        answer.
+        """
         with broker_errors("the audit log was not read"):
             return int(await self._client.xlen(audit_key(self._deployment)))
 
@@ -212,10 +219,11 @@ class Audit:
         actions: tuple[AuditAction, ...] = (),
         target: str | None = None,
     ) -> AuditPage:
-        """Return entries, newest first; `after`: the cursor of the page before. Filtered by `tenant`, by `actions`, by
-        `target`, if given.
+        """Return entries, the newest first. `after`: the cursor of the previous page. `tenant`, `actions` and `target`
+        are optional filters.
 
-        Raises ToolFailure(INVALID_ARGUMENTS) for a cursor or limit that is none, BrokerUnavailable.
+        Raises ToolFailure(INVALID_ARGUMENTS): invalid cursor or limit. Raises BrokerUnavailable when Redis does not
+        answer.
         """
         if not 1 <= limit <= MAX_PAGE:
             raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, f"the limit is 1 to {MAX_PAGE}, not {limit}")
@@ -236,18 +244,20 @@ class Audit:
         return AuditPage(tuple(found), str(cursor))
 
     async def _owners(self, tenant: str | None) -> list[str]:
-        """Return the owners of the streams that may have entries about that tenant, or about any: "" for the
-        operators', else a tenant.
+        """Return the owners of the streams that may have entries about that tenant, or about any tenant (None). The
+        owner "" stands for the operators.
         """
         if tenant is not None:
             return ["", tenant]
         with broker_errors(_WHAT):
-            # Only a registered tenant has keys, and the default one.
+            # Only registered tenants and the default tenant have keys.
             fields: Any = await self._client.hkeys(tenants_key(self._deployment))
         return ["", *sorted({DEFAULT_TENANT, *(field.decode(errors="replace") for field in fields)} - {VERSION_FIELD})]
 
     async def _rows(self, after: "_Position | None", owners: Sequence[str]) -> tuple[list["_Row"], bool]:
-        """Return the next entries of these streams merged, newest first, and whether they are the last ones."""
+        """Return the next entries of these streams, merged and with the newest first. Also return whether they are the
+        last ones.
+        """
         count = max(_AT_ONCE // len(owners), min(_AT_ONCE, _LEAST_AT_ONCE))
         pipe = self._client.pipeline(transaction=False)
         for owner in owners:
@@ -259,15 +269,16 @@ class Audit:
             [(_Position.of(id_.decode(), owner), fields) for id_, fields in rows]
             for owner, rows in zip(owners, streams, strict=True)
         ]
-        # A stream that gave all that was asked for has more: what is older than its last row may not be next.
+        # A stream that returned the full count has more entries. Rows older than its last row may therefore not be
+        # next, and must wait for the next read.
         oldest = [rows[-1][0] for rows in of_streams if len(rows) == count]
         merged = sorted((row for rows in of_streams for row in rows), key=lambda row: row[0], reverse=True)
         return [row for row in merged if not oldest or row[0] >= max(oldest)], not oldest
 
 
 class _Position(NamedTuple):
-    """The position of an entry among those of all streams, oldest first. `owner`: of its stream; orders entries of the
-    same instant.
+    """The position of an entry among the entries of all streams, in order of time. `owner`: the owner of the stream;
+    it orders entries with the same time.
     """
 
     milliseconds: int
@@ -280,7 +291,7 @@ class _Position(NamedTuple):
         return cls(int(milliseconds), int(sequence), owner)
 
     def before_in(self, owner: str) -> str:
-        """Return the bound for XREVRANGE of what comes before this position in a stream."""
+        """Return the XREVRANGE bound for the entries of a stream before this position."""
         is_included = owner < self.owner
         return f"{'' if is_included else '('}{self.milliseconds}-{self.sequence}"
 
@@ -298,7 +309,7 @@ def _fits(entry: AuditEntry, tenant: str | None, actions: tuple[AuditAction, ...
 
 
 def _parse(position: _Position, fields: Mapping[bytes, bytes]) -> Audited | None:
-    """Parse an entry; return None for one of a later release. What can be read is shown."""
+    """Return an entry; None for an entry of a later release, which is not shown."""
     try:
         entry = AuditEntry.model_validate_json(fields.get(b"entry", b""))
     except ValidationError:
@@ -317,6 +328,6 @@ def _parse_cursor(text: str) -> _Position:
 
 
 def _fitting(text: str) -> str:
-    """Return a detail in a form that JSON can carry."""
+    """Return a detail in a form that JSON can encode."""
     text = text.encode(errors="replace").decode()
     return text if len(text) <= MAX_DETAIL_CHARS else f"{text[: MAX_DETAIL_CHARS - 32]}... ({len(text)} characters)"

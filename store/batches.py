@@ -1,4 +1,8 @@
-"""The records of batches: items and outcomes, the state of a batch, and the stream of its events."""
+"""Records of batches: items and outcomes, the state of a batch, and the stream of its events.
+
+Items, outcomes, defaults and places of rows are signed for their run or batch, because they decide what runs and which
+files are written.
+"""
 
 import asyncio
 import json
@@ -23,28 +27,31 @@ from telemetry.logs import get_logger
 log = get_logger(__name__)
 
 RUN_TTL_S = 30 * 24 * 3600
-"""How long a run and its batch are stored after the last change."""
+"""Lifetime of a run and of its batch after the last change, in seconds."""
 HOSTED_BATCH = "@runs"
 """The batch of each tenant's hosted runs, which never ends. No submitted batch can have this name."""
 
 
 def batch_key(deployment: str, tenant: str, batch: str) -> str:
-    """Return the key of the hash of a batch (BatchRecord). With suffixes: `:waiting` (sorted set), `:delayed` and
-    `:running` (sets), `:ended` (sorted set) and `:items` (list) of its runs' ids, and `:events` (stream). HOSTED_BATCH
-    has `:index` (sorted set, by when they were started), its parts `:succeeded`, `:failed` and `:cancelled`, and
-    `:sessions` (hash, of the sessions in which hosted runs work)."""
+    """Return the key of the hash of a batch (BatchRecord). Suffixes lead to the ids of its runs: `:waiting` (sorted
+    set), `:delayed` and `:running` (sets), `:ended` (sorted set) and `:items` (list). The suffix `:events` leads to a
+    stream. HOSTED_BATCH also has `:index` (sorted set, by the start of the runs) and its parts `:succeeded`, `:failed`
+    and `:cancelled`. Its `:sessions` is a hash of the sessions that hosted runs use.
+    """
     return tenant_key(deployment, tenant, f"batch.{batch}")
 
 
 def batches_key(deployment: str, tenant: str) -> str:
-    """Return the key of the sorted set of a tenant's batches, by when they were submitted. It may contain batches that
-    have expired.
+    """Return the key of the sorted set of a tenant's batches, by submission time. The set may contain expired
+    batches.
     """
     return tenant_key(deployment, tenant, "batch-ids")
 
 
 def member(tenant: str, name: str) -> str:
-    """Return the name of a tenant's run or batch in the deployment's sets; a tenant's name has no bar."""
+    """Return the name of a tenant's run or batch in the sets of the deployment. The separator is safe, because the
+    name of a tenant has no bar.
+    """
     return f"{tenant}|{name}"
 
 
@@ -60,7 +67,7 @@ RUNS_URL, CALLS_URL, CHAT_URL = "/v1/agent/runs", "/v1/tools/execute", "/v1/chat
 
 
 class RunLimits(Record):
-    """The limits of an item's run; None: the batch's, else the defaults of ReActOptions."""
+    """The limits of an item's run. None: the limit of the batch applies, or else the default of ReActOptions."""
 
     max_iterations: int | None = Field(default=None, ge=1)
     tool_timeout_s: float | None = Field(default=None, gt=0)
@@ -70,12 +77,12 @@ class RunLimits(Record):
 
 
 class Ground(Record):
-    """Where an item works. `workspace`: a folder, an archive or a git bundle, read by the orchestrator, or a file of
-    the store (store/archives/files.py), read by the host; `restore`: a checkpoint instead.
+    """The environment of an item. `workspace`: a folder, an archive or a git bundle that the orchestrator reads, or a
+    file of the store (store/archives/files.py) that the host reads. `restore`: a checkpoint in place of a workspace.
 
-    `artifacts`: patterns below /workspace of what is to be copied out at the end. `session`: an open one of the
-    tenant's, instead of one of the item's own; it stays open. Left out of the bytes where there is none: releases
-    before it can read those.
+    `artifacts`: patterns below /workspace of files to copy out at the end. `session`: an open session of the tenant,
+    which stays open; None: the item gets its own session. None is not serialized, so that earlier releases can read
+    the record.
     """
 
     workspace: str | None = None
@@ -87,8 +94,8 @@ class Ground(Record):
 
 
 class RunBody(Record):
-    """An agent run. `history`: messages before the instruction, in the OpenAI wire shape. `tools` None: all that the
-    model can cope with.
+    """An agent run. `history`: messages before the instruction, in the OpenAI format. `tools` None: all tools that
+    suit the model.
     """
 
     instruction: str = Field(min_length=1)
@@ -101,11 +108,11 @@ class RunBody(Record):
     tools: tuple[str, ...] | None = None
     limits: RunLimits = RunLimits()
     sampling: dict[str, JsonValue] = Field(default_factory=dict)
-    """Fields that each request to the model carries as they are (`ModelRequest.extra`)."""
+    """Fields that every request to the model contains unchanged (`ModelRequest.extra`)."""
 
 
 class CallBody(Record):
-    """One tool call, in a session of its own."""
+    """A tool call, in a session of its own."""
 
     name: str = Field(min_length=1, max_length=128)
     arguments: dict[str, Any] = Field(default_factory=dict)
@@ -113,8 +120,8 @@ class CallBody(Record):
 
 
 class BatchItem(Record):
-    """One line. `line`: its number in the file, from 1. `url`: the shape that its row's body has. `priority`: higher
-    ones begin first.
+    """A line of a batch. `line`: its number in the file, from 1. `url`: the format of the body in its row.
+    `priority`: items with a higher priority start first.
     """
 
     custom_id: str = Field(min_length=1, max_length=MAX_ID_CHARS)
@@ -126,10 +133,10 @@ class BatchItem(Record):
 
 
 class Outcome(Record):
-    """The end of an item: exactly one for each run. `run`: its id; `body`: the response in the row, None for a failure
-    without any.
+    """The end of an item; each run has exactly one outcome. `run`: the id of the run. `body`: the response in the row;
+    None for a failure without a response.
 
-    A failed run keeps its body, too, where it has one: the last text, the steps, the usage.
+    A failed run keeps its body if there is one: the last text, the steps and the usage.
     """
 
     custom_id: str
@@ -141,7 +148,7 @@ class Outcome(Record):
 
 
 class BatchState(StrEnum):
-    """`cancelling`: what runs is being ended."""
+    """The state of a batch. `cancelling`: the running items are being ended."""
 
     IN_PROGRESS = "in_progress"
     CANCELLING = "cancelling"
@@ -150,7 +157,7 @@ class BatchState(StrEnum):
 
 
 class BatchDefaults(Record):
-    """What holds for lines that do not say it. `retries`: how often an item is started again after an infrastructure
+    """Defaults for lines that do not set a value. `retries`: how often an item is restarted after an infrastructure
     failure.
     """
 
@@ -162,17 +169,15 @@ class BatchDefaults(Record):
     completion_price: float | None = Field(default=None, ge=0)
     retries: int = Field(default=2, ge=0, le=20)
     artifacts: str | None = None
-    """The folder that items' artifacts are copied to, on the machine of the orchestrator. None: they go to the
-    store.
-    """
+    """The folder for the items' artifacts, on the machine of the orchestrator. None: the artifacts go to the store."""
     asks_people: bool = Field(default=False, exclude_if=lambda asks: not asks)
-    """Approvals are asked in the queue of questions (docs/approvals.md). False is left out of the bytes, so that
-    earlier releases can read them.
+    """True if approval requests go to the queue of questions (docs/approvals.md). False is not serialized, so that
+    earlier releases can read the record.
     """
 
 
 class RowPlace(Record):
-    """Where the rows of a batch were last written. `host`: the name of the machine of these paths."""
+    """The last location of the rows of a batch. `host`: the name of the machine with these paths."""
 
     host: str
     output: str
@@ -180,8 +185,10 @@ class RowPlace(Record):
 
 
 class BatchRecord(Record):
-    """`sha256`: of the input file; `concurrency`: items at a time, over all orchestrators. `failed`: by kind.
-    `is_detached`: run by the orchestrators of the service; else by the process that names the batch."""
+    """The record of a batch. `sha256`: hash of the input file. `concurrency`: how many items run at the same time,
+    over all orchestrators. `failed`: numbers by kind. `is_detached`: the orchestrators of the service run the batch;
+    otherwise only a process that names the batch.
+    """
 
     state: BatchState
     total: int
@@ -198,41 +205,43 @@ class BatchRecord(Record):
 
 
 def seal_item(keys: SigningKeys, tenant: str, run: str, batch: str, item: BatchItem) -> str:
-    """Return the signed item of that run of that batch."""
+    """Return the signed item of a run in a batch."""
     return keys.seal(f"item {tenant} {run} {batch}", item.model_dump_json())
 
 
 def open_item(keys: SigningKeys, tenant: str, run: str, batch: str, sealed: str | bytes) -> BatchItem:
-    """Return the item. Raises ConfigError when it is not signed for that run and batch, or was written by another
-    release.
+    """Return the item. Raises ConfigError: the item is not signed for that run and batch, or another release
+    wrote it.
     """
     with readable(f"run {run} of tenant {tenant}"):
         return BatchItem.model_validate_json(keys.unseal(f"item {tenant} {run} {batch}", sealed))
 
 
 def seal_outcome(keys: SigningKeys, tenant: str, run: str, outcome: Outcome) -> str:
-    """Return the signed outcome of that run."""
+    """Return the signed outcome of a run."""
     return keys.seal(f"outcome {tenant} {run}", outcome.model_dump_json())
 
 
 def open_outcome(keys: SigningKeys, tenant: str, run: str, sealed: str | bytes) -> Outcome:
-    """Return the outcome. Raises ConfigError as `open_item` does."""
+    """Return the outcome. Raises the same errors as `open_item`."""
     with readable(f"run {run} of tenant {tenant}"):
         return Outcome.model_validate_json(keys.unseal(f"outcome {tenant} {run}", sealed))
 
 
 def seal_defaults(keys: SigningKeys, tenant: str, batch: str, defaults: BatchDefaults) -> str:
-    """Return the signed defaults of that batch."""
+    """Return the signed defaults of a batch."""
     return keys.seal(f"defaults {tenant} {batch}", defaults.model_dump_json())
 
 
 def seal_rows(keys: SigningKeys, tenant: str, batch: str, place: RowPlace) -> str:
-    """Return the signed place of a batch's rows: a later command writes files there."""
+    """Return the signed location of a batch's rows. The signature matters, because a later command writes files
+    there.
+    """
     return keys.seal(f"rows {tenant} {batch}", place.model_dump_json())
 
 
 def parse_batch(keys: SigningKeys, tenant: str, batch: str, fields: Mapping[bytes, bytes]) -> BatchRecord:
-    """Return the record of a batch's hash. Raises ConfigError as `parse_run` does."""
+    """Return the record in a batch's hash. Raises the same errors as `parse_run`."""
     values: dict[str, Any] = decode_fields(fields)
     with readable(f"batch {batch} of tenant {tenant}"):
         values["defaults"] = BatchDefaults.model_validate_json(
@@ -247,7 +256,7 @@ def parse_batch(keys: SigningKeys, tenant: str, batch: str, fields: Mapping[byte
 
 @contextmanager
 def readable(name: str) -> Iterator[None]:
-    """Raise ConfigError, without text of the record, for a record that cannot be verified or read."""
+    """Raise ConfigError for a record that cannot be verified or read. The message contains no text of the record."""
     advice = "continue it with the release that wrote it, or submit it again"
     try:
         yield
@@ -273,7 +282,7 @@ def final_state(failure: Failure | None) -> str:
 
 
 def build_recalled_end(outcome: Outcome, at: float) -> RunEnded:
-    """Return the end of an item that ended before these events began, from its row, without times."""
+    """Return the end of an item from its row, without times. For an item that ended before its events were recorded."""
     body = outcome.body or {}
     usage, cost, steps = body.get("usage"), body.get("cost"), body.get("steps")
     counts = usage if isinstance(usage, dict) else {}
@@ -295,7 +304,7 @@ def _count(value: object) -> int:
 
 
 def parse_batch_event(text: str | bytes) -> RunEvent:
-    """Return one of PROGRESS_EVENTS. Raises ValueError for anything else."""
+    """Return one of PROGRESS_EVENTS. Raises ValueError: the text is another event or invalid."""
     event = parse_event(json.loads(text))
     if not isinstance(event, PROGRESS_EVENTS):
         raise ValueError("this is no event of a batch")
@@ -303,8 +312,8 @@ def parse_batch_event(text: str | bytes) -> RunEvent:
 
 
 KEPT = 20_000
-"""Events that a stream holds: a reader that is further behind misses some, but no outcome, which the runs' records
-have.
+"""Limit of events in a stream. A reader that is further behind misses events, but no outcome: the records of the runs
+contain the outcomes.
 """
 EVERY_S = 0.2
 AT_ONCE = 1000
@@ -313,7 +322,9 @@ START = "0"
 
 
 class BatchEventWriter:
-    """Writes events in groups. Drops events when Redis does not answer for long: no result depends on them."""
+    """Writes events in groups. If Redis does not answer for long, the writer drops events. No result depends on
+    them.
+    """
 
     def __init__(self, client: "redis.asyncio.Redis", deployment: str) -> None:
         self._client = client
@@ -322,7 +333,9 @@ class BatchEventWriter:
         self._dropped = 0
 
     def add(self, tenant: str, batch: str, batch_event: RunEvent) -> None:
-        """Queue one of PROGRESS_EVENTS. Hosted runs have a stream of their own (store/run_events.py)."""
+        """Queue one of PROGRESS_EVENTS. Events of hosted runs are ignored, because they have their own streams
+        (store/run_events.py).
+        """
         if batch == HOSTED_BATCH:
             return
         if len(self._unwritten) >= MAX_UNWRITTEN:
@@ -336,13 +349,14 @@ class BatchEventWriter:
         )
 
     async def run(self) -> None:
-        """Write until cancelled; then write the rest."""
+        """Write events until cancelled. Then write the rest."""
         try:
             while True:
                 check_cancelled()
                 await asyncio.sleep(EVERY_S)
                 await self.flush()
         finally:
+            # The shield completes the write even if the task is cancelled again.
             await asyncio.shield(self.flush())
 
     async def flush(self) -> None:
@@ -376,7 +390,9 @@ class BatchEventReader:
         self._after = after
 
     async def read(self, wait_s: float) -> Sequence[RunEvent]:
-        """Return the events since the last read; wait up to `wait_s` for one. Raises BrokerUnavailable."""
+        """Return the events since the last read. Wait at most `wait_s` seconds for an event. Raises BrokerUnavailable
+        when Redis does not answer.
+        """
         with broker_errors("the events of the batch were not read"):
             reply: Any = await self._client.xread(
                 {self._key: self._after}, count=AT_ONCE, block=max(1, int(wait_s * 1000))
@@ -389,7 +405,7 @@ class BatchEventReader:
 
 
 def _entries(reply: Any) -> list[Any]:
-    """Return the entries of the one stream from either shape of the reply: a list of pairs, or a dict."""
+    """Return the entries of the only stream in the reply. The reply is a list of pairs or a dict."""
     if not reply:
         return []
     streams = list(reply.values()) if isinstance(reply, dict) else [stream[1] for stream in reply]

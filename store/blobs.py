@@ -1,10 +1,10 @@
-"""Blobs: bytes that travel next to a call or a result, in Redis. A blob's key ends with the SHA-256 of its bytes.
+"""Blobs in Redis: bytes that accompany a call or a result. The key of a blob ends with the SHA-256 of its bytes.
 
-The key travels in the signed call or result, so its signature covers the bytes as well. A process that can write to
-Redis but does not have the secret can only delete them.
+Invariant: forged bytes are detected. The signed call or result contains the key, so its signature also covers the
+bytes. A process that can write to Redis but does not have the secret can only delete blobs.
 
-The blobs of a tenant have a limit. A hash of the tenant has the size of each blob; a blob that was read or has expired
-is removed from it when the limit is reached.
+The blobs of a tenant have a size limit. A hash of the tenant stores the size of each blob. Blobs that were read or
+have expired are removed from the hash when the limit is reached.
 """
 
 import contextlib
@@ -20,23 +20,23 @@ from store.connection import RedisClient, SyncRedis, broker_errors
 from store.tasks import Backoff
 
 TENANT_BLOB_BYTES = 128 * 1024 * 1024
-"""Limit of the blobs of a tenant at a time, for each pool of workers: a quarter of the memory that Redis has as it is
-deployed here.
+"""Limit of the blobs of a tenant at the same time, for each pool of workers, in bytes. This is a quarter of Redis's
+memory in the provided deployment.
 """
 LEAST_CHARGE = 32 * 1024
-"""A smaller blob counts as so many bytes, so that a tenant never has more than 4096 of them to count."""
+"""Minimum size that a blob counts, in bytes. A tenant can therefore never have more than 4096 blobs to count."""
 CHECK_FIRST_BYTES = 1024 * 1024
-"""Before a larger blob is sent to Redis, it is asked whether there is room for it."""
+"""Size above which the room is checked before the blob is sent to Redis, in bytes."""
 SIZES_TTL_S = 2 * 3600
-"""Longer than any blob lives."""
+"""Lifetime of the hash of sizes, in seconds. Longer than the lifetime of any blob."""
 ROOM_WAIT_S = 30.0
-"""How long a call waits for other calls of its tenant to give back room."""
+"""Time that a call waits for other calls of its tenant to free room, in seconds."""
 RESULT_ROOM_WAIT_S = 10.0
-"""How long a result waits for it: the call has acted, and its caller waits."""
+"""Time that a result waits for room, in seconds. Shorter, because the call has acted and its caller waits."""
 ROOM_PAUSE_S = 0.2
 _DIGEST_CHARS = 64
-# KEYS: sizes. ARGV: what the keys of the blobs begin with, the blob's name ('' to ask only), its size, the limit, time
-# to live of the sizes. 1: there is room, and the blob counts from now on. 0: there is none, and the blob was deleted.
+# KEYS: sizes. ARGV: prefix of the keys of blobs, name of the blob ('' to check only), its size, the limit, lifetime of
+# the sizes. Returns 1 if there is room; the blob then counts. Returns 0 if there is no room; the blob is then deleted.
 ROOM_LUA = """
 local size, most = tonumber(ARGV[3]), tonumber(ARGV[4])
 local total = tonumber(redis.call('HGET', KEYS[1], 'total') or 0)
@@ -76,8 +76,8 @@ class Blobs:
     async def leave(self, tenant: str, data: bytes, pool: BlobPool = "sandbox") -> str:
         """Store bytes for a worker of that pool until the call has ended (`drop`), and return their key.
 
-        Waits ROOM_WAIT_S for room in the tenant's limit. Raises ToolFailure: FILE_TOO_LARGE, QUOTA_EXCEEDED;
-        BrokerUnavailable.
+        Wait up to ROOM_WAIT_S seconds for room in the tenant's limit. Raises ToolFailure(FILE_TOO_LARGE): too large
+        for one call. Raises ToolFailure(QUOTA_EXCEEDED): no room. Raises BrokerUnavailable when Redis does not answer.
         """
         if len(data) > MAX_BLOB_BYTES:
             raise ToolFailure(
@@ -93,24 +93,26 @@ class Blobs:
         return key
 
     async def _store(self, tenant: str, pool: BlobPool, key: str, data: bytes) -> bool:
-        """Return False, and store nothing, if the tenant has no room for it."""
+        """Store a blob. Return False, without storing it, if the tenant has no room."""
         if len(data) > CHECK_FIRST_BYTES:
             has_room: Any = self._client.eval(*room_arguments(self._deployment, tenant, pool, "", len(data)))
             if not await has_room:
                 return False
         pipe = self._client.pipeline(transaction=True)
+        # A transaction, because a blob that is not counted would bypass the limit.
         pipe.set(key, data, ex=BLOB_TTL_S)
         pipe.eval(*room_arguments(self._deployment, tenant, pool, key, len(data)))
         return bool((await pipe.execute())[1])
 
     async def drop(self, key: str) -> None:
-        """Delete what was left for a call that has ended. When Redis is away it expires by itself."""
+        """Delete the blob of a call that has ended. If Redis does not answer, the blob expires by itself."""
         with contextlib.suppress(BrokerUnavailable), broker_errors("the content was not deleted"):
             await self._client.unlink(key)
 
     async def take(self, tenant: str, key: str) -> bytes:
-        """Return a result's bytes and delete them. `key` comes from the signed result. Raises ToolFailure,
-        BrokerUnavailable.
+        """Return a result's bytes and delete them. `key` must come from the signed result. Raises ToolFailure: the
+        blob belongs to another tenant, has expired, or was changed. Raises BrokerUnavailable when Redis does not
+        answer.
         """
         if not is_blob_of(key, self._deployment, tenant):
             raise ToolFailure(ErrorCode.PERMISSION_DENIED, "the result's content belongs to another tenant")
@@ -127,7 +129,7 @@ class Blobs:
 
 
 class WorkerBlobs:
-    """Blobs of this deployment and of one pool of workers. A key must be of the tenant in the call's signed context."""
+    """Blobs of one deployment and one pool of workers. A key must belong to the tenant in the call's signed context."""
 
     def __init__(self, client: SyncRedis, deployment: str, pool: BlobPool) -> None:
         self._client = client
@@ -135,11 +137,11 @@ class WorkerBlobs:
         self._pool: BlobPool = pool
 
     def take(self, tenant: str, key: str) -> bytes:
-        """Return the bytes that came with a call. The caller deletes them when the call has ended: a lost call is sent
-        again with them.
+        """Return the bytes of a call. The caller deletes them after the call has ended, because a lost call is sent
+        again with the same bytes.
 
-        Raises ToolFailure if they are another tenant's or another pool's, have changed or have expired;
-        BrokerUnavailable.
+        Raises ToolFailure: the blob belongs to another tenant or another pool, has expired, or was changed. Raises
+        BrokerUnavailable when Redis does not answer.
         """
         if not is_blob_of(key, self._deployment, tenant, (self._pool,)):
             raise ToolFailure(
@@ -157,9 +159,11 @@ class WorkerBlobs:
         return data
 
     def leave(self, tenant: str, data: bytes, ttl_s: int = BLOB_TTL_S) -> str:
-        """Keep bytes for the orchestrator; gives the key. Waits RESULT_ROOM_WAIT_S for room in the tenant's limit.
+        """Store bytes for the orchestrator, and return their key. Wait up to RESULT_ROOM_WAIT_S seconds for room in
+        the tenant's limit.
 
-        Raises ToolFailure: FILE_TOO_LARGE, QUOTA_EXCEEDED; BrokerUnavailable.
+        Raises ToolFailure(FILE_TOO_LARGE): too large for one call. Raises ToolFailure(QUOTA_EXCEEDED): no room. Raises
+        BrokerUnavailable when Redis does not answer.
         """
         if len(data) > MAX_BLOB_BYTES:
             raise ToolFailure(
@@ -175,25 +179,26 @@ class WorkerBlobs:
         return key
 
     def _store(self, tenant: str, key: str, data: bytes, ttl_s: int) -> bool:
-        """Return False, and store nothing, if the tenant has no room for it."""
+        """Store a blob. Return False, without storing it, if the tenant has no room."""
         if len(data) > CHECK_FIRST_BYTES and not self._client.eval(
             *room_arguments(self._deployment, tenant, self._pool, "", len(data))
         ):
             return False
         pipe = self._client.pipeline(transaction=True)
+        # A transaction, because a blob that is not counted would bypass the limit.
         pipe.set(key, data, ex=ttl_s)
         pipe.eval(*room_arguments(self._deployment, tenant, self._pool, key, len(data)))
         return bool(pipe.execute()[1])
 
 
 def new_blob_key(deployment: str, tenant: str, pool: BlobPool, data: bytes) -> str:
-    """Return a key for these bytes that no other blob has."""
+    """Return a unique key for these bytes."""
     return blob_key(deployment, tenant, pool, f"{secrets.token_hex(8)}-{hashlib.sha256(data).hexdigest()}")
 
 
 def check_blob(key: str, data: bytes) -> None:
-    """Check bytes that were read from Redis against their key, which must come from a signed record. Raises
-    ToolFailure(ENVELOPE_REFUSED).
+    """Check bytes from Redis against their key, which must come from a signed record. Raises
+    ToolFailure(ENVELOPE_REFUSED): the bytes were changed.
     """
     if hashlib.sha256(data).hexdigest() != key[-_DIGEST_CHARS:]:
         raise ToolFailure(
@@ -206,8 +211,8 @@ def check_blob(key: str, data: bytes) -> None:
 def room_arguments(
     deployment: str, tenant: str, pool: BlobPool, key: str, size: int
 ) -> tuple[str, int, str, str, str, int, int, int]:
-    """The arguments of EVAL that count a blob of that size, which was just stored under `key`. Without a key they ask
-    whether there is room for one.
+    """Return the arguments of EVAL that count a blob of that size, which was just stored under `key`. Without a key,
+    the script only checks the room.
     """
     start = blob_key(deployment, tenant, pool, "")
     return (
@@ -223,7 +228,7 @@ def room_arguments(
 
 
 def no_room(tenant: str) -> ToolFailure:
-    """The failure of a blob beyond the limit."""
+    """Return the failure for a blob beyond the limit."""
     return ToolFailure(
         ErrorCode.QUOTA_EXCEEDED,
         f"the contents of the running calls of tenant {tenant} take {TENANT_BLOB_BYTES // 2**20} MiB of Redis, which "

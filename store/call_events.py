@@ -1,18 +1,18 @@
-"""The events of running calls in Redis: one stream for each call, and one set for each process that reads such streams.
+"""Events of running calls in Redis: one stream for each call, and one set for each process that reads such streams.
+
+Invariant: nothing remains if the orchestrator dies. The orchestrator creates the stream, and the worker only adds
+entries (XADD NOMKSTREAM). If the stream is missing, no process reads the events, and the worker stops writing. All
+keys expire.
 
 ::
 
     worker                          Redis                                        orchestrator that sent the call
                                     events  stream   <--- create, delete ------  before the call is sent; after it ended
-    add  ------- XADD, if it is there --->  events
-         ------- ZADD, the call's name -->  wakes   sorted set  --- take_wakes ->  one blocked connection a process
+    add  ------- XADD, if it exists ->  events
+         ------- ZADD, the call's name -->  wakes   sorted set  --- take_wakes ->  one blocked connection per process
                                             events  -------------- read ------->  the handlers of the call
     await_room  <------------------  room   list     <--- acknowledge ---------  after the handlers: deletes the entries
     await_answer  <----------------  answers list    <--- push_answer ---------  the reply to a question of the call
-
-The orchestrator creates the stream and the worker only adds to it (XADD NOMKSTREAM): if the stream is missing, no
-process reads the events, and the worker stops writing. All keys expire, so that nothing remains if the orchestrator
-dies.
 """
 
 import asyncio
@@ -36,20 +36,22 @@ from telemetry.logs import get_logger
 log = get_logger(__name__)
 
 READ_COUNT = 256
-"""Entries of one stream in one read. A stream that returns so many may have more."""
+"""Limit of entries from one stream in one read. A stream that returns this many may have more."""
 IDLE_S = 5.0
-"""How long `take_wakes` waits for the first name."""
+"""Time that `take_wakes` waits for the first name, in seconds."""
 WAKES_AT_ONCE = 64
 WAKES_TTL_S = 60
 WAIT_SLICE_S = 2.0
-"""The longest wait of one blocking command of a worker. It must be shorter than the time-out of the connection."""
+"""Maximum duration of one blocking command of a worker, in seconds. Must be shorter than the time limit of the
+connection.
+"""
 
 COMMANDS_AT_ONCE = 1000
 RETRY_S = 0.5
 _TEMPORARY = (MasterDownError, OutOfMemoryError, ReadOnlyError)
 _TEMPORARY_PREFIXES = ("BUSY", "MISCONF", "NOREPLICAS")
-"""Replies of a Redis that is full, is a replica, or cannot write at the moment. Redis repeats any other refusal however
-often the command is sent.
+"""Prefixes of temporary errors: Redis is full, is a replica, or cannot write at the moment. Any other error would
+return on every repetition.
 """
 
 Command = tuple[str | bytes | int, ...]
@@ -59,7 +61,7 @@ Entry = tuple[bytes, Mapping[Any, Any]]
 
 @dataclass(frozen=True)
 class CallEventKeys:
-    """The keys of one call's events. `name`: the call in the set of its reader."""
+    """The keys of one call's events. `name`: the call's member in the set of its reader."""
 
     name: str
     events: str
@@ -68,7 +70,7 @@ class CallEventKeys:
 
     @property
     def question_purpose(self) -> str:
-        """What questions of the call are signed for."""
+        """Return the signing purpose of the call's questions."""
         return f"question {self.name}"
 
     @property
@@ -83,7 +85,9 @@ def call_event_keys(deployment: str, tenant: str, call_id: str) -> CallEventKeys
 
 
 def wakes_key(deployment: str, listener: str) -> str:
-    """Return the key of the set with the names of calls that have new events, each with the time of its oldest one."""
+    """Return the key of the set of calls with new events: the name of each call, by the time of its oldest new
+    event.
+    """
     return deployment_key(deployment, f"listener:{listener}")
 
 
@@ -91,8 +95,9 @@ def wakes_key(deployment: str, listener: str) -> str:
 
 
 class PendingCommands:
-    """Commands to which no caller waits for the reply. They are sent in order, many in one round trip, and again after
-    an outage: they must be repeatable."""
+    """Commands whose replies no caller awaits. They are sent in order, many in one round trip. After an outage they
+    are sent again, so they must be repeatable.
+    """
 
     def __init__(self, client: RedisClient) -> None:
         self._client = client
@@ -102,7 +107,7 @@ class PendingCommands:
         self._task: asyncio.Task[None] | None = None
 
     def add(self, *commands: Command) -> None:
-        """Send these commands soon, after all that were added before."""
+        """Send these commands soon, after all earlier ones."""
         self._waiting += commands
         self._sent.clear()
         self._added.set()
@@ -110,7 +115,7 @@ class PendingCommands:
             self._task = begin_shared(self._run(), "pending-commands")
 
     async def close(self, within_s: float) -> None:
-        """Send what waits, for at most that time, and stop."""
+        """Send the waiting commands, for at most `within_s` seconds, and stop."""
         if self._task is None:
             return
         await asyncio.wait(
@@ -141,7 +146,7 @@ class PendingCommands:
             return
         for command, reply in zip(commands, replies, strict=True):
             if isinstance(reply, _TEMPORARY) or str(reply).startswith(_TEMPORARY_PREFIXES):
-                # The commands after it are sent again as well, so that their order stays.
+                # This command and all later ones are sent again, so that the order is preserved.
                 await self._delay(reply)
                 return
             del self._waiting[0]
@@ -154,11 +159,11 @@ class PendingCommands:
 
 
 class CallEventStore:
-    """The events of the calls that one process has sent. `listener`: its id, which the signed context of each call
-    carries to the worker.
+    """The events of the calls that one process has sent. `listener`: the id of the process. The signed context of each
+    call carries the id to the worker.
 
-    The asynchronous methods raise BrokerUnavailable when Redis does not answer. `acknowledge` and `delete` never wait:
-    Redis gets them soon.
+    The asynchronous methods raise BrokerUnavailable when Redis does not answer. `acknowledge` and `delete` return at
+    once and send their commands later.
     """
 
     def __init__(self, client: RedisClient, deployment: str, signing: SigningKeys) -> None:
@@ -174,19 +179,21 @@ class CallEventStore:
         return call_event_keys(self._deployment, tenant, call_id)
 
     async def create(self, keys: CallEventKeys, ttl_s: int) -> None:
-        """Create the empty stream of a call. Raises BrokerUnavailable also if the stream is there: another process
-        reads this call.
+        """Create the empty stream of a call. Raises BrokerUnavailable when Redis does not answer, or when the stream
+        exists: another process reads this call.
         """
         with broker_errors("the stream of the call's events was not created"):
             async with self._client.pipeline(transaction=True) as pipe:
-                # No process reads by this group. XGROUP CREATE is the one command that makes an empty stream, and it
-                # refuses one that is there.
+                # No process uses this group. XGROUP CREATE is the only command that creates an empty stream. It fails
+                # if the stream exists.
                 pipe.xgroup_create(keys.events, "caller", id="$", mkstream=True)
                 pipe.expire(keys.events, ttl_s)
                 await pipe.execute()
 
     def parse(self, keys: CallEventKeys, fields: Mapping[Any, Any]) -> CallEvent:
-        """Return the event of an entry. Raises EnvelopeRefused, also for a question not signed for this call."""
+        """Return the event of an entry. Raises EnvelopeRefused: the entry is invalid, or its question is not signed
+        for this call.
+        """
         return entry_event(fields, partial(self._signing.unseal, keys.question_purpose))
 
     async def push_answer(self, keys: CallEventKeys, answer: bytes, ttl_s: int) -> None:
@@ -199,8 +206,8 @@ class CallEventStore:
                 await pipe.execute()
 
     async def take_wakes(self) -> list[str] | None:
-        """Return the names of calls that have new events, those that waited longest first. Return None if there is none
-        for IDLE_S.
+        """Return the names of calls with new events, the longest waiting first. Return None if there is none for
+        IDLE_S seconds.
         """
         with broker_errors("the calls with new events were not read"):
             rows: Any = await self._client.zpopmin(self._wakes, WAKES_AT_ONCE)
@@ -212,8 +219,8 @@ class CallEventStore:
         return [name.decode(errors="replace") for name, _ in rows]
 
     async def read(self, positions: Sequence[tuple[CallEventKeys, str]]) -> list[list[Entry]]:
-        """Return the next entries of each stream, at most READ_COUNT, in one round trip. A position: a call's keys, and
-        the id of the last entry read.
+        """Return the next entries of each stream, at most READ_COUNT, in one round trip. A position: the keys of a
+        call, and the id of the last entry read.
         """
         with broker_errors("the events of running calls were not read"):
             pipe = self._client.pipeline(transaction=False)
@@ -222,8 +229,8 @@ class CallEventStore:
             return list(await pipe.execute())
 
     def acknowledge(self, keys: CallEventKeys, entries: Sequence[bytes], ttl_s: int) -> None:
-        """Delete entries that were handled, and let a worker that waits for room continue."""
-        # One item in `room` is enough: the worker reads the length of the stream when it wakes.
+        """Delete handled entries, and let a worker that waits for room continue."""
+        # One item in `room` is enough: the worker reads the length of the stream after it wakes.
         self._pending.add(
             ("XDEL", keys.events, *entries),
             ("LPUSH", keys.room, 1),
@@ -236,7 +243,7 @@ class CallEventStore:
         self._pending.add(("DEL", keys.events, keys.room, keys.answers))
 
     async def close(self, within_s: float) -> None:
-        """Send what `acknowledge` and `delete` have left, for at most that time."""
+        """Send the commands of `acknowledge` and `delete` that still wait, for at most `within_s` seconds."""
         await self._pending.close(within_s)
 
 
@@ -244,10 +251,11 @@ class CallEventStore:
 
 
 class WorkerCallEventStore:
-    """The events of one running call, for its worker. Every method raises BrokerUnavailable when Redis does not answer.
+    """The events of one running call, for its worker. Every method raises BrokerUnavailable when Redis does not
+    answer.
 
-    `client`: one that sends every command once (`connect_once`), so that no entry is added twice. `listener`: the
-    process that reads the events.
+    `client` must send every command once (`connect_once`), so that no entry is added twice. `listener`: the process
+    that reads the events.
     """
 
     def __init__(
@@ -259,22 +267,22 @@ class WorkerCallEventStore:
         self._wakes = wakes_key(deployment, listener)
 
     def add(self, event: bytes) -> int | None:
-        """Add an event and wake its reader. Return how many wait to be read; None if there is no stream: no process
-        reads it any more.
+        """Add an event and wake its reader. Return how many events wait to be read. Return None if there is no stream:
+        no process reads the events any longer.
         """
         with broker_errors("an event of the call was not written"):
             pipe = self._client.pipeline(transaction=False)
             pipe.xadd(self._keys.events, entry_fields(event), nomkstream=True)  # type: ignore[arg-type]
             pipe.xlen(self._keys.events)
-            # NX keeps the time of the oldest event, and the oldest is read first: a noisy call does not push others
-            # back.
+            # NX keeps the time of the oldest event. The reader serves the oldest call first, so a noisy call does not
+            # delay others.
             pipe.zadd(self._wakes, {self._keys.name: time.time()}, nx=True)
             pipe.expire(self._wakes, WAKES_TTL_S)
             replies = pipe.execute()
         return int(replies[1]) if replies[0] is not None else None
 
     def ask(self, question: bytes) -> int | None:
-        """Add a question, signed. Return as `add` does."""
+        """Add a signed question. Return the same value as `add`."""
         return self.add(self._signing.seal(self._keys.question_purpose, question.decode()).encode())
 
     def count(self) -> int:
@@ -288,13 +296,13 @@ class WorkerCallEventStore:
             return bool(self._client.exists(self._keys.events))
 
     def await_room(self, timeout_s: float) -> bool:
-        """Wait until the reader has handled events, at most WAIT_SLICE_S. Return False if it has not."""
+        """Wait until the reader has handled events, at most WAIT_SLICE_S seconds. Return False if it has not."""
         with broker_errors("the reader of the call's events was not awaited"):
             return self._client.blpop([self._keys.room], timeout=_slice(timeout_s)) is not None
 
     def await_answer(self, timeout_s: float) -> bytes | None:
-        """Return the next answer to a question of the call; None if there is none within WAIT_SLICE_S. Raises
-        EnvelopeRefused for one that is not signed.
+        """Return the next answer to a question of the call; None if there is none within WAIT_SLICE_S seconds. Raises
+        EnvelopeRefused: the answer is not signed for this call.
         """
         with broker_errors("the answer to the running call was not read"):
             item: Any = self._client.blpop([self._keys.answers], timeout=_slice(timeout_s))
@@ -302,7 +310,5 @@ class WorkerCallEventStore:
 
 
 def _slice(seconds: float) -> float:
-    """Return a time-out for one blocking command. It is never so short that Redis takes it for 0, which means no
-    time-out.
-    """
+    """Return the time limit of one blocking command. It is never close to 0, which Redis understands as no limit."""
     return max(0.05, min(seconds, WAIT_SLICE_S))

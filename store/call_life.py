@@ -1,5 +1,5 @@
-"""The state of one call in every process: what its record, its queue, its worker, its session and its result show
-now. This module only reads; store/calls.py has the scripts that move a call.
+"""The state of one call across all processes: its record, its queue, its worker, its session and its result. This
+module only reads. The scripts that change a call are in store/calls.py.
 """
 
 import json
@@ -37,14 +37,14 @@ from store.run_log import run_key
 from store.sessions import parse_session_location
 
 MAX_LOOKED_AT = 200_000
-"""Waiting calls among which a call is searched."""
+"""Maximum number of waiting calls that a search for one call reads."""
 _TASK = re.compile(r"[0-9a-f]{12}-([A-Za-z0-9_-]{1,64})\.([1-9][0-9]{0,8})\.([A-Za-z0-9_-]{1,64})")
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _OWN_RUN = re.compile(r"([0-9a-f]{16})-[0-9]+-[0-9]+")
-"""The id of a call of a run in a program's own process."""
+"""Pattern of a call id of a run in a program's own process."""
 
-# KEYS: queue. ARGV: what only the call's message has. Gives how many are taken before it, -1 when it is not among the
-# first 5,000, and how many wait in all.
+# KEYS: queue. ARGV: a text that only the message of the call contains. Returns the number of messages before the call
+# (-1 if the call is not among the first 5,000), and the length of the queue.
 _POSITION = """
 local length, at = redis.call('LLEN', KEYS[1]), 0
 while at < length and at < 5000 do
@@ -60,8 +60,8 @@ return {-1, length}
 
 @dataclass(frozen=True)
 class Waiting:
-    """Where a call waits: for a slot (`admission`), or in the broker's queue. `ahead`: how many of `waiting` are before
-    it, None when unknown.
+    """The place where a call waits: `admission` (for a slot) or the queue of the broker. `ahead`: how many of the
+    `waiting` calls are before this call; None if unknown.
     """
 
     where: str
@@ -72,8 +72,10 @@ class Waiting:
 
 @dataclass(frozen=True)
 class CallLife:
-    """The state of a call. `record` None: it waits for its first slot. `is_held`: whether the worker that runs it still
-    reports; `result`: as long as it is stored; `place`: of its session, None when that is closed or has expired."""
+    """The state of a call. `record` None: the call waits for its first slot. `is_held`: whether the worker that runs
+    the call still reports. `result`: None if Redis no longer stores the result. `place`: the location of its session;
+    None if the session is closed or has expired.
+    """
 
     call: str
     tenant: str
@@ -89,12 +91,12 @@ class CallLife:
 
     @property
     def state(self) -> str:
-        """Return the state in the record, or `waiting`."""
+        """Return the state in the record, or `waiting` for a call without a record."""
         return self.record.state.value if self.record is not None else "waiting"
 
     @property
     def advice(self) -> str | None:
-        """Return what to do about a call that was lost; None for any other call."""
+        """Return advice on a lost call; None for any other call."""
         if self.state == CallState.RUNNING and self.is_held is False:
             return (
                 f"Its worker stopped reporting. The program that sent the call marks it as lost within {HOST_TTL_S} s. "
@@ -112,7 +114,7 @@ class CallLife:
         return None
 
     def to_json(self) -> dict[str, Any]:
-        """Return it for people and programs: times in ISO 8601 UTC, None for unknown values."""
+        """Return the state as JSON, with times in ISO 8601 UTC and None for unknown values."""
         record = self.record or CallRecord(state=CallState.QUEUED)
         queue, worker = parse_holder(record.holder)
         fields: dict[str, Any] = {
@@ -141,7 +143,7 @@ class CallLife:
             "started_at": _instant(record.started_at),
             "ended_at": _instant(record.ended_at),
             "queued_s": _seconds(record.queued_at, record.started_at),
-            # The end of a lost call is when the loss was noticed, not how long it ran.
+            # A lost call has no known duration: `ended_at` is the time at which the loss was noticed.
             "run_s": _seconds(record.started_at, record.ended_at) if not record.noticed_by else None,
         }
         waits, place, result = self.waiting, self.place, self.result
@@ -154,8 +156,8 @@ class CallLife:
 
 
 class CallLives:
-    """Reads the state of calls of one deployment. `flower_url`: the address of Flower for people, or None. Every method
-    raises BrokerUnavailable.
+    """Reads the states of the calls of a deployment. `flower_url`: the address of Flower that users open, or None.
+    Every method raises BrokerUnavailable when Redis does not answer.
     """
 
     def __init__(
@@ -168,8 +170,8 @@ class CallLives:
         self._position = client.register_script(_POSITION)
 
     async def read(self, tenant: str, call_id: str) -> CallLife | None:
-        """Return the state of a tenant's call; None for an unknown one. A call that waits because its tenant is paused
-        is known to its own program only.
+        """Return the state of a tenant's call; None for an unknown call. A call that waits because its tenant is
+        paused is known only to the program that sent it.
         """
         if not _NAME.fullmatch(call_id):
             return None
@@ -197,10 +199,10 @@ class CallLives:
         )
 
     async def find(self, text: str, tenant: str | None) -> CallLife:
-        """Return the call of that id, or of a Celery task's id as Flower shows it, of the tenant or (None) of any
-        tenant.
+        """Return the state of a call. `text`: a call id, or a Celery task id as Flower shows it. `tenant` None: search
+        all tenants.
 
-        Raises ToolFailure(INVALID_ARGUMENTS) for nothing, and for ids that several tenants have.
+        Raises ToolFailure(INVALID_ARGUMENTS): no call matches, or several tenants have a call with that id.
         """
         owner, call_id = await self.resolve(text, tenant)
         life = await self.read(owner, call_id)
@@ -209,7 +211,7 @@ class CallLives:
         return life
 
     async def resolve(self, text: str, tenant: str | None) -> tuple[str, str]:
-        """Return tenant and id of a call, as for `find`; the call of a given tenant need not exist."""
+        """Return the tenant and the id of a call, as in `find`. With a given tenant, the call need not exist."""
         task = parse_task_id(text)
         if task is not None and tenant in (None, task[0]):
             return task
@@ -232,8 +234,8 @@ class CallLives:
         return sorted({DEFAULT_TENANT, *(name.decode() for name in (*registered, *seen))} - {VERSION_FIELD})
 
     async def owners(self, call_id: str) -> list[str]:
-        """Return the tenants that have a call of that id, among those that are registered, have opened a session, or
-        wait for a slot with it.
+        """Return the tenants that have a call with that id. Searches tenants that are registered, have opened a
+        session, or wait for a slot with such a call.
         """
         if not _NAME.fullmatch(call_id):
             return []
@@ -267,7 +269,7 @@ class CallLives:
         return CallLife(call_id, tenant, None, str(fields.get("tool", "")), waiting=waiting, run=run, batch=batch)
 
     async def _tickets(self, call_id: str) -> list[tuple[str, dict[str, Any]]]:
-        """Return the entries in admission's queue of calls of that id, each with its fields."""
+        """Return the entries for a call id in the queue of admission, as pairs of ticket and fields."""
         key, needle = f"{admission_prefix(self._deployment)}waiting", f'"call":"{call_id}"'.encode()
         found: list[tuple[str, dict[str, Any]]] = []
         cursor, looked_at = 0, 0
@@ -291,15 +293,17 @@ class CallLives:
         try:
             return parse_session_location(fields)
         except ValidationError:
-            return None  # of a later release: nothing of it could be shown truly
+            return None  # A later release wrote the location. This release cannot show its fields correctly.
 
     async def _result(self, tenant: str, call_id: str, record: CallRecord) -> ToolResult | None:
-        """Return the call's result, as long as it is stored; None for one with a wrong signature."""
+        """Return the call's result; None if the result has expired or its signature is wrong."""
         text = await _ask(self._client.get(result_key(record.task))) if record.task else None
         try:
             stored: Any = json.loads(text or b"null")
             encoded: Any = stored_answer(stored) if isinstance(stored, dict) else None
             key = kept_result_key(encoded)
+            # The signature is verified only after this read. `is_blob_of` prevents a forged key from reading data of
+            # another tenant.
             if key is not None and is_blob_of(key, self._deployment, tenant):
                 encoded = join_result(encoded, await _ask(self._client.get(key)) or b"")
             result = decode_result(encoded, ResultSeal(self._keys, tenant, record.attempt)) if encoded else None
@@ -308,7 +312,9 @@ class CallLives:
         return result if result is not None and result.call_id == call_id else None
 
     async def _run(self, tenant: str, call_id: str) -> tuple[str | None, str | None]:
-        """Return the run that makes the call, by the call's id, and the run's batch."""
+        """Return the run that makes the call and the batch of the run. The id of such a call begins with the id of its
+        run.
+        """
         parts = call_id.split("-")
         names = ["-".join(parts[:count]) for count in range(len(parts), max(0, len(parts) - 4), -1)]
         pipe = self._client.pipeline(transaction=False)
@@ -322,7 +328,9 @@ class CallLives:
 
 
 def unknown_call(text: str, tenant: str | None) -> ToolFailure:
-    """Return the same failure for a call that never existed, has expired, or is another tenant's."""
+    """Return the same failure for a call that never existed, has expired, or belongs to another tenant. A caller
+    therefore cannot discover the calls of another tenant.
+    """
     whose = f" of tenant {tenant}" if tenant is not None else ""
     return ToolFailure(
         ErrorCode.INVALID_ARGUMENTS,
@@ -332,7 +340,7 @@ def unknown_call(text: str, tenant: str | None) -> ToolFailure:
 
 
 def parse_task_id(text: str) -> tuple[str, str] | None:
-    """Return tenant and call of a Celery task's id, as Flower shows it; None for another task."""
+    """Return the tenant and the call id in a Celery task id, as Flower shows it; None for another task."""
     found = _TASK.fullmatch(text)
     return (found[3], found[1]) if found is not None else None
 
@@ -350,7 +358,9 @@ def _place_json(place: SessionLocation) -> dict[str, Any]:
 
 
 def _result_json(result: ToolResult) -> dict[str, Any]:
-    """Return what the result says about the call, without its output, which is the caller's."""
+    """Return the fields of a result that describe the call. The output is omitted, because only the caller may read
+    it.
+    """
     fields = result.model_dump(
         mode="json", include={"success", "error", "error_code", "truncated", "clocks", "kill", "sandbox"}
     )

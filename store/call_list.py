@@ -1,7 +1,8 @@
-"""The calls that wait, run, or ended lately. This module only reads; store/calls.py has the scripts that move a call.
+"""Lists the calls that wait, run, or have ended recently. This module only reads. The scripts that change a call are
+in store/calls.py.
 
-Calls that wait for a slot, and calls that hold one, are listed by admission (store/slots.py). Calls that have ended are
-found by the index that the publish script writes: the newest CALLS_LISTED of each tenant.
+Admission lists the calls that wait for a slot, and the calls that hold a slot (store/slots.py). An index lists the
+calls that have ended. The publish script writes the index, with the newest CALLS_LISTED calls of each tenant.
 """
 
 import json
@@ -19,7 +20,7 @@ from store.connection import RedisClient, broker_errors
 from store.slots import WaitReason
 
 MAX_SCANNED = 20_000
-"""Entries of admission that are looked at for one list."""
+"""Maximum number of entries of admission that are read for one list."""
 _SCAN_COUNT = 1000
 SESSION_COMMANDS = "session."
 _ORDER = ("waiting", CallState.QUEUED.value, CallState.RUNNING.value)
@@ -27,8 +28,8 @@ _ORDER = ("waiting", CallState.QUEUED.value, CallState.RUNNING.value)
 
 @dataclass(frozen=True)
 class ListedCall:
-    """One call of a list. `state`: `waiting` (for a slot), or that of its record; `reason`: why it waits; `since`: of
-    that state, in Unix seconds, 0 when unknown.
+    """A call in a list. `state`: `waiting` (for a slot), or the state in its record. `reason`: why the call waits.
+    `since`: start of the state in Unix seconds, 0 if unknown.
     """
 
     call: str
@@ -42,7 +43,7 @@ class ListedCall:
     code: str = ""
 
     def to_json(self) -> dict[str, Any]:
-        """Return it for people and programs: None for unknown values."""
+        """Return the call as JSON, with None for unknown values."""
         return {
             "call": self.call,
             "tenant": self.tenant,
@@ -58,8 +59,8 @@ class ListedCall:
 
 @dataclass(frozen=True)
 class CallPage:
-    """Calls that wait first, then those in a queue, those that run, and those that have ended, the latest first.
-    `has_more`: there are others that are not listed.
+    """A page of calls: first the calls that wait, then the calls in a queue, the running calls, and the calls that
+    have ended, the latest first. `has_more`: other calls are not listed.
     """
 
     calls: tuple[ListedCall, ...]
@@ -74,8 +75,9 @@ class CallList:
         self._deployment = deployment
 
     async def read(self, tenants: Sequence[str], most: int = 100) -> CallPage:
-        """Return at most `most` calls of these tenants. Raises BrokerUnavailable."""
+        """Return at most `most` calls of these tenants. Raises BrokerUnavailable when Redis does not answer."""
         waiting, is_cut = await self._scan("waiting", tenants)
+        # The waiting calls are read first: a call that gets its slot in between is then found twice, but never missed.
         held, is_also_cut = await self._scan("held", tenants)
         limits = await self._limits(tenants)
         listed = [_build_waiting(entry, limits[entry["tenant"]]) for entry in waiting]
@@ -86,8 +88,8 @@ class CallList:
         return CallPage(tuple(listed[:most]), is_cut or is_also_cut or len(listed) > most)
 
     async def _scan(self, name: str, tenants: Sequence[str]) -> tuple[list[dict[str, Any]], bool]:
-        """Return the entries of admission's hash that are calls of these tenants, and whether some were not looked
-        at.
+        """Return the entries of a hash of admission that are calls of these tenants. Also return whether some entries
+        were not read.
         """
         key, wanted = admission_prefix(self._deployment) + name, set(tenants)
         found: list[dict[str, Any]] = []
@@ -95,7 +97,7 @@ class CallList:
         while scanned < MAX_SCANNED:
             cursor, rows = await _ask(self._client.hscan(key, cursor, count=_SCAN_COUNT))
             entries = [json.loads(text) for text in rows.values()]
-            # Commands to sessions take slots, and are no calls of a user.
+            # Commands to sessions take slots too, but are not calls of a user.
             found += [
                 entry
                 for entry in entries
@@ -107,7 +109,7 @@ class CallList:
         return found, True
 
     async def _limits(self, tenants: Sequence[str]) -> dict[str, Mapping[bytes, bytes]]:
-        """Return what admission has of each tenant: its limits, and what it uses of them."""
+        """Return admission's hash of each tenant: its limits and their use."""
         pipe = self._client.pipeline(transaction=False)
         for tenant in tenants:
             pipe.hgetall(f"{admission_prefix(self._deployment)}tenant:{tenant}")
@@ -154,7 +156,7 @@ def _build_waiting(entry: Mapping[str, Any], limits: Mapping[bytes, bytes]) -> L
 
 
 def _find_reason(entry: Mapping[str, Any], limits: Mapping[bytes, bytes]) -> WaitReason:
-    """Return what `waiting_reason` in slots_operations.lua says of the call."""
+    """Return the reason as `waiting_reason` in slots_operations.lua determines it."""
 
     def number(name: bytes) -> float:
         return float(limits.get(name, b"0"))
@@ -182,7 +184,9 @@ def _build_listed(tenant: str, call: str, record: CallRecord) -> ListedCall:
 
 
 def _rank(call: ListedCall) -> tuple[int, float]:
-    """Calls that have not ended come first, the oldest of them first; then the latest that ended."""
+    """Return a sort key. Calls that have not ended come first, with the oldest at the top. Then follow calls that have
+    ended, with the latest at the top.
+    """
     if call.state in _ORDER:
         return _ORDER.index(call.state), call.since
     return len(_ORDER), -call.since

@@ -1,5 +1,11 @@
-"""The records of calls in Redis: one hash for each call id. Every script that changes the state of a call is in this
-file.
+"""Records of calls in Redis: one hash for each call id. This file contains every script that changes the state of a
+call.
+
+Invariant: a call starts at most once and ends once. Every script reads the state and the attempt of the record, and
+decides in one atomic step. Two processes therefore cannot both decide: not after a repeated message, not when a worker
+wrongly counts as dead, and not when two orchestrators act at once. Redis can lose its last second of writes
+(`appendfsync everysec`). The record of an earlier attempt then reappears. The comment of `_GATE` says which message
+may still decide.
 
 ::
 
@@ -10,15 +16,15 @@ file.
      ^    |                  |                          |
      |    |                  '--lose------> lost -------'
      |    |                                  |
-     |    |--lose, reap--------------------> |--give up--> unknown (it may have acted) or lost
+     |    |--lose, reap--------------------> |--give up--> unknown (the call may have acted) or lost
      |    |
-     |    '--forbid, refuse, kill--> forbidden (it never starts)
+     |    '--forbid, refuse, kill--> forbidden (the call never starts)
      '-- publish
 
-    script          called by                                    moves
+    script          called by                                    state changes
     publish         orchestrator (publisher.py)                  no record -> queued; queued by renew -> queued
     claim           worker, before it runs the call              queued -> running, or forbidden after its deadline
-    confirm         worker, some seconds later                   queued -> running, if Redis has lost its last second
+    confirm         worker, some seconds later                   queued -> running, if Redis lost its last second
     refuse          worker, for a call that it must not run      queued, or running by itself -> forbidden
     finish          worker, with the result                      running -> done
     forbid          orchestrator or worker that cancels          queued -> forbidden
@@ -26,11 +32,6 @@ file.
     lose            orchestrator that sees that a worker died    queued, running -> lost
     reap            orchestrator, for the queue of a dead host   queued -> lost
     change          orchestrator                                 lost -> queued (renew), or unknown or lost (give up)
-
-Invariant: a call begins at most once, and ends once. Every script reads the record's state and attempt and decides in
-one atomic step. A repeated message, a worker that was taken for dead, and two orchestrators therefore cannot both win.
-Redis may lose its last second (`appendfsync everysec`): then an earlier attempt's record is there again, and the
-comments of `_GATE` say which message may still decide.
 """
 
 import json
@@ -63,17 +64,19 @@ from store.connection import RedisClient, SharedClock, SyncRedis, WorkerScript, 
 from telemetry.logs import get_logger
 
 CALL_TTL_S = 24 * 3600
-"""How long a call id is remembered, and so cannot be used again."""
+"""Lifetime of a call's record, in seconds. Until then, the call id cannot be used again."""
 RESULT_TTL_S = 3600
-"""How long a result waits in Redis for whoever awaits it."""
+"""Lifetime of a result in Redis, in seconds. The caller must read the result within this time."""
 CALLS_LISTED = 1000
-"""How many calls of a tenant are listed after they have ended."""
+"""Maximum number of calls in the list of a tenant, including calls that have ended."""
 MAX_ATTEMPTS = 3
-"""How often a call that is lost is sent: again only when nothing can have acted, or its tool is idempotent."""
+"""Maximum number of attempts at a call. A lost call is retried only if it cannot have acted, or if its tool is
+idempotent.
+"""
 
 
 class CallState(StrEnum):
-    """The state of a call. QUEUED and RUNNING: no process has given it an end. LOST: it may be sent again."""
+    """The state of a call. QUEUED and RUNNING: the call has not ended. LOST: the call may be sent again."""
 
     QUEUED = "queued"
     RUNNING = "running"
@@ -84,40 +87,46 @@ class CallState(StrEnum):
 
     @property
     def has_ended(self) -> bool:
-        """Return True for a state in which the call neither waits nor runs."""
+        """Return whether the call neither waits nor runs in this state."""
         return self not in (CallState.QUEUED, CallState.RUNNING)
 
     @property
     def is_lost(self) -> bool:
-        """Return True for a state in which no worker will finish this attempt at the call."""
+        """Return whether no worker will finish this attempt at the call."""
         return self in (CallState.LOST, CallState.UNKNOWN)
 
 
 class CallClaim(StrEnum):
-    """What a worker is told that wants to start a call."""
+    """The decision on a worker's request to start a call."""
 
     GRANTED = "granted"
     STARTED = "started"
-    """It has been started, or forbidden, before: this message is a repetition, and nobody waits for its answer."""
+    """The call has started or was forbidden before. The message is a repetition, and no process waits for its result.
+    """
     SUPERSEDED = "superseded"
-    """A later attempt of the same call is on its way."""
+    """A later attempt at the same call exists."""
     MOVED = "moved"
-    """Its session lives on another host by now, or was closed."""
+    """The session of the call has moved to another host, or was closed."""
     EXPIRED = "expired"
-    """Its deadline had passed; it is forbidden by now."""
+    """The deadline of the call had passed. The claim has forbidden the call."""
 
 
 class CallRecord(Record):
-    """The fields of the hash, all text in Redis; absent ones are not known. Instants in Unix seconds of the shared
-    clock.
+    """The record of a call. Its hash in Redis contains only text. A missing field is unknown. Times are Unix seconds
+    of the shared clock.
 
-    `holder`: who runs it (contract/hosts.py: holder_name); `claim`: a word of the claim that started it, by which one
-    that is sent again knows itself; `code`: the result's error code, "" when it succeeded; `nonce`: the attempt that
-    was published last, and a random word; `task`: under which task id. `ticket`: signed by the sender, and removed by
-    the worker that decides about the call: without it the call may have begun, whatever `state` says. `killed`: who
-    ended it from outside and why, as a sentence; a call that has it is not sent again. `node`: the Celery name of the
-    worker that runs it. `noticed_by`, `reason`: of a lost call, the process that noticed the loss and what it saw;
-    `ended_at` is then the time of that.
+    - `holder`: the process that runs the call (contract/hosts.py: holder_name).
+    - `claim`: the random token of the claim that started the call. A repeated claim recognizes its own decision by the
+      token.
+    - `code`: the error code of the result; "" if the call succeeded.
+    - `nonce`: the last published attempt and a random token.
+    - `task`: the Celery task id of the attempt.
+    - `ticket`: a signature by the sender. The worker that decides about the call removes the ticket. Without a ticket,
+      the call may have started, even if `state` says otherwise.
+    - `killed`: a sentence that says who ended the call from outside, and why. A killed call is not sent again.
+    - `node`: the Celery name of the worker that runs the call.
+    - `noticed_by`, `reason`: for a lost call, the process that noticed the loss, and the cause. `ended_at` is then the
+      time at which the loss was noticed.
     """
 
     state: CallState
@@ -144,14 +153,14 @@ class CallRecord(Record):
 def seal_ticket(keys: SigningKeys, tenant: str, call_id: str, attempt: int) -> str:
     """Return the ticket of an attempt that is about to be published.
 
-    All other fields are written by scripts without a signature. A process without the secret that claims that a call's
-    host was lost cannot make a ticket, so a call that runs is not sent again for such a claim.
+    Scripts write all other fields without a signature. A process without the secret can falsely claim that the host of
+    a call was lost. The process cannot create a ticket, so a running call is not sent again because of that claim.
     """
     return keys.seal(f"ticket {tenant} {call_id} {attempt}", "")
 
 
 def has_ticket(keys: SigningKeys, tenant: str, call_id: str, record: CallRecord) -> bool:
-    """Whether the record proves that no worker has begun this attempt of the call."""
+    """Return whether the record proves that no worker has started this attempt at the call."""
     try:
         keys.unseal(f"ticket {tenant} {call_id} {record.attempt}", record.ticket)
     except EnvelopeRefused:
@@ -160,7 +169,7 @@ def has_ticket(keys: SigningKeys, tenant: str, call_id: str, record: CallRecord)
 
 
 def parse_record(fields: Mapping[bytes, bytes]) -> CallRecord | None:
-    """The record of a hash; None for no hash. Raises ValidationError for one that is none of ours."""
+    """Return the record in a hash; None for an empty hash. Raises ValidationError: the hash is not a valid record."""
     if not fields:
         return None
     return CallRecord.model_validate(
@@ -172,9 +181,13 @@ log = get_logger(__name__)
 
 REAP_BATCH = 500
 TRUSTED_S = int(HOST_TTL_S - 2 * HEARTBEAT_S)
-"""How long after Redis was seen to answer regularly a missing report still says that its host is lost."""
+"""Time for which an observation that Redis answers regularly stays valid, in seconds. Within this time, a missing
+report proves that its host is lost.
+"""
 FORGET_S = 600
-"""How long after its last report a host's queue is looked at again: a message may have been on its way there."""
+"""Time after the last report of a host during which its queue is still checked, in seconds. A message may have been
+sent to the queue in that time.
+"""
 READ_BATCH = 500
 KILLS_KEPT_S = 60
 MAX_KILLS_KEPT = 1000
@@ -182,9 +195,9 @@ MAX_REASON_CHARS = 500
 
 # --- Scripts of orchestrators -----------------------------------------------------------------------------------------
 
-# KEYS: call, queue, held slots, the tenant's calls; for a session's call also its location, the queue's host, and the
-# tenant's sessions. ARGV: attempt, nonce, tool, message, task, ticket, slot, call id; for a session's call also session
-# and fence. Returns what became of it, and Redis's time, in one line.
+# KEYS: call, queue, held slots, calls of the tenant; for the call of a session also its location, the host of the
+# queue, and the sessions of the tenant. ARGV: attempt, nonce, tool, message, task, ticket, slot, call id; for the call
+# of a session also session and fence. Returns the outcome and Redis's time, in one line.
 PUBLISH = (
     """
 local time = redis.call('TIME')
@@ -228,9 +241,9 @@ return answer('sent')
     .replace("CALLS_LISTED", str(CALLS_LISTED))
 )
 
-# KEYS: call. ARGV: attempt, seconds that a call is remembered. Returns the state that the call was in; `superseded`
-# when another attempt decides. An earlier attempt that was given up is there when Redis has lost what renewed it: as
-# for a claim, ours decides.
+# KEYS: call. ARGV: attempt, lifetime of the record in seconds. Returns the previous state of the call; `superseded` if
+# another attempt decides. If Redis has lost the write that renewed the call, the record of an earlier attempt is there
+# again. That attempt was given up, so this attempt decides, as in a claim.
 _FORBID_ATTEMPT = """
 local record = redis.call('HMGET', KEYS[1], 'state', 'attempt')
 local known, attempt = tonumber(record[2] or '1') or 1e9, tonumber(ARGV[1])
@@ -245,8 +258,8 @@ redis.call('EXPIRE', KEYS[1], ARGV[2])
 return 'queued'
 """
 
-# KEYS: call. ARGV: the attempt as known, the new state, the new attempt, the error code. Returns the state that the
-# record has now.
+# KEYS: call. ARGV: the expected attempt, the new state, the new attempt, the error code. Returns the resulting state
+# of the record.
 _CHANGE = """
 local record = redis.call('HMGET', KEYS[1], 'state', 'attempt', 'killed')
 if not record[1] then return '' end
@@ -264,8 +277,8 @@ end
 return ARGV[2]
 """
 
-# KEYS: call. ARGV: the attempt and the state as known, the new state, the process that noticed the loss, the reason.
-# Returns 1 when it was so.
+# KEYS: call. ARGV: the expected attempt and state, the new state, the process that noticed the loss, the reason.
+# Returns 1 if the attempt and the state were as expected.
 _LOSE = """
 local record = redis.call('HMGET', KEYS[1], 'attempt', 'state')
 if record[1] ~= ARGV[1] or record[2] ~= ARGV[2] then return 0 end
@@ -310,11 +323,12 @@ return state
 """
 )
 
-# KEYS: report, queue, its control list, tombstone, hosts. ARGV: queue, tombstone's life, batch, the result before the
-# task's id, the result after it, the result's life, prefix of results, forget before, not after, the process that
-# reaps, the reason. Returns how many messages were taken; -1 when the host lives, or that is not known: a script that
-# waited while Redis stood still finds every report expired. The caller of a call that has started, has ended, or was
-# sent again gets its answer elsewhere.
+# KEYS: report, queue, its control list, tombstone, hosts. ARGV: queue, lifetime of the tombstone, batch size, the
+# result before and after the task id, lifetime of the result, prefix of results, age of a host to remove, time after
+# which the script must not act, the process that reaps, the reason. Returns the number of removed messages; -1 if the
+# host lives or its state is unknown. A script that waited while Redis was stopped would find every report expired, so
+# the script does nothing after that time. Calls that have started, have ended, or were sent again get no result here:
+# their callers get it elsewhere.
 _REAP = """
 local now = tonumber(redis.call('TIME')[1])
 if redis.call('EXISTS', KEYS[1]) == 1 or now > tonumber(ARGV[9]) then return -1 end
@@ -348,17 +362,17 @@ return taken
 
 # --- Scripts of workers -----------------------------------------------------------------------------------------------
 
-# In every script of a worker: KEYS[1] the call; ARGV[1] its attempt, ARGV[2] seconds that it is remembered, ARGV[3] a
-# random word of this decision, by which a script that is sent again, because the first answer was lost, recognises its
-# own decision. `verdict` tells whether this message may decide about the call, "granted", or not:
+# In every script of a worker: KEYS[1] is the call, ARGV[1] its attempt, ARGV[2] the lifetime of the record in seconds.
+# ARGV[3] is a random token of this decision. A script whose first reply was lost is sent again and recognizes its own
+# decision by the token. `verdict` says whether this message decides about the call:
 #
 #   no record                        decides: Redis lost its last second, or another program published the message
 #   `queued`, attempt N              decides: the normal case
-#   `queued` or `lost`, attempt < N  decides: Redis lost what renewed the call; the earlier attempt was given up
-#   any other state, attempt < N     started: Redis lost what renewed the call; an earlier attempt may have acted
-#   decided by this very message     the same decision again
-#   any other state, attempt N       started: a repetition; or forbidden, given up, or lost with its host's queue
-#   attempt > N                         superseded
+#   `queued` or `lost`, attempt < N  decides: Redis lost the renewal of the call; the earlier attempt was given up
+#   any other state, attempt < N     started: Redis lost the renewal of the call; an earlier attempt may have acted
+#   decided by this same message     the same decision again
+#   any other state, attempt N       started: a repetition; or forbidden, given up, or lost with the queue of its host
+#   attempt > N                      superseded
 _GATE = """
 local time = redis.call('TIME')
 local now = string.format('%d.%06d', time[1], time[2])
@@ -376,8 +390,8 @@ end
 local is_again = verdict == 'started' and record[3] == ARGV[3]
 """
 
-# KEYS: call, location. ARGV: attempt, ttl, word, holder, deadline, fence, whether a session that moves will do, tool,
-# session, node.
+# KEYS: call, location. ARGV: attempt, lifetime, token, holder, deadline, fence, whether the session may be moving,
+# tool, session, node.
 _CLAIM = (
     _GATE
     + """
@@ -398,7 +412,7 @@ return {'granted', now}
 """
 )
 
-# KEYS: call. ARGV: attempt, ttl, word, holder, tool, session, node.
+# KEYS: call. ARGV: attempt, lifetime, token, holder, tool, session, node.
 _CONFIRM = (
     _GATE
     + """
@@ -409,7 +423,8 @@ return {verdict, now}
 """
 )
 
-# ARGV: attempt, ttl, word, holder. A worker claims a call while it checks it: then the claim is taken back.
+# ARGV: attempt, lifetime, token, holder. A worker may claim a call while it still checks the call. A refusal by the
+# same holder therefore reverts the claim.
 _REFUSE = (
     _GATE
     + """
@@ -423,7 +438,8 @@ return {verdict, now}
 """
 )
 
-# KEYS: call. ARGV: ttl. A call that is not known yet may be on its way.
+# KEYS: call. ARGV: lifetime. A call without a record may still be on its way, so the script creates a forbidden
+# record.
 _FORBID = """
 local state = redis.call('HGET', KEYS[1], 'state')
 if state == 'forbidden' then return 1 end
@@ -435,9 +451,9 @@ redis.call('EXPIRE', KEYS[1], ARGV[1])
 return 1
 """
 
-# KEYS: result, call. ARGV: the stored text, its ttl; attempt ("" when the call has not run), ttl of the call, code,
-# sandbox. Returns 0 when a later attempt is on its way, whose result is waited for. An earlier attempt in the record is
-# what is left when Redis has lost this one.
+# KEYS: result, call. ARGV: the stored text, its lifetime; attempt ("" if the call has not run), lifetime of the
+# record, error code, sandbox. Returns 0 if a later attempt exists: the caller waits for the result of that attempt. An
+# earlier attempt in the record means that Redis has lost the write of this attempt.
 _FINISH = """
 if ARGV[3] ~= '' then
   local known = redis.pcall('HMGET', KEYS[2], 'attempt', 'state')
@@ -460,8 +476,8 @@ return 1
 
 
 class KillOrder(Record):
-    """An order to end a call: who gives it, and why. `entry`: the entry of the audit, written by the process that
-    carries the order out.
+    """An order to end a call, with its author and reason. `entry`: the entry for the audit log. The process that
+    executes the order writes the entry.
     """
 
     tenant: Identifier
@@ -471,13 +487,13 @@ class KillOrder(Record):
     entry: str = ""
 
     def describe(self) -> str:
-        """Return the sentence that the call's caller reads."""
+        """Return the message for the caller of the call."""
         return f"the call was killed by {self.by}" + (f": {self.reason}" if self.reason else "")
 
 
 class CallStore:
-    """The records of calls, for orchestrators. Every method raises BrokerUnavailable when Redis does not answer.
-    `process`: the name of this one.
+    """Records of calls, for orchestrators. Every method raises BrokerUnavailable when Redis does not answer.
+    `process`: the name of this process.
     """
 
     def __init__(self, client: RedisClient, deployment: str, process: str = "") -> None:
@@ -491,11 +507,11 @@ class CallStore:
         self._reap = client.register_script(_REAP)
 
     async def find(self, tenant: str, call_id: str) -> CallRecord | None:
-        """Return the record of a call; None when there is none, or when this release cannot read it."""
+        """Return the record of a call; None if there is no record, or if this release cannot read the record."""
         return (await self.find_all([(tenant, call_id)]))[0]
 
     async def find_all(self, calls: Sequence[tuple[str, str]]) -> list[CallRecord | None]:
-        """Return the records of calls, named by tenant and id, in their order."""
+        """Return the records of calls in the given order. Each call is a pair of tenant and call id."""
         records: list[CallRecord | None] = []
         for at in range(0, len(calls), READ_BATCH):
             with broker_errors("the records of calls were not read"):
@@ -510,14 +526,16 @@ class CallStore:
         return records
 
     async def now(self) -> float:
-        """Return Unix seconds by Redis's clock, by which the records expire."""
+        """Return the time of Redis in Unix seconds. The records expire by this clock."""
         with broker_errors("Redis's time was not read"):
             seconds, micros = await self._client.time()
+        # Redis's clock, not the local one: processes compare times that different machines have written.
         return float(seconds + micros / 1e6)
 
     async def forbid(self, tenant: str, call_id: str, attempt: int) -> str:
-        """Forbid a call that no worker has taken. Return its state until now: `queued` when it was waiting and is
-        forbidden now, `superseded` when the record is about another attempt."""
+        """Forbid a call that no worker has claimed. Return the previous state: `queued` if the call waited and is now
+        forbidden, `superseded` if the record belongs to another attempt.
+        """
         with broker_errors("it is not known whether the call has started"):
             state = await self._forbid(keys=[call_key(self._deployment, tenant, call_id)], args=[attempt, CALL_TTL_S])
         return _text(state)
@@ -531,24 +549,26 @@ class CallStore:
             return bool(await self._lose(keys=[call_key(self._deployment, tenant, call_id)], args=arguments))
 
     async def renew(self, tenant: str, call_id: str, attempt: int) -> bool:
-        """Let a lost call be sent again as the next attempt: from then on its earlier worker can neither start nor
-        finish it. This holds also for a call that has ended, but whose result was lost. Return False when it was
-        forbidden, or sent again by another process."""
+        """Prepare a lost call for its next attempt. The earlier worker can then neither start nor finish the call.
+        Also works for a call that has ended and whose result was lost. Return False if the call is forbidden, or if
+        another process has sent it again.
+        """
         return await self._set(tenant, call_id, attempt, CallState.QUEUED, attempt + 1) == CallState.QUEUED
 
     async def give_up(
         self, tenant: str, call_id: str, attempt: int, state: CallState, code: ErrorCode
     ) -> CallState | None:
-        """Mark the call as ended with `code`: no process waits for it. Return its state, which is `done` if it ended
-        normally meanwhile.
+        """Mark the call as ended with `code`, because no process waits for it any longer. Return the resulting state:
+        `done` if the call has ended normally.
         """
         found = await self._set(tenant, call_id, attempt, state, attempt, code.value)
         return CallState(found) if found else None
 
     async def kill(self, order: KillOrder, *, is_ours: bool = False) -> CallState | None:
-        """Note an order to end a call; it may be repeated. Return the state that the call has then: FORBIDDEN, when it
-        never begins; None when nothing is known of it, so that only the program that makes it (`is_ours`), if there is
-        one, can say so."""
+        """Store an order to end a call; repeatable. Return the resulting state of the call: FORBIDDEN if the call will
+        never start. Return None for an unknown call: only the program that makes the call (`is_ours`) can then report
+        its state.
+        """
         keys = [
             call_key(self._deployment, order.tenant, order.call),
             kills_key(self._deployment),
@@ -561,7 +581,7 @@ class CallStore:
         return CallState(_text(state)) if state else None
 
     async def recent_kills(self, after: float) -> list[tuple[float, KillOrder]]:
-        """Return the orders of the last minute that were given after that instant, each with its own."""
+        """Return the orders of the last minute that were given after `after`, each with its time."""
         with broker_errors("it is not known which calls are to be ended"):
             rows: Any = await self._client.zrangebyscore(
                 kills_key(self._deployment), f"({after!r}", "+inf", withscores=True
@@ -569,18 +589,20 @@ class CallStore:
         return [(float(at), order) for text, at in rows if (order := _parse_order(text)) is not None]
 
     async def kill_reason(self, tenant: str, call_id: str) -> tuple[str, bool]:
-        """Return who killed a call and why, as a sentence ("" when it was not killed), and whether it never began."""
+        """Return the message that says who killed a call and why ("" if the call was not killed), and whether the call
+        never started.
+        """
         with broker_errors("it is not known whether the call was killed"):
             fields: Any = await self._client.hmget(call_key(self._deployment, tenant, call_id), "killed", "state")
         reason, state = (field.decode(errors="replace") if isinstance(field, bytes) else "" for field in fields)
         return reason, state == CallState.FORBIDDEN
 
     async def reap(self, queue: str, now: int) -> bool:
-        """Give up the incarnation `queue` unless it lives, and answer the calls in its queue. Return whether it is
-        lost: it can never go on under that name.
+        """Give up the host instance `queue` unless it lives, and answer the calls in its queue. Return whether the
+        instance is lost. A lost instance can never continue under that name.
 
-        Any orchestrator may reap; the script makes it one act. `now`: Redis's time when reports were known to come in,
-        at most TRUSTED_S ago when the script runs.
+        Any orchestrator may reap, because the script is atomic. `now`: Redis's time at which reports certainly
+        arrived, at most TRUSTED_S before the script runs.
         """
         deployment = self._deployment
         keys = [
@@ -595,6 +617,7 @@ class CallStore:
         arguments += [FORGET_S, now + TRUSTED_S, self._process, _describe_lost_queue(queue)]
         total = 0
         with broker_errors("the queue of a lost host was not read"):
+            # Small batches: a script blocks Redis while it runs.
             while (taken := int(await self._reap(keys=keys, args=arguments))) > 0:
                 total += taken
         if total:
@@ -602,14 +625,14 @@ class CallStore:
         return taken == 0
 
     async def reap_all(self, now: int) -> list[str]:
-        """Reap every incarnation that has not reported for a while. Return those that are lost."""
+        """Reap every host instance that has not reported for HOST_TTL_S. Return the queues of the lost instances."""
         with broker_errors("the hosts were not read"):
             names: Any = await self._client.zrangebyscore(hosts_key(self._deployment), "-inf", now - HOST_TTL_S)
         return [queue for queue in (name.decode() for name in names) if await self.reap(queue, now)]
 
     async def announce(self, channel: str, event: str) -> None:
-        """Publish an event of Celery in place of a worker that is dead. `channel`: without the number of the Redis
-        database, which kombu puts before it.
+        """Publish a Celery event in place of a dead worker. `channel`: the name without the number of the Redis
+        database; kombu puts that number before the name.
         """
         database = self._client.connection_pool.connection_kwargs.get("db") or 0
         with broker_errors("the event was not published"):
@@ -626,9 +649,7 @@ class CallStore:
 
 
 def _lost_result(queue: str) -> tuple[str, str]:
-    """Return the stored result of a call that was in a dead host's queue, as the texts before and after the task's
-    id.
-    """
+    """Return the stored result of a call in a dead host's queue, as the text before and the text after the task id."""
     error = {"exc_type": HOST_LOST_TYPE, "exc_message": [_describe_lost_queue(queue)], "exc_module": "toolcrew"}
     fields = json.dumps({"status": "FAILURE", "result": error, "traceback": None, "children": []})
     return '{"task_id": ', ", " + fields[1:]
@@ -662,11 +683,12 @@ def _text(value: Any) -> str:
 
 
 class WorkerCallStore:
-    """The records of calls, for workers: a call is started once or refused once, whatever a queue repeats.
+    """Records of calls, for workers. A call is started once or refused once, however often a queue repeats its
+    message.
 
-    Every answer tells the shared clock Redis's time. A repetition that Redis has forgotten altogether is caught before
-    it comes here (workers/celery_edge/broker.py). `node`: the worker's name in Celery. Every method raises
-    BrokerUnavailable when Redis does not answer.
+    Every reply updates the shared clock with Redis's time. If Redis has lost a record completely,
+    workers/celery_edge/broker.py detects the repetition before this class is used. `node`: the Celery name of the
+    worker. Every method raises BrokerUnavailable when Redis does not answer.
     """
 
     def __init__(self, client: SyncRedis, deployment: str, clock: SharedClock, node: str = "") -> None:
@@ -682,10 +704,11 @@ class WorkerCallStore:
     def claim(
         self, call: ToolCall, context: ToolContext, holder: str, meanwhile: Callable[[], object] = lambda: None
     ) -> CallClaim:
-        """Return whether the call may start now, on behalf of `holder`. After BrokerUnavailable it must not start.
+        """Decide whether the call may start now, on behalf of `holder`. After BrokerUnavailable, the call must not
+        start.
 
-        A claim past the call's deadline forbids the call: EXPIRED. A claim for a session that is elsewhere by now
-        changes nothing: MOVED. `meanwhile` is called while Redis decides (WorkerScript).
+        A claim after the deadline forbids the call: EXPIRED. A claim for a session that has moved changes nothing:
+        MOVED. `meanwhile` runs while Redis decides (WorkerScript).
         """
         key = self._key(context.tenant, call.id)
         fence = context.fence if context.session is not None and context.fence is not None else ""
@@ -695,25 +718,25 @@ class WorkerCallStore:
         return self._decide(partial(self._claim, meanwhile=meanwhile), [key, location], context.attempt, arguments)
 
     def confirm(self, call: ToolCall, context: ToolContext, holder: str) -> CallClaim:
-        """Note again that a call runs which was granted here before: GRANTED when Redis had lost that, wherever its
-        session is by now.
+        """Store again that a call runs which this worker has claimed. Return GRANTED if Redis had lost the claim, even
+        if the session has moved.
         """
         arguments = [holder, call.name, context.session or "", self._node]
         return self._decide(self._confirm, [self._key(context.tenant, call.id)], context.attempt, arguments)
 
     def refuse(self, call: ToolCall, context: ToolContext, holder: str) -> CallClaim:
-        """Return whether a refusal is the call's answer: GRANTED, and then it will never start. `holder`: takes back
-        the claim that it was granted for this message.
+        """Refuse a call. GRANTED: the refusal is the result of the call, and the call never starts. `holder`: if this
+        holder has claimed the call for this message, the refusal reverts the claim.
         """
         return self._decide(self._refuse, [self._key(context.tenant, call.id)], context.attempt, [holder])
 
     def forbid(self, tenant: str, call_id: str) -> bool:
-        """Forbid a call that may be on its way. Return False when it has started."""
+        """Forbid a call that may be on its way. Return False if the call has started."""
         with broker_errors("the call was not cancelled"):
             return bool(self._forbid(keys=[self._key(tenant, call_id)], args=[CALL_TTL_S]))
 
     def holder(self, tenant: str, call_id: str) -> str | None:
-        """Return who runs the call, as it named itself in its claim; None when it does not run."""
+        """Return the holder that runs the call, as in its claim; None if the call does not run."""
         with broker_errors("it is not known who runs the call"):
             state, holder = self._client.hmget(self._key(tenant, call_id), "state", "holder")
         return (
@@ -733,18 +756,20 @@ class WorkerCallStore:
 
 
 class FinishedCalls:
-    """Stores the results of calls: one script stores and publishes a result and marks its call as done.
+    """Stores the results of calls. One script stores and publishes a result, and marks its call as done.
 
-    It raises the Redis client's own errors: Celery's result backend, its caller, decides which of them to retry.
+    The class raises the errors of the Redis client: its caller, Celery's result backend, decides which errors to
+    retry.
     """
 
     def __init__(self, client: SyncRedis) -> None:
         self._finish = WorkerScript(client, _FINISH)
 
     def store(self, task_id: str, text: str, ttl_s: int, record: tuple[str, int, str, str] | None) -> bool:
-        """Store a result. `record`: the key of the call's record, its attempt, the error code and the sandbox; None:
-        the call was not run, and its record stays as it is. Return False when the call was sent again meanwhile: its
-        caller waits for that attempt's result."""
+        """Store a result. `record`: key of the call's record, attempt, error code and sandbox. None: the call was not
+        run, and its record does not change. Return False if the call was sent again: its caller waits for the result
+        of that attempt.
+        """
         key = result_key(task_id)
         call, attempt, code, sandbox = record if record is not None else (key, "", "", "")
         return bool(self._finish(keys=[key, call], args=[text, ttl_s, attempt, CALL_TTL_S, code, sandbox]))

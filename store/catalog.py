@@ -1,4 +1,4 @@
-"""The tools that workers publish, and how orchestrators read them."""
+"""The tools that workers publish, for orchestrators to read."""
 
 import difflib
 import json
@@ -28,25 +28,25 @@ STARTED_BY = {
     "web": "`toolcrew serve worker --kind web`",
     "tools": "`toolcrew serve worker --kind web` with TOOLCREW_TOOL_MODULES or the tools' package",
 }
-"""Pool -> the command that starts its worker."""
+"""The command that starts the worker of each pool."""
 
 
 class CatalogSource(Protocol):
-    """A source of tools and skills. Each tuple is the same object until it changes."""
+    """A source of tools and skills. Each tuple stays the same object until its content changes."""
 
     async def specs(self) -> tuple[ToolSpec, ...]: ...
 
     async def skills(self) -> tuple[SkillSummary, ...]: ...
 
     def explain_missing(self, name: str) -> str | None:
-        """Return why an existing tool cannot be called now, and what to do; None: there is no such tool. From the last
-        `specs`.
+        """Return why an existing tool cannot be called now, with advice; None if there is no such tool. Uses the
+        result of the last `specs`.
         """
         ...
 
 
 class RedisCatalog:
-    """The catalogs of all pools in Redis, read again at most every FRESH_S seconds, in one round trip."""
+    """The catalogs of all pools in Redis. They are read at most once every FRESH_S seconds, in one round trip."""
 
     def __init__(self, client: "redis.asyncio.Redis", deployment: str, keys: SigningKeys) -> None:
         self._client, self._signing = client, keys
@@ -56,20 +56,20 @@ class RedisCatalog:
         self._clashes: set[str] = set()
         self._read_at = float("-inf")
         self._reads = SharedReads[None]()
-        # What is read is nearly always what was read before.
+        # Catalogs rarely change, so the parsed form of the last text is cached.
         self._parsed: dict[str, tuple[str | bytes, Catalog]] = {}
         self._skills: tuple[SkillSummary, ...] = ()
 
     async def specs(self) -> tuple[ToolSpec, ...]:
-        """Return all specs with the session verbs. Raises ConfigError when no worker lives, BrokerUnavailable when
-        Redis does not answer.
+        """Return all specs, including the session commands. Raises ConfigError: no worker has published tools, or a
+        catalog cannot be verified or read. Raises BrokerUnavailable when Redis does not answer.
         """
         if time.monotonic() - self._read_at > FRESH_S:
             await self._reads.read("catalog", self._refresh)
         return self._specs
 
     async def skills(self) -> tuple[SkillSummary, ...]:
-        """Return the skills of the workers with sandboxes, by name. Raises as `specs`."""
+        """Return the skills of the workers with sandboxes, by name. Raises the same errors as `specs`."""
         await self.specs()
         return self._skills
 
@@ -78,15 +78,15 @@ class RedisCatalog:
         return None if pool is None else f"no worker serves {name} now: start one with {STARTED_BY[pool]}"
 
     async def pools(self) -> dict[str, tuple[ToolSpec, ...]]:
-        """Return what each pool publishes now; a pool without a worker is left out. Raises as `specs`, but not for
-        missing workers.
+        """Return the present tools of each pool, without pools that have no worker. Raises the same errors as `specs`,
+        except for missing workers.
         """
         texts, _ = await self._fetch()
         return {pool: self._parse(pool, text).tools for pool, text in texts.items() if text is not None}
 
     async def served_before(self) -> dict[str, list[str] | None]:
-        """Return the names of the tools that each pool published last; None for a list that cannot be read. Raises
-        BrokerUnavailable.
+        """Return the names of the tools that each pool published last; None for an unreadable list. Raises
+        BrokerUnavailable when Redis does not answer.
         """
         _, names = await self._fetch()
         return {pool: _parse_names(text) for pool, text in names.items()}
@@ -139,7 +139,7 @@ class RedisCatalog:
         return tuple(sorted(found.values(), key=lambda spec: spec.name))
 
     async def _fetch(self) -> tuple[dict[str, str | bytes | None], dict[str, str | bytes | None]]:
-        """Return the text of each pool's catalog, and of the names it served last."""
+        """Return for each pool the text of its catalog, and the text of the names that it published last."""
         with broker_errors("the tool catalog was not read"):
             values = await self._client.mget(self._keys)
         count = len(CATALOG_POOLS)
@@ -148,7 +148,7 @@ class RedisCatalog:
         )
 
     def _note_clash(self, taken: ToolSpec, other: ToolSpec) -> None:
-        """Log once that a tool is hidden by another one of its name."""
+        """Log once that a tool is hidden by another tool with its name."""
         if taken is other or taken.name in self._clashes:
             return
         self._clashes.add(taken.name)
@@ -156,7 +156,9 @@ class RedisCatalog:
 
 
 def find_skill(name: str, skills: Sequence[SkillSummary]) -> SkillSummary:
-    """Return the skill of that name. Raises ToolFailure(FILE_NOT_FOUND) with the nearest names."""
+    """Return the skill with that name. Raises ToolFailure(FILE_NOT_FOUND) with the nearest names: there is no such
+    skill.
+    """
     found = next((skill for skill in skills if skill.name == name), None)
     if found is None:
         nearest = difflib.get_close_matches(name, [skill.name for skill in skills], n=3, cutoff=0.0)
@@ -165,7 +167,9 @@ def find_skill(name: str, skills: Sequence[SkillSummary]) -> SkillSummary:
 
 
 def _parse_names(text: str | bytes | None) -> list[str] | None:
-    """Return the names; None for a text that is not JSON. The names only serve to explain why a tool is missing."""
+    """Return the names; None for a text that is not JSON. The names only explain why a tool is missing, so they are
+    not signed.
+    """
     try:
         names = json.loads(text or "[]")
     except (ValueError, RecursionError):
@@ -181,17 +185,19 @@ class WorkerCatalogStore:
         self._deployment = deployment
 
     def publish(self, catalogs: Mapping[str, Catalog]) -> None:
-        """Store what each pool serves here; it expires. Raises BrokerUnavailable."""
+        """Store the catalog of each pool on this worker. A catalog expires after CATALOG_TTL_S seconds. Raises
+        BrokerUnavailable when Redis does not answer.
+        """
         with broker_errors("the catalog was not published"), self._client.pipeline(transaction=False) as pipe:
             for key, text, ttl_s in self._build_entries(catalogs):
                 pipe.set(key, text, ex=ttl_s)
             pipe.execute()
 
     def _build_entries(self, catalogs: Mapping[str, Catalog]) -> list[tuple[str, str, int]]:
-        """Return the key, the text and the seconds to live of each entry."""
+        """Return the key, the text and the lifetime in seconds of each entry."""
         entries: list[tuple[str, str, int]] = []
         for pool, catalog in catalogs.items():
-            # The names explain to every tenant why a tool is missing, so tools of single tenants are left out.
+            # Every tenant may see these names, so tools of single tenants are omitted.
             names = json.dumps([spec.name for spec in catalog.tools if spec.tenants is None])
             entries.append(
                 (catalog_key(self._deployment, pool), seal_catalog(self._keys, pool, catalog), CATALOG_TTL_S)
@@ -201,10 +207,11 @@ class WorkerCatalogStore:
 
 
 async def check_tools(client: "redis.asyncio.Redis", deployment: str, tenant: str, policy: TenantPolicy) -> list[str]:
-    """Return warnings about patterns that match no tool. Tools whose workers are stopped count, if a worker has
+    """Return warnings about patterns that match no tool. Tools without a running worker count, if a worker has
     published them before.
 
-    Raises ToolFailure(INVALID_ARGUMENTS) with the nearest names for a name that no tool has, BrokerUnavailable.
+    Raises ToolFailure(INVALID_ARGUMENTS) with the nearest names: no tool has the given name. Raises BrokerUnavailable
+    when Redis does not answer.
     """
     if policy.tools is None:
         return []

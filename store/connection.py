@@ -1,7 +1,8 @@
-"""Connections to Redis, asynchronous ones for orchestrators and blocking ones for workers, with every time-out set.
+"""Connections to Redis: asynchronous ones for orchestrators, blocking ones for workers. Every connection has time
+limits.
 
-Nothing outside of this package and of `workers/celery_edge` imports redis. Every store catches what a command raises in
-`broker_errors`, so that its callers see BrokerUnavailable and nothing else.
+Only this package and `workers/celery_edge` import redis. Every store wraps its commands in `broker_errors`, so its
+callers see only BrokerUnavailable.
 """
 
 import asyncio
@@ -47,13 +48,14 @@ from store.tasks import begin_shared, cancel_all
 RedisClient: TypeAlias = "redis.asyncio.Redis"
 SyncRedis: TypeAlias = "redis.Redis"
 SKEW_WARNING_S = 5.0
-"""A host whose clock differs by this much is reported."""
+"""Difference between a host's clock and Redis's clock above which the host is reported, in seconds."""
 
 
 class SharedClock:
-    """The one clock of all hosts: Unix seconds as Redis counts them, so that a wrong clock expires no call.
+    """The common clock of all hosts: Unix seconds of Redis's clock. A wrong local clock therefore expires no call.
 
-    Until `learn` was called it is this host's own. Safe between threads: one float is written.
+    Before the first `learn`, the clock returns local time. The class is thread-safe, because an update writes a single
+    float.
     """
 
     def __init__(self, local: Callable[[], float] = time.time) -> None:
@@ -64,7 +66,7 @@ class SharedClock:
         return self._local() + self.offset_s
 
     def learn(self, redis_now: float) -> float:
-        """Take over the time that Redis has just sent. Returns the seconds by which this host's clock is behind."""
+        """Adopt the time that Redis has just sent. Return how many seconds the local clock is behind."""
         self.offset_s = redis_now - self._local()
         return self.offset_s
 
@@ -72,7 +74,7 @@ class SharedClock:
 TIMEOUT_S = 10.0
 MAX_CONNECTIONS = 16
 LOADING_S = 10.0
-"""How long a starting Redis may take to load its data."""
+"""Time that a starting Redis may take to load its data, in seconds."""
 LOOK_S = 0.1
 _REDIS_ERRORS = (RedisError, OSError)
 
@@ -87,7 +89,7 @@ class RedisAccessDenied(OperatorError):
 
 @contextlib.contextmanager
 def broker_errors(what: str) -> Iterator[None]:
-    """Raise BrokerUnavailable instead of what the Redis client raises inside. `what`: a sentence about what failed, for
+    """Raise BrokerUnavailable in place of the errors of the Redis client. `what`: a clause that says what failed, for
     example "the policy was not read".
     """
     try:
@@ -97,26 +99,28 @@ def broker_errors(what: str) -> Iterator[None]:
 
 
 def open_redis(broker: BrokerSettings) -> "redis.asyncio.Redis":
-    """Return a client whose callers wait for a connection when all are busy. Behind sentinels it follows the master."""
+    """Return an asynchronous client. If all connections are busy, callers wait. With sentinels, the client follows the
+    master.
+    """
     return redis.asyncio.Redis.from_pool(_open_pool(broker))
 
 
 async def check_redis(client: "redis.asyncio.Redis", broker: BrokerSettings) -> None:
-    """Raises BrokerUnavailable: where it looked, what Redis said, what to check."""
+    """Check that Redis answers. Raises BrokerUnavailable with the address, the error of Redis and advice."""
     try:
         await _ping(client)
     except AuthenticationError as error:
         raise BrokerUnavailable(
             f"Redis at {broker.redis_address()} refuses user or password: check TOOLCREW_REDIS_URL"
         ) from error
-    except _REDIS_ERRORS as error:  # not `broker_errors`: the sentence has the address, and what to check
+    except _REDIS_ERRORS as error:  # not `broker_errors`: this message contains the address and advice
         raise BrokerUnavailable(
             f"Redis at {broker.redis_address()} does not answer ({error}): {broker.connection_advice(str(error))}"
         ) from error
 
 
 async def _ping(client: "redis.asyncio.Redis") -> None:
-    """Ping Redis; wait while it loads its data."""
+    """Ping Redis. Wait while Redis loads its data."""
     clock = asyncio.get_running_loop().time
     until = clock() + LOADING_S
     while True:
@@ -130,16 +134,16 @@ async def _ping(client: "redis.asyncio.Redis") -> None:
 
 
 class _Careful(AbstractConnection):
-    """A connection that notices when it is lost, and when its user is cancelled.
+    """A connection that detects its loss and the cancellation of its user.
 
-    Whoever is cancelled while a command is being sent is cancelled: the client sends in `asyncio.wait_for`, which loses
-    a cancellation that comes just as the last byte has gone (Python before 3.12), and a task that never ends by it is
-    waited for in vain.
+    The client sends commands in `asyncio.wait_for`. Before Python 3.12, `wait_for` loses a cancellation that arrives
+    together with the last sent byte. The task would then not end, and its canceller would wait without end. This class
+    raises the lost CancelledError.
     """
 
     async def can_read(self) -> bool:
-        """Check a connection before the pool lends it: one that was reset looks empty to the client, and would fail its
-        next command.
+        """Check a connection before the pool hands it out. The client considers a reset connection usable, and the
+        next command would fail.
         """
         if self._reader is not None and (error := self._reader.exception()) is not None:
             raise RedisConnectionError(f"the connection was lost ({error})")
@@ -150,7 +154,7 @@ class _Careful(AbstractConnection):
         before = task.cancelling() if task is not None else 0
         await super().send_packed_command(command, check_health)
         if task is not None and task.cancelling() > before:
-            # Nobody is left to read the answer.
+            # No caller remains to read the reply, and the next command must not read it.
             await self.disconnect(nowait=True)
             raise asyncio.CancelledError
 
@@ -172,7 +176,7 @@ class _MasterTlsConnection(_Careful, SentinelManagedSSLConnection):
 
 
 class _BlockingSentinelPool(SentinelConnectionPool, BlockingConnectionPool):
-    """Connections to the present master; closing them closes those to the sentinels, too."""
+    """Connections to the present master. Closing the pool also closes the connections to the sentinels."""
 
     async def disconnect(self, inuse_connections: bool = True) -> None:
         await super().disconnect(inuse_connections)
@@ -201,8 +205,8 @@ def _open_pool(broker: BrokerSettings) -> BlockingConnectionPool:
 
 def _options(broker: BrokerSettings) -> dict[str, Any]:
     return {
-        # With them the pool lends connections that the server has closed (redis-py 8.1). Only Redis Enterprise sends
-        # them.
+        # With these notifications, the pool hands out connections that the server has closed (redis-py 8.1). Only
+        # Redis Enterprise sends the notifications.
         "maint_notifications_config": MaintNotificationsConfig(enabled=False),
         "username": broker.user,
         "password": broker.password,
@@ -212,21 +216,21 @@ def _options(broker: BrokerSettings) -> dict[str, Any]:
 
 
 async def read_clock(client: "redis.asyncio.Redis") -> float:
-    """Return Redis's time in Unix seconds. Raises BrokerUnavailable."""
+    """Return Redis's time in Unix seconds. Raises BrokerUnavailable when Redis does not answer."""
     with broker_errors("Redis's time was not read"):
         seconds, micros = await client.time()
     return float(seconds) + float(micros) / 1_000_000
 
 
 async def check_writable(client: "redis.asyncio.Redis", deployment: str) -> None:
-    """Raise BrokerUnavailable unless Redis takes a write."""
+    """Raise BrokerUnavailable unless Redis accepts a write."""
     with broker_errors("Redis takes no data"):
         await client.set(deployment_key(deployment, "api:ready"), "1", ex=60)
 
 
 async def read_server_info(client: "redis.asyncio.Redis", *sections: str) -> dict[str, Any]:
-    """Return what INFO reports in these sections. Raises BrokerUnavailable, and RedisAccessDenied when the user may not
-    ask for it.
+    """Return the report of INFO for these sections. Raises BrokerUnavailable when Redis does not answer. Raises
+    RedisAccessDenied: the user has no permission for INFO.
     """
     info: dict[str, Any] = {}
     with broker_errors("the state of the Redis server was not read"):
@@ -239,26 +243,27 @@ async def read_server_info(client: "redis.asyncio.Redis", *sections: str) -> dic
 
 
 def connect(broker: BrokerSettings) -> "redis.Redis":
-    """Return a blocking client with its own pool; bytes in, bytes out. Behind sentinels it follows the master."""
+    """Return a blocking client with its own pool, for bytes. With sentinels, the client follows the master."""
     return _open_sync(broker, socket_timeout=TIMEOUT_S, socket_connect_timeout=5.0, health_check_interval=15)
 
 
 def connect_once(broker: BrokerSettings) -> "redis.Redis":
-    """Return a blocking client that sends every command once, for what must not arrive twice. It connects when it is
-    first used.
+    """Return a blocking client that never repeats a command, for commands that must not run twice. The client connects
+    at its first use.
     """
     return _open_sync(broker, socket_timeout=5.0, socket_connect_timeout=2.0, retry=Retry(NoBackoff(), 0))
 
 
 def drop_connections() -> None:
-    """Close the connections of every blocking client of this process. After an interrupt in the middle of a command,
-    its reply may still be on the connection, and the next command would take it for its own."""
+    """Close the connections of every blocking client of this process. If an interrupt stops a command, its reply may
+    still arrive on the connection. The next command would then read that reply as its own.
+    """
     for client in list(_sync_clients):
         client.connection_pool.disconnect()
 
 
 def check_connection(broker: BrokerSettings) -> None:
-    """Raise BrokerUnavailable with the address, Redis's answer and what to check, if Redis does not answer a blocking
+    """Raise BrokerUnavailable with the address, the error of Redis and advice, if Redis does not answer a blocking
     client.
     """
     client = connect(broker)
@@ -299,10 +304,10 @@ class Script:
 class WorkerScript:
     """A Lua script that a worker runs for every call.
 
-    It sends the command over a connection of the thread's own. The client's own way costs twice as much processor time,
-    most of it for metrics and for retries that count attempts; a worker with short calls spends a tenth of its time
-    there. As the client does, it reconnects, repeats a command whose answer was lost, and sends the source to a Redis
-    that does not know the script. It raises what the client raises.
+    The command uses a connection that belongs to the thread. The usual method of the client costs twice as much
+    processor time, mostly for metrics and retry counters. A worker with short calls would spend a tenth of its time
+    there. Like the client, this class reconnects, repeats a command whose reply was lost, and sends the source if
+    Redis does not know the script. The class raises the same errors as the client.
     """
 
     def __init__(self, client: SyncRedis, source: str) -> None:
@@ -316,9 +321,9 @@ class WorkerScript:
         args: Sequence[str | bytes | int | float],
         meanwhile: Callable[[], object] = lambda: None,
     ) -> Any:
-        """Return the script's answer. `meanwhile` is called while the answer is on its way, so it must not run a
-        script over the same client. It is called again when the script is sent again, and not at all when Redis cannot
-        be reached.
+        """Run the script and return its reply. `meanwhile` runs while Redis works, so it must not run a script over
+        the same client. `meanwhile` runs again if the script is sent again, and does not run if Redis cannot be
+        reached.
         """
         connection = self._connection()
         arguments = (len(keys), *keys, *args)
@@ -327,21 +332,21 @@ class WorkerScript:
                 lambda: self._run(connection, arguments, meanwhile), lambda _: connection.disconnect()
             )
         except BaseException:
-            # Its answer may still be on its way, and the next command would take it for its own.
+            # The reply may still arrive, and the next command would read it as its own.
             connection.disconnect()
             raise
 
     def _connection(self) -> Any:
-        # After a fork, the connection that the parent made belongs to the parent.
+        # After a fork, the child must not use the connection of its parent: both would read each other's replies.
         if getattr(self._thread, "process", None) != os.getpid():
             self._thread.process, self._thread.connection = os.getpid(), self._pool.get_connection()
         connection = self._thread.connection
-        # As the pool does it when it lends a connection: one that Redis has closed, or that has an answer of before, is
-        # opened anew.
+        # Check the connection as the pool does. A connection that Redis has closed, or that still has an old reply, is
+        # opened again.
         connection.connect()
         try:
             is_clean = not connection.can_read()
-        except _REDIS_ERRORS:  # not `broker_errors`: nothing has failed yet, the connection is opened again
+        except _REDIS_ERRORS:  # not `broker_errors`: nothing has failed, the connection is opened again
             is_clean = False
         if not is_clean:
             connection.disconnect()
@@ -360,11 +365,13 @@ class WorkerScript:
 
 CLOSED = "the client was closed"
 _INCOMPLETE = object()
-"""What the parser returns when the rest of an answer has not arrived yet."""
+"""The return value of the parser for an incomplete reply."""
 
 
 class Unanswered(RedisConnectionError):
-    """Redis did not answer a script. `may_have_run`: it was written to the connection."""
+    """Redis did not answer a script. `may_have_run`: the script was written to the connection, so Redis may have run
+    it.
+    """
 
     def __init__(self, reason: str, *, may_have_run: bool) -> None:
         super().__init__(reason)
@@ -380,12 +387,13 @@ class _Invocation:
 
 
 class ScriptConnection(asyncio.Protocol):
-    """Runs scripts for an orchestrator over one connection that stays open, any number at a time.
+    """Runs any number of scripts at the same time for an orchestrator, over one permanent connection.
 
-    Each tool call needs Redis twice before a worker has it. The client spends a task and two timers on each command,
-    more than the rest of a call costs. So the client opens the connection, authenticates and encrypts it; this class
-    then takes its transport over. Scripts that are run in one turn of the event loop are written together, in their
-    order. Nothing is sent twice: the callers know whether a repetition is safe.
+    Each tool call uses Redis twice before a worker receives the call. The client creates a task and two timers for
+    each command, which costs more than all other work for a call. Therefore the client only opens, authenticates and
+    encrypts the connection. This class then takes over the transport. Scripts from the same iteration of the event
+    loop are written together, in their order. The class sends no script twice: its callers know whether a repetition
+    is safe.
     """
 
     def __init__(self, client: RedisClient) -> None:
@@ -393,7 +401,7 @@ class ScriptConnection(asyncio.Protocol):
         self._connection: Any = None
         self._transport: asyncio.Transport | None = None
         self._client_protocol = asyncio.Protocol()
-        """The client's own protocol of the transport: it gets the transport back, and learns of its end."""
+        """The client's own protocol of the transport. It gets the transport back, and the notice of its end."""
         self._reader = hiredis.Reader(notEnoughData=_INCOMPLETE)
         self._unsent: list[_Invocation] = []
         self._unanswered: deque[_Invocation] = deque()
@@ -405,9 +413,10 @@ class ScriptConnection(asyncio.Protocol):
         self._is_opening = self._is_closed = self._is_replica = False
 
     def run(self, script: Script, keys: Sequence[str], arguments: Sequence[str | int | float]) -> "asyncio.Future[Any]":
-        """Return the future answer of the script. Its exceptions: Unanswered; what Redis says against it, a RedisError.
+        """Return the future reply of the script. The future raises Unanswered, or the RedisError that Redis sent as
+        the reply.
 
-        A script whose future is cancelled before it is written is not sent.
+        A script whose future is cancelled before the script is written is not sent.
         """
         loop = asyncio.get_running_loop()
         invocation = _Invocation(script, (str(len(keys)), *keys, *map(str, arguments)), loop.create_future())
@@ -416,12 +425,12 @@ class ScriptConnection(asyncio.Protocol):
             return invocation.answer
         self._unsent.append(invocation)
         if self._flush is None:
-            # It is not part of the call that happened to come first.
+            # An empty context: the write serves many calls, and must not run in the context of the first one.
             self._flush = loop.call_soon(self._send, context=self._context)
         return invocation.answer
 
     async def aclose(self) -> None:
-        """Close the connection. What still waits gets Unanswered."""
+        """Close the connection. Scripts without a reply get Unanswered."""
         self._is_closed = True
         self._lose(CLOSED)
         unsent, self._unsent = self._unsent, []
@@ -432,7 +441,7 @@ class ScriptConnection(asyncio.Protocol):
             await cancel_all(self._tasks)
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    # What the transport calls
+    # Methods that the transport calls
 
     def data_received(self, data: bytes) -> None:
         self._reader.feed(data)
@@ -443,7 +452,7 @@ class ScriptConnection(asyncio.Protocol):
                 return
             self._answer(self._unanswered.popleft(), reply)
         if self._is_replica and not self._unanswered:
-            # After a failover the client knows the new master; this connection would stay with the old one.
+            # After a failover, the client follows the new master, but this connection would stay with the old one.
             self._lose("Redis has become a replica")
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -475,6 +484,7 @@ class ScriptConnection(asyncio.Protocol):
         now = loop.time()
         for invocation in invocations:
             invocation.sent_at = now
+        # Redis answers in the order of the commands, so a queue is enough to match replies.
         self._unanswered += invocations
         self._transport.write(
             b"".join(hiredis.pack_command((*command(one.script), *one.arguments)) for one in invocations)
@@ -485,10 +495,11 @@ class ScriptConnection(asyncio.Protocol):
     def _answer(self, invocation: _Invocation, reply: Any) -> None:
         error = _parse_error(str(reply)) if isinstance(reply, hiredis.ReplyError) else None
         if isinstance(error, NoScriptError):
-            # Redis has started anew. Scripts that were sent after this one may run before it.
+            # Redis was restarted and does not know the script. Scripts that were sent after this one may run before
+            # it.
             self._write([invocation], lambda script: ("EVAL", script.source))
         elif isinstance(error, RedisConnectionError):
-            # For example, Redis is still loading its data. It has not run the script.
+            # For example, Redis is still loading its data. Redis has not run the script.
             _fail([invocation], str(error), may_have_run=False)
             self._lose(str(error))
         elif not invocation.answer.done():
@@ -510,7 +521,7 @@ class ScriptConnection(asyncio.Protocol):
                 self._lose(f"Redis has not answered for {TIMEOUT_S:g} s")
 
     async def _open(self) -> None:
-        """Have the client open a connection, and take its transport over."""
+        """Let the client open a connection, and take over its transport."""
         try:
             connection = await self._pool.get_connection()
         except _REDIS_ERRORS as error:
@@ -529,14 +540,14 @@ class ScriptConnection(asyncio.Protocol):
         self._send()
 
     def _lose(self, reason: str) -> None:
-        """Give the connection up. What was not written yet is sent over the next one."""
+        """Close the connection. Scripts that were not written yet are sent over the next connection."""
         connection, transport = self._connection, self._transport
         self._connection = self._transport = None
         self._is_replica = False
         unanswered, self._unanswered = self._unanswered, deque()
         _fail(unanswered, reason, may_have_run=True)
         if transport is not None:
-            # What still arrives, and its end, must not reach the next connection.
+            # Late data, and the end of this transport, must not reach the next connection.
             transport.set_protocol(self._client_protocol)
             self._begin(self._release(connection), "redis-scripts-release")
         if self._unsent:

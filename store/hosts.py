@@ -1,8 +1,9 @@
-"""The workers that live, and the orders to them. Each worker writes its report under the name of its incarnation, and
-the report expires when the worker does not renew it.
+"""The living workers, and the orders to them. Each worker writes a report under the name of its host instance. The
+report expires if the worker does not renew it.
 
-The list of incarnations outlives the reports. An incarnation that is listed without a report was lost: the reaper
-answers the calls in its queue and writes a tombstone, after which no worker may report under that name.
+Invariant: no worker continues under the name of a lost instance. The list of instances outlives the reports. A listed
+instance without a report is lost. The reaper then answers the calls in its queue and writes a tombstone. After that,
+no worker may report under that name.
 """
 
 import asyncio
@@ -23,18 +24,18 @@ log = get_logger(__name__)
 
 FRESH_S = 1.0
 ORDER_TTL_S = 60
-"""How long an order waits for its worker."""
+"""Lifetime of an order in a worker's control list, in seconds."""
 _WAKE = b"stop"
 _WHAT = "the workers' reports were not read or changed"
 
 Departure = Literal["drained", "restarting", "stopped"]
-"""How a worker ends: its queue is empty; its next process is expected; or the reaper must look after what is left in
-its queue.
+"""The way in which a worker ends. "drained": its queue is empty. "restarting": its next process is expected.
+"stopped": the reaper must process the rest of its queue.
 """
 
 
 def worker_slots_key(deployment: str, queue: str) -> str:
-    """The hash of who serves a queue: worker incarnation to `<slots> <expires at>`."""
+    """Return the key of the hash of a queue's workers: host instance -> `<slots> <expires at>`."""
     return deployment_key(deployment, f"slots:{queue}:workers")
 
 
@@ -67,8 +68,9 @@ local function count(workers, total, worker, slots, now, ttl)
 end
 """
 
-# KEYS: report, all hosts, tombstone, then the workers and the total of each queue. ARGV: report, queue, worker, seconds
-# it lives, 1 if it is the first, then the slots of each queue, or '' for a queue that is not served any more.
+# KEYS: report, all hosts, tombstone, then the workers and the total of each queue. ARGV: report, queue, worker,
+# lifetime of the report in seconds, 1 for the first report, then the slots for each queue, or '' for a queue that is
+# no longer served.
 _REPORT = (
     _LUA
     + """
@@ -89,7 +91,7 @@ return {'accepted', time[1], time[2]}
 )
 
 # KEYS: report, all hosts, queue, then the workers and the total of each queue. ARGV: queue, worker, departure, last
-# report, seconds that lives, seconds of slots.
+# report, its lifetime in seconds, lifetime of slots in seconds.
 _LEAVE = (
     _LUA
     + """
@@ -106,8 +108,8 @@ return 'left'
 """
 )
 
-# KEYS: report, all hosts. ARGV: its worker, its queue, seconds that reports live. Removes the report of a worker
-# that is known to have ended, unless another one reports.
+# KEYS: report, all hosts. ARGV: its worker, its queue, lifetime of reports in seconds. Removes the report of a worker
+# that has certainly ended, unless another worker reports.
 _DISMISS = (
     _LUA
     + """
@@ -151,11 +153,11 @@ class HostStore:
         return [report for report in found if report is not None]
 
     async def find(self, queue: str) -> HostReport | None:
-        """Return the last report of a listed incarnation; None if there is none, or if this release cannot read it."""
+        """Return the last report of a listed instance; None if there is none, or if this release cannot read it."""
         return next((report for report in await self.read() if report.queue == queue), None)
 
     async def find_all(self, queues: Sequence[str]) -> dict[str, HostReport | None]:
-        """Return the last reports of these incarnations; None for one that does not report."""
+        """Return the last reports of these instances; None for an instance that does not report."""
         with broker_errors(_WHAT):
             texts: Any = (
                 await self._client.mget([host_key(self._deployment, queue) for queue in queues]) if queues else []
@@ -171,14 +173,15 @@ class HostStore:
                 return dict(zip(queues, await pipe.execute(), strict=True))
 
     async def dead_queues(self) -> dict[str, int]:
-        """Return the queues of incarnations that are listed without a report, each with how many calls wait in it."""
+        """Return the queues of listed instances without a report, each with the number of its waiting calls."""
         with broker_errors(_WHAT):
             names: Any = await self._client.zrange(hosts_key(self._deployment), 0, -1)
+        # The list was read before the reports. In the other order, a host that starts in between would appear dead.
         living = {report.queue for report in await self.read()}
         return await self.queued(sorted({name.decode(errors="replace") for name in names} - living))
 
     async def find_unreadable(self) -> set[str]:
-        """Return the incarnations that report what this release cannot read."""
+        """Return the instances whose reports this release cannot read."""
         with broker_errors(_WHAT):
             names: Any = await self._client.zrange(hosts_key(self._deployment), 0, -1)
             queues = [name.decode(errors="replace") for name in names]
@@ -192,7 +195,7 @@ class HostStore:
         }
 
     async def send_drain(self, queue: str, envelope: str, entry: AuditEntry) -> None:
-        """Put an order to drain into a worker's control list, and the entry into the audit log, in one step."""
+        """Add a drain order to a worker's control list, and the entry to the audit log, in one step."""
         with broker_errors("the order to drain was not sent"):
             async with self._client.pipeline(transaction=True) as pipe:
                 note_entry(pipe, self._deployment, entry)
@@ -201,7 +204,7 @@ class HostStore:
                 await pipe.execute()
 
     async def is_listed(self, queue: str) -> bool:
-        """Return whether an incarnation is listed. One that ended in order is not."""
+        """Return whether an instance is listed. An instance that ended normally is not listed."""
         with broker_errors(_WHAT):
             return await self._client.zscore(hosts_key(self._deployment), queue) is not None
 
@@ -227,24 +230,24 @@ class HostStore:
 
 
 class ReportResult(StrEnum):
-    """What Redis answers to a worker that reports."""
+    """The reply to a report of a worker."""
 
     ACCEPTED = "accepted"
     GIVEN_UP = "given_up"
-    """The incarnation was taken for lost, and its calls were answered: it must not go on under its name."""
+    """The instance was considered lost, and its calls were answered. The worker must not continue under its name."""
     REPLACED = "replaced"
     """Another worker has the name."""
 
 
 class WorkerHostStore:
-    """Reports of workers, for the workers themselves. The report names the incarnation (`queue`) and the process
-    (`worker`) that it is about.
+    """Reports of workers, for the workers themselves. A report names its host instance (`queue`) and its process
+    (`worker`).
 
     Every method raises BrokerUnavailable when Redis does not answer.
     """
 
     def __init__(self, client: SyncRedis, deployment: str, clock: SharedClock) -> None:
-        """`client`: one that sends every command once, since a report that is sent again is out of date."""
+        """Create a store. `client` must send every command once, because a repeated report would be out of date."""
         self._client = client
         self._deployment = deployment
         self._clock = clock
@@ -253,8 +256,8 @@ class WorkerHostStore:
         self._dismiss = client.register_script(_DISMISS)
 
     def report(self, report: HostReport, *, is_first: bool = False, ttl_s: int = HOST_TTL_S) -> ReportResult:
-        """Record that the worker lives, and learn Redis's time. `is_first`: only under a name that no worker has
-        had.
+        """Report that the worker lives, and update the clock with Redis's time. `is_first`: accept the name only if no
+        worker has used it.
         """
         report = report.model_copy(update={"reported_at": self._clock()})
         own = report.slots if report.kind == "sandbox" else ""
@@ -268,8 +271,8 @@ class WorkerHostStore:
         return ReportResult(result[0].decode())
 
     def leave(self, departure: Departure, last: HostReport) -> bool:
-        """Remove the report; with "restarting" keep it for a while, to wait for the next process. Return False if
-        "drained", but the queue has calls.
+        """Remove the report. With "restarting", keep the report for a while, until the next process starts. Return
+        False if the departure is "drained" but the queue has calls.
         """
         parting = last.model_copy(update={"worker": "", "draining": True, "busy": 0, "reported_at": self._clock()})
         keys = [*self._keys(last), last.queue, *self._slot_keys(last)]
@@ -285,12 +288,12 @@ class WorkerHostStore:
             return bool(self._leave(keys=keys, args=arguments) != b"busy")
 
     def find(self, queue: str) -> HostReport | None:
-        """Return the last report of an incarnation; None if there is none, or if this release cannot read it."""
+        """Return the last report of an instance; None if there is none, or if this release cannot read it."""
         with broker_errors(_WHAT):
             return _parse_readable(self._client.get(host_key(self._deployment, queue)))
 
     def reports(self, host: str) -> list[HostReport]:
-        """Return the reports of the incarnations of a host that count as alive."""
+        """Return the reports of all living instances of a host."""
         with broker_errors(_WHAT):
             names: Any = self._client.zrange(hosts_key(self._deployment), 0, -1)
         queues = [name for name in (item.decode() for item in names) if name.startswith(host_prefix(host))]
@@ -298,7 +301,7 @@ class WorkerHostStore:
         return [report for report in found if report is not None]
 
     def dismiss(self, report: HostReport) -> None:
-        """Remove the report of a worker that has ended: the reaper looks after its queue now."""
+        """Remove the report of a worker that has ended. The reaper then processes its queue."""
         with broker_errors(_WHAT):
             self._dismiss(keys=self._keys(report), args=[report.worker, report.queue, HOST_TTL_S])
 
@@ -323,12 +326,12 @@ def _parse_readable(data: Any) -> HostReport | None:
 
 # --- Orders to workers ------------------------------------------------------------------------------------------------
 
-# A control list holds orders that a worker reads at once, however busy its pool is. An order is a signed envelope
+# A worker reads the orders in its control list at once, even if its pool is busy. An order is a signed envelope
 # (workers/control.py).
 
 
 async def send_order(client: RedisClient, queue: str, envelope: str) -> None:
-    """Put an order on a worker's control list. Raises BrokerUnavailable."""
+    """Add an order to a worker's control list. Raises BrokerUnavailable when Redis does not answer."""
     with broker_errors(f"the order was not sent to {queue}"):
         async with client.pipeline(transaction=True) as pipe:
             pipe.lpush(control_queue(queue), envelope)
@@ -337,13 +340,15 @@ async def send_order(client: RedisClient, queue: str, envelope: str) -> None:
 
 
 class WorkerControlStore:
-    """The lists of some queues, for workers. Every method raises BrokerUnavailable when Redis does not answer."""
+    """Control lists of some queues, for workers. Every method raises BrokerUnavailable when Redis does not answer."""
 
     def __init__(self, client: SyncRedis) -> None:
         self._client = client
 
     def take(self, queues: Sequence[str], wait_s: int) -> bytes | None:
-        """Return the next order for one of these queues; None if none comes within that time, or `wake` was called."""
+        """Return the next order for one of these queues. Return None if no order arrives within `wait_s` seconds, or
+        if `wake` is called.
+        """
         with broker_errors("the control list was not read"):
             item: Any = self._client.brpop([control_queue(queue) for queue in queues], timeout=wait_s)
         if item is None:
@@ -356,7 +361,7 @@ class WorkerControlStore:
         self._push(queue, _WAKE, ttl_s)
 
     def push(self, queue: str, order: bytes) -> None:
-        """Send an order to another worker. It expires if that worker has ended."""
+        """Send an order to another worker. The order expires if that worker has ended."""
         self._push(queue, order, ORDER_TTL_S)
 
     def _push(self, queue: str, order: bytes, ttl_s: int) -> None:

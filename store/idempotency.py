@@ -1,5 +1,6 @@
-"""Requests with an Idempotency-Key in Redis: one slot for each key, which one request at a time holds; only its holder
-stores the answer.
+"""Requests with an Idempotency-Key in Redis. Each key has one slot.
+
+Invariant: at most one request at a time holds a slot, and only its holder stores the response.
 """
 
 import json
@@ -15,18 +16,20 @@ from store.connection import RedisClient, broker_errors
 
 KEPT_S = 24 * 3600
 PENDING_S = 900
-"""How long a request may hold its slot: longer than any call. What it has started is found by its key then, too."""
+"""Maximum time for which a request holds its slot, in seconds. The time is longer than any call. Afterwards, the key
+still leads to the work that the request has started.
+"""
 KEPT_BYTES = 256 * 1024 * 1024
-"""Limit of the answers of one API key within a day: all tenants share the memory of Redis."""
+"""Limit of the responses of one API key within a day, in bytes. All tenants share the memory of Redis."""
 SLOT_BYTES = 200
-"""What an answer takes in addition to its own bytes."""
+"""Additional memory of a stored response, in bytes."""
 FULL = (
     f"the answers that are kept for this API key fill {KEPT_BYTES // 2**20} MiB, so that this request was not begun: "
     "send it without an Idempotency-Key, with another API key, or when those of yesterday are forgotten"
 )
-# Each may be sent again when its answer was lost: the claim finds itself, and what was settled is settled no more. A
-# claim may also come after its own release, out of a connection that was given up: what it finds then tells whoever
-# sent it nothing, since nobody listens any more.
+# Every script is repeatable after a lost reply. A claim recognizes itself, and a settled slot is not settled again. A
+# claim may also arrive after its own release, from a connection that was given up. Its result then has no reader, so
+# the script must not take the slot.
 _CLAIM = """
 if redis.call('EXISTS', KEYS[2]) == 1 then return ARGV[1] end
 local found = redis.call('GET', KEYS[1])
@@ -52,8 +55,9 @@ return 0
 
 @dataclass(frozen=True)
 class SlotClaim:
-    """A request's claim to its slot. `pending`: the content of the slot while the request runs, which no other request
-    writes; `gone`: the key that exists when the claim was released before Redis got it."""
+    """The claim of a request to its slot. `pending`: the content of the slot while the request runs; no other request
+    writes the same content. `gone`: the key that exists if the claim was released before Redis received it.
+    """
 
     slot: str
     gone: str
@@ -62,7 +66,7 @@ class SlotClaim:
 
 
 class IdempotencyStore:
-    """The slots of one deployment. `account`: the id of the API key whose limit an answer counts for."""
+    """The slots of one deployment. `account`: the id of the API key whose limit the responses count for."""
 
     def __init__(
         self, client: RedisClient, deployment: str, signing: SigningKeys, clock: Callable[[], float] = time.time
@@ -82,10 +86,11 @@ class IdempotencyStore:
         )
 
     async def claim(self, claim: SlotClaim) -> dict[str, Any] | None:
-        """Take the slot and return None, or return its content. Raises BrokerUnavailable: the slot may be taken;
-        ToolFailure(QUOTA_EXCEEDED) for a full account.
+        """Take the slot and return None, or return the content of the slot. Raises BrokerUnavailable: the slot may
+        have been taken. Raises ToolFailure(QUOTA_EXCEEDED): the account is full.
         """
         with broker_errors("the request was not started, send it again"):
+            # The limit is approximate: requests that run at the same time may exceed it by their own responses.
             is_full = await self.count(claim.account) > KEPT_BYTES
             found: Any = await self._claim(
                 [claim.slot, claim.gone], [claim.pending, PENDING_S, "full" if is_full else ""]
@@ -95,10 +100,11 @@ class IdempotencyStore:
         return self._open(claim.slot, found) if found is not None else None
 
     async def keep(self, claim: SlotClaim, record: str) -> None:
-        """Store the answer in the slot, unless another request has the slot now. Raises BrokerUnavailable; may be
-        repeated.
+        """Store the response in the slot, unless another request holds the slot. Repeatable. Raises BrokerUnavailable
+        when Redis does not answer.
         """
-        # Signed for its slot: a process that can write to Redis could else answer in the API's place.
+        # The signature is bound to the slot. Otherwise any process that can write to Redis could forge a response of
+        # the API.
         record = self._signing.seal(_purpose(claim.slot), record)
         size = len(record) + SLOT_BYTES
         await self._settle(
@@ -106,7 +112,9 @@ class IdempotencyStore:
         )
 
     def _open(self, slot: str, found: bytes) -> dict[str, Any]:
-        """Return a claim that is pending, which decides nothing, or an answer that is signed. Raises RecordRefused."""
+        """Return a pending claim or a signed response. Raises RecordRefused: the response cannot be verified. A
+        pending claim needs no signature, because it decides nothing.
+        """
         try:
             if found.startswith(b"{"):
                 pending: dict[str, Any] = json.loads(found)
@@ -120,12 +128,14 @@ class IdempotencyStore:
         return answer
 
     async def release(self, claim: SlotClaim) -> None:
-        """Free the slot, if that claim still holds it. Raises BrokerUnavailable; may be repeated."""
+        """Free the slot, if that claim still holds it. Repeatable. Raises BrokerUnavailable when Redis does not
+        answer.
+        """
         await self._settle(self._release([claim.slot, claim.gone], [claim.pending, PENDING_S]))
 
     async def count(self, account: str) -> int:
-        """Return how many bytes are stored for the account. They are counted by the hour: counts expire a day later,
-        with their answers.
+        """Return how many bytes are stored for the account. Each hour has its own counter, which expires a day later
+        together with the responses.
         """
         hours: Any = await self._redis.mget([self._hour(account, back) for back in range(KEPT_S // 3600 + 1)])
         return sum(int(count) for count in hours if count is not None)

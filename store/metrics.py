@@ -1,8 +1,9 @@
-"""Metrics: the counts of each process, the sums of the deployment, and its state at one moment.
+"""Metrics: the counts of each process, the sums of the deployment, and the present state of the deployment.
 
-A process never sends increments: it sends its totals. Redis remembers the totals that it has added of each source
-(`counted_key`), and adds the difference, both in one step. So a reply that is lost, a worker that is restarted next to
-the same sandboxd, or a Redis that loses its last second changes no sum.
+Invariant: every count enters the sums exactly once. A process sends totals, never increments. Redis stores the totals
+of each source that are already in the sums (`counted_key`). One atomic step adds the difference and stores the new
+totals. Lost replies, restarted workers next to the same sandboxd, and a Redis that loses its last second therefore
+change no sum.
 """
 
 import json
@@ -44,37 +45,39 @@ from telemetry.logs import get_logger
 log = get_logger(__name__)
 
 COUNTED_TTL_S = 7 * 24 * 3600
-"""How long Redis remembers the totals of a source that sends nothing."""
+"""Lifetime of the totals of a source that sends nothing, in seconds."""
 MAX_VALUE = 1e15
-"""The largest value that is counted: a model's server may report anything."""
+"""Maximum counted value. The server of a model may report any number."""
 MOST_BATCHES = 1000
 LOOK_AT_ONCE = 250
-"""Rows that one run of the script reads. Between two runs Redis serves other clients."""
+"""Number of rows that one run of the script reads. Between two runs, Redis serves other clients."""
 _FIELDS_AT_ONCE = 500
 _NOT_SENT = "the counts were not sent"
 _NOT_READ = "the metrics were not read"
 
 
 def metrics_key(deployment: str) -> str:
-    """The hash of the deployment's sums (contract/metrics.py)."""
+    """Return the key of the hash of the deployment's sums (contract/metrics.py)."""
     return deployment_key(deployment, "metrics")
 
 
 def counted_key(deployment: str, source: str) -> str:
-    """The hash of the totals of one source that are in the sums."""
+    """Return the key of the hash of those totals of a source that are already in the sums."""
     return deployment_key(deployment, f"metrics:counted.{source}")
 
 
 def host_gauges_key(deployment: str, queue: str) -> str:
-    """The state of a host's sandboxd, as JSON. It expires when the host's worker does not renew it."""
+    """Return the key of the state of a host's sandboxd, as JSON. The key expires if the worker of the host does not
+    renew it.
+    """
     return deployment_key(deployment, f"host:{queue}:gauges")
 
 
 # --- Counts of a process ----------------------------------------------------------------------------------------------
 
-# KEYS: the sums, the totals of this source that are in them. ARGV: seconds to live of the latter; then of each number:
-# metric, its maximum of series, the field that shows that the series exists, field, field of the spare series, total,
-# the total that the source knows to be added.
+# KEYS: the sums, the totals of this source that are already in them. ARGV: lifetime of these totals in seconds; then
+# for each number: metric, limit of its series, the field that marks the series as existing, field, field of the
+# overflow series, total, the total that the source knows as added.
 ABSORB_LUA = """
 for at = 2, #ARGV, 7 do
   local metric, most, mark, field, spare = ARGV[at], tonumber(ARGV[at + 1]), ARGV[at + 2], ARGV[at + 3], ARGV[at + 4]
@@ -122,7 +125,7 @@ class _Series:
 
 
 class Counts:
-    """Totals since the source began, of as many series as the metrics allow. Not safe for use in several threads."""
+    """Totals since the start of the source, with a limited number of series for each metric. Not thread-safe."""
 
     def __init__(self) -> None:
         self._totals: dict[str, float] = {}
@@ -132,7 +135,7 @@ class Counts:
         self._numbers: dict[str, int] = {}
 
     def count(self, metric: Metric, *labels: str, by: float = 1.0) -> None:
-        """Add `by`. A value that is no sensible number adds nothing."""
+        """Add `by` to a counter. A negative or non-finite value adds nothing."""
         self._add(self._find(metric, labels).field, by)
 
     def observe(self, metric: Metric, value: float, *labels: str) -> None:
@@ -146,17 +149,17 @@ class Counts:
             self._add(bucket, 1.0)
 
     def set_total(self, metric: Metric, part: str, total: float, *labels: str) -> None:
-        """Set the total of another program: that program is the source."""
+        """Set the total of another program, if it has grown. That program is the source."""
         field, value = f"{part}{self._find(metric, labels).field}", _sensible(total)
         if value > self._totals.get(field, 0.0):
             self._totals[field] = value
             self._changed.add(field)
 
     def pending(self) -> PendingCounts | None:
-        """Return what is to be sent next; None if Redis has everything."""
+        """Return the next totals to send; None if Redis has everything."""
         if not self._changed:
             return None
-        # A histogram's counts come before its other parts: they show that its series exists.
+        # The count of a histogram must come before its other parts, because the count marks the series as existing.
         fields = sorted(self._changed)[:_FIELDS_AT_ONCE]
         totals = {field: self._totals[field] for field in fields}
         arguments = [str(COUNTED_TTL_S)]
@@ -177,7 +180,7 @@ class Counts:
         return PendingCounts(totals, tuple(arguments))
 
     def settle(self, pending: PendingCounts) -> None:
-        """Note that Redis has it."""
+        """Record that Redis has these totals. A total that has grown since then stays to be sent."""
         for field, total in pending.totals.items():
             self._added[field] = total
             if self._totals[field] == total:
@@ -190,7 +193,7 @@ class Counts:
             self._changed.add(field)
 
     def _find(self, metric: Metric, labels: tuple[str, ...]) -> _Series:
-        """Return the series with these label values, or the spare one when this source has too many."""
+        """Return the series with these label values. Return the overflow series if this source has too many series."""
         key = (metric.name, *labels)
         found = self._series.get(key)
         if found is None:
@@ -202,7 +205,7 @@ class Counts:
 
 
 def is_mark(field: str) -> bool:
-    """Whether a field of the sums counts series, and is none itself."""
+    """Return whether a field of the sums counts series, and is not a series itself."""
     return field.startswith(SERIES_MARK)
 
 
@@ -215,9 +218,10 @@ def _sensible(value: float) -> float:
 
 @dataclass(frozen=True)
 class StoredCounts:
-    """`queues`: of all listed workers, whether they report or not. `sums`: field -> number, as contract/metrics.py
-    describes them. `refusals`: reason -> number. `tenants`: the registered ones, the default one, and those that have
-    opened sessions."""
+    """Sums of the deployment. `queues`: of all listed workers, with or without a report. `sums`: field -> number
+    (contract/metrics.py). `refusals`: reason -> number. `tenants`: registered tenants, the default tenant, and tenants
+    that have opened sessions.
+    """
 
     queues: Sequence[str]
     sums: Mapping[bytes, bytes]
@@ -227,8 +231,8 @@ class StoredCounts:
 
 
 class QueueState(NamedTuple):
-    """A queue. `oldest_s`: age of the oldest message, -1 when it is unknown; `tenants`: those whose calls wait for a
-    slot.
+    """The state of a queue. `oldest_s`: age of the oldest message, -1 if unknown. `tenants`: tenants whose calls wait
+    for a slot.
     """
 
     messages: int
@@ -241,7 +245,7 @@ class QueueState(NamedTuple):
 
 @dataclass(frozen=True)
 class DeploymentState:
-    """Numbers of runs, of batches that are not finished, and of approvals that wait for a person."""
+    """Numbers of runs, of unfinished batches, and of approval questions that wait for a person."""
 
     waiting_runs: int
     delayed_runs: int
@@ -271,7 +275,7 @@ class MetricsStore:
         self._absorb = client.register_script(ABSORB_LUA)
 
     async def absorb(self, source: str, counts: Counts) -> None:
-        """Send what has changed."""
+        """Send all totals that have changed."""
         keys = [metrics_key(self._deployment), counted_key(self._deployment, source)]
         while (pending := counts.pending()) is not None:
             with broker_errors(_NOT_SENT):
@@ -299,7 +303,9 @@ class MetricsStore:
         return {reason.decode(errors="replace"): count.decode(errors="replace") for reason, count in refusals.items()}
 
     async def read_gauges(self, queues: Sequence[str]) -> list[Mapping[str, Any]]:
-        """Return the state of the sandboxd of each queue; empty if there is none, or if it cannot be read."""
+        """Return the state of the sandboxd of each queue. The state is empty if none is stored or if it cannot be
+        read.
+        """
         with broker_errors(_NOT_READ):
             texts: Any = (
                 await self._client.mget([host_gauges_key(self._deployment, queue) for queue in queues])
@@ -312,8 +318,8 @@ class MetricsStore:
         return [QueueState(*row) for row in await self._read_rows("queues", queues)]
 
     async def read_waits(self, tenants: Mapping[str, Sequence[str]]) -> Mapping[str, float]:
-        """Return for how many seconds the oldest call of each queue has waited for a slot. `tenants`: queue -> those
-        whose calls wait.
+        """Return how long the oldest call of each queue has waited for a slot, in seconds. `tenants`: queue -> tenants
+        with waiting calls.
         """
         waits: dict[str, float] = defaultdict(float)
         for rows in _split(tenants):
@@ -322,7 +328,7 @@ class MetricsStore:
         return waits
 
     async def read_tenants(self, tenants: Sequence[str]) -> list[tuple[int, int]]:
-        """Return how many calls of each tenant are in flight, and how many wait."""
+        """Return for each tenant how many calls are in flight, and how many wait."""
         return [(in_flight, waiting) for in_flight, waiting in await self._read_rows("tenants", tenants)]
 
     async def read_deployment(self) -> DeploymentState:
@@ -343,8 +349,8 @@ class MetricsStore:
 
 
 def _split(tenants: Mapping[str, Sequence[str]]) -> Iterator[Sequence[tuple[str, Sequence[str]]]]:
-    """Yield the same rows in parts with at most LOOK_AT_ONCE tenants: a tenant of a queue takes as long as a row of the
-    other looks.
+    """Yield the same rows in parts of at most LOOK_AT_ONCE tenants. One tenant of a queue costs as much as one row of
+    the other reads.
     """
     rows, free = list[tuple[str, Sequence[str]]](), LOOK_AT_ONCE
     for queue, names in tenants.items():
@@ -378,13 +384,13 @@ class WorkerMetricsStore:
     """Counts and state of a worker's sandboxd. Every method raises BrokerUnavailable when Redis does not answer."""
 
     def __init__(self, client: SyncRedis, deployment: str) -> None:
-        """`client`: one that sends every command once."""
+        """Create a store. `client` must send every command once."""
         self._client = client
         self._deployment = deployment
         self._absorb = client.register_script(ABSORB_LUA)
 
     def absorb(self, source: str, counts: Counts) -> None:
-        """Send what has changed."""
+        """Send all totals that have changed."""
         keys = [metrics_key(self._deployment), counted_key(self._deployment, source)]
         while (pending := counts.pending()) is not None:
             with broker_errors(_NOT_SENT):
@@ -392,14 +398,14 @@ class WorkerMetricsStore:
             counts.settle(pending)
 
     def set_gauges(self, queue: str, gauges: Mapping[str, Any]) -> None:
-        """Store the state of sandboxd; it expires with the worker's report."""
+        """Store the state of sandboxd, with the lifetime of the worker's report."""
         with broker_errors(_NOT_SENT):
             self._client.set(host_gauges_key(self._deployment, queue), json.dumps(gauges), ex=HOST_TTL_S)
 
 
 class RefusalCounter:
-    """Counts what was refused at the queue, by reason, in one hash of the deployment. `client`: one that sends every
-    command once (`connect_once`).
+    """Counts refused messages by reason, in one hash of the deployment. `client` must send every command once
+    (`connect_once`).
     """
 
     def __init__(self, client: SyncRedis, deployment: str) -> None:
@@ -407,7 +413,7 @@ class RefusalCounter:
         self._key = refusals_key(deployment)
 
     def count(self, reason: RefusalReason) -> None:
-        """Add one. When Redis does not answer, only the log has it."""
+        """Add one. If Redis does not answer, only the log records the refusal."""
         try:
             with broker_errors("the refusal was not counted"):
                 self._client.hincrby(self._key, reason, 1)

@@ -1,4 +1,4 @@
-"""The hosts, queues, tenants and batches of a deployment at one moment, for the pages and `toolcrew doctor`."""
+"""The present hosts, queues, tenants and batches of a deployment, for the pages and `toolcrew doctor`."""
 
 import asyncio
 import json
@@ -21,18 +21,19 @@ from store.slots import count_slots_in_use
 from store.tenants import RedisTenants
 
 MOST_BATCHES = 50
-"""Batches that are listed; the others are left out."""
+"""Limit of listed batches."""
 _TAIL_BYTES = 4096
-"""The end of a message, which contains its headers."""
+"""Size of the end of a message, which contains its headers, in bytes."""
 _CALL_KEY = re.compile(rb'"call_key": ?"([^"\\]+)"')
 _WHAT = "the state of the deployment was not read"
 
 
 class QueueSummary(Record):
-    """A queue. `length`: messages that no worker has taken; `slots`: calls at a time of all its workers together, 0
-    when none lives; `held`: calls in flight, which run or are on their way; `waiting`: calls that wait for their turn,
-    one of them for `oldest_s` seconds: the longest, unless hundreds of tenants wait; None: no call waits for this queue
-    alone."""
+    """The state of a queue. `length`: messages that no worker has taken. `slots`: how many calls all its workers can
+    run at the same time, 0 if no worker lives. `held`: calls in flight, which run or are on their way. `waiting`:
+    calls that wait for a slot. `oldest_s`: longest wait in seconds, possibly underestimated if hundreds of tenants
+    wait; None: no call waits for this queue alone.
+    """
 
     queue: str
     length: int = Field(ge=0)
@@ -47,15 +48,16 @@ class QueueSummary(Record):
 
 
 class TenantSummary(Record):
-    """A tenant that is registered, or has calls. `share`: the part that its calls have of all used slots; `fair_share`:
-    the part that its weight gives it among the tenants that have calls, 0 when it has none. `trouble`: why its policy
-    cannot be read; nothing is served for it then."""
+    """A tenant that is registered or has calls. `share`: share of its calls in all used slots. `fair_share`: share by
+    weight among the tenants that have calls, 0 without calls. `trouble`: why its policy cannot be read; the tenant is
+    then not served.
+    """
 
     tenant: str
     is_registered: bool
     weight: float
     in_flight: int
-    """Its limit of calls at a time."""
+    """Limit of calls at the same time."""
     held: int = Field(ge=0)
     waiting: int = Field(ge=0)
     share: float = Field(ge=0, le=1)
@@ -65,7 +67,7 @@ class TenantSummary(Record):
 
 
 class BatchSummary(Record):
-    """A batch that has work. `waiting`: including runs that are retried later; `created_at`: Unix seconds."""
+    """A batch with unfinished work. `waiting`: includes runs that are retried later. `created_at`: Unix seconds."""
 
     tenant: str
     batch: str
@@ -78,8 +80,9 @@ class BatchSummary(Record):
 
 
 class Overview(Record):
-    """`queues`, `tenants`: the busiest first. `batches`: at most MOST_BATCHES. `running`: runs that have a holder;
-    `approvals`: questions that wait for a person."""
+    """The state of a deployment. `queues`, `tenants`: the busiest first. `batches`: at most MOST_BATCHES. `running`:
+    number of runs that have a holder. `approvals`: number of questions that wait for a person.
+    """
 
     hosts: tuple[HostReport, ...]
     queues: tuple[QueueSummary, ...]
@@ -90,7 +93,7 @@ class Overview(Record):
 
     @property
     def slots(self) -> int:
-        """Return the calls at a time of all workers."""
+        """Return how many calls all workers can run at the same time."""
         return sum(report.slots for report in self.hosts)
 
     @property
@@ -104,13 +107,13 @@ class Overview(Record):
 
     @property
     def waiting(self) -> int:
-        """Return the calls that wait for a slot."""
+        """Return how many calls wait for a slot."""
         return sum(tenant.waiting for tenant in self.tenants)
 
 
 class OverviewReader:
-    """Reads it in few round trips, however many tenants there are; what it needs of Redis is closed by whoever opened
-    it.
+    """Reads an overview in few round trips, independent of the number of tenants. The caller owns the client and
+    closes it.
     """
 
     def __init__(self, client: RedisClient, deployment: str, keys: SigningKeys) -> None:
@@ -123,7 +126,7 @@ class OverviewReader:
         )
 
     async def read(self) -> Overview:
-        """Return the present state. Raises BrokerUnavailable."""
+        """Return the present state. Raises BrokerUnavailable when Redis does not answer."""
         hosts, policies = await asyncio.gather(self._hosts.read(), self._tenants.all())
         queues = sorted(
             {queue for report in hosts for queue in (report.queue, *report.pools)} | set(POOL_QUEUES.values())
@@ -142,13 +145,14 @@ class OverviewReader:
         )
 
     async def oldest_message_s(self, queue: str) -> float | None:
-        """Return the age of the oldest message of a queue, by the record of its call. None if the queue is empty, or
-        the age is unknown.
+        """Return the age of the oldest message of a queue in seconds, from the record of its call. None: the queue is
+        empty, or the age is unknown.
         """
         with broker_errors(_WHAT):
             message: Any = await self._client.lindex(queue, -1)
             found = _CALL_KEY.search(bytes(message or b"")[-_TAIL_BYTES:])
             key = found[1].decode(errors="replace") if found else ""
+            # This process does not verify the message, so it reads only keys of this deployment.
             if not key.startswith(deployment_key(self._deployment, "")):
                 return None
             queued_at: Any = await self._client.hget(key, "queued_at")
@@ -202,7 +206,7 @@ def _tenants(
 
 
 def _batches(data: Iterable[Any]) -> tuple[BatchSummary, ...]:
-    """Return batches, newest first. Lua encodes an empty list as an object."""
+    """Return batches, the newest first. Lua encodes an empty list as an object, which also works here."""
     found = []
     for tenant, batch, created_at, total, succeeded, ended, running, waiting in data:
         look = BatchSummary(

@@ -15,17 +15,18 @@ from store.hosts import HostStore
 FRESH_S = 3.0
 SCAN = 1000
 FULL_SHARE = 0.7
-"""More hosts are wanted when the present sessions would fill the existing ones beyond this."""
+"""Maximum share of the session capacity. Above it, more hosts are needed."""
 BUSY_SHARE = 0.9
-"""More hosts are wanted when their calls would need more of the slots than this."""
+"""Maximum share of the slots in use. Above it, more hosts are needed."""
 _WHAT = "the waiting calls were not counted"
 
 
 @dataclass(frozen=True)
 class QueuePressure:
-    """One queue. `held`: calls that have a slot; `waiting`: those that would run if there were more slots, the oldest
-    for `oldest_s` seconds; `stopped`: calls that wait because of their own tenant (a limit, a pause), which no worker
-    changes; `demand`: calls that want a worker."""
+    """Demand of one queue. `held`: calls that have a slot. `waiting`: calls that would run with more slots; the oldest
+    has waited for `oldest_s` seconds. `stopped`: calls that wait because of their own tenant (a limit or a pause);
+    more workers would not help them. `demand`: `held` plus `waiting`.
+    """
 
     queue: str
     slots: int
@@ -40,7 +41,7 @@ class QueuePressure:
 
 @dataclass(frozen=True)
 class HostsPressure:
-    """All sandbox hosts; `wanted`: how many of their mean size are enough."""
+    """Demand for sandbox hosts. `wanted`: the sufficient number of hosts of average size."""
 
     hosts: int
     sessions: int
@@ -58,7 +59,9 @@ class _Scan:
 
 
 class Pressure:
-    """Reads Redis at most every FRESH_S seconds. Every method raises BrokerUnavailable when Redis does not answer."""
+    """Reads Redis at most once every FRESH_S seconds. Every method raises BrokerUnavailable when Redis does not
+    answer.
+    """
 
     def __init__(self, client: RedisClient, deployment: str, clock: Callable[[], float] | None = None) -> None:
         self._client = client
@@ -80,7 +83,7 @@ class Pressure:
         return QueuePressure(name, slots, held, scan.waiting[name], scan.stopped[name], round(age_s, 3))
 
     async def hosts(self) -> HostsPressure:
-        """Return the demand for hosts. Sessions of a draining host need another host, and its capacity does not
+        """Return the demand for hosts. The sessions of a draining host need another host, and its capacity does not
         count.
         """
         reports = [report for report in await self._hosts.reports() if report.kind == "sandbox"]
@@ -101,7 +104,7 @@ class Pressure:
             return self._scan
 
     async def _scanned(self) -> _Scan:
-        """Read all waiting calls in steps, so that Redis serves others in between."""
+        """Read all waiting calls in steps. Redis serves other clients between two steps."""
         calls: dict[tuple[str, str], list[float]] = defaultdict(list)
         paused = Counter[str]()
         cursor, found = 0, dict[bytes, bytes]()
@@ -140,5 +143,5 @@ class Pressure:
         return int(float(held or 0)), int(float(slots or 0))
 
     async def _now(self) -> float:
-        """Return the size as admission counts it."""
+        """Return the time of the clock that admission uses, in Unix seconds."""
         return self._clock() if self._clock is not None else await read_clock(self._client)

@@ -1,5 +1,8 @@
-"""Puts calls into their queues: one script for each call, which checks that it may go there, writes its record and
-pushes its message.
+"""Puts calls into their queues. One script for each call checks the destination, writes the record, and pushes the
+message.
+
+Invariant: the record and the message of a call are written in one atomic step. A repeated publish pushes no second
+message.
 """
 
 import asyncio
@@ -20,10 +23,12 @@ from telemetry.logs import get_logger
 log = get_logger(__name__)
 
 SEND_WAIT_S = 3.0
-"""How long a call waits for a Redis that does not answer, while it is certain that it was not sent."""
+"""Time for which a call waits for Redis while it was certainly not sent, in seconds."""
 RETRY_S = (0.05, 0.1, 0.2, 0.5)
 CLOCK_ROUND_TRIP_S = 0.5
-"""What Redis says of the time is old after a longer way."""
+"""Limit of the round trip for clock updates, in seconds. After a longer round trip, the time in the reply is out of
+date.
+"""
 
 _PUBLISH = Script(PUBLISH)
 Refusal = Literal["host_lost", "moved", "duplicate", "no_slot"]
@@ -36,8 +41,9 @@ _REFUSALS: Mapping[str, Refusal] = {
 
 
 class NotSent(Exception):
-    """Nothing was published. `host_lost`: the queue's host does not live; `moved`: the session is elsewhere, or on its
-    way; `duplicate`: the call id was used before; `no_slot`: admission has not given the call its slot yet."""
+    """The call was not published. `host_lost`: the host of the queue does not live. `moved`: the session is on another
+    host, or is moving. `duplicate`: the call id was used before. `no_slot`: admission has not granted the slot yet.
+    """
 
     def __init__(self, reason: Refusal) -> None:
         super().__init__(reason)
@@ -46,11 +52,12 @@ class NotSent(Exception):
 
 @dataclass(frozen=True)
 class CallMessage:
-    """A call as it is published. `text`: the message of its Celery task. `start_by`: Unix seconds of the shared clock
-    after which it must not start. `ticket`: a signed text that the record has until a worker begins the call
-    (store/calls.py). `session`, `fence`: of a call that must reach the host of its session; None for one that any
-    worker of the queue may run. `slot`: the id of the slot that the call must hold (store/slots.py); "" when it has
-    one."""
+    """A call in its published form. `text`: the message of its Celery task. `start_by`: latest start, in Unix seconds
+    of the shared clock. `ticket`: a signed text that stays in the record until a worker decides about the call
+    (store/calls.py). `session`, `fence`: for a call that must reach the host of its session; None if any worker of the
+    queue may run the call. `slot`: the id of the slot that the call must hold (store/slots.py); "" if the slot is
+    already confirmed.
+    """
 
     tenant: str
     call_id: str
@@ -67,9 +74,10 @@ class CallMessage:
 
 
 class Publisher:
-    """Publishes calls. Those of one turn of the event loop go in one pipeline.
+    """Publishes calls. Calls of the same iteration of the event loop share one pipeline.
 
-    A publish that got no answer is repeated, which sends nothing twice: the record knows who made it.
+    A publish without a reply is repeated. The repetition sends nothing twice, because the record contains the nonce of
+    the publish.
     """
 
     def __init__(self, connection: ScriptConnection, deployment: str, clock: SharedClock) -> None:
@@ -78,10 +86,11 @@ class Publisher:
         self._clock = clock
 
     async def publish(self, call: CallMessage) -> None:
-        """Return when the call is in its queue.
+        """Put a call into its queue.
 
-        Raises NotSent; BrokerUnavailable when Redis does not answer for SEND_WAIT_S, or refuses it. Once it may have
-        been sent, this waits until that is known, or until the call's deadline: until then it may still start.
+        Raises NotSent. Raises BrokerUnavailable: Redis refuses the call, or does not answer for SEND_WAIT_S. If the
+        call may have been sent, the method waits for certainty, or until the deadline of the call. Until then, the
+        call may still start.
         """
         keys, arguments = self._invocation(call)
         began = asyncio.get_running_loop().time()
@@ -102,12 +111,12 @@ class Publisher:
                         f"the call was not sent: Redis does not answer ({unanswered})"
                     ) from unanswered
             except RedisError as error:
-                # What was refused is only the repetition: the first may lie in the queue.
+                # Redis refused only the repetition. The first publish may have pushed the message.
                 if not may_be_sent:
                     raise BrokerUnavailable(f"the call was not sent: Redis refuses it ({error})") from error
                 log.warning("publish_not_known", call=call.call_id, error=str(error))
             if may_be_sent and self._clock() > call.start_by:
-                return  # its caller forbids it, or gets its result
+                return  # the caller forbids the call, or gets its result
             await asyncio.sleep(RETRY_S[min(attempt, len(RETRY_S) - 1)])
             attempt += 1
         if outcome in _REFUSALS:
@@ -121,7 +130,7 @@ class Publisher:
             held_slots_key(self._deployment),
             tenant_calls_key(self._deployment, call.tenant),
         ]
-        # The nonce must differ each time; that it cannot be guessed is not needed.
+        # The nonce must be unique, but need not be unpredictable.
         nonce = f"{call.attempt}:{random.getrandbits(64):x}"
         arguments: list[str | int] = [
             *(call.attempt, nonce, call.tool, call.text, call.task_id, call.ticket, call.slot, call.call_id),
@@ -133,7 +142,9 @@ class Publisher:
         return keys, arguments
 
     async def _post(self, keys: list[str], arguments: list[str | int]) -> str:
-        """Send the call once, and return its outcome. Raises RedisError; Unanswered when it may have been sent."""
+        """Send the call once, and return the outcome. Raises RedisError: Redis refused the script. Raises Unanswered:
+        the call may have been sent.
+        """
         began = asyncio.get_running_loop().time()
         answer: bytes = await self._connection.run(_PUBLISH, keys, arguments)
         outcome, seconds, micros = answer.decode().split()

@@ -1,4 +1,4 @@
-"""Signs long-lived records in Redis again with the present secret, so that a previous secret can be removed."""
+"""Signs long-lived records in Redis again with the present secret, so that an earlier secret can be removed."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -14,8 +14,8 @@ from contract.tenancy import DEFAULT_TENANT, VERSION_FIELD
 from store.connection import broker_errors
 from store.skills import skill_purpose
 
-# KEYS: hash. ARGV: field, the record as it was read, the record with the new signature. A record that changed meanwhile
-# is signed with the present secret.
+# KEYS: hash. ARGV: field, the record as read, the record with the new signature. A record that has changed since the
+# read already has a signature with the present secret.
 _REPLACE = """
 if redis.call('HGET', KEYS[1], ARGV[1]) ~= ARGV[2] then return 0 end
 redis.call('HSET', KEYS[1], ARGV[1], ARGV[3])
@@ -25,8 +25,8 @@ return 1
 
 @dataclass
 class Resealed:
-    """`signed`: how many records have a new signature. `refused`: names of records that cannot be verified; they are
-    left as they are.
+    """The result of signing again. `signed`: number of records with a new signature. `refused`: names of records that
+    cannot be verified; they are not changed.
     """
 
     signed: int = 0
@@ -35,7 +35,7 @@ class Resealed:
 
 async def reseal(client: "redis.asyncio.Redis", deployment: str, keys: SigningKeys) -> Resealed:
     """Sign API keys, policies, switches and installed skills with the present secret. Repeatable. Raises
-    BrokerUnavailable.
+    BrokerUnavailable when Redis does not answer.
     """
     hashes: dict[str, tuple[str, Callable[[str], str]]] = {
         api_keys_key(deployment): ("API key", lambda name: f"api-key {name}"),

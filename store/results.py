@@ -1,5 +1,5 @@
-"""The results of all calls in flight: one listener for each process with one pub/sub pattern, and a sweep for what it
-missed.
+"""Results of all calls in flight. Each process has one listener with one pub/sub pattern, and a sweep that finds
+missed results.
 """
 
 import asyncio
@@ -21,35 +21,37 @@ SWEEP_EVERY_S = 5.0
 SWEEP_BATCH = 500
 QUIET_S = 5.0
 SILENCE_S = 20.0
-"""A subscription without a message for this time, though it is pinged every QUIET_S, is dead: its other end may have
-ended without notice.
+"""Time without a message after which a subscription counts as dead, in seconds. The subscription is pinged every
+QUIET_S, so silence means that the other end is lost.
 """
 RECONNECT_S = (0.1, 0.2, 0.5, 1.0, 2.0)
 OUTAGE_LIMIT_S = 30.0
-"""How long Redis may not answer before calls in flight are given up: a restart takes seconds, and results survive
-it.
+"""Maximum duration of an outage of Redis before the calls in flight fail, in seconds. A restart takes seconds, and
+results survive a restart.
 """
 DISCARD_EVERY_S = 0.2
 DISCARD_BATCH = 500
 MAX_UNDELETED = 10_000
-"""Keys to delete while Redis does not answer; further ones expire by themselves."""
+"""Limit of keys to delete while Redis does not answer. Further keys expire by themselves."""
 _READY = frozenset({"SUCCESS", "FAILURE", "REVOKED"})
 
 
 async def read_result_record(client: RedisClient, key: str) -> bytes | None:
-    """Return the record of a result that is stored apart from its message. Raises BrokerUnavailable."""
+    """Return the record of a result that is stored separately from its message. Raises BrokerUnavailable when Redis
+    does not answer.
+    """
     with broker_errors("the record of a result was not read"):
         data = await client.get(key)
     return data if isinstance(data, bytes) else None
 
 
 class ResultHub:
-    """Futures of results by task id. Task ids start with the hub's own id, so one subscription, made before the first
-    publish, hears them all, and those of the few other hubs that share its pattern, which are passed over.
+    """Futures of results by task id. Task ids start with the id of the hub, so one subscription before the first
+    publish receives all results. A few other hubs share the pattern; their results are ignored.
 
-    Pub/sub delivers at most once; after every (re)connection and every SWEEP_EVERY_S the keys of what is still awaited
-    are read. A result that was taken, or that nobody awaits, is deleted. `dropped`: results that came twice, or too
-    late.
+    Pub/sub delivers each message at most once. The hub therefore reads the keys of all awaited results after every
+    connection and every SWEEP_EVERY_S. A result is deleted after its caller has received it, or if no caller waits for
+    it. `dropped`: number of results that came twice or too late.
     """
 
     def __init__(self, client: RedisClient) -> None:
@@ -66,7 +68,9 @@ class ResultHub:
         self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
-        """Subscribe; return when the subscription is active. Raises BrokerUnavailable."""
+        """Subscribe, and return when the subscription is active. Raises BrokerUnavailable when Redis does not confirm
+        it.
+        """
         self._tasks = [
             asyncio.create_task(self._listen(), name="results"),
             asyncio.create_task(self._sweep_regularly(), name="results-sweep"),
@@ -82,25 +86,25 @@ class ResultHub:
             ) from None
 
     async def close(self) -> None:
-        """Stop listening. Callers that still wait get BrokerUnavailable."""
+        """Stop listening. Waiting callers get BrokerUnavailable."""
         await cancel_all(self._tasks)
         self._fail_all("the client was closed while this call was awaited: it may or may not have acted")
         self._waiting.clear()
-        # What was taken goes; when Redis is away it expires by itself.
+        # Received results are deleted. If Redis is unavailable, they expire by themselves.
         with contextlib.suppress(BrokerUnavailable, TimeoutError):
             async with asyncio.timeout(1):
                 await self._delete_taken()
 
     def task_id(self, name: str) -> str:
-        """Return the task id under which a result comes back to this hub."""
+        """Return the task id under which a result returns to this hub."""
         return f"{self.id}-{name}"
 
     @contextlib.contextmanager
     def expect(self, task_id: str, *, keeps: bool = False) -> Iterator[asyncio.Future[dict[str, Any]]]:
-        """Yield a future of the task's stored result; enter before publishing. Raises ValueError when that task is
-        awaited already.
+        """Yield a future of the stored result of a task. Enter the block before publishing. Raises ValueError: the
+        task is awaited already.
 
-        `keeps`: the result stays in Redis until its key is discarded by who took it.
+        `keeps`: the result stays in Redis until its receiver discards the key.
         """
         if task_id in self._waiting:
             raise ValueError(f"task {task_id} is awaited already")
@@ -115,8 +119,8 @@ class ResultHub:
             self._kept.discard(task_id)
 
     async def look(self, task_id: str) -> None:
-        """Take the result of one task now, if it is stored: results that another hub published are not announced
-        here.
+        """Read the result of one task now, if it is stored. Results that another hub published are not announced to
+        this hub.
         """
         try:
             await self._take_stored([task_id])
@@ -124,7 +128,7 @@ class ResultHub:
             log.debug("result_not_looked_for", task=task_id, error=str(error))
 
     def fail(self, task_id: str, error: Exception) -> None:
-        """Raise `error` to the caller that waits for that task; a result that comes later is dropped."""
+        """Raise `error` in the caller that waits for that task. A later result is dropped."""
         future = self._waiting.get(task_id)
         if future is not None and not future.done():
             future.set_exception(error)
@@ -138,7 +142,7 @@ class ResultHub:
         attempt = 0
         while True:
             try:
-                # Told what to do with a message, the client does not write each down for a log that nobody reads.
+                # With a push handler, the client does not write a log entry for each message.
                 with broker_errors("results are not received"):
                     async with self._client.pubsub(push_handler_func=_as_it_is) as pubsub:
                         await pubsub.psubscribe(result_channel_pattern(self.id))
@@ -150,7 +154,7 @@ class ResultHub:
                 await asyncio.sleep(delay)
 
     def _note_loss(self, error: Exception, delay: float) -> None:
-        """Log an outage once; fail the waiting calls when it lasts."""
+        """Log an outage once. If it lasts too long, fail the waiting calls."""
         now = asyncio.get_running_loop().time()
         if self._lost_at is None:
             self._lost_at = now
@@ -167,7 +171,7 @@ class ResultHub:
                 future.set_exception(BrokerUnavailable(sentence))
 
     async def _read(self, pubsub: Any) -> None:
-        """Read messages as the connection gives them: `get_message` would double the cost of each."""
+        """Read messages directly from the connection. `get_message` would double the cost of each message."""
         clock = asyncio.get_running_loop().time
         heard_at = clock()
         while True:
@@ -183,6 +187,7 @@ class ResultHub:
                     self._take_message(channel, data)
                 case [b"psubscribe", *_]:
                     self._lost_at = None
+                    # Results may have arrived before the subscription was active.
                     self._subscribed.set()
                     await self._sweep()
 
@@ -212,8 +217,8 @@ class ResultHub:
             self._take(channel[self._key_chars :].decode(errors="replace"), data)
 
     def _take(self, task_id: str, data: bytes) -> None:
-        """Give a result to its caller. The task id comes from the key or the channel; the content must have the
-        same.
+        """Deliver a result to its caller. The task id comes from the key or the channel, and must be the same in the
+        content.
         """
         future = self._waiting.get(task_id)
         if future is None or future.done():

@@ -1,4 +1,4 @@
-"""Events of hosted runs. Each run has one Redis stream, and one task per process follows the streams."""
+"""Events of hosted runs. Each run has one Redis stream, and one task per process follows all the streams."""
 
 import asyncio
 import json
@@ -29,15 +29,15 @@ def run_events_key(deployment: str, tenant: str, run: str) -> str:
 
 
 MAX_EVENTS, MAX_STREAM_BYTES = 5000, 2 * 1024 * 1024
-"""Limits of a run's stream. Beyond them the oldest events are deleted."""
+"""Limits of a run's stream. Above the limits, the oldest events are deleted."""
 MAX_EVENT_BYTES = 16 * 1024
 PAGE = 16
 START = "0-0"
 _ID = re.compile(r"(\d{1,20})(?:-(\d{1,20}))?")
 _STEPS_OF_CUT = (4000, 1000, 200, 40)
-# KEYS: run, events. ARGV: claim, number of the first, last step that is told whole ('' when no more is), how many
-# questions are open, time to live, how many events are kept, how many bytes of them, then the events. Gives `told`, or
-# `taken`: another process has the run, or it has ended.
+# KEYS: run, events. ARGV: claim, number of the first event, the last step with complete events ('' for no further
+# step), number of open questions, time to live, limit of events, limit of bytes, then the events. Returns `told`; or
+# `taken` if another process holds the run, or if the run has ended.
 _APPEND = """
 local told = redis.call('HMGET', KEYS[1], 'claim', 'told', 'event_bytes')
 if told[1] ~= ARGV[1] then return 'taken' end
@@ -72,13 +72,13 @@ redis.call('EXPIRE', KEYS[2], ARGV[5])
 return 'told'
 """
 StoredEvent = tuple[str, str]
-"""An event's id, and its JSON."""
+"""The id and the JSON of an event."""
 
 
 @dataclass(frozen=True)
 class EventBatch:
-    """Some events of one run. `first`: how many its holder has added before; `told_step`: the last step whose events
-    are all there then; None: no further one.
+    """Consecutive events of one run. `first`: how many events the holder has added before. `told_step`: the last step
+    whose events are complete after this batch; None: no further step is complete.
     """
 
     tenant: str
@@ -92,7 +92,7 @@ class EventBatch:
 
 @dataclass(frozen=True)
 class EventPage:
-    """Events in order. `tip`: the id of the last one in the stream; `is_over`: no events follow."""
+    """Events in order. `tip`: the id of the last event in the stream. `is_over`: no events follow."""
 
     entries: tuple[StoredEvent, ...]
     tip: str
@@ -100,7 +100,7 @@ class EventPage:
 
 
 class RunEventStore:
-    """The streams of a deployment. Every method raises BrokerUnavailable when Redis does not answer."""
+    """The event streams of a deployment. Every method raises BrokerUnavailable when Redis does not answer."""
 
     def __init__(self, client: "redis.asyncio.Redis", deployment: str) -> None:
         self._client = client
@@ -111,7 +111,7 @@ class RunEventStore:
         return run_events_key(self._deployment, tenant, run)
 
     async def progress(self, tenant: str, run: str) -> tuple[int, bool]:
-        """Return the last step whose events are all there, 0 for none; and whether there are any events."""
+        """Return the last step whose events are complete (0 for none), and whether the stream has events."""
         pipe = self._client.pipeline(transaction=False)
         pipe.hget(run_key(self._deployment, tenant, run), "told_step")
         pipe.exists(self.key(tenant, run))
@@ -119,8 +119,8 @@ class RunEventStore:
         return int(step or 0), bool(has_any)
 
     async def append(self, batches: Sequence[EventBatch]) -> list[bool]:
-        """Add events; return for each run whether it still belongs to that holder. Repeating it after a lost reply adds
-        nothing twice.
+        """Add events. Return for each run whether the holder still holds the run. A repetition after a lost reply adds
+        no event twice.
         """
         pipe = self._client.pipeline(transaction=False)
         for one in batches:
@@ -131,10 +131,11 @@ class RunEventStore:
         return [reply == b"told" for reply in await self._ask(pipe.execute())]
 
     async def read(self, tenant: str, run: str, after: str) -> EventPage:
-        """Return the next events after an id. One event stands for those that are no longer kept. Raises
-        ToolFailure(FILE_NOT_FOUND).
+        """Return the next events after an id. One EventsMissed event replaces all deleted events. Raises
+        ToolFailure(FILE_NOT_FOUND): no such run.
         """
         key, pipe = self.key(tenant, run), self._client.pipeline(transaction=True)
+        # A transaction: the stream and the record of the run must belong to the same moment.
         pipe.xrange(key, min=f"({after}", count=PAGE)
         pipe.xrevrange(key, count=1)
         pipe.hmget(run_key(self._deployment, tenant, run), "batch", "state", "trimmed", "last_event", "end")
@@ -142,7 +143,7 @@ class RunEventStore:
         tip = last[0][0].decode() if last else START
         entries = [(id_.decode(), entry[b"e"].decode()) for id_, entry in found]
         if fields[0] is None and last:
-            # Redis has lost the record, and has told that in the last event.
+            # Redis has lost the record. The last event of the stream reports the loss.
             return EventPage(tuple(entries), tip, is_over=not entries or entries[-1][0] == tip)
         if fields[0] != HOSTED_BATCH.encode():
             raise not_found(run)
@@ -174,7 +175,8 @@ def _page(run: str, after: str, found: list[StoredEvent], tip: str, values: Mapp
     if not last or not is_before(after, last):
         return EventPage(tuple(entries), tip, is_over=not found)
     if not found:
-        # The stream has gone, a day after the end or with what Redis lost: how the run ended is in its record.
+        # The stream has expired, a day after the end, or Redis has lost it. The record still contains the end of the
+        # run.
         place = _id_before(last)
         entries = [(place, _missed(run))] if is_before(after, place) else []
         entries.append((last, values["end"]))
@@ -193,11 +195,13 @@ def not_found(run: str) -> ToolFailure:
 
 
 def parse_id(text: str) -> str:
-    """Return the id of an event from its text; "" stands for the beginning. Raises ToolFailure(INVALID_ARGUMENTS)."""
+    """Return the id of an event from its text; "" is the start of the stream. Raises ToolFailure(INVALID_ARGUMENTS):
+    not an id.
+    """
     if not text:
         return START
     parts = _ID.fullmatch(text)
-    # Redis cannot look for what is after the last id that there can be.
+    # Redis cannot search after the highest possible id.
     if (
         parts is None
         or any(int(part) >= 2**64 for part in parts.groups(default="0"))
@@ -211,7 +215,7 @@ def parse_id(text: str) -> str:
 
 
 def is_before(one: str, other: str) -> bool:
-    """Compare the ids of two events."""
+    """Return whether the first event id is before the other."""
     return _place(one) < _place(other)
 
 
@@ -226,8 +230,8 @@ def _id_before(event: str) -> str:
 
 
 def build_event(event: dict[str, Any]) -> str:
-    """Return the JSON of an event. Long texts of a large one are cut, which `is_cut` says: results and transcript have
-    the whole text.
+    """Return the JSON of an event. Long texts of a large event are shortened, and `is_cut` is then true. Results and
+    the transcript contain the whole text.
     """
     text = _dump(event)
     for limit in _STEPS_OF_CUT:
@@ -241,7 +245,7 @@ def build_event(event: dict[str, Any]) -> str:
 
 def _dump(event: dict[str, Any]) -> str:
     text = json.dumps(event, ensure_ascii=False, separators=(",", ":"), default=str)
-    # Halves of surrogate pairs cannot be written down.
+    # Half of a surrogate pair cannot be encoded as UTF-8.
     return text if text.isascii() else text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
@@ -259,19 +263,20 @@ def _shorten(value: Any, limit: int) -> Any:
 
 BLOCK_MS = 200
 PAUSE_S = 0.05
-"""A pause after each read, so that the events of that time need one read, not many."""
+"""Pause after each read, in seconds. One read then returns all events of the pause."""
 AGAIN_S = 0.5
 LOOK_S = 15.0
-"""After this time without an event a follower checks whether the run still exists."""
+"""Time without an event after which a follower checks whether the run still exists, in seconds."""
 READ_COUNT = 64
 RING_EVENTS, RING_BYTES = 128, 64 * 1024
-"""Events of each followed run in memory. A follower that is further behind reads the stream itself."""
+"""Limits of the events of a followed run in memory. A follower that is further behind reads the stream itself."""
 
 
 @dataclass
 class _Stream:
-    """The latest events of one run. `last`: the id up to which they are known here; None until a follower has read that
-    far. `floor`: the id after which `ring` has all of them."""
+    """The latest events of one run. `last`: the id of the latest event in memory; None until a follower has read the
+    stream to its end. `floor`: `ring` contains every event after this id.
+    """
 
     key: str
     readers: int = 0
@@ -282,7 +287,7 @@ class _Stream:
     changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     def begin(self, tip: str) -> None:
-        """Begin at the id up to which a follower has read."""
+        """Start after the last id that a follower has read."""
         if self.last is None:
             self.last = self.floor = tip
 
@@ -296,6 +301,7 @@ class _Stream:
             self.floor, text = self.ring.popleft()
             self.bytes -= len(text)
         self.changed.set()
+        # Each change gets a new event object, because several followers wait and none may clear it for the others.
         self.changed = asyncio.Event()
 
     def has_all_after(self, event: str) -> bool:
@@ -306,8 +312,8 @@ class _Stream:
 
 
 class RunEventHub:
-    """Follows runs for all clients of this process. No follower waits for another: each one reads at its own pace, and
-    reads older events itself.
+    """Follows runs for all clients of this process. No follower waits for another: each follower reads at its own
+    speed, and reads older events itself.
     """
 
     def __init__(self, client: "redis.asyncio.Redis", deployment: str) -> None:
@@ -317,8 +323,8 @@ class RunEventHub:
         self._reading: asyncio.Task[None] | None = None
 
     async def follow(self, tenant: str, run: str, after: str = "") -> AsyncIterator[StoredEvent]:
-        """Yield events as `HostedRuns.follow`. Raises BrokerUnavailable only before the first event; later it waits
-        until Redis answers.
+        """Yield events as `HostedRuns.follow`. Raises BrokerUnavailable only before the first event. Later, the method
+        waits until Redis answers.
         """
         event = parse_id(after)
         page = await self.read(tenant, run, event)
@@ -335,11 +341,11 @@ class RunEventHub:
             await self._leave(stream)
 
     async def read(self, tenant: str, run: str, after: str = "") -> EventPage:
-        """Return the next events that exist now. Raises as `follow`."""
+        """Return the next events that exist now. Raises the same errors as `follow`."""
         return await self._store.read(tenant, run, parse_id(after))
 
     async def close(self) -> None:
-        """Stop reading. Followers get no further events."""
+        """Stop reading. Followers receive no further events."""
         if self._reading is not None:
             await cancel_all((self._reading,))
 
@@ -347,6 +353,8 @@ class RunEventHub:
         """Wait for the events after an id, and return them."""
         while True:
             if stream.has_all_after(event):
+                # The event object is read before the ring: events that arrive between the two lines then still wake
+                # this follower.
                 changed = stream.changed
                 if entries := stream.after(event):
                     return EventPage(tuple(entries), entries[-1][0], is_over=_is_end(entries[-1]))
@@ -401,20 +409,20 @@ class RunEventHub:
             return
         for key, entries in _streams_of(reply):
             stream = self._streams.get(key)
-            # One that was left and joined again meanwhile has begun anew.
+            # If all followers left and a new one joined, the stream starts at another id. These events then do not
+            # follow its last event.
             if stream is not None and stream.last == known[key]:
                 stream.take(entries)
 
 
 def _is_end(entry: StoredEvent) -> bool:
-    # Only few are parsed: an event may hold the word without being it.
+    # The cheap test comes first, because most events need not be parsed. An event of another type may contain the word
+    # too.
     return f'"{RunEnded.__name__}"' in entry[1] and json.loads(entry[1])["type"] == RunEnded.__name__
 
 
 def _streams_of(reply: Any) -> list[tuple[str, list[StoredEvent]]]:
-    """Parse either shape of the reply: pairs of key and entries, or a dict whose entries may lie in a list of their
-    own.
-    """
+    """Parse either form of the reply: pairs of key and entries, or a dict whose entries may be in an inner list."""
     found = []
     for key, entries in reply.items() if isinstance(reply, dict) else reply or ():
         if entries and isinstance(entries[0], list) and (not entries[0] or isinstance(entries[0][0], list | tuple)):

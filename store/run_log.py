@@ -1,10 +1,13 @@
-"""The log of one run in Redis: only its holder appends, in order, and nothing takes effect before it is in.
+"""The log of one run in Redis. Only the holder of the run appends entries, in order.
 
-Each entry is signed for its tenant, run, attempt and position: a forged reply would make an orchestrator send calls, a
-forged result would make it believe that one ran. A process without the secret can only remove entries, or put back
-earlier genuine ones in their own places.
+Invariant: an event takes effect only after its entry is in the log. Another process can therefore resume the run.
 
-The transcript of a hosted run is its messages after its end. It is not signed: it is only shown.
+Each entry is signed for its tenant, run, attempt and position. Without signatures, a forged reply could make an
+orchestrator send calls, and a forged result could hide that a call did not run. A process without the secret can only
+remove entries, or restore earlier genuine entries at their own positions.
+
+The transcript of a hosted run contains its messages, and is stored after the end of the run. The transcript is only
+shown, so it is not signed.
 """
 
 import asyncio
@@ -39,7 +42,7 @@ from telemetry.logs import get_logger
 log = get_logger(__name__)
 
 MAX_TRANSCRIPT_BYTES = 64 * 1024 * 1024
-"""The largest transcript, as JSON. A longer one is not stored, and is read from the log of its run."""
+"""Limit of a transcript as JSON, in bytes. A longer transcript is not stored; the log of its run is read instead."""
 MAX_TRANSCRIPT_VALUES = 200_000
 
 
@@ -64,8 +67,8 @@ LOGGED = (SessionOpening, SessionOpened, ModelReplied, CallReviewed, CallFinishe
 
 @dataclass(frozen=True)
 class LogEntry:
-    """One event of a log. `wall_s`: how long the run had worked by then, without set-up and without the time when it
-    had no holder.
+    """An event of a log. `wall_s`: the working time of the run until the event, in seconds. The setup and the time
+    without a holder do not count.
     """
 
     event: RunEvent
@@ -77,7 +80,7 @@ class LogEntry:
 
 
 def parse_entry(text: str | bytes) -> LogEntry:
-    """Raises ValueError for an entry that another release wrote."""
+    """Return the entry in a text. Raises ValueError: another release wrote the entry."""
     data = json.loads(text)
     event = parse_event(data["event"]) if isinstance(data, dict) and isinstance(data.get("event"), dict) else None
     if not isinstance(event, LOGGED):
@@ -86,11 +89,11 @@ def parse_entry(text: str | bytes) -> LogEntry:
 
 
 INLINE_BYTES = 64 * 1024
-"""A larger entry is stored apart from the log."""
+"""Limit of an entry in the list, in bytes. A larger entry is stored in a separate hash."""
 RETRY_S = (0.05, 0.1, 0.2, 0.5, 1.0)
-# KEYS: run, log, parts. ARGV: claim, index, entry, part ('' for none), time to live, '1' when the run has come further
-# by it. Gives added; there (said before, its answer was lost); taken (another process has the run); or how many entries
-# there are, when Redis has lost its last ones.
+# KEYS: run, log, parts. ARGV: claim, index, entry, part ('' for none), time to live, '1' if the entry is progress of
+# the run. Returns `added`; `there` (an earlier try added the entry, and its reply was lost); `taken` (another process
+# holds the run); or the number of entries, if Redis has lost the last entries.
 _APPEND = """
 if redis.call('HGET', KEYS[1], 'claim') ~= ARGV[1] then return 'taken' end
 local length, index = redis.call('LLEN', KEYS[2]), tonumber(ARGV[2])
@@ -109,12 +112,12 @@ return 'added'
 
 
 class RunTaken(Exception):
-    """Another process has the run now: the former holder must stop."""
+    """Another process holds the run now. The former holder must stop."""
 
 
 @dataclass(frozen=True)
 class RunAttempt:
-    """One attempt of a run. `claim`: the token with which its holder appends to its log; empty for a reader."""
+    """An attempt at a run. `claim`: the token with which the holder appends to the log; empty for a reader."""
 
     tenant: str
     run: str
@@ -123,7 +126,9 @@ class RunAttempt:
 
 
 class RunLog:
-    """One run's log as its holder knows it. `entries`: those of former holders, then its own. `clock`: Redis's."""
+    """The log of one run in the memory of its holder. `entries`: the entries of former holders, then its own. `clock`:
+    Redis's clock.
+    """
 
     def __init__(
         self,
@@ -140,14 +145,16 @@ class RunLog:
         self.run = attempt.run
         self.entries = entries
         self.has_grown = False
-        """Whether the run has progressed under this holder."""
+        """True if the run has made progress under this holder."""
         self._one_at_a_time = asyncio.Lock()
 
     @classmethod
     async def load(
         cls, client: "redis.asyncio.Redis", deployment: str, keys: SigningKeys, attempt: RunAttempt
     ) -> "RunLog":
-        """Load the log of an attempt. Raises BrokerUnavailable; ConfigError if it cannot be verified or read."""
+        """Load the log of an attempt. Raises BrokerUnavailable when Redis does not answer. Raises ConfigError: the log
+        cannot be verified or read.
+        """
         tenant, run = attempt.tenant, attempt.run
         clock = SharedClock()
         with broker_errors("the run's log was not read"):
@@ -171,7 +178,7 @@ class RunLog:
         return cls(client, deployment, keys, attempt, entries, clock)
 
     async def append(self, entry: LogEntry) -> None:
-        """Append an entry. Waits while Redis does not answer. Raises RunTaken when another process has the run."""
+        """Append an entry. Wait while Redis does not answer. Raises RunTaken: another process holds the run."""
         async with self._one_at_a_time:
             self.entries.append(entry)
             index, failures = len(self.entries) - 1, 0
@@ -186,7 +193,7 @@ class RunLog:
                     continue
                 if reply == "taken":
                     raise RunTaken(self._attempt.run)
-                # Entries that Redis has lost are added again.
+                # If Redis has lost entries, the holder adds them again from memory.
                 index = index + 1 if reply in ("added", "there") else int(reply)
 
     async def _add(self, index: int) -> str:
@@ -197,7 +204,8 @@ class RunLog:
         if len(text.encode()) > INLINE_BYTES:
             item, part = json.dumps({"part": index}), text
         names = (self._deployment, attempt.tenant, attempt.run)
-        # Whoever comes next opens a session anew: a run that kills each of its holders there would come no further.
+        # A resumed run opens its session again, so a new session is not progress. Otherwise a run that kills every
+        # holder at this point would be resumed without end.
         is_further = not isinstance(self.entries[index].event, SessionOpening)
         reply = await self._append(
             keys=[run_key(*names), run_log_key(*names), run_parts_key(*names)],
@@ -208,14 +216,14 @@ class RunLog:
 
 
 def entry_purpose(tenant: str, run: str, attempt: int, index: int) -> str:
-    """Return what an entry of that attempt at that position is signed for."""
+    """Return the signing purpose of the entry of an attempt at a position."""
     return f"log {tenant} {run} {attempt} {index}"
 
 
 async def _whole(
     client: "redis.asyncio.Redis", deployment: str, tenant: str, run: str, index: int, item: bytes
 ) -> bytes:
-    """Return the text of an entry, which may be stored apart."""
+    """Return the text of an entry, which may be stored in the separate hash."""
     if not item.startswith(b'{"part"'):
         return item
     text: Any = await client.hget(run_parts_key(deployment, tenant, run), str(index))
@@ -228,16 +236,16 @@ async def _whole(
 
 AT_ONCE = 100
 PAGE = 16
-"""Entries of a log that are read at a time. Those of its session come first; there are two, unless processes died while
-they opened it.
+"""Number of entries of a log that are read at a time. The entries of the session come first. There are two of them, or
+more if processes died while they opened the session.
 """
 
 
 async def close_left_sessions(
     client: "redis.asyncio.Redis", deployment: str, keys: SigningKeys, tenant: str, runs: Iterable[str]
 ) -> int:
-    """Close the sessions of these runs; return how many their logs name. Their hosts remove the sandboxes. Raises
-    BrokerUnavailable.
+    """Close the sessions of these runs. Return how many sessions their logs contain. The hosts remove the sandboxes.
+    Raises BrokerUnavailable when Redis does not answer.
     """
     names, places = list(runs), SessionStore(client, deployment)
     count = 0
@@ -251,7 +259,7 @@ async def close_left_sessions(
 async def _find_sessions(
     client: "redis.asyncio.Redis", deployment: str, keys: SigningKeys, tenant: str, runs: Sequence[str]
 ) -> list[str]:
-    """Return all sessions that were opened, or were about to be opened."""
+    """Return all sessions that were opened or were about to be opened."""
     found: list[str] = []
     first = 0
     while runs:
@@ -261,7 +269,7 @@ async def _find_sessions(
             for run, (attempt, items) in zip(runs, pages, strict=True)
         ]
         found += [session for page in sessions for session in page if session is not None]
-        # A page of nothing but sessions may be followed by more of them.
+        # After a page that contains only entries of sessions, more such entries may follow.
         runs = [run for run, page in zip(runs, sessions, strict=True) if len(page) == PAGE and None not in page]
         first += PAGE
     return list(dict.fromkeys(found))
@@ -270,7 +278,7 @@ async def _find_sessions(
 async def _read(
     client: "redis.asyncio.Redis", deployment: str, tenant: str, runs: Sequence[str], first: int
 ) -> list[tuple[int, list[bytes]]]:
-    """Return a page of each run's log, with the run's attempt."""
+    """Return a page of each run's log, with the attempt of the run."""
     pipe = client.pipeline(transaction=False)
     for run in runs:
         pipe.hget(run_key(deployment, tenant, run), "attempt")
@@ -281,8 +289,8 @@ async def _read(
 
 
 def _session_of(keys: SigningKeys, tenant: str, run: str, attempt: int, index: int, item: bytes) -> str | None:
-    """Return the session that an entry of a log is about. An entry that this process cannot verify closes no
-    session.
+    """Return the session in an entry of a log; None for other entries. An entry that this process cannot verify must
+    not close a session.
     """
     try:
         entry = parse_entry(keys.unseal(entry_purpose(tenant, run, attempt, index), item))
@@ -297,7 +305,7 @@ def _session_of(keys: SigningKeys, tenant: str, run: str, attempt: int, index: i
 
 
 def pack_transcript(messages: JsonValue) -> bytes:
-    """Return the messages as they are stored; b"" if they are too large for that."""
+    """Return the messages in stored form; b"" if they are too large."""
     text = json.dumps(messages)
     if len(text) > MAX_TRANSCRIPT_BYTES or has_more_values_in_text(text, MAX_TRANSCRIPT_VALUES):
         return b""
@@ -305,8 +313,8 @@ def pack_transcript(messages: JsonValue) -> bytes:
 
 
 def unpack_transcript(run: str, packed: bytes) -> list[dict[str, Any]]:
-    """Return the messages that `pack_transcript` stored. Raises ConfigError for anything else, in bounded memory: any
-    process that can write to Redis may have stored it.
+    """Return the messages that `pack_transcript` stored, with bounded memory use. Raises ConfigError: any other data.
+    Every process that can write to Redis may have stored the data.
     """
     inflater = zlib.decompressobj()
     try:

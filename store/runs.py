@@ -1,11 +1,11 @@
-"""Runs in Redis: submitted with a batch or by a program, claimed by an orchestrator under a lease, ended once.
+"""Runs in Redis. A batch or a program submits a run, an orchestrator claims it under a lease, and the run ends once.
 
-What decides who runs what (a run's item) and what a run came to (its outcome) is signed, each for its tenant and its
-id. Fields that scripts change or compare (states, claims, counters) are not signed: a forged one disturbs a run or
-starts it again, but never changes it.
+Invariant: a forged field can disturb or restart a run, but cannot change its task or its result. The item (what the
+run does) and the outcome (its result) are therefore signed, for one tenant and one run id. Fields that scripts change
+or compare (states, claims, counters) are not signed.
 
-A hosted run is a run that a program starts by itself. It is an item of the tenant's batch HOSTED_BATCH, which never
-ends.
+A program starts a hosted run on its own, without a batch. The run is an item of the tenant's batch HOSTED_BATCH, which
+never ends.
 """
 
 import json
@@ -74,19 +74,20 @@ from telemetry.logs import get_logger
 log = get_logger(__name__)
 
 MAX_PENDING = 10_000
-"""Hosted runs of a tenant that may wait; one more is refused."""
+"""Limit of waiting hosted runs of a tenant. Further runs are refused."""
 MAX_KEPT = 100_000
-"""Hosted runs of a tenant that are listed. Beyond, the oldest that have ended are removed."""
+"""Limit of listed hosted runs of a tenant. Above the limit, the oldest runs that have ended are removed."""
 MAX_BODY_BYTES = 1024 * 1024
 MAX_METADATA, MAX_METADATA_NAME, MAX_METADATA_TEXT = 16, 64, 512
 SHOWN_INSTRUCTION, SHOWN_ANSWER = 300, 2000
 LEASE_S = 20.0
 AT_ONCE = 200
-"""Runs in one step of the script: Redis does nothing else meanwhile."""
+"""Maximum number of runs in one step of the script. Redis is blocked during a step."""
 LOOKS, MAX_STEPS = 2000, 10
-"""Runs that one step looks at for those of a state, and steps for one page."""
+"""LOOKS: how many runs one step reads to find runs in a given state. MAX_STEPS: maximum number of steps for one page.
+"""
 _CURSOR = re.compile(r"([0-9]{1,15}(?:\.[0-9]{1,9})?)/([A-Za-z0-9_-]{1,64})")
-"""The instant at which a batch was created, and its id."""
+"""Pattern of a cursor: the creation time of a batch and its id."""
 _SCRIPT = "\n".join(
     [
         AUDIT_LUA,
@@ -105,9 +106,9 @@ class RunState(StrEnum):
 
 
 class RunRecord(Record):
-    """The hash of a run. `claim`: the token of the holder of the run. `attempt`: 1, and more when it was started again
-    after a failure; `first_attempt`: the one since which it was started again automatically only. `losses`: how often
-    its holder died since its log last grew. Instants are Unix seconds of Redis's clock."""
+    """The record of a run. Times are Unix seconds of Redis's clock. `claim`: the token of the run's holder. `attempt`:
+    1, or higher after a restart. `first_attempt`: the first attempt of the current series of automatic restarts.
+    `losses`: how often a holder has died since the log of the run last grew."""
 
     batch: str
     item: BatchItem
@@ -130,11 +131,12 @@ _HOSTED_FIELDS = frozenset((
     "digest", "about", "session", "created_at", "is_cancelled", "told", "told_step", "asking", "event_bytes", "trimmed",
     "last_event", "end", "webhook", "webhook_tries", "webhook_notice",
 ))  # fmt: skip
-"""Fields that a hosted run's hash has in addition."""
+"""Additional fields in the hash of a hosted run."""
 
 
 class HostedState(StrEnum):
-    """The state of a hosted run. `waiting_for_approval`: it runs, and a person is asked about one of its calls."""
+    """The state of a hosted run. `waiting_for_approval`: the run is in progress, and a call waits for a person's
+    approval."""
 
     QUEUED = "queued"
     RUNNING = "running"
@@ -149,10 +151,10 @@ class HostedState(StrEnum):
 
 
 class RunEnd(Record):
-    """How a run ended. `failure` None: it succeeded. `answer`: the model's last text, also of a run that a limit
-    stopped; `is_cut`: only its beginning, as in lists and events. `cost` None: no prices are known. `clocks`: those of
-    its calls, summed. `artifacts`: the paths in the archive `artifacts_file` of the store; empty in lists and events.
-    """
+    """The end of a run. `failure` None: the run succeeded. `answer`: the last text of the model, even if a limit
+    stopped the run. `is_cut`: `answer` contains only the beginning, as in lists and events. `cost` None: no prices are
+    known. `clocks`: sums over all calls. `artifacts`: the paths in the archive `artifacts_file`; empty in lists and
+    events."""
 
     answer: str = ""
     is_cut: bool = False
@@ -168,8 +170,8 @@ class RunEnd(Record):
 
 
 class HostedRun(Record):
-    """A hosted run. `instruction`: its beginning. `attempt`: above 1 when it was started again after a failure of the
-    infrastructure. `end`: set exactly when its state is final. Instants are Unix seconds of Redis's clock."""
+    """A hosted run. `instruction`: its beginning. `attempt`: above 1 after a restart because of an infrastructure
+    failure. `end`: set exactly if the state is final. Times are Unix seconds of Redis's clock."""
 
     id: str
     tenant: str
@@ -187,7 +189,7 @@ class HostedRun(Record):
 
 
 class RunPage(Record):
-    """Some hosted runs, the newest first. `next_cursor` None: there are no more."""
+    """A page of hosted runs, the newest first. `next_cursor` None: this is the last page."""
 
     runs: tuple[HostedRun, ...]
     next_cursor: str | None = None
@@ -220,7 +222,7 @@ LISTED = (
 
 @dataclass(frozen=True)
 class RunClaim:
-    """A run that belongs to this process until its lease ends. `is_resumed`: its log says how far it has come."""
+    """A run that this process holds until the lease ends. `is_resumed`: the run has a log to continue from."""
 
     tenant: str
     run: str
@@ -230,15 +232,14 @@ class RunClaim:
 
     @property
     def attempt(self) -> RunAttempt:
-        """The attempt of the run that this process holds."""
+        """Return the attempt of the run that this process holds."""
         return RunAttempt(self.tenant, self.run, self.record.attempt, self.token)
 
 
 @dataclass(frozen=True)
 class BatchPage:
-    """Batches by their ids, the newest first. `older`: how many follow. `cursor`: where the next page begins, None when
-    there is none.
-    """
+    """A page of batches by id, the newest first. `older`: the number of batches after this page. `cursor`: the start
+    of the next page; None if there is none."""
 
     batches: Mapping[str, BatchRecord]
     older: int
@@ -246,14 +247,14 @@ class BatchPage:
 
 
 class BatchCancelled(Exception):
-    """The batch was cancelled: the holder of one of its runs ends that run."""
+    """The batch was cancelled. The holder of one of its runs must end that run."""
 
 
 class RunQueue:
     """Runs and batches of one deployment. Every method raises BrokerUnavailable when Redis does not answer."""
 
     def __init__(self, client: "redis.asyncio.Redis", deployment: str, keys: SigningKeys, owner: str = "") -> None:
-        """`owner`: the name of this process in the runs that it claims."""
+        """Create a queue. `owner`: the name of this process in the runs that it claims."""
         self._client = client
         self._deployment = deployment
         self.keys = keys
@@ -264,7 +265,7 @@ class RunQueue:
     # --- Batches
 
     async def create(self, tenant: str, batch: str, record: BatchRecord, webhook: Webhook | None = None) -> bool:
-        """Create a batch; its runs are added afterwards. Return False when there is one of that id."""
+        """Create a batch without runs. Return False if a batch with that id exists."""
         key, index = self._batch_key(tenant, batch), batches_key(self._deployment, tenant)
         fields: dict[Any, Any] = {
             "state": record.state.value,
@@ -278,7 +279,7 @@ class RunQueue:
             "ttl_s": RUN_TTL_S,
             "webhook": seal_webhook(self.keys, tenant, "batch", batch, webhook),
         }
-        # All or nothing: a half-written batch would keep its id occupied.
+        # A transaction, because an incomplete batch would block its id.
         pipe = self._client.pipeline(transaction=True)
         for name, value in fields.items():
             pipe.hsetnx(key, name, value)
@@ -299,7 +300,7 @@ class RunQueue:
         await self._set(tenant, batch, rows=seal_rows(self.keys, tenant, batch, place))
 
     async def set_concurrency(self, tenant: str, batch: str, concurrency: int) -> None:
-        """Set how many items of a batch run at a time, over all orchestrators."""
+        """Set how many items of a batch run at the same time, over all orchestrators."""
         await self._set(tenant, batch, concurrency=concurrency)
 
     async def _set(self, tenant: str, batch: str, **fields: Any) -> None:
@@ -307,9 +308,8 @@ class RunQueue:
         await _ask(self._client.hset(self._batch_key(tenant, batch), mapping=mapping))
 
     async def batch(self, tenant: str, batch: str) -> BatchRecord:
-        """Return a batch's record. Raises ToolFailure(INVALID_ARGUMENTS) for an unknown id, ConfigError for a record
-        that cannot be verified or read.
-        """
+        """Return a batch's record. Raises ToolFailure(INVALID_ARGUMENTS): unknown id. Raises ConfigError: the record
+        cannot be verified or read."""
         fields: Any = await _ask(self._client.hgetall(self._batch_key(tenant, batch)))
         if b"total" not in fields:
             raise ToolFailure(
@@ -320,8 +320,9 @@ class RunQueue:
         return parse_batch(self.keys, tenant, batch, fields)
 
     async def list_batches(self, tenant: str, cursor: str = "", most: int | None = None) -> BatchPage:
-        """Return a tenant's batches, at most `most` (None: all), from `cursor` on; a cursor stays valid while batches
-        are added and removed. Raises ToolFailure(INVALID_ARGUMENTS) for an invalid cursor."""
+        """Return at most `most` batches of a tenant (None: all), from `cursor` on. A cursor stays valid while batches
+        are added and removed. Raises ToolFailure(INVALID_ARGUMENTS): invalid cursor.
+        """
         after = _CURSOR.fullmatch(cursor)
         if cursor and after is None:
             raise ToolFailure(
@@ -350,14 +351,14 @@ class RunQueue:
         return BatchPage(found, older, f"{float(reply[-1]):.9f}/{names[-1]}" if older and names else None)
 
     async def reopen(self, tenant: str, batch: str) -> bool:
-        """Continue a batch that was cancelled, or seemed complete, if something of it waits or is still to be added.
-        Return whether that was so.
+        """Continue a batch that was cancelled or appeared complete. Return whether the batch has runs that wait or
+        must be added. Without such runs, nothing changes.
         """
         return bool(await self.step("reopen", tenant, batch))
 
     async def cancel(self, tenant: str, batch: str) -> int:
-        """Start nothing of a batch any more. Runs that wait end as cancelled; the holders of running ones end those.
-        Return how many waited.
+        """Stop starting runs of a batch. Waiting runs end as cancelled; the holders of running runs end those. Return
+        how many waited.
         """
         record, dropped = await self.batch(tenant, batch), 0
         while waiting := await self.step("cancel", tenant, batch, AT_ONCE):
@@ -368,8 +369,8 @@ class RunQueue:
         return dropped if record.state in (BatchState.IN_PROGRESS, BatchState.CANCELLING) else 0
 
     async def retry(self, tenant: str, batch: str, kinds: Iterable[FailureKind], entry: str = "") -> int:
-        """Queue items that failed in these ways again. Return how many. `entry`: of the audit, written with the first
-        of them; "" for none.
+        """Queue the runs again that failed in one of these ways. Return how many. `entry`: the entry for the audit
+        log, written with the first of the runs; "" for none.
         """
         wanted, count = [kind.value for kind in kinds], 0
         ended = await self.ended(tenant, batch, 0)
@@ -389,24 +390,24 @@ class RunQueue:
         }
 
     async def ended(self, tenant: str, batch: str, after: int, most: int = -1) -> list[tuple[int, str]]:
-        """Return the runs that have ended after the one of that number, with their numbers, in order; no more than
-        `most` (-1: all).
+        """Return the runs that ended after the given sequence number, in order, at most `most` (-1: all), each with
+        its number.
         """
         key = self._batch_key(tenant, batch) + ":ended"
         rows = await _ask(self._client.zrangebyscore(key, f"({after}", "+inf", start=0, num=most, withscores=True))
         return [(int(number), run.decode()) for run, number in rows]
 
     async def items(self, tenant: str, batch: str, first: int = 0, last: int = -1) -> list[str]:
-        """Return the ids of the runs at these positions, both included, in the order in which they were added."""
+        """Return the ids of the runs at these positions, both included, in the order of their addition."""
         key = self._batch_key(tenant, batch) + ":items"
         return [run.decode() for run in await _ask(self._client.lrange(key, first, last))]
 
     async def count_items(self, tenant: str, batch: str) -> int:
-        """Return how many runs have been added."""
+        """Return how many runs were added."""
         return int(await _ask(self._client.llen(self._batch_key(tenant, batch) + ":items")))
 
     async def counts(self, tenant: str, batch: str) -> Mapping[str, int]:
-        """Return how many runs of a batch wait and run."""
+        """Return how many runs of a batch wait and how many run."""
         key, pipe = self._batch_key(tenant, batch), self._client.pipeline(transaction=False)
         pipe.zcard(f"{key}:waiting")
         pipe.scard(f"{key}:delayed")
@@ -417,8 +418,9 @@ class RunQueue:
     # --- Runs
 
     async def add(self, tenant: str, batch: str, runs: Iterable[tuple[str, BatchItem]]) -> int:
-        """Add runs that are not there yet, which may be claimed at once. Return how many those were. Raises
-        BatchCancelled when the batch is cancelled; nothing more is added then."""
+        """Add the runs that do not exist yet; they can be claimed at once. Return how many were added. Raises
+        BatchCancelled: the batch is cancelled; no more runs are added.
+        """
         added = 0
         for some in _in_steps(runs):
             sealed = [
@@ -433,9 +435,10 @@ class RunQueue:
     async def claim(
         self, most: int, only: tuple[str, str] | None = None, tenants: Collection[str] = ()
     ) -> list[RunClaim]:
-        """Claim up to so many runs: those of processes that died first, then the next of each batch in turn. `only`: of
-        that tenant's batch; None: of all detached ones, of those `tenants` if there are some. A run that this process
-        cannot verify or read is given back."""
+        """Claim at most `most` runs. Runs of dead processes come first, then the next run of each batch in turn.
+        `only`: claim from that tenant's batch. None: claim from all detached batches, of `tenants` if not empty. A run
+        that this process cannot verify or read is given back.
+        """
         most = min(most, AT_ONCE)
         wanted = (member(*only) if only is not None else "", f",{','.join(tenants)}," if tenants else "")
         reply, left = await self.step(
@@ -457,8 +460,8 @@ class RunQueue:
         return claims
 
     async def renew(self, claims: Sequence[RunClaim]) -> tuple[set[tuple[str, str]], set[tuple[str, str]]]:
-        """Extend the leases. Return the runs that belong to another process now, and those whose batch is being
-        cancelled, as (tenant, run).
+        """Extend the leases. Return the runs that another process holds now, and the runs of cancelled batches, as
+        (tenant, run).
         """
         lost: set[tuple[str, str]] = set()
         cancelled: set[tuple[str, str]] = set()
@@ -470,14 +473,14 @@ class RunQueue:
         return lost, cancelled
 
     async def cancels(self) -> set[tuple[str, str]]:
-        """Return the hosted runs that their holders have to end, as (tenant, run)."""
+        """Return the hosted runs that their holders must end, as (tenant, run)."""
         return {
             split_member(one.decode())
             for one in await _ask(self._client.zrange(self._prefixes[1] + "cancels", 0, AT_ONCE))
         }
 
     async def finish(self, claim: RunClaim, outcome: Outcome) -> bool:
-        """Store how a run ended. Return False when another process has it."""
+        """Store how a run ended. Return False if another process holds the run."""
         kind = outcome.failure.kind.value if outcome.failure is not None else ""
         rest: tuple[str | bytes, ...] = ()
         if claim.record.batch == HOSTED_BATCH:
@@ -487,16 +490,17 @@ class RunQueue:
         return bool(await self.step("finish", claim.tenant, claim.run, claim.token, sealed, kind, *rest))
 
     async def give_back(self, claim: RunClaim, *, after_s: float = 0.0, anew: bool = False) -> bool:
-        """Let another process continue a run, or start it `anew`, as one more attempt, after so many seconds. Return
-        False when another process has it. Raises BatchCancelled."""
+        """Release a run after `after_s` seconds. Another process continues it, or starts a new attempt (`anew`).
+        Return False if another process holds the run. Raises BatchCancelled: the batch was cancelled.
+        """
         reply = int(await self.step("give_back", claim.tenant, claim.run, claim.token, after_s, "1" if anew else "0"))
         if reply == 2:
             raise BatchCancelled(claim.record.batch)
         return bool(reply)
 
     async def _end_left(self, left: Sequence[tuple[str, ...]]) -> None:
-        """End runs of cancelled batches whose holder died: perhaps no process follows those batches. A hosted run that
-        was cancelled has ended already.
+        """End the runs of cancelled batches whose holder died, because no process may be following those batches. A
+        cancelled hosted run has already ended; only its sessions are closed.
         """
         for tenant, _, run in (one for one in left if one[1] == HOSTED_BATCH):
             await self.close_sessions(tenant, [run])
@@ -509,7 +513,7 @@ class RunQueue:
                 log.error("run_not_readable", tenant=tenant, run=run, error=str(error))
 
     async def settle(self, tenant: str, batch: str, outcomes: Iterable[Outcome]) -> set[str]:
-        """End runs that wait, without running them. Return those that did wait."""
+        """End waiting runs without running them. Return the runs that did wait."""
         settled: set[str] = set()
         for some in _in_steps(outcomes):
             sealed = [
@@ -525,16 +529,16 @@ class RunQueue:
         return settled
 
     async def close_sessions(self, tenant: str, runs: Collection[str]) -> None:
-        """Close the sessions of runs that no process continues: a former holder may have opened some. Waits while Redis
-        does not answer.
+        """Close the sessions of runs that no process continues. A former holder may have opened sessions. Wait while
+        Redis does not answer.
         """
         await retry_until_available(
             lambda: close_left_sessions(self._client, self._deployment, self.keys, tenant, runs)
         )
 
     async def runs(self, names: Sequence[tuple[str, str]]) -> list[RunRecord | None]:
-        """Return records by (tenant, run); None for one that was removed. Raises ConfigError for one that cannot be
-        verified or read.
+        """Return records by (tenant, run); None for a removed run. Raises ConfigError: a record cannot be verified or
+        read.
         """
         found = zip(names, await self._fields(names), strict=True)
         return [
@@ -542,8 +546,8 @@ class RunQueue:
         ]
 
     async def custom_ids(self, tenant: str, batch: str, runs: Sequence[str]) -> list[str | None]:
-        """Return the custom_ids of a batch's runs; None for one that was removed. Raises ConfigError for one that
-        cannot be verified or read.
+        """Return the custom_ids of a batch's runs; None for a removed run. Raises ConfigError: an item cannot be
+        verified or read.
         """
         pipe = self._client.pipeline(transaction=False)
         for run in runs:
@@ -566,9 +570,10 @@ class RunQueue:
         limits: tuple[int, int],
         webhook: Webhook | None = None,
     ) -> list[str]:
-        """Queue a hosted run. `digest`: of the whole request; `about`: an About as JSON; `limits`: how many may wait,
-        and how many are listed. Return `started`, `known` (the same request was started under that id), `other`
-        (another one was), `full`, or `busy` and the run that works in the session."""
+        """Queue a hosted run. `digest`: hash of the whole request. `about`: an About as JSON. `limits`: how many runs
+        may wait, and how many are listed. Return `started`; `known` (the same request has that id); `other` (another
+        request has that id); `full`; or `busy` and the id of the run that uses the session.
+        """
         defaults = seal_defaults(self.keys, tenant, HOSTED_BATCH, HOSTED_DEFAULTS)
         reply = await self.step(
             "start_run",
@@ -587,7 +592,7 @@ class RunQueue:
         return [part.decode() for part in reply]
 
     async def hosted(self, tenant: str, run: str) -> HostedRun:
-        """Return a hosted run with its whole answer. Raises ToolFailure(FILE_NOT_FOUND)."""
+        """Return a hosted run with its whole answer. Raises ToolFailure(FILE_NOT_FOUND): no such run."""
         names = [*LISTED, "outcome"]
         values: Any = await _ask(self._client.hmget(run_key(self._deployment, tenant, run), names))
         fields = dict(zip(names, values, strict=True))
@@ -596,14 +601,14 @@ class RunQueue:
             raise not_found(run)
         if found.end is None or not sealed:
             return found
-        # The shortened end is for lists and is not signed; the outcome is.
+        # The shortened end in the hash is for lists and is not signed. Only the outcome is signed.
         return found.model_copy(update={"end": build_end(open_outcome(self.keys, tenant, run, sealed))})
 
     async def list_hosted(
         self, tenant: str, before: int, limit: int, state: HostedState | None
     ) -> tuple[list[HostedRun], int]:
-        """Return the newest hosted runs before that position, without those that were removed, and the position of the
-        next page, 0 when there is none.
+        """Return the newest hosted runs before a position, without removed runs. Also return the position of the next
+        page, 0 if there is none.
         """
         runs: list[HostedRun] = []
         wanted, looks = (
@@ -626,26 +631,28 @@ class RunQueue:
         return runs, before
 
     async def cancel_hosted(self, tenant: str, run: str, entry: str) -> None:
-        """End a hosted run: at once when it waits, else its holder ends it. `entry`: of the audit, "" for none. Raises
-        ToolFailure(FILE_NOT_FOUND).
+        """End a hosted run. A waiting run ends at once; its holder ends a running run. `entry`: the entry for the
+        audit log, "" for none. Raises ToolFailure(FILE_NOT_FOUND): no such run.
         """
         reply = (await self.step("cancel_run", tenant, run, audit_key(self._deployment), entry)).decode()
         if reply == "unknown":
             raise not_found(run)
         if reply == "cancelled":
-            # A former holder may have opened one.
+            # A former holder may have opened a session.
             await self.close_sessions(tenant, [run])
 
     async def transcript(self, tenant: str, run: str) -> list[dict[str, Any]] | None:
-        """Return the messages of a hosted run that has ended; None for another one, and for a transcript that was too
-        large to store: the log of the run has it. Raises ConfigError."""
+        """Return the messages of a hosted run that has ended. None: the run has not ended, is not hosted, or has a
+        transcript that is too large to store; its log then contains the messages. Raises ConfigError: the transcript
+        cannot be read.
+        """
         key = tenant_key(self._deployment, tenant, f"run.{run}:transcript")
         packed: Any = await _ask(self._client.getrange(key, 0, MAX_TRANSCRIPT_BYTES))
         return unpack_transcript(run, packed) if packed else None
 
     async def read_log(self, tenant: str, run: str, batch: str = HOSTED_BATCH) -> tuple[RunRecord, list[LogEntry]]:
-        """Return the record and the log of a run of that batch; HOSTED_BATCH: of a hosted run. The log of a batch's run
-        is removed an hour after its end. Raises ToolFailure(FILE_NOT_FOUND), ConfigError.
+        """Return the record and the log of a run in `batch`. The log of a batch's run is removed an hour after its
+        end. Raises ToolFailure(FILE_NOT_FOUND): no such run. Raises ConfigError: the run cannot be verified or read.
         """
         (fields,) = await self._fields([(tenant, run)])
         if fields.get(b"batch") != batch.encode():
@@ -656,12 +663,12 @@ class RunQueue:
         ).entries
 
     async def step(self, operation: str, *arguments: Any) -> Any:
-        """Return what a step of the script gives (runs.lua, hosted_runs.lua)."""
+        """Execute a step of the script (runs.lua, hosted_runs.lua) and return its reply."""
         with broker_errors(_WHAT):
             try:
                 return await self._script(args=[*self._prefixes, operation, *arguments])
             except LostConnection:
-                # A pooled connection from before a restart of Redis. Every step may be repeated.
+                # Redis was restarted, so the pooled connection is closed. Every step is repeatable.
                 return await self._script(args=[*self._prefixes, operation, *arguments])
 
     def _batch_key(self, tenant: str, batch: str) -> str:
@@ -686,7 +693,7 @@ async def _ask(command: Awaitable[Any]) -> Any:
 
 
 def _in_steps(values: Iterable[T]) -> Iterator[list[T]]:
-    """Yield as many at a time as go into one step."""
+    """Yield lists of at most AT_ONCE values, for one step each."""
     iterator = iter(values)
     while some := list(islice(iterator, AT_ONCE)):
         yield some
@@ -702,8 +709,8 @@ def _cancelled(run: str, record: RunRecord) -> Outcome:
 
 
 def parse_run(keys: SigningKeys, tenant: str, run: str, fields: Mapping[bytes, bytes]) -> RunRecord:
-    """Return the record of a run's hash. Raises ConfigError when its signed parts are not of this run, or another
-    release wrote it.
+    """Return the record in a run's hash. Raises ConfigError: a signed part belongs to another run, or another release
+    wrote it.
     """
     values: dict[str, Any] = decode_fields(fields)
     values["item"] = open_item(keys, tenant, run, values.get("batch", ""), values.get("item", ""))
@@ -717,14 +724,12 @@ def parse_run(keys: SigningKeys, tenant: str, run: str, fields: Mapping[bytes, b
 # --- The parts of a hosted run
 
 HOSTED_DEFAULTS = BatchDefaults(asks_people=True)
-"""What a hosted run uses where its request says nothing. It has no terminal: approvals are asked in the queue of
-questions.
-"""
+"""Defaults of a hosted run. Such a run has no terminal, so approval requests go to the queue of questions."""
 
 
 def parse_hosted(tenant: str, run: str, fields: Mapping[str, bytes | None]) -> HostedRun | None:
-    """Return the run of these fields; None when it was removed, or is an item of a batch. Raises ConfigError for what
-    another release wrote.
+    """Return the run in these fields; None if the run was removed or is an item of a batch. Raises ConfigError:
+    another release wrote the fields.
     """
     values = {name: value.decode() for name, value in fields.items() if value is not None}
     if values.get("batch") != HOSTED_BATCH or "about" not in values:
@@ -752,7 +757,7 @@ def build_end(outcome: Outcome) -> RunEnd:
 
 
 def end_event(run: str, at: float, attempt: int, end: RunEnd) -> str:
-    """Return the last event of a run as JSON, which its hash keeps, too. A long answer is cut."""
+    """Return the last event of a run as JSON. The hash of the run stores the same text. A long answer is shortened."""
     fields: dict[str, Any] = {name: value for name, value in end if name not in ("artifacts", "artifacts_missing")}
     fields["is_cut"] = end.is_cut or len(end.answer) > SHOWN_ANSWER
     fields["answer"] = end.answer[:SHOWN_ANSWER]
@@ -761,8 +766,8 @@ def end_event(run: str, at: float, attempt: int, end: RunEnd) -> str:
 
 
 def pack_end(outcome: Outcome) -> tuple[Outcome, str, bytes]:
-    """Return the outcome as its run's record keeps it, the run's last event, and its packed transcript, which is stored
-    apart; b"" for none, and for one that is too large.
+    """Return the outcome for the record, the last event, and the packed transcript, which is stored separately. The
+    transcript is b"" if there is none or if it is too large.
     """
     body = dict(outcome.body or {})
     transcript = body.pop("transcript", None)
@@ -772,7 +777,7 @@ def pack_end(outcome: Outcome) -> tuple[Outcome, str, bytes]:
 
 
 def parse_end(text: str) -> RunEnd:
-    """Return the end that such an event describes. Raises ValidationError."""
+    """Return the end that the last event of a run describes. Raises ValidationError: the event is invalid."""
     event: dict[str, Any] = json.loads(text)
     return RunEnd.model_validate({name: event[name] for name in RunEnd.model_fields if name in event}, strict=False)
 

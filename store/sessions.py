@@ -1,4 +1,8 @@
-"""Locations of sessions: one hash for each session. Only the scripts of this module change it.
+"""Locations of sessions: one hash for each session. Only the scripts of this module change a location.
+
+Invariant: no two hosts serve the same session. The fence grows with every change of the host. A script changes a
+location only if the caller knows its present queue or fence, and a worker claims a call only with the present fence. A
+location expires by itself when its session is not used.
 
 ::
 
@@ -6,23 +10,19 @@
       | open: an orchestrator chooses a host; fence 1
       v
     open <---------------------------------------------------------------.
-      |  hold: the host's worker drains; fence + 1                       |
-      |  begin_move: an orchestrator, once the host is lost; fence + 1   | settle(OPEN): the orchestrator that moved it
-      v                                                                  | unhold: the worker that holds it
+      |  hold: the worker of the host drains; fence + 1                  |
+      |  begin_move: an orchestrator, if the host is lost; fence + 1     | settle(OPEN): the orchestrator of the move
+      v                                                                  | unhold: the worker that holds the session
     moving --------------------------------------------------------------'
-      |  begin_move: any orchestrator, once no other one moves it; fence + 1, still moving
-      |  release: the worker that holds it has a checkpoint; the session has no host until a call opens it
-      |  settle(MOVING): the orchestrator could not open it; any other may try
+      |  begin_move: any orchestrator, if no other one moves the session; fence + 1, still moving
+      |  release: the holding worker has a checkpoint; the session has no host until a call opens it
+      |  settle(MOVING): the orchestrator could not open the session; any other may try
       v
-    closed: an orchestrator closes it, from any state. The hash then says only that, until every sandbox of the session
-    has expired.
+    closed: an orchestrator closes the session, from any state. The hash then contains little more than this state,
+    until every sandbox of the session has expired.
 
     open --adopt: the next worker of the same host--> open (fence + 1)
-    open --forget: the host's worker, when the session's time to live has passed--> (none)
-
-The fence grows with every change of the host. A script changes a location only if queue or fence are as its caller
-knows them, and a worker claims a call only with the location's present fence: so no two hosts serve one session.
-Everything expires by itself when a session is not used.
+    open --forget: the worker of the host, if the time to live of the session has passed--> (none)
 """
 
 import re
@@ -62,22 +62,27 @@ from store.connection import RedisClient, SyncRedis, broker_errors
 
 HostFate = Literal["alive", "silent", "given_up"]
 MOVE_S = 600
-"""How long one process may take to open a session elsewhere before another may try."""
+"""Time in which one process must open a session on another host, in seconds. After this time, another process may try.
+"""
 MAX_SEEN_TENANTS = 10_000
 FACTS_MARGIN_S = 24 * 3600
-"""How long the facts of a session outlive its location, whose life every call extends."""
+"""Additional lifetime of a session's facts after its location expires, in seconds. Calls extend only the life of the
+location.
+"""
 MAX_PAGE = 1000
 MAX_LOOKED_AT = 5000
-"""Entries that are read for one page. Entries of expired sessions count too."""
+"""Limit of entries that are read for one page. Entries of expired sessions count too."""
 AT_ONCE = 200
 TIES = 8
 _CURSOR = re.compile(r"([0-9]{1,16})\.([A-Za-z0-9_-]{1,64})\.([A-Za-z0-9_-]{1,64})")
 CLOSED = "closed"
-"""The state in what remains of a closed session's hash. It tells every host that still has a sandbox of the session to
-remove that.
+"""The state in the hash of a closed session. A host that still has a sandbox of the session sees the state and removes
+the sandbox.
 """
 CLOSED_MARGIN_S = 600
-"""How long that outlives the time to live, after which such a sandbox has expired by itself."""
+"""Additional lifetime of that hash after the session's time to live, in seconds. Until then, every sandbox of the
+session has expired by itself.
+"""
 _WHAT = "the sessions' locations were not read or changed"
 _LIST = "the open sessions were not listed"
 
@@ -86,27 +91,27 @@ _LIST = "the open sessions were not listed"
 
 
 def session_facts_key(deployment: str, tenant: str, session: str) -> str:
-    """What a session's host reported when it opened the session, as JSON, for a program that attaches to the
-    session.
+    """Return the key of a session's facts: the JSON that its host reported when it opened the session. A program that
+    attaches to the session reads the facts.
     """
     return tenant_key(deployment, tenant, f"session.{session}:facts")
 
 
 def open_sessions_key(deployment: str) -> str:
-    """The sorted set of the open sessions of all tenants, `<tenant>|<session>` by the microsecond of their opening;
-    some may have expired.
+    """Return the key of the sorted set of open sessions of all tenants: `<tenant>|<session>` by the microsecond of the
+    opening. Some of the sessions may have expired.
     """
     return deployment_key(deployment, "open-sessions")
 
 
 def tenant_open_sessions_key(deployment: str, tenant: str) -> str:
-    """The same of one tenant, by the sessions' names."""
+    """Return the key of the sorted set of a tenant's open sessions: session names by the microsecond of the opening."""
     return tenant_key(deployment, tenant, "open-sessions")
 
 
 def parse_session_location(fields: Mapping[bytes, bytes]) -> SessionLocation | None:
-    """Return the location in a hash; None if there is no hash, or if the session was closed. Raises ValidationError if
-    it is not one of ours.
+    """Return the location in a hash; None if there is no hash, or if the session was closed. Raises ValidationError:
+    the hash is not a valid location.
     """
     if not fields or fields.get(b"state") == CLOSED.encode():
         return None
@@ -117,8 +122,8 @@ def parse_session_location(fields: Mapping[bytes, bytes]) -> SessionLocation | N
 
 # --- Scripts of orchestrators -----------------------------------------------------------------------------------------
 
-# KEYS: location, the tenant's sessions, all open sessions, the tenant's, tenants seen. ARGV: session, queue, start,
-# ttl_s, margin_s, how many sessions the tenant may have, tenant, how many tenants are listed, prefix of the
+# KEYS: location, the tenant's sessions, all open sessions, the tenant's open sessions, known tenants. ARGV: session,
+# queue, start, ttl_s, margin_s, maximum sessions of the tenant, tenant, maximum of listed tenants, prefix of the
 # deployment's keys.
 _OPEN = """
 local state = redis.call('HGET', KEYS[1], 'state')
@@ -156,8 +161,9 @@ redis.call('ZREMRANGEBYRANK', KEYS[5], 0, -1 - ARGV[8])
 return 'open'
 """
 
-# KEYS: location. ARGV: the fence as the caller knows it, new queue, seconds to move in, the state as the caller knows
-# it (the end of a move does not change the fence). Returns the new fence, or 0 if another process was first.
+# KEYS: location. ARGV: the expected fence, the new queue, the time for the move in seconds, the expected state. The
+# state is compared too, because the end of a move does not change the fence. Returns the new fence, or 0 if another
+# process was first.
 _MOVE = """
 local location = redis.call('HMGET', KEYS[1], 'fence', 'state', 'moving_until')
 if location[1] ~= ARGV[1] or location[2] ~= ARGV[4] then return 0 end
@@ -167,7 +173,7 @@ redis.call('HSET', KEYS[1], 'state', 'moving', 'queue', ARGV[2], 'moving_until',
 return redis.call('HINCRBY', KEYS[1], 'fence', 1)
 """
 
-# KEYS: location, facts. ARGV: fence, state, new facts or '', how long they outlive the location. Returns 1 if the
+# KEYS: location, facts. ARGV: fence, state, new facts or '', additional lifetime of the facts. Returns 1 if the
 # location still had that fence.
 _SETTLE = """
 if redis.call('HGET', KEYS[1], 'fence') ~= ARGV[1] then return 0 end
@@ -176,8 +182,8 @@ if ARGV[3] ~= '' then redis.call('SET', KEYS[2], ARGV[3], 'EX', math.max(0, redi
 return 1
 """
 
-# KEYS: location, the tenant's sessions, all open sessions, the tenant's, facts. ARGV: session, the state "closed",
-# margin_s, the time to live of a session without a location, tenant.
+# KEYS: location, the tenant's sessions, all open sessions, the tenant's open sessions, facts. ARGV: session, the state
+# "closed", margin_s, the time to live for a session without a location, tenant.
 _CLOSE = """
 local ttl_s = redis.call('HGET', KEYS[1], 'ttl_s') or ARGV[4]
 redis.call('DEL', KEYS[1])
@@ -191,8 +197,8 @@ redis.call('DEL', KEYS[5])
 
 # --- Scripts of workers -----------------------------------------------------------------------------------------------
 
-# KEYS: location. ARGV: our queue, prefix of this host's queues, prefix of the keys of reports, then the queues whose
-# workers are known to have ended.
+# KEYS: location. ARGV: this worker's queue, prefix of this host's queues, prefix of the keys of reports, then the
+# queues whose workers have ended.
 _ADOPT = """
 local location = redis.call('HMGET', KEYS[1], 'state', 'queue', 'fence', 'held')
 if not location[1] then return 'none' end
@@ -208,8 +214,9 @@ redis.call('HINCRBY', KEYS[1], 'fence', 1)
 return 'adopted'
 """
 
-# KEYS: location. ARGV: our queue, fence (also the one of a hold) or '' for any, checkpoint, taken at, 1 if it is
-# automatic. Returns 0 if the session is not ours, else the automatic checkpoint before it, or 1.
+# KEYS: location. ARGV: this worker's queue, the fence (also of a hold) or '' for any fence, checkpoint, its time, 1
+# for an automatic checkpoint. Returns 0 if the session does not belong to this worker; otherwise the previous
+# automatic checkpoint, or 1.
 _RECORD_CHECKPOINT = """
 local location = redis.call('HMGET', KEYS[1], 'queue', 'state', 'fence', 'automatic', 'checkpoint_at')
 if location[1] ~= ARGV[1] then return 0 end
@@ -224,7 +231,8 @@ redis.call('HSET', KEYS[1], 'automatic', ARGV[3])
 return location[4] and location[4] ~= '' and location[4] ~= ARGV[3] and location[4] or 1
 """
 
-# KEYS: location. ARGV: our queue, fence, seconds. Returns the new fence, or 0 if the session is not ours.
+# KEYS: location. ARGV: this worker's queue, fence, seconds. Returns the new fence, or 0 if the session does not belong
+# to this worker.
 _HOLD = """
 local location = redis.call('HMGET', KEYS[1], 'queue', 'state', 'fence')
 if location[1] ~= ARGV[1] or location[2] ~= 'open' or location[3] ~= ARGV[2] then return 0 end
@@ -234,8 +242,8 @@ redis.call('HSET', KEYS[1], 'held', fence)
 return fence
 """
 
-# KEYS: location. ARGV: our queue, the fence of the hold, the next state, the next queue. Returns 1 if it was still
-# held.
+# KEYS: location. ARGV: this worker's queue, the fence of the hold, the next state, the next queue. Returns 1 if the
+# session was still held.
 _END_HOLD = """
 local location = redis.call('HMGET', KEYS[1], 'queue', 'state', 'fence')
 if location[1] ~= ARGV[1] or location[2] ~= 'moving' or location[3] ~= ARGV[2] then return 0 end
@@ -243,8 +251,8 @@ redis.call('HSET', KEYS[1], 'state', ARGV[3], 'queue', ARGV[4], 'moving_until', 
 return 1
 """
 
-# KEYS: location, the tenant's sessions. ARGV: our queue, session. Returns 1 if the session was ours and its location
-# was removed.
+# KEYS: location, the tenant's sessions. ARGV: this worker's queue, session. Returns 1 if the session belonged to this
+# worker and its location was removed.
 _FORGET = """
 local location = redis.call('HMGET', KEYS[1], 'queue', 'state')
 if location[1] ~= ARGV[1] or location[2] ~= 'open' then return 0 end
@@ -258,7 +266,7 @@ return redis.call('DEL', KEYS[1])
 
 @dataclass(frozen=True)
 class SessionAddress:
-    """Where a session's calls are sent. Valid until the session's fence changes."""
+    """Destination of a session's calls. An address is valid until the fence of the session changes."""
 
     queue: str
     fence: int
@@ -278,9 +286,10 @@ class SessionStore:
     async def open(
         self, tenant: str, session: str, queue: str, *, start: str, ttl_s: float, limit: int
     ) -> SessionAddress:
-        """Record where a new session is opened. Raises ToolFailure: QUOTA_EXCEEDED if the tenant has `limit` sessions,
-        SESSION_NOT_FOUND if the session was closed before it was opened; ValueError if there is a session of that
-        name."""
+        """Create the location of a new session. Raises ToolFailure: QUOTA_EXCEEDED if the tenant has `limit` sessions,
+        SESSION_NOT_FOUND if the session was closed before it was opened. Raises ValueError: a session with that name
+        exists.
+        """
         keys = [*self._listed_keys(tenant, session), seen_tenants_key(self._deployment)]
         arguments: list[str | float] = [
             session,
@@ -323,27 +332,30 @@ class SessionStore:
     async def begin_move(
         self, tenant: str, session: str, seen_fence: int, seen_state: LocationState, queue: str
     ) -> SessionAddress | None:
-        """Claim the move of a session to `queue`. None if its location has changed, or another process is moving it."""
+        """Claim the move of a session to `queue`. Return None if its location has changed, or if another process is
+        moving it.
+        """
         keys = [place_key(self._deployment, tenant, session)]
         with broker_errors(_WHAT):
             fence = int(await self._move(keys=keys, args=[seen_fence, queue, MOVE_S, seen_state.value]))
         return SessionAddress(queue, fence) if fence else None
 
     async def settle(self, tenant: str, session: str, fence: int, state: LocationState, facts: str = "") -> bool:
-        """End a move: the session is open there, or (MOVING) any process may try again. `facts`: what its host
-        reported, for a program that attaches later. Return False if the session was moved again meanwhile."""
+        """End a move: the session is open on the new host, or (MOVING) any process may try again. `facts`: the report
+        of its host, for a program that attaches later. Return False if the session has been moved again.
+        """
         keys = [place_key(self._deployment, tenant, session), session_facts_key(self._deployment, tenant, session)]
         with broker_errors(_WHAT):
             return bool(await self._settle(keys=keys, args=[fence, state.value, facts, FACTS_MARGIN_S]))
 
     async def facts(self, tenant: str, session: str) -> str | None:
-        """Return what the session's host reported when it opened the session; None if that is not stored."""
+        """Return the report of the session's host from the opening of the session; None if no report is stored."""
         with broker_errors(_WHAT):
             facts = await self._client.get(session_facts_key(self._deployment, tenant, session))
         return facts.decode(errors="replace") if isinstance(facts, bytes) else None
 
     async def fate(self, queue: str) -> HostFate:
-        """Return whether a host's incarnation lives. A silent one may come back: after an outage of Redis every host is
+        """Return the fate of a host instance. A silent instance may return: after an outage of Redis, every host is
         silent for a moment.
         """
         pipe = self._client.pipeline(transaction=True)
@@ -351,21 +363,21 @@ class SessionStore:
         pipe.zscore(hosts_key(self._deployment), queue)
         with broker_errors(_WHAT):
             (report, tombstone), listed_at = await pipe.execute()
-        # A worker that left in order is not listed, and a tombstone expires.
+        # A worker that ended normally is not listed, and a tombstone expires.
         if tombstone is not None or (report is None and listed_at is None):
             return "given_up"
         return "alive" if report is not None else "silent"
 
     async def close(self, tenant: str, session: str) -> None:
-        """Record that a session has ended, wherever it is or is being opened. A host that has a sandbox of it removes
-        that (workers/host_duties.py).
+        """Record the end of a session, even if it is still being opened. A host that has a sandbox of the session
+        removes it (workers/host_duties.py).
         """
         keys = [*self._listed_keys(tenant, session), session_facts_key(self._deployment, tenant, session)]
         with broker_errors(_WHAT):
             await self._close(keys=keys, args=[session, CLOSED, CLOSED_MARGIN_S, DEFAULT_TTL_S, tenant])
 
     def _listed_keys(self, tenant: str, session: str) -> list[str]:
-        """The keys of a session's location and of everything that lists the session."""
+        """Return the keys of a session's location and of all lists that contain the session."""
         return [
             place_key(self._deployment, tenant, session),
             tenant_sessions_key(self._deployment, tenant),
@@ -378,36 +390,37 @@ class SessionStore:
 
 
 class AdoptionResult(StrEnum):
-    """What a starting worker does with a session that its sandboxd has."""
+    """The action of a starting worker for a session in its sandboxd."""
 
     OURS = "ours"
     ADOPTED = "adopted"
-    """It was an earlier incarnation's of this host. Calls that were sent to that one are refused from now on, and sent
-    again.
+    """The session belonged to an earlier instance of this host. Calls that were sent to that instance are refused from
+    now on, and sent again.
     """
     ELSEWHERE = "elsewhere"
-    """It lives on another host: the sandbox here is useless."""
+    """The session is on another host. The sandbox on this host is useless."""
     CLOSED = "closed"
-    """It was closed while no worker served it: the sandbox here is useless."""
+    """The session was closed while no worker served it. The sandbox on this host is useless."""
     HELD = "held"
-    """An earlier incarnation may still have it, or is moving it: try again later."""
+    """An earlier instance may still have the session or is moving it. The worker must try again later."""
     NONE = "none"
-    """Redis has no location of it: a program uses sandboxd without a queue, or Redis was flushed. Its time to live ends
-    it.
+    """Redis has no location of the session: a program uses sandboxd without a queue, or Redis was flushed. The session
+    ends after its time to live.
     """
 
 
 @dataclass(frozen=True)
 class RecordedCheckpoint:
-    """A checkpoint that was written into a location. `previous`: the automatic one before it, which nothing needs
-    now.
+    """A checkpoint that was written into a location. `previous`: the earlier automatic checkpoint, which is no longer
+    needed; None if there was none.
     """
 
     previous: str | None
 
 
 class WorkerSessionStore:
-    """Locations of the sessions of one incarnation of a host. `names` are sandboxd's: `<tenant>:<session>`.
+    """Locations of the sessions of one host instance. A session's name is the one that sandboxd uses:
+    `<tenant>:<session>`.
 
     Every method raises BrokerUnavailable when Redis does not answer.
     """
@@ -425,8 +438,8 @@ class WorkerSessionStore:
         self._forget = client.register_script(_FORGET)
 
     def adopt(self, names: Sequence[str], ended: Sequence[str] = ()) -> dict[str, AdoptionResult]:
-        """Take over the sessions of this host. `ended`: queues of earlier incarnations that have ended and still count
-        as alive.
+        """Take over the sessions of this host. `ended`: queues of earlier instances that have ended, but whose reports
+        have not expired.
         """
         with broker_errors(_WHAT), self._client.pipeline(transaction=False) as pipe:
             for name in names:
@@ -447,8 +460,9 @@ class WorkerSessionStore:
         return {name: location for name, location in found.items() if location is not None}
 
     def find_ended(self, names: Sequence[str]) -> set[str]:
-        """Return the sessions that are certainly useless here: closed, or living on another host. A session without a
-        location is not among them: Redis may have been flushed."""
+        """Return the sessions that are certainly useless on this host: closed, or on another host. A session without a
+        location is not returned, because Redis may have been flushed.
+        """
         with broker_errors(_WHAT), self._client.pipeline(transaction=False) as pipe:
             for name in names:
                 pipe.hmget(self._key(name), "state", "queue")
@@ -463,8 +477,8 @@ class WorkerSessionStore:
         }
 
     def record_automatic(self, name: str, fence: int, checkpoint: str, taken_at: float) -> RecordedCheckpoint | None:
-        """Write an automatic checkpoint into the location: the session is opened elsewhere from it. None if the session
-        has moved or was closed.
+        """Write an automatic checkpoint into the location. Another host can then open the session from the checkpoint.
+        Return None if the session has moved or was closed.
         """
         result = self._recorded(name, str(fence), checkpoint, taken_at, is_automatic=True)
         if not result:
@@ -474,28 +488,28 @@ class WorkerSessionStore:
         return RecordedCheckpoint(open_checkpoint(self._keys, tenant, session, previous) or None)
 
     def record_requested(self, name: str, checkpoint: str, taken_at: float) -> bool:
-        """Write a checkpoint into the location that a caller asked for. Only that caller deletes it."""
+        """Write a checkpoint that a caller requested into the location. Only that caller deletes the checkpoint."""
         return bool(self._recorded(name, "", checkpoint, taken_at, is_automatic=False))
 
     def hold(self, name: str, fence: int, seconds: float) -> int | None:
-        """Let no call begin for a while: callers wait. Return the fence of the hold; None if the session is not ours
-        any more.
+        """Prevent new calls for `seconds`; callers wait. Return the fence of the hold; None if the session no longer
+        belongs to this worker.
         """
         with broker_errors(_WHAT):
             return int(self._hold(keys=[self._key(name)], args=[self.queue, fence, int(seconds)])) or None
 
     def unhold(self, name: str, fence: int) -> bool:
-        """Go on serving it here."""
+        """End a hold and continue to serve the session on this host. Return False if the hold had ended."""
         return self._hold_ended(name, fence, LocationState.OPEN, self.queue)
 
     def release(self, name: str, fence: int) -> bool:
-        """Leave it without a host: the next call opens it elsewhere, from the checkpoint in its location. False if the
-        hold had ended before.
+        """End a hold and leave the session without a host. The next call opens the session on another host, from the
+        checkpoint in its location. Return False if the hold had ended.
         """
         return self._hold_ended(name, fence, LocationState.MOVING, "")
 
     def forget(self, names: Iterable[str]) -> int:
-        """Remove the locations of sessions that sandboxd has ended; return how many were ours."""
+        """Remove the locations of sessions that sandboxd has ended. Return how many of them belonged to this worker."""
         with broker_errors(_WHAT), self._client.pipeline(transaction=False) as pipe:
             for name in names:
                 tenant, _, session = name.partition(":")
@@ -533,10 +547,10 @@ def _parse_readable(fields: Any) -> SessionLocation | None:
 
 @dataclass(frozen=True)
 class OpenSession:
-    """One session. `host` and `queue` are empty while it moves. `image` and `network` are None for those of the
-    tenant's class.
+    """An open session. `host` and `queue` are empty while the session moves. `image` and `network` None: the session
+    uses those of its tenant's class.
 
-    `checkpoint`: the last one, taken at `checkpoint_at`, or None. Instants in Unix seconds.
+    `checkpoint`: the last checkpoint, taken at `checkpoint_at`, or None. Times are Unix seconds.
     """
 
     id: str
@@ -553,7 +567,7 @@ class OpenSession:
     checkpoint_at: float | None
 
     def to_json(self) -> dict[str, Any]:
-        """For programs: instants in ISO 8601."""
+        """Return the session as JSON, with times in ISO 8601."""
         at = self.checkpoint_at
         return asdict(self) | {
             "opened_at": format_instant(self.opened_at) if self.opened_at else None,
@@ -563,8 +577,8 @@ class OpenSession:
 
 @dataclass(frozen=True)
 class SessionPage:
-    """Sessions, the newest first. `cursor`: where the next page begins, None after the last page. A page that is short
-    or empty may not be the last.
+    """A page of sessions, the newest first. `cursor`: the start of the next page; None after the last page. A short or
+    empty page is not necessarily the last one.
     """
 
     sessions: tuple[OpenSession, ...]
@@ -572,8 +586,8 @@ class SessionPage:
 
 
 class SessionList:
-    """The open sessions of a deployment. Not listed: those that an earlier release opened, and those whose start is not
-    signed with `keys`.
+    """The open sessions of a deployment. The list omits sessions that an earlier release opened, and sessions whose
+    start is not signed with `keys`.
     """
 
     def __init__(self, client: RedisClient, deployment: str, keys: SigningKeys) -> None:
@@ -582,9 +596,10 @@ class SessionList:
         self._keys = keys
 
     async def read(self, tenant: str | None, cursor: str | None = None, limit: int = 50) -> SessionPage:
-        """Return sessions of a tenant, or of all tenants (None). `cursor`: the one of the page before.
+        """Return sessions of a tenant, or of all tenants (None). `cursor`: the cursor of the previous page.
 
-        Raises ToolFailure(INVALID_ARGUMENTS) for an invalid cursor or limit, BrokerUnavailable.
+        Raises ToolFailure(INVALID_ARGUMENTS): invalid cursor or limit. Raises BrokerUnavailable when Redis does not
+        answer.
         """
         if not 1 <= limit <= MAX_PAGE:
             raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, f"the limit is 1 to {MAX_PAGE}, not {limit}")
@@ -604,8 +619,8 @@ class SessionList:
         return SessionPage(tuple(found), _cursor(after))
 
     async def counts(self, tenants: Sequence[str]) -> dict[str, int]:
-        """Return how many sessions of each tenant are listed, including ones that have just expired. Raises
-        BrokerUnavailable.
+        """Return how many sessions of each tenant are listed, including sessions that have just expired. Raises
+        BrokerUnavailable when Redis does not answer.
         """
         pipe = self._client.pipeline(transaction=False)
         for tenant in tenants:
@@ -620,7 +635,8 @@ class SessionList:
             if tenant is None
             else tenant_open_sessions_key(self._deployment, tenant)
         )
-        # Entries of the same microsecond are in the order of their names.
+        # Redis sorts entries of the same microsecond by name. The query reads TIES additional entries, because it
+        # starts again at the microsecond of the last row.
         with broker_errors(_LIST):
             entries: Any = await self._client.zrevrangebyscore(
                 key, after.at if after else "+inf", "-inf", start=0, num=AT_ONCE + TIES, withscores=True
@@ -639,8 +655,8 @@ class SessionList:
         return [self._parse(row, fields) for row, fields in zip(rows, read, strict=True)]
 
     def _parse(self, row: "_Row", fields: Mapping[bytes, bytes]) -> "OpenSession | Literal['expired', 'unreadable']":
-        """Return "unreadable" for a record of a later release or without a valid signature: its image and network
-        cannot be shown truly.
+        """Return the session in a row. Return "unreadable" for a record of a later release or without a valid
+        signature: its image and network cannot be shown correctly.
         """
         try:
             location = parse_session_location(fields)
@@ -653,7 +669,7 @@ class SessionList:
             return "unreadable"
 
     async def _drop(self, rows: Sequence["_Row"]) -> None:
-        """Remove expired sessions from the lists: no session of that name is opened again."""
+        """Remove expired sessions from the lists. This is safe, because no session of that name is opened again."""
         if not rows:
             return
         pipe = self._client.pipeline(transaction=False)
@@ -667,14 +683,14 @@ class SessionList:
 
 @dataclass(frozen=True)
 class _Row:
-    """One entry of the list. `at`: microseconds."""
+    """An entry of the list. `at`: the time of the opening in microseconds."""
 
     at: int
     tenant: str
     session: str
 
     def member(self, listed_of: str | None) -> str:
-        """The member of the sorted set of one tenant, or of all."""
+        """Return the entry's member in the sorted set of one tenant, or of all tenants (`listed_of` None)."""
         return self.session if listed_of is not None else f"{self.tenant}|{self.session}"
 
 

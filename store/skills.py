@@ -1,5 +1,5 @@
-"""Skills that are installed for tenants: a signed record each, changed in one step with the audit's entry, the bundle
-of its files, and how often runs use it.
+"""Skills that are installed for tenants. Each skill has a signed record, a bundle of its files, and a count of its
+uses by runs. One step changes a record and writes the audit entry.
 """
 
 import copy
@@ -25,12 +25,13 @@ log = get_logger(__name__)
 
 _WHAT = "the tenant's skills were not read"
 MAX_INSTALLED = 200
-"""Of one tenant."""
+"""Limit of installed skills of one tenant."""
 MAX_INSTALLED_BYTES = 64 * 1024 * 1024
-"""Of the bundles of one tenant, compressed: they lie in Redis, which is everybody's."""
+"""Limit of the compressed bundles of one tenant, in bytes. All tenants share the memory of Redis."""
 USES_TTL_S = 90 * 24 * 3600
-"""After the last use."""
-# A digest is of one name alone, which is in the content: whatever goes takes its bundle along.
+"""Lifetime of the counts after the last use, in seconds."""
+# A digest belongs to one name only, because the content contains the name. A script that removes a skill can therefore
+# delete its bundle.
 _INSTALL = f"""
 {AUDIT_LUA}
 {REGISTERED_LUA}
@@ -76,8 +77,8 @@ return 1
 
 
 class InstalledSkill(Record):
-    """`tool`: the tool that its sidecar describes; `bundle_bytes`, `bundle_sha256`: of its compressed files in Redis;
-    `installed_at`: Unix seconds.
+    """The record of an installed skill. `tool`: the tool that its sidecar describes. `bundle_bytes`, `bundle_sha256`:
+    size and hash of its compressed files in Redis. `installed_at`: Unix seconds.
     """
 
     skill: SkillSummary
@@ -88,8 +89,8 @@ class InstalledSkill(Record):
 
 
 class SkillStore:
-    """The installed skills of one deployment. `clock`: Unix seconds. The audit names the system user as the actor, or
-    the actor of `acting_as`.
+    """The installed skills of one deployment. `clock` returns Unix seconds. The audit log names the system user as the
+    actor, or the actor of `acting_as`.
     """
 
     def __init__(
@@ -100,21 +101,23 @@ class SkillStore:
         self._install, self._remove = client.register_script(_INSTALL), client.register_script(_REMOVE)
 
     def acting_as(self, actor: Actor) -> Self:
-        """The same skills, changed by `actor`."""
+        """Return the same skills, with changes by `actor`."""
         mine = copy.copy(self)
         mine._actor = actor
         return mine
 
     async def all(self, tenant: str) -> Mapping[str, InstalledSkill]:
-        """Return them by name, in order. One that cannot be verified is logged and left out. Raises
-        BrokerUnavailable.
+        """Return the tenant's skills by name, in order. A skill that cannot be verified is logged and omitted. Raises
+        BrokerUnavailable when Redis does not answer.
         """
         with broker_errors(_WHAT):
             fields: Any = await self._client.hgetall(installed_skills_key(self._deployment, tenant))
         return _parse_all(self._keys, tenant, fields)
 
     async def find(self, tenant: str, name: str) -> InstalledSkill | None:
-        """Return one of them, or None if there is none or it cannot be verified. Raises BrokerUnavailable."""
+        """Return a skill; None if it does not exist or cannot be verified. Raises BrokerUnavailable when Redis does
+        not answer.
+        """
         with broker_errors(_WHAT):
             sealed: Any = await self._client.hget(installed_skills_key(self._deployment, tenant), name)
         return _parse(self._keys, tenant, name, sealed) if sealed is not None else None
@@ -122,9 +125,11 @@ class SkillStore:
     async def install(
         self, tenant: str, skill: SkillSummary, bundle: bytes, tool: ToolSpec | None = None, *, replace: bool = False
     ) -> InstalledSkill:
-        """`bundle`: what workers.skills wrote of it; `tool`: what its sidecar makes of it. `tenant`: one that there is.
-        Raises ToolFailure: INVALID_ARGUMENTS when the name is taken, QUOTA_EXCEEDED, UNKNOWN_TENANT;
-        BrokerUnavailable."""
+        """Install a skill for an existing tenant. `bundle`: the output of workers.skills. `tool`: the tool that the
+        sidecar describes. Raises ToolFailure(INVALID_ARGUMENTS): the name is taken. Raises
+        ToolFailure(QUOTA_EXCEEDED): too many skills or bytes. Raises ToolFailure(UNKNOWN_TENANT): no such tenant.
+        Raises BrokerUnavailable when Redis does not answer.
+        """
         if len(bundle) > MAX_INSTALLED_BYTES:
             raise _too_large(tenant)
         record = InstalledSkill(
@@ -163,7 +168,7 @@ class SkillStore:
         return record
 
     async def remove(self, tenant: str, name: str) -> bool:
-        """Whether there was such a skill. Raises BrokerUnavailable."""
+        """Remove a skill. Return whether it existed. Raises BrokerUnavailable when Redis does not answer."""
         entry = build_entry(self._actor or local_actor(), "skill.remove", name, tenant=tenant)
         keys = [installed_skills_key(self._deployment, tenant), audit_key(self._deployment)]
         with broker_errors("the skill was not removed"):
@@ -180,14 +185,14 @@ class WorkerSkillStore:
         self._client, self._deployment, self._keys = client, deployment, keys
 
     def all(self, tenant: str) -> dict[str, InstalledSkill]:
-        """Return the tenant's skills by name, in order. One that cannot be verified is logged and left out."""
+        """Return the tenant's skills by name, in order. A skill that cannot be verified is logged and omitted."""
         with broker_errors(_WHAT):
             fields: Any = self._client.hgetall(installed_skills_key(self._deployment, tenant))
         return _parse_all(self._keys, tenant, fields)
 
     def find(self, tenant: str, name: str) -> InstalledSkill | None:
-        """Return the skill of that name, or None if the tenant has none. Raises ToolFailure if it cannot be
-        verified.
+        """Return the skill with that name; None if the tenant has none. Raises ToolFailure(STALE_FILE): the skill
+        cannot be verified.
         """
         with broker_errors(_WHAT):
             sealed: Any = self._client.hget(installed_skills_key(self._deployment, tenant), name)
@@ -198,8 +203,8 @@ class WorkerSkillStore:
             raise ToolFailure(ErrorCode.STALE_FILE, str(error)) from error
 
     def bundle(self, tenant: str, record: InstalledSkill) -> bytes | None:
-        """Return the packed files of a skill; None if Redis has lost them. The caller compares them with the digest in
-        the record.
+        """Return the packed files of a skill; None if Redis has lost them. The files are not signed, so the caller
+        must compare them with the hash in the signed record.
         """
         with broker_errors(_WHAT):
             data = self._client.get(skill_bundle_key(self._deployment, tenant, record.skill.digest))
@@ -208,8 +213,8 @@ class WorkerSkillStore:
 
 
 class SkillUses:
-    """How often each tenant's runs use which skill: the models of later runs see the most used ones. Runs do not need
-    the counts.
+    """Counts how often each tenant's runs use each skill. The models of later runs see the most used skills. Runs work
+    without the counts.
     """
 
     def __init__(self, client: "redis.asyncio.Redis", deployment: str) -> None:
@@ -228,7 +233,7 @@ class SkillUses:
             log.warning("skill_use_not_counted", skill=skill, error=str(error))
 
     async def of(self, tenant: str) -> Mapping[str, int]:
-        """Return the number of uses of each skill."""
+        """Return the number of uses of each skill; empty when Redis does not answer."""
         try:
             with broker_errors("the uses of skills were not read"):
                 counts: Any = await self._client.hgetall(skill_uses_key(self._deployment, tenant))
@@ -239,12 +244,14 @@ class SkillUses:
 
 
 def seal_installed(keys: SigningKeys, tenant: str, record: InstalledSkill) -> str:
-    """Return the signed record. It is valid for this tenant and this name only."""
+    """Return the signed record. It is valid only for this tenant and this name."""
     return keys.seal(skill_purpose(tenant, record.skill.name), record.model_dump_json())
 
 
 def parse_installed(keys: SigningKeys, tenant: str, name: str, sealed: bytes) -> InstalledSkill:
-    """Return the record of a tenant's skill. Raises ConfigError with what is wrong and what to do."""
+    """Return the record of a tenant's skill. Raises ConfigError with a cause and advice: the record cannot be verified
+    or read.
+    """
     advice = f"install it again (toolcrew skills install SOURCE --replace --tenant {tenant})"
     try:
         record = InstalledSkill.model_validate_json(keys.unseal(skill_purpose(tenant, name), sealed))
@@ -262,7 +269,7 @@ def parse_installed(keys: SigningKeys, tenant: str, name: str, sealed: bytes) ->
 
 
 def skill_purpose(tenant: str, name: str) -> str:
-    """Return what the signature of a tenant's skill is for."""
+    """Return the signing purpose of a tenant's skill."""
     return f"skill {tenant} {name}"
 
 
@@ -273,7 +280,7 @@ def _parse_all(keys: SigningKeys, tenant: str, fields: Mapping[bytes, bytes]) ->
 
 
 def _parse(keys: SigningKeys, tenant: str, name: str, sealed: bytes) -> InstalledSkill | None:
-    """Return the record, or None if it cannot be verified, which is logged."""
+    """Return the record; None if it cannot be verified, which is logged."""
     try:
         return parse_installed(keys, tenant, name, sealed)
     except ConfigError as error:

@@ -1,8 +1,10 @@
-"""Slots of the queues' workers, divided between tenants by one Lua script that all orchestrators run (docs/design.md).
+"""Slots of the workers of all queues. One Lua script, which all orchestrators run, divides the slots between tenants
+(docs/design.md).
 
-Invariant: only the script grants a slot. One step of the script is atomic: it records what an orchestrator requests and
-returns, and computes the resulting grants for every orchestrator. The script publishes the grants of other
-orchestrators. Each call that has a slot or waits for one has a lease. If the orchestrator dies, these leases end.
+Invariant: only the script grants a slot. One step of the script is atomic. A step records what an orchestrator
+requests and returns, and computes the resulting grants for every orchestrator. The script publishes the grants of
+other orchestrators. Each call that has a slot or waits for one has a lease. If the orchestrator dies, these leases
+end.
 """
 
 import asyncio
@@ -28,7 +30,7 @@ Priority = Literal["interactive", "batch"]
 
 
 class WaitReason(StrEnum):
-    """Why a call has no slot yet. `slots`: the workers have no slot that the tenant may use now."""
+    """The reason why a call has no slot yet. `slots`: the workers have no slot that the tenant may use now."""
 
     PAUSED = "paused"
     IN_FLIGHT = "in_flight"
@@ -38,10 +40,10 @@ class WaitReason(StrEnum):
 
 @dataclass(frozen=True)
 class SlotRequest:
-    """One call that wants to be sent. `queue`: whose slots it needs; `wait_s`: how long it may wait; `limit_s`: the
-    longest it can run.
+    """A request to send one call. `queue`: the queue whose slots the call needs. `wait_s`: the maximum waiting time.
+    `limit_s`: the maximum run time.
 
-    `is_urgent`: it frees what others wait for (closing a session), and is let through at once.
+    `is_urgent`: the call frees a resource that others wait for (it closes a session), so it gets a slot at once.
     """
 
     tenant: str
@@ -56,10 +58,11 @@ class SlotRequest:
 
 
 def count_slots_in_use(in_flight: int, slots: int) -> int:
-    """Return how many of `slots` are in use when so many calls are in flight.
+    """Return how many of `slots` are in use when `in_flight` calls are in flight.
 
-    Every surface that shows slots in use counts them here. Admission lets more calls into a queue than it has slots, so
-    that workers need not wait for the next message: the calls beyond `slots` are in flight, and use none.
+    Every page and command that shows slots in use must call this function. Admission sends more calls to a queue than
+    it has slots, so that workers need not wait for the next message. The calls beyond `slots` are in flight, but use
+    no slot.
     """
     return min(in_flight, slots)
 
@@ -67,25 +70,25 @@ def count_slots_in_use(in_flight: int, slots: int) -> int:
 # --- The script -------------------------------------------------------------------------------------------------------
 
 LEASE_S = 20.0
-"""How long a slot, or a place in the queue, outlives the last word of the orchestrator that has it."""
+"""Lifetime of a slot or of a queue entry after the last message of its orchestrator, in seconds."""
 _FILES = ("slots_state.lua", "slots_operations.lua")
 
 Operation = Sequence[object]
 
 
 def load_script() -> str:
-    """The source that Redis runs."""
+    """Return the source of the script that Redis runs."""
     folder = resources.files("store")
     return "\n".join(folder.joinpath(name).read_text(encoding="utf-8") for name in _FILES)
 
 
 def grants_channel(deployment: str, orchestrator: str) -> str:
-    """Where an orchestrator hears which of its calls another one's step has given a slot."""
+    """Return the channel on which an orchestrator receives the grants from steps of other orchestrators."""
     return f"{admission_prefix(deployment)}told:{orchestrator}"
 
 
 def held_slots_key(deployment: str) -> str:
-    """The hash of the calls that have a slot, by the id of their request."""
+    """Return the key of the hash of calls that have a slot, by the id of their request."""
     return f"{admission_prefix(deployment)}held"
 
 
@@ -97,7 +100,7 @@ def script_arguments(
     lease_s: float = LEASE_S,
     now: float | None = None,
 ) -> list[str]:
-    """ARGV of one step. `now`: Unix seconds; None: as Redis counts them."""
+    """Return ARGV of one step. `now`: Unix seconds; None: the clock of Redis."""
     told = json.dumps(list(operations), separators=(",", ":"))
     return [
         admission_prefix(deployment),
@@ -110,36 +113,39 @@ def script_arguments(
 
 
 def enqueue(call: str, request: SlotRequest) -> Operation:
-    """The call wants a slot. `call`: `<orchestrator>.<anything>`, different for each request."""
+    """Return the operation that requests a slot. `call`: `<orchestrator>.<suffix>`, unique for each request."""
     return ("enqueue", call, *_terms(request))
 
 
 def restore(call: str, request: SlotRequest) -> Operation:
-    """The call has a slot, of which Redis does not know any more."""
+    """Return the operation that restores the slot of a call after Redis has lost its data."""
     return ("restore", call, *_terms(request))
 
 
 def release(call: str, used_s: float) -> Operation:
-    """Release the call's slot, or its place in the queue. `used_s` is 0 if the call did not run."""
+    """Return the operation that releases the slot of a call, or its queue entry. `used_s` is 0 if the call did not
+    run.
+    """
     return ("release", call, used_s)
 
 
 def renew(held: Sequence[str], waiting: Sequence[str]) -> Operation:
-    """Extend the leases of calls that have a slot or wait for one."""
+    """Return the operation that extends the leases of calls that have a slot or wait for one."""
     return ("renew", list(held), list(waiting))
 
 
 def tick(queues: Iterable[str]) -> Operation:
-    """The slots of these queues may have changed."""
+    """Return the operation that reports a possible change in the slots of these queues."""
     return ("tick", *queues)
 
 
 @dataclass(frozen=True)
 class SlotReply:
-    """The answer to one step. `granted`: calls of this orchestrator that have a slot; `refused`: calls that may not
-    wait, with the seconds after which the caller can try again; `waiting`: calls that the step queued, with the reason
-    why they wait; `unknown`: renewed calls that Redis does not know; `wake_s`: seconds until the rate of some tenant
-    allows its next call."""
+    """The reply to one step. `granted`: calls of this orchestrator that have a slot. `refused`: calls that may not
+    wait, with the seconds until the caller can try again. `waiting`: calls that the step queued, with the reason.
+    `unknown`: renewed calls that Redis does not know. `wake_s`: seconds until the rate limit of some tenant allows its
+    next call.
+    """
 
     granted: tuple[str, ...]
     refused: dict[str, float]
@@ -149,7 +155,7 @@ class SlotReply:
 
 
 def parse_reply(text: bytes | str) -> SlotReply:
-    """What the script returned. An empty table of Lua comes as an object."""
+    """Return the reply of the script. An empty table of Lua arrives as a JSON object, not as a list."""
     told = json.loads(text)
     refused = {str(call): float(retry_after_s) for call, retry_after_s in told["refused"]}
     waiting = {str(call): WaitReason(reason) for call, reason in told["waiting"]}
@@ -181,23 +187,26 @@ def _terms(request: SlotRequest) -> tuple[dict[str, Any], dict[str, Any]]:
 # --- Steps ------------------------------------------------------------------------------------------------------------
 
 AT_ONCE = 200
-"""So many operations make a step: what it costs others is that Redis does nothing else for some milliseconds."""
+"""Maximum number of operations in a step. Redis is blocked for some milliseconds during a step."""
 RETRY_S = 0.5
 TOGETHER_S = 0.003
-"""How long a release, and a request behind others of its tenant, wait for more that a step can carry. A queue has a few
-calls more than its workers have slots, so no worker waits for it."""
+"""Delay of a release, and of a request behind other requests of its tenant, to fill a step with more operations. In
+seconds. No worker waits because of the delay: a queue has a few calls more than its workers have slots.
+"""
 OTHERS_AT_ONCE = 4
 
 Clock = Callable[[], float]
 OnReply = Callable[[SlotReply, frozenset[str]], None]
-"""Gets what Redis answered, and the calls whose request it has got with this step."""
+"""Receives the reply of Redis, and the calls that the step has requested slots for."""
 OnFailure = Callable[[str, frozenset[str]], None]
-"""Gets the reason why there is no answer, and the calls whose request may or may not have arrived."""
+"""Receives the reason for a missing reply, and the calls whose requests may or may not have arrived."""
 
 
 @dataclass(frozen=True)
 class _Step:
-    """A step that was sent. `releases`, `requests`: the calls that it has them for; `size`: its operations."""
+    """A step that was sent. `releases`, `requests`: the calls in the step, by operation. `size`: the number of
+    operations.
+    """
 
     arguments: list[str]
     releases: frozenset[str]
@@ -207,8 +216,8 @@ class _Step:
 
 
 class SlotStore:
-    """The steps of one orchestrator, one after the other. A release is repeated until Redis has it; everything else is
-    lost with its step, and reported.
+    """The steps of one orchestrator, one at a time. A release is repeated until Redis confirms it. All other
+    operations are lost with a failed step, and the loss is reported.
     """
 
     def __init__(
@@ -230,19 +239,22 @@ class SlotStore:
         self._releases: dict[str, float] = {}
         self._others: list[Operation] = []
         self._next: asyncio.Handle | None = None
-        """The step that is scheduled. None while one is on its way, and while there is nothing to send."""
+        """The scheduled step. None while a step is being sent, and while there is nothing to send."""
         self._is_sending = self._is_closed = self._is_hurried = False
         self._context = contextvars.Context()
-        """Its log lines do not carry the names of the call that happened to start a step."""
+        """An empty context: the log lines of a step must not have the context of the call that happened to start the
+        step.
+        """
         self._idle = asyncio.Event()
         self._idle.set()
 
     def ask(self, call: str, request: SlotRequest, *, is_early: bool = False, is_in_line: bool = False) -> bool:
-        """Request a slot for a call. A step that waits because Redis did not answer is sent now: its caller must learn
-        at once that Redis is away.
+        """Request a slot for a call. A step that was delayed because Redis did not answer is sent now: the caller must
+        learn at once that Redis is unavailable.
 
-        `is_early`: send the step before this returns, unless one is on its way. `is_in_line`: other calls of the
-        tenant wait for the queue, so this one need not hurry. Returns whether it was sent.
+        `is_early`: send the step before this method returns, unless another step is being sent. `is_in_line`: other
+        calls of the tenant already wait for the queue, so this request is not urgent. Return whether the request was
+        sent.
         """
         self._requests[call] = request
         self._is_hurried = self._is_hurried or not is_in_line
@@ -255,13 +267,14 @@ class SlotStore:
         return is_sent_now
 
     def give_back(self, call: str, used_s: float) -> None:
-        """A call needs its slot, or its place in the queue, no longer."""
+        """Release the slot of a call, or its queue entry."""
+        # A request that was not sent yet needs no release.
         if self._requests.pop(call, None) is None:
             self._releases[call] = used_s
             self._schedule()
 
     def add(self, operation: Operation) -> None:
-        """Anything else; only for what may be lost."""
+        """Send any other operation. Use this method only for operations that may be lost."""
         self._others.append(operation)
         self._is_hurried = True
         self._schedule()
@@ -272,13 +285,13 @@ class SlotStore:
         self._stop_waiting()
 
     async def settle(self, within_s: float) -> None:
-        """Wait until everything is sent, at most `within_s`."""
+        """Wait until everything is sent, at most `within_s` seconds."""
         waiting = asyncio.ensure_future(self._idle.wait())
         await asyncio.wait({waiting}, timeout=within_s)
         waiting.cancel()
 
     def _schedule(self, delay_s: float = TOGETHER_S) -> None:
-        """Send a step after that time, or now if something hurries."""
+        """Send a step after `delay_s` seconds, or now if an operation is urgent."""
         self._idle.clear()
         if self._is_sending or self._is_closed:
             return
@@ -297,7 +310,7 @@ class SlotStore:
             self._next = None
 
     def _send(self) -> None:
-        """Send one step. Releases go first: the requests of the same step then find their slots."""
+        """Send one step. Releases come first, so that the requests of the same step can use their slots."""
         self._next, self._is_sending, self._is_hurried = None, True, False
         self._idle.clear()
         releases = dict(itertools.islice(self._releases.items(), AT_ONCE))
@@ -322,7 +335,7 @@ class SlotStore:
     def _take_answer(self, step: "_Step", done: "asyncio.Future[bytes]") -> None:
         error = done.exception()
         if isinstance(error, Unanswered) and error.may_have_run and not step.is_repeated:
-            # The connection may have been lost before the step. A step may run twice.
+            # The connection may have been lost before Redis ran the step. Repeating a step is safe.
             self._run(replace(step, is_repeated=True))
             return
         self._is_sending = False
@@ -332,11 +345,13 @@ class SlotStore:
                 log.warning("admission_unanswered", operations=step.size, error=reason)
             self._on_failure(reason, step.requests)
         else:
+            # A release stays queued until Redis confirms it. A lost release would occupy the slot until the lease
+            # ends.
             for call in step.releases:
                 self._releases.pop(call, None)
             self._on_reply(parse_reply(done.result()), step.requests)
         if self._requests or self._releases or self._others:
-            # The caller of a new request must learn at once that Redis is away.
+            # The caller of a new request must learn at once that Redis is unavailable.
             self._is_hurried = self._is_hurried or (error is not None and bool(self._requests))
             self._schedule(RETRY_S if error is not None else TOGETHER_S)
         else:
@@ -350,8 +365,8 @@ RECONNECT_S = (0.1, 0.2, 0.5, 1.0, 2.0)
 
 
 class GrantListener:
-    """One subscription. Pub/sub delivers at most once: `on_gap` is called whenever it stands anew, because something
-    may have been missed.
+    """A subscription to grants. Pub/sub delivers each message at most once. `on_gap` is called after every new
+    subscription, because messages may have been missed.
     """
 
     def __init__(
@@ -362,7 +377,7 @@ class GrantListener:
         self._on_grants, self._on_gap = on_grants, on_gap
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Receive grants until the task is cancelled."""
         failures = 0
         while True:
             try:

@@ -1,5 +1,5 @@
-"""The tools that are turned off in this deployment. Administrators turn them off; orchestrators and workers check
-before each call.
+"""The tools that are turned off in this deployment. Administrators turn tools off. Orchestrators and workers check the
+switches before each call.
 """
 
 import copy
@@ -40,15 +40,16 @@ class SwitchSource(Protocol):
     """A source of the switches."""
 
     async def switches(self) -> Mapping[str, Switch]:
-        """Return the switches of all tools that are off, for all tenants or for one: see `find_switch` and
+        """Return the switches of all tools that are off, for all tenants or for one tenant. See `find_switch` and
         `switches_for`.
         """
         ...
 
 
 class RedisSwitches:
-    """The switches in Redis, read again at most every SWITCHES_FRESH_S seconds; own changes are visible at once. The
-    audit names the system user as the actor, or the actor of `acting_as`."""
+    """The switches in Redis. They are read at most once every SWITCHES_FRESH_S seconds, but own changes are visible at
+    once. The audit log names the system user as the actor, or the actor of `acting_as`.
+    """
 
     def __init__(self, client: "redis.asyncio.Redis", deployment: str, keys: SigningKeys) -> None:
         self._client, self._keys = client, keys
@@ -58,13 +59,15 @@ class RedisSwitches:
         self._known = _Known()
 
     def acting_as(self, actor: Actor) -> Self:
-        """Return the same switches, changed by `actor`."""
+        """Return the same switches, with changes by `actor`."""
         mine = copy.copy(self)
         mine._actor = actor
         return mine
 
     async def switches(self) -> Mapping[str, Switch]:
-        """Return the switches. Raises BrokerUnavailable: a tool that may be off is not called."""
+        """Return the switches. Raises BrokerUnavailable when Redis does not answer: a tool that may be off must not be
+        called.
+        """
         known = self._known
         if time.monotonic() - known.read_at >= SWITCHES_FRESH_S:
             asked_at = time.monotonic()
@@ -72,18 +75,19 @@ class RedisSwitches:
                 fields: Any = await self._client.hgetall(self._key)
             if fields != known.fields:
                 known.fields, known.switches = fields, parse_switches(self._keys, fields)
+            # The age counts from the request: a slow reply must not delay a switch.
             known.read_at = asked_at
         return known.switches
 
     async def turn_off(self, name: str, switch: Switch, tenant: str | None = None) -> None:
-        """Turn a tool off for all tenants, or for one. Every worker and orchestrator knows within 2 seconds. Raises
-        BrokerUnavailable.
+        """Turn a tool off for all tenants, or for one tenant. The change takes effect everywhere within 2 seconds.
+        Raises BrokerUnavailable when Redis does not answer.
         """
         await self._turn("tool.disable", name, tenant, switch)
 
     async def turn_on(self, name: str, tenant: str | None = None) -> bool:
-        """Turn a tool on, and return whether it was off. It stays off for a tenant that has a switch of its own. Raises
-        BrokerUnavailable.
+        """Turn a tool on. Return whether it was off. The tool stays off for a tenant that has a switch of its own.
+        Raises BrokerUnavailable when Redis does not answer.
         """
         return await self._turn("tool.enable", name, tenant, None)
 
@@ -118,7 +122,7 @@ class RegistrySwitches:
 
 
 def build_switch(by: str, reason: str | None) -> Switch:
-    """Return a switch with the present time. Raises ToolFailure(INVALID_ARGUMENTS) for a name or reason that is too
+    """Return a switch with the present time. Raises ToolFailure(INVALID_ARGUMENTS): the name or the reason is too
     long.
     """
     try:
@@ -129,7 +133,7 @@ def build_switch(by: str, reason: str | None) -> Switch:
 
 
 class WorkerSwitches:
-    """The switches as a worker reads them when it runs a call, at most every SWITCHES_FRESH_S seconds."""
+    """The switches for a worker that runs calls. They are read at most once every SWITCHES_FRESH_S seconds."""
 
     def __init__(
         self, client: SyncRedis, deployment: str, keys: SigningKeys, clock: Callable[[], float] = time.monotonic
@@ -142,8 +146,8 @@ class WorkerSwitches:
         self._read_at = float("-inf")
 
     def find(self, name: str, tenant: str) -> Switch | None:
-        """Return why the tool is off for that tenant; None when it is on. Raises BrokerUnavailable: a tool that may be
-        off is not run.
+        """Return the switch that turns the tool off for that tenant; None if the tool is on. Raises BrokerUnavailable
+        when Redis does not answer: a tool that may be off must not run.
         """
         if self._clock() - self._read_at >= SWITCHES_FRESH_S:
             with broker_errors(f"the call was not run, because it is not known whether {name} is turned off"):

@@ -1,4 +1,4 @@
-"""Tasks of the event loop: reliable cancellation, and results that several callers share."""
+"""Tasks of the event loop: reliable cancellation, shared reads, backoff, and work in threads."""
 
 import asyncio
 import contextvars
@@ -18,19 +18,21 @@ T = TypeVar("T")
 AGAIN_S = 0.1
 LONGEST_PAUSE_S = 2.0
 OUTAGE_S = 120.0
-"""How long work that is not urgent waits for Redis before it fails."""
+"""Time that work without urgency waits for Redis before it fails, in seconds."""
 
 
 def is_being_cancelled() -> bool:
-    """Return whether this task is being cancelled. False: something that it awaited was cancelled, or ran out of
-    time.
+    """Return whether this task is being cancelled. False: only an operation that the task awaited was cancelled or
+    timed out.
     """
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0
 
 
 def check_cancelled() -> None:
-    """Raise CancelledError in a task that was cancelled and still runs. For the top of endless loops."""
+    """Raise CancelledError in a task that was cancelled and still runs. Call this function at the start of each
+    iteration of an endless loop.
+    """
     if is_being_cancelled():
         raise asyncio.CancelledError
 
@@ -38,7 +40,9 @@ def check_cancelled() -> None:
 async def cancel_all(
     tasks: Iterable["asyncio.Task[Any]"], is_ending: Callable[["asyncio.Task[Any]"], bool] = lambda _: False
 ) -> None:
-    """Cancel tasks until they are done. `is_ending`: the task has noticed it, and only cleans up."""
+    """Cancel tasks repeatedly until they are done. One cancellation can be lost, for example in `asyncio.wait_for`
+    before Python 3.12. `is_ending`: returns whether the task has noticed the cancellation and only cleans up.
+    """
     pending = set(tasks)
     while pending:
         for task in pending:
@@ -48,19 +52,22 @@ async def cancel_all(
 
 
 def begin_shared(work: Coroutine[Any, Any, T], name: str) -> "asyncio.Task[T]":
-    """Start a task that does not belong to the call or run that happens to start it: its log lines do not have their
-    names, and it keeps no objects of them alive."""
+    """Start a task that does not belong to the call or run that starts it. The task has an empty context: its log
+    lines do not name the call, and it keeps no objects of the call alive.
+    """
     return asyncio.create_task(work, name=name, context=contextvars.Context())
 
 
 class SharedReads(Generic[T]):
-    """Reads in progress, by what they read. Cancelling one caller does not cancel the read for the others."""
+    """Reads in progress, by their subject. Cancelling one caller does not cancel the read for the others."""
 
     def __init__(self) -> None:
         self._running: dict[str, asyncio.Task[T]] = {}
 
     async def read(self, what: str, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        """Return the result of `work`, or of the read of the same thing that is in progress. Raises what it raises."""
+        """Return the result of `work`, or of a read of the same subject that is in progress. Raises the errors of the
+        read.
+        """
         task = self._running.get(what)
         if task is None:
             task = self._running[what] = begin_shared(work(), "shared-read")
@@ -70,12 +77,12 @@ class SharedReads(Generic[T]):
     def _end(self, what: str, task: "asyncio.Task[T]") -> None:
         self._running.pop(what, None)
         if not task.cancelled():
-            # Looked at, so that nothing is reported when all who asked have gone.
+            # Reading the exception prevents asyncio's warning if all callers have been cancelled.
             task.exception()
 
 
 class Backoff:
-    """Waits a little longer each time, at most `limit_s` in all from the first wait."""
+    """Waits a little longer each time, at most `limit_s` seconds in total from the first wait."""
 
     def __init__(self, limit_s: float) -> None:
         self._limit_s = limit_s
@@ -83,7 +90,7 @@ class Backoff:
         self._pause_s = 0.0
 
     async def wait(self) -> bool:
-        """Wait, and return True; return False without waiting when the time is used up."""
+        """Wait, and return True. Return False without waiting if the time is used up."""
         now = time.monotonic()
         self._until = self._until or now + self._limit_s
         if now + self._pause_s > self._until:
@@ -94,8 +101,8 @@ class Backoff:
 
 
 async def retry_until_available(work: Callable[[], Awaitable[T]], limit_s: float = OUTAGE_S) -> T:
-    """Return what `work` returns; it is repeated as long as Redis does not answer it. Raises BrokerUnavailable after
-    `limit_s`.
+    """Return the result of `work`. Repeat `work` while Redis does not answer. Raises BrokerUnavailable after `limit_s`
+    seconds.
     """
     backoff = Backoff(limit_s)
     while True:
@@ -108,10 +115,10 @@ async def retry_until_available(work: Callable[[], Awaitable[T]], limit_s: float
 
 
 def in_thread(work: Callable[[], T], name: str) -> "asyncio.Future[T]":
-    """Run blocking work in a thread of its own. The end of the process does not wait for it, unlike the pools of the
-    standard library: an engine or a disk can hang.
+    """Run blocking work in a thread of its own. The end of the process does not wait for the thread, unlike for the
+    pools of the standard library. This matters, because an engine or a disk can hang.
 
-    Raises SandboxUnavailable when the host gives no more threads.
+    Raises SandboxUnavailable: the host gives the process no more threads.
     """
     loop = asyncio.get_running_loop()
     future: asyncio.Future[T] = loop.create_future()
@@ -122,13 +129,13 @@ def in_thread(work: Callable[[], T], name: str) -> "asyncio.Future[T]":
         if error is not None:
             future.set_exception(error)
         else:
-            future.set_result(result)  # type: ignore[arg-type]  # None only where T has it
+            future.set_result(result)  # type: ignore[arg-type]  # None only if T allows it
 
     def go() -> None:
         result, failure = None, None
         try:
             result = work()
-        except BaseException as error:  # noqa: BLE001  # the thread's edge: the caller gets it
+        except BaseException as error:  # noqa: BLE001  # the caller gets the error
             failure = error
         try:
             loop.call_soon_threadsafe(settle, result, failure)

@@ -1,4 +1,8 @@
-"""The tenants and their policies. Administrators change them; orchestrators and workers check them for each call."""
+"""The tenants and their policies. Administrators change policies. Orchestrators and workers check them for each call.
+
+Invariant: without a verified policy, a tenant has no rights. A change takes effect everywhere within 2 seconds,
+because every process compares the version of the hash with the version of its cache.
+"""
 
 import copy
 import json
@@ -33,9 +37,9 @@ from store.connection import SyncRedis, broker_errors
 from store.tasks import SharedReads
 
 MAX_CACHED_POLICIES = 4096
-"""Policies in the cache. Beyond, the oldest one is dropped, and read again when it is needed."""
+"""Limit of cached policies. Above the limit, the oldest policy is dropped, and read again when needed."""
 MAX_CHANGES = 20
-"""Attempts at a change while other processes change the same tenant."""
+"""Maximum number of attempts at a change while other processes change the same tenant."""
 _NAME: TypeAdapter[str] = TypeAdapter(Identifier)
 
 _CHANGE = f"""
@@ -79,7 +83,9 @@ return revoked
 
 @dataclass(frozen=True)
 class StoredPolicy:
-    """The fields of the hash of tenants that decide about one tenant. `fields`: how many the hash has."""
+    """The fields in the hash of tenants that determine the policy of one tenant. `fields`: number of fields in the
+    hash.
+    """
 
     version: bytes | None
     own: bytes | None
@@ -88,12 +94,12 @@ class StoredPolicy:
 
     @property
     def is_open(self) -> bool:
-        """Return whether only the default tenant is registered, so that any name is served."""
+        """Return whether only the default tenant is registered. Any tenant name is then accepted."""
         return self.fields == (self.version is not None) + (self.default is not None)
 
     def policy(self, tenant: str, keys: SigningKeys) -> TenantPolicy:
-        """Return the tenant's policy. Raises ToolFailure(UNKNOWN_TENANT); ConfigError if it cannot be verified or read:
-        then the tenant has no rights.
+        """Return the tenant's policy. Raises ToolFailure(UNKNOWN_TENANT): the tenant is not registered or was removed.
+        Raises ConfigError: the policy cannot be verified or read; the tenant then has no rights.
         """
         if self.own is not None:
             policy = parse_policy(keys, tenant, self.own)
@@ -112,9 +118,10 @@ class StoredPolicy:
 
 
 class PolicyCache:
-    """The policies that a process has read, and whether they are fresh enough. Safe between threads.
+    """The policies in the memory of a process, and their freshness. Thread-safe.
 
-    Its user reads Redis and says when it asked: an answer that was overtaken by a later one changes nothing.
+    The user of the cache reads Redis and passes the time of each request. A reply to an older request than the last
+    one changes nothing.
     """
 
     def __init__(self, keys: SigningKeys, clock: Callable[[], float] = time.monotonic) -> None:
@@ -131,21 +138,21 @@ class PolicyCache:
         return self.clock() - self._asked_at >= POLICY_FRESH_S
 
     def find(self, tenant: str) -> TenantPolicy | None:
-        """Return the cached policy; None: read it."""
+        """Return the cached policy; None if it must be read."""
         return self._policies.get(tenant)
 
     def confirm(self, version: bytes | None, asked_at: float) -> None:
-        """Record the version in Redis. Without a version every policy is read again, since a change would go
-        unnoticed.
-        """
+        """Record the version in Redis. If Redis has no version, clear the cache, because changes would go unnoticed."""
         with self._lock:
             if asked_at >= self._asked_at:
                 self._turn_to(version, is_known_same=version is not None)
                 self._asked_at = asked_at
 
     def learn(self, tenant: str, look: StoredPolicy, asked_at: float) -> TenantPolicy:
-        """Return the tenant's policy from the fields of the hash. Raises as StoredPolicy.policy does, and ConfigError
-        when Redis has lost the tenants that this process has seen: then no name gets the default policy."""
+        """Return the tenant's policy from the fields of the hash. Raises the same errors as StoredPolicy.policy. Also
+        raises ConfigError: Redis has lost the tenants that this process has seen. No name then gets the default
+        policy.
+        """
         if look.is_open and self._had_tenants:
             raise ConfigError(
                 "Redis has lost the registered tenants, so nothing is served: restore its data, or register the "
@@ -157,6 +164,8 @@ class PolicyCache:
                 self._turn_to(look.version, is_known_same=True)
         policy = look.policy(tenant, self._keys)
         with self._lock:
+            # Another thread may have seen a newer version while this policy was read. The policy may then be out of
+            # date.
             if look.version == self._version:
                 while len(self._policies) >= MAX_CACHED_POLICIES:
                     del self._policies[next(iter(self._policies))]
@@ -164,7 +173,7 @@ class PolicyCache:
         return policy
 
     def forget(self) -> None:
-        """Clear the cache: this process has changed a policy."""
+        """Clear the cache after a change by this process."""
         with self._lock:
             self._policies.clear()
             self._asked_at = float("-inf")
@@ -179,23 +188,24 @@ class TenantSource(Protocol):
     """A source of policies."""
 
     async def policy(self, tenant: str) -> TenantPolicy:
-        """Return the tenant's present policy. Raises ToolFailure(UNKNOWN_TENANT), BrokerUnavailable, ConfigError for a
-        policy that cannot be read.
+        """Return the tenant's present policy. Raises ToolFailure(UNKNOWN_TENANT): no such tenant. Raises ConfigError:
+        the policy cannot be read. Raises BrokerUnavailable when Redis does not answer.
         """
         ...
 
 
 class OpenTenants:
-    """For programs without a pool: every tenant has the default policy."""
+    """Tenants for programs without a pool. Every tenant has the default policy."""
 
     async def policy(self, tenant: str) -> TenantPolicy:
         return TenantPolicy()
 
 
 class RedisTenants:
-    """The tenants in Redis. Their version is read at most every POLICY_FRESH_S seconds, a policy when it is first
-    needed or something has changed; own changes are visible at once. The audit names the system user as the actor, or
-    the actor of `acting_as`."""
+    """The tenants in Redis. Their version is read at most once every POLICY_FRESH_S seconds. A policy is read at its
+    first use and after a change. Own changes are visible at once. The audit log names the system user as the actor, or
+    the actor of `acting_as`.
+    """
 
     def __init__(self, client: "redis.asyncio.Redis", deployment: str, keys: SigningKeys) -> None:
         self._client, self._deployment, self._signing = client, deployment, keys
@@ -212,30 +222,30 @@ class RedisTenants:
         self._remove_script = client.register_script(_REMOVE)
 
     def acting_as(self, actor: Actor) -> Self:
-        """Return the same tenants, changed by `actor`."""
+        """Return the same tenants, with changes by `actor`."""
         mine = copy.copy(self)
         mine._actor = actor
         return mine
 
     async def policy(self, tenant: str) -> TenantPolicy:
-        """Return the tenant's policy, as TenantSource. Nothing is assumed while Redis does not answer."""
+        """Return the tenant's policy, as TenantSource. No policy is assumed while Redis does not answer."""
         if self._known.is_stale():
             await self._checks.read(VERSION_FIELD, self._check)
         return self._known.find(tenant) or await self._looks.read(tenant, lambda: self._look(tenant))
 
     async def all(self) -> Mapping[str, TenantPolicy | ConfigError]:
-        """Return every registered tenant's policy by name, or the error of a policy that cannot be read. Raises
-        BrokerUnavailable.
+        """Return the policy of every registered tenant by name. An unreadable policy is replaced by its error. Raises
+        BrokerUnavailable when Redis does not answer.
         """
         with broker_errors("the tenants were not read"):
             fields: Any = await self._client.hgetall(self._keys[0])
         return parse_tenants(self._signing, fields)
 
     async def add(self, name: str, policy: TenantPolicy) -> None:
-        """Register a tenant; every worker and orchestrator knows within 2 seconds.
+        """Register a tenant. Every worker and orchestrator knows the tenant within 2 seconds.
 
-        Raises ToolFailure(INVALID_ARGUMENTS) for a name that cannot be one or is taken, or a policy that is too long;
-        BrokerUnavailable.
+        Raises ToolFailure(INVALID_ARGUMENTS): the name is invalid or taken, or the policy is too long. Raises
+        BrokerUnavailable when Redis does not answer.
         """
         _check_name(name)
         if name == DEFAULT_TENANT:
@@ -258,12 +268,12 @@ class RedisTenants:
         action: AuditAction = "tenant.set",
         reason: str | None = None,
     ) -> TenantPolicy:
-        """Set the result of `change` of the tenant's present policy. `change` is called again if another process was
-        faster, so that no change is lost. `action` and `reason`: what the audit tells of it; of a policy that stays as
-        it is nothing.
+        """Apply `change` to the tenant's present policy and store the result. If another process was faster, `change`
+        is called again, so that no change is lost. `action` and `reason` go to the audit log. If the policy does not
+        change, no audit entry is written.
 
-        Raises as `add` does, and what `change` raises; ConfigError when the present policy cannot be read: `replace`
-        it.
+        Raises the same errors as `add`, and the errors of `change`. Raises ConfigError: the present policy cannot be
+        read; use `replace`.
         """
         for _ in range(MAX_CHANGES):
             present = await self._read_present(name)
@@ -273,7 +283,7 @@ class RedisTenants:
         raise BrokerUnavailable(f"tenant {name} was not changed: others change it all the time; try again")
 
     async def replace(self, name: str, policy: TenantPolicy) -> None:
-        """Replace a registered tenant's policy. A paused tenant stays paused. Raises as `change` does."""
+        """Replace a registered tenant's policy. A paused tenant stays paused. Raises the same errors as `change`."""
         for _ in range(MAX_CHANGES):
             present = await self._read_present(name)
             if await self._write(name, present, self._as_paused(name, present, policy), "tenant.set"):
@@ -281,8 +291,8 @@ class RedisTenants:
         raise BrokerUnavailable(f"tenant {name} was not changed: others change it all the time; try again")
 
     async def pause(self, name: str, reason: str = "") -> TenantPolicy:
-        """Start no further calls and runs of the tenant, within 2 s everywhere; running ones continue. Return the new
-        policy. Raises as `change` does.
+        """Pause a tenant. Within 2 s, no further calls and runs of the tenant start anywhere. Running ones continue.
+        Return the new policy. Raises the same errors as `change`.
         """
         if len(reason) > MAX_PAUSE_REASON_CHARS:
             raise ToolFailure(
@@ -295,17 +305,19 @@ class RedisTenants:
         )
 
     async def resume(self, name: str) -> TenantPolicy:
-        """Resume a tenant, within 2 s everywhere. Raises as `change` does."""
+        """Resume a tenant, within 2 s everywhere. Return the new policy. Raises the same errors as `change`."""
         fields = {"is_paused": False, "pause_reason": ""}
         return await self.change(name, lambda policy: policy.model_copy(update=fields), action="tenant.resume")
 
     async def remove(self, name: str) -> int:
-        """Remove a tenant, and return how many API keys were revoked with it, in one step. Its open sessions end when
-        they are closed or expire.
+        """Remove a tenant and its API keys in one step. Return how many API keys were revoked. Its open sessions end
+        when they are closed or expire.
 
-        The name stays reserved: whoever got it later would find the runs, files and checkpoints of this tenant.
+        The name stays reserved. Otherwise a later tenant with the name could read the runs, files and checkpoints of
+        this tenant.
 
-        Raises ToolFailure: UNKNOWN_TENANT, INVALID_ARGUMENTS for the default one; BrokerUnavailable.
+        Raises ToolFailure(UNKNOWN_TENANT): no such tenant. Raises ToolFailure(INVALID_ARGUMENTS): the default tenant.
+        Raises BrokerUnavailable when Redis does not answer.
         """
         _check_name(name)
         if name == DEFAULT_TENANT:
@@ -340,7 +352,9 @@ class RedisTenants:
         return self._known.learn(tenant, StoredPolicy(version, own, default, fields), asked_at)
 
     async def _read_present(self, name: str) -> bytes:
-        """Return the stored policy of a tenant that can be changed; b"" for the default one before it is set."""
+        """Return the stored policy of a tenant that can be changed; b"" for the default tenant before its policy is
+        set.
+        """
         _check_name(name)
         with broker_errors(f"tenant {name} was not changed"):
             kept: Any = await self._client.hget(self._keys[0], name)
@@ -350,8 +364,8 @@ class RedisTenants:
         try:
             is_removed = self._parse(name, present).is_removed
         except ConfigError:
-            # `replace` may repair a policy, but never makes a removed tenant anew. A forged mark only keeps a name from
-            # being used.
+            # `replace` may repair a policy, but must never restore a removed tenant. A forged mark can only block a
+            # name.
             is_removed = b'"is_removed":true' in present
         if is_removed:
             raise ToolFailure(
@@ -364,7 +378,7 @@ class RedisTenants:
     async def _write(
         self, name: str, present: bytes, policy: TenantPolicy, action: AuditAction, reason: str | None = None
     ) -> bool:
-        """Write a policy; return False when the stored one is not `present` any more."""
+        """Write a policy. Return False if the stored policy is no longer `present`."""
         if policy.is_removed:
             raise ToolFailure(
                 ErrorCode.INVALID_ARGUMENTS,
@@ -391,7 +405,9 @@ class RedisTenants:
         return parse_policy(self._signing, name, present) if present else TenantPolicy()
 
     def _changes(self, name: str, present: bytes, policy: TenantPolicy) -> dict[str, str | None]:
-        """Return the changed fields. If the present policy cannot be read: all fields that differ from the default."""
+        """Return the changed fields. If the present policy cannot be read, return all fields that differ from the
+        default.
+        """
         try:
             old = self._parse(name, present)
         except ConfigError:
@@ -404,7 +420,9 @@ class RedisTenants:
         }
 
     def _as_paused(self, name: str, present: bytes, policy: TenantPolicy) -> TenantPolicy:
-        """Return the new policy, paused if the present one is: a file with a policy does not resume a tenant."""
+        """Return the new policy, paused if the present policy is paused. A new policy must not resume a tenant by
+        accident.
+        """
         try:
             old = self._parse(name, present)
         except ConfigError:
@@ -431,8 +449,9 @@ def _missing(name: str) -> ToolFailure:
 
 
 class WorkerTenants:
-    """The tenants in Redis. Their version is read at most every POLICY_FRESH_S seconds, a policy when it is first
-    needed or something has changed. Safe between threads."""
+    """The tenants in Redis, for workers. Their version is read at most once every POLICY_FRESH_S seconds. A policy is
+    read at its first use and after a change. Thread-safe.
+    """
 
     def __init__(
         self, client: SyncRedis, deployment: str, keys: SigningKeys, clock: Callable[[], float] = time.monotonic
@@ -444,8 +463,8 @@ class WorkerTenants:
     def policy(self, tenant: str) -> TenantPolicy:
         """Return the tenant's present policy.
 
-        Raises ToolFailure(UNKNOWN_TENANT), ConfigError for a policy that cannot be verified or read, BrokerUnavailable:
-        the call is then not run.
+        Raises ToolFailure(UNKNOWN_TENANT): no such tenant. Raises ConfigError: the policy cannot be verified or read.
+        Raises BrokerUnavailable when Redis does not answer. After an error, the call must not run.
         """
         with broker_errors(f"the call was not run, because the policy of tenant {tenant} was not read"):
             if self._known.is_stale():

@@ -1,5 +1,6 @@
-"""The state of a session for the tools of every worker: one hash for each session, changed only at the version that was
-read.
+"""The state of a session for the tools of every worker: one hash for each session.
+
+Invariant: `update` stores a value only if its version has not changed since it was read. No update is lost.
 """
 
 import contextlib
@@ -26,13 +27,13 @@ from contract.settings import BrokerSettings
 from store.connection import SyncRedis, broker_errors, connect_once
 
 STATE_TTL_S = 24 * 3600
-"""A state expires when no tool has read or changed it for this time."""
+"""Lifetime of a state after its last read or change, in seconds."""
 
 _ENTRY = b"="
-"""Before a key, so that no key is taken for the size."""
+"""Prefix of every key, so that no key collides with the field `size`."""
 
-# KEYS: the hash. ARGV: field, version that was read ("" for any), value, bytes of the key, bytes that the whole state
-# may have, seconds. A value lies there as "<version> <JSON>".
+# KEYS: the hash. ARGV: field, expected version ("" for any), value, bytes of the key, limit of the whole state in
+# bytes, lifetime in seconds. A value is stored as "<version> <JSON>".
 _STORE = """
 local before, version, freed = redis.call('HGET', KEYS[1], ARGV[1]), 0, 0
 if before then
@@ -51,7 +52,7 @@ return {'stored', version + 1}
 
 @dataclass(frozen=True)
 class StateStore:
-    """The states of a deployment. `client`: one that never repeats a command, or an update could count twice."""
+    """The states of a deployment. `client` must never repeat a command, because an update could then count twice."""
 
     client: SyncRedis
     deployment: str
@@ -63,15 +64,15 @@ class StateStore:
         return cls(connect_once(broker), broker.deployment)
 
     def open(self, tenant: str, session: str) -> "RedisState":
-        """Return the state of one session. Tenant and session are those of the call's signed context."""
+        """Return the state of one session. Tenant and session must come from the signed context of the call."""
         return RedisState(self, session_state_key(self.deployment, tenant, session))
 
 
 class RedisState:
-    """One session's state. A loop waits for Redis's answer: a process runs one call at a time, and a connection of each
-    loop's own would cost ten times what the commands do.
+    """The state of one session. Commands block the event loop. This is acceptable, because a process runs one call at
+    a time. A connection for each event loop would cost ten times as much as the commands.
 
-    Raises ToolFailure(OUTCOME_UNKNOWN) when Redis does not answer: what the tool did until then stays done.
+    Raises ToolFailure(OUTCOME_UNKNOWN): Redis does not answer. Earlier effects of the tool remain.
     """
 
     def __init__(self, store: StateStore, key: str) -> None:
@@ -107,7 +108,7 @@ class RedisState:
         return {key: json.loads(text) for key, text in entries.items()}
 
     def _read(self, key: str) -> tuple[int, str] | None:
-        """Return version and text of a value; None when there is none."""
+        """Return version and text of a value; None if there is none."""
         if not is_key(key):
             return None
         with _state_errors(), self._store.client.pipeline(transaction=False) as pipe:
@@ -117,7 +118,7 @@ class RedisState:
         return None if entry is None else _parsed(entry)
 
     def _write(self, key: str, text: str, version: int | None) -> bool:
-        """Store a value; return False when another call has changed it since `version`."""
+        """Store a value. Return False if another call has changed it since `version`."""
         expected = b"" if version is None else b"%d" % version
         arguments = (_field(key), expected, text.encode(), len(key.encode()), self._store.max_state_bytes, STATE_TTL_S)
         with _state_errors():

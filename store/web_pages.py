@@ -1,5 +1,5 @@
-"""Pages that a tenant has fetched, for a quarter of an hour, so that reading on does not fetch again; and how many it
-fetches a minute.
+"""Cache of the web pages that a tenant has fetched, so that reading further does not fetch a page again. Also counts
+the fetches of a tenant per minute.
 """
 
 import hashlib
@@ -20,15 +20,17 @@ from store.connection import SyncRedis, broker_errors
 log = structlog.get_logger(__name__)
 
 FRESH_S = 900.0
-"""How long a page is served without a request to its server; shorter when the server says so."""
+"""Maximum time for which a page is served without a request to its server, in seconds. The server can shorten the
+time.
+"""
 KEPT_S = 3600
-"""How long a page that can be revalidated (ETag, Last-Modified) is kept for that."""
+"""Lifetime of a page that can be revalidated (ETag, Last-Modified), in seconds."""
 MAX_ENTRY_BYTES = 1024 * 1024
-"""Limit of a packed page; a larger one is not kept."""
+"""Limit of a packed page, in bytes. A larger page is not stored."""
 MAX_ENTRIES = 32
-"""Pages of one tenant; beyond, the oldest one is deleted."""
+"""Limit of pages of one tenant. Above the limit, the oldest page is deleted."""
 MAX_SHARE = 0.5
-"""Share of the memory that Redis may use. Above it no page is kept, because the queue needs the rest."""
+"""Share of Redis's memory above which no page is stored. The queue needs the rest."""
 MAX_UNPACKED_BYTES = 16 * 1024 * 1024
 MAX_VALIDATOR_CHARS = 512
 
@@ -36,10 +38,10 @@ _MAX_AGE = re.compile(r"max-age\s*=\s*\"?(\d{1,10})")
 
 
 class Page(Record):
-    """An answer as it was fetched: the body unpacked, not yet decoded, so that it serves every format.
+    """A fetched response. The body is uncompressed but not decoded, so that one stored page serves every format.
 
-    `is_whole` false: the body was not read, or not to its end. `told_bytes`: its length as the server says it, None
-    when it does not. `fetched_at`, `fresh_until`: Unix seconds.
+    `is_whole` False: the body was not read, or not to its end. `told_bytes`: the length according to the server; None
+    if unknown. `fetched_at`, `fresh_until`: Unix seconds.
     """
 
     url: str
@@ -62,23 +64,23 @@ class Page(Record):
 
 
 class PageStore(Protocol):
-    """A store of pages. It never raises: without it every call fetches."""
+    """A store of pages. Its methods never raise an exception: without the store, every call fetches."""
 
     def take(self, tenant: str, url: str) -> Page | None: ...
 
     def keep(self, tenant: str, page: Page) -> bool:
-        """Store a page; return whether it was stored."""
+        """Store a page. Return whether it was stored."""
         ...
 
     def count(self, tenant: str) -> int:
-        """Count one fetch from the network, and return how many the tenant has made in this minute; 0 when Redis does
-        not answer.
+        """Count one fetch from the network. Return how many fetches the tenant has made in this minute; 0 when Redis
+        does not answer.
         """
         ...
 
 
 class PageCache:
-    """PageStore in Redis, under the tenant's own keys."""
+    """A PageStore in Redis, under the tenant's own keys."""
 
     def __init__(self, client: SyncRedis, deployment: str, clock: Callable[[], float] = time.time) -> None:
         self._client = client
@@ -93,7 +95,7 @@ class PageCache:
             log.warning("page_cache_unavailable", error=str(error))
             return None
         page = _unpack(data) if isinstance(data, bytes) else None
-        # What is kept under this key for another URL is a collision or a forgery.
+        # A page of another URL under this key is a hash collision or a forgery.
         return page if page is not None and page.url == url else None
 
     def keep(self, tenant: str, page: Page) -> bool:
@@ -143,12 +145,12 @@ class PageCache:
 
 
 def may_be_kept(headers: Mapping[str, str]) -> bool:
-    """Return whether the server allows the page to be kept."""
+    """Return whether the server allows storing the page."""
     return "no-store" not in _directives(headers) and headers.get("vary", "").strip() != "*"
 
 
 def fresh_for_s(headers: Mapping[str, str]) -> float:
-    """Return for how many seconds the page is fresh; at most FRESH_S, which is also the default."""
+    """Return for how many seconds the page is fresh: at most FRESH_S, which is also the default."""
     directives = _directives(headers)
     if "no-cache" in directives:
         return 0.0
@@ -157,7 +159,7 @@ def fresh_for_s(headers: Mapping[str, str]) -> float:
 
 
 def validator(headers: Mapping[str, str], name: str) -> str | None:
-    """Return an ETag or Last-Modified to send back later; None when there is none, or it is no valid header."""
+    """Return the ETag or Last-Modified for a later request; None if it is missing or not a valid header."""
     value = headers.get(name, "").strip()
     return value if 0 < len(value) <= MAX_VALIDATOR_CHARS and value.isascii() and value.isprintable() else None
 
@@ -172,7 +174,9 @@ def _pack(page: Page) -> bytes:
 
 
 def _unpack(data: bytes) -> Page | None:
-    """Parse a stored page; return None for one of another version."""
+    """Return a stored page; None for a page of another version. Limited to MAX_UNPACKED_BYTES of memory, because any
+    process that can write to Redis may have stored the data.
+    """
     try:
         inflater = zlib.decompressobj()
         whole = inflater.decompress(data, MAX_UNPACKED_BYTES)

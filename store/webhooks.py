@@ -1,5 +1,7 @@
-"""Webhooks of runs and batches. A notice is due from the step of the script that ends the run or batch (runs.lua) until
-it was delivered, or has failed too often: a process that dies loses none.
+"""Webhooks of runs and batches.
+
+Invariant: no notice is lost when a process dies. The script step that ends a run or batch (runs.lua) makes its notice
+due. The notice stays due until it is delivered or has failed too often.
 """
 
 from collections.abc import Awaitable, Callable
@@ -14,8 +16,8 @@ Kind = Literal["run", "batch"]
 
 @dataclass(frozen=True)
 class DueNotice:
-    """A notice that this process sends now. `sealed`: its signed webhook; `tries`: this one included; `ended`: the
-    instant of the end, as the script wrote it.
+    """A notice that this process must send now. `sealed`: its signed webhook. `tries`: number of attempts, including
+    this one. `ended`: the time of the end, as the script wrote it.
     """
 
     tenant: str
@@ -34,20 +36,22 @@ def seal_webhook(keys: SigningKeys, tenant: str, kind: Kind, name: str, webhook:
 
 
 def open_webhook(keys: SigningKeys, notice: DueNotice) -> Webhook:
-    """Return the webhook. Raises EnvelopeRefused when it is not signed for that run or batch, ValidationError."""
+    """Return the webhook of a notice. Raises EnvelopeRefused: the webhook is not signed for that run or batch. Raises
+    ValidationError: the webhook is invalid.
+    """
     purpose = f"webhook {notice.tenant} {notice.kind} {notice.name}"
     return Webhook.model_validate_json(keys.unseal(purpose, notice.sealed))
 
 
 class DueNotices:
-    """The notices of a deployment that are due. Methods raise BrokerUnavailable."""
+    """The due notices of a deployment. Every method raises BrokerUnavailable when Redis does not answer."""
 
     def __init__(self, step: Callable[..., Awaitable[Any]]) -> None:
-        """`step`: of the queue of runs."""
+        """Create the list. `step`: the method RunQueue.step."""
         self._step = step
 
     async def claim(self, most: int, lease_s: float) -> list[DueNotice]:
-        """Return notices that are due. Until `lease_s` has passed, no other process gets them."""
+        """Return due notices. Other processes do not get them until `lease_s` seconds have passed."""
         found = await self._step("claim_webhooks", most, lease_s)
         return [
             DueNotice(
@@ -62,6 +66,6 @@ class DueNotices:
         ]
 
     async def settle(self, notice: DueNotice, again_s: float | None) -> None:
-        """Remove a notice, or let it be sent again after so many seconds."""
+        """Remove a notice, or make it due again after `again_s` seconds."""
         after = "" if again_s is None else again_s
         await self._step("settle_webhook", notice.tenant, notice.kind, notice.name, notice.ended, after)

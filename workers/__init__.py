@@ -1,1 +1,3 @@
-"""The side that runs tools: Celery workers, and sandboxd, the one holder of the engine socket."""
+"""The worker side, which runs tools: Celery workers, and sandboxd. Only sandboxd opens the socket of the Docker
+engine.
+"""

@@ -1,4 +1,4 @@
-"""`python -m workers`: one Celery worker, of the kind that TOOLCREW_WORKER_KIND names."""
+"""`python -m workers`: run one Celery worker of the kind in TOOLCREW_WORKER_KIND."""
 
 import sys
 
@@ -10,8 +10,9 @@ from workers.logs import configure_logging, log_not_started
 from workers.settings import WorkerSettings, load_worker_settings
 
 ORPHAN_GRACE_S = 5.0
-"""How long the worker of an embedded stack outlives its keeper: its sandboxd is gone as well, so calls only have to
-leave their results.
+"""Seconds that the worker of an embedded stack runs after its parent has died.
+
+Its sandboxd has ended too, so calls only need time to store their results.
 """
 
 
@@ -29,7 +30,7 @@ def main() -> int:
 
 
 def _run(settings: WorkerSettings) -> None:
-    # Each kind is loaded by itself: one need not carry the packages of the other.
+    # Import only the chosen kind: a host of one kind need not have the packages of the other.
     if settings.worker_kind == "web":
         try:
             from workers.web_tools import load_web_worker_servers, load_web_worker_tools

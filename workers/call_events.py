@@ -1,5 +1,8 @@
-"""Sends the events of a running call to its caller: output as it is written, and questions. The keys and commands are
-in store/call_events.py.
+"""Events of a running call to its caller: output while the call runs, and questions.
+
+Keys and commands: store/call_events.py.
+
+Invariant: events never fail a call, and a slow caller delays it only for a limited time.
 """
 
 import threading
@@ -34,45 +37,46 @@ log = structlog.get_logger(__name__)
 T = TypeVar("T")
 
 FLUSH_EVERY_S = 0.03
-"""Pieces that come faster than this are sent together."""
+"""Seconds between two writes. Pieces of output within this time are sent together."""
 FLUSH_CHARS = 8 * 1024
 
 
 class CallEvents(Protocol):
-    """The way from a running call to its caller. A call never fails because of it."""
+    """Events between a running call and its caller. A failure of the events never fails the call."""
 
     @property
     def is_watched(self) -> bool:
-        """Whether the caller asked to see output before the call ends."""
+        """Return whether the caller asked for output while the call runs."""
         ...
 
     def show(self, stream: str, text: str) -> None:
-        """Send a piece of output now. Wait for a slow caller, for a limited time in all; output that was not sent is
-        counted.
-        """
+        """Send a piece of output. Wait for a slow caller, up to a total limit. Output that was not sent is counted."""
         ...
 
     def send(self, kind: str, payload: Mapping[str, Any]) -> bool:
-        """Send an event of another kind, after all output before it. Return False when no process reads it. Raises
-        ValueError when it is too large.
+        """Send an event of another kind, after all earlier output. Return False when no process reads the event.
+
+        Raises ValueError: the event is too large.
         """
         ...
 
     def await_answer(self, timeout_s: float) -> dict[str, Any] | None:
-        """Return the caller's next answer; None when none came in time, or no caller is there. Raises EnvelopeRefused
-        for one that cannot be read.
+        """Return the caller's next answer. None: no answer came in time, or the caller has disconnected.
+
+        Raises EnvelopeRefused: the answer cannot be read.
         """
         ...
 
     def close(self) -> int:
-        """Send the last event. Return how many characters of output were not shown; 0 when no caller asked for
-        output.
+        """Send the last event.
+
+        Return the number of characters that were not shown; 0 when the caller asked for no output.
         """
         ...
 
 
 class NoCallEvents:
-    """The events of a call whose caller receives nothing before the result."""
+    """Events of a call without an event stream: its caller receives only the result."""
 
     is_watched = False
 
@@ -90,11 +94,11 @@ class NoCallEvents:
 
 
 class CallEventWriter:
-    """Writes the events of one call. Safe to use from several threads.
+    """Writes the events of one call. Safe for use from several threads.
 
-    At most MAX_WAITING_EVENTS or MAX_WAITING_BYTES wait to be read; then `show` waits. When the caller reads nothing
-    for STALL_S, or has held up the call for MAX_PAUSE_S in all, no more output is sent. When the caller stops reading
-    or Redis does not answer, no more events are sent.
+    At most MAX_WAITING_EVENTS or MAX_WAITING_BYTES wait to be read; then `show` waits. Output stops when the caller
+    reads nothing for STALL_S, or has delayed the call for MAX_PAUSE_S in total. All events stop when the caller stops
+    reading or Redis does not answer.
     """
 
     def __init__(self, store: WorkerCallEventStore, call_id: str) -> None:
@@ -131,7 +135,8 @@ class CallEventWriter:
             if rest_s <= 0 or self._pending_chars >= FLUSH_CHARS:
                 self._flush()
             elif self._timer is None:
-                # Without it the last of several fast pieces would wait until the next one, or until the call ends.
+                # Without the timer, the last of several fast pieces would wait for the next piece or the end of the
+                # call.
                 self._timer = threading.Timer(rest_s, self._flush)
                 self._timer.daemon = True
                 self._timer.start()
@@ -143,7 +148,7 @@ class CallEventWriter:
             return not self._is_closed and self._write(data, self._store.ask)
 
     def await_answer(self, timeout_s: float) -> dict[str, Any] | None:
-        # Without the lock: output goes on while the call waits for an answer.
+        # Do not take the lock: the call may send output while it waits for an answer.
         until = time.monotonic() + timeout_s
         while not self._is_lost and (rest_s := until - time.monotonic()) > 0:
             answer = self._try(partial(self._store.await_answer, rest_s))
@@ -173,7 +178,7 @@ class CallEventWriter:
             self._flushed_at = time.monotonic()
 
     def _make_room(self, size: int) -> bool:
-        """Wait for the caller as long as it reads. Return whether one more piece may be written."""
+        """Wait for room while the caller reads. Return whether one more piece may be written."""
         while not self._is_muted and not self._is_lost and not self._has_room(size):
             rest_s = min(STALL_S, MAX_PAUSE_S - self._paused_s)
             began = time.monotonic()
@@ -189,7 +194,7 @@ class CallEventWriter:
     def _has_room(self, size: int) -> bool:
         if self._waiting == 0:
             return True
-        # The caller reads in order, so the entries that wait are the last ones written.
+        # The caller reads in order, so the unread entries are the last ones written.
         unread = sum(list(self._sizes)[-self._waiting :])
         return self._waiting < MAX_WAITING_EVENTS and unread + size <= MAX_WAITING_BYTES
 
@@ -205,7 +210,7 @@ class CallEventWriter:
         return True
 
     def _try(self, command: Callable[[], T]) -> T | None:
-        """Return the command's result; None when Redis does not answer, and then this call sends no more events."""
+        """Return the result of the command. None: Redis does not answer, and this call sends no more events."""
         try:
             return command()
         except BrokerUnavailable as error:
@@ -217,8 +222,9 @@ class CallEventWriter:
 def open_call_events(
     client: SyncRedis, deployment: str, keys: SigningKeys, call: ToolCall, context: ToolContext
 ) -> CallEvents:
-    """Return the events of a call whose signed context asks for them. `client`: one that sends every command once
-    (`connect_once`).
+    """Return the events of a call. The signed context of the call must ask for events.
+
+    `client` must send every command only once (`connect_once`).
     """
     assert context.events is not None
     return CallEventWriter(
@@ -227,5 +233,5 @@ def open_call_events(
 
 
 def _merge(pieces: list[tuple[str, str]]) -> list[tuple[str, str]]:
-    """Return consecutive pieces of one stream as one piece."""
+    """Join consecutive pieces of the same stream."""
     return [(stream, "".join(text for _, text in group)) for stream, group in groupby(pieces, key=itemgetter(0))]

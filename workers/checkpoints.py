@@ -1,5 +1,7 @@
-"""Checkpoints from which a session is opened on its next host: those that the worker takes by itself, and those that a
-caller asked for.
+"""Checkpoints from which another host can open a session. The worker takes some by itself; callers request others.
+
+Invariant: a checkpoint is recorded in the session's location only under the fence with which this host holds the
+session. An automatic checkpoint without a record is deleted.
 """
 
 import threading
@@ -22,22 +24,21 @@ from workers.sandbox_client import SandboxClient
 log = structlog.get_logger(__name__)
 
 SUPERSEDED_S = 60.0
-"""How long a checkpoint is kept after a newer one: somebody may just be restoring it."""
+"""Seconds that a checkpoint is kept after a newer one: another host may be restoring it."""
 NOTE_RETRY_S = 1.0
 DEFAULT_EVERY_S = 60.0
 LOOK_EVERY_S = 2.0
 QUIET_S = 1.0
-"""A session that has been idle for so long is mostly between two steps of its model: the time at which packing is in
-nobody's way.
-"""
+"""Idle seconds after which a session is usually between two steps of its model. Packing then disturbs no call."""
 AT_ONCE = 2
-"""Of a host's sessions: packing takes a processor, and calls want them."""
+"""Sessions of a host that are packed at the same time. Packing uses a processor that calls need."""
 MAX_PAUSE_S = 600.0
 
 
 class AutomaticCheckpoints:
-    """Takes and forgets checkpoints that nobody has asked for. Between threads: each brings its own client of
-    sandboxd.
+    """Takes and deletes automatic checkpoints.
+
+    Threads may share an instance; each thread passes its own client of sandboxd.
     """
 
     def __init__(self, sessions: WorkerSessionStore, clock: Callable[[], float], stop: threading.Event) -> None:
@@ -47,12 +48,12 @@ class AutomaticCheckpoints:
         self._superseded: deque[tuple[float, str, str]] = deque()
 
     def take(self, client: SandboxClient, name: str, fence: int) -> str | None:
-        """Keep a session's files, and record that in its location; return the checkpoint. None if the session is not
-        ours any more: then nothing is kept.
+        """Save a checkpoint of a session and record it in the session's location. Return the checkpoint's id.
 
-        Raises ToolFailure and SandboxUnavailable as sandboxd refuses; BrokerUnavailable when the worker ends before
-        Redis has answered.
+        Return None, and keep nothing, if the session no longer belongs to this host. Raises ToolFailure and
+        SandboxUnavailable from sandboxd. Raises BrokerUnavailable: the worker ends before Redis has answered.
         """
+        # Take the time before the request: later changes are not in the checkpoint.
         taken_at = self._clock()
         checkpoint = str(client.checkpoint(name, automatic=True)["checkpoint"])
         recorded = self._record(name, fence, checkpoint, taken_at)
@@ -64,11 +65,11 @@ class AutomaticCheckpoints:
         return checkpoint
 
     def forget_later(self, name: str, checkpoint: str) -> None:
-        """Nothing refers to it any more."""
+        """Delete the checkpoint after SUPERSEDED_S. No session refers to this checkpoint."""
         self._superseded.append((time.monotonic() + SUPERSEDED_S, name, checkpoint))
 
     def forget_superseded(self, client: SandboxClient) -> None:
-        """Delete those that nobody restores any more. What cannot be deleted sandboxd deletes by its age."""
+        """Delete the checkpoints that are due. If this fails, sandboxd deletes a checkpoint by its age."""
         while self._superseded and self._superseded[0][0] <= time.monotonic():
             _, name, checkpoint = self._superseded.popleft()
             try:
@@ -77,20 +78,22 @@ class AutomaticCheckpoints:
                 log.warning("checkpoint_not_deleted", checkpoint=checkpoint, error=str(error))
 
     def _record(self, name: str, fence: int, checkpoint: str, taken_at: float) -> RecordedCheckpoint | None:
-        """Try until Redis answers: without a record nothing would refer to the checkpoint."""
+        """Record the checkpoint. Retry until Redis answers: without a record nothing refers to the checkpoint."""
         while True:
             try:
                 return self._sessions.record_automatic(name, fence, checkpoint, taken_at)
             except BrokerUnavailable as error:
                 log.warning("checkpoint_not_noted", checkpoint=checkpoint, error=str(error))
                 if self._stop.wait(NOTE_RETRY_S):
-                    # It may have been recorded: then it is all that the session has.
+                    # Redis may have recorded the checkpoint. This checkpoint may then be the session's only one, so
+                    # keep it.
                     raise
 
 
 class RecordingSandboxClient(SandboxClient):
-    """A client of sandboxd for calls: a checkpoint that a caller asks for is also recorded in its session's location,
-    and never deleted by us.
+    """A sandboxd client for calls.
+
+    It also records requested checkpoints in the session's location, and never deletes them.
     """
 
     def __init__(self, socket_path: Path | str, sessions: WorkerSessionStore, clock: Callable[[], float]) -> None:
@@ -104,27 +107,31 @@ class RecordingSandboxClient(SandboxClient):
         try:
             self._sessions.record_requested(name, str(saved["checkpoint"]), taken_at)
         except BrokerUnavailable as error:
-            # The checkpoint is there: only what a lost host would cost is more than need be.
+            # The checkpoint exists. Without the record, the loss of the host costs more changes than necessary.
             log.warning("checkpoint_not_noted", checkpoint=saved["checkpoint"], error=str(error))
         return saved
 
 
 @dataclass
 class WatchedSession:
-    """A session as the last looks saw it, in monotonic seconds. `changed_at`: when its files were first seen changed,
-    None while they are kept.
+    """State of a session from the last rounds, in monotonic seconds.
+
+    `changed_at` is the time of the first unsaved change; None when all files are saved.
     """
 
     kept_at: float = float("-inf")
     changed_at: float | None = None
     checkpoint: str = ""
-    """The last one taken of it."""
+    """The session's last checkpoint."""
     failures: int = 0
     retry_at: float = field(default=float("-inf"))
 
     def is_due(self, row: SessionRow, now: float, every_s: float) -> bool:
-        """Whether its files should be kept now: when it is quiet; after `every_s` in any pause between calls; after
-        three times that beside them.
+        """Return whether the session's files should be saved now.
+
+        - A quiet session is due at once.
+        - A session without running calls is due after `every_s`.
+        - A session with running calls is due after three times `every_s`.
         """
         if self.changed_at is None or now < self.kept_at + every_s or now < self.retry_at:
             return False
@@ -135,8 +142,9 @@ class WatchedSession:
 
 
 class CheckpointMonitor:
-    """Checkpoints what has changed, at most every `every_s` seconds a session, a few sessions at a time, so that the
-    loss of a host costs little.
+    """Saves changed sessions, so that the loss of a host costs few changes.
+
+    A session is saved at most every `every_s` seconds. A few sessions are packed at the same time.
     """
 
     def __init__(
@@ -155,7 +163,7 @@ class CheckpointMonitor:
         self._watched: dict[str, WatchedSession] = {}
 
     def look(self, client: SandboxClient) -> int:
-        """One round: keep what is due; gives how many sessions were kept. Raises OperatorError."""
+        """Run one round: save the sessions that are due. Return the number of saved sessions. Raises OperatorError."""
         rows = {row.name: row for row in parse_rows(client.sessions())}
         now = time.monotonic()
         ended = {
@@ -169,7 +177,7 @@ class CheckpointMonitor:
             watched = self._watched[name]
             watched.changed_at = (watched.changed_at or now) if row.changed else None
         due = [name for name, row in rows.items() if self._watched[name].is_due(row, now, self._every_s)]
-        # Whoever has waited longest goes first.
+        # The session that has waited longest is first.
         due.sort(key=lambda name: self._watched[name].changed_at or now)
         kept = self._keep_all(due) if due else 0
         self._checkpoints.forget_superseded(client)
@@ -201,8 +209,10 @@ class CheckpointMonitor:
         return checkpoint is not None
 
     def _forget_ended(self, ended: Mapping[str, str]) -> None:
-        """`ended`: sessions that sandboxd has no more, with their last checkpoints. What goes on elsewhere needs its
-        own; closed and expired ones do not.
+        """Delete the last checkpoints of closed and expired sessions later.
+
+        `ended` maps sessions that sandboxd no longer has to these checkpoints. A session that continues on another
+        host still needs its checkpoint.
         """
         locations = self._sessions.find(ended) if ended else {}
         for name, checkpoint in ended.items():

@@ -1,5 +1,9 @@
-"""What must not wait behind the calls of a busy pool: cancels and closes, read from a list of the host's own and obeyed
-at once.
+"""Cancel, close and drain orders.
+
+A worker reads orders from its own list and runs them at once, even when its pool is busy.
+
+Invariant: only a signed order that has not expired runs. An order can signal only a process that this worker has
+forked.
 """
 
 import contextlib
@@ -25,33 +29,33 @@ from workers.sandbox_client import SandboxClient, sandbox_id
 log = structlog.get_logger(__name__)
 
 WAIT_S = 1
-"""How long one BRPOP waits, and so about how long `stop` takes when Redis is away."""
+"""Seconds that one BRPOP waits. `stop` takes about as long when Redis does not answer."""
 STOP_S = 5.0
 RETRY_S = 1.0
 MAX_AT_ONCE = 32
-"""Closing takes the engine seconds: one does not hold up the next."""
+"""Orders that run at the same time. Closing a session takes seconds, and must not delay the next order."""
 _HOLDER = re.compile(r"(pool\.[^/\s]{1,128})/([1-9][0-9]{0,9})")
-"""As `process_holder` writes it. It comes from Redis: it may only name a worker of ours, and a process."""
+"""The format of `process_holder`. The value comes from Redis, so only a worker name and a pid are accepted."""
 
 
 class OrderHandler(Protocol):
-    """Obeys the orders of one kind of worker: those of `verbs`."""
+    """Runs the orders of one kind of worker. `verbs` lists the orders."""
 
     verbs: frozenset[str]
     needs_session: bool
 
     def obey(self, call: ToolCall, context: ToolContext, data: bytes) -> bool:
-        """Carry out one order, which came as `data`; return whether there was something to do. Raises ToolcrewError."""
+        """Run one order, which arrived as `data`. Return whether there was something to do. Raises ToolcrewError."""
         ...
 
 
 class ControlListener:
-    """A thread of the worker's parent process that reads control lists and has every order in them obeyed at once, side
-    by side.
+    """A thread in the worker's parent process that reads the control lists.
 
-    An item is a signed envelope of one of the handler's verbs, or of the order to drain this very worker, the first of
-    `queues`. No result is stored. Anything else is logged and dropped, and `on_refused` gets the reason. `drain` gets
-    whether files may be lost, and returns whether it has begun.
+    The listener runs every order at once, each in its own thread. An item is a signed envelope with a verb of the
+    handler, or an order to drain this worker. The worker's own queue is the first of `queues`. No result is stored.
+    Any other item is logged and dropped, and `on_refused` receives the reason. `drain` receives whether files may be
+    lost, and returns whether the drain has started.
     """
 
     def __init__(
@@ -79,9 +83,9 @@ class ControlListener:
         self._thread.start()
 
     def stop(self) -> None:
-        """Stop reading; what is being obeyed goes on."""
+        """Stop reading. Running orders continue."""
         self._stop.set()
-        # Wakes the thread. No other worker reads this worker's own list.
+        # The wake-up ends the BRPOP of the thread. No other worker reads this worker's own list.
         with contextlib.suppress(BrokerUnavailable):
             self._orders.wake(self._own, 1 + WAIT_S)
         self._thread.join(timeout=STOP_S)
@@ -104,11 +108,15 @@ class ControlListener:
             log.error("control_refused", reason=error.reason, error=str(error))
             self._on_refused(error.reason)
             return
+        # Wait for a free slot here, in the reading thread: orders beyond the limit stay in Redis.
         self._slots.acquire()
         threading.Thread(target=self._obey, args=(call, context, data), name="control-call", daemon=True).start()
 
     def _decode(self, data: bytes) -> tuple[ToolCall, ToolContext]:
-        """Raises EnvelopeRefused unless it is a signed order of ours that is not too late."""
+        """Return the call and its context.
+
+        Raises EnvelopeRefused: the item is no signed order for this worker, or has expired.
+        """
         try:
             call, context = decode_call(data.decode(), self._key)
         except UnicodeDecodeError as error:
@@ -126,7 +134,7 @@ class ControlListener:
         return call, context
 
     def _check_drain(self, call: ToolCall) -> None:
-        """An order for another worker may lie in a list that several read."""
+        """Raise EnvelopeRefused unless the drain order is for this worker. Several workers may read the same list."""
         if call.arguments.get("queue") != self._own:
             raise EnvelopeRefused(f"the order to drain is not for {self._own}", "wrong_task")
 
@@ -144,7 +152,7 @@ class ControlListener:
 
 
 class CancelLedger(Protocol):
-    """Decides which calls may start, and knows which process runs each."""
+    """Decides which calls may start, and knows the process that runs each call."""
 
     def forbid(self, tenant: str, call_id: str) -> bool: ...
 
@@ -152,7 +160,7 @@ class CancelLedger(Protocol):
 
 
 class SandboxOrders:
-    """`session.cancel` (argument `call_id`) and `session.close` of sessions of this host.
+    """Runs `session.cancel` (argument `call_id`) and `session.close` for sessions of this host.
 
     A cancelled call that still waits in the queue is forbidden, so that it never starts.
     """
@@ -171,15 +179,15 @@ class SandboxOrders:
             if call.name == "session.close":
                 return client.close(name)
             call_id = str(call.arguments["call_id"])
-            # True when the call was running and is being killed, or had not started and never will.
+            # True: the call had not started and never will, or it is running and is being killed.
             return self._ledger.forbid(context.tenant, call_id) or client.cancel(name, call_id)
 
 
 class PoolOrders:
-    """`session.cancel` alone, for calls without a sandbox: the worker that reads the order ends the call, or passes the
-    order on to the one that runs it.
+    """Runs `session.cancel` for calls without a sandbox.
 
-    The lists of the pools may be read by any of their workers; `worker` also has a list of its own.
+    The worker ends its own call, or passes the order on to the worker that runs the call. Any worker of a pool may
+    read the pool's list. `worker` also has its own list.
     """
 
     verbs = frozenset({"session.cancel"})
@@ -200,7 +208,7 @@ class PoolOrders:
         self._end_process = end_process or _interrupt_child
 
     def obey(self, call: ToolCall, context: ToolContext, data: bytes) -> bool:
-        """Return True when the call had not started and never will, or is being ended, here or by whoever runs it."""
+        """Return True when the call had not started and never will, or when this or another worker ends the call."""
         call_id = str(call.arguments["call_id"])
         if self._ledger.forbid(context.tenant, call_id):
             return True
@@ -210,18 +218,18 @@ class PoolOrders:
         if found[1] != self._worker:
             self._orders.push(found[1], data)
             return True
-        # Before the signal: the process looks there whether it is meant.
+        # Mark before the signal: the process looks at the board to see whether the signal is for its call.
         self._board.mark(context.tenant, call_id)
         return self._end_process(int(found[2]))
 
 
 def process_holder(worker: str, pid: int) -> str:
-    """Who runs a call, for the ledger, when it is one process of a worker without sandboxes."""
+    """Return the holder of a call for the ledger: one process of a worker without sandboxes."""
     return holder_name(worker, str(pid))
 
 
 def _interrupt_child(pid: int) -> bool:
-    """Send END_SIGNAL to a process that this one forked; a marker from Redis cannot name any other."""
+    """Send END_SIGNAL to a child of this process. Any other pid is refused: the pid comes from Redis."""
     try:
         parent = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
         if parent != os.getpid():

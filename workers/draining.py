@@ -1,4 +1,8 @@
-"""Drain of a host: save a checkpoint of each session, release the session for other hosts, then end the worker."""
+"""Drain of a host: save a checkpoint of each session, release the session for other hosts, then end the worker.
+
+Invariant: a session is released only after its last change is in a checkpoint, except when the drain is late or
+lossy.
+"""
 
 import threading
 import time
@@ -20,25 +24,29 @@ log = structlog.get_logger(__name__)
 AT_ONCE = 4
 LOOK_S = 0.5
 HOLD_S = 60.0
-"""Seconds that calls of a session may wait during its checkpoint. Afterwards another host may open the session from an
-earlier checkpoint."""
+"""Seconds that calls of a session may wait during its checkpoint.
+
+Afterwards another host may open the session from an earlier checkpoint.
+"""
 QUIET_WAIT_S = 5.0
 """Seconds in which the calls of a held session must end. Otherwise the session is served again, and held later."""
 BUSY_WAIT_S = 3.0
 """Seconds to wait for a session that always has a running call. Afterwards its new calls are held back."""
 RETRY_S = 5.0
 MAX_RETRY_S = 60.0
-"""Longest pause between two holds of a session. A failed hold makes the session's other calls wait, so each pause is
-longer."""
+"""Longest pause between two holds of a session.
+
+A failed hold makes the session's other calls wait, so each pause is longer.
+"""
 POLL_S = 0.05
 
 
 class Drain:
-    """Moves this host's sessions away. `find_at_work` returns the sessions with a call that left the queue and has
-    not ended.
+    """Moves this host's sessions away.
 
-    With `is_lossy` (the store belongs to this host only) a session moves without its files. The result of its next call
-    reports the loss.
+    `find_at_work` returns the sessions with a call that left the queue and has not ended. With `is_lossy`, the store
+    belongs to this host only, and a session moves without its files. The result of the session's next call reports
+    the loss.
     """
 
     def __init__(
@@ -64,7 +72,7 @@ class Drain:
 
     @property
     def trouble(self) -> str:
-        """Message for the operator: the sessions that are left, and one that cannot be saved."""
+        """Message for the operator: the number of remaining sessions, and one session that cannot be saved."""
         message = f"{self.left} sessions left"
         if not self._refusals:
             return message
@@ -72,14 +80,16 @@ class Drain:
         return f"{message}; {len(self._refusals)} cannot be kept, such as {name.partition(':')[2]}: {why}"
 
     def finish(self, limit_s: float, leave: Callable[[], bool], *, is_lossy: bool) -> bool:
-        """Move all sessions, call `leave`, then move the sessions that were opened before it. After `leave` this host
-        receives no calls. Return False when the worker ends first.
+        """Move all sessions, call `leave`, then move the sessions that were opened in between.
+
+        Return False when the worker ends first. After `leave` this host receives no calls.
         """
         return self.run(limit_s, is_lossy=is_lossy) and leave() and self.run(limit_s, is_lossy=is_lossy)
 
     def run(self, limit_s: float, *, is_lossy: bool) -> bool:
-        """Move sessions until none is left. After `limit_s` the rest moves with its last checkpoint. Return False when
-        the worker ends first.
+        """Move all sessions. After `limit_s` seconds the remaining sessions move with their last checkpoint.
+
+        Return False when the worker ends first.
         """
         until = time.monotonic() + limit_s
         while not self._stop.is_set():
@@ -92,7 +102,7 @@ class Drain:
         return False
 
     def _round(self, *, is_lossy: bool, is_late: bool) -> int:
-        """Move the sessions that can move now. Return how many are left."""
+        """Move the sessions that can move now. Return the number of remaining sessions."""
         try:
             with self._open_client() as client:
                 rows = {row.name: row for row in parse_rows(client.sessions())}

@@ -12,11 +12,12 @@ log = structlog.get_logger(__name__)
 
 
 class Duty:
-    """Runs a function every `every_s` seconds in a thread of its own, so that a duty that hangs holds up no other,
-    until `stop` is set.
+    """Runs a function every `every_s` seconds until `stop` is set.
 
-    `run` returns True when there is nothing more to do, ever. When it raises OperatorError or ToolFailure, `failure` is
-    logged with the error, and it runs again after `retry_s`. `is_first_at_once`: the first time without a pause.
+    Each duty has its own thread, so a blocked duty delays no other duty. `run` returns True when the duty is
+    complete; it then never runs again. If `run` raises OperatorError or ToolFailure, the event `failure` is logged
+    with the error, and `run` is called again after `retry_s`. With `is_first_at_once` the first run has no pause
+    before it.
     """
 
     def __init__(
@@ -44,11 +45,11 @@ class Duty:
         self._thread.start()
 
     def run_soon(self) -> None:
-        """Run now, or again after the present run."""
+        """Run now. If a run is in progress, run once more after it."""
         self._soon.set()
 
     def join(self, timeout_s: float) -> None:
-        """Wait for the end of a duty that has nothing more to do, or was stopped."""
+        """Wait for the end of a duty that is complete or was stopped."""
         self._soon.set()
         self._thread.join(timeout_s)
 
@@ -56,6 +57,7 @@ class Duty:
         pause_s = self._every_s
         while True:
             self._soon.wait(pause_s)
+            # Clear the event before the run: a `run_soon` during the run then causes another run.
             self._soon.clear()
             if self._stop.is_set():
                 return
@@ -64,6 +66,6 @@ class Duty:
                     return
                 pause_s = self._every_s
             except (OperatorError, ToolFailure) as error:
-                # The event's name is a literal where the duty is defined (scripts/log_events.py).
+                # The event's name is a literal at the definition of the duty (scripts/log_events.py).
                 log.log(logging.WARNING, self._failure, error=str(error))
                 pause_s = self._retry_s

@@ -86,7 +86,10 @@ class CallPolicy:
 
 
 class CallRepeated(Exception):
-    """Error for a message that needs no answer: its call has started, was refused, or was sent again (`claim`)."""
+    """Error for a message that gets no answer: its call has started, was refused, or was sent again.
+
+    `claim` says which.
+    """
 
     def __init__(self, claim: CallClaim) -> None:
         super().__init__(claim.value)
@@ -104,7 +107,7 @@ class ClaimStore(Protocol):
 
 
 class BlobStore(Protocol):
-    """Bytes that are stored outside of calls and results (WorkerBlobs of store/blobs.py)."""
+    """Store of bytes outside of calls and results (WorkerBlobs of store/blobs.py)."""
 
     def take(self, tenant: str, key: str) -> bytes: ...
 
@@ -112,7 +115,10 @@ class BlobStore(Protocol):
 
 
 class FinishedCall(NamedTuple):
-    """A call that has its result. `received_at`: Unix seconds; `requests`: the requests to sandboxd, in order."""
+    """A call that has its result. `received_at` is in Unix seconds.
+
+    `requests` lists the requests to sandboxd, in order.
+    """
 
     call: ToolCall
     context: ToolContext
@@ -122,8 +128,9 @@ class FinishedCall(NamedTuple):
 
 
 class CallMiddleware:
-    """An optional feature around the calls of an executor. The executor runs one call at a time. The base methods add
-    nothing.
+    """Base class of an optional feature around the calls of an executor. Its methods add nothing.
+
+    The executor runs one call at a time.
     """
 
     def run(self, environment: ToolEnvironment, handler: Callable[[], Outcome]) -> Outcome:
@@ -136,8 +143,10 @@ class CallMiddleware:
 
 @dataclass(frozen=True)
 class _PreparedCall:
-    """A call that may start. `call` has all of its arguments. `aliases`: the alternative argument names that the caller
-    used. `terms`: the terms of the tenant's sandboxes.
+    """A call that may start. `call` includes all of its arguments.
+
+    `aliases` lists the alternative argument names that the caller used. `terms` are the terms of the tenant's
+    sandboxes.
     """
 
     call: ToolCall
@@ -148,8 +157,9 @@ class _PreparedCall:
 
 
 class Executor:
-    """Runs calls on this host. A call's failure becomes a result, not an exception. `clock`: the clock that all hosts
-    share. `middleware`: the first entry is the innermost.
+    """Runs calls on this host. A call's failure becomes a result, not an exception.
+
+    `clock` is the clock that all hosts share. The first entry of `middleware` is the innermost.
     """
 
     def __init__(
@@ -171,7 +181,7 @@ class Executor:
         self._clock = clock
 
     def execute(self, call: ToolCall, context: ToolContext) -> ToolResult:
-        """Return the one result of the call. Raises CallRepeated: this message needs no answer."""
+        """Return the one result of the call. Raises CallRepeated: the message needs no answer."""
         received_at, received = time.time(), time.monotonic()
         requests: Sequence[SandboxRequest] = ()
         prepare = cache(lambda: _attempt(call, lambda: self._prepare(call, context)))
@@ -281,7 +291,7 @@ class Executor:
 
 
 def _attempt(call: ToolCall, work: Callable[[], T], environment: ToolEnvironment | None = None) -> T | ToolResult:
-    """Return what `work` returns, or the result of its failure. `environment`: that of the running handler."""
+    """Return the result of `work`, or a failed ToolResult. `environment` is the environment of the running handler."""
     try:
         return work()
     except SandboxdUnreachable as away:
@@ -292,7 +302,8 @@ def _attempt(call: ToolCall, work: Callable[[], T], environment: ToolEnvironment
             log.error("call_not_served", tool=call.name, call=call.id, code=error.code.value, error=str(error))
         metadata = RunFailure.remove(error.metadata) if isinstance(error, ToolFailure) else {}
         return ToolResult.failed(call, error.code, str(error) + news, metadata=metadata, **reports)
-    except Exception as error:  # the edge: a bug in a tool must cost this call only, and be loud
+    # The outermost handler: a bug in a tool must fail only this call, and the log must show it.
+    except Exception as error:
         log.exception("tool_bug", tool=call.name, call=call.id)
         message = (
             f"{call.name} failed because of a bug ({type(error).__name__}); see the worker's log for call {call.id}"
@@ -301,8 +312,9 @@ def _attempt(call: ToolCall, work: Callable[[], T], environment: ToolEnvironment
 
 
 def _sandboxd_away(call: ToolCall, away: SandboxdUnreachable) -> ToolResult:
-    """Return the result of a call whose sandboxd became unreachable. The dispatcher sends the call again if it has not
-    acted, or if it may act twice.
+    """Return the result of a call after sandboxd became unreachable.
+
+    The dispatcher sends the call again if the call has not acted, or if the call may act twice.
     """
     log.error("sandboxd_away", tool=call.name, call=call.id, was_sent=away.was_sent, error=str(away))
     if not away.was_sent:
@@ -312,7 +324,7 @@ def _sandboxd_away(call: ToolCall, away: SandboxdUnreachable) -> ToolResult:
 
 
 def _refusal(call: ToolCall, claim: CallClaim) -> ToolResult:
-    """Return the result of a call whose claim was not granted."""
+    """Return the result of a call without a granted claim."""
     if claim is CallClaim.EXPIRED:
         message = f"{call.name} waited in the queue past its deadline and was not run: send it again"
         return _not_run(ToolResult.failed(call, ErrorCode.TIMEOUT, message), RunFailure.EXPIRED)
@@ -345,8 +357,9 @@ class HeldCalls:
 
     @contextmanager
     def over(self, confirm: Callable[[], object]) -> Iterator[None]:
-        """Register a running call while the block runs. `confirm` records the claim again. It is called again after
-        BrokerUnavailable.
+        """Register a running call while the block runs. `confirm` records the claim again.
+
+        It is called again after BrokerUnavailable.
         """
         mark = object()
         with self._lock:

@@ -1,5 +1,8 @@
-"""Schemas of others, of MCP servers and of tenants, as far as models may be told of them and arguments be checked by
-them: bounded in every way that costs something.
+"""Schemas from MCP servers and tenants.
+
+This module limits and cleans them, for use in requests to models and in checks of arguments.
+
+Invariant: a foreign schema has limited size, depth and checking time, and no characters that a person cannot see.
 """
 
 import json
@@ -15,24 +18,28 @@ from workers.web.fences import printable
 MAX_SCHEMA_BYTES = 16 * 1024
 MAX_SCHEMA_DEPTH = 24
 MAX_PARTS = 2000
-"""Schemas that a check of arguments may have to look at, references followed, and the values in their lists."""
+"""Limit of the schemas that one check of arguments visits, after following references, plus the values in their
+lists.
+"""
 HIDDEN = re.compile("[\u202a-\u202e\u2066-\u2069\U000e0000-\U000e007f]")
-"""Letters that a person does not see and a model reads, and what shows text in another order than it has."""
+"""Characters that are invisible to a person but not to a model, and characters that change the order of text."""
 _PARTS = ("properties", "$defs", "definitions", "dependentSchemas")
 _LISTS = ("allOf", "anyOf", "oneOf", "prefixItems")
 _SINGLE = ("items", "contains", "additionalProperties", "propertyNames", "not", "if", "then", "else")
 _DROPPED = ("$schema", "$id", "pattern", "patternProperties", "unevaluatedItems", "unevaluatedProperties")
-"""The first two turn references elsewhere. A check of the others may take exponential time; the program that runs the
-tool checks them.
+"""Keywords that are removed. `$schema` and `$id` redirect references. A check of the others may take exponential
+time.
+
+The program that runs the tool checks the removed keywords.
 """
 
 
 class SchemaRefused(Exception):
-    """In words for the operator."""
+    """Error for a schema that is not accepted. The message is for the operator."""
 
 
 def bound_schema(given: Any) -> dict[str, Any]:
-    """The schema without what is not checked here. Raises SchemaRefused."""
+    """Return the schema without the keywords that are not checked here. Raises SchemaRefused."""
     if not isinstance(given, dict) or given.get("type") != "object":
         raise SchemaRefused("its parameters are no object")
     try:
@@ -52,7 +59,8 @@ def bound_schema(given: Any) -> dict[str, Any]:
 
 
 def _check_texts(schema: Any) -> None:
-    """Before anything is walked: how deep it is, and that all of it can be shown. Raises SchemaRefused."""
+    """Check the depth of the schema and its characters, before any recursive code runs. Raises SchemaRefused."""
+    # An explicit stack: recursion over a deep schema would exceed the interpreter's limit.
     left = [(schema, 0)]
     while left:
         value, depth = left.pop()
@@ -69,7 +77,7 @@ def _check_texts(schema: Any) -> None:
 
 
 def _without(schema: Any) -> Any:
-    """A copy without _DROPPED, wherever a schema stands; parameters may well be called so."""
+    """Return a copy without the keywords in _DROPPED. A parameter may have the name of such a keyword, and stays."""
     if not isinstance(schema, dict):
         return schema
     copy: dict[str, Any] = {}
@@ -86,13 +94,13 @@ def _without(schema: Any) -> Any:
 
 
 def _check_expansion(schema: Mapping[str, Any]) -> None:
-    """Few references can stand for very many schemas, or for endlessly many. Raises SchemaRefused."""
+    """Raise SchemaRefused when references make the schema too large or endless."""
     parts = 0
     for part, is_repeated in applied_schemas(schema):
         if is_repeated:
             raise SchemaRefused("its schema refers to itself")
         if any(key in part for key in _DROPPED):
-            # A reference may lead to where nothing was dropped, as into a default.
+            # A reference may lead to a value that is no schema, such as a default. Nothing was removed there.
             raise SchemaRefused("its schema refers to what is no place of a schema")
         parts += count_parts(part)
         if parts > MAX_PARTS:

@@ -1,5 +1,6 @@
-"""What a worker does beside its calls: it takes its name and its sessions, reports, keeps checkpoints, drains, and ends
-when it was given up.
+"""Duties of a worker in addition to its calls: name, sessions, reports, checkpoints, drain, and end.
+
+A worker that the deployment has declared lost ends and never uses its name again.
 """
 
 import secrets
@@ -56,28 +57,31 @@ SANDBOXD_WAIT_S = 60.0
 ADOPT_EVERY_S = 1.0
 LEFTOVERS_EVERY_S = 10.0
 LOST_S = 15.0
-"""How long calls that run may go on when the worker must not: no process waits for those of an incarnation that was
-given up.
+"""Seconds that running calls get when the worker must end at once.
+
+No process waits for results of an incarnation that was declared lost.
 """
 
 
 class Host(Protocol):
-    """The worker as the rest of the deployment knows it. `start` once it serves calls, `stop` when the last call has
-    ended.
+    """Interface of the worker to the deployment. `start` runs when the worker serves calls.
+
+    `stop` runs after the last call has ended.
     """
 
     worker: str
     queues: tuple[str, ...]
     control_queues: tuple[str, ...]
-    """Its own first."""
+    """Queues of the control lists that the worker reads; its own queue is first."""
 
     def start(self) -> None: ...
 
     def stop(self) -> None: ...
 
     def drain(self, lossy: bool) -> bool:
-        """Take the worker out of service, and end; return whether that has begun. `lossy`: even if sessions lose their
-        files.
+        """Take the worker out of service, then end it. Return whether the drain has started now.
+
+        With `lossy` the drain starts even if sessions lose their files.
         """
         ...
 
@@ -90,7 +94,7 @@ def build_heartbeat_duty(heartbeat: Heartbeat, stop: threading.Event) -> Duty:
 
 @dataclass(frozen=True)
 class _Facts:
-    """What is the same in all reports of one worker."""
+    """The fields that are the same in all reports of one worker."""
 
     host: str
     worker: str
@@ -103,8 +107,10 @@ class _Facts:
 
 
 class SandboxHost:
-    """A worker beside a sandboxd. Made before it serves calls: waits for sandboxd, takes the name of its boot, and
-    takes over its sessions.
+    """A worker next to a sandboxd.
+
+    The constructor runs before the worker serves calls. It waits for sandboxd, takes the queue name of sandboxd's
+    boot, and takes over sandboxd's sessions.
 
     Raises SandboxUnavailable, BrokerUnavailable, and ConfigError when another worker serves the sandboxd.
     """
@@ -130,6 +136,7 @@ class SandboxHost:
         self.queues: tuple[str, ...] = (self.queue,)
         self.control_queues: tuple[str, ...] = (self.queue,)
         self._sessions = self.open_sessions()
+        # Decide about the sessions before the first call: a stale session must not serve a call.
         self._adoption = AdoptionMonitor(self._sessions, hosts, incarnation.ended)
         with self._open_client() as sandboxd:
             self._adoption.begin(str(row["name"]) for row in sandboxd.sessions())
@@ -138,13 +145,13 @@ class SandboxHost:
         self._checkpoints = AutomaticCheckpoints(self._sessions, clock, self._stop)
 
     def open_sessions(self) -> WorkerSessionStore:
-        """Return a store with a connection of its own."""
+        """Return a session store with its own connection."""
         return WorkerSessionStore(
             connect(self._broker), self._broker.deployment, self._settings.host, self.queue, self._broker.signing_keys()
         )
 
     def open_call_client(self) -> SandboxClient:
-        """Return a client of sandboxd for one thread or process that runs calls."""
+        """Return a sandboxd client for one thread or process that runs calls."""
         if self._is_local:
             return self._open_client()
         return RecordingSandboxClient(self._settings.sandboxd_socket, self.open_sessions(), self._clock)
@@ -156,8 +163,10 @@ class SandboxHost:
             duty.start()
 
     def stop(self) -> None:
-        """With sessions, orchestrators wait for its next process. Without, they take what waits in its queue at
-        once.
+        """Stop the duties and send the last report.
+
+        If sandboxd has sessions, orchestrators wait for the next worker process. Otherwise they take the calls in its
+        queue at once.
         """
         self._stop.set()
         self._stop_checkpoints.set()
@@ -184,8 +193,9 @@ class SandboxHost:
         return True
 
     def _build_duties(self) -> list[Duty]:
-        """The periodic duties. Each has a thread and a client of its own: a sandboxd or a Redis that is silent holds up
-        no other duty.
+        """Return the periodic duties.
+
+        Each duty has its own thread and its own client, so a silent sandboxd or Redis delays no other duty.
         """
         broker, stop, client = self._broker, self._stop, self._open_client
         policies = WorkerTenants(connect(broker), broker.deployment, broker.signing_keys())
@@ -240,7 +250,7 @@ class SandboxHost:
         )
 
     def _checkpoint_every_s(self) -> float:
-        """How often checkpoints are taken; 0 for never."""
+        """Return the seconds between two checkpoints of a session; 0: no checkpoints."""
         setting_s = self._settings.checkpoint_every_s
         if not self._is_local:
             return DEFAULT_EVERY_S if setting_s is None else setting_s
@@ -262,15 +272,16 @@ class SandboxHost:
         end_worker(EXIT_RESTART, within_s=LOST_S)
 
     def _end_for_other_boot(self, boot: str) -> None:
-        """Its sessions are adopted under a new name, by a worker that begins anew."""
+        """End this worker. A new worker process adopts the sessions of the restarted sandboxd under a new name."""
         log.error("worker_ends", reason=f"sandboxd was started again (boot {boot})", exit_code=EXIT_RESTART)
         self._is_leaving = True
         self._stop_checkpoints.set()
         end_worker(EXIT_RESTART, within_s=LOST_S)
 
     def _await_sandboxd(self) -> dict[str, Any]:
-        """Return the first status of this host's sandboxd, which may still be starting. Raises SandboxUnavailable when
-        it stays silent.
+        """Return the first status of this host's sandboxd, which may still be starting.
+
+        Raises SandboxUnavailable: sandboxd has not answered within SANDBOXD_WAIT_S.
         """
         until = time.monotonic() + SANDBOXD_WAIT_S
         while True:
@@ -284,9 +295,7 @@ class SandboxHost:
 
 
 class PoolHost:
-    """A worker without sandboxes, which serves the queues of pools. `worker`: the name of this incarnation; no other
-    process has it.
-    """
+    """A worker without sandboxes, which serves the queues of pools. `worker` is the unique name of this incarnation."""
 
     def __init__(self, settings: WorkerSettings, queues: Sequence[str], clock: SharedClock) -> None:
         self.worker = pool_worker(settings.host, secrets.token_hex(4))
@@ -307,12 +316,14 @@ class PoolHost:
         self._heartbeat_duty.start()
 
     def stop(self) -> None:
-        """No process waits for it: it has no queue of its own."""
+        """Stop the duties and send the last report. No process waits for this worker: it has no call queue of its
+        own.
+        """
         self._stop.set()
         self._heartbeat.leave("drained")
 
     def drain(self, lossy: bool) -> bool:
-        """Take no more calls, let those that run end, and end. There are no files to lose."""
+        """Stop taking calls, wait for the running calls, then end. There are no files to lose."""
         if self._is_leaving:
             return False
         self._is_leaving = True

@@ -1,4 +1,4 @@
-"""What a sandbox worker does periodically for its host: each class is one duty, and `look` is one round of it."""
+"""Periodic duties of a sandbox worker for its host. Each class is one duty; each `look` is one round of the duty."""
 
 import time
 from collections import Counter
@@ -30,7 +30,7 @@ from workers.sandbox_client import SandboxClient
 log = structlog.get_logger(__name__)
 
 SILENT_S = 3 * HEARTBEAT_S
-"""After so long without an answer nothing new is placed on the host."""
+"""Seconds without an answer from sandboxd after which the host gets no new sessions."""
 BATCH = 500
 _PARTS = (COUNT, SUM, *(f"{BUCKET}{bound:g}" for bound in SANDBOX_START_SECONDS.buckets))
 _LABELLED = {"kills": KILLS, "lost": SANDBOXES_LOST}
@@ -39,8 +39,12 @@ _STATES = ("busy", "idle", "paused", "lost", "warm")
 
 @dataclass(frozen=True)
 class SessionRow:
-    """A session as sandboxd reports it. `name`: `<tenant>:<session>`; `changed`: its files may differ from its last
-    checkpoint; `fence`: of the place under which it was opened there."""
+    """A session as sandboxd reports it.
+
+    - `name`: `<tenant>:<session>`.
+    - `changed`: the session's files may differ from its last checkpoint.
+    - `fence`: the fence of the location under which sandboxd opened the session.
+    """
 
     name: str
     calls: int
@@ -60,7 +64,7 @@ class SessionRow:
 
 
 def parse_rows(rows: Sequence[Mapping[str, Any]]) -> list[SessionRow]:
-    """Return the rows of a reply. A session whose row does not say whether it has changed may have."""
+    """Return the rows of a reply. A row without `changed` counts as changed."""
     return [
         SessionRow(
             str(row["name"]),
@@ -76,9 +80,7 @@ def parse_rows(rows: Sequence[Mapping[str, Any]]) -> list[SessionRow]:
 
 
 class SandboxdMonitor:
-    """Knows the last status of this host's sandboxd. `on_other_boot`: called once when another sandboxd answers than at
-    first.
-    """
+    """Keeps the last status of this host's sandboxd. Calls `on_other_boot` once when the boot of sandboxd changes."""
 
     def __init__(self, first: Mapping[str, Any], on_other_boot: Callable[[str], None]) -> None:
         self.status = first
@@ -88,11 +90,11 @@ class SandboxdMonitor:
 
     @property
     def is_silent(self) -> bool:
-        """Whether the last status is old."""
+        """Return whether the last status is older than SILENT_S."""
         return time.monotonic() - self._seen_at > SILENT_S
 
     def look(self, client: SandboxClient) -> bool:
-        """Ask for the status; return True when another sandboxd answered. Raises OperatorError, ToolFailure."""
+        """Read the status. Return True when another boot of sandboxd answered. Raises OperatorError, ToolFailure."""
         self.status = client.status()
         self._seen_at = time.monotonic()
         boot = str(self.status["boot"])
@@ -104,13 +106,14 @@ class SandboxdMonitor:
 
 
 class AdoptionMonitor:
-    """At a worker's start, decides about the sessions that its sandboxd has: taken over if they are this host's, closed
-    if they live elsewhere or ended.
+    """Decides about the sessions that sandboxd has when a worker starts.
 
-    `begin` before the worker serves calls; then `retry` for what could not be decided or closed at once."""
+    The worker takes over the sessions of this host. It closes sessions that run on another host or have ended.
+    `begin` runs before the worker serves calls. `retry` repeats what could not be decided or closed at once.
+    """
 
     def __init__(self, sessions: WorkerSessionStore, hosts: WorkerHostStore, ended: Sequence[HostReport]) -> None:
-        """`ended`: reports of workers of this host that have ended and whose reports have not expired."""
+        """`ended`: the unexpired reports of workers of this host that have ended."""
         self._sessions = sessions
         self._hosts = hosts
         self._ended = ended
@@ -118,11 +121,14 @@ class AdoptionMonitor:
         self._stale: list[str] = []
 
     def begin(self, names: Iterable[str]) -> Counter[AdoptionResult]:
-        """Decide about all sessions that sandboxd has (`names`); return how many were decided how. Raises
-        BrokerUnavailable.
+        """Decide about the sessions `names`, which are all sessions of sandboxd.
+
+        Return the number of sessions for each result.
+
+        Raises BrokerUnavailable.
         """
         counts = self._adopt(list(names))
-        # Only now: when a host is lost, orchestrators move its sessions away.
+        # Dismiss the reports last: orchestrators move the sessions of a lost host away.
         for report in self._ended:
             self._hosts.dismiss(report)
         if counts:
@@ -130,7 +136,7 @@ class AdoptionMonitor:
         return counts
 
     def retry(self, client: SandboxClient) -> bool:
-        """One round; returns whether everything is decided and closed."""
+        """Run one round. Return whether all sessions are decided and closed."""
         if self._held:
             try:
                 self._adopt(self._held)
@@ -151,12 +157,13 @@ class AdoptionMonitor:
                     held.append(name)
                 elif result in (AdoptionResult.ELSEWHERE, AdoptionResult.CLOSED) and name not in self._stale:
                     self._stale.append(name)
-        # Only when Redis has answered for all: else they are all asked about again.
+        # Replace the list only after Redis has answered for all names. Otherwise the next round asks for all of them
+        # again.
         self._held = held
         return counts
 
     def _close_stale(self, client: SandboxClient) -> None:
-        """Close what another host serves from an older or newer state, or what has ended: no call may go on with it."""
+        """Close sessions that another host serves, and sessions that have ended. No call may use their old files."""
         stale, self._stale = self._stale, []
         for name in stale:
             try:
@@ -168,10 +175,10 @@ class AdoptionMonitor:
 
 
 class ExpiryMonitor:
-    """Removes the locations of expired sessions, so that they do not count among their tenant's.
+    """Removes the locations of expired sessions, so that these sessions do not count for their tenants.
 
-    A session has expired if sandboxd removed it after it was idle for its time to live. One that sandboxd lost
-    otherwise may go on from its checkpoint.
+    sandboxd removes a session that was idle for its time to live; this session has expired. A session that sandboxd
+    lost for another reason may continue from its checkpoint.
     """
 
     def __init__(self, sessions: WorkerSessionStore) -> None:
@@ -181,9 +188,11 @@ class ExpiryMonitor:
         self._expired: set[str] = set()
 
     def look(self, client: SandboxClient) -> int:
-        """One round; returns how many locations were removed. Raises OperatorError: then the next round does it."""
+        """Run one round. Return the number of removed locations. Raises OperatorError: the next round tries again."""
         rows = {row.name: row for row in parse_rows(client.sessions())}
         now = time.monotonic()
+        # sandboxd does not report why a session is missing. The idle time at the last round, plus the time since
+        # then, shows whether its time to live has passed.
         passed_s = now - self._seen_at
         self._expired |= {
             name for name, row in self._seen.items() if name not in rows and row.idle_s + passed_s >= row.ttl_s
@@ -197,22 +206,23 @@ class ExpiryMonitor:
 class LeftoverMonitor:
     """Closes sandboxd's sessions that were closed or live on another host.
 
-    An order to close is lost if the worker that should read it is killed, or if the sandbox is still being made. Then
-    the sandbox would live until its time to live has passed. A session without a location in Redis is left alone.
+    A close order is lost if its worker is killed, or if the sandbox is still starting. Such a sandbox would otherwise
+    live for its whole time to live. A session without a location in Redis is not closed.
     """
 
     def __init__(self, sessions: WorkerSessionStore) -> None:
         self._sessions = sessions
 
     def look(self, client: SandboxClient) -> int:
-        """One round; returns how many were closed. Raises OperatorError, ToolFailure: then the next round does the
-        rest.
+        """Run one round. Return the number of closed sessions.
+
+        Raises OperatorError, ToolFailure: the next round closes the rest.
         """
         fences = {row.name: row.fence for row in parse_rows(client.sessions())}
         names, count = list(fences), 0
         for at in range(0, len(names), BATCH):
             for name in sorted(self._sessions.find_ended(names[at : at + BATCH])):
-                # By its fence: meanwhile the session may have been opened here again.
+                # Close by fence: the session may have been opened here again since the rows were read.
                 if client.close(name, fence=fences[name]):
                     log.warning("leftover_session_closed", session=name.partition(":")[2])
                     count += 1
@@ -220,11 +230,10 @@ class LeftoverMonitor:
 
 
 class TermsMonitor:
-    """Sends sandboxd the terms of the tenants that have sessions here when their policies have changed.
+    """Sends sandboxd the terms of tenants with sessions here when their policies change.
 
-    So a background job loses a network that was taken back, also between calls.
-
-    `find_policy` raises ToolFailure(UNKNOWN_TENANT) and OperatorError.
+    A background job then loses a withdrawn network also between calls. `find_policy` raises
+    ToolFailure(UNKNOWN_TENANT) and OperatorError.
     """
 
     def __init__(self, find_policy: Callable[[str], TenantPolicy]) -> None:
@@ -232,7 +241,10 @@ class TermsMonitor:
         self._sent: dict[str, SandboxTerms] = {}
 
     def look(self, client: SandboxClient) -> int:
-        """One round: send what has changed; returns for how many tenants. Raises OperatorError."""
+        """Run one round: send the terms that have changed. Return the number of tenants with changed terms.
+
+        Raises OperatorError.
+        """
         tenants = {str(row["name"]).partition(":")[0] for row in client.sessions()}
         self._sent = {tenant: terms for tenant, terms in self._sent.items() if tenant in tenants}
         count = 0
@@ -245,8 +257,9 @@ class TermsMonitor:
         return count
 
     def _find_terms(self, tenant: str) -> SandboxTerms | None:
-        """Return the terms of the tenant's policy; for a tenant that was removed its last ones without network. None:
-        they cannot be read now.
+        """Return the terms of the tenant's policy; None when they cannot be read now.
+
+        A removed tenant keeps its last terms, without network.
         """
         try:
             return self._find_policy(tenant).sandbox
@@ -260,10 +273,10 @@ class TermsMonitor:
 
 
 class SandboxdMetrics:
-    """Sends the counts and the present state of the host's sandboxd to the deployment's metrics.
+    """Sends the counts and the state of the host's sandboxd to the deployment's metrics.
 
-    `status`: returns the last status of sandboxd; another release may report less. When Redis does not answer, the
-    counts are sent later, by this worker or by the next one.
+    `status` returns the last status of sandboxd. A sandboxd of another release may report fewer fields. When Redis
+    does not answer, this worker or the next one sends the counts later.
     """
 
     def __init__(
@@ -278,10 +291,11 @@ class SandboxdMetrics:
         self._is_reported = False
 
     def keep(self) -> None:
-        """Send what sandboxd reports now. Raises BrokerUnavailable."""
+        """Send the counts of the last status. Raises BrokerUnavailable."""
         status = self._status()
         if not isinstance(status.get("counts"), Mapping):
             return
+        # A new boot counts from zero. Redis stores totals for each boot, so a repeated send adds nothing twice.
         if str(status["boot"]) != self._boot:
             self._boot, self._counts = str(status["boot"]), Counts()
         _read(status, self._counts)
@@ -289,7 +303,7 @@ class SandboxdMetrics:
         self._metrics.absorb(f"{self._host}.{self._boot}", self._counts)
 
     def try_keep(self) -> None:
-        """Send it, or log once that Redis does not answer."""
+        """Send the counts. Log once when Redis does not answer."""
         try:
             self.keep()
             self._is_reported = False

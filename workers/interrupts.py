@@ -1,4 +1,8 @@
-"""Ends a call that no sandbox would end, inside the process that runs it: at its limit, or because it was cancelled."""
+"""Interruption of a call without a sandbox: at its time limit, or after a cancel. Runs in the process of the call.
+
+A signal can arrive at any moment. Invariant: the signal interrupts only the call that it was sent for. A late signal
+must not interrupt the next call of the same process.
+"""
 
 import hashlib
 import mmap
@@ -15,14 +19,15 @@ from workers.executor import CallMiddleware
 from workers.tools.base import Outcome, ToolEnvironment
 
 END_SIGNAL = signal.SIGUSR1
-"""Celery's own signal of a soft limit; we send it for a cancel, too."""
+"""Celery's own signal for a soft time limit. toolcrew sends the same signal for a cancel."""
 _DIGEST_BYTES = 16
 _SLOTS = 1024
 
 
 class CallInterrupted(BaseException):
-    """Raised in the midst of a handler. No Exception: a tool that catches every one of those must not outlive its limit
-    by it.
+    """Error that the signal handler raises inside a running tool handler.
+
+    The class is no `Exception`: a tool that catches every `Exception` must not outlive its limit.
     """
 
     def __init__(self, code: ErrorCode, message: str) -> None:
@@ -31,15 +36,20 @@ class CallInterrupted(BaseException):
 
 
 class CancelBoard:
-    """The last cancelled calls, in memory that a worker shares with the processes it forks: it writes, they read."""
+    """The last cancelled calls, in memory that a worker shares with its forked processes.
+
+    The worker writes, the processes read.
+    """
 
     def __init__(self) -> None:
+        # Anonymous shared memory: a process forked later maps the same pages. A read without the lock may miss a
+        # record that is being written; the signal after the write causes another read.
         self._memory = mmap.mmap(-1, _SLOTS * _DIGEST_BYTES)
         self._next = 0
         self._lock = threading.Lock()
 
     def mark(self, tenant: str, call_id: str) -> None:
-        """Note that the call is cancelled; the oldest note is forgotten when the board is full."""
+        """Record that the call is cancelled. A full board overwrites its oldest record."""
         with self._lock:
             at = self._next * _DIGEST_BYTES
             self._memory[at : at + _DIGEST_BYTES] = _digest(tenant, call_id)
@@ -57,26 +67,26 @@ class _Running:
 
 
 class Interrupts(CallMiddleware):
-    """Runs one call at a time in the main thread, and interrupts it when END_SIGNAL comes and is meant for it.
+    """Runs one call at a time in the main thread. Interrupts the call when END_SIGNAL arrives for this call.
 
-    Celery sends the signal when the soft limit of a task is reached, and takes the process when the hard one is. A
-    signal that comes too late, for a call that has just ended, does nothing to the next one.
+    Celery sends the signal at a task's soft limit, and kills the process at the hard limit. A signal that arrives
+    after its call has ended does not affect the next call.
     """
 
     def __init__(self, board: CancelBoard, clean_up: Callable[[], None]) -> None:
-        """`clean_up`: called after an interrupted call, for what may have been left half done, such as a reply still on
-        its way.
+        """`clean_up` runs after an interrupted call and repairs incomplete state, such as a connection with an unread
+        reply.
         """
         self._board = board
         self._clean_up = clean_up
         self._running: _Running | None = None
 
     def listen(self) -> None:
-        """Take the signal over: until then it is Celery's, which would raise whatever the process is doing."""
+        """Replace Celery's handler of the signal. Celery's handler raises no matter what the process is doing."""
         signal.signal(END_SIGNAL, self._on_signal)
 
     def run(self, environment: ToolEnvironment, handler: Callable[[], Outcome]) -> Outcome:
-        """Run the handler. Raises ToolFailure when it was interrupted."""
+        """Run the handler. Raises ToolFailure: the call was interrupted."""
         began = time.monotonic()
         try:
             try:
@@ -85,7 +95,7 @@ class Interrupts(CallMiddleware):
             finally:
                 self._close()
         except CallInterrupted as interrupted:
-            # It may have come in the midst of closing; from here on none comes.
+            # The signal may have arrived during `_close` above. After this second `_close` no signal raises.
             self._close()
             self._clean_up()
             raise ToolFailure(interrupted.code, str(interrupted)) from None
@@ -93,14 +103,17 @@ class Interrupts(CallMiddleware):
             environment.run_s = time.monotonic() - began
 
     def _open(self, call: ToolCall, context: ToolContext) -> None:
-        # For every call anew: the tool before may have put in a handler of its own.
+        # Install the handler for every call: the tool of the previous call may have replaced the handler.
         self.listen()
+        # Set `_running` before the check of the board. A cancel that arrives between the two lines then raises in the
+        # signal handler.
         self._running = _Running(call, context, time.monotonic())
         if self._board.is_marked(context.tenant, call.id):
             raise CallInterrupted(ErrorCode.CANCELLED, f"{call.name} was cancelled before it began")
 
     def _close(self) -> None:
         self._running = None
+        # Stop the alarm of a cancelled call: it must not kill the process during the next call.
         signal.setitimer(signal.ITIMER_REAL, 0)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
@@ -109,18 +122,20 @@ class Interrupts(CallMiddleware):
             return
         name, limit_s = running.call.name, running.context.timeout_s
         if self._board.is_marked(running.context.tenant, running.call.id):
-            # Not by the worker's main process: a kill of its could reach the call after this one.
+            # This process sets its own alarm. A kill from the worker's main process could hit the call after this
+            # one.
             signal.signal(signal.SIGALRM, signal.SIG_DFL)
             signal.setitimer(signal.ITIMER_REAL, POOL_GRACE_S)
             interrupted = CallInterrupted(ErrorCode.CANCELLED, f"{name} was cancelled and stopped")
         elif time.monotonic() - running.started > limit_s / 2:
-            # Celery's clock started a little before ours; half the limit tells its signal from one for the call before.
+            # Celery's clock starts slightly before ours. A signal in the first half of the limit belongs to the
+            # previous call.
             interrupted = CallInterrupted(
                 ErrorCode.TIMEOUT, f"{name} did not end within its limit of {limit_s:g} s and was stopped"
             )
         else:
             return
-        # Once is enough: a second one would only disturb the tool's cleaning up.
+        # One interrupt is enough. A second interrupt would only disturb the tool's clean-up.
         self._running = None
         raise interrupted
 

@@ -1,4 +1,6 @@
-"""Time limit for the shutdown of a process whose parent has died: the kernel sends a signal, then a thread kills it."""
+"""Time limit for the shutdown of a process after its parent has died: the kernel sends a signal, then a thread kills
+it.
+"""
 
 import ctypes
 import os
@@ -11,13 +13,13 @@ _PR_GET_PDEATHSIG = 2
 
 
 def hold_lifeline(grace_s: float) -> None:
-    """Start a thread that kills this process `grace_s` seconds after its parent has died. Does nothing unless the
-    process was started to die with its parent (PR_SET_PDEATHSIG).
+    """Start a thread that kills this process `grace_s` seconds after its parent has died.
 
-    The kernel's signal asks for an orderly shutdown. The shutdown may wait for services that died with the parent: it
-    retries a result for Redis for minutes, and it waits for a Docker engine that does not answer. A signal from another
-    process sets no time limit: the worker of a pool finishes its calls. The processes of Celery's pool die with their
-    worker at once, because Celery asks the kernel for that.
+    Does nothing unless the process was started to die with its parent (PR_SET_PDEATHSIG). The kernel's signal asks
+    for an orderly shutdown. The shutdown may wait for services that died with the parent: it retries a result for
+    Redis for minutes, and it waits for a Docker engine that does not answer. A signal from another process sets no
+    time limit: the worker of a pool finishes its calls. The processes of Celery's pool die with their worker at once,
+    because Celery asks the kernel for that.
     """
     if not _dies_with_parent():
         return

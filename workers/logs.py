@@ -1,4 +1,6 @@
-"""Structured logs of the worker side: our own events and those of libraries, on stderr, one event a line."""
+"""Structured logs of the worker side. toolcrew's events and the records of libraries go to stderr, one event per
+line.
+"""
 
 import logging
 import sys
@@ -20,14 +22,17 @@ from workers.settings import (
 
 log = structlog.get_logger(__name__)
 
-# These loggers repeat what our own events say about every call.
+# These loggers repeat the content of our own events about every call.
 _REPEATING = ("celery.worker.strategy", "celery.app.trace")
 
 
 def configure_logging(
     service: str, settings: WorkerSettings | SandboxdSettings | EgressSettings, level: str | None = None
 ) -> None:
-    """Configure the whole process. `service`: a field of all its lines; `level`: in place of the settings'."""
+    """Configure logging for the whole process. `service` is a field of all lines.
+
+    `level` replaces the level of the settings.
+    """
     fixed = {"host": settings.host} if isinstance(settings, WorkerSettings) else {}
     lines = _build_lines(service, secrets_of_settings(settings), fixed)
     least = logging.getLevelNamesMapping()[level or settings.log_level]
@@ -43,7 +48,7 @@ def configure_logging(
 
 
 def log_not_started(service: str, error: Exception) -> None:
-    """Log why a process could not start. It may have no settings to configure logging with."""
+    """Log why a process could not start. The process may have no settings to configure logging with."""
     lines = _build_lines(service, {}, {})
     write_line(lines.build("critical", "not_started", time.time(), {"error": str(error)}))
 

@@ -1,4 +1,8 @@
-"""How a worker makes itself known: its process, the name it serves under, and the reports that say that it lives."""
+"""Reports of a worker to the deployment: its process, its queue name, and its heartbeat.
+
+Invariant: each worker process serves under a queue name that no other process has had, and one sandboxd has one
+worker.
+"""
 
 import itertools
 import os
@@ -22,20 +26,21 @@ log = structlog.get_logger(__name__)
 RETRY_S = 0.5
 LEAVE_POLL_S = 0.2
 STALE_S = HEARTBEAT_S + 1.5
-"""A worker that has not reported anew for so long does not live, or hangs."""
+"""Seconds without a new report after which a worker has ended or hangs."""
 LOOK_S = 0.25
 START_TTL_S = 60
-"""How long the first report counts: whoever has taken a name takes over sessions and starts a pool before the heartbeat
-begins.
+"""Seconds for which the first report is valid.
+
+Before the heartbeat starts, the worker takes over sessions and starts its pool.
 """
 _MEMINFO = Path("/proc/meminfo")
 
 
 class Heartbeat:
-    """Reports that the worker lives, and learns whether it was given up. `build`: builds the present report.
+    """Reports that the worker runs, and learns whether the deployment has declared the worker lost.
 
-    `on_lost`: called once, with the reason, when the worker must not go on under its name; nothing is reported from
-    then on.
+    `build` returns the current report. `on_lost` is called once with the reason when the worker must not use its name
+    any more. After that no report is sent.
     """
 
     def __init__(
@@ -49,13 +54,15 @@ class Heartbeat:
         self._build = build
         self._clock = clock
         self._on_lost = on_lost
+        # Serializes reports: a heartbeat that started earlier must not arrive after the last report.
         self._turn = threading.Lock()
         self._is_over = False
         self._has_logged_skew = False
 
     def leave(self, departure: Departure) -> None:
-        """Send the last report, so that no process waits longer for the worker than necessary. If Redis does not
-        answer, the report expires by itself.
+        """Send the last report, so that no process waits for the worker longer than necessary.
+
+        If Redis does not answer, the report expires.
         """
         try:
             self._leave(departure)
@@ -63,8 +70,9 @@ class Heartbeat:
             log.warning("worker_left_unsaid", error=str(error))
 
     def leave_drained(self, is_ending: Callable[[], bool]) -> bool:
-        """Take the report away once the queue is empty: from then on nothing is sent there. False when the worker ends,
-        or is lost, first.
+        """Remove the report when the queue is empty. After the removal no process sends calls to the queue.
+
+        Return False when the worker ends or is declared lost first.
         """
         while not is_ending() and not self._is_over:
             try:
@@ -83,7 +91,7 @@ class Heartbeat:
             return self._is_over
 
     def beat(self) -> bool:
-        """Report; return whether the worker has left, or was given up. Raises BrokerUnavailable."""
+        """Send a report. Return whether the worker has left or was declared lost. Raises BrokerUnavailable."""
         with self._turn:
             if self._is_over:
                 return True
@@ -108,8 +116,9 @@ class Heartbeat:
 
 @dataclass(frozen=True)
 class Incarnation:
-    """A name that was taken. `ended`: reports of workers of this host that have ended, and whose sessions are now this
-    one's.
+    """A queue name that this worker has taken.
+
+    `ended` lists the reports of ended workers of this host. Their sessions now belong to this worker.
     """
 
     queue: str
@@ -117,17 +126,22 @@ class Incarnation:
 
 
 def take_incarnation(host: str, boot: str, hosts: WorkerHostStore, build: Callable[[str], HostReport]) -> Incarnation:
-    """Report under the first name of this boot that no process has had: `host.<host>.<boot>`, then with `.2`, `.3`.
+    """Take the first free queue name of this boot: `host.<host>.<boot>`, then the name with `.2`, `.3`.
 
-    Each process has a name of its own because a worker that is killed takes along a message that Redis had just given
-    it: as the call of a name that reports no more it is seen to be lost, and sent again. `build`: the first report of a
-    queue. Raises ConfigError when another worker serves the sandboxd, or another machine has the host's name;
+    Send its first report. Each process has its own name, because a killed worker loses the message that Redis has
+    just delivered to it. The call of a name without reports is recognized as lost, and is sent again. `build` returns
+    the first report for a queue.
+
+    Raises ConfigError: another worker serves the sandboxd, or another machine uses the host's name. Raises
     BrokerUnavailable.
     """
     ended = _find_ended(hosts, host, host_queue(host, boot))
     queue = _take_name(host, boot, hosts, build)
+    # Look again after our own report. Two workers that start together both see the reports of each other, and the
+    # later name yields.
     rival = _find_elder(hosts, host, queue)
     if rival is not None:
+        # Withdraw the name again, so that no process sends calls to a worker that ends now.
         hosts.leave("drained", build(queue))
         raise _second(rival)
     return Incarnation(queue, ended)
@@ -142,8 +156,11 @@ def _take_name(host: str, boot: str, hosts: WorkerHostStore, build: Callable[[st
 
 
 def _find_ended(hosts: WorkerHostStore, host: str, base: str) -> tuple[HostReport, ...]:
-    """Return the reports of workers that have ended. Raises ConfigError while one of this boot, whose first name is
-    `base`, or one of another machine goes on reporting."""
+    """Return the reports of workers that have ended.
+
+    Raises ConfigError: a worker of this boot, or a worker of another machine, still reports. `base` is the first name
+    of this boot.
+    """
     ended = []
     for report in hosts.reports(host):
         if not report.worker or is_surely_gone(report.process):
@@ -161,7 +178,7 @@ def _find_ended(hosts: WorkerHostStore, host: str, base: str) -> tuple[HostRepor
 
 
 def _has_fallen_silent(hosts: WorkerHostStore, report: HostReport) -> bool:
-    """Watches whether another report follows."""
+    """Return whether no other report of that worker arrives within STALE_S."""
     log.info("another_worker_reported", queue=report.queue, worker=report.worker, waits_s=STALE_S)
     until = time.monotonic() + STALE_S
     while time.monotonic() < until:
@@ -175,7 +192,10 @@ def _has_fallen_silent(hosts: WorkerHostStore, report: HostReport) -> bool:
 
 
 def _find_elder(hosts: WorkerHostStore, host: str, queue: str) -> HostReport | None:
-    """A worker of the same boot that took its name before: of two that start at the same time one must give way."""
+    """Return the report of a worker of the same boot with an earlier name.
+
+    Of two workers that start together, the later one yields.
+    """
     mine = _number(queue)
     base = ".".join(queue.split(".")[:3])
     rivals = [
@@ -194,7 +214,7 @@ def _is_of_boot(report: HostReport, base: str) -> bool:
 
 
 def _number(queue: str) -> int:
-    """Of a name, as they are taken."""
+    """Return the number of the queue name among the names of its boot."""
     words = queue.split(".")
     return int(words[3]) if len(words) > 3 and words[3].isdigit() else 1
 
@@ -207,7 +227,10 @@ def _second(other: HostReport) -> ConfigError:
 
 
 def build_host_report(status: Mapping[str, Any], *, is_silent: bool, **fields: Any) -> HostReport:
-    """Of a worker beside a sandboxd. `fields`: those that the worker itself knows; too long a trouble is shortened."""
+    """Return the report of a worker next to a sandboxd. `fields` are the worker's own facts.
+
+    A long `trouble` is shortened.
+    """
     trouble = str(fields.pop("trouble", "sandboxd does not answer: see its log" if is_silent else ""))
     facts: dict[str, Any] = {
         "sessions": _count(status, "sessions"),
@@ -226,19 +249,19 @@ def build_host_report(status: Mapping[str, Any], *, is_silent: bool, **fields: A
 
 
 def build_pool_report(**fields: Any) -> HostReport:
-    """Of a worker without sandboxes."""
+    """Return the report of a worker without sandboxes."""
     return HostReport.model_validate(
         {"kind": "web", "reported_at": 0.0, "memory_free_bytes": find_free_memory(), **fields}
     )
 
 
 def read_store(status: Mapping[str, Any]) -> Literal["local", "shared"]:
-    """Where a sandboxd's checkpoints go; one that does not say keeps them to itself."""
+    """Return where a sandboxd stores checkpoints: `local` unless the status says `shared`."""
     return "shared" if status.get("store") == "shared" else "local"
 
 
 def find_free_memory() -> int:
-    """Bytes that programs could have without swapping, as the kernel estimates it."""
+    """Return the bytes that programs can use without swapping, as the kernel estimates them."""
     for line in _MEMINFO.read_text().splitlines():
         name, _, value = line.partition(":")
         if name == "MemAvailable":
@@ -257,37 +280,39 @@ def _names(status: Mapping[str, Any], name: str) -> tuple[str, ...]:
 
 
 def describe_process(pid: int | None = None) -> str:
-    """The machine's boot, the namespace that the number is of, the number, and when the process began."""
+    """Return the identity of a process: the machine's boot id, the pid namespace, the pid, and the start time."""
     pid = os.getpid() if pid is None else pid
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{boot}/{os.stat('/proc/self/ns/pid').st_ino}/{pid}/{_began_at(pid)}"
 
 
 def is_elsewhere(process: str) -> bool:
-    """True for a described process of another machine, or of this one before its last start."""
+    """Return whether the process belongs to another machine, or to an earlier boot of this machine."""
     parts = process.split("/")
     return len(parts) == 4 and parts[0] != describe_process().split("/")[0]
 
 
 def is_surely_gone(process: str) -> bool:
-    """True for a described process of this machine and namespace that does not live any more. Of any other nothing is
-    known: False.
+    """Return whether a process of this machine and namespace has ended.
+
+    False for any other process: its state is unknown.
     """
     parts = process.split("/")
     if len(parts) != 4 or not parts[2].isdigit():
         return False
     try:
         mine = describe_process().split("/")
+        # The start time distinguishes the process from a later process with the same pid.
         return parts[:2] == mine[:2] and _began_at(int(parts[2])) != parts[3]
     except OSError:
         return False
 
 
 def _began_at(pid: int) -> str:
-    """Clock ticks since the machine's boot; empty for a process that has ended."""
+    """Return the start time in clock ticks since the machine's boot; empty for a process that has ended."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
         return ""
-    # The state is the first field behind the name: Z is a process that nobody has reaped yet.
+    # The state is the first field after the name. Z and X are processes that have ended and are not reaped yet.
     return "" if fields[0] in "ZX" else fields[19]

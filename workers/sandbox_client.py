@@ -1,6 +1,7 @@
-"""Talks to sandboxd: blocking, one connection, one request at a time. Not to be shared between threads or over a fork.
+"""Client of sandboxd: blocking, one connection, one request at a time.
 
-Also checks a guest's answer: its `done` is hostile until it has the shape of docs/guest-protocol.md.
+Threads and forked processes must not share a client. The module also checks a guest's answer. The guest is hostile:
+its `done` is used only after a check against the shapes of docs/guest-protocol.md.
 """
 
 import contextlib
@@ -23,21 +24,21 @@ from workers.sandboxd.frames import MAX_DOWN, Frame, FrameDecoder, FrameError, e
 
 OPEN_TIMEOUT_S = 60.0
 ARCHIVE_TIMEOUT_S = 540.0
-"""How long sandboxd may take over a checkpoint: packing or unpacking it, and its store."""
+"""Seconds that sandboxd may take for a checkpoint, including its packing and its store."""
 CALL_GRACE_S = 15.0
-"""How long after a call's limit sandboxd may still answer: it removes the container 2 s after the limit, bounded by the
-engine.
+"""Seconds after a call's limit in which sandboxd may still answer. sandboxd removes the container 2 s after the
+limit; the engine may add time.
 """
 _BODY_CHUNK = 512 * 1024
 
 
 def sandbox_id(tenant: str, session: str) -> str:
-    """The id under which sandboxd keeps a session's sandbox. Tenant and session come from a signed context."""
+    """Return the id under which sandboxd keeps a session's sandbox. Tenant and session come from a signed context."""
     return f"{tenant}:{session}"
 
 
 class SandboxdUnreachable(SandboxUnavailable):
-    """sandboxd cannot be reached, or went away. `was_sent`: the request may have been carried out."""
+    """sandboxd cannot be reached, or the connection broke. `was_sent`: sandboxd may have executed the request."""
 
     def __init__(self, message: str, *, was_sent: bool) -> None:
         super().__init__(message)
@@ -46,15 +47,16 @@ class SandboxdUnreachable(SandboxUnavailable):
 
 @dataclass(frozen=True)
 class GuestResponse:
-    """What a request to the guest gave: its `done` fields and the bytes of each stream."""
+    """Response of the guest to a request: the `done` fields and the bytes of each stream."""
 
     done: Mapping[str, Any]
     streams: Mapping[str, bytes] = field(default_factory=dict)
 
 
 class SandboxClient:
-    """A worker's way to sandboxd. Every failure of sandboxd itself is SandboxUnavailable; the model's are
-    ToolFailure.
+    """A connection of a worker to sandboxd.
+
+    Failures of sandboxd are SandboxUnavailable; failures of the call are ToolFailure.
     """
 
     def __init__(self, socket_path: Path | str) -> None:
@@ -76,7 +78,7 @@ class SandboxClient:
         terms: SandboxTerms | None = None,
         moved: Mapping[str, Any] | None = None,
     ) -> str:
-        """A sandbox for the session; gives its id. Opening an open session gives the same."""
+        """Open a sandbox for the session. Return its id. For an open session the call returns the same id."""
         name = sandbox_id(tenant, session)
         self.describe_open(name, image, ttl_s, restore=restore, network=network, terms=terms, moved=moved)
         return name
@@ -93,15 +95,21 @@ class SandboxClient:
         terms: SandboxTerms | None = None,
         moved: Mapping[str, Any] | None = None,
     ) -> dict[str, Any]:
-        """Open by id and tell of the sandbox: container id, generation, image, network, kind of workspace, seconds it
-        took.
+        """Open a sandbox by its id.
 
-        `restore`: a checkpoint of the tenant's, unpacked into a new session; an open one is given as it is.
-        `workspace`: a file of the store instead, by its id or location. `terms`: of
-        the tenant; None: what the class `default` has, and of an open session those that it has. `moved`: another host
-        had the session: `generation`, the fence of its new place; `checkpoint_at`, when what is restored was kept, ISO
-        8601 or None; `is_planned`, that host was drained and not lost. Its first call is told what is gone; without
-        `restore` it is refused with that. What this host still has of it of an older generation is closed first.
+        Return its container id, generation, image, network, kind of workspace, and start time.
+
+        - `restore`: a checkpoint of the tenant, which is unpacked into a new session. An open session stays
+          unchanged.
+        - `workspace`: a file of the store in place of a checkpoint, by its id or location.
+        - `terms`: the terms of the tenant. None: the terms of the class `default`, or the present terms of an open
+          session.
+        - `moved`: set when another host had the session. `generation` is the fence of its new location.
+          `checkpoint_at` is the time of the restored checkpoint in ISO 8601, or None. `is_planned`: that host was
+          drained, not lost.
+
+        The first call of a moved session reports what was lost. Without `restore` the first call is refused with this
+        report. A state of an older generation on this host is closed first.
         """
         wanted: dict[str, Any] = {"image": image, "ttl_s": ttl_s, "restore": restore, "workspace": workspace}
         wanted |= {"network": network, "moved": moved}
@@ -112,22 +120,25 @@ class SandboxClient:
         )
 
     def checkpoint(self, name: str, *, automatic: bool = False) -> dict[str, Any]:
-        """Keep the session's files and shell state; gives the checkpoint's id, size and sha256.
+        """Save the session's files and shell state. Return the checkpoint's id, size and sha256.
 
-        `automatic`: nobody asked for it. It neither counts as one of the tenant's nor as a use of the session, and is
-        deleted after a week.
+        With `automatic` no caller asked for the checkpoint. It does not count for the tenant or as a use of the
+        session, and is deleted after a week.
         """
         return self._ask({"verb": "checkpoint", "sandbox": name, "automatic": automatic}, ARCHIVE_TIMEOUT_S)
 
     def save_files(self, name: str, file: str, names: str) -> dict[str, Any]:
-        """Store files of the workspace as one archive. `file`: its id; `names`: a file in the sandbox with the names of
-        these files, each with a NUL at its end. Return the size and sha256 of the archive.
+        """Store files of the workspace as one archive. Return the size and sha256 of the archive.
+
+        `file` is the id of the archive. `names` is a file in the sandbox with the names of the files, each with a NUL
+        at its end.
         """
         return self._ask({"verb": "save_files", "sandbox": name, "file": file, "names": names}, ARCHIVE_TIMEOUT_S)
 
     def delete_checkpoint(self, name: str, checkpoint: str) -> bool:
-        """Delete a checkpoint of the tenant whose sandbox `name` is or could be. False when there is none of that
-        id.
+        """Delete a checkpoint of the tenant of the sandbox `name`.
+
+        Return False when there is no checkpoint with that id.
         """
         return bool(
             self._ask({"verb": "delete_checkpoint", "sandbox": name, "checkpoint": checkpoint}, OPEN_TIMEOUT_S)[
@@ -145,10 +156,12 @@ class SandboxClient:
         on_data: Callable[[str, bytes], None] | None = None,
         terms: SandboxTerms | None = None,
     ) -> GuestResponse:
-        """Run one request of docs/guest-protocol.md in the sandbox. `on_data` gets stream pieces as they come, else
-        they are gathered. `terms`: of the tenant now; None: as they were.
+        """Run one request of docs/guest-protocol.md in the sandbox.
 
-        Raises ToolFailure with the guest's code, SandboxUnavailable when the sandbox or sandboxd is gone.
+        `on_data` receives pieces of streams as they arrive; without it the response contains them. `terms` are the
+        present terms of the tenant; None: unchanged.
+
+        Raises ToolFailure with the guest's code, and SandboxUnavailable when the sandbox or sandboxd has ended.
         """
         timeout_s = float(request.get("timeout_s", 30.0)) + CALL_GRACE_S
         header = {
@@ -163,6 +176,7 @@ class SandboxClient:
         with self._errors():
             sock = self._connected()
             sock.settimeout(timeout_s)
+            # Set before the first byte: even a partial send may reach sandboxd.
             self._was_sent = True
             sock.sendall(first)
             for at in range(_BODY_CHUNK, len(body), _BODY_CHUNK):
@@ -177,15 +191,17 @@ class SandboxClient:
         return GuestResponse(_checked(frame.header), {stream: bytes(data) for stream, data in gathered.items()})
 
     def find_skill(self, name: str, digest: str, *, shared: bool) -> str | None:
-        """The folder of a skill's bundle in every sandbox; None when it has to be placed first. `shared`: everybody's,
-        else that session's tenant's.
+        """Return the folder of a skill's bundle in every sandbox; None when the bundle must be placed first.
+
+        With `shared` the bundle is for all tenants; otherwise it is only for the tenant of that session.
         """
         place = self._ask({"verb": "skill", "sandbox": name, "digest": digest, "shared": shared}, 10.0)["place"]
         return None if place is None else str(place)
 
     def place_skill(self, name: str, digest: str, archive: IO[bytes], *, shared: bool) -> str:
-        """Place the bundle of that digest, a tar archive of its files in the order of their paths; gives its folder in
-        every sandbox.
+        """Place the bundle of that digest. Return its folder in every sandbox.
+
+        `archive` is a tar archive of the bundle's files, sorted by path.
         """
         size = archive.seek(0, io.SEEK_END)
         archive.seek(0)
@@ -201,29 +217,41 @@ class SandboxClient:
         return str(_checked(answer.header)["place"])
 
     def cancel(self, name: str, call_id: str) -> bool:
-        """Kill what a call runs. False when it is not running."""
+        """Kill the processes of a call. Return False when the call is not running."""
         return bool(self._ask({"verb": "cancel", "sandbox": name, "call": call_id}, 10.0)["cancelled"])
 
     def close(self, name: str, *, fence: int | None = None) -> bool:
-        """Remove the sandbox; returns when its container is gone. False when there was none. `fence`: only what was
-        opened under that one.
+        """Remove the sandbox, and wait until its container is removed. Return False when there was no sandbox.
+
+        With `fence`, remove only a sandbox that was opened under this fence.
         """
         only = {"fence": fence} if fence is not None else {}
         return bool(self._ask({"verb": "close", "sandbox": name, **only}, OPEN_TIMEOUT_S)["closed"])
 
     def send_terms(self, tenant: str, terms: SandboxTerms) -> int:
-        """The terms of a tenant have changed, for all of its sessions here; gives how many there are."""
+        """Replace the terms of a tenant for all of its sessions on this host. Return the number of these sessions."""
         return int(self._ask({"verb": "terms", "tenant": tenant, **_told(terms)}, 10.0)["sessions"])
 
     def status(self) -> dict[str, Any]:
-        """Facts of sandboxd: `boot`, `classes`, `images`, `sessions` and `sandboxes` with the most of each (`max_`),
-        `memory_free_bytes`, `disk_free_bytes`, `store` (local or shared), engine, runtime, pool."""
+        """Return the status of sandboxd.
+
+        - `boot`, `store` (local or shared), engine, runtime and pool.
+        - `sessions`, `sandboxes`: present numbers, with their limits in `max_sessions` and `max_sandboxes`.
+        - `memory_free_bytes`, `disk_free_bytes`.
+        - `classes`, `images`: the names that sessions may use.
+        """
         return self._ask({"verb": "status"}, 10.0)
 
     def sessions(self) -> list[dict[str, Any]]:
-        """A row for each session: `name` (`<tenant>:<session>`), `generation`, `fence`, `calls` that run, `jobs` in the
-        background, `idle_s`, `ttl_s`, `changed` (files may differ from the last checkpoint), `checkpoint` (the last one
-        made here), `image`, `container`, `state`, `lost`."""
+        """Return a row for each session.
+
+        - `name`: `<tenant>:<session>`.
+        - `generation`, `fence`, `image`, `container`, `state`, `lost`.
+        - `calls`: number of running calls. `jobs`: number of background jobs.
+        - `idle_s`, `ttl_s`: seconds without a call, and the session's time to live.
+        - `changed`: the files may differ from the last checkpoint.
+        - `checkpoint`: the last checkpoint that this sandboxd made.
+        """
         rows: list[dict[str, Any]] = []
         after: str | None = ""
         while after is not None:
@@ -233,7 +261,7 @@ class SandboxClient:
         return rows
 
     def disconnect(self) -> None:
-        """Close the connection; the next request opens a new one."""
+        """Close the connection. The next request opens a new one."""
         if self._sock is not None:
             self._sock.close()
         self._sock = None
@@ -260,6 +288,7 @@ class SandboxClient:
             return self._next(time.monotonic() + timeout_s)
 
     def _connected(self) -> socket.socket:
+        # An unread frame belongs to an earlier request. The next request would take the frame for its own answer.
         if self._sock is not None and (self._waiting or not _is_quiet(self._sock)):
             self.disconnect()
         if self._sock is None:
@@ -288,7 +317,9 @@ class SandboxClient:
 
     @contextlib.contextmanager
     def _errors(self) -> Any:
-        """A connection that failed in the middle is of no more use: drop it, and say what to check."""
+        """Turn errors of the connection into SandboxdUnreachable, and close a connection that failed in the middle of
+        a request.
+        """
         self._was_sent = False
         try:
             yield
@@ -311,13 +342,14 @@ class SandboxClient:
 
 
 def _told(terms: SandboxTerms | None) -> dict[str, Any]:
-    """The field of a request that tells them."""
+    """Return the request field that contains the terms."""
     return {"terms": terms.model_dump(mode="json", exclude_none=True)} if terms is not None else {}
 
 
 def _is_quiet(sock: socket.socket) -> bool:
-    """Whether a kept connection still stands with nothing to read. Its end, as after a restart of sandboxd, is seen
-    before anything is sent.
+    """Return whether a kept connection is open and has nothing to read.
+
+    After a restart of sandboxd this check finds the closed connection before a request is sent.
     """
     try:
         sock.settimeout(0.0)
@@ -326,11 +358,11 @@ def _is_quiet(sock: socket.socket) -> bool:
         return True
     except OSError:
         return False
-    return False  # the end, or an answer to nothing that was asked
+    return False  # The connection has ended, or has an answer that no request expects.
 
 
 def _encoded(header: Mapping[str, Any], body: bytes) -> bytes:
-    """One frame. Raises ToolFailure when the request is too large for one: arguments, environment or a path."""
+    """Return one frame. Raises ToolFailure: the arguments, the environment or a path are too large for a frame."""
     try:
         return encode_frame(header, body, max_total=MAX_DOWN)
     except FrameError as error:
@@ -339,9 +371,10 @@ def _encoded(header: Mapping[str, Any], body: bytes) -> bytes:
 
 
 def _checked(header: Mapping[str, Any]) -> dict[str, Any]:
-    """The answer, or the failure it tells as an exception."""
+    """Return the answer. Raises the failure that the answer contains."""
     if header.get("ok") is not True:
         code, message = str(header.get("code")), str(header.get("message"))
+        # A sandboxd that is shutting down refuses a request before any work, so a retry is safe.
         if header.get("is_ending") is True:
             raise SandboxdUnreachable(message, was_sent=False)
         if code == ErrorCode.SANDBOX_UNAVAILABLE.value:
@@ -394,15 +427,15 @@ _CODES = {
 
 
 _FIGURES = {"size": "size_bytes", "lines": "lines"}
-"""The figures that an error may report -> their names in a success."""
+"""Figures that an error may report -> their names in a success."""
 
 
 class InvalidGuestAnswer(Exception):
-    """No guest of ours sends this `done`. The message names the field, never its value."""
+    """A `done` that no guest of toolcrew sends. The message names the field, never its value."""
 
 
 class _Shape(BaseModel):
-    """Fields that are not named here are ignored."""
+    """Base of the answer shapes. Fields without a name here are ignored."""
 
     model_config = ConfigDict(frozen=True, extra="ignore", strict=True, allow_inf_nan=False)
 
@@ -578,7 +611,8 @@ _SHAPES: dict[str, type[_Shape]] = {
 
 
 def parse_guest_answer(request: Mapping[str, Any], done: Mapping[str, Any]) -> GuestAnswer:
-    """Return the common part of `done`, the end of `request`. The fields of the request's own op are checked too.
+    """Return the common part of `done`, the end of `request`. Also check the fields of the request's operation.
+
     Raises InvalidGuestAnswer.
     """
     try:
@@ -593,8 +627,9 @@ def parse_guest_answer(request: Mapping[str, Any], done: Mapping[str, Any]) -> G
 
 
 def parse_error(answer: GuestAnswer) -> tuple[ErrorCode, str, dict[str, int]]:
-    """Return code, message and figures of a request that failed. A guest may blame its caller or itself, never the
-    operator: any other code is INTERNAL.
+    """Return code, message and figures of a request that failed.
+
+    A guest may blame its caller or itself, never the operator. Any other code becomes INTERNAL.
     """
     assert answer.error is not None
     code, message = str(answer.error.get("code")), str(answer.error.get("message"))[:MAX_MESSAGE_CHARS]
@@ -610,7 +645,7 @@ def _is_count(value: object) -> bool:
 
 
 def _check_streams(request: Mapping[str, Any], done: Mapping[str, Any]) -> None:
-    """Check that every stream of the request is counted."""
+    """Raise InvalidGuestAnswer unless `done` counts every stream of the request."""
     expected = {"stdout", "stderr"} if "stream" in request.get("capture", {}) else set(request.get("capture", {}))
     missing = expected - set(done.get("streams", {}))
     if missing:
@@ -619,10 +654,10 @@ def _check_streams(request: Mapping[str, Any], done: Mapping[str, Any]) -> None:
 
 def _describe(error: ValidationError) -> str:
     first = error.errors(include_url=False, include_input=False)[0]
-    # The first part is a field of ours; what follows may be a key of the guest's.
+    # Report only the first part, which is a field of ours. The rest may be a key that the guest chose.
     return f"{first['loc'][0]}: {first['type']}"
 
 
 def _clean(text: str) -> str:
-    """Return the text without half surrogate pairs, which no UTF-8 of ours can carry."""
+    """Return the text without unpaired surrogates, which UTF-8 cannot encode."""
     return text.encode("utf-8", "replace").decode()

@@ -1,4 +1,4 @@
-"""The worker of a sandbox host: serves the queue of its incarnation, beside the host's sandboxd."""
+"""The worker of a sandbox host. It serves the queue of its incarnation, next to the host's sandboxd."""
 
 from functools import partial
 
@@ -24,7 +24,7 @@ from workers.worker import WorkerParts, run_worker
 
 
 def run_sandbox_worker(settings: WorkerSettings) -> None:
-    """Serve until the process is told to stop. Raises OperatorError when it cannot start."""
+    """Serve calls until the process receives a stop signal. Raises OperatorError: the worker cannot start."""
     broker, deployment = settings.broker(), settings.deployment
     registry, skills = build_registry(), load_skills(settings.skill_roots())
     if settings.skill_roots():
@@ -34,7 +34,7 @@ def run_sandbox_worker(settings: WorkerSettings) -> None:
     entries = load_servers(settings.mcp_servers, StdioEntry)
     servers = None
     if entries:
-        # The SDK takes 30 MiB and half a second of the start.
+        # Import late: the MCP SDK costs 30 MiB and half a second at the start.
         from workers.mcp.sandbox_tools import AT_ONCE, await_sandboxd, build_sandbox_sources
 
         sources = build_sandbox_sources(entries, settings.sandboxd_socket)

@@ -1,5 +1,6 @@
-"""The names that the requirement documents use for the tools of a worker. Each is an alias; nothing is implemented
-here.
+"""Names from the requirement documents for the tools of a worker.
+
+Each name is an alias; this module implements nothing.
 """
 
 from workers.skills.tool import build_skill_tool
@@ -13,7 +14,7 @@ from workers.tools.write import WRITE_TOOL
 
 BuiltInToolsRegistry = build_registry
 SkillsSandboxExecutor = build_skill_tool
-"""Skills -> the tool that runs them in the sandbox of a call."""
+"""Builds the tool that runs skills in the sandbox of a call."""
 FileReadTool = READ_TOOL
 FileWriteTool = WRITE_TOOL
 FileEditTool = EDIT_TOOL

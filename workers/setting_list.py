@@ -1,5 +1,6 @@
-"""`python -m workers.setting_list`: the settings of every process of the worker side, as this environment makes them,
-in JSON. `toolcrew config show` asks it.
+"""`python -m workers.setting_list`: print the settings of every process of the worker side as JSON.
+
+`toolcrew config show` runs this module.
 """
 
 import json
@@ -22,8 +23,9 @@ from workers.settings import (
 
 
 def load_worker_or_unset() -> WorkerSettings:
-    """As the worker's own; on a host that only sends calls, or nothing yet, its Redis need not be set to see the rest.
-    Raises ConfigError.
+    """Return the worker's settings. A host without workers needs no Redis URL: the URL is then empty.
+
+    Raises ConfigError: another setting is invalid.
     """
     try:
         return load_worker_settings()
@@ -37,7 +39,7 @@ def load_worker_or_unset() -> WorkerSettings:
 
 
 def _without_redis() -> WorkerSettings:
-    """Raises ConfigError for what else is wrong."""
+    """Return the settings with an empty Redis URL. Raises ConfigError: another setting is invalid."""
     try:
         return WorkerSettings(redis_url=SecretStr(""))
     except ValidationError as error:
@@ -54,7 +56,7 @@ PROCESSES: dict[str, Callable[[], BaseModel]] = {
 
 
 def build_list() -> list[dict[str, Any]]:
-    """Of each process its rows, or why it would not start."""
+    """Return the setting rows of each process, or the reason why the process would not start."""
     return [_told(process, load) for process, load in PROCESSES.items()]
 
 

@@ -1,4 +1,4 @@
-"""The only reader of the environment on the worker side: one frozen settings object a process."""
+"""Settings of the worker side, one frozen object per process. Only this module reads the environment."""
 
 import os
 import re
@@ -27,13 +27,13 @@ from telemetry.settings import LogSettings
 DEFAULT_IMAGE = "toolcrew-sandbox:dev"
 MIB = 1024 * 1024
 HostPattern = Annotated[str, Field(pattern=r"^(\*\.)?[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?$")]
-"""A host name in ASCII; `*.example.org` is every name below example.org and not itself."""
+"""A host name in ASCII. `*.example.org` matches every name below example.org, and not example.org itself."""
 MAX_ENTRIES = 1000
-"""Of a list of rules: all of them go before each connection."""
+"""Limit of a list of rules. Each connection checks all rules."""
 
 
 def default_socket() -> Path:
-    """Where sandboxd listens unless told otherwise: the user's runtime folder, else a folder of the user's own below
+    """Return the default socket path of sandboxd: in the user's runtime folder, otherwise in the user's folder below
     the temp folder.
     """
     runtime = os.environ.get("XDG_RUNTIME_DIR")
@@ -42,8 +42,8 @@ def default_socket() -> Path:
 
 
 def default_state(name: str) -> Path:
-    """Where a sandboxd of that name keeps workspaces and records unless told otherwise: for root below /var/lib, else
-    the user's state folder.
+    """Return the default state folder of the sandboxd with that name: below /var/lib for root, otherwise in the
+    user's state folder.
     """
     if os.geteuid() == 0:
         return Path("/var/lib/toolcrew") / name
@@ -52,7 +52,7 @@ def default_state(name: str) -> Path:
 
 
 def default_leases() -> Path:
-    """Where the sandboxds of one user on one host see which of them live."""
+    """Return the folder where the sandboxds of one user on one host see which of them run."""
     if os.geteuid() == 0:
         return Path("/run/toolcrew/leases")
     return default_socket().parent / "leases"
@@ -73,7 +73,7 @@ def _default_slots(fields: dict[str, Any]) -> int:
 
 def _find_shipped_skills() -> tuple[Path, ...]:
     package = Path(__file__).parent
-    # A wheel holds them inside the package, a checkout next to it.
+    # A wheel holds the skills inside the package. A checkout holds them next to the package.
     return tuple(folder for folder in (package / "shipped_skills", package.parent / "skills") if folder.is_dir())[:1]
 
 
@@ -126,36 +126,36 @@ class WorkerSettings(SharedSettings, LogSettings):
     """Seconds between two requests for the tools of an MCP server. The operator lowers it while developing one."""
 
     def skill_roots(self) -> tuple[Path, ...]:
-        """The folders that skills are in."""
+        """Return the folders that contain skills."""
         if self.skills is None:
             return _find_shipped_skills()
         return tuple(Path(root) for root in self.skills.split(os.pathsep) if root)
 
     def broker(self) -> BrokerSettings:
-        """What both sides must agree on."""
+        """Return the settings that workers and orchestrators must share."""
         return BrokerSettings.model_validate({name: getattr(self, name) for name in BrokerSettings.model_fields})
 
 
 class EgressRules(BaseModel):
-    """What the filtering proxy lets a session reach. Rates in bytes a second, sizes in bytes of a session's whole
-    life.
+    """Limits of the egress proxy for a session. Rates are in bytes per second. Sizes count the session's whole
+    lifetime, in bytes.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     hosts: Annotated[tuple[HostPattern, ...], Field(max_length=MAX_ENTRIES)] = ()
-    """The only hosts; none: nothing can be reached."""
+    """The only hosts that a session may reach. An empty list allows no host."""
     ports: Annotated[tuple[Annotated[int, Field(ge=1, le=65535)], ...], Field(max_length=MAX_ENTRIES)] = (80, 443)
     private_hosts: Annotated[tuple[HostPattern, ...], Field(max_length=MAX_ENTRIES)] = ()
-    """Of the hosts, those that may lie on a private address: a package mirror of one's own."""
+    """The entries of `hosts` that may have a private address, such as the company's own package mirror."""
     max_bytes: int = Field(default=2 * 1024**3, ge=1)
     bytes_per_second: int = Field(default=50 * 1024**2, ge=1024)
     max_connections: int = Field(default=32, ge=1, le=256)
 
 
 class TenantClass(BaseModel):
-    """What sessions of a tenant class may have on this host at most, in place of its defaults; None: the default. The
-    terms of a tenant name its class.
+    """Limits of the sessions of a tenant class on this host. None: the host's default. The terms of a tenant name its
+    class.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -170,7 +170,7 @@ class TenantClass(BaseModel):
     cpus: float | None = Field(default=None, gt=0)
     pids: int | None = Field(default=None, ge=16)
     pool: dict[str, Annotated[int, Field(ge=0, le=1000)]] = Field(default={})
-    """Image -> how many never-used sandboxes of it are kept ready for the class."""
+    """Image -> number of unused sandboxes of the image that are kept ready for the class."""
 
 
 class SandboxdSettings(LogSettings):
@@ -252,20 +252,20 @@ class SandboxdSettings(LogSettings):
     """
 
     def allowed_uids(self) -> frozenset[int]:
-        """Uids that may connect: our own, and those listed."""
+        """Return the uids that may connect: the process's own uid and the configured uids."""
         return frozenset({os.geteuid(), *self.sandboxd_allow_uids})
 
     def proxy_uids(self) -> frozenset[int]:
-        """Uids that an egress proxy may have: our own, root, and those listed."""
+        """Return the uids that an egress proxy may have: the process's own uid, root and the configured uids."""
         return frozenset({os.geteuid(), 0, *self.egress_uids})
 
     def state(self) -> Path:
-        """The folder of workspaces, records and checkpoints."""
+        """Return the folder of workspaces, records and checkpoints."""
         return self.sandboxd_state or default_state(self.sandboxd_name)
 
 
 class WebSettings(BaseSettings):
-    """The settings of the web tools. Hosts in ASCII, international names as `xn--`."""
+    """The settings of the web tools. Hosts are in ASCII; international names are written as `xn--`."""
 
     model_config = SettingsConfigDict(
         env_prefix="TOOLCREW_", frozen=True, extra="ignore", hide_input_in_errors=True, env_ignore_empty=True
@@ -300,7 +300,7 @@ class WebSettings(BaseSettings):
 
 
 class EgressSettings(LogSettings):
-    """The settings of the egress proxy. sandboxd says what a session may reach."""
+    """The settings of the egress proxy. sandboxd decides what a session may reach."""
 
     egress_socket: Path = Field(default_factory=lambda: default_socket().parent / "egress.sock")
     """The Unix socket of the proxy. The operator sets it to the path that sandboxd has."""
@@ -317,30 +317,30 @@ class EgressSettings(LogSettings):
     """
 
     def allowed_uids(self) -> frozenset[int]:
-        """Uids that may connect: our own, and those listed."""
+        """Return the uids that may connect: the process's own uid and the configured uids."""
         return frozenset({os.geteuid(), *self.egress_allow_uids})
 
 
 def load_worker_settings() -> WorkerSettings:
-    """Settings of this worker. Raises ConfigError with the name of the variable that is missing or wrong."""
+    """Return the settings of this worker. Raises ConfigError with the name of a missing or invalid variable."""
     return read_environment(WorkerSettings, os.environ)
 
 
 def load_sandboxd_settings() -> SandboxdSettings:
-    """Settings of this sandboxd. Raises ConfigError with the name of the variable that is wrong."""
+    """Return the settings of this sandboxd. Raises ConfigError with the name of an invalid variable."""
     return read_environment(SandboxdSettings, os.environ)
 
 
 def load_web_settings() -> WebSettings:
-    """Settings of the web tools. Raises ConfigError with the name of the variable that is wrong."""
+    """Return the settings of the web tools. Raises ConfigError with the name of an invalid variable."""
     return read_environment(WebSettings, os.environ)
 
 
 def load_egress_settings() -> EgressSettings:
-    """Settings of the egress proxy. Raises ConfigError with the name of the variable that is wrong."""
+    """Return the settings of the egress proxy. Raises ConfigError with the name of an invalid variable."""
     return read_environment(EgressSettings, os.environ)
 
 
 def secrets_of_environment() -> dict[str, str]:
-    """What this process's environment holds under names of secrets, for masking it."""
+    """Return the environment variables with names of secrets and their values. The log masks these values."""
     return {name: value for name, value in os.environ.items() if value and SECRET_NAME.search(name)}

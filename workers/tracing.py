@@ -1,5 +1,5 @@
-"""The spans of one call on this side of the queue: the call as its worker sees it, and what sandboxd and the guest say
-it took.
+"""Spans of a call on the worker side of the queue: the worker's processing, and the durations that sandboxd and the
+guest report.
 """
 
 from collections.abc import Mapping
@@ -18,12 +18,14 @@ from workers.tools.base import SandboxRequest
 log = structlog.get_logger(__name__)
 
 LEAST_SHOWN_S = 0.001
-"""A sandbox that is there at once has no span for that."""
+"""Shortest sandbox start that gets its own span, in seconds."""
 
 
 def open_process_tracer(kind: str) -> Tracer | None:
-    """The tracer of a worker of that kind, which its pool's processes inherit; None: tracing is off. Raises
-    ConfigError.
+    """Return the tracer of a worker of that kind, or None when tracing is off. The pool's processes inherit the
+    tracer.
+
+    Raises ConfigError: the tracing settings are invalid.
     """
     return open_tracer(
         load_tracing_settings(), f"toolcrew-{kind}-worker", lambda told: log.warning("spans_lost", message=told)
@@ -31,7 +33,7 @@ def open_process_tracer(kind: str) -> Tracer | None:
 
 
 class CallTracing(CallMiddleware):
-    """Sends the spans of calls whose sender records a trace. `facts`: `host` and `queue` of this worker."""
+    """Sends the spans of calls with a sampled trace. `facts` holds `host` and `queue` of this worker."""
 
     def __init__(self, tracer: Tracer, facts: Mapping[str, str]) -> None:
         self._tracer = tracer
@@ -66,6 +68,7 @@ class CallTracing(CallMiddleware):
 
     def _send_request(self, request: SandboxRequest, parent: SpanRef) -> None:
         span = self._tracer.start(f"sandboxd {request.op}", {}, kind="client", parent=parent, at=request.began_at)
+        # sandboxd reports durations, not times. The spans are placed backwards from the end of the request.
         ready_at = max(request.began_at, request.ended_at - request.sandbox_s)
         if ready_at - request.began_at >= LEAST_SHOWN_S:
             self._tracer.start("sandbox start", {}, parent=span.ref, at=request.began_at).end(at=ready_at)

@@ -1,4 +1,8 @@
-"""Unix sockets that a daemon of ours listens at: where one may lie, and who is at its other end."""
+"""Unix sockets of toolcrew's daemons: where a socket may lie, and the user at its other end.
+
+Invariant: at a socket's path only its daemon listens. A second daemon never replaces the socket of a running one, and
+no other user can put a socket in its place.
+"""
 
 import contextlib
 import os
@@ -12,18 +16,19 @@ BACKLOG = 1024
 
 
 def open_listener(path: Path, mode: int, *, owner: str, variable: str) -> socket.socket:
-    """A listening, non-blocking socket at `path`, of that mode from its first moment. `owner` and `variable`: for the
-    errors' sentences.
+    """Return a listening, non-blocking socket at `path`. The socket has the mode `mode` from its first moment.
 
-    Raises OSError when another owner answers there, when something else lies there, and in a folder of another user.
+    `owner` and `variable` appear in error messages. Raises OSError: another process listens there, the path is no
+    socket, or the folder belongs to another user.
     """
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     if path.parent.stat().st_uid not in (os.geteuid(), 0):
-        # Who owns the folder could put a socket of his own in our place.
+        # The owner of the folder could replace our socket with another one.
         raise OSError(f"{path.parent} belongs to another user: set {variable} to a path in a folder of your own")
     refuse_second(path, owner=owner)
     _make_way(path, variable)
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    # `bind` creates the file with the umask. A `chmod` after it would leave a moment with a wider mode.
     before = os.umask(0o777 & ~mode)
     try:
         listener.bind(str(path))
@@ -43,7 +48,7 @@ def socket_mode(uids: Collection[int]) -> int:
 
 
 def refuse_second(path: Path, *, owner: str) -> None:
-    """Raises OSError when another owner already listens at `path`, however busy it is. Never waits."""
+    """Raise OSError when another process listens at `path`, even if it is busy. Never waits."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         probe.setblocking(False)
         try:
@@ -51,12 +56,12 @@ def refuse_second(path: Path, *, owner: str) -> None:
         except (FileNotFoundError, ConnectionRefusedError):
             return
         except BlockingIOError:
-            pass  # as many wait to be let in as may
+            pass  # The backlog is full: a process listens there.
     raise OSError(f"another {owner} already listens on {path}")
 
 
 def _make_way(path: Path, variable: str) -> None:
-    """Remove a socket that nobody listens at."""
+    """Remove a socket at which no process listens."""
     with contextlib.suppress(FileNotFoundError):
         if not stat.S_ISSOCK(path.lstat().st_mode):
             raise OSError(f"{path} exists and is no socket: move it away, or set {variable} to another path")
@@ -64,14 +69,14 @@ def _make_way(path: Path, variable: str) -> None:
 
 
 def unlink_own(path: Path, inode: int) -> None:
-    """A successor may listen at the same path by then: its socket stays."""
+    """Remove the socket at `path` if it has this inode. The socket of a successor at the same path stays."""
     with contextlib.suppress(FileNotFoundError):
         if path.stat().st_ino == inode:
             path.unlink()
 
 
 def find_peer_uid(sock: socket.socket) -> int:
-    """Under which uid the other end connected or listens, as the kernel says."""
+    """Return the uid of the process at the other end, as the kernel reports it."""
     credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     _, uid, _ = struct.unpack("3i", credentials)
     return int(uid)

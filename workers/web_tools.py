@@ -1,6 +1,4 @@
-"""Every tool that a worker without sandboxes may have: our web tools, those of operators, and the MCP servers over
-HTTP.
-"""
+"""All tools of a worker without sandboxes: toolcrew's web tools, operators' tools, and MCP servers over HTTP."""
 
 from collections.abc import Sequence
 
@@ -17,25 +15,23 @@ from workers.web.webhook import build_webhook
 
 
 def load_web_worker_tools(settings: WorkerSettings) -> tuple[WorkerTool, ...]:
-    """Loads all of them, whatever queues are served: operators' tools that are broken must be loud. Raises
-    ConfigError.
-    """
+    """Load all tools, for any queue: a broken operators' tool must stop the start of the worker. Raises ConfigError."""
     broker = settings.broker()
-    # Once: a Redis that is away must not hold up every fetch.
+    # `connect_once` sends a command only once: an unavailable Redis must not delay every fetch.
     cache = PageCache(connect_once(broker), settings.deployment)
     custom = load_custom_tools(settings.tool_modules, config=settings.tool_config)
     web = load_web_settings()
-    # webhook.send is no tool of models: orchestrators call it.
+    # Models do not get `webhook.send`. Only orchestrators call it.
     webhook = build_webhook(SystemResolver(), build_egress_rules(web))
     return (*build_web_tools(web, cache), webhook, *custom)
 
 
 def load_web_worker_servers(settings: WorkerSettings) -> Sequence[Source]:
-    """The MCP servers over HTTP; none has been asked. Raises ConfigError."""
+    """Return the MCP servers over HTTP, without contacting any server. Raises ConfigError."""
     servers = load_servers(settings.mcp_servers, HttpEntry)
     if not servers:
         return ()
-    # The SDK takes 30 MiB of every process and half a second of the start.
+    # Import late: the MCP SDK costs 30 MiB per process and half a second at the start.
     from workers.mcp.http_tools import build_http_sources
 
     return build_http_sources(servers, load_web_settings())

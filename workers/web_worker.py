@@ -1,5 +1,6 @@
-"""The worker without sandboxes: serves web tools and operators' tools, with the network and under Celery's own
-limits.
+"""The worker without sandboxes.
+
+It serves web tools and operators' tools, with network access, under Celery's time limits.
 """
 
 import os
@@ -24,14 +25,13 @@ from workers.tools.base import WorkerRegistry, WorkerResources, WorkerTool
 from workers.worker import WorkerParts, run_worker
 
 SERVERS_AT_ONCE = 100
-"""MCP servers that are asked for their tools at a time: one that is silent keeps no other waiting."""
+"""MCP servers that are asked for their tools at the same time. A silent server delays no other server."""
 
 
 def run_web_worker(settings: WorkerSettings, tools: Sequence[WorkerTool], servers: Sequence[Source] = ()) -> None:
-    """Serve `tools`, and those that the MCP `servers` have, in the queues of their pools until the process is told to
-    stop.
+    """Serve `tools`, and the tools of the MCP `servers`, until the process receives a stop signal.
 
-    Raises ConfigError when it cannot start.
+    Raises ConfigError: the worker cannot start.
     """
     broker, deployment = settings.broker(), settings.deployment
     pools = choose_pools([tool.spec for tool in tools], settings.worker_queues, has_servers=bool(servers))
@@ -45,7 +45,7 @@ def run_web_worker(settings: WorkerSettings, tools: Sequence[WorkerTool], server
     board = CancelBoard()
 
     def open_resources() -> WorkerResources:
-        # Called in the process that runs the calls: their records name it.
+        # Called in the process that runs the calls, because its call records contain the pid.
         events = partial(open_call_events, connect_once(broker), deployment, broker.signing_keys())
         return WorkerResources({}, process_holder(host.worker, os.getpid()), None, StateStore.of(broker), events)
 
@@ -71,11 +71,12 @@ def run_web_worker(settings: WorkerSettings, tools: Sequence[WorkerTool], server
 
 
 def choose_pools(specs: Sequence[ToolSpec], queues: Sequence[str] | None, *, has_servers: bool = False) -> list[str]:
-    """The pools that a worker with these tools serves. `has_servers`: there may be tools of MCP servers, now or later.
-    `queues` None: all that it has tools for, since a call in the queue of any other would fail here and not where it
-    could run.
+    """Return the pools that a worker with these tools serves.
 
-    Raises ConfigError for a queue without tools, and for no tools at all.
+    `has_servers`: MCP servers may provide tools, now or later. `queues` None: all pools for which the worker has
+    tools. A call in the queue of another pool would fail on this worker, although another worker could run it.
+
+    Raises ConfigError: a queue has no tools, or there are no tools at all.
     """
     served = {spec.pool for spec in specs} | ({"tools"} if has_servers else set())
     chosen = [pool for pool, queue in POOL_QUEUES.items() if (pool in served if queues is None else queue in queues)]
@@ -96,7 +97,7 @@ def choose_pools(specs: Sequence[ToolSpec], queues: Sequence[str] | None, *, has
 
 
 def build_catalogs(registry: WorkerRegistry) -> dict[str, Catalog]:
-    """Pool -> what it serves here."""
+    """Return pool -> catalog of the tools that this worker serves."""
     by_pool: dict[str, list[ToolSpec]] = defaultdict(list)
     for spec in registry.specs():
         by_pool[spec.pool].append(spec)

@@ -1,4 +1,4 @@
-"""One Celery worker, of either kind: it serves calls beside a host's duties and its control list."""
+"""Start of one Celery worker of either kind: it serves calls, runs the host's duties and reads the control list."""
 
 import threading
 from collections.abc import Callable, Sequence
@@ -32,15 +32,20 @@ from workers.tracing import CallTracing, open_process_tracer
 log = structlog.get_logger(__name__)
 
 PUBLISH_EVERY_S = 4.0
-"""The catalogs in Redis expire with the last worker that publishes them."""
+"""Seconds between two publications of the worker's catalogs.
+
+A catalog in Redis expires after its last worker stops publishing.
+"""
 
 
 @dataclass(frozen=True)
 class WorkerParts:
-    """What differs between a worker beside sandboxes and one without.
+    """The parts in which a sandbox worker and a web worker differ.
 
-    `servers` None: it has no MCP servers. `build_catalogs`: pool -> what it serves here. `open_resources`,
-    `open_guards` are called in the process or thread that runs calls; guards are middleware inside of all other.
+    - `servers`: the MCP servers; None when the worker has no MCP servers.
+    - `build_catalogs`: returns pool -> catalog of the tools that this worker serves.
+    - `open_resources`, `open_guards`: called in the process or thread that runs calls. Guards are the innermost
+      middleware.
     """
 
     kind: Literal["sandbox", "web"]
@@ -55,7 +60,7 @@ class WorkerParts:
 
 
 def run_worker(settings: WorkerSettings, parts: WorkerParts) -> None:
-    """Serve calls until the process is told to stop."""
+    """Serve calls until the process receives a stop signal."""
     broker, deployment, keys, host = (
         settings.broker(),
         settings.deployment,
@@ -67,6 +72,7 @@ def run_worker(settings: WorkerSettings, parts: WorkerParts) -> None:
     tracer = open_process_tracer(parts.kind)
     refusals = RefusalCounter(connect_once(broker), deployment)
     app = build_app(broker, refusals.count)
+    # Each process of the pool builds its own executor. A Redis connection must not be shared over a fork.
     build_executor = partial(_build_executor, settings, parts, node, HeldCalls(), tracer)
     look = parts.servers.look if parts.servers is not None else None
     register_tasks(app, parts.registry, keys, build_executor, refusals.count, deployment, look)
@@ -122,7 +128,7 @@ def run_worker(settings: WorkerSettings, parts: WorkerParts) -> None:
 def _build_executor(
     settings: WorkerSettings, parts: WorkerParts, node: str, held: HeldCalls, tracer: Tracer | None
 ) -> Executor:
-    """Called in the process, and the thread, that runs the calls."""
+    """Return the executor of one pool process or thread. Must be called in that process or thread."""
     broker, deployment = settings.broker(), settings.deployment
     client, keys = connect(broker), broker.signing_keys()
     resources = parts.open_resources()

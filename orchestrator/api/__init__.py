@@ -1,3 +1,1 @@
-"""The HTTP API (`toolcrew serve api`): what programs, approvers and operators reach over the network, and the pages
-that people look at.
-"""
+"""The HTTP API (`toolcrew serve api`) for programs, approvers and operators, and the pages for people."""

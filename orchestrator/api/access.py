@@ -1,4 +1,7 @@
-"""Who asks, for whom, and whether he may: a bearer key with each request."""
+"""Authentication and authorization of API requests: a bearer key identifies the caller and the tenant.
+
+Invariant: a request without a valid key is rejected before its body is read.
+"""
 
 from dataclasses import dataclass
 from typing import Annotated
@@ -21,8 +24,9 @@ from store.tenants import RedisTenants
 
 
 class ApiAuthentication:
-    """Checks the key and the rate of each request with a body, and names the owner of the body (BodyLimits). Pages
-    check their logins (PageRoute).
+    """Checks the key and the rate of each request that has a body, and sets the owner of the body (BodyLimits).
+
+    Requests without a body are checked by the dependency of their route. Pages check their logins (PageRoute).
     """
 
     def __init__(self, app: ASGIApp, app_state: ApiState) -> None:
@@ -41,13 +45,17 @@ class ApiAuthentication:
     async def _check(self, scope: Scope) -> None:
         check_length(scope)
         has_body = find_header(scope, b"content-length") or find_header(scope, b"transfer-encoding")
+        # The key is checked here, because FastAPI reads a declared body before the dependencies of a route run.
         if has_body and scope["path"].startswith("/v1/"):
             await identify(self._app_state, scope)
 
 
 @dataclass(frozen=True)
 class Caller:
-    """Who asks, and the tenant that it is about: the key's own, or the one that an operator names."""
+    """Authenticated caller of a request, and the tenant of the request.
+
+    The tenant is the tenant of the key, or the tenant that an operator names.
+    """
 
     app_state: ApiState
     identity: Identity
@@ -56,58 +64,62 @@ class Caller:
 
     @property
     def client(self) -> ToolClient:
-        """The pool as that tenant has it."""
+        """Return a client of the pool for the tenant of the request."""
         return self.app_state.client(self.tenant, self.credential, key=self.identity.key_id)
 
     @property
     def tenants(self) -> RedisTenants:
-        """The tenants, changed in the caller's name."""
+        """Return the tenant registry. Changes are attributed to the caller."""
         return self.app_state.parts.pool.tenants.acting_as(self.identity.actor())
 
     @property
     def keys(self) -> ApiKeys:
-        """The API keys, changed in the caller's name."""
+        """Return the API keys. Changes are attributed to the caller."""
         return self.app_state.parts.keys.acting_as(self.identity.actor())
 
     @property
     def streams(self) -> Streams:
-        """Those that the key has open in this process."""
+        """Return the event streams that the key has open in this process."""
         return self.app_state.streams.of(self.identity.key_id)
 
     async def note_foreign(self, action: AuditAction, target: str) -> None:
-        """Put into the audit log, before it is done, what `foreign_entry` gives."""
+        """Write the entry of `foreign_entry` to the audit log, before the action runs."""
         if (entry := self.foreign_entry(action, target)) is not None:
             await Audit(self.app_state.parts.pool.redis, self.app_state.settings.deployment).add(entry)
 
     def foreign_entry(self, action: AuditAction, target: str) -> AuditEntry | None:
-        """Of the audit, about what an operator does to another tenant's; None: what is one's own is one's own
-        affair.
-        """
+        """Return the audit entry for an operator's action on another tenant, or None for the caller's own tenant."""
         if self.tenant == self.identity.tenant:
             return None
         return build_entry(self.identity.actor(), action, target, tenant=self.tenant)
 
     @property
     def is_operator(self) -> bool:
+        """Return whether the key has the role operator or admin."""
         return self.identity.role != "tenant"
 
 
 def get_app_state(request: Request) -> ApiState:
+    """Return the shared state of the process that serves the request."""
     app_state = request.app.state.app_state
     assert isinstance(app_state, ApiState)
     return app_state
 
 
 async def depend_on_app_state(request: Request) -> ApiState:
-    """The same for routes. Async, though it waits for nothing: what is not is run in a thread, which costs a request
-    more than all else that is looked up.
+    """Return the app state to a route.
+
+    The function is async, although it awaits nothing. FastAPI runs a plain function in a thread, which takes longer
+    than the rest of the authentication.
     """
     return get_app_state(request)
 
 
 class _Callers(SecurityBase):
-    """Who asks, by the key that is shown. One dependency that describes itself as a bearer key: finding out what a
-    chain of them needs takes longer than their work."""
+    """Dependency that returns the caller of a request, from the bearer key.
+
+    One dependency replaces a chain, because FastAPI needs more time to resolve a chain than the chain needs to run.
+    """
 
     scheme_name = "HTTPBearer"
     model = HTTPBearer(description="An API key: `toolcrew keys create TENANT`.")

@@ -1,4 +1,4 @@
-"""State that all requests of one process of the API share, with the limits that only the API has."""
+"""State that all requests of one API process share, including the limits that only the API has."""
 
 import time
 from collections.abc import Awaitable, Callable, Mapping
@@ -11,7 +11,10 @@ from orchestrator.settings import OrchestratorSettings
 from store.tasks import SharedReads
 
 READY_FRESH_S = 1.0
-"""Whether the service is ready is asked without a key, so it reads Redis at most this often."""
+"""Lifetime of a readiness result in seconds.
+
+Readiness needs no key, so the limit protects Redis from clients without a key.
+"""
 
 PRESSURE_FRESH_S = 3.0
 
@@ -19,7 +22,7 @@ T = TypeVar("T")
 
 
 class Fresh(Generic[T]):
-    """Keeps one value for `fresh_s` seconds. `clock`: monotonic seconds."""
+    """Caches one value for `fresh_s` seconds. `clock`: monotonic seconds."""
 
     def __init__(self, fresh_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._fresh_s = fresh_s
@@ -28,7 +31,7 @@ class Fresh(Generic[T]):
         self._kept: tuple[T, float] | None = None
 
     async def get(self, look: Callable[[], Awaitable[T]]) -> T:
-        """Return the kept value, or what `look` returns. Raises what `look` raises, which is not kept."""
+        """Return the cached value, or the result of `look`. Raises the errors of `look`. Errors are not cached."""
         if self._kept is not None and self._clock() - self._kept[1] < self._fresh_s:
             return self._kept[0]
         return await self._reads.read("", lambda: self._look(look))
@@ -40,21 +43,21 @@ class Fresh(Generic[T]):
 
 
 class ApiState(AppState):
-    """The shared state of one process of the API."""
+    """Shared state of one API process."""
 
     def __init__(self, settings: OrchestratorSettings) -> None:
         super().__init__(settings)
         self.readiness = Fresh[Mapping[str, str]](READY_FRESH_S)
-        # Autoscalers ask every replica every few seconds, and counting the calls that wait reads all of them.
+        # Autoscalers query every replica every few seconds, and counting the waiting calls reads all of them.
         self.pressure = Fresh[dict[str, Any]](PRESSURE_FRESH_S)
         self.streams = OpenStreams()
         self.files, self.pages = Turns(FILES_OF_A_KEY), Turns(PAGES_OF_A_KEY)
         # One skill at a time, because each takes up to half a GiB of memory.
         self.examining = FairTurn()
         self.looks = Turns(LOOKS_OF_A_KEY)
-        # Opened with the service: a store that cannot be opened must be loud.
+        # Opened at the start, so that a store that cannot be opened stops the service at once.
         self._stored = StoredFiles.of(settings) if settings.workspace_store is not None else None
 
     def stored_files(self) -> StoredFiles:
-        """Return the uploads and artifacts. Raises ConfigError when the deployment has no store."""
+        """Return the store of uploads and artifacts. Raises ConfigError when the deployment has no store."""
         return self._stored or StoredFiles.of(self.settings)

@@ -1,4 +1,4 @@
-"""Puts the API together: its routes, the order of its layers, and how it describes itself."""
+"""Builds the API application: its routes, the order of its middleware, and its OpenAPI description."""
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -39,8 +39,9 @@ from store.archives.files import MAX_WORKSPACE_BYTES
 VERSION = "v1"
 BATCH_BYTES = 200 * 1024 * 1024
 SKILL_BYTES = 16 * 1024 * 1024
-"""Limit of a skill's .zip file. The file lies in /tmp while it is examined, which is small where a service is deployed.
-The command takes larger ones.
+"""Limit of a skill's .zip file, in bytes.
+
+The file is stored in /tmp during the examination, and /tmp is small in a deployment. The CLI accepts larger files.
 """
 _ABOUT = """Runs, sessions, tools, approvals, batches, tenants and hosts of a toolcrew deployment.
 
@@ -50,7 +51,7 @@ name another with `?tenant=`. Errors are `application/problem+json` with a close
 
 
 def build_app(app_state: ApiState, work: ConnectedWork) -> FastAPI:
-    """Build the application of one process. `work` runs while it is connected."""
+    """Build the application of one process. `work` runs while the process is connected to Redis."""
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -99,14 +100,14 @@ def build_app(app_state: ApiState, work: ConnectedWork) -> FastAPI:
         BodyLimit("POST", "/login", LOGIN_BYTES),
     )
     app.add_middleware(BodyLimits, other=other)
-    # Outermost: keys and rates are checked before a byte of a body is read.
+    # The middleware that is added last runs first. Keys and rates are checked before a byte of a body is read.
     app.add_middleware(ApiAuthentication, app_state=app_state)
     app.openapi = partial(_describe, app)  # type: ignore[method-assign]
     return app
 
 
 def _describe(app: FastAPI) -> dict[str, Any]:
-    """The API as OpenAPI, with the shape of its problems, which no route names as its own."""
+    """Return the OpenAPI description of the API, with the schema of problems, which no route declares."""
     if app.openapi_schema is None:
         told = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
         told["components"]["schemas"]["Problem"] = Problem.model_json_schema()

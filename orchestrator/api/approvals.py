@@ -1,4 +1,4 @@
-"""Approvals over HTTP: the calls that wait for a person's yes, and the answers."""
+"""Approvals over HTTP: the calls that wait for a decision, and the decisions."""
 
 from typing import Annotated, Any, Literal
 
@@ -29,9 +29,12 @@ ApprovalId = Annotated[str, Path(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
 
 
 class ApprovalView(BaseModel):
-    """A call that waits. `arguments`: exactly what would run; `warning`: why it is dangerous, "" when it is not;
-    `digest`: to be sent with the answer. `command`: the shell command of the call, where its tool takes one. Instants
-    in ISO 8601; an answer after `expires_at` does not count."""
+    """A call that waits for a decision.
+
+    `arguments`: the exact arguments of the call. `command`: the shell command, if the tool has one. `warning`: why the
+    call is dangerous, "" for other calls. `digest`: to be sent with the decision. Times are in ISO 8601. A decision
+    after `expires_at` has no effect.
+    """
 
     id: str
     tenant: str
@@ -49,8 +52,11 @@ class ApprovalView(BaseModel):
 
 
 class NewAnswer(BaseModel):
-    """`allow`: it runs as it is; `modify`: it runs with `arguments`, which are checked again; `reject`: it does not
-    run, and its model reads `reason`. `digest`: of the call as it was shown."""
+    """A decision about a call.
+
+    `decision`: `allow` runs the call unchanged; `modify` runs the call with `arguments`, which are validated again;
+    `reject` does not run the call, and the model reads `reason`. `digest`: the digest of the call as it was shown.
+    """
 
     model_config = ConfigDict(extra="forbid")
 
@@ -61,7 +67,7 @@ class NewAnswer(BaseModel):
 
 
 class AnswerView(BaseModel):
-    """What was decided, by whom and when."""
+    """A stored decision, with the person who decided and the time."""
 
     id: str
     tenant: str
@@ -80,7 +86,7 @@ async def list_approvals(
     limit: Limit = 50,
     everybody: Annotated[bool, Query(description="Of all tenants, with the key of an operator.")] = False,
 ) -> Page[ApprovalView]:
-    """Calls that wait, those first that expire first."""
+    """List the calls that wait for a decision. The call that expires first is first."""
     if everybody and not caller.is_operator:
         raise ToolFailure(ErrorCode.PERMISSION_DENIED, "`everybody` is for operators: leave it out")
     actor, tenant = caller.identity.actor(), None if everybody else caller.tenant
@@ -92,7 +98,7 @@ async def list_approvals(
 
 @router.get("/{approval_id}", responses=responses(404, 409))
 async def get_approval(approval_id: ApprovalId, caller: AnyCaller) -> ApprovalView:
-    """One call that waits."""
+    """Return one call that waits for a decision."""
     try:
         return _view(await _queue(caller).get(approval_id, caller.identity.actor()))
     except ToolFailure as failure:
@@ -101,7 +107,7 @@ async def get_approval(approval_id: ApprovalId, caller: AnyCaller) -> ApprovalVi
 
 @router.post("/{approval_id}", responses=responses(404, 409))
 async def answer_approval(approval_id: ApprovalId, wanted: NewAnswer, caller: AnyCaller) -> AnswerView:
-    """Decide about a call, once: it goes on within a moment, and the decision is in the audit log."""
+    """Decide about a call, once. The call continues within a moment. The audit log contains the decision."""
     if (wanted.decision == "modify") != (wanted.arguments is not None):
         raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, "`arguments` go with the decision `modify`, and with no other")
     decision = Decision(wanted.decision != "reject", wanted.reason, wanted.arguments)
@@ -117,7 +123,7 @@ def _queue(caller: Caller) -> ApprovalQueue:
 
 
 def _told(failure: ToolFailure) -> Exception:
-    """As what it is at an address."""
+    """Return the error with the HTTP status that fits this address."""
     match failure:
         case UnknownQuestion():
             return ApiProblem(ApiCode.NOT_FOUND, "there is no call of that id that waits: GET /v1/approvals lists them")

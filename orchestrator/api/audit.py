@@ -1,4 +1,4 @@
-"""The audit log over HTTP, for operators: who changed what."""
+"""The audit log over HTTP, for operators: all changes with their actors."""
 
 from typing import Annotated
 
@@ -15,8 +15,9 @@ router = APIRouter(prefix="/v1/audit", tags=["audit"], responses=responses())
 
 
 class AuditView(BaseModel):
-    """One change. `tenant`: whom it was about, None: everybody; `target`: the tool, tenant, key, approval, call, host,
-    batch or run.
+    """A change. `tenant`: the tenant that the change is about; null: all tenants.
+
+    `target`: the tool, tenant, key, approval, call, host, batch or run.
     """
 
     id: str
@@ -39,7 +40,9 @@ async def read_audit(
     ] = None,
     target: Annotated[str | None, Query(max_length=256)] = None,
 ) -> Page[AuditView]:
-    """What was changed, the newest first. A page may be short and not be the last: go by `next_cursor`."""
+    """List the changes, the newest first. A page may be shorter than `limit` and not be the last:
+    check `next_cursor`.
+    """
     app_state = caller.app_state
     audit = Audit(app_state.parts.pool.redis, app_state.settings.deployment)
     page = await audit.read(decode_cursor(cursor), limit, tenant=about, actions=tuple(action or ()), target=target)

@@ -1,4 +1,4 @@
-"""Batches over HTTP: lines in, rows out; worked by the orchestrators that serve everybody."""
+"""Batches over HTTP: a client submits lines and reads rows. The orchestrators of all tenants run the items."""
 
 import asyncio
 import hashlib
@@ -31,8 +31,10 @@ from store.idempotency import KEPT_S
 router = APIRouter(prefix="/v1/batches", tags=["batches"], responses=responses())
 
 SMALL_BYTES = 256 * 1024
-"""Of larger ones each key sends one at a time, and one of all is made batch items of: they lie in memory, and what is
-made of them.
+"""Limit of a small batch, in bytes.
+
+Larger batches occupy much memory. Each key sends at most one large batch at a time, and the process parses one large
+batch at a time.
 """
 _SENDING: set[str] = set()
 _LARGE = asyncio.Lock()
@@ -48,7 +50,7 @@ _BODY = {
 
 
 class RequestCounts(BaseModel):
-    """Items: how many there are, succeeded, failed, and wait or run now."""
+    """Numbers of items: all, succeeded, failed, waiting and running."""
 
     total: int
     completed: int
@@ -58,7 +60,10 @@ class RequestCounts(BaseModel):
 
 
 class BatchView(BaseModel):
-    """A batch. `status`: in_progress, cancelling, cancelled or completed; `failed`: by kind. Instants in ISO 8601."""
+    """A batch. `status`: in_progress, cancelling, cancelled or completed. `failed`: numbers of failures by kind.
+
+    Times are in ISO 8601.
+    """
 
     id: str
     status: str
@@ -71,13 +76,13 @@ class BatchView(BaseModel):
 
 
 class SubmittedBatch(BatchView):
-    """A batch that was just submitted. `warnings`: what is accepted in its lines and better written otherwise."""
+    """A batch that was just submitted. `warnings`: problems in the lines that do not prevent the batch."""
 
     warnings: list[str]
 
 
 class BatchOptions(BaseModel):
-    """What the lines do not say. `id`: submitting the same lines under it again goes on with the batch."""
+    """Options that apply to all lines. `id`: submitting the same lines with the same `id` continues the batch."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -92,15 +97,16 @@ class BatchOptions(BaseModel):
     max_tokens: int | None = Field(default=None, gt=0)
     retries: int = Field(default=2, ge=0, le=20)
     webhook_url: str | None = Field(default=None, max_length=MAX_URL_CHARS)
-    """Where the end of the batch is announced. The header `Webhook-Secret` has the secret of the signature."""
+    """Address that receives the end of the batch. The header `Webhook-Secret` contains the secret of the signature."""
     ask: bool = False
-    """Calls that need approval wait in the approvals queue; else they are refused, or allowed, as the orchestrator's
-    settings say.
+    """Let calls that need approval wait in the approvals queue.
+
+    Without `ask` the settings of the orchestrator allow or refuse these calls.
     """
 
 
 class Retry(BaseModel):
-    """Which failed items are begun anew."""
+    """Selection of failed items to retry."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -108,6 +114,8 @@ class Retry(BaseModel):
 
 
 class Retried(BaseModel):
+    """Result of a retry. `items`: number of items that run again."""
+
     items: int
 
 
@@ -120,8 +128,11 @@ async def submit_batch(
     idempotency_key: Annotated[str | None, Header(max_length=255)] = None,
     webhook_secret: Annotated[str | None, Header(max_length=256)] = None,
 ) -> SubmittedBatch:
-    """Queue every line of the body: one JSON object a line, short (`id`, `instruction`) or of OpenAI's batches. All
-    lines are checked first, with the names of tools and the arguments of calls."""
+    """Submit a batch: queue every line of the body.
+
+    Each line is one JSON object, in the short form (`id`, `instruction`) or in the form of OpenAI's batches. All lines
+    are validated first, including the names of tools and the arguments of calls.
+    """
     webhook = _build_webhook(options.webhook_url, webhook_secret)
     file = await _read(
         request, caller.identity.key_id, TenantStore(caller.app_state.settings.workspace_store, caller.tenant)
@@ -141,7 +152,8 @@ async def submit_batch(
         asks_people=options.ask,
     )
     told = f"{caller.identity.key_id}\0{idempotency_key}\0{options.model_dump_json()}\0{file.sha256}"
-    # A submission that broke off is completed when it is sent again: its items are queued once.
+    # A submission that was interrupted continues when the client sends it again. The batch id is derived from the
+    # submission, so that each item is queued only once.
     named = await _batch_of(told, runs) if idempotency_key and options.id is None else None
     batch = await runs.batches.submit(
         file,
@@ -160,8 +172,9 @@ async def submit_batch(
 
 @router.get("")
 async def list_batches(caller: AnyCaller, cursor: Cursor = None, limit: Limit = 50) -> Page[BatchView]:
-    """The tenant's batches, the newest first. They are remembered for 30 days. A page may have fewer than `limit`, and
-    be followed by more all the same.
+    """List the tenant's batches, the newest first. Batches are stored for 30 days.
+
+    A page may be shorter than `limit` and not be the last: check `next_cursor`.
     """
     runs = _runs(caller)
     known = await runs.queue.list_batches(runs.tenant, decode_cursor(cursor) or "", limit)
@@ -172,13 +185,13 @@ async def list_batches(caller: AnyCaller, cursor: Cursor = None, limit: Limit = 
 
 @router.get("/{batch_id}", responses=responses(404))
 async def get_batch(batch_id: BatchId, caller: AnyCaller) -> BatchView:
-    """How a batch stands."""
+    """Return the state of a batch."""
     return await _view(await _known(caller, batch_id), batch_id)
 
 
 @router.post("/{batch_id}/cancel", responses=responses(404))
 async def cancel_batch(batch_id: BatchId, caller: AnyCaller) -> BatchView:
-    """Begin nothing of it any more, and end what runs."""
+    """Cancel a batch: start no further items and end the running items."""
     runs = await _known(caller, batch_id)
     await caller.note_foreign("batch.cancel", batch_id)
     await runs.batches.cancel(batch_id)
@@ -187,7 +200,7 @@ async def cancel_batch(batch_id: BatchId, caller: AnyCaller) -> BatchView:
 
 @router.post("/{batch_id}/retry", responses=responses(404))
 async def retry_batch(batch_id: BatchId, wanted: Retry, caller: AnyCaller) -> Retried:
-    """Begin failed items anew, of these kinds of failure."""
+    """Retry the failed items with the selected kinds of failure."""
     runs = await _known(caller, batch_id)
     entry = caller.foreign_entry("batch.retry", batch_id)
     return Retried(
@@ -201,7 +214,7 @@ async def retry_batch(batch_id: BatchId, wanted: Retry, caller: AnyCaller) -> Re
     responses={**responses(404), 200: {"description": "A row a line", "content": {ROWS_TYPE: {}}}},
 )
 async def batch_results(batch_id: BatchId, caller: AnyCaller) -> Response:
-    """The rows of all items that have ended so far, one JSON object a line, successes and failures."""
+    """Return the rows of all finished items, succeeded and failed, as one JSON object per line."""
     runs = await _known(caller, batch_id)
 
     async def rows() -> AsyncIterator[bytes]:
@@ -212,8 +225,9 @@ async def batch_results(batch_id: BatchId, caller: AnyCaller) -> Response:
 
 
 async def _batch_of(submission: str, runs: BatchRuns) -> str:
-    """The id of the batch that such a submission makes, or has made if it was sent before: more than a day ago it was
-    another one.
+    """Return the id of the batch for a submission.
+
+    The id is the same when the submission was sent before. After a day, a submission gets a new id.
     """
     number = 0
     while True:
@@ -232,7 +246,9 @@ def _runs(caller: Caller) -> BatchRuns:
 
 
 async def _known(caller: Caller, batch: str) -> BatchRuns:
-    """The tenant's batches, of which this is one. Raises ApiProblem when it is none."""
+    """Return the tenant's batches after a check that `batch` exists. Raises ApiProblem when the
+    batch does not exist.
+    """
     runs = _runs(caller)
     try:
         await runs.batches.status(batch)
@@ -248,7 +264,7 @@ async def _view(runs: BatchRuns, batch: str) -> BatchView:
 
 
 def _view_of(batch: str, record: BatchRecord, counts: Mapping[str, int]) -> BatchView:
-    """A batch as clients get it: where its rows lie on whose machine is not theirs to know."""
+    """Build the view of a batch for clients, without the local path of its rows."""
     told = build_status(batch, record, counts)
     return BatchView.model_validate({name: value for name, value in told.items() if name != "rows"})
 
@@ -267,7 +283,7 @@ def _build_webhook(url: str | None, secret: str | None) -> Webhook | None:
 
 
 async def _check_uploads(caller: Caller, file: BatchFile) -> None:
-    """Raise BadBatch for lines whose workspace is an upload that the tenant does not have."""
+    """Raise BadBatch for lines with a workspace that is an upload that the tenant does not have."""
     lines = dict[str, int]()
     for item in file.items:
         if item.ground.workspace is not None and is_file_id(item.ground.workspace):
@@ -282,8 +298,9 @@ async def _check_uploads(caller: Caller, file: BatchFile) -> None:
 
 
 async def _read(request: Request, key: str, store: TenantStore) -> BatchFile:
-    """The lines of the body. Raises BadBatch with all that is wrong with them, ApiProblem when too much is read
-    already.
+    """Read and parse the lines of the body.
+
+    Raises BadBatch with all errors of the lines, and ApiProblem when the key already sends a large batch.
     """
     body = io.BytesIO()
     pieces = request.stream()
@@ -293,6 +310,7 @@ async def _read(request: Request, key: str, store: TenantStore) -> BatchFile:
             break
     else:
         return await _parsed(body, store)
+    # One large body per key, because each body occupies memory while a slow client sends it.
     if key in _SENDING:
         raise ApiProblem(
             ErrorCode.RATE_LIMITED,
@@ -305,7 +323,7 @@ async def _read(request: Request, key: str, store: TenantStore) -> BatchFile:
             body.write(piece)
     finally:
         _SENDING.discard(key)
-    # Not while a client sends: a slow one would hold up all the others.
+    # The lock is taken after the body is complete. Otherwise a slow client would block all other clients.
     async with _LARGE:
         return await _parsed(body, store)
 

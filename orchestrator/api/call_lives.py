@@ -1,4 +1,4 @@
-"""Calls by their ids over HTTP: the life of one through every process, and its end from outside."""
+"""Calls by their ids over HTTP: the history of a call in every process, and ending a call."""
 
 from typing import Annotated, Any
 
@@ -20,7 +20,7 @@ CallId = Annotated[str, Path(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
 
 
 class Kill(BaseModel):
-    """`reason`: what its caller reads."""
+    """A request to end a call. `reason`: the text that the caller of the call reads."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -28,7 +28,7 @@ class Kill(BaseModel):
 
 
 class Killed(BaseModel):
-    """How the call stands now. `was_over`: it had ended before anybody killed it."""
+    """The state of the call. `was_over`: the call had already ended before the request."""
 
     call: str
     state: str
@@ -37,8 +37,10 @@ class Killed(BaseModel):
 
 
 class ListedCallView(BaseModel):
-    """A call of a list. `state`: waiting (for a slot), queued, running, or how it ended; `reason`: why it waits for a
-    slot (paused, in_flight, rate, slots). `since`: of the state, ISO 8601.
+    """A call in a list.
+
+    `state`: waiting (for a slot), queued, running, or the final state. `reason`: why the call waits for a slot
+    (paused, in_flight, rate, slots). `since`: the start of the state, in ISO 8601.
     """
 
     call: str
@@ -53,7 +55,7 @@ class ListedCallView(BaseModel):
 
 
 class CallListView(BaseModel):
-    """`has_more`: there are calls that are not in the list."""
+    """A list of calls. `has_more`: whether further calls exist that the list does not contain."""
 
     data: list[ListedCallView]
     has_more: bool
@@ -61,9 +63,7 @@ class CallListView(BaseModel):
 
 @router.get("")
 async def list_calls(caller: AnyCaller, limit: Limit = 50) -> CallListView:
-    """List the tenant's calls: those that wait first, with the reason, then those that run, then those that ended
-    lately.
-    """
+    """List the tenant's calls: waiting calls with the reason, then running calls, then recently ended calls."""
     app_state = caller.app_state
     async with app_state.looks.turn(caller.identity.key_id):
         page = await CallList(app_state.parts.pool.redis, app_state.settings.deployment).read([caller.tenant], limit)
@@ -72,8 +72,11 @@ async def list_calls(caller: AnyCaller, limit: Limit = 50) -> CallListView:
 
 @router.get("/{call_id}", responses=responses(404))
 async def get_call(call_id: CallId, caller: AnyCaller) -> dict[str, Any]:
-    """All that is known of a call: where it waits or runs, since when, on which host and in which sandbox, and its
-    result while that is kept. Calls are remembered for a day."""
+    """Return all information about a call.
+
+    The fields include where the call waits or runs, since when, its host and its sandbox, and its result while the
+    result is stored. Information about calls is stored for a day.
+    """
     life = await _life(caller, call_id)
     if life is None:
         raise _unknown(caller, call_id)
@@ -83,11 +86,13 @@ async def get_call(call_id: CallId, caller: AnyCaller) -> dict[str, Any]:
 
 @router.post("/{call_id}/kill", responses=responses(404))
 async def kill_call(call_id: CallId, wanted: Kill, caller: AnyCaller) -> Killed:
-    """End a call, wherever it is: one that waits never begins, one that runs is killed with all that it started. Its
-    caller gets CANCELLED.
+    """End a call. A waiting call never starts. A running call is killed with all its processes.
+
+    The caller of the call receives the error CANCELLED.
     """
     app_state = caller.app_state
-    # Whoever asks for calls that never were does not hold a request for as long as one may be looked for that waits.
+    # A search for a call without a record reads all waiting calls. The short limit keeps such requests from occupying
+    # the service.
     lookup_s = SHORT_LOOKUP_S if await _life(caller, call_id) is None else None
     try:
         killed = await CallControl(app_state.parts.pool, app_state.settings.deployment).kill(

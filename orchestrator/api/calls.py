@@ -1,4 +1,4 @@
-"""Tool calls over HTTP: one tool run once in a session, its result whole or its output as it comes."""
+"""Tool calls over HTTP: run one tool in a session, and return its result or stream its output."""
 
 import asyncio
 import hashlib
@@ -26,8 +26,9 @@ from orchestrator.http.body_limits import find_header
 from orchestrator.http.problems import REDIS_AWAY
 
 WAITING_PIECES = 32
-"""Of output that the client has not taken: then the call is held up for a while, and the rest is in the result
-alone.
+"""Limit of output pieces that the client has not received.
+
+At the limit the call is paused for a while. After that, further output is only in the result.
 """
 _STREAM: dict[int | str, dict[str, Any]] = {
     200: {
@@ -41,7 +42,10 @@ _STREAM: dict[int | str, dict[str, Any]] = {
 
 
 class NewCall(BaseModel):
-    """`call_id`: the same never runs twice within a day; None: a new one, or one made of the Idempotency-Key."""
+    """A tool call. `call_id`: a call id runs at most once within a day.
+
+    null: a new id, or an id that is derived from the Idempotency-Key.
+    """
 
     model_config = ConfigDict(extra="forbid")
 
@@ -52,9 +56,11 @@ class NewCall(BaseModel):
 
 
 class _StraightRoute(APIRoute):
-    """A plain call, one without a query or an Idempotency-Key and with nothing wrong, goes straight to its tool:
-    gathering what `call_tool` is given takes FastAPI nearly half of a request's processor time. Every other one goes
-    FastAPI's way, which also says what is wrong with it."""
+    """Route that passes a plain call directly to `call_tool`.
+
+    A plain call is valid and has no query and no Idempotency-Key. FastAPI's own handling takes nearly half of the
+    processor time of such a request. All other requests use FastAPI's handling, which also reports validation errors.
+    """
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         in_full = super().get_route_handler()
@@ -69,7 +75,10 @@ class _StraightRoute(APIRoute):
 
 
 async def _plain_call(request: Request) -> NewCall | None:
-    """None for a request that is to be looked at in full. What was read of its body is kept for that."""
+    """Return the call of a plain request, or None for any other request.
+
+    Starlette caches the body, so that FastAPI can read the same body afterwards.
+    """
     scope = request.scope
     is_plain = (
         not scope["query_string"]
@@ -82,7 +91,7 @@ async def _plain_call(request: Request) -> NewCall | None:
     try:
         return NewCall.model_validate(await request.json())
     except (ValueError, RecursionError, ClientDisconnect):
-        # Of the wrong shape, no JSON, nested too deeply, or no longer there.
+        # The body has a wrong shape, is not JSON, is nested too deeply, or the client disconnected.
         return None
 
 
@@ -97,9 +106,10 @@ async def call_tool(
     request: Request,
     idempotency_key: Annotated[str | None, Header(max_length=255)] = None,
 ) -> Response:
-    """Run a tool once. The answer is 200 whatever became of the tool: `success` and `error_code` tell that.
+    """Run a tool once. The status is 200 even if the tool fails: `success` and `error_code` contain the outcome.
 
-    With `Accept: text/event-stream` its output comes while it runs; a client that goes ends the call.
+    With `Accept: text/event-stream` the response streams the output while the tool runs. The call ends when the client
+    disconnects.
     """
     call_id = wanted.call_id or (_call_id(caller.identity.key_id, idempotency_key) if idempotency_key else None)
     if MEDIA_TYPE in request.headers.get("accept", ""):
@@ -110,7 +120,7 @@ async def call_tool(
     result = await session.call(wanted.name, wanted.arguments, timeout_s=wanted.timeout_s, call_id=call_id)
     if result.error_code is ErrorCode.SESSION_NOT_FOUND:
         known.forget(name)
-        # Raises, as for one that never was.
+        # Raises the same error as for a session that never existed.
         await caller.client.session(session_id)
     if was_not_admitted(result):
         note_undone(request.scope)
@@ -124,7 +134,7 @@ async def _stream(session: Session, wanted: NewCall, call_id: str | None) -> Asy
         await pieces.put(ServerEvent("output", {"stream": stream, "text": text}))
 
     def on_waiting(notice: WaitNotice) -> None:
-        # The call has no output yet: there is room.
+        # The call has no output yet, so the queue has room.
         pieces.put_nowait(ServerEvent("waiting", {"reason": notice.reason.value, "message": notice.message}))
 
     async def work() -> None:
@@ -142,6 +152,8 @@ async def _stream(session: Session, wanted: NewCall, call_id: str | None) -> Asy
             await asyncio.wait((taking, working), return_when=asyncio.FIRST_COMPLETED)
             if not taking.done():
                 taking.cancel()
+                # `work` has ended without a waiting event: this raises its error. Otherwise its last event is already
+                # in the queue.
                 working.result()
                 continue
             event = taking.result()
@@ -149,7 +161,7 @@ async def _stream(session: Session, wanted: NewCall, call_id: str | None) -> Asy
             if event.event == "result":
                 return
     finally:
-        # The client has gone: its call is ended as Ctrl-C ends one.
+        # The client has disconnected. Cancellation ends the call, as Ctrl-C ends a call in a terminal.
         ending = [task for task in (taking, working) if task is not None]
         for task in ending:
             task.cancel()
@@ -157,12 +169,14 @@ async def _stream(session: Session, wanted: NewCall, call_id: str | None) -> Asy
 
 
 def _dump(result: ToolResult) -> bytes:
-    """Where the service's Redis is, is not the client's to know."""
+    """Encode a result, without the address of the service's Redis."""
     if result.error_code is ErrorCode.BROKER_UNAVAILABLE:
         result = result.model_copy(update={"error": REDIS_AWAY})
     return dump_exactly(result.model_dump(mode="json"))
 
 
 def _call_id(key_id: str, idempotency_key: str) -> str:
-    """A request that is sent again asks about the same call."""
+    """Return the call id of a request. The same request sent again gets the same id, so that the tool does not run
+    twice.
+    """
     return hashlib.sha256(f"call\0{key_id}\0{idempotency_key}".encode()).hexdigest()[:32]

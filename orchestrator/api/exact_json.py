@@ -1,4 +1,4 @@
-"""JSON as it is sent: exactly what there is, also where that is no text that UTF-8 could carry."""
+"""Exact JSON encoding, including text that UTF-8 cannot encode."""
 
 import json
 import math
@@ -8,8 +8,9 @@ from fastapi.responses import JSONResponse
 
 
 class ExactJson(JSONResponse):
-    """What a model said may hold half a surrogate pair: it is sent escaped, for whoever decides about a call must see
-    what would run.
+    """JSON response that escapes unpaired surrogates.
+
+    The text of a model may contain them. A person who decides about a call must see exactly what would run.
     """
 
     def render(self, content: Any) -> bytes:
@@ -17,7 +18,7 @@ class ExactJson(JSONResponse):
 
 
 def dump_exactly(content: Any) -> bytes:
-    """In one line. What JSON has no number for (NaN, Infinity) is told as null."""
+    """Encode as one line of JSON. NaN and Infinity, which JSON does not have, become null."""
     try:
         text = _dump(content)
     except ValueError:

@@ -1,4 +1,4 @@
-"""Files over HTTP: uploads that workspaces begin with, and artifacts of items that have ended."""
+"""Files over HTTP: uploads for workspaces, and artifacts of finished items."""
 
 from collections.abc import AsyncGenerator
 from typing import Annotated
@@ -20,7 +20,7 @@ _CONTENT = {"application/octet-stream": {"schema": {"type": "string", "format": 
 
 
 class FileView(BaseModel):
-    """A file. `id`: begins with `file-` for an upload and with `artifacts-` for artifacts. Instants in ISO 8601."""
+    """A file. `id`: starts with `file-` for an upload and with `artifacts-` for artifacts. Times are in ISO 8601."""
 
     id: str
     bytes: int
@@ -31,8 +31,10 @@ class FileView(BaseModel):
 
 @router.post("", status_code=201, openapi_extra={"requestBody": {"required": True, "content": _CONTENT}})
 async def upload_file(caller: AnyCaller, request: Request, response: Response) -> FileView:
-    """Upload an archive (tar, also compressed, or zip) or a git bundle; the body is the file. A `workspace` of a run or
-    of a batch's line may name it by its id. It is deleted after 30 days.
+    """Upload an archive (tar, compressed tar, or zip) or a git bundle. The body is the file.
+
+    The `workspace` of a run or of a line of a batch can refer to the file by its id. The file is deleted after 30
+    days.
     """
     files = _files(caller)
     async with caller.app_state.files.turn(caller.identity.key_id):
@@ -43,14 +45,14 @@ async def upload_file(caller: AnyCaller, request: Request, response: Response) -
 
 @router.get("")
 async def list_files(caller: AnyCaller, cursor: Cursor = None, limit: Limit = 50) -> Page[FileView]:
-    """Uploads and artifacts of the tenant, the newest first."""
+    """List uploads and artifacts of the tenant, the newest first."""
     found, last = await _files(caller).list_page(caller.tenant, decode_cursor(cursor) or "", limit)
     return Page(data=[view_file(one) for one in found], next_cursor=encode_cursor(last) if last else None)
 
 
 @router.get("/{file_id}", responses=responses(404))
 async def get_file(file_id: FileId, caller: AnyCaller) -> FileView:
-    """The size and the digest of a file."""
+    """Return the size and the digest of a file."""
     return view_file(await _files(caller).get(caller.tenant, file_id))
 
 
@@ -60,7 +62,7 @@ async def get_file(file_id: FileId, caller: AnyCaller) -> FileView:
     responses={**responses(404), 200: {"description": "The file", "content": {"application/octet-stream": {}}}},
 )
 async def read_file(file_id: FileId, caller: AnyCaller) -> Response:
-    """The content of a file. Artifacts are a tar archive with the paths that the row of their item lists."""
+    """Return the content of a file. Artifacts are a tar archive with the paths that the row of the item lists."""
     files = _files(caller)
     stored = await files.get(caller.tenant, file_id)
     suffix = ".tar" if file_id.startswith("artifacts-") else ""
@@ -75,7 +77,7 @@ async def read_file(file_id: FileId, caller: AnyCaller) -> Response:
 
 @router.delete("/{file_id}", status_code=204, responses=responses(404))
 async def delete_file(file_id: FileId, caller: AnyCaller) -> None:
-    """Delete a file. Items that name it and have not begun fail."""
+    """Delete a file. Items that refer to the file and have not started fail."""
     files = _files(caller)
     await files.get(caller.tenant, file_id)
     await caller.note_foreign("file.delete", file_id)
@@ -89,11 +91,12 @@ async def _content(caller: Caller, files: StoredFiles, file: str) -> AsyncGenera
 
 
 def _files(caller: Caller) -> StoredFiles:
-    """Raises ConfigError when the deployment has no store."""
+    """Return the store of files. Raises ConfigError when the deployment has no store."""
     return caller.app_state.stored_files()
 
 
 def view_file(stored: StoredFile) -> FileView:
+    """Build the view of a file for clients."""
     return FileView(
         id=stored.id,
         bytes=stored.bytes,

@@ -1,4 +1,4 @@
-"""Whether the service lives, whether it can serve, and what it counts."""
+"""Liveness, readiness and metrics of the service."""
 
 from collections.abc import Mapping
 from functools import partial
@@ -21,12 +21,15 @@ _UNCONNECTED: Mapping[str, str] = {"redis": "not connected yet: see that Redis i
 
 
 class Health(BaseModel):
+    """Liveness. `status`: always "ok"."""
+
     status: str = "ok"
 
 
 class Readiness(BaseModel):
-    """`ready`: a run that is started now would be worked. `checks`: each with "ok", or what is missing and what to
-    do.
+    """Readiness. `ready`: whether a new run would be processed.
+
+    `checks`: "ok" for each part, or what is missing and what to do.
     """
 
     ready: bool
@@ -35,14 +38,17 @@ class Readiness(BaseModel):
 
 @router.get("/healthz")
 async def healthz() -> Health:
-    """The process answers. Nothing else is asked: who restarts a service for a dead Redis makes it worse."""
+    """Return ok when the process responds.
+
+    Nothing else is checked, because a restart of the service does not repair an unavailable Redis.
+    """
     return Health()
 
 
 @router.get("/readyz", response_model=Readiness, responses={503: {"model": Readiness, "description": "Not ready"}})
 async def readyz(app_state: Annotated[ApiState, Depends(depend_on_app_state)]) -> Response:
-    """Redis answers and can be written, and a worker of each pool that has ever served publishes its tools; looked at
-    within the last second.
+    """Check readiness: Redis accepts writes, and a sandbox worker publishes its tools. The result is at most 1 second
+    old.
     """
     checks = await app_state.readiness.get(partial(_checks, app_state)) if app_state.is_connected else _UNCONNECTED
     told = Readiness(ready=all(told == "ok" for told in checks.values()), checks=dict(checks))
@@ -58,8 +64,8 @@ async def readyz(app_state: Annotated[ApiState, Depends(depend_on_app_state)]) -
     },
 )
 async def metrics(caller: OperatorCaller, request: Request) -> Response:
-    """What the deployment counts and holds now, whichever of its APIs is asked: one of them is enough to scrape. For
-    operators.
+    """Return the metrics of the whole deployment, for operators. Every API replica returns the same metrics: scrape
+    one.
     """
     is_open = choose_format(request.headers.get("accept", ""))
     page = await caller.app_state.parts.metrics.render(is_open=is_open)
@@ -69,7 +75,7 @@ async def metrics(caller: OperatorCaller, request: Request) -> Response:
 async def _checks(app_state: ApiState) -> Mapping[str, str]:
     pool = app_state.parts.pool
     try:
-        # A replica that was promoted, or a full disk: it answers, and takes nothing.
+        # A read-only replica or a full disk: Redis answers but rejects writes.
         await check_writable(pool.redis, app_state.settings.deployment)
         pools: dict[str, Any] = dict(await pool.catalog.pools())
     except BrokerUnavailable:

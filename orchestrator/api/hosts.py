@@ -1,4 +1,4 @@
-"""Hosts over HTTP: which workers live, and taking one out of service."""
+"""Hosts over HTTP: list live workers, and drain a host."""
 
 from typing import Any
 
@@ -19,8 +19,9 @@ router = APIRouter(prefix="/v1/hosts", tags=["hosts"], responses=responses())
 
 
 class HostView(BaseModel):
-    """One living worker. Sizes in bytes, instants in ISO 8601. `waiting`: calls in its queue and the pools that it
-    serves.
+    """A live worker. Sizes are in bytes, times in ISO 8601.
+
+    `waiting`: numbers of calls in the worker's queue and in the queues of the pools that it serves.
     """
 
     host: str
@@ -46,7 +47,10 @@ class HostView(BaseModel):
 
 
 class Drain(BaseModel):
-    """`lossy`: though the host's checkpoints do not leave it, so that its sessions lose their files."""
+    """Options of a drain. `lossy`: drain the host even if its checkpoints are stored only on the host.
+
+    The sessions of such a host lose their files.
+    """
 
     model_config = ConfigDict(extra="forbid")
 
@@ -55,7 +59,7 @@ class Drain(BaseModel):
 
 @router.get("")
 async def list_hosts(caller: OperatorCaller, cursor: Cursor = None, limit: Limit = 100) -> Page[HostView]:
-    """Every worker that lives, with its load."""
+    """List every live worker with its load."""
     hosts = HostStore(caller.app_state.parts.pool.redis, caller.app_state.settings.deployment)
     reports = await hosts.read()
     waiting = await hosts.queued(sorted({queue for report in reports for queue in (report.queue, *report.pools)}))
@@ -64,8 +68,8 @@ async def list_hosts(caller: OperatorCaller, cursor: Cursor = None, limit: Limit
 
 @router.post("/{host}/drain", status_code=202, responses=responses(404))
 async def drain_host(host: str, drain: Drain, caller: OperatorCaller) -> Page[HostView]:
-    """Take a host out of service: its sessions go on elsewhere, then its workers end. Returns when they say that they
-    do.
+    """Drain a host: its sessions move to other hosts, then its workers stop. Returns after the workers confirm the
+    drain.
     """
     app_state = caller.app_state
     hosts = HostStore(app_state.parts.pool.redis, app_state.settings.deployment)

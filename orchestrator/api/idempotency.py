@@ -1,5 +1,7 @@
-"""Requests that may be sent again: with an `Idempotency-Key` the first answer is the only one, whoever it was that did
-not hear it.
+"""Idempotent requests: a POST with an `Idempotency-Key` runs once, and a repeated request gets the first response.
+
+A claim in Redis decides which of several concurrent requests runs. Invariant: the response is stored before the client
+receives its end, as far as Redis answers within KEPT_FIRST_S.
 """
 
 import asyncio
@@ -27,8 +29,9 @@ log = get_logger(__name__)
 
 MAX_ANSWER_BYTES = 1024 * 1024
 KEPT_FIRST_S = 1.0
-"""So long the end of an answer waits until it is kept: whoever has heard it gets it again, whatever becomes of this
-process.
+"""Limit in seconds of the wait for storing the response before its end is sent.
+
+A client that received the response can then get the same response again, even if this process dies.
 """
 _UNDONE = "toolcrew.undone"
 _KEY = re.compile(r"[\x21-\x7e]{1,255}")
@@ -36,16 +39,18 @@ _HEADER = b"idempotency-key"
 
 
 def note_undone(scope: Scope) -> None:
-    """The request has done nothing, although its answer is none of a refusal: it is not kept, and the request may be
-    sent again.
+    """Mark a successful response as one that did nothing. The response is not stored, and the client may send the
+    request again.
     """
     scope[_UNDONE] = True
 
 
 class Idempotency:
-    """Keeps the answers of requests that carry the header, for a day. Those to streams, and answers larger than
-    MAX_ANSWER_BYTES, are not kept: a run is found again by the key itself, and a call is not run again. Of one with
-    `Cache-Control: no-store` it is kept that it was given.
+    """Stores the responses of requests with an Idempotency-Key for a day.
+
+    Streams and responses larger than MAX_ANSWER_BYTES are not stored. Such a run is found by the key itself, and such
+    a call does not run a second time. A response with `Cache-Control: no-store` contains a secret. For such a response
+    only the fact that the request was processed is stored.
     """
 
     def __init__(self, app: ASGIApp, app_state: ApiState) -> None:
@@ -70,7 +75,9 @@ class Idempotency:
             )
         identity = await identify(self._app_state, scope)
         body = await _read(receive)
+        # The digest detects a key that a client reuses for another request.
         digest = hashlib.sha256(scope["path"].encode() + b"\0" + scope["query_string"] + b"\0" + body).hexdigest()
+        # The name contains the id of the API key, so that two callers can use the same Idempotency-Key.
         name = hashlib.sha256(f"{identity.key_id}\0{key}".encode()).hexdigest()
         slots = IdempotencyStore(
             self._app_state.parts.pool.redis, self._app_state.settings.deployment, self._app_state.parts.pool.keys
@@ -86,26 +93,29 @@ class Idempotency:
         try:
             await self._app(scope, _given(body, receive), answer.send)
         finally:
+            # The request failed or the client disconnected. The claim is released, so that the client can retry.
             if not answer.has_ended:
                 await self._settle(slots, claim, None)
 
     async def _claim(self, slots: IdempotencyStore, claim: SlotClaim) -> dict[str, Any] | None:
-        """What is kept under the key already; None: it is ours."""
+        """Claim the key. Return the record that is already stored under the key, or None when this request owns the
+        claim.
+        """
         try:
             return await slots.claim(claim)
         except BaseException:
-            # It may be ours without our having heard of it, and would be said to be worked for as long as a request may
-            # take.
+            # Redis may have stored the claim before the error. An unreleased claim would block the key for PENDING_S.
             self._app_state.background.begin(_patiently(partial(slots.release, claim)))
             raise
 
     async def _settle(self, slots: IdempotencyStore, claim: SlotClaim, record: str | None) -> None:
         settle = partial(slots.release, claim) if record is None else partial(slots.keep, claim, record)
+        # The background task continues after the timeout. A slow Redis delays the response by at most KEPT_FIRST_S.
         await asyncio.wait({self._app_state.background.begin(_patiently(settle))}, timeout=KEPT_FIRST_S)
 
 
 async def _patiently(settle: Callable[[], Awaitable[None]]) -> None:
-    """As soon as Redis does it."""
+    """Run `settle`, and retry while Redis is unavailable."""
     try:
         await retry_until_available(settle, PENDING_S)
     except BrokerUnavailable as error:
@@ -113,10 +123,10 @@ async def _patiently(settle: Callable[[], Awaitable[None]]) -> None:
 
 
 class _Answer:
-    """Passes an answer on, and keeps it as far as it is small enough to be kept."""
+    """Forwards a response to the client, and keeps a copy up to MAX_ANSWER_BYTES."""
 
     def __init__(self, scope: Scope, send: Send, on_end: Callable[["_Answer"], Awaitable[None]]) -> None:
-        """`on_end`: before the end of the answer is passed on."""
+        """Prepare to forward a response. `on_end`: called before the end of the response is sent."""
         self._scope, self._send, self._on_end = scope, send, on_end
         self._headers: list[tuple[bytes, bytes]] = []
         self._body = bytearray()
@@ -126,7 +136,9 @@ class _Answer:
 
     @property
     def is_kept(self) -> bool:
-        """What was refused has done nothing, and may be asked again."""
+        """Return whether the response is stored. A rejected request did nothing, so the client may send the request
+        again.
+        """
         return self.has_ended and not self._is_stream and self._status < 300 and _UNDONE not in self._scope
 
     async def send(self, message: Message) -> None:
@@ -147,8 +159,9 @@ class _Answer:
             self._is_stream = len(self._body) > MAX_ANSWER_BYTES
 
     def record(self, digest: str) -> str:
+        """Return the record to store, as JSON."""
         if (b"cache-control", b"no-store") in self._headers:
-            # It holds a secret, which nobody can tell again: Redis neither.
+            # The response contains a secret that is shown only once, so the secret is not written to Redis.
             return json.dumps({"digest": digest, "told_once": True})
         kept = [
             (name.decode("latin-1"), value.decode("latin-1"))
@@ -184,9 +197,7 @@ async def _replay(kept: dict[str, Any], digest: str, send: Send) -> None:
 
 
 async def _read(receive: Receive) -> bytes:
-    """The whole body; how much that may be, BodyLimits says. Raises ApiProblem for one that is too large to be kept in
-    mind.
-    """
+    """Read the whole body. Raises ApiProblem for a body larger than JSON_BYTES, or when the client disconnects."""
     body, is_more = bytearray(), True
     while is_more:
         message = await receive()
@@ -203,7 +214,7 @@ async def _read(receive: Receive) -> bytes:
 
 
 def _given(body: bytes, receive: Receive) -> Receive:
-    """The body that has been read, then what the connection says."""
+    """Return a `receive` that replays the body that was read, and then forwards the messages of the connection."""
     has_been_given = False
 
     async def again() -> Message:

@@ -1,4 +1,4 @@
-"""Pages of long lists: at most so many of them, and a cursor for what comes next."""
+"""Paging of lists: a limit, and a cursor for the next page."""
 
 import base64
 import binascii
@@ -20,19 +20,19 @@ Cursor = Annotated[str | None, Query(max_length=512, description="`next_cursor` 
 
 
 class Page(BaseModel, Generic[T]):
-    """Some of a list. `next_cursor`: None when that was all."""
+    """A page of a list. `next_cursor`: the cursor of the next page; null at the end of the list."""
 
     data: list[T]
     next_cursor: str | None = None
 
 
 def encode_cursor(place: str) -> str:
-    """A cursor as clients get it: nothing that they should make themselves."""
+    """Encode a position as an opaque cursor."""
     return base64.urlsafe_b64encode(place.encode()).decode().rstrip("=")
 
 
 def decode_cursor(cursor: str | None) -> str | None:
-    """The place that a cursor stands for; None for the beginning. Raises ApiProblem for what is no cursor of ours."""
+    """Return the position of a cursor, or None for the start. Raises ApiProblem for an invalid cursor."""
     if cursor is None:
         return None
     try:
@@ -47,7 +47,7 @@ def decode_cursor(cursor: str | None) -> str | None:
 
 
 def page_of(items: list[T], cursor: str | None, limit: int) -> Page[T]:
-    """A page of a list that is at hand as a whole; its cursors are numbers of places."""
+    """Return a page of a list that is completely in memory. Its cursors are indexes."""
     place = decode_cursor(cursor) or "0"
     if not place.isascii() or not place.isdigit() or len(place) > 9:
         raise ApiProblem(ErrorCode.INVALID_ARGUMENTS, "this is a cursor of another list: give the one of this list")

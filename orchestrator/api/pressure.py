@@ -14,9 +14,11 @@ router = APIRouter(prefix="/v1/pressure", tags=["hosts"], responses=responses())
 
 
 class QueueDemand(BaseModel):
-    """One shared queue. `held`: calls that have a slot; `waiting`: calls that would run if there were more slots, the
-    oldest for `oldest_s` seconds; `stopped`: calls that wait because of their own tenant, which no worker changes;
-    `demand`: `held` and `waiting` together.
+    """Demand of one shared queue.
+
+    `held`: calls that have a slot. `waiting`: calls that would run with more slots. `oldest_s`: the longest wait of
+    these calls, in seconds. `stopped`: calls that wait because of a limit of their tenant, which more workers do not
+    change. `demand`: `held` plus `waiting`.
     """
 
     slots: int
@@ -28,7 +30,7 @@ class QueueDemand(BaseModel):
 
 
 class HostsDemand(BaseModel):
-    """All sandbox hosts. `wanted`: how many of their mean size are enough."""
+    """All sandbox hosts. `wanted`: the number of hosts of average size that is sufficient."""
 
     hosts: int
     sessions: int
@@ -39,7 +41,7 @@ class HostsDemand(BaseModel):
 
 
 class PressureView(BaseModel):
-    """The demand of each pool in relation to its workers. `queues`: by the name of the pool."""
+    """Demand and capacity. `queues`: by the name of the pool."""
 
     queues: dict[str, QueueDemand]
     hosts: HostsDemand
@@ -47,7 +49,7 @@ class PressureView(BaseModel):
 
 @router.get("")
 async def show_pressure(caller: OperatorCaller) -> PressureView:
-    """Show how many calls wait for workers, and how full the sandbox hosts are, at most 3 s old."""
+    """Return how many calls wait for workers, and how full the sandbox hosts are. The values are at most 3 s old."""
     app_state = caller.app_state
 
     async def read() -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Answers every error of the API with a problem, and describes problems in its OpenAPI."""
+"""Converts every error of the API to a problem, and describes problems in the OpenAPI description."""
 
 from collections.abc import Mapping, Sequence
 from http import HTTPStatus
@@ -27,18 +27,20 @@ _SENTENCES: Mapping[int, str] = {
     404: "there is nothing at this address: /openapi.json lists what there is",
     405: "this address does not take that method: see the header Allow",
 }
-"""For requests that the framework refuses."""
+"""Details of problems for requests that the framework rejects, by status."""
 
 
 def responses(*statuses: int) -> dict[int | str, dict[str, Any]]:
-    """Describe the problems of a route: those of `statuses`, and those that any route may have."""
+    """Return the OpenAPI description of a route's problems: `statuses`, and the statuses that every
+    route can return.
+    """
     content = {MEDIA_TYPE: {"schema": {"$ref": "#/components/schemas/Problem"}}}
     every = sorted({400, 401, 403, 404, 408, 413, 422, 429, 500, 503, *statuses})
     return {status: {"description": HTTPStatus(status).phrase, "content": content} for status in every}
 
 
 def install(app: FastAPI, routers: Sequence[APIRouter]) -> None:
-    """Answer every error of `app`, whose routes are of these routers, with a problem."""
+    """Install handlers that convert every error of `app` to a problem. `routers`: the routers of `app`."""
 
     @app.exception_handler(ApiProblem)
     @app.exception_handler(ToolFailure)
@@ -48,7 +50,7 @@ def install(app: FastAPI, routers: Sequence[APIRouter]) -> None:
 
     @app.exception_handler(RequestValidationError)
     async def _invalid(_: Request, error: RequestValidationError) -> Response:
-        # Without the input: it may hold secrets, and be anything.
+        # The response does not repeat the input, because the input may contain secrets and any data.
         parts = [
             {
                 "loc": [replace_surrogates(str(part))[:100] for part in one["loc"]],
@@ -73,7 +75,7 @@ def install(app: FastAPI, routers: Sequence[APIRouter]) -> None:
 
     @app.exception_handler(Exception)
     async def _bug(request: Request, error: Exception) -> Response:
-        # The text of the error may hold data of other tenants, so only the log has it.
+        # The text of the error may contain data of other tenants, so only the log contains it.
         log.error(
             "api_failed", method=request.method, path=request.url.path[:200], error=type(error).__name__, exc_info=error
         )
@@ -81,7 +83,7 @@ def install(app: FastAPI, routers: Sequence[APIRouter]) -> None:
 
 
 def _methods_at(routers: Sequence[APIRouter], path: str) -> list[str]:
-    """Return the methods of all routes of the address: each route knows only its own."""
+    """Return the methods of all routes at `path`. A route alone knows only its own methods."""
     routes = [
         route
         for router in routers

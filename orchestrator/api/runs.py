@@ -1,4 +1,4 @@
-"""Runs over HTTP: started, watched, listed, cancelled, read. Whatever orchestrator there is works them."""
+"""Runs over HTTP: start, follow, list, cancel and read runs. Any orchestrator of the deployment processes the runs."""
 
 import hashlib
 import re
@@ -32,17 +32,20 @@ router = APIRouter(prefix="/v1/runs", tags=["runs"], responses=responses())
 
 RunId = Annotated[str, Path(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
 _TYPE = re.compile(r'\{"type": ?"([A-Za-z]{1,64})"')
-"""Of an event's text, which is told as it is kept: there may be many readers."""
+"""Pattern of the type in an event's text. The text is sent as stored, because parsing for many readers is expensive."""
 _STREAM: dict[int | str, dict[str, Any]] = {
     200: {"description": "Events, the last of them `RunEnded`", "content": {MEDIA_TYPE: {}}}
 }
 
 
 class NewRun(BaseModel):
-    """A run. `session`: an open session to work in; otherwise the run opens one of its own with `image`, `network`, and
-    the files of `workspace` (an upload, artifacts, or a location of the store) or of `restore` (a checkpoint).
-    `artifacts`: patterns below /workspace of the files to store at the end. `tools`: names of the tools that the model
-    may call; null: all that suit the model. `metadata`: returned with the run. `webhook`: where its end is announced.
+    """A new run.
+
+    `session`: an open session for the run. Without `session`, the run opens its own session with `image`, `network`,
+    and the files of `workspace` or `restore`. `workspace`: an upload, artifacts, or a location of the store.
+    `restore`: a checkpoint. `artifacts`: patterns below /workspace of the files to store at the end. `tools`: names of
+    the tools that the model may call; null: all tools that suit the model. `metadata`: returned with the run.
+    `webhook`: the address that receives the end of the run.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -69,7 +72,7 @@ class NewRun(BaseModel):
 
     @model_validator(mode="after")
     def _can_be_kept(self) -> Self:
-        """What no orchestrator could read again is refused before it is queued."""
+        """Reject a run that an orchestrator could not read again, before the run is queued."""
         if is_deeper(self.history, MAX_DEPTH):
             raise ValueError(f"history is nested deeper than {MAX_DEPTH}: make it flatter")
         try:
@@ -79,6 +82,7 @@ class NewRun(BaseModel):
         return self
 
     def body(self) -> RunBody:
+        """Return the instruction, the model settings and the limits of the run."""
         limits = RunLimits(
             max_iterations=self.max_iterations,
             tool_timeout_s=self.tool_timeout_s,
@@ -97,6 +101,7 @@ class NewRun(BaseModel):
         )
 
     def ground(self) -> Ground:
+        """Return where the run works: its session, or how to open one."""
         return Ground(
             workspace=self.workspace,
             restore=self.restore,
@@ -108,9 +113,11 @@ class NewRun(BaseModel):
 
 
 class RunView(BaseModel):
-    """A run. `answer`, `stop_reason`, `steps`, `usage`, `failure` and the artifacts are set at its end. `is_cut`:
-    lists contain only the beginning of the answer. `artifacts`: the paths in the archive `artifacts_file` (GET
-    /v1/files/{id}/content), not in lists; `artifacts_missing`: why other files are not there. Instants in ISO 8601.
+    """A run. `answer`, `stop_reason`, `steps`, `usage`, `failure` and the artifacts are set at the end of the run.
+
+    `is_cut`: a list contains only the beginning of the answer. `artifacts`: the paths in the archive `artifacts_file`
+    (GET /v1/files/{id}/content), not in lists. `artifacts_missing`: why other files are missing. Times are in ISO
+    8601.
     """
 
     id: str
@@ -138,7 +145,7 @@ class RunView(BaseModel):
 
 
 class Transcript(BaseModel):
-    """Messages in the shape of OpenAI's chat API."""
+    """Messages in the format of OpenAI's chat API."""
 
     messages: list[dict[str, Any]]
 
@@ -150,7 +157,9 @@ async def start_run(
     response: Response,
     idempotency_key: Annotated[str | None, Header(max_length=255)] = None,
 ) -> RunView:
-    """Queue a run: an orchestrator takes it within a moment, and another goes on with it should that one die."""
+    """Queue a run. An orchestrator starts the run within a moment. Another orchestrator continues the run if the first
+    dies.
+    """
     word = (
         hashlib.sha256(f"{caller.identity.key_id}\0{idempotency_key}".encode()).hexdigest()[:32]
         if idempotency_key
@@ -177,7 +186,9 @@ async def list_runs(
     limit: Limit = 50,
     state: Annotated[HostedState | None, Query(description="Only those that stand so.")] = None,
 ) -> Page[RunView]:
-    """The tenant's runs, the newest first. A page may be short and not be the last: go by `next_cursor`."""
+    """List the tenant's runs, the newest first. A page may be shorter than `limit` and not be the last: check
+    `next_cursor`.
+    """
     page = await hosted(caller).list(caller.tenant, cursor=decode_cursor(cursor), limit=limit, state=state)
     return Page(
         data=[view_run(run) for run in page.runs],
@@ -187,21 +198,21 @@ async def list_runs(
 
 @router.get("/{run_id}", responses=responses(404))
 async def get_run(run_id: RunId, caller: AnyCaller) -> RunView:
-    """How a run stands, its answer whole."""
+    """Return the state of a run, with its complete answer."""
     with found():
         return view_run(await hosted(caller).get(caller.tenant, run_id))
 
 
 @router.post("/{run_id}/cancel", responses=responses(404))
 async def cancel_run(run_id: RunId, caller: AnyCaller) -> RunView:
-    """End a run: at once when it waits, else within 2 seconds. One that has ended stays as it is."""
+    """Cancel a run: a waiting run at once, a running run within 2 seconds. A run that has ended does not change."""
     with found():
         return view_run(await hosted(caller).cancel(caller.tenant, run_id, actor=caller.identity.actor()))
 
 
 @router.get("/{run_id}/transcript", responses=responses(404))
 async def read_transcript(run_id: RunId, caller: AnyCaller) -> Transcript:
-    """Its messages: all when it has ended, those so far until then."""
+    """Return the messages of a run: all messages after its end, the messages so far before its end."""
     with found():
         return Transcript(messages=await hosted(caller).transcript(caller.tenant, run_id))
 
@@ -213,10 +224,11 @@ async def follow_run(
     last_event_id: Annotated[str | None, Header(max_length=64)] = None,
     after: Annotated[str | None, Query(max_length=64, description="As Last-Event-ID.")] = None,
 ) -> Response:
-    """What happens in a run, from its beginning or after the event of that id, until its end. A stream that breaks off
-    is gone on with by its last id.
+    """Stream the events of a run until its end, from the beginning or after the event with the given id.
+
+    A client continues an interrupted stream with the id of the last event.
     """
-    # Before a stream has begun: what is wrong by then is told as a problem.
+    # Errors before the start of the stream are returned as problems.
     start, runs = parse_id(last_event_id or after or ""), hosted(caller)
     with found():
         await runs.get(caller.tenant, run_id)
@@ -224,11 +236,12 @@ async def follow_run(
 
 
 async def _told(caller: Caller, events: AsyncIterator[tuple[str, str]]) -> AsyncIterator[ServerEvent]:
-    """Until the end of the run, or of the key: who comes again with one that was revoked is refused."""
+    """Yield the events until the run ends or the API key is revoked. A new request with a revoked key is rejected."""
     try:
         async for id_, text in events:
+            # A stream can run for hours, so every event requires that the key is still valid.
             with suppress(BrokerUnavailable):
-                # That Redis is away for a moment takes nobody's right from him.
+                # An unavailable Redis does not end the stream of a valid key.
                 await caller.credential.check(caller.tenant)
             kind = _TYPE.match(text)
             yield ServerEvent(kind[1] if kind is not None else "message", text, id_)
@@ -236,7 +249,7 @@ async def _told(caller: Caller, events: AsyncIterator[tuple[str, str]]) -> Async
         if failure.code is not ErrorCode.UNAUTHENTICATED:
             raise
     except BrokerUnavailable:
-        # It went just as the stream began: whoever follows comes again.
+        # Redis became unavailable at the start of the stream. The client reconnects.
         return
     finally:
         if (close := getattr(events, "aclose", None)) is not None:
@@ -245,7 +258,7 @@ async def _told(caller: Caller, events: AsyncIterator[tuple[str, str]]) -> Async
 
 @contextmanager
 def found() -> Iterator[None]:
-    """A run that is none is told as everything else that is none at an address."""
+    """Convert the error for a missing run to the problem NOT_FOUND."""
     try:
         yield
     except ToolFailure as failure:
@@ -255,11 +268,12 @@ def found() -> Iterator[None]:
 
 
 def hosted(caller: Caller) -> HostedRuns:
+    """Return the hosted runs of the deployment."""
     return caller.app_state.parts.runs
 
 
 def view_run(run: HostedRun) -> RunView:
-    """A run as clients get it."""
+    """Build the view of a run for clients."""
     fields = run.model_dump(
         include={"id", "tenant", "state", "instruction", "model", "session", "metadata", "priority", "attempt"}
     )
@@ -271,7 +285,7 @@ def view_run(run: HostedRun) -> RunView:
 
 
 async def _check_upload(workspace: str | None, caller: Caller) -> None:
-    """Raise ToolFailure(FILE_NOT_FOUND) for an upload that the tenant does not have."""
+    """Raise ToolFailure(FILE_NOT_FOUND) when the workspace is an upload that the tenant does not have."""
     settings = caller.app_state.settings
     if workspace is not None and is_file_id(workspace) and settings.workspace_store is not None:
         await caller.app_state.stored_files().get(caller.tenant, workspace)

@@ -1,4 +1,4 @@
-"""`toolcrew serve api` as a whole: the server, and the orchestrator that works what is started over it."""
+"""The service `toolcrew serve api`: the HTTP server, and an orchestrator that processes runs and batches."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
@@ -16,13 +16,15 @@ from telemetry.logs import get_logger
 log = get_logger(__name__)
 
 GRACE_S = 10.0
-"""How long runs may go on once the service is told to stop. Those that have not ended are given back."""
+"""Time in seconds that runs have to end after the stop signal. Other runs are given back to the queue."""
 
 AGAIN_S = 30.0
 
 
 class ApiService:
-    """`concurrency`: runs and batch items at a time here; 0: none."""
+    """API service of one process. `concurrency`: number of concurrent runs and batch items; 0: the service processes
+    none.
+    """
 
     def __init__(
         self,
@@ -34,8 +36,10 @@ class ApiService:
         *,
         has_traces: bool = True,
     ) -> None:
-        """`announce`: told the address when it serves; `has_traces`: each run is written down. Raises ConfigError for
-        settings with which nothing can be served.
+        """Build the service.
+
+        `announce`: called with the address when the service accepts requests. `has_traces`: each run writes a trace.
+        Raises ConfigError for settings that can never serve a request.
         """
         self._settings = settings
         self._concurrency = concurrency
@@ -46,18 +50,19 @@ class ApiService:
         self._server = UvicornServer(build_app(app_state, self._orchestrator), host, port, self._announce)
 
     def stop(self) -> None:
-        """Take no new requests, and end."""
+        """Stop: accept no new requests, and end."""
         self._server.stop()
 
     async def run(self) -> None:
-        """Until stopped."""
+        """Serve until stopped."""
         await self._server.run()
         log.info("stopped")
 
     @asynccontextmanager
     async def _orchestrator(self, parts: ConnectedParts) -> AsyncIterator[None]:
-        """Works runs while the service is connected; what has not ended by its end is given back, for another process
-        to go on with.
+        """Process runs while the service is connected.
+
+        Runs that have not ended at the stop are given back, so that another process continues them.
         """
         if self._concurrency == 0:
             yield
@@ -71,8 +76,10 @@ class ApiService:
             await asyncio.gather(working, return_exceptions=True)
 
     async def _work(self, parts: ConnectedParts, stopping: Stopping) -> None:
-        """Until it is to stop. A model that refuses this process is asked again after a while: the API serves on, and
-        others may work what is started.
+        """Process runs until the service stops.
+
+        After an error, such as a model that refuses this process, the orchestrator starts again after AGAIN_S. The API
+        keeps serving, and other processes may process the runs.
         """
         while not stopping.draining.is_set():
             try:
@@ -83,8 +90,8 @@ class ApiService:
             except OperatorError as error:
                 log.error("api_orchestrator_ended", error=str(error), again_in_s=AGAIN_S)
             except Exception:
-                # the edge of the orchestrator: whatever ends it, the API would go on starting runs that nobody works,
-                # and nobody would know
+                # the edge of the orchestrator: without this loop the API would still accept runs after an unhandled
+                # error, but no process might run them, and no operator would know
                 log.exception("api_orchestrator_broke_off", again_in_s=AGAIN_S)
             with suppress(TimeoutError):
                 async with asyncio.timeout(AGAIN_S):

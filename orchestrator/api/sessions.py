@@ -1,4 +1,4 @@
-"""Sessions over HTTP: opened, looked at, closed; and their files."""
+"""Sessions over HTTP: open, read, list and close sessions, and read and write their files."""
 
 from collections.abc import Mapping
 from contextlib import AsyncExitStack
@@ -20,7 +20,10 @@ PIECE_BYTES = 256 * 1024
 
 
 class FileAnswer(Response):
-    """`held`: what is let go when the file has been sent, or its client has gone."""
+    """Response with the content of a file.
+
+    `held`: the resources to release after the file is sent or the client disconnects.
+    """
 
     media_type = "application/octet-stream"
 
@@ -57,8 +60,9 @@ MAX_PATH_BYTES = 4096
 
 
 class NewSession(BaseModel):
-    """`ttl_s`: seconds without a call after which it goes. `network` None: what the tenant's class says. `restore`: a
-    checkpoint to begin with.
+    """A new session. `ttl_s`: seconds without a call after which the session expires.
+
+    `network` null: the default of the tenant's class. `restore`: a checkpoint; the session starts with its files.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -70,8 +74,9 @@ class NewSession(BaseModel):
 
 
 class SessionView(BaseModel):
-    """An open session. `hosts`: what it reaches with network egress. `sandbox`: its container's id, "" when that is not
-    known yet.
+    """An open session. `hosts`: the hosts that the session can reach with network egress.
+
+    `sandbox`: the id of its container, "" while the id is not known.
     """
 
     id: str
@@ -85,8 +90,9 @@ class SessionView(BaseModel):
 
 
 class SessionRow(BaseModel):
-    """One of a list. `state`: open, or moving to another host; `image` None: the one of the tenant's class. Instants in
-    ISO 8601.
+    """A session in a list. `state`: open, or moving to another host. `image` null: the image of the tenant's class.
+
+    Times are in ISO 8601.
     """
 
     id: str
@@ -101,7 +107,9 @@ class SessionRow(BaseModel):
 
 
 class CheckpointView(BaseModel):
-    """`skipped`: sockets, which are not kept; `torn`: files changed while they were read."""
+    """A checkpoint. `skipped`: number of sockets, which are not stored. `torn`: whether files
+    changed during the copy.
+    """
 
     id: str
     bytes: int
@@ -111,13 +119,17 @@ class CheckpointView(BaseModel):
 
 
 class Written(BaseModel):
+    """A written file. `path`: as in the request. `bytes`: the size of the file."""
+
     path: str
     bytes: int
 
 
 @router.post("", status_code=201)
 async def open_session(wanted: NewSession, caller: AnyCaller, response: Response) -> SessionView:
-    """A sandbox of one's own. It goes when it is deleted, or after `ttl_s` seconds without a call."""
+    """Open a session with its own sandbox. The session ends when it is deleted, or after `ttl_s` seconds without a
+    call.
+    """
     session = await caller.client.open_session(
         image=wanted.image, ttl_s=wanted.ttl_s, network=wanted.network, restore=wanted.restore
     )
@@ -132,7 +144,7 @@ async def list_sessions(
     limit: Limit = 50,
     everybody: Annotated[bool, Query(description="Of all tenants, with the key of an operator.")] = False,
 ) -> Page[SessionRow]:
-    """Open sessions, the newest first."""
+    """List open sessions, the newest first."""
     if everybody and not caller.is_operator:
         raise ToolFailure(ErrorCode.PERMISSION_DENIED, "`everybody` is for operators: leave it out")
     found = await caller.client.sessions(
@@ -147,13 +159,13 @@ async def list_sessions(
 
 @router.get("/{session_id}", responses=responses(404))
 async def get_session(session_id: SessionId, caller: AnyCaller) -> SessionView:
-    """Where a session lives."""
+    """Return a session with its host and sandbox."""
     return view_session(await (await caller.client.session(session_id)).info())
 
 
 @router.delete("/{session_id}", status_code=204, responses=responses(404))
 async def close_session(session_id: SessionId, caller: AnyCaller) -> None:
-    """Remove a session's sandbox; answers when its container is gone."""
+    """Close a session. Returns after its container is removed."""
     session = await caller.client.session(session_id)
     await caller.note_foreign("session.close", session_id)
     await session.close()
@@ -161,7 +173,7 @@ async def close_session(session_id: SessionId, caller: AnyCaller) -> None:
 
 @router.post("/{session_id}/checkpoints", status_code=201, responses=responses(404))
 async def checkpoint_session(session_id: SessionId, caller: AnyCaller) -> CheckpointView:
-    """Keep the session's files and shell as they are now: other sessions can begin with them."""
+    """Store a checkpoint of the session's files and shell. New sessions can start from the checkpoint."""
     kept = await (await caller.client.session(session_id)).checkpoint()
     return CheckpointView(id=kept.id, bytes=kept.bytes, sha256=kept.sha256, skipped=kept.skipped, torn=kept.torn)
 
@@ -172,9 +184,9 @@ async def checkpoint_session(session_id: SessionId, caller: AnyCaller) -> Checkp
     responses={**responses(404), 200: {"description": "The file", "content": {"application/octet-stream": {}}}},
 )
 async def read_file(session_id: SessionId, path: FilePath, caller: AnyCaller) -> Response:
-    """A whole file, as bytes."""
+    """Return the content of a file."""
     name = quote(path.rsplit("/", 1)[-1].encode("utf-8", "replace"), safe="")
-    # Whatever a sandbox wrote is never shown as a page of ours.
+    # A browser must never display a file of a sandbox as a page of this site, because the file could contain scripts.
     headers = {
         "Content-Disposition": f"attachment; filename*=UTF-8''{name}",
         "X-Content-Type-Options": "nosniff",
@@ -183,6 +195,8 @@ async def read_file(session_id: SessionId, path: FilePath, caller: AnyCaller) ->
     async with AsyncExitStack() as held:
         await held.enter_async_context(caller.app_state.files.turn(caller.identity.key_id))
         session = await _with_path(caller, session_id, path)
+        # The response owns the turn from here. The turn ends when the client has received the file, not when this
+        # function returns.
         return FileAnswer(await session.read_file(path), headers, held.pop_all())
 
 
@@ -197,7 +211,7 @@ async def read_file(session_id: SessionId, path: FilePath, caller: AnyCaller) ->
     },
 )
 async def write_file(session_id: SessionId, path: FilePath, caller: AnyCaller, request: Request) -> Written:
-    """Write a whole file, atomically; missing folders are made. At most 64 MiB."""
+    """Write a whole file atomically. Missing folders are created. The limit is 64 MiB."""
     async with caller.app_state.files.turn(caller.identity.key_id):
         session = await _with_path(caller, session_id, path)
         data = await request.body()
@@ -214,7 +228,7 @@ async def _with_path(caller: AnyCaller, session_id: str, path: str) -> Session:
 
 
 def view_session(info: SessionInfo) -> SessionView:
-    """A session as clients get it."""
+    """Build the view of a session for clients."""
     sandbox = info.sandbox
     return SessionView(
         id=info.session,

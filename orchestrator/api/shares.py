@@ -1,4 +1,4 @@
-"""What one API key may have open of one process at a time, so that it leaves something for the others."""
+"""Limits on what one API key may use in one process at a time, so that other keys are not blocked."""
 
 import asyncio
 from collections import Counter
@@ -10,32 +10,35 @@ from orchestrator.http.problems import ApiCode, ApiProblem
 
 STREAMS_OF_A_KEY = 1000
 FILES_OF_A_KEY = 4
-"""Each lies in memory as a whole until its client has taken or sent it."""
+"""Limit of concurrent file transfers of a key. Each file is in memory until the transfer ends."""
 LOOKS_OF_A_KEY = 2
-"""For calls: one of which there is no record is looked for among all that wait."""
+"""Limit of concurrent searches for calls of a key. A call without a record is searched among all waiting calls."""
 PAGES_OF_A_KEY = 2
-"""Long ones, being made at a time."""
+"""Limit of long pages of a key that are rendered at the same time."""
 AGAIN_S = 5
 
 
 class OpenStreams:
-    """Counts the event streams of every key."""
+    """Counts the open event streams of every key."""
 
     def __init__(self) -> None:
         self._open = Counter[str]()
 
     def of(self, key: str) -> "Streams":
+        """Return the streams of one key."""
         return Streams(self._open, key)
 
 
 class Streams:
-    """The event streams of one key."""
+    """The open event streams of one key."""
 
     def __init__(self, streams: Counter[str], key: str) -> None:
         self._open, self._key = streams, key
 
     def counted(self, events: AsyncIterator[ServerEvent]) -> AsyncIterator[ServerEvent]:
-        """The same events, of a stream that counts from now until it is closed. Raises ApiProblem for one too many."""
+        """Return the same events as a stream that counts until it is closed. Raises ApiProblem when the key has too
+        many streams.
+        """
         if self._open[self._key] >= STREAMS_OF_A_KEY:
             raise ApiProblem(
                 ApiCode.TOO_MANY_REQUESTS,
@@ -53,7 +56,10 @@ class Streams:
 
 
 class _Counted(AsyncIterator[ServerEvent]):
-    """Events that count as a stream until they are closed. No generator: one that was never begun would never end."""
+    """Events that count as a stream until they are closed.
+
+    The class is not a generator: the `finally` block of a generator that was never started never runs.
+    """
 
     def __init__(self, events: AsyncIterator[ServerEvent], on_end: Callable[[], None]) -> None:
         self._events = events
@@ -63,6 +69,7 @@ class _Counted(AsyncIterator[ServerEvent]):
         return await anext(self._events)
 
     async def aclose(self) -> None:
+        """Stop counting the stream and close the events. Repeatable."""
         on_end, self._on_end = self._on_end, None
         if on_end is not None:
             on_end()
@@ -71,7 +78,7 @@ class _Counted(AsyncIterator[ServerEvent]):
 
 
 class Turns:
-    """At most `most` at a time for each key; who comes beyond waits for the end of another."""
+    """Limits each key to `most` concurrent operations. Further operations wait."""
 
     def __init__(self, most: int) -> None:
         self._most = most
@@ -79,7 +86,9 @@ class Turns:
 
     @asynccontextmanager
     async def turn(self, key: str) -> AsyncIterator[None]:
-        """One of them, once it is the key's turn."""
+        """Run the block when fewer than `most` operations of the key run."""
+        # The user count removes the semaphore of a key after its last use. Otherwise the dict would grow with every
+        # key.
         place, users = self._places.get(key, (asyncio.Semaphore(self._most), 0))
         self._places[key] = (place, users + 1)
         try:
@@ -92,8 +101,10 @@ class Turns:
 
 
 class FairTurn:
-    """One at a time in all. A tenant waits with one request at a time, so another tenant's request runs after one of
-    each tenant that waits.
+    """Runs one operation at a time, in turns by tenant.
+
+    Each tenant has at most one request in the queue. A request of one tenant therefore waits for at most one request
+    of each other tenant.
     """
 
     def __init__(self) -> None:
@@ -101,6 +112,6 @@ class FairTurn:
 
     @asynccontextmanager
     async def turn(self, tenant: str) -> AsyncIterator[None]:
-        """Run when it is the tenant's turn."""
+        """Run the block when it is the tenant's turn."""
         async with self._of_tenants.turn(tenant), self._one:
             yield

@@ -1,4 +1,4 @@
-"""Skills over HTTP: which there are for a tenant, and installing its own."""
+"""Skills over HTTP: list the skills of a tenant, and install and remove its own skills."""
 
 import asyncio
 import tempfile
@@ -21,10 +21,12 @@ router = APIRouter(prefix="/v1/skills", tags=["skills"], responses=responses())
 
 
 class SkillView(BaseModel):
-    """A skill. `source`: system: the workers have it for all; tenant: it was installed for this one. `digest`: sha256
-    over its files; `bytes`: of all of them; `warnings`: what its author should mend; `tool`: whether it is a tool of
-    its own name: yes, no, or "name taken" by a tool of the workers; `hides_system`: it is there in place of the
-    workers' of that name."""
+    """A skill. `source`: `system` (installed on the workers for all tenants) or `tenant` (installed for this tenant).
+
+    `tool`: whether the skill is a tool with its own name: yes, no, or "name taken" by a tool of the workers.
+    `hides_system`: the skill replaces the workers' skill of the same name. `digest`: sha256 of its files. `bytes`:
+    size of all files. `warnings`: problems that the author should fix.
+    """
 
     name: str
     source: str
@@ -42,16 +44,14 @@ class SkillView(BaseModel):
 
 @router.get("")
 async def list_skills(caller: AnyCaller, cursor: Cursor = None, limit: Limit = 100) -> Page[SkillView]:
-    """Every skill that there is for the tenant, by name: those that were installed for it, then those of the
-    workers.
-    """
+    """List the tenant's skills by name: first the skills installed for the tenant, then the skills of the workers."""
     offer = await caller.client.offer()
     return page_of([view_skill(skill, offer) for skill in offer.skills], cursor, limit)
 
 
 @router.get("/{name}", responses=responses(404))
 async def get_skill(name: str, caller: AnyCaller) -> SkillView:
-    """One skill."""
+    """Return one skill."""
     return view_skill(await caller.client.skill(name), await caller.client.offer())
 
 
@@ -70,9 +70,7 @@ async def install_skill(
     request: Request,
     replace: Annotated[bool, Query(description="In place of the tenant's skill of that name.")] = False,
 ) -> SkillView:
-    """Install a skill for the tenant: its folder as a .zip file, at most 16 MiB. Runs that
-    begin from now on have it.
-    """
+    """Install a skill for the tenant: its folder as a .zip file of at most 16 MiB. New runs can use the skill."""
     desk = await caller.client.own_skills()
     async with caller.app_state.files.turn(caller.identity.key_id):
         data = await request.body()
@@ -93,7 +91,7 @@ async def _installed(desk: SkillInstaller, packed: Path, *, replace: bool) -> Sk
 
 @router.delete("/{name}", status_code=204, responses=responses(404))
 async def remove_skill(name: str, caller: AnyCaller) -> None:
-    """Remove a skill that was installed for the tenant. What runs with it goes on."""
+    """Remove a skill that was installed for the tenant. Running runs keep the skill."""
     if not await (await caller.client.own_skills()).remove(name):
         raise ToolFailure(
             ErrorCode.FILE_NOT_FOUND,
@@ -102,5 +100,5 @@ async def remove_skill(name: str, caller: AnyCaller) -> None:
 
 
 def view_skill(skill: SkillSummary, offer: Offer) -> SkillView:
-    """A skill as clients get it."""
+    """Build the view of a skill for clients."""
     return SkillView.model_validate({**skill.model_dump(), **offer.describe(skill.name)})

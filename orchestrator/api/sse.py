@@ -1,4 +1,4 @@
-"""Server-sent events: a stream of them to one client, however slow it is."""
+"""Server-sent events: a stream of events to one client, which may be slow."""
 
 import asyncio
 import json
@@ -13,33 +13,38 @@ from starlette.types import Receive, Scope, Send
 
 MEDIA_TYPE = "text/event-stream"
 BEAT_S = 15.0
-"""How often a silent stream says that it lives."""
+"""Interval in seconds of keep-alive comments in a stream without events."""
 WRITE_WITHIN_S = 30.0
-"""A client that takes nothing for so long is cut off: it comes again with Last-Event-ID."""
+"""Time in seconds after which a client is disconnected that receives nothing. The client reconnects with
+Last-Event-ID.
+"""
 AGAIN_MS = 2000
-"""When a client is to come again whose stream broke off."""
+"""Time in milliseconds after which a client reconnects to an interrupted stream."""
 _HEADERS = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
 _BEAT = b": \n\n"
 
 
 @dataclass(frozen=True)
 class ServerEvent:
-    """`id`: by which a client says where it was; None: this one cannot be gone on from."""
+    """An event of a stream. `id`: the position that a client sends to continue; None: not a
+    position to continue from.
+    """
 
     event: str
     data: Mapping[str, Any] | str
     id: str | None = None
 
     def encode(self) -> bytes:
-        """As it is sent: JSON has no line breaks of its own."""
+        """Encode the event. Compact JSON contains no line breaks, so `data` is one line."""
         text = self.data if isinstance(self.data, str) else json.dumps(self.data, separators=(",", ":"))
         head = f"id: {self.id}\n" if self.id is not None else ""
         return f"{head}event: {self.event}\ndata: {text}\n\n".encode("utf-8", "replace")
 
 
 class EventStream(Response):
-    """Sends events until there are no more, or the client goes. `events` is closed then, so that what it holds is let
-    go.
+    """Sends events until the events end or the client disconnects.
+
+    `events` is closed in both cases, so that its resources are released.
     """
 
     media_type = MEDIA_TYPE
@@ -50,7 +55,7 @@ class EventStream(Response):
         self._events = events
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Raises nothing for a client that has gone, or is too slow."""
+        """Send the events. A client that disconnects or is too slow does not raise an exception."""
         sending = asyncio.ensure_future(self._send(send))
         leaving = asyncio.ensure_future(_until_gone(receive))
         try:
@@ -59,7 +64,7 @@ class EventStream(Response):
             for task in (sending, leaving):
                 task.cancel()
             await asyncio.gather(sending, leaving, return_exceptions=True)
-            # Also when nothing of them was ever asked for.
+            # The events are closed even if no event was read, because they may already count as an open stream.
             if (close := getattr(self._events, "aclose", None)) is not None:
                 await close()
         with suppress(asyncio.CancelledError, TimeoutError, OSError, ClientDisconnect):
@@ -75,6 +80,7 @@ class EventStream(Response):
         following = asyncio.ensure_future(anext(self._events, None))
         try:
             while True:
+                # `wait` does not cancel `following` at the timeout. A cancelled `anext` would end an async generator.
                 await asyncio.wait((following,), timeout=BEAT_S)
                 if not following.done():
                     await write(_BEAT)

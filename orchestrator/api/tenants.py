@@ -1,4 +1,4 @@
-"""Tenants and their API keys over HTTP, for administrators."""
+"""Tenants and their API keys over HTTP, for operators and administrators."""
 
 from datetime import UTC, datetime
 from typing import Annotated, Any
@@ -22,7 +22,9 @@ Name = Annotated[str, Path(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
 
 
 class TenantView(BaseModel):
-    """`policy`: what the tenant may have; None when what is kept cannot be read, and `trouble` says why."""
+    """A tenant. `policy`: the limits of the tenant; null when the stored policy cannot be read.
+    `trouble`: the reason.
+    """
 
     name: str
     policy: TenantPolicy | None
@@ -30,6 +32,8 @@ class TenantView(BaseModel):
 
 
 class NewTenant(BaseModel):
+    """A new tenant with its policy. Missing fields of the policy get their default values."""
+
     model_config = ConfigDict(extra="forbid")
 
     name: str = Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")
@@ -37,7 +41,7 @@ class NewTenant(BaseModel):
 
 
 class Pause(BaseModel):
-    """`reason`: what whoever calls for the tenant meanwhile reads."""
+    """A pause. `reason`: the text that callers of the tenant read during the pause."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -45,13 +49,13 @@ class Pause(BaseModel):
 
 
 class Removed(BaseModel):
-    """`keys`: how many API keys were revoked with it."""
+    """A removed tenant. `keys`: number of API keys that were revoked."""
 
     keys: int
 
 
 class KeyView(BaseModel):
-    """What is known of an API key: never the key. Instants in ISO 8601."""
+    """Information about an API key, without the key itself. Times are in ISO 8601."""
 
     id: str
     tenant: str = ""
@@ -64,7 +68,7 @@ class KeyView(BaseModel):
 
 
 class NewKeyRequest(BaseModel):
-    """`ttl_s`: how long it holds; None: until it is revoked."""
+    """A new API key. `ttl_s`: lifetime in seconds; null: valid until revoked."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -74,7 +78,7 @@ class NewKeyRequest(BaseModel):
 
 
 class CreatedKey(BaseModel):
-    """`key`: the key itself, which nobody can tell again."""
+    """A created API key. `key`: the key itself, which is shown only once."""
 
     id: str
     key: str
@@ -83,14 +87,20 @@ class CreatedKey(BaseModel):
 
 @router.get("")
 async def list_tenants(caller: OperatorCaller, cursor: Cursor = None, limit: Limit = 100) -> Page[TenantView]:
-    """Every registered tenant, and the default one. While none is registered, any name is served as the default one."""
+    """List the registered tenants and the default tenant.
+
+    While no tenant is registered, every tenant name is served with the default policy.
+    """
     found = {DEFAULT_TENANT: TenantPolicy(), **await caller.app_state.parts.pool.tenants.all()}
     return page_of([_view(name, policy) for name, policy in found.items()], cursor, limit)
 
 
 @router.post("", status_code=201, responses=responses(409))
 async def add_tenant(wanted: NewTenant, caller: AdminCaller) -> TenantView:
-    """Register a tenant. From the first one on only registered ones, and the default one, are served."""
+    """Register a tenant.
+
+    After the first registration, only registered tenants and the default tenant are served.
+    """
     await _check_tools(caller, wanted.name, wanted.policy)
     await caller.tenants.add(wanted.name, wanted.policy)
     return _view(wanted.name, wanted.policy)
@@ -98,7 +108,7 @@ async def add_tenant(wanted: NewTenant, caller: AdminCaller) -> TenantView:
 
 @router.get("/{name}", responses=responses(404))
 async def get_tenant(name: Name, caller: OperatorCaller) -> TenantView:
-    """One tenant with its policy."""
+    """Return one tenant with its policy."""
     found = {DEFAULT_TENANT: TenantPolicy(), **await caller.app_state.parts.pool.tenants.all()}
     if name not in found:
         raise ToolFailure(ErrorCode.UNKNOWN_TENANT, f"there is no tenant {name}: GET /v1/tenants lists them")
@@ -107,7 +117,7 @@ async def get_tenant(name: Name, caller: OperatorCaller) -> TenantView:
 
 @router.put("/{name}", responses=responses(404))
 async def set_tenant(name: Name, policy: TenantPolicy, caller: AdminCaller) -> TenantView:
-    """Give a tenant this policy, whatever it has: what is left out is as by default."""
+    """Replace the policy of a tenant. Missing fields get their default values."""
     await _check_tools(caller, name, policy)
     await caller.tenants.replace(name, policy)
     return _view(name, policy)
@@ -115,27 +125,28 @@ async def set_tenant(name: Name, policy: TenantPolicy, caller: AdminCaller) -> T
 
 @router.delete("/{name}", responses=responses(404))
 async def remove_tenant(name: Name, caller: AdminCaller) -> Removed:
-    """Remove a tenant and revoke its keys. Its open sessions expire. The name cannot be registered again: the tenant's
-    data may still be stored.
+    """Remove a tenant and revoke its keys. Its open sessions expire.
+
+    The name cannot be registered again, because data of the tenant may still be stored.
     """
     return Removed(keys=await caller.tenants.remove(name))
 
 
 @router.post("/{name}/pause", responses=responses(404))
 async def pause_tenant(name: Name, wanted: Pause, caller: OperatorCaller) -> TenantView:
-    """Begin no call and no run of the tenant any more, within 2 seconds; what runs goes on to its end."""
+    """Pause a tenant: no call and no run starts, within 2 seconds. Running calls continue to their end."""
     return _view(name, await caller.tenants.pause(name, wanted.reason))
 
 
 @router.post("/{name}/resume", responses=responses(404))
 async def resume_tenant(name: Name, caller: OperatorCaller) -> TenantView:
-    """Let a paused tenant go on."""
+    """Resume a paused tenant."""
     return _view(name, await caller.tenants.resume(name))
 
 
 @router.get("/{name}/keys", responses=responses(404))
 async def list_keys(name: Name, caller: AdminCaller, cursor: Cursor = None, limit: Limit = 100) -> Page[KeyView]:
-    """The tenant's API keys, oldest first."""
+    """List the tenant's API keys, the oldest first."""
     found = await caller.app_state.parts.keys.all()
     mine = [
         _key_view(key_id, key)
@@ -147,7 +158,7 @@ async def list_keys(name: Name, caller: AdminCaller, cursor: Cursor = None, limi
 
 @router.post("/{name}/keys", status_code=201, responses=responses(404))
 async def add_key(name: Name, wanted: NewKeyRequest, caller: AdminCaller, response: Response) -> CreatedKey:
-    """Make an API key. It is shown once, here."""
+    """Create an API key. Only this response contains the key."""
     made = await caller.keys.add(name, wanted.role, name=wanted.name, ttl_s=wanted.ttl_s)
     response.headers["Cache-Control"] = "no-store"
     return CreatedKey(id=made.id, key=made.text, info=_key_view(made.id, made.record))
@@ -155,9 +166,9 @@ async def add_key(name: Name, wanted: NewKeyRequest, caller: AdminCaller, respon
 
 @router.delete("/{name}/keys/{key_id}", status_code=204, responses=responses(404))
 async def revoke_key(name: Name, key_id: Annotated[str, Path(pattern=r"^[0-9a-f]{16}$")], caller: AdminCaller) -> None:
-    """Revoke a key: it opens nothing anywhere within 2 seconds."""
+    """Revoke an API key. All processes reject the key within 2 seconds."""
     known = (await caller.keys.all()).get(key_id)
-    # One that cannot be read belongs to nobody: whoever names it may have it away.
+    # The tenant of an unreadable key is unknown, so any tenant's address can revoke the key.
     is_here = known is not None and (isinstance(known, ConfigError) or known.tenant == name)
     if not is_here or not await caller.keys.revoke(key_id):
         raise ApiProblem(

@@ -1,4 +1,4 @@
-"""Tools over HTTP: what there is and in which state, and switching it."""
+"""Tools over HTTP: list the tools with their states, and turn tools on and off."""
 
 from typing import Any, Literal
 
@@ -15,7 +15,7 @@ router = APIRouter(prefix="/v1/tools", tags=["tools"], responses=responses())
 
 
 class Off(BaseModel):
-    """That a tool is turned off. `by`: the API key or tenant that did it; `at`: ISO 8601."""
+    """A record that a tool is turned off. `by`: the API key or tenant that turned the tool off. `at`: ISO 8601."""
 
     by: str
     at: str
@@ -23,8 +23,11 @@ class Off(BaseModel):
 
 
 class ToolView(BaseModel):
-    """A tool that the workers publish. `state`: for the tenant of the request: enabled, disabled (turned off), or
-    forbidden (not allowed by its policy); `off`: who turned it off, if it is turned off."""
+    """A tool that the workers publish.
+
+    `state`: the state for the tenant of the request: enabled, disabled (turned off), or forbidden (not allowed by the
+    tenant's policy). `off`: who turned the tool off; null: not turned off.
+    """
 
     name: str
     description: str
@@ -41,7 +44,7 @@ class ToolView(BaseModel):
 
 
 class ToolChange(BaseModel):
-    """`tenant`: only for that tenant; None: for everybody."""
+    """A change of a tool's state. `tenant`: the only tenant that the change affects; null: all tenants."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -52,13 +55,13 @@ class ToolChange(BaseModel):
 
 @router.get("")
 async def list_tools(caller: AnyCaller, cursor: Cursor = None, limit: Limit = 100) -> Page[ToolView]:
-    """Every tool that the workers publish, on or off, by name."""
+    """List every tool that the workers publish, enabled or disabled, by name."""
     return page_of([view_tool(state) for state in await caller.client.tool_states()], cursor, limit)
 
 
 @router.get("/{name}", responses=responses(404))
 async def get_tool(name: str, caller: AnyCaller) -> ToolView:
-    """One tool with its parameters and state."""
+    """Return one tool with its parameters and state."""
     return view_tool(await caller.client.tool_state(name))
 
 
@@ -68,8 +71,9 @@ async def get_tool(name: str, caller: AnyCaller) -> ToolView:
     responses={**responses(404), 204: {"description": "It is so, and no worker serves the tool now"}},
 )
 async def change_tool(name: str, change: ToolChange, caller: OperatorCaller) -> ToolView | Response:
-    """Turn a tool on or off, for everybody or for one tenant: it holds on every worker within 2 seconds, and is in the
-    audit log.
+    """Turn a tool on or off, for all tenants or for one tenant.
+
+    The change reaches every worker within 2 seconds. The audit log contains the change.
     """
     client = caller.client
     if change.enabled:
@@ -82,7 +86,7 @@ async def change_tool(name: str, change: ToolChange, caller: OperatorCaller) -> 
 
 
 def view_tool(state: ToolState) -> ToolView:
-    """A tool as clients get it."""
+    """Build the view of a tool for clients."""
     spec, switch = state.spec, state.switch
     fields = spec.model_dump(include=set(ToolView.model_fields) - {"state", "off"})
     off = Off(by=switch.by, at=format_instant(switch.at), reason=switch.reason) if switch is not None else None

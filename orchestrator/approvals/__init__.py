@@ -1,4 +1,4 @@
-"""Approval of calls before dispatch: calls that run unasked, calls that need a decision, and calls that are refused."""
+"""Approval of calls before dispatch: which calls run without a question, need a decision, or are refused."""
 
 from contract.approvals import Decision, digest_call
 from orchestrator.approvals.approvers import (

@@ -1,4 +1,4 @@
-"""Who decides on a call that must be asked about: a setting, a person at a terminal, a function, or nobody."""
+"""Approvers: a setting, a person at a terminal, a function, or a fixed refusal decides about a call."""
 
 import asyncio
 import contextlib
@@ -20,16 +20,17 @@ MAX_ANSWER_BYTES = 64
 _INVISIBLE = frozenset(
     {0x034F, 0x115F, 0x1160, 0x17B4, 0x17B5, 0x2800, 0x3164, 0xFFA0, *range(0x180B, 0x1810), *range(0xFE00, 0xFE10)}
 )
-"""Characters that Unicode calls printable and that nobody sees."""
+"""Characters that Unicode classifies as printable but that are not visible."""
 
 
 @dataclass(frozen=True)
 class ApprovalRequest:
-    """What is asked about: this call with these arguments, for this tenant. A decision holds for it alone.
+    """Request for a decision about one call with these arguments, for one tenant.
 
-    `call`: a copy, its arguments checked and completed; changing it refuses the call. `digest`: what the decision is
-    bound to. `reason`: why it is asked. `warning`: why it is dangerous, "" when it is not. `expires_at`: Unix seconds;
-    a later yes does not count.
+    The decision is valid for this call only. `call`: a copy with validated and completed arguments; a change to the
+    copy refuses the call. `digest`: the digest that binds the decision to the call. `reason`: why a decision is
+    needed. `warning`: why the call is dangerous, "" for other calls. `expires_at`: Unix seconds; a later approval does
+    not count.
     """
 
     call: ToolCall
@@ -44,26 +45,35 @@ class ApprovalRequest:
 
     @property
     def command(self) -> str | None:
-        """The shell command of the call, None when its tool takes none."""
+        """Return the shell command of the call, or None when its tool takes no command."""
         given = self.call.arguments.get(self.spec.command_parameter) if self.spec.command_parameter else None
         return given if isinstance(given, str) else None
 
 
 class Approver(Protocol):
-    """Whoever decides. It may be asked about several calls at once; what it raises means no."""
+    """Interface that decides about calls.
+
+    The gate may call `decide` for several calls at once. An exception counts as a refusal.
+    """
 
     async def decide(self, request: ApprovalRequest) -> Decision: ...
 
 
 class AutoApprover:
-    """Says yes to everything: for pools whose sandbox is protection enough. What a policy denies never reaches it."""
+    """Approves every call, for pools with a sandbox that is sufficient protection.
+
+    Calls that the policy denies never reach an approver.
+    """
 
     async def decide(self, request: ApprovalRequest) -> Decision:
         return Decision(True)
 
 
 class RefusingApprover:
-    """Says no to everything that must be asked about, for `reason` and why it must: nobody is there to ask."""
+    """Refuses every call that needs approval, because no person can be asked.
+
+    The refusal contains `reason` and why the call needs approval.
+    """
 
     def __init__(self, reason: str = "it needs approval and nobody can be asked") -> None:
         self._reason = reason
@@ -74,7 +84,10 @@ class RefusingApprover:
 
 
 class CallbackApprover:
-    """Asks a function, plain or async: `fn(request) -> Decision | bool`. Only a plain True or a Decision allows."""
+    """Calls a plain or async function: `fn(request) -> Decision | bool`.
+
+    Only the value True or a Decision can approve the call.
+    """
 
     def __init__(self, fn: Callable[[ApprovalRequest], Decision | bool | Awaitable[Decision | bool]]) -> None:
         self._fn = fn
@@ -91,11 +104,11 @@ class CallbackApprover:
 
 
 class ConsoleApprover:
-    """Asks a person at a terminal, one question at a time; anything but y or yes and Enter is no. Use one for each
-    terminal.
+    """Asks a person at a terminal, one question at a time.
 
-    Arguments are shown whole, what cannot be seen is shown escaped. What was typed before a question was shown does not
-    answer it, and a question that is withdrawn leaves nothing behind that would take the next line typed.
+    Only "y" or "yes" and Enter approves. Use one approver for each terminal. Arguments are shown in full, and
+    invisible characters are shown as escapes. Input that was typed before the question appeared does not answer the
+    question. A withdrawn question leaves no reader that would take the next line.
     """
 
     def __init__(self, read: TextIO | None = None, write: TextIO | None = None) -> None:
@@ -118,8 +131,9 @@ class ConsoleApprover:
 
 
 def choose_approver(mode: Literal["auto", "ask", "never"], *, is_interactive: bool) -> Approver:
-    """The approver of TOOLCREW_APPROVALS, but for "queue" (orchestrator/approvals/asking.py). "ask" without a terminal
-    refuses, and says so.
+    """Return the approver for TOOLCREW_APPROVALS, except for "queue" (orchestrator/approvals/asking.py).
+
+    "ask" without a terminal refuses and gives that reason.
     """
     if mode == "auto":
         return AutoApprover()
@@ -135,12 +149,15 @@ def choose_approver(mode: Literal["auto", "ask", "never"], *, is_interactive: bo
 
 
 def build_question(request: ApprovalRequest) -> str:
-    """The question as a person at a terminal reads it."""
+    """Return the text of the question at a terminal."""
     return "\n" + describe_request(request) + "\nrun it? [y/N] "
 
 
 def describe_request(request: ApprovalRequest) -> str:
-    """What is asked about, as a person reads it. The warning stands last, where long arguments cannot push it away."""
+    """Return the description of the request for a person.
+
+    The warning is last, so that long arguments cannot scroll the warning out of view.
+    """
     lines = call_lines(request.call, request.tenant, request.session, request.command)
     if request.reason and not request.warning:
         lines.append(f"asked because {request.reason}")
@@ -150,19 +167,19 @@ def describe_request(request: ApprovalRequest) -> str:
 
 
 def call_lines(call: ToolCall, tenant: str, session: str | None, command: str | None) -> list[str]:
-    """What is asked about, whole; to be made visible."""
+    """Return the lines that show the complete call. The caller passes the lines to `make_visible`."""
     lines = [
         f"{call.name} asks for approval (tenant {tenant}{f', session {session}' if session else ''})",
         json.dumps(call.arguments, ensure_ascii=False, indent=2, sort_keys=True),
     ]
     if command is not None:
-        # Every line is marked, so that a command cannot draw a question of its own.
+        # Every line has a mark, so that a command cannot imitate a question of its own.
         lines += ["command:", *(f"  | {line}" for line in command.split("\n"))]
     return lines
 
 
 def make_visible(text: str) -> str:
-    """Everything that a terminal would obey or not show, as escapes; line ends stay."""
+    """Replace control characters and invisible characters with escapes. Line breaks stay."""
     return "".join(character if _is_seen(character) else _escape(character) for character in escape_controls(text))
 
 
@@ -176,22 +193,23 @@ def _escape(character: str) -> str:
 
 
 def _forget_typed(stream: TextIO) -> None:
-    """Drop what waits at a terminal: a yes that was typed before the question was shown is no answer to it."""
+    """Discard unread input of a terminal. Text that was typed before the question does not answer the question."""
     with contextlib.suppress(OSError, ValueError, termios.error):
         if stream.isatty():
             termios.tcflush(stream.fileno(), termios.TCIFLUSH)
 
 
 async def _read_line(stream: TextIO) -> str:
-    """One whole line, "" at the end of input. Cancelled, it leaves nothing that reads: a thread in `readline` could not
-    be called back.
+    """Read one line, or return "" at the end of input.
+
+    Cancellation leaves no reader behind. A thread that is blocked in `readline` could not be stopped.
     """
     loop = asyncio.get_running_loop()
     typed: asyncio.Future[bytes] = loop.create_future()
     line = bytearray()
 
     def take(descriptor: int) -> None:
-        # One byte at a time: what follows the line is somebody else's.
+        # One byte at a time, because the bytes after this line belong to another reader.
         try:
             byte = os.read(descriptor, 1)
         except BlockingIOError:
@@ -209,7 +227,7 @@ async def _read_line(stream: TextIO) -> str:
         descriptor = stream.fileno()
         loop.add_reader(descriptor, take, descriptor)
     except (OSError, ValueError, NotImplementedError):
-        # No descriptor, or a plain file: reading it does not wait for a person.
+        # The stream has no descriptor or is a plain file, so a read does not wait for a person.
         read = await asyncio.to_thread(stream.readline, MAX_ANSWER_BYTES)
         return read if read.endswith("\n") else ""
     try:

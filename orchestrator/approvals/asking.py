@@ -1,4 +1,7 @@
-"""Asks people by the queue of questions: whoever may answers, from any process, while the call waits here."""
+"""Asks people through the approvals queue in Redis.
+
+A person answers from any process, while the call waits in this one.
+"""
 
 import asyncio
 import math
@@ -26,19 +29,23 @@ from telemetry.logs import get_logger
 log = get_logger(__name__)
 
 POLL_S = 0.2
-"""How often it is looked for answers, by one look for all that wait."""
+"""Interval between two reads of answers. One read covers all waiting questions."""
 LOOK_COST_S = 0.0002
-"""For each that waits: a look for many thousands is made less often."""
+"""Interval per waiting question. With many questions, reads are less frequent than POLL_S, because a read of thousands
+of answers is expensive.
+"""
 AGAIN_S = 0.5
 ARRIVAL_S = 1.0
-"""So long before the call gives up its question is over: an answer has to arrive."""
+"""Margin between the end of the question and the end of the call, so that a late answer still arrives in time."""
 WITHDRAW_S = 2.0
 
 
 class QueueApprover:
-    """Puts each question into the queue and waits for its answer. A question whose waiting ends is withdrawn; one whose
-    process died stays until it expires, and whoever goes on with the run finds it there, or the answer that was given
-    meanwhile."""
+    """Puts each question into the queue and waits for its answer.
+
+    A question is withdrawn when its waiter stops waiting. If the process dies instead, the question stays until it
+    expires. The process that resumes the run finds that question, or the answer that was given in between.
+    """
 
     def __init__(self, queue: ApprovalQueue) -> None:
         self._queue = queue
@@ -59,15 +66,20 @@ class QueueApprover:
         except ToolFailure as failure:
             return Decision(False, failure.message)
         finally:
+            # Cancellation reaches this block too, so that people never see a question that has no waiter.
             if not is_answered:
                 await self._withdraw(question, asker)
+        # The signature proves only that this deployment wrote the answer. This check binds the answer to this call, so
+        # that an answer copied to another question in Redis approves nothing.
         if (answer.id, answer.digest) != (question.id, question.digest):
             raise EnvelopeRefused("the answer is to another question: somebody has moved it in Redis", "signature")
         return answer.to_decision()
 
     async def _asked(self, question: ApprovalQuestion, asker: str, expires_at: float) -> ApprovalAnswer | None:
-        """Put there as soon as Redis takes it; whoever waits for this has a limit of his own. Raises ToolFailure,
-        EnvelopeRefused.
+        """Put the question into the queue, and retry while Redis is unavailable.
+
+        The caller's own time limit ends the retries. Return the answer when the question already has one. Raises
+        ToolFailure, EnvelopeRefused.
         """
         while True:
             left_s = expires_at - time.time() if math.isfinite(expires_at) else MAX_WAIT_S
@@ -78,7 +90,7 @@ class QueueApprover:
                 await asyncio.sleep(AGAIN_S)
 
     async def _answered(self, id_: str) -> ApprovalAnswer:
-        """The answer, when it comes. Raises EnvelopeRefused."""
+        """Wait for the answer and return it. Raises EnvelopeRefused."""
         future = asyncio.get_running_loop().create_future()
         self._waiting.setdefault(id_, set()).add(future)
         if self._looking is None or self._looking.done():
@@ -91,7 +103,7 @@ class QueueApprover:
             self._forget(id_, future)
 
     async def _look(self) -> None:
-        """Until nobody waits."""
+        """Read the answers of all waiting questions until no question waits."""
         while self._waiting:
             await asyncio.sleep(max(POLL_S, LOOK_COST_S * len(self._waiting)))
             try:
@@ -105,9 +117,10 @@ class QueueApprover:
                     _settle(future, answer)
 
     def _stopped(self, looking: "asyncio.Task[None]") -> None:
-        """Nobody waits for what nobody looks for."""
+        """Pass an error of the reading task to all waiters. Without the task, no answer would ever reach them."""
         error = None if looking.cancelled() else looking.exception()
         if error is not None:
+            # Each waiter raises the error, and its call is refused.
             for future in [future for futures in self._waiting.values() for future in futures]:
                 _settle(future, error)
 
@@ -117,12 +130,12 @@ class QueueApprover:
         if not futures:
             self._waiting.pop(id_, None)
         if not self._waiting and self._looking is not None:
-            # Who waits from now on must not take it for one that looks.
+            # A new waiter must start a new task. A task that is being cancelled still counts as running.
             looking, self._looking = self._looking, None
             looking.cancel()
 
     async def _withdraw(self, question: ApprovalQuestion, asker: str) -> None:
-        """As far as that can be done in time: what stays expires."""
+        """Withdraw the question within WITHDRAW_S. A question that could not be withdrawn stays until it expires."""
         try:
             async with asyncio.timeout(WITHDRAW_S):
                 await self._queue.withdraw(question, asker)
@@ -131,7 +144,7 @@ class QueueApprover:
 
 
 def open_approvals(settings: OrchestratorSettings, redis: RedisClient, keys: SigningKeys) -> ApprovalQueue:
-    """Return the queue of questions of a pool."""
+    """Return the approvals queue of a pool."""
     return ApprovalQueue(redis, settings.deployment, keys, settings.approvers)
 
 
@@ -143,8 +156,9 @@ def choose_pool_approver(settings: OrchestratorSettings, queue: ApprovalQueue, *
 
 
 def choose_people(settings: OrchestratorSettings, queue: ApprovalQueue) -> Approver:
-    """The approver of runs that are to ask people. What the operator has said with `auto` or `never` is the last
-    word.
+    """Return the approver of runs that ask people.
+
+    The operator's setting `auto` or `never` overrides the request of the run.
     """
     if settings.approvals in ("auto", "never"):
         return choose_pool_approver(settings, queue, is_interactive=False)
@@ -152,8 +166,9 @@ def choose_people(settings: OrchestratorSettings, queue: ApprovalQueue) -> Appro
 
 
 def build_record(request: ApprovalRequest) -> ApprovalQuestion:
-    """The question as it is kept. Raises ToolFailure(INVALID_ARGUMENTS) for a call that is too long to be read by
-    anybody.
+    """Build the question that the queue stores.
+
+    Raises ToolFailure(INVALID_ARGUMENTS) when the call is too long for a person to read.
     """
     question = ApprovalQuestion(
         id=question_id(request.tenant, request.run, request.digest),

@@ -1,7 +1,10 @@
-"""Decisions before dispatch: a call is judged by the policy and, where it says so, asked about; nobody to ask means no.
+"""Decisions before dispatch: the policy judges each call and may require a question to the approver.
 
-Only calls that a model asks for are gated: what a program calls itself, by `Session.call`, is that program's own
-decision.
+Without an approver that can answer, the decision is no. Only calls that a model requests are gated. A call that a
+program makes with `Session.call` is that program's own decision.
+
+Invariant: an approval allows only the call that the approver saw, once, before the approval expires. A digest binds
+each approval to the call, its arguments, its tenant and its session.
 """
 
 import asyncio
@@ -27,25 +30,32 @@ from telemetry.logs import get_logger
 log = get_logger(__name__)
 
 APPROVAL_TTL_S = 300.0
-"""Seconds from the question until a yes does not count any more."""
+"""Lifetime of an approval in seconds, from the moment of the question."""
 MAX_INLINE_CHARS = 4 * 1024
-"""Arguments with a command are judged beside the loop when they are longer: hostile ones take up to a second."""
+"""Limit of arguments with a command that are judged on the event loop.
+
+Longer arguments are judged in a thread, because hostile commands take up to a second to parse.
+"""
 DEFAULT_POLICY = ApprovalPolicy()
-"""No rules: dangerous commands and tools that require permission are asked about, catastrophic commands are refused."""
+"""Policy without rules: asks about dangerous commands and tools that require permission, and refuses catastrophic
+commands.
+"""
 
 
 @dataclass
 class Approval:
-    """A yes to the call with this digest, until `expires_at` (Unix seconds), once."""
+    """Single-use approval of the call with this digest, valid until `expires_at` (Unix seconds)."""
 
     digest: str
     expires_at: float
     _is_spent: bool = field(default=False, init=False, repr=False)
 
     def redeem(self, digest: str, now: float) -> None:
-        """Use it up for the call with `digest`. Raises ToolFailure(PERMISSION_DENIED) when it does not hold for that
-        call now.
+        """Use the approval for the call with `digest`.
+
+        Raises ToolFailure(PERMISSION_DENIED) when the approval is used, expired, or belongs to another call.
         """
+        # The approval is spent before any check, so that a failed attempt uses the approval up too.
         was_spent, self._is_spent = self._is_spent, True
         if was_spent:
             raise ToolFailure(ErrorCode.PERMISSION_DENIED, "its approval has been used already")
@@ -69,12 +79,14 @@ async def review(
     on_event: OnEvent = lambda _: None,
     run: str = "",
 ) -> ToolCall | ToolResult:
-    """The call to run, its arguments checked and completed and its own, or the result that says why not.
+    """Return the call to run, as a copy with validated arguments, or the result that explains the refusal.
 
-    Order: the arguments are validated (nobody is asked about an invalid call), judged by the policy, asked about;
-    arguments that the approver changed are validated and judged again, and not asked about twice. `checks`: the tool's
-    own. `clock`: Unix seconds. The call's own time limit starts afterwards. Never raises for what an approver does: an
-    error of it, junk, or no answer within `ttl_s` seconds is no.
+    The order is: validate the arguments, apply the policy, ask the approver. No person is asked about an invalid call.
+    Arguments that the approver changed are validated and judged again. The approver is not asked a second time.
+
+    `checks`: the argument checks of the tool. `clock`: Unix seconds. The time limit of the call starts afterwards. An
+    approver that raises, returns an invalid decision, or does not answer within `ttl_s` seconds refuses the call. None
+    of these cases raises an exception.
     """
     try:
         given = _seal(call, tenant, session)
@@ -85,6 +97,7 @@ async def review(
         if verdict.action == "allow":
             return asked
         approval = Approval(digest_call(asked, tenant, session), clock() + ttl_s)
+        # The approver receives a copy. Approver code must not be able to change the call that runs.
         shown = asked.model_copy(deep=True)
         request = ApprovalRequest(
             shown, spec, tenant, session, approval.digest, verdict.reason, verdict.warning, approval.expires_at, run
@@ -94,7 +107,8 @@ async def review(
         on_event(_decided(run, request, decision))
         if not decision.is_allowed:
             raise ToolFailure(ErrorCode.PERMISSION_DENIED, decision.reason or "it was refused")
-        # Neither what was shown nor what the caller holds may have changed meanwhile.
+        # The approver or the caller may have changed its copy of the call during the question. Either change makes the
+        # approval invalid, because the person decided about different arguments.
         is_same = _seal(call, tenant, session) == given and decision.digest in ("", approval.digest)
         approval.redeem(_seal(shown, tenant, session) if is_same else "", clock())
         if decision.arguments is None:
@@ -106,7 +120,10 @@ async def review(
 
 
 async def _prepare(call: ToolCall, spec: ToolSpec, arguments: Mapping[str, Any], checks: Checks) -> ToolCall:
-    """The call with prepared arguments that share nothing with those given. Raises ToolFailure(INVALID_ARGUMENTS)."""
+    """Return a copy of the call with prepared arguments that share no objects with the given arguments.
+
+    Raises ToolFailure(INVALID_ARGUMENTS).
+    """
     prepare = partial(_replace_arguments, call, spec, arguments, checks)
     return prepare() if is_quick(spec, arguments) else await asyncio.to_thread(prepare)
 
@@ -133,7 +150,7 @@ async def _judge(policy: ApprovalPolicy, tenant: str, spec: ToolSpec, call: Tool
 
 
 async def _change(changed: ToolCall, spec: ToolSpec, policy: ApprovalPolicy, tenant: str) -> ToolCall:
-    """The call as the approver changed it, judged once more. Raises ToolFailure."""
+    """Return the changed call unless the policy denies it. Raises ToolFailure."""
     verdict = await _judge(policy, tenant, spec, changed)
     if verdict.action == "deny":
         raise _denied(verdict)
@@ -141,11 +158,11 @@ async def _change(changed: ToolCall, spec: ToolSpec, policy: ApprovalPolicy, ten
 
 
 async def _ask(approver: Approver, request: ApprovalRequest, ttl_s: float) -> Decision:
-    """The approver's decision; whatever is not a whole one is no."""
+    """Return the decision of the approver. An error, a timeout or an invalid decision counts as a refusal."""
     try:
         async with asyncio.timeout(ttl_s) as limit:
             decision = await approver.decide(request)
-    except Exception as error:  # the edge: an approver is a user's code, and whatever it raises means no
+    except Exception as error:  # the edge: an approver is a user's code, and any error of an approver means no
         if isinstance(error, TimeoutError) and limit.expired():
             log.warning("approval_unanswered", tool=request.call.name, call=request.call.id, after_s=ttl_s)
             return Decision(False, f"nobody answered within {ttl_s:g} s")
@@ -197,7 +214,10 @@ def _is_whole(decision: Any) -> bool:
 
 
 def _seal(call: ToolCall, tenant: str, session: str | None) -> str:
-    """The digest of a call that others may change, "" when its arguments are no plain JSON."""
+    """Return the current digest of a call, or "" when its arguments are not plain JSON.
+
+    Other code holds the same object and may change the call at any time.
+    """
     try:
         return digest_call(call, tenant, session)
     except (ValueError, TypeError, RecursionError):

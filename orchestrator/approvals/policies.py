@@ -1,5 +1,7 @@
-"""Which calls are refused, asked about or let through: rules by tool, tenant and command, read from a file or built in
-code.
+"""Approval policy: rules by tool, tenant and command that deny calls, ask about calls, or allow calls.
+
+Rules come from a file or from code. Invariant: no rule can allow a catastrophic command, and a command that cannot be
+parsed completely never matches an allow rule with a prefix.
 """
 
 import json
@@ -27,19 +29,19 @@ WORKSPACE = "/workspace"
 
 @dataclass(frozen=True)
 class Rule:
-    """For calls of tools and tenants that match the globs: refuse them, ask about them, or let them through unasked.
+    """Rule for calls with a matching tool and tenant: deny, ask or allow without a question.
 
-    With `argv_prefix` the rule is about commands, and only of tools whose spec has a `command_parameter`:
+    With `argv_prefix` the rule applies to commands, and only to tools with a `command_parameter` in their spec:
 
-    - deny and ask: ANY command of the line begins with these words. Folders before the program (`/bin/rm`) and options
-      before later words (`git -C x push`) do not hide it; a word known only at run time counts as the rule's. Of a line
-      that cannot be read whole it is enough that all the words stand somewhere in it.
-    - allow: EVERY command of the line begins with the words of an allow rule, exactly as written, program's folder
-      included. It does not match a line that cannot be read whole, sets variables, or redirects output into a file
-      (/dev/null is none): where a redirection writes is not the prefix's to say. A rule without prefix allows these
-      too.
+    - deny and ask match when ANY command of the line begins with these words. A folder before the program (`/bin/rm`)
+      and options before later words (`git -C x push`) do not prevent a match. An argument that is known only at run
+      time counts as equal. A line that cannot be parsed completely matches when it contains all the words anywhere.
+    - allow matches when EVERY command of the line begins exactly with the words of an allow rule, including the folder
+      of the program. An allow rule with a prefix never matches a line that cannot be parsed completely, sets
+      variables, or redirects output into a file. /dev/null does not count as a file. The prefix does not determine
+      where a redirection writes. An allow rule without a prefix matches these lines too.
 
-    No rule lifts the refusal of a catastrophic command. Raises ConfigError when a field is not what it must be.
+    No rule allows a catastrophic command. Raises ConfigError when a field has an invalid value.
     """
 
     action: Action
@@ -58,14 +60,15 @@ class Rule:
             raise ConfigError('argv_prefix must be a list of words, such as ["git", "push"]')
 
     def is_about(self, tenant: str, tool: str) -> bool:
-        """Whether the globs match. Case counts."""
+        """Return whether both globs match. The comparison is case-sensitive."""
         return fnmatchcase(tool, self.tool) and fnmatchcase(tenant, self.tenant)
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What is to be done with a call. `code`: the error of a denied one. `warning`: why it is dangerous, "" when it is
-    not.
+    """Result of a policy for one call.
+
+    `code`: the error code of a denied call. `warning`: why the call is dangerous, "" for other calls.
     """
 
     action: Action
@@ -75,25 +78,28 @@ class Verdict:
 
     @property
     def is_dangerous(self) -> bool:
+        """Return whether the call is dangerous."""
         return bool(self.warning)
 
 
 @dataclass(frozen=True)
 class ApprovalPolicy:
-    """Rules in any order: of all that match, deny goes before ask and ask before allow.
+    """Rules in any order. Among the matching rules, deny wins over ask, and ask wins over allow.
 
-    Without a matching rule: what is dangerous, or of a tool that requires permission, is asked about; anything else is
-    let through.
+    Without a matching rule, the policy asks about a dangerous command and about a tool that requires permission. All
+    other calls are allowed.
     """
 
     rules: tuple[Rule, ...] = field(default=())
 
     def decide(self, tenant: str, spec: ToolSpec, arguments: Mapping[str, Any]) -> Verdict:
-        """The verdict on one call, by arguments as `prepare_arguments` gives them: aliases are folded, so none hides
-        the command.
+        """Decide about one call, from arguments that `prepare_arguments` returned.
+
+        Prepared arguments have no aliases, so that an alias cannot hide the command.
         """
         script = read_command(spec, arguments)
         danger = classify(script, _folder(spec, arguments)) if script is not None else None
+        # Catastrophic commands are denied before the rules are read, so that no rule can allow them.
         if danger is not None and danger.level is Level.CATASTROPHIC:
             return Verdict("deny", f"it {danger.reason}", danger.reason, ErrorCode.SECURITY_REFUSED)
         warning = _warning(spec, danger.reason if danger is not None else "")
@@ -108,7 +114,7 @@ class ApprovalPolicy:
             return _denied(denying[0], say_subject(spec.name, denying[1]), warning)
         if touching:
             return Verdict("ask", _say_asked(spec.name, touching[0][1]), warning)
-        # What lets another tool's calls through says nothing of this one's.
+        # An allow rule for a tool that this call would use indirectly does not allow this tool.
         if _is_allowed([rule for rule, used in rules if rule.action == "allow" and used == spec.name], script):
             return Verdict("allow", "a rule of the policy allows it", warning)
         if warning:
@@ -119,9 +125,9 @@ class ApprovalPolicy:
 
 
 def load_policy(path: Path | str) -> ApprovalPolicy:
-    """The policy of a .toml or .json file: `rules`, a list of tables with the fields of Rule.
+    """Load the policy of a .toml or .json file: `rules`, a list of tables with the fields of Rule.
 
-    Raises ConfigError with the file, the rule's number (from 1) and what to do.
+    Raises ConfigError with the file, the number of the rule (from 1) and what to do.
     """
     path = Path(path)
     data = _load(path)
@@ -196,8 +202,9 @@ def _say_asked(name: str, used: str) -> str:
 
 
 def _folder(spec: ToolSpec, arguments: Mapping[str, Any]) -> str:
-    """Where a command starts: its `cwd` argument, else the workspace. Without a sandbox that is anybody's folder, and
-    unknown.
+    """Return the folder in which a command starts: its `cwd` argument, otherwise the workspace.
+
+    Without a sandbox the start folder is unknown, and the result is "" or the given folder.
     """
     given = arguments.get("cwd")
     start = WORKSPACE if spec.pool == "sandbox" else ""
@@ -207,6 +214,7 @@ def _folder(spec: ToolSpec, arguments: Mapping[str, Any]) -> str:
 def _is_allowed(rules: list[Rule], script: Script | None) -> bool:
     if any(not rule.argv_prefix for rule in rules):
         return True
+    # A command that cannot be parsed completely could hide another command, so no prefix allows it.
     if script is None or script.is_opaque:
         return False
     prefixes = [rule.argv_prefix for rule in rules]
@@ -220,7 +228,7 @@ def _is_within(command: Command, prefixes: list[tuple[str, ...]]) -> bool:
     if command.assignments or any(target.text not in HARMLESS_DEVICES for target in command.outputs):
         return False
     if not command.words:
-        # `done < file`: nothing runs and nothing is written.
+        # A redirected input such as `done < file` runs nothing and writes nothing.
         return True
     return any(_begins(command.words, prefix) for prefix in prefixes)
 

@@ -1,4 +1,8 @@
-"""Selects the files to copy out of an item's sandbox, and the local folder that receives them."""
+"""Selects the files to copy from an item's sandbox, and the local folder that receives the files.
+
+Security: the workspace comes from untrusted code. A copied path never leads out of the exported workspace or out of
+the item's folder.
+"""
 
 import errno
 import fnmatch
@@ -22,18 +26,22 @@ _KEPT_CHARS = 140
 
 
 class ArtifactsNotWritten(OperatorError):
-    """Files could not be copied out. Existing files stay, and the copy can be retried."""
+    """Files could not be copied. Existing files do not change, and the copy can be retried."""
 
     code = ErrorCode.NO_SPACE
 
 
 class Pattern:
-    """Paths below /workspace: `*`, `?` and `[...]` within a name, `**` for any folders. What it names brings along all
-    that is below it.
+    """Pattern for paths below /workspace. `*`, `?` and `[...]` match within a name; `**` matches any number of
+    folders.
+
+    A pattern that matches a folder also selects everything below the folder.
     """
 
     def __init__(self, text: str) -> None:
-        """Raises ValueError, a sentence, for what is no pattern or does not stay below /workspace."""
+        """Parse the pattern. Raises ValueError with a sentence: the text is not a pattern or leads out of
+        /workspace.
+        """
         if not text or len(text) > MAX_PATTERN_CHARS or "\0" in text:
             raise ValueError(f"a pattern has 1 to {MAX_PATTERN_CHARS} characters, and no NUL among them")
         inner = text.removeprefix(ROOT) if text == ROOT or text.startswith(ROOT + "/") else text
@@ -43,14 +51,14 @@ class Pattern:
         if ".." in parts:
             raise ValueError("it holds '..': name files of the workspace from its top")
         self.text = text
-        # Several `**` in a row mean the same as one.
+        # Several `**` in a row have the same meaning as a single `**`.
         kept = [part for place, part in enumerate(parts) if part != "**" or place == 0 or parts[place - 1] != "**"] or [
             "**"
         ]
         self._steps = [None if part == "**" else re.compile(fnmatch.translate(part)) for part in kept]
 
     def matches(self, path: str) -> bool:
-        """Whether a path from /workspace, or a folder that it is in, is named."""
+        """Return whether the pattern matches a path below /workspace, or a folder that contains the path."""
         states = self._spread({0})
         for name in path.split("/"):
             steps = [(at, self._steps[at]) for at in states if at < len(self._steps)]
@@ -62,14 +70,15 @@ class Pattern:
         return False
 
     def _spread(self, states: set[int]) -> set[int]:
-        """With the states that a `**` reaches by standing for nothing."""
+        """Return the states and the states that are reachable because `**` also matches no folder."""
         return states | {at + 1 for at in states if at < len(self._steps) and self._steps[at] is None}
 
 
 @dataclass(frozen=True)
 class Copied:
-    """What was copied, as paths from the item's folder, sorted. `unmatched`: patterns that named nothing; `skipped`:
-    links that lead to no file.
+    """Copied files, as sorted paths relative to the item's folder.
+
+    `unmatched`: patterns that matched nothing. `skipped`: links that lead to no file.
     """
 
     paths: tuple[str, ...] = ()
@@ -85,8 +94,8 @@ class Copied:
 
 
 def choose_paths(paths: Iterable[str], patterns: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The paths that a pattern names, sorted, and the patterns that named none. Raises ValueError for what is no
-    pattern.
+    """Return the paths that match a pattern, sorted, and the patterns without a match. Raises ValueError: a pattern
+    is invalid.
     """
     parsed = [Pattern(text) for text in patterns]
     idle = set(range(len(parsed)))
@@ -100,17 +109,19 @@ def choose_paths(paths: Iterable[str], patterns: Sequence[str]) -> tuple[list[st
 
 
 def artifact_folder(artifacts: Path, custom_id: str) -> Path:
-    """The folder of an item below `artifacts`: directly in it, and no other item's."""
+    """Return the folder of an item: a direct child of `artifacts` that no other item uses."""
     return artifacts / build_folder_name(custom_id)
 
 
 def build_folder_name(custom_id: str) -> str:
-    """A file name for any id: readable, at most 255 bytes, and for no two ids the same, on disks that do not tell `A`
-    from `a` as well.
+    """Return a file name for any id.
 
-    Bytes other than ASCII letters, digits, `-`, `_` and inner dots are written `%XX`. Where letters are upper-case,
-    `%~` and a hexadecimal number follow, whose bits say which. A name that would be too long is cut, with `%+` and a
-    hash of the whole id.
+    The name is readable and has at most 255 bytes. Two different ids never have the same name, even on a disk that
+    ignores case.
+
+    Bytes other than ASCII letters, digits, `-`, `_` and inner dots are written as `%XX`. If the id has upper-case
+    letters, `%~` and a hexadecimal number follow. Each bit of the number marks an upper-case letter. A name that
+    would be too long is cut, and `%+` and a hash of the whole id follow.
     """
     pieces = [
         letter if letter in _PLAIN else "".join(f"%{byte:02X}" for byte in letter.encode()) for letter in custom_id
@@ -132,11 +143,11 @@ def build_folder_name(custom_id: str) -> str:
 
 
 def copy_artifacts(exported: Path, patterns: Sequence[str], target: Path) -> Copied:
-    """Copy from `exported`, a workspace as `Session.export` left it, what `patterns` name into `target`, which is made
-    when something is named.
+    """Copy the files that match `patterns` from `exported` to `target`. `exported`: a workspace that `Session.export`
+    wrote.
 
-    Files are replaced whole; others that are in `target` stay. A link to a file of the workspace becomes that file.
-    Raises ArtifactsNotWritten.
+    Each file is replaced atomically. Other files in `target` do not change. `target` is created if a file matches. A
+    link to a file of the workspace becomes a copy of the file. Raises ArtifactsNotWritten.
     """
     chosen, idle = choose_paths(_walk(exported), patterns)
     done, skipped, size = [], [], 0
@@ -158,7 +169,7 @@ def copy_artifacts(exported: Path, patterns: Sequence[str], target: Path) -> Cop
 
 
 def _walk(folder: Path) -> Iterator[str]:
-    """Files, and links to anything, as paths from `folder`."""
+    """Yield the files and links, as paths relative to `folder`."""
     for above, folders, files in os.walk(folder):
         inner = Path(above).relative_to(folder)
         for name in [*files, *(name for name in folders if os.path.islink(os.path.join(above, name)))]:
@@ -166,7 +177,7 @@ def _walk(folder: Path) -> Iterator[str]:
 
 
 def _real_file(exported: Path, path: str) -> Path | None:
-    """The file that a path means; None when it leads to none, or out of the workspace."""
+    """Return the file that a path leads to; None if the path leads to no file or out of the workspace."""
     try:
         real = (exported / path).resolve(strict=True)
     except (OSError, RuntimeError):
@@ -175,12 +186,13 @@ def _real_file(exported: Path, path: str) -> Path | None:
 
 
 def _copy(source: Path, target: Path, path: str) -> int:
+    """Copy one file atomically and return its size in bytes. Raises OSError."""
     place = target / path
     place.parent.mkdir(parents=True, exist_ok=True)
-    # A link of the user's own may lie on the way.
+    # A link in the target folder may lead to another folder.
     if not place.parent.resolve().is_relative_to(target.resolve()):
         raise OSError(errno.ELOOP, "a link on the way leads out of the folder", str(place.parent))
-    # A name of its own length: beside a name of 255 bytes a longer one would not fit.
+    # The temporary name has a fixed length: a name derived from a 255-byte name would be too long for the disk.
     unfinished = place.parent / f".{secrets.token_hex(8)}.partial"
     try:
         shutil.copyfile(source, unfinished)

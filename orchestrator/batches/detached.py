@@ -1,4 +1,7 @@
-"""Refuses paths in a batch that other orchestrators run: the submitter may not read or write their machines."""
+"""Refuses local paths in a batch that other orchestrators run.
+
+Security: a submitter must not read or write files of the machines on which the orchestrators run.
+"""
 
 from collections.abc import Iterator
 
@@ -14,8 +17,8 @@ ARTIFACTS = "its artifacts would go to a folder of the submitter's machine, whic
 
 
 def find_paths(item: BatchItem, artifacts: str | None) -> Iterator[str]:
-    """Yield a sentence for each path that an item needs of the machine on which it runs. `artifacts`: the batch's
-    folder for them.
+    """Yield a sentence for each path that an item needs on the machine that runs the item. `artifacts`: folder of the
+    batch for artifacts.
     """
     if item.ground.workspace is not None and not is_stored(item.ground.workspace):
         yield WORKSPACE
@@ -24,8 +27,8 @@ def find_paths(item: BatchItem, artifacts: str | None) -> Iterator[str]:
 
 
 def check_detached(file: BatchFile, artifacts: str | None, name: str, *, uploads: bool = False) -> None:
-    """Raise BadBatch for items that can only run where their batch was submitted. `uploads`: their workspaces are
-    uploaded.
+    """Raise BadBatch if items can only run on the machine of the submitter. `uploads`: the workspaces of the items
+    are uploaded.
     """
     complaints = [
         Complaint(sentence, item.line) for item in file.items for sentence in find_paths(item, None) if not uploads

@@ -1,4 +1,4 @@
-"""The displays of a batch: what they have in common, lines of a log, and lines of JSON for programs."""
+"""Displays of a batch: the common base, log lines for people, and JSON lines for programs."""
 
 import json
 import time
@@ -26,8 +26,10 @@ STATUS_EVERY_S = 5.0
 
 @dataclass(frozen=True)
 class Watched:
-    """The batch that a display shows. `wall`: Unix seconds. `ticks`: seconds that never jump. `is_kept`: commands can
-    name the batch afterwards. `rows`: the files of successes and of failures, if this process writes them.
+    """A batch that a display shows.
+
+    `wall`: returns Unix seconds. `ticks`: returns seconds of a clock that never jumps. `is_kept`: commands can name
+    the batch afterwards. `rows`: files of successes and of failures, if this process writes them.
     """
 
     batch: str
@@ -39,17 +41,19 @@ class Watched:
     tenant: str = DEFAULT_TENANT
 
     def summary(self) -> Summary:
+        """Return the summary of the batch."""
         snapshot = self.progress.snapshot(self.wall())
         return build_summary(snapshot, batch=self.batch, tenant=self.tenant, is_kept=self.is_kept, rows=self.rows)
 
 
 class Display:
-    """Counts the events of a batch and shows how it stands. A context manager: leaving it, also by an exception, ends
-    the display with a summary. Not for several threads.
+    """Counts the events of a batch and shows the status. A context manager. Not safe for several threads.
+
+    Leaving the context ends the display with a summary, even after an exception.
     """
 
     def __init__(self, watched: Watched, every_s: float) -> None:
-        """`every_s`: the shortest time between two statuses."""
+        """`every_s`: minimum time between two statuses, in seconds."""
         self._watched, self._every_s = watched, every_s
         self._opened_at, self._next_at = watched.wall(), watched.ticks() + every_s
         self._ended_before = 0
@@ -60,20 +64,21 @@ class Display:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        """Show the summary, unless the reader of the output has closed the pipe."""
         if not isinstance(error, BrokenPipeError):
             self._show_summary(self._watched.summary())
 
     def show(self, event: RunEvent) -> None:
-        """Count an event and show it."""
+        """Count an event and show the event."""
         is_new = self._watched.progress.add(event)
         if event.at < self._opened_at:
-            # A resumed batch may have paused for days: earlier ends say nothing about the rate.
+            # A resumed batch may have been paused for days. Ends before the pause say nothing about the current rate.
             self._ended_before = self._watched.progress.ended
         self._show_event(event, is_new)
         self.tick()
 
     def tick(self) -> None:
-        """Show the status when that is due. Called a few times a second, also without events."""
+        """Show the status if it is due. Called several times per second, even without events."""
         now = self._watched.ticks()
         if now >= self._next_at:
             self._next_at = now + self._every_s
@@ -86,12 +91,13 @@ class Display:
     def _show_summary(self, summary: Summary) -> None: ...
 
     def _counts(self, s: Snapshot) -> str:
+        """Return the numbers of items by state."""
         kinds = ", ".join(f"{count:,} {kind}" for kind, count in s.failures.items())
         failed = f"{s.failed:,} failed" + (f" ({kinds})" if kinds else "")
         return f"{s.done:,} of {s.total:,} done, {failed}, {s.running:,} running, {s.queued:,} queued"
 
     def _figures(self, s: Snapshot) -> str:
-        """Return the rate since the display was opened, the time that the rest takes at that rate, and the cost."""
+        """Return the rate since the display was opened, the estimated remaining time at that rate, and the cost."""
         seconds = self._watched.wall() - self._opened_at
         rate = max(0, s.ended - self._ended_before) / seconds if seconds > 0 else 0.0
         eta = format_seconds((s.total - s.ended) / rate) if rate else "unknown"
@@ -103,7 +109,7 @@ class Display:
 
 
 class JsonLines(Display):
-    """Writes every event as one line of JSON, repeated ones too, then the summary."""
+    """Writes every event as one line of JSON, including repeated events, and then the summary."""
 
     def __init__(self, watched: Watched, out: IO[str]) -> None:
         super().__init__(watched, STATUS_EVERY_S)
@@ -116,14 +122,16 @@ class JsonLines(Display):
         self._write(summary.model_dump(mode="json"))
 
     def _write(self, data: dict[str, Any]) -> None:
-        # ASCII: every encoding of stdout has it, and no terminal obeys it.
+        # ASCII works in every encoding of stdout, and escaped characters cannot control a terminal.
         self._out.write(json.dumps(data, separators=(",", ":")) + "\n")
         self._out.flush()
 
 
 class LogLines(Display):
-    """Writes failures, retries and notices as they come, and the status every few seconds if it has changed.
-    `has_past`: also those from before the display was opened, which a resumed batch would repeat.
+    """Writes failures, retries and notices when they arrive. Writes the status every few seconds if the status has
+    changed.
+
+    `has_past`: also write events from before the display was opened. A resumed batch would repeat these events.
     """
 
     def __init__(self, watched: Watched, out: IO[str], *, has_past: bool = False) -> None:
@@ -152,7 +160,7 @@ class LogLines(Display):
 
 
 def _describe(event: RunEvent) -> str:
-    """Return the line of a failure, retry or notice, "" for another event."""
+    """Return the line for a failure, retry or notice; "" for any other event."""
     if isinstance(event, BatchNotice):
         return one_line(event.message, MAX_NOTE_CHARS)
     if not isinstance(event, RunEnded | RunRetried) or event.failure is None:

@@ -1,4 +1,6 @@
-"""The file of the events of a batch, next to its rows: one event a line. The report reads it."""
+"""File of the events of a batch, next to the row files. The file has one event per line. The report reads this
+file.
+"""
 
 import json
 from collections.abc import Iterator
@@ -15,7 +17,9 @@ log = get_logger(__name__)
 
 
 class BatchEventFile:
-    """Appends events to a file. An event that the disk does not take is counted and ends nothing. A context manager."""
+    """Appends events to a file. A context manager. An event that the disk does not accept is counted, and the batch
+    continues.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -23,7 +27,7 @@ class BatchEventFile:
         self._file: IO[str] | None = None
 
     def __enter__(self) -> "BatchEventFile":
-        """Raises ConfigError for a path that cannot be written."""
+        """Open the file. Raises ConfigError: the path cannot be written."""
         try:
             self._file = self.path.open("a", encoding="utf-8")
         except OSError as error:
@@ -35,6 +39,7 @@ class BatchEventFile:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        """Close the file. An error is logged and not raised."""
         if self._file is not None:
             try:
                 self._file.close()
@@ -54,8 +59,8 @@ class BatchEventFile:
 
 
 def read_batch_events(path: Path) -> Iterator[RunEvent]:
-    """Read the events of a file. Lines that a crash has left incomplete are skipped. Raises ConfigError for a file that
-    cannot be read.
+    """Yield the events of a file. Lines that a crash left incomplete are skipped. Raises ConfigError: the file cannot
+    be read.
     """
     try:
         with path.open("rb") as lines:

@@ -1,4 +1,6 @@
-"""Figures and untrusted text of a batch as people read them: short, on one line, and harmless to a terminal."""
+"""Formats numbers and untrusted text of a batch for people. The results are short, have one line, and cannot control
+a terminal.
+"""
 
 import math
 from datetime import UTC, datetime
@@ -6,17 +8,17 @@ from datetime import UTC, datetime
 from orchestrator.terminal.text import escape_controls
 
 MAX_NOTE_CHARS = 600
-"""Of a notice about the whole batch: its end says what to do."""
+"""Limit of a notice about the whole batch. The end of a notice says what to do."""
 _STEPS = (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")
 _LINE_ENDS = str.maketrans({"\n": "\\n", "\t": "\\t", "\u2028": "\\u2028", "\u2029": "\\u2029"})
 
 
 def format_count(count: int) -> str:
-    """Return the whole number up to 99,999, then three digits and a letter."""
+    """Return the whole number up to 99,999. Larger numbers have three digits and a letter."""
     if count < 100_000:
         return f"{count:,}"
     size, letter = next((size, letter) for size, letter in _STEPS if count >= size)
-    # Cut, not rounded: 999,999 is not yet 1M.
+    # Round down: 999,999 must not become 1M.
     digits = 0 if count >= 100 * size else 1 if count >= 10 * size else 2
     return (
         f"{math.floor(count / size * 10**digits) / 10**digits:.{digits}f}{letter}" if count < 1e15 else f"{count:.3g}"
@@ -40,18 +42,19 @@ def format_seconds(seconds: float) -> str:
 
 
 def format_cost(cost: float | None, unknown: int = 0) -> str:
-    """`cost`: in the currency of the prices. `unknown`: the number of costs that it lacks."""
+    """Return the cost. `cost`: in the currency of the prices. `unknown`: number of attempts without a known cost."""
     if cost is None:
         return "unknown"
     return f"{'at least ' if unknown else ''}{cost:.{2 if cost >= 1 or cost == 0 else 4}f}"
 
 
 def format_rate(rate: float) -> str:
+    """Return the rate with two or three digits."""
     return f"{rate:,.0f}" if rate >= 100 else f"{rate:.1f}" if rate >= 0.1 or rate == 0 else f"{rate:.2g}"
 
 
 def format_time(at: float) -> str:
-    """Return the time in ISO 8601, UTC, whole seconds."""
+    """Return the time in ISO 8601, UTC, in whole seconds."""
     try:
         return datetime.fromtimestamp(at, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
     except (ValueError, OverflowError, OSError):
@@ -59,6 +62,9 @@ def format_time(at: float) -> str:
 
 
 def one_line(text: str, most: int = 200) -> str:
-    """Escape control and direction characters and the ends of lines. A text that is cut says its length."""
+    """Return the text in one line, with control characters, direction characters and line ends escaped.
+
+    `most`: maximum length. A text that is cut ends with its original length.
+    """
     cut = text if len(text) <= most else f"{text[:most]}... ({len(text)} characters)"
     return escape_controls(cut.translate(_LINE_ENDS))

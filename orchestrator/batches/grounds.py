@@ -1,6 +1,4 @@
-"""What the lines of a file name on this machine, looked at before anything runs: workspaces, and patterns of
-artifacts.
-"""
+"""Checks the workspaces and the artifact patterns that the lines of a file name, before any item runs."""
 
 import os
 from collections.abc import Iterator
@@ -14,15 +12,20 @@ from store.archives.files import NO_STORE, TenantStore, is_stored
 from store.batches import Ground
 
 _HEAD_BYTES = 1024 * 1024
-"""Of an archive that is larger, as much is looked at: by then any packer has given out its first file's name."""
+"""Number of bytes that are read from a larger archive, for the check of its kind. Every packer writes the first file
+name within these bytes.
+"""
 
 
 class Grounds:
-    """The grounds of one file's items: names become whole paths, and what many lines name is looked at once."""
+    """Checks the `ground` fields of one file's items. Relative names become absolute paths. A name that many lines
+    use is checked once.
+    """
 
     def __init__(self, folder: Path | None, store: TenantStore | None = None, max_bytes: int = MAX_BLOB_BYTES) -> None:
-        """`folder`: where relative names begin; None: no path of this machine may be named. `store`: the tenant's part
-        of the store; None: this process does not know it. `max_bytes`: limit of a workspace on this machine.
+        """`folder`: folder of relative names; None: lines may not name paths of this machine. `store`: the tenant's
+        part of the store; None: this process has no access to the store. `max_bytes`: limit of a workspace on this
+        machine.
         """
         self._max_bytes = max_bytes
         self._folder = folder.absolute() if folder is not None else None
@@ -32,13 +35,15 @@ class Grounds:
         self._known: dict[Ground, Ground] = {}
 
     def settle(self, ground: Ground) -> Ground:
-        """With the whole path of its workspace; the same record for all that are equal."""
+        """Return the ground with the absolute path of its workspace. Equal grounds share one record, to save
+        memory.
+        """
         if ground.workspace is not None and self._folder is not None and not is_stored(ground.workspace):
             ground = ground.model_copy(update={"workspace": self._whole(ground.workspace)})
         return self._known.setdefault(ground, ground)
 
     def complaints(self, ground: Ground) -> Iterator[tuple[tuple[str | int, ...], str]]:
-        """What cannot be had: the path of the field, and a sentence."""
+        """Yield each problem of a ground, as (path of the field, sentence)."""
         if ground.workspace is not None and (complaint := self._find_refusal(ground.workspace)) is not None:
             yield ("workspace",), complaint
         if ground.artifacts and self._folder is None and (self._store is None or self._store.setting is None):
@@ -58,6 +63,7 @@ class Grounds:
                 yield ("artifacts", place), complaint
 
     def _find_refusal(self, workspace: str) -> str | None:
+        """Return why a workspace cannot be used; None if the workspace can be used."""
         if is_stored(workspace):
             return self._store.explain_refusal(workspace) if self._store is not None else None
         if self._folder is None:
@@ -68,11 +74,13 @@ class Grounds:
         return self._workspaces[path]
 
     def _whole(self, workspace: str) -> str:
+        """Return the absolute path of a workspace."""
         assert self._folder is not None
         return os.path.normpath(self._folder / workspace)
 
 
 def _complaint_of(pattern: str) -> str | None:
+    """Return why a pattern is invalid; None if the pattern is valid."""
     try:
         Pattern(pattern)
     except ValueError as error:
@@ -81,7 +89,7 @@ def _complaint_of(pattern: str) -> str | None:
 
 
 def _look_at(text: str, max_bytes: int) -> str | None:
-    """Why a workspace will not do; None when it will, as far as can be said without packing it."""
+    """Return why a workspace cannot be used; None if there is no problem that can be found without packing."""
     path = Path(text)
     try:
         if path.is_dir():
@@ -92,7 +100,7 @@ def _look_at(text: str, max_bytes: int) -> str | None:
         if _HEAD_BYTES < size <= max_bytes:
             with path.open("rb") as file:
                 kind = find_source_kind(file.read(_HEAD_BYTES))
-            # Of a bundle its references are looked at, too.
+            # A bundle is loaded completely, because its references are checked too.
             if kind not in (None, "bundle") or (kind is not None and size > MAX_BLOB_BYTES):
                 return None
         load_source(path)

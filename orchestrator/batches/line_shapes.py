@@ -1,4 +1,4 @@
-"""The shapes that a line may have, as records, and each as the item that it asks for."""
+"""Shapes that a line of an input file can have, as pydantic models, and their conversion to items."""
 
 import re
 from typing import Annotated, Any, Literal
@@ -14,14 +14,14 @@ _Name = Annotated[str, Field(min_length=1, max_length=MAX_NAME_CHARS)]
 _Model = Annotated[str, Field(min_length=1, max_length=256)]
 _Text = Annotated[str, Field(min_length=1)]
 Json = Any
-"""A value out of a JSON text: read as JSON already, it is not checked for that once more, which takes longer than the
-reading.
+"""A value from JSON text. The value is already parsed as JSON and is not checked again: the second check would take
+longer than the parsing.
 """
 _Roles = Literal["system", "developer", "user", "assistant", "tool"]
 
 
 class Unfit(Exception):
-    """A field that cannot be honoured: where it stands, and a sentence."""
+    """A field that cannot be accepted. `path`: position of the field. `message`: a sentence."""
 
     def __init__(self, path: tuple[str | int, ...], message: str) -> None:
         super().__init__(message)
@@ -30,13 +30,13 @@ class Unfit(Exception):
 
 
 class Shape(BaseModel):
-    """Base of all shapes: types are exact, unknown fields are an error."""
+    """Base of all shapes. Types are exact, and an unknown field is an error."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 
 
 class OpenAILine(Shape):
-    """A line of OpenAI's batch files; `body` is read by its url."""
+    """A line of OpenAI's batch files. `url` selects the shape of `body`."""
 
     custom_id: _Id
     method: Literal["POST"]
@@ -45,6 +45,8 @@ class OpenAILine(Shape):
 
 
 class LimitFields(Shape):
+    """Limits of a run."""
+
     max_iterations: int | None = Field(default=None, ge=1)
     tool_timeout_s: float | None = Field(default=None, gt=0, le=MAX_TIMEOUT_S)
     max_wall_s: float | None = Field(default=None, gt=0)
@@ -53,7 +55,7 @@ class LimitFields(Shape):
 
 
 class GroundFields(Shape):
-    """Where it works, and how soon."""
+    """Environment of an item, and its priority."""
 
     workspace: Annotated[str, Field(min_length=1, max_length=4096)] | None = None
     restore: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")] | None = None
@@ -63,7 +65,7 @@ class GroundFields(Shape):
     priority: int = Field(default=0, ge=-100, le=100)
 
     def to_ground(self) -> Ground:
-        """Raises Unfit for two beginnings."""
+        """Return the environment of the item. Raises Unfit: the line names both a workspace and a checkpoint."""
         if self.workspace is not None and self.restore is not None:
             raise Unfit(
                 ("restore",),
@@ -91,7 +93,7 @@ class RunFields(GroundFields):
     limits: LimitFields = LimitFields()
 
     def to_work(self) -> RunBody:
-        """Raises Unfit."""
+        """Return the run. Raises Unfit: a field cannot be accepted."""
         if (self.instruction is None) == (self.input is None):
             one = self.instruction is None
             raise (
@@ -120,25 +122,31 @@ class CallFields(GroundFields):
     timeout_s: float | None = Field(default=None, gt=0, le=MAX_TIMEOUT_S)
 
     def to_work(self) -> CallBody:
+        """Return the tool call."""
         return CallBody(name=self.name, arguments=self.arguments, timeout_s=self.timeout_s)
 
 
 class ShortRun(RunFields):
+    """An agent run in the short form."""
+
     id: _Id
 
 
 class ShortCall(GroundFields):
+    """A tool call in the short form."""
+
     id: _Id
     tool: _Name
     arguments: dict[str, Json] = {}
     timeout_s: float | None = Field(default=None, gt=0, le=MAX_TIMEOUT_S)
 
     def to_work(self) -> CallBody:
+        """Return the tool call."""
         return CallBody(name=self.tool, arguments=self.arguments, timeout_s=self.timeout_s)
 
 
 class ChatFields(Shape):
-    """Body of a plain chat completion: the model answers once, and has no tools."""
+    """Body of a plain chat completion. The model answers once and has no tools."""
 
     model: _Model | None = None
     messages: list[dict[str, Json]] = Field(min_length=1)
@@ -163,7 +171,7 @@ class ChatFields(Shape):
     parallel_tool_calls: bool | None = None
 
     def to_work(self) -> RunBody:
-        """Raises Unfit."""
+        """Return the run. Raises Unfit: a field cannot be accepted."""
         self._check_promises()
         for place, message in enumerate(self.messages):
             _check_message(message, ("messages", place))
@@ -181,6 +189,7 @@ class ChatFields(Shape):
         )
 
     def _check_promises(self) -> None:
+        """Raise Unfit for fields that ask for something that a row cannot contain."""
         if self.n not in (None, 1):
             raise Unfit(("n",), "a row has one answer: leave `n` out, and write a line for each answer")
         if self.stream:
@@ -222,18 +231,21 @@ LIMIT_NAMES = tuple(LimitFields.model_fields)
 
 
 def build_item(line: int, custom_id: Any, url: str, fields: Fields) -> BatchItem:
-    """Raises Unfit, with a path from the fields; ValidationError for a custom_id that is none."""
+    """Return the item of a line. Raises Unfit with the path inside `fields`. Raises ValidationError: the custom_id is
+    invalid.
+    """
     ground, priority = (Ground(), 0) if isinstance(fields, ChatFields) else (fields.to_ground(), fields.priority)
     work = fields.to_work()
     return BatchItem(custom_id=custom_id, line=line, url=url, work=work, ground=ground, priority=priority)
 
 
 def _limits(fields: LimitFields) -> RunLimits:
-    """One record for all items that set none: a batch has many."""
+    """Return the limits of an item. All items without limits share one record, because a batch has many items."""
     return RunLimits(**fields.model_dump()) if fields.model_fields_set else _NO_LIMITS
 
 
 def _check_message(message: dict[str, Json], path: tuple[str | int, ...]) -> None:
+    """Raise Unfit if a message has an invalid role or content."""
     role, content = message.get("role"), message.get("content")
     if role not in _Roles.__args__:  # type: ignore[attr-defined]
         raise Unfit((*path, "role"), f"`role` of a message is one of {', '.join(_Roles.__args__)}")  # type: ignore[attr-defined]
@@ -243,7 +255,7 @@ def _check_message(message: dict[str, Json], path: tuple[str | int, ...]) -> Non
 
 
 def _instruction(message: dict[str, Json], place: int) -> str:
-    """The text of the last message. Raises Unfit for what is more than text."""
+    """Return the text of the last message. Raises Unfit: the message contains anything other than text."""
     content = message.get("content")
     parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
     texts = []

@@ -1,4 +1,6 @@
-"""A batch's input file: JSON lines in two shapes, read as a stream and checked as a whole before anything runs."""
+"""Input file of a batch: JSON lines in two shapes. The file is read as a stream and checked completely before any
+item runs.
+"""
 
 import codecs
 import difflib
@@ -31,19 +33,19 @@ from store.archives.files import TenantStore
 from store.batches import CALLS_URL, MAX_INPUT_BYTES, MAX_ITEMS, RUNS_URL, BatchItem
 
 MANY_VALUES = 64
-"""Lists, objects and what they hold: as records these take ten times their text and more, so items with more of them
-are kept as text.
+"""Limit of the values in an item that is stored as a record. A record needs more than ten times the memory of its
+text, so items with more lists, objects and values are stored as text.
 """
 
 
 class ItemList(Sequence[BatchItem]):
-    """Filled once, in the order of the lines. Those that are kept as text are made anew whenever they are asked for."""
+    """Items in the order of the lines. Items that are stored as text are parsed again on each access."""
 
     def __init__(self) -> None:
         self._kept: list[BatchItem | bytes] = []
 
     def add(self, item: BatchItem, values: int) -> None:
-        """`values`: how many there are in its line, or a few more."""
+        """Append an item. `values`: the number of values in the item's line, or a slightly larger number."""
         self._kept.append(item if values <= MANY_VALUES else item.model_dump_json().encode())
 
     def __len__(self) -> int:
@@ -63,17 +65,18 @@ class ItemList(Sequence[BatchItem]):
 
 
 def _made(kept: BatchItem | bytes) -> BatchItem:
+    """Return the item. A stored text is parsed again."""
     return BatchItem.model_validate_json(kept) if isinstance(kept, bytes) else kept
 
 
 MAX_LINE_BYTES = 16 * 1024 * 1024
 MAX_SHOWN = 20
-"""Errors that are shown; the rest is counted."""
+"""Number of errors that are shown. Further errors are only counted."""
 MAX_COUNTED = 1000
-"""The file is read no further behind so many errors."""
+"""Number of hidden errors after which the rest of the file is not read."""
 _MAX_VALUE_CHARS = 60
 _OUTER_NAMES = frozenset({"method", "url", "body"})
-"""What tells a line of OpenAI's shape from a short one."""
+"""Fields that distinguish a line of OpenAI's shape from a short line."""
 
 S = TypeVar("S", bound=Shape)
 
@@ -82,7 +85,7 @@ FieldPath = tuple[str | int, ...]
 
 @dataclass(frozen=True)
 class Complaint:
-    """What is wrong with a line; `line` None: with the file. Both numbers count from 1."""
+    """An error in a line, or in the whole file if `line` is None. `line` and `column` count from 1."""
 
     message: str
     line: int | None = None
@@ -95,8 +98,8 @@ class Complaint:
 
 
 class BadBatch(OperatorError):
-    """A file that is not run: nothing of it was started. `complaints`: the first of its errors; `more`: how many others
-    there are.
+    """The file has errors, and no item was started. `complaints`: the first errors. `more`: number of further
+    errors.
     """
 
     code = ErrorCode.INVALID_ARGUMENTS
@@ -116,8 +119,9 @@ class BadBatch(OperatorError):
 
 @dataclass(frozen=True)
 class BatchFile:
-    """A file without an error. `sha256` and `bytes`: of its content as it was read; `url`: of all its lines, None for
-    the short form.
+    """An input file without errors.
+
+    `sha256` and `bytes`: hash and size of the content. `url`: url of all lines; None for the short form.
     """
 
     items: Sequence[BatchItem]
@@ -127,11 +131,12 @@ class BatchFile:
 
 
 def load_lines(path: Path, store: TenantStore | None = None, max_bytes: int = MAX_BLOB_BYTES) -> BatchFile:
-    """The items of a file, in its order; names of workspaces in it begin at its folder. `store`, `max_bytes`:
-    as for Grounds. Raises BadBatch with all that is wrong.
+    """Return the items of a file in the order of the lines. Relative workspace paths start at the folder of the file.
+
+    `store`, `max_bytes`: passed to Grounds. Raises BadBatch with all errors.
     """
     try:
-        # Looked at first: opening a pipe would wait for somebody who writes it, and a device may never end.
+        # Check the type before opening: opening a pipe waits for its writer, and a device may never end.
         if path.exists() and not path.is_file() and not path.is_dir():
             raise BadBatch(
                 str(path),
@@ -154,8 +159,9 @@ def load_lines(path: Path, store: TenantStore | None = None, max_bytes: int = MA
 def read_lines(
     stream: BinaryIO, folder: Path | None, name: str, store: TenantStore | None = None, max_bytes: int = MAX_BLOB_BYTES
 ) -> BatchFile:
-    """The same of a stream that has no folder of its own; `name`: what messages call it; `folder` None: lines may name
-    no path. Raises BadBatch, OSError.
+    """Return the items of a stream. `name`: name of the file in messages. `folder` None: lines may not name a path.
+
+    Raises BadBatch, OSError.
     """
     reader = _Reader(Grounds(folder, store, max_bytes))
     reader.read(stream)
@@ -169,6 +175,8 @@ def read_lines(
 
 
 class _Reader:
+    """Reads the lines of one file and collects items and errors."""
+
     def __init__(self, grounds: Grounds) -> None:
         self.items = ItemList()
         self.complaints: list[Complaint] = []
@@ -181,6 +189,7 @@ class _Reader:
         self._shape: tuple[str | None, int] | None = None
 
     def read(self, stream: BinaryIO) -> None:
+        """Read all lines, or stop at the first limit."""
         number = 0
         while self.more < MAX_COUNTED and (raw := stream.readline(MAX_LINE_BYTES + 2)):
             number += 1
@@ -209,6 +218,7 @@ class _Reader:
         return None
 
     def _read_line(self, number: int, line: bytes) -> None:
+        """Read one line: store its item or add its errors."""
         text = ""
         try:
             text = _decode(line)
@@ -223,7 +233,7 @@ class _Reader:
         return None
 
     def _take(self, number: int, found: dict[str, Any], values: int) -> Iterator[tuple[FieldPath, str]]:
-        """The line's item is kept, or it is said why there is none."""
+        """Store the item of a line, or yield the errors of the line as (path, message)."""
         is_openai = not _OUTER_NAMES.isdisjoint(found)
         yield from self._check_id(number, "custom_id" if is_openai else "id", found)
         url = str(found.get("url")) if is_openai else None
@@ -247,15 +257,16 @@ class _Reader:
             yield (*prefix, *error.path), error.message
             return
         except ValidationError:
-            # Of the line around the body, which was told above.
+            # The error is in the fields around the body, and was reported above.
             return
         for path, message in self._grounds.complaints(item.ground):
             yield (*prefix, *path), message
-        # Once a line is wrong nothing will run: what the rest asks for need not be kept.
+        # After an error no item will run, so the remaining items are checked and not stored.
         if not self.complaints:
             self.items.add(item.model_copy(update={"ground": self._grounds.settle(item.ground)}), values)
 
     def _check_id(self, number: int, name: str, found: dict[str, Any]) -> Iterator[tuple[FieldPath, str]]:
+        """Yield an error if an earlier line has the same id."""
         custom_id = found.get(name)
         first = self._lines_of.setdefault(custom_id, number) if isinstance(custom_id, str) else number
         if first != number:
@@ -265,7 +276,7 @@ class _Reader:
             )
 
     def _check_shape(self, number: int, url: str | None) -> Iterator[tuple[FieldPath, str]]:
-        """All lines are short ones, or all have the first one's url."""
+        """Yield an error unless all lines are short lines, or all lines have the url of the first line."""
         if url is not None and url not in BODIES:
             return
         if self._shape is None:
@@ -289,9 +300,11 @@ class _Reader:
 
     @property
     def _is_full(self) -> bool:
+        """Return whether no further error is shown."""
         return len(self.complaints) >= MAX_SHOWN
 
     def _complain(self, complaint: Complaint) -> None:
+        """Add an error, or count the error if enough errors are shown."""
         if self._is_full:
             self.more += 1
         else:
@@ -299,6 +312,7 @@ class _Reader:
 
 
 def _decode(line: bytes) -> str:
+    """Decode a line. Raises NotStrict with the column of the first invalid byte."""
     try:
         return line.decode()
     except UnicodeDecodeError as error:
@@ -309,7 +323,9 @@ def _decode(line: bytes) -> str:
 def _parse(
     shape: type[S], fields: Any, prefix: FieldPath, *, is_told: bool
 ) -> tuple[S | None, list[tuple[FieldPath, str]]]:
-    """The record, or what is wrong with it; without its sentences where nobody reads them."""
+    """Return the record, or its errors as (path, message). The messages are empty if `is_told` is False: they would
+    not be shown, and building them takes time.
+    """
     try:
         return shape.model_validate(fields), []
     except ValidationError as error:
@@ -321,6 +337,7 @@ def _parse(
 
 
 def _sentence(shape: type[BaseModel], problem: ErrorDetails, path: FieldPath) -> str:
+    """Return the message for one validation error."""
     kind, value, last = problem["type"], problem["input"], str(path[-1])
     field = f"`{'.'.join(_short(str(step)) for step in path)}`"
     if kind == "missing":
@@ -342,6 +359,7 @@ _MEANT = {
 
 
 def _nearest(shape: type[BaseModel], name: str, above: FieldPath) -> str:
+    """Return a suggestion for an unknown field name. `above`: path of the object that contains the field."""
     names = list(LIMIT_NAMES if above == ("limits",) else shape.model_fields)
     if name in LIMIT_NAMES and "limits" in names:
         return f"write it as `limits.{name}`"
@@ -351,11 +369,12 @@ def _nearest(shape: type[BaseModel], name: str, above: FieldPath) -> str:
 
 
 def _shown(value: object) -> str:
-    """A value in a sentence."""
+    """Return the value for a message."""
     if isinstance(value, dict | list):
         return "a list" if isinstance(value, list) else "an object"
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else _short(repr(value))
 
 
 def _short(text: str) -> str:
+    """Return the text, cut to _MAX_VALUE_CHARS."""
     return text if len(text) <= _MAX_VALUE_CHARS else text[: _MAX_VALUE_CHARS - 3] + "..."

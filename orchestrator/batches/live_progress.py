@@ -1,4 +1,4 @@
-"""The display of a batch on a terminal: a progress bar with the counts below it."""
+"""Display of a batch on a terminal: a progress bar with the counts below the bar."""
 
 import sys
 from types import TracebackType
@@ -17,7 +17,9 @@ REFRESH_S = 0.25
 
 
 class LiveProgress(Display):
-    """Needs a terminal that can move its cursor. Only the summary stays on it."""
+    """Progress bar. Needs a terminal that can move its cursor. After the end only the summary stays on the
+    terminal.
+    """
 
     def __init__(self, watched: Watched, console: Console) -> None:
         super().__init__(watched, REFRESH_S)
@@ -55,7 +57,7 @@ class LiveProgress(Display):
 
 
 def open_display(watched: Watched, console: Console, *, as_json: bool = False) -> Display:
-    """Return the display that fits: JSON on stdout on request, else a progress bar on a terminal, else log lines."""
+    """Return a suitable display: JSON on stdout on request, else a progress bar on a terminal, else log lines."""
     if as_json:
         return JsonLines(watched, sys.stdout)
     if console.is_terminal and not console.is_dumb_terminal:

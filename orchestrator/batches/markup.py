@@ -1,4 +1,8 @@
-"""HTML and SVG for untrusted text: text becomes Markup in this module only, escaped."""
+"""HTML and SVG for untrusted text.
+
+Security: only this module converts text to Markup, and it escapes all text. The type checker rejects plain text in
+place of Markup.
+"""
 
 import html
 import re
@@ -7,22 +11,26 @@ from typing import NewType
 from orchestrator.batches.figures import one_line
 
 Markup = NewType("Markup", str)
-"""Text that is HTML. The type checker keeps other text out."""
+"""Text that is HTML. The type checker rejects any other text."""
 
 NOTHING = Markup("")
 _NAME = re.compile(r"[a-z][a-zA-Z0-9-]*")
 _VOID = frozenset({"meta", "br"})
 _MOST_CHARS = 1000
-"""Of the value of an attribute; a longer one is cut and says its length. Points of a line are never cut."""
+"""Limit of the value of an attribute, in characters. A longer value is cut and ends with its length. Points of a line
+are never cut.
+"""
 
 
 def text(value: str, most: int = 200) -> Markup:
-    """Escape text: control and direction characters become visible, and markup has no effect."""
+    """Return the text, escaped. Control and direction characters become visible, and markup has no effect."""
     return Markup(html.escape(one_line(value, most), quote=True))
 
 
 def element(name: str, *children: Markup, **attributes: str | float) -> Markup:
-    """Build an element. An underscore in the name of an attribute is a hyphen, one at its end is left out."""
+    """Return an element. An underscore in the name of an attribute becomes a hyphen; an underscore at the end is
+    removed.
+    """
     shown = "".join(
         f' {_attribute(key)}="{_value(value, 10**6 if key == "points" else _MOST_CHARS)}"'
         for key, value in attributes.items()
@@ -35,15 +43,17 @@ def element(name: str, *children: Markup, **attributes: str | float) -> Markup:
 
 
 def join(parts: list[Markup], between: str = "") -> Markup:
-    """`between`: text."""
+    """Return the joined parts. `between`: text that is escaped."""
     return Markup(html.escape(between).join(parts))
 
 
 def _attribute(key: str) -> str:
+    """Return the HTML name of an attribute."""
     return key.rstrip("_").replace("_", "-")
 
 
 def _value(value: str | float, most: int) -> str:
+    """Return the value of an attribute, escaped."""
     if isinstance(value, str):
         return html.escape(one_line(value, most), quote=True)
     return f"{value:.1f}".rstrip("0").rstrip(".") if isinstance(value, float) else str(value)

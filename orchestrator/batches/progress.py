@@ -1,5 +1,6 @@
-"""The progress of a batch, counted from its events. They may repeat and come in any order: the same set of events gives
-the same totals.
+"""Progress of a batch, counted from the events of the batch.
+
+Invariant: the same set of events gives the same totals. Events may repeat and may arrive in any order.
 """
 
 from collections import Counter
@@ -30,7 +31,9 @@ _NOTHING = (0, 0, 0, 0)
 
 
 class FailureGroup(Record):
-    """Items that failed with the same code. `item`, `run`, `message`: of one of them, "" if no example is left."""
+    """Items that failed with the same code. `item`, `run`, `message`: values of one example; "" if there is no
+    example.
+    """
 
     kind: FailureKind
     code: str
@@ -48,11 +51,12 @@ class Note(Record):
 
 
 class Snapshot(Record):
-    """The progress at one moment. done + failed + running + queued = total.
+    """Progress at one moment. done + failed + running + queued = total.
 
-    `retried`: attempts beyond the first of each item; `resumed`: attempts that another process continued. Steps, calls
-    and tokens are of all attempts. `cost`: of attempts that have ended, None if none of them has one; `cost_unknown`:
-    attempts that have none. `wall_s`: from the first event to the last end, or to now; the rates are over this time.
+    `retried`: attempts after the first attempt of each item. `resumed`: attempts that another process continued.
+    Steps, calls and tokens include all attempts. `cost`: cost of attempts that have ended; None if no attempt has a
+    cost. `cost_unknown`: number of ended attempts without a cost. `wall_s`: seconds from the first event to the last
+    end, or to now. The rates refer to this time.
     """
 
     at: float
@@ -80,11 +84,12 @@ class Snapshot(Record):
 
     @property
     def ended(self) -> int:
+        """Return the number of items that have ended."""
         return self.done + self.failed
 
 
 class Stage(IntEnum):
-    """Of one attempt at an item."""
+    """Stage of one attempt at an item."""
 
     QUEUED = 0
     RUNNING = 1
@@ -93,7 +98,7 @@ class Stage(IntEnum):
 
 @dataclass(slots=True)
 class _Item:
-    """The latest attempt. `failure`: the kind and code of its end, None if it has not failed."""
+    """Latest attempt at an item. `failure`: kind and code of its end; None if the attempt has not failed."""
 
     attempt: int = 1
     stage: Stage = Stage.QUEUED
@@ -102,8 +107,10 @@ class _Item:
 
 @dataclass(slots=True)
 class _Attempt:
-    """The marks of the events that have been counted; the steps, calls, prompt tokens and completion tokens as these
-    events add up, and as the end of the attempt reports them.
+    """Counts of one attempt: steps, calls, prompt tokens and completion tokens.
+
+    `marks`: events that have been counted. `counted`: sum of these events. `reported`: counts in the end event of the
+    attempt.
     """
 
     marks: set[Hashable] = field(default_factory=set)
@@ -111,35 +118,37 @@ class _Attempt:
     reported: tuple[int, ...] | None = None
 
     def spent(self) -> tuple[int, ...]:
-        """Return the larger figures: some events may be lost, and the end may be missing."""
+        """Return the larger count of each kind. Some events may be lost, and the end event may be missing."""
         return tuple(map(max, self.counted, self.reported or _NOTHING))
 
 
 class Progress:
-    """Counts events. Reads no clock. `total`: the number of items, unless a notice reports more."""
+    """Counts events. Does not read a clock. `total`: number of items, unless a notice reports more items."""
 
     def __init__(self, total: int = 0) -> None:
         self._total = total
         self._items: dict[str, _Item] = {}
         self._attempts: dict[tuple[str, int], _Attempt | None] = {}
-        """None: every event of the attempt has been counted, so its marks are not needed."""
+        """Counts by (item, attempt). None: every event of the attempt has been counted, so the marks are no longer
+        needed.
+        """
         self._resumed: set[tuple[str, int]] = set()
         self._retried = 0
         self._stages = Counter[Stage]()
-        """Of running and ended items; all others are queued."""
+        """Numbers of running and ended items. All other items are queued."""
         self._failures = Counter[tuple[FailureKind, str]]()
         self._examples: dict[tuple[FailureKind, str], RunEnded] = {}
         self._spent: tuple[int, ...] = _NOTHING
-        # A sum of floats depends on their order, a sum of integers does not.
+        # A sum of floats depends on the order of the events. A sum of integers does not.
         self._nano_cost = self._costs = self._costs_unknown = 0
         self._notes: list[tuple[float, str]] = []
         self._warnings: list[str] = []
         self._first_at: float | None = None
         self.last_at = 0.0
-        """The time of the last event."""
+        """Time of the last event, in Unix seconds."""
 
     def add(self, event: RunEvent) -> bool:
-        """Count an event. Returns False if it has been counted before."""
+        """Count an event. Return False if the event was counted before."""
         self.last_at = event.at if self._first_at is None else max(event.at, self.last_at)
         self._first_at = event.at if self._first_at is None else min(event.at, self._first_at)
         if isinstance(event, BatchNotice):
@@ -166,20 +175,20 @@ class Progress:
 
     @property
     def ended(self) -> int:
-        """Items whose latest attempt has ended."""
+        """Return the number of items with an ended latest attempt."""
         return self._stages[Stage.ENDED]
 
     def latest(self, name: str) -> tuple[int, Stage]:
-        """Return the latest attempt at an item, 0 if there is none, and its stage."""
+        """Return the latest attempt at an item and its stage; attempt 0 if there is none."""
         item = self._items.get(name)
         return (0, Stage.QUEUED) if item is None else (item.attempt, item.stage)
 
     def has_end(self, name: str, attempt: int) -> bool:
-        """Whether the attempt at the item has ended, or a later one is known."""
+        """Return whether the attempt at the item has ended, or a later attempt has an event."""
         return self.latest(name) >= (attempt, Stage.ENDED)
 
     def snapshot(self, now: float) -> Snapshot:
-        """`now`: Unix seconds."""
+        """Return the progress at `now`, in Unix seconds."""
         total, failed, running = max(self._total, len(self._items)), self._failures.total(), self._stages[Stage.RUNNING]
         has_ended = self._total > 0 and self.ended == total
         wall = max(0.0, (self.last_at if has_ended else now) - (now if self._first_at is None else self._first_at))
@@ -212,6 +221,7 @@ class Progress:
         )
 
     def _group(self, kind: FailureKind, code: str, count: int) -> FailureGroup:
+        """Return a group of failures, with an example if there is one."""
         example = self._examples.get((kind, code))
         if example is None:
             return FailureGroup(kind=kind, code=code, count=count)
@@ -219,7 +229,7 @@ class Progress:
         return FailureGroup(kind=kind, code=code, count=count, item=example.item, run=example.run, message=message)
 
     def _add_notice(self, notice: BatchNotice) -> bool:
-        """Keep the newest notices, and some warnings: every process may give the same ones."""
+        """Store the newest notices and a few warnings. Every process may send the same warnings."""
         self._total = max(self._total, notice.total or 0)
         before, message = (self._notes, self._warnings), notice.message[:MAX_MESSAGE_CHARS]
         if notice.is_warning:
@@ -229,6 +239,7 @@ class Progress:
         return before != (self._notes, self._warnings)
 
     def _spend(self, attempt: _Attempt, event: RunEvent) -> None:
+        """Add the steps, calls, tokens and cost of an event to the totals."""
         before = attempt.spent()
         match event:
             case StepFinished(usage=usage):
@@ -243,8 +254,8 @@ class Progress:
         self._spent = _add(self._spent, (after - old for after, old in zip(attempt.spent(), before, strict=True)))
 
     def _move(self, event: RunEvent) -> None:
-        """Move an item to the stage of its event. It only moves up: an event of an earlier attempt or stage comes
-        late.
+        """Move an item to the stage of its event. An item never moves back: an event of an earlier attempt or stage
+        is late.
         """
         name, stage = event.item, Stage.RUNNING
         if isinstance(event, RunEnded | RunRetried):
@@ -264,7 +275,8 @@ class Progress:
             item.failure = self._add_failure(event, event.failure)
 
     def _add_failure(self, end: RunEnded, failure: Failure) -> tuple[FailureKind, str]:
-        # Tools and models choose the codes: beyond MAX_GROUPS they share a group of their kind.
+        """Count a failure and return its group."""
+        # Tools and models choose the codes. Above MAX_GROUPS, further codes share one group for each kind.
         is_known = (failure.kind, failure.code) in self._failures or len(self._failures) < MAX_GROUPS
         key = failure.kind, failure.code if is_known else OTHER_CODES
         self._failures[key] += 1
@@ -273,4 +285,5 @@ class Progress:
 
 
 def _add(sums: tuple[int, ...], more: Iterable[int]) -> tuple[int, ...]:
+    """Return the sums, element by element."""
     return tuple(one + other for one, other in zip(sums, more, strict=True))

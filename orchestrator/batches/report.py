@@ -1,4 +1,4 @@
-"""The report of a batch as one HTML page that opens offline: results, failures, times, tokens and cost."""
+"""Report of a batch as one HTML page that works offline: results, failures, times, tokens and cost."""
 
 import heapq
 import math
@@ -27,7 +27,7 @@ MAX_FAILED_ROWS = 500
 MAX_GROUP_ROWS = 50
 MAX_SLOWEST = 20
 MAX_TOOLS = 200
-"""A model can request tools that do not exist, by any name."""
+"""Limit of the tools that the report lists. A model can request tools that do not exist, with any name."""
 OTHER_TOOLS = "(other tools)"
 MAX_CELL_CHARS = 240
 MAX_CODE_CHARS = 64
@@ -37,10 +37,10 @@ _TIMES = ("times", "mean", "p50", "p95", "max")
 def build_report(
     events: Iterable[RunEvent], *, title: str, batch: str = "", tenant: str = DEFAULT_TENANT, total: int = 0
 ) -> str:
-    """Return the page, below 2 MB for the largest batch. The same events give the same page, also when they are
-    repeated.
+    """Return the page, smaller than 2 MB for the largest batch. The same events give the same page, even if events
+    are repeated.
 
-    `batch`, `tenant`: for the commands that the page names. `total`: the number of items, if no event contains it.
+    `batch`, `tenant`: used in the commands on the page. `total`: number of items, if no event contains the number.
     """
     return build_page(title, build_sections(events, batch=batch, tenant=tenant, total=total))
 
@@ -48,7 +48,9 @@ def build_report(
 def build_sections(
     batch_events: Iterable[RunEvent], *, batch: str = "", tenant: str = DEFAULT_TENANT, total: int = 0
 ) -> list[tuple[str, str, Markup]]:
-    """Return the sections of the page: (id, heading, content) each, in the classes of its style sheet."""
+    """Return the sections of the page as (id, heading, content). The sections use the classes of the page's style
+    sheet.
+    """
     report = _Report(total)
     for event in batch_events:
         report.add(event)
@@ -56,7 +58,7 @@ def build_sections(
 
 
 class _Report:
-    """The figures of a batch that its progress does not keep: some 20 MB for the largest batch."""
+    """Figures of a batch that its Progress does not store. They use about 20 MB for the largest batch."""
 
     def __init__(self, total: int) -> None:
         self._progress = Progress(total)
@@ -72,6 +74,7 @@ class _Report:
         self._low = math.inf
 
     def add(self, event: RunEvent) -> None:
+        """Count an event. A repeated event changes nothing."""
         self._low = min(limit_time(event.at), self._low)
         if not self._progress.add(event):
             return
@@ -95,6 +98,7 @@ class _Report:
                 self._add_end(event)
 
     def _add_call(self, call: CallFinished) -> None:
+        """Count a call. Above MAX_TOOLS, calls of further tools are counted together."""
         tool = call.result.name[:MAX_NAME_CHARS]
         if tool not in self._calls and len(self._calls) >= MAX_TOOLS:
             tool = OTHER_TOOLS
@@ -103,6 +107,7 @@ class _Report:
         self._errors[tool] += call.result.error_code is not None
 
     def _add_end(self, end: RunEnded) -> None:
+        """Count the end of an item."""
         at = limit_time(end.at)
         started, _ = self._started.pop((end.item, end.attempt), (limit_time(end.at - end.seconds), ""))
         self._low = min(started, self._low)
@@ -115,7 +120,7 @@ class _Report:
         self._amounts["tokens out"].append((at, end.usage.completion_tokens))
         if end.cost is not None:
             self._amounts["cost"].append((at, end.cost))
-        # An end that is taken from a row has no time.
+        # An end that comes from a row has no duration.
         if end.seconds > 0:
             self._ended.append(
                 (
@@ -128,9 +133,11 @@ class _Report:
             )
 
     def _add_run(self, started: float, ended: float) -> None:
+        """Count a running item from its start to its end."""
         self._amounts["running"] += [(started, 1), (ended, -1)]
 
     def sections(self, batch: str, tenant: str) -> list[tuple[str, str, Markup]]:
+        """Return the sections of the report as (id, heading, content)."""
         high = limit_time(self._progress.last_at)
         low = min(self._low, high)
         still = sorted(
@@ -151,6 +158,7 @@ class _Report:
         ]
 
     def _failures(self, snapshot: Snapshot) -> Markup:
+        """Return the section about failed items."""
         if not snapshot.failed:
             return paragraph("No item has failed.")
         latest = self._progress.latest
@@ -186,6 +194,7 @@ class _Report:
         )
 
     def _over_time(self, low: float, high: float) -> Markup:
+        """Return the section with the plots over time."""
         ends = self._lines(low, high, succeeded="done", failed="failed")
         if not ends and not self._amounts["running"]:
             return paragraph("No item has started yet.")
@@ -198,6 +207,7 @@ class _Report:
         return join(parts)
 
     def _tools(self) -> Markup:
+        """Return the section about calls and waiting times."""
         ordered = sorted(self._calls.items(), key=lambda pair: (-len(pair[1]), pair[0]))
         calls = [
             (tool, *_spread(seconds), f"{self._errors[tool]:,}", format_seconds(_quantile(self._queued[tool], 0.95)))
@@ -215,6 +225,7 @@ class _Report:
         return join(parts)
 
     def _tokens(self, snapshot: Snapshot, low: float, high: float) -> Markup:
+        """Return the section about tokens and cost."""
         total = f"{format_count(snapshot.prompt_tokens)} in, {format_count(snapshot.completion_tokens)} out"
         cost = format_cost(snapshot.cost, snapshot.cost_unknown)
         parts = [paragraph(f"Tokens of all attempts: {total}. Cost of the attempts that have ended: {cost}.")]
@@ -226,12 +237,13 @@ class _Report:
         return join(parts)
 
     def _lines(self, low: float, high: float, **styles: str) -> list[Line]:
-        """Return the lines that have points. A name's underscores stand for spaces."""
+        """Return the lines that have points. An underscore in a name stands for a space."""
         named = [(name.replace("_", " "), style) for name, style in styles.items()]
         lines = [Line(name, style, add_up(self._amounts[name], low, high)) for name, style in named]
         return [line for line in lines if line.points]
 
     def _slowest_items(self, still: Sequence[tuple[float, str, int, str]], high: float) -> Markup:
+        """Return the section about the slowest items."""
         ended = [
             (item, format_seconds(seconds), str(attempt), how, run)
             for seconds, item, attempt, run, how in heapq.nlargest(MAX_SLOWEST, self._ended)
@@ -250,6 +262,7 @@ class _Report:
 
 
 def _summary(s: Summary, low: float) -> Markup:
+    """Return the table of totals, with warnings and next steps."""
     rows = [
         ("items", f"{s.total:,}"),
         ("succeeded", f"{s.done:,}"),
@@ -273,6 +286,7 @@ def _summary(s: Summary, low: float) -> Markup:
 
 
 def _groups(snapshot: Snapshot) -> Markup:
+    """Return the table of failures by code."""
     rows = [
         (one_line(group.code, MAX_CODE_CHARS), group.kind.value, f"{group.count:,}", group.item, group.message)
         for group in snapshot.groups[:MAX_GROUP_ROWS]
@@ -284,6 +298,7 @@ def _groups(snapshot: Snapshot) -> Markup:
 
 
 def _notes(snapshot: Snapshot) -> Markup:
+    """Return the table of notices about the whole batch."""
     rows = [(format_time(note.at), note.message) for note in snapshot.notes]
     if not rows:
         return paragraph("There are none.")
@@ -291,10 +306,11 @@ def _notes(snapshot: Snapshot) -> Markup:
 
 
 def _spread(seconds: Sequence[float]) -> tuple[str, ...]:
-    """Return the count, mean, median, 95th percentile and maximum."""
+    """Return the count, mean, median, 95th percentile and maximum as texts."""
     figures = (sum(seconds) / len(seconds), _quantile(seconds, 0.5), _quantile(seconds, 0.95), max(seconds))
     return (f"{len(seconds):,}", *(format_seconds(figure) for figure in figures))
 
 
 def _quantile(seconds: Sequence[float], share: float) -> float:
+    """Return the quantile by the nearest-rank method. `share`: 0 to 1."""
     return sorted(seconds)[max(0, math.ceil(share * len(seconds)) - 1)]

@@ -1,4 +1,8 @@
-"""The page around a report: one HTML file without scripts that loads nothing."""
+"""HTML page of a report: one file that has no scripts and loads nothing.
+
+Security: the Content-Security-Policy of the page forbids scripts and external resources, even if an escape were
+missing.
+"""
 
 from collections.abc import Sequence
 
@@ -35,7 +39,7 @@ th, td { text-align: left; vertical-align: top; padding: .25rem 1.2rem .25rem 0;
 
 
 def build_page(title: str, sections: Sequence[tuple[str, str, Markup]]) -> str:
-    """`sections`: (id, heading, content)."""
+    """Return the page. `sections`: (id, heading, content)."""
     head = element(
         "head",
         element("meta", charset="utf-8"),
@@ -53,7 +57,7 @@ def build_page(title: str, sections: Sequence[tuple[str, str, Markup]]) -> str:
 
 
 def figure(plot: Markup, caption: str) -> Markup:
-    """A plot with its caption. The plot scrolls on a narrow screen."""
+    """Return a plot with its caption. The plot scrolls on a narrow screen."""
     box = element("div", plot, class_="scroll", tabindex="0", role="region", aria_label=caption)
     return element("figure", box, element("figcaption", text(caption, 1000)))
 
@@ -61,8 +65,10 @@ def figure(plot: Markup, caption: str) -> Markup:
 def table(
     caption: str, columns: Sequence[str], rows: Sequence[Sequence[str]], *, words: Sequence[int] = (0,), most: int = 200
 ) -> Markup:
-    """A table of untrusted text, at most `most` characters a cell. `words`: the columns that hold text, not numbers.
-    The first column names the row.
+    """Return a table of untrusted text.
+
+    `most`: maximum number of characters in a cell. `words`: columns that contain text and not numbers. The first
+    column is the heading of the row.
     """
     styles = ["words" if number in words else "number" for number in range(len(columns))]
     names = [element("th", text(name), scope="col", class_=style) for name, style in zip(columns, styles, strict=True)]
@@ -76,4 +82,5 @@ def table(
 
 
 def paragraph(sentence: str) -> Markup:
+    """Return a paragraph; nothing for an empty sentence."""
     return element("p", text(sentence, 1000)) if sentence else NOTHING

@@ -1,4 +1,4 @@
-"""Line plots of a report over time, as inline SVG."""
+"""Line plots over time for a report, as inline SVG."""
 
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -16,7 +16,7 @@ _LAST_TIME = 1e15
 
 @dataclass(frozen=True)
 class Line:
-    """`style`: a class of the page. `points`: (Unix seconds, value), by time."""
+    """A line of a plot. `style`: a CSS class of the page. `points`: (Unix seconds, value), in order of time."""
 
     label: str
     style: str
@@ -24,13 +24,14 @@ class Line:
 
 
 def limit_time(at: float) -> float:
-    """Return Unix seconds that can be drawn, also for a wrong clock."""
+    """Return Unix seconds that can be drawn, even if a clock was wrong."""
     return max(-_LAST_TIME, min(_LAST_TIME, at))
 
 
 def add_up(amounts: Iterable[tuple[float, float]], low: float, high: float) -> list[tuple[float, float]]:
-    """Return the sum of the amounts up to each of POINTS moments between `low` and `high`. `amounts`: (Unix seconds,
-    amount), in any order; without one there are no points.
+    """Return the running total at POINTS + 1 moments from `low` to `high`.
+
+    `amounts`: (Unix seconds, amount), in any order. Without amounts the result is empty.
     """
     ordered = sorted(amounts)
     if not ordered:
@@ -38,7 +39,7 @@ def add_up(amounts: Iterable[tuple[float, float]], low: float, high: float) -> l
     points, total, index = list[tuple[float, float]](), 0.0, 0
     for number in range(POINTS + 1):
         moment = low + (high - low) * number / POINTS
-        # The last point contains everything, whatever the division rounds.
+        # The last point includes all amounts, even if the division rounds down.
         while index < len(ordered) and (ordered[index][0] <= moment or number == POINTS):
             total += ordered[index][1]
             index += 1
@@ -47,7 +48,7 @@ def add_up(amounts: Iterable[tuple[float, float]], low: float, high: float) -> l
 
 
 def plot_lines(name: str, title: str, lines: Sequence[Line], low: float, high: float) -> Markup:
-    """Plot lines over the time from `low` to `high`. `name`: the prefix of the ids in the page."""
+    """Return a plot of the lines over the time from `low` to `high`. `name`: prefix of the ids in the page."""
     highest = [max((value for _, value in line.points), default=0.0) for line in lines]
     x = _scale(low, high, LEFT, WIDTH - RIGHT)
     y = _scale(0.0, max(highest, default=0.0), TOP + HEIGHT, TOP)
@@ -57,7 +58,7 @@ def plot_lines(name: str, title: str, lines: Sequence[Line], low: float, high: f
         parts.append(element("polyline", points=points, class_=f"line {line.style}"))
     height = TOP + HEIGHT + BOTTOM
     parts += _legend(lines, height + 4)
-    # The plot in words, for readers who do not see it.
+    # A text description of the plot, for screen readers.
     summary = "; ".join(f"{line.label}: {_number(most)} at most" for line, most in zip(lines, highest, strict=True))
     head = element("title", text(title), id=f"{name}-title"), element("desc", text(summary, 2000), id=f"{name}-desc")
     labels = f"{name}-title {name}-desc"
@@ -65,13 +66,13 @@ def plot_lines(name: str, title: str, lines: Sequence[Line], low: float, high: f
 
 
 def _scale(low: float, high: float, first: float, last: float) -> Callable[[float], float]:
-    """Return the function that gives the place of a value on the page."""
+    """Return the function that converts a value to a position on the page."""
     share = (last - first) / (high - low) if high > low else 0.0
     return lambda value: first + (value - low) * share
 
 
 def _time_axis(span: float, low: float, x: Callable[[float], float]) -> list[Markup]:
-    """Ticks of the time since `low`."""
+    """Return the time axis, with ticks that show the time since `low`."""
     bottom, days = TOP + HEIGHT, max(1, math.ceil(span / 86400 / MAX_TICKS))
     step = next((float(step) for step in _STEPS if span / step <= MAX_TICKS), 86400.0 * days)
     parts = [element("line", x1=LEFT, x2=WIDTH - RIGHT, y1=bottom, y2=bottom, class_="axis")]
@@ -83,6 +84,7 @@ def _time_axis(span: float, low: float, x: Callable[[float], float]) -> list[Mar
 
 
 def _value_axis(most: float, y: Callable[[float], float]) -> list[Markup]:
+    """Return the value axis, with ticks at zero, half and the maximum."""
     parts = []
     for value in (0.0, most / 2, most) if most > 0 else (0.0,):
         parts.append(element("line", x1=LEFT, x2=WIDTH - RIGHT, y1=y(value), y2=y(value), class_="grid"))
@@ -91,6 +93,7 @@ def _value_axis(most: float, y: Callable[[float], float]) -> list[Markup]:
 
 
 def _legend(lines: Sequence[Line], y: float) -> list[Markup]:
+    """Return the legend below the plot."""
     parts, x = list[Markup](), float(LEFT)
     for line in lines:
         points = f"{x:.0f},{y + 5:.0f} {x + 18:.0f},{y + 5:.0f}"
@@ -101,7 +104,7 @@ def _legend(lines: Sequence[Line], y: float) -> list[Markup]:
 
 
 def _duration(seconds: float) -> str:
-    """Return a round duration without its zero parts: 2 h, not 2 h 00 min."""
+    """Return a duration without its zero parts: "2 h" and not "2 h 00 min"."""
     shown = format_seconds(seconds) if seconds else "0"
     for zero, short in ((" 00 s", ""), (" 00 min", ""), (".0 s", " s"), (" 0 h", "")):
         shown = shown.replace(zero, short)
@@ -109,4 +112,5 @@ def _duration(seconds: float) -> str:
 
 
 def _number(value: float) -> str:
+    """Return a value for an axis: rounded from 100, otherwise three digits."""
     return format_count(round(value)) if value >= 100 or value == int(value) else f"{value:.3g}"

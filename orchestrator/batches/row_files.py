@@ -1,5 +1,8 @@
-"""The file of a batch's rows: only added to, row by whole row, by one process; and the pair of files that hold one row
-for each item.
+"""Row files of a batch.
+
+Invariants: only one process at a time writes a row file. Rows are only appended, and a row is complete or absent.
+After a crash, the next process finds every row that was confirmed as written. After `settle`, the output file and the
+errors file together contain one row for each item.
 """
 
 import contextlib
@@ -19,29 +22,33 @@ from orchestrator.batches.rows import Row, build_row, build_row_line, parse_outc
 from store.batches import Outcome
 
 MAX_HELD_BYTES = 64 * 1024 * 1024
-"""Of newer failures, which take the place of older ones when the files are settled; with more, that is done at once."""
+"""Limit of newer failures in memory, in bytes. They replace older failures when the files are settled. Above the
+limit, the files are settled at once.
+"""
 _PROBE_BYTES = 4096
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class RowsNotWritten(OperatorError):
-    """Rows could not be added: none of them is in the file, and the same call may be made again. Nothing that was there
-    is lost.
+    """Rows could not be added. The file contains none of these rows, and the caller may repeat the call. No existing
+    row is lost.
     """
 
     code = ErrorCode.NO_SPACE
 
 
 class RowFile:
-    """One open file. All methods block, and may be called from any thread.
+    """An open row file. All methods block and can be called from any thread.
 
-    A file is opened before its batch begins, so that one that cannot be written is found then.
+    A file is opened before its batch starts, so that a file that cannot be written is found early.
     """
 
     def __init__(self, path: Path, descriptor: int, scan: Scan) -> None:
         self.path = path
         self.dropped_bytes = scan.dropped_bytes
-        """Of a torn row, which a process that died had begun at the end."""
+        """Number of removed bytes of an incomplete row. A process that died had started the row at the end of the
+        file.
+        """
         self._descriptor = descriptor
         self._end = scan.end
         self._ids = scan.ids
@@ -50,9 +57,12 @@ class RowFile:
 
     @classmethod
     def open(cls, path: Path, belongs: Belongs) -> "RowFile":
-        """The file for rows of one batch, made when it is not there. Raises ConfigError for a path that cannot be
-        written, a full disk, what is no file of rows, rows of another batch, and a file that another process has open:
-        its rows are then as they were."""
+        """Open the file for rows of one batch. The file is created if it does not exist.
+
+        Raises ConfigError: the path cannot be written, the disk is full, or the file is not a row file. Raises
+        ConfigError: the file has rows of another batch, or another process has the file open. The rows in the file do
+        not change in these cases.
+        """
         try:
             return cls._open(path, belongs)
         except OSError as error:
@@ -60,6 +70,7 @@ class RowFile:
 
     @classmethod
     def _open(cls, path: Path, belongs: Belongs) -> "RowFile":
+        """Open, lock, scan and repair the file."""
         real, descriptor = _open_locked(path)
         try:
             file = cls(real, descriptor, scan := scan_rows(descriptor, path, belongs))
@@ -75,14 +86,15 @@ class RowFile:
 
     @property
     def ids(self) -> Collection[str]:
-        """Of all rows that are in it for good."""
+        """Return the ids of all rows that are in the file permanently."""
         return self._ids
 
     def append(self, lines: Mapping[str, bytes]) -> list[str]:
-        """Add rows, id to line, all of them or none, and return when the disk has them: rows that are ready together
-        share the wait for it.
+        """Append rows, all or none. Returns when the rows are on the disk. Rows of one call share one wait for the
+        disk.
 
-        Gives the ids that were added; one that is there already is left out. Raises RowsNotWritten.
+        `lines`: line of each row, by id. Returns the added ids; an id that already has a row is skipped. Raises
+        RowsNotWritten.
         """
         with self._lock:
             fresh = {custom_id: line for custom_id, line in lines.items() if custom_id not in self._ids}
@@ -92,14 +104,14 @@ class RowFile:
             return list(fresh)
 
     def rows(self) -> Iterator[Row]:
-        """All that are in it, in their order."""
+        """Yield all rows of the file, in their order."""
         with os.fdopen(os.dup(self._descriptor), "rb") as source:
             for _, line in read_rows(source, self._end):
                 yield parse_row(line)
 
     def rewrite(self, leave_out: Collection[str], newer: Mapping[str, bytes]) -> None:
-        """Put a file in its place, at once and whole, without the rows of some ids and with `newer` lines for others.
-        Raises RowsNotWritten.
+        """Replace the file atomically. The new file lacks the rows of the ids in `leave_out`, and has the lines of
+        `newer` in place of older lines. Raises RowsNotWritten.
         """
         with self._lock:
             self._check_place()
@@ -112,7 +124,7 @@ class RowFile:
                 raise self._changed() from error
 
     def close(self) -> None:
-        """Let others have it. Closing again does nothing."""
+        """Close the file, so that another process can open it. A second call does nothing."""
         with self._lock:
             if self._descriptor >= 0:
                 os.close(self._descriptor)
@@ -125,7 +137,7 @@ class RowFile:
         self.close()
 
     def _mend(self, scan: Scan) -> None:
-        """Take away what a crash left, and see that there is room for more."""
+        """Remove the remains of a crash, and check that the disk has room for more rows."""
         self._set_end()
         try:
             os.posix_fallocate(self._descriptor, self._end, _PROBE_BYTES)
@@ -139,11 +151,13 @@ class RowFile:
         _sync_folder(self.path.parent)
 
     def _set_end(self) -> None:
+        """Cut the file after its last complete row."""
         os.ftruncate(self._descriptor, self._end)
 
     def _write(self, lines: Iterable[bytes]) -> None:
-        """At the end, then to the disk. What of it cannot be written is taken away again."""
+        """Append lines and wait until they are on the disk. Lines that cannot be written are removed again."""
         try:
+            # A previous call could not remove its incomplete lines. Remove them before anything is appended.
             if self._is_torn:
                 self._set_end()
                 self._is_torn = False
@@ -151,11 +165,12 @@ class RowFile:
             self._is_torn, end = True, self._end
             for line in lines:
                 end += _write_whole(self._descriptor, line, end)
-            # After a failure the kernel may count as written what it has lost: the rows are taken away, and written
-            # again by the next call.
+            # After a failed fsync, the kernel may count lost data as written. Remove the rows, so that the next call
+            # writes them again.
             os.fsync(self._descriptor)
         except OSError as error:
-            # Where that fails the next call tries it first, and whoever opens the file.
+            # If this fails too, the next call removes the incomplete rows before it writes. A process that opens the
+            # file does the same.
             with contextlib.suppress(OSError):
                 self._set_end()
                 self._is_torn = False
@@ -164,8 +179,8 @@ class RowFile:
         self._end = end
 
     def _check_place(self) -> None:
-        """Raises RowsNotWritten when the file is not what and where it was: rows would be lost in it, or lose
-        others.
+        """Raise RowsNotWritten if the file was moved, replaced or changed. Rows would be lost in that file, or would
+        overwrite other data.
         """
         if self._descriptor < 0:
             raise RowsNotWritten(f"{self.path} is closed: open it again")
@@ -182,11 +197,12 @@ class RowFile:
             raise self._changed()
 
     def _replace(self, leave_out: Collection[str], newer: Mapping[str, bytes]) -> None:
-        # A name of a length of its own: that of the file may be as long as names can be.
+        """Write a new file next to the old file, then rename the new file to the name of the old file."""
+        # The temporary name has a fixed length: the name of the row file may already have the maximum length.
         beside = self.path.with_name(f".rows-{hashlib.sha256(os.fsencode(self.path.name)).hexdigest()[:16]}.unfinished")
         fresh = os.open(beside, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         try:
-            # Locked before anybody can find it under the file's name.
+            # Lock the new file before another process can find the file by its final name.
             fcntl.flock(fresh, fcntl.LOCK_EX | fcntl.LOCK_NB)
             ids, end = self._copy(fresh, leave_out, newer)
             os.fsync(fresh)
@@ -199,6 +215,9 @@ class RowFile:
         self._descriptor, self._ids, self._end, self._is_torn = fresh, ids, end, False
 
     def _copy(self, fresh: int, leave_out: Collection[str], newer: Mapping[str, bytes]) -> tuple[set[str], int]:
+        """Copy the rows to the new file. Return the ids of the rows and the end of the file. Owner and permissions
+        are copied too.
+        """
         old = os.fstat(self._descriptor)
         os.fchmod(fresh, stat.S_IMODE(old.st_mode))
         if (old.st_uid, old.st_gid) != (os.geteuid(), os.getegid()):
@@ -214,20 +233,20 @@ class RowFile:
         return ids, end
 
     def _changed(self) -> RowsNotWritten:
+        """Return the error for a file that another program has changed."""
         return RowsNotWritten(
             f"{self.path} has been changed by another program while rows were written to it: undo that, then resume"
         )
 
     def _not_written(self, error: OSError) -> RowsNotWritten:
+        """Return the error for rows that the disk does not accept."""
         return RowsNotWritten(
             f"rows cannot be written to {self.path} ({error.strerror}): {_advice(error)}, then resume; no row is lost"
         )
 
 
 class RowFiles:
-    """The two files of a batch: rows of items that succeeded, and of those that failed. Used by one thread at a
-    time.
-    """
+    """Two files of a batch: rows of successful items and rows of failed items. Used by one thread at a time."""
 
     def __init__(self, output: RowFile, errors: RowFile) -> None:
         self._output = output
@@ -236,7 +255,9 @@ class RowFiles:
 
     @classmethod
     def open(cls, output: Path, errors: Path, belongs: Belongs) -> "RowFiles":
-        """Raises ConfigError as RowFile.open does, and for one file under two names."""
+        """Open both files. Raises ConfigError as RowFile.open does. Raises ConfigError: both names lead to the same
+        file.
+        """
         if os.path.realpath(output) == os.path.realpath(errors) or (
             output.exists() and errors.exists() and os.path.samefile(output, errors)
         ):
@@ -250,21 +271,24 @@ class RowFiles:
 
     @property
     def succeeded(self) -> Collection[str]:
+        """Return the ids of items that have succeeded."""
         return self._output.ids
 
     @property
     def failed(self) -> set[str]:
-        """Items that failed and have not succeeded since."""
+        """Return the ids of items that have failed and have not succeeded since then."""
         return {custom_id for custom_id in self._errors.ids if custom_id not in self._output.ids}
 
     @property
     def dropped_bytes(self) -> int:
+        """Return the number of bytes of incomplete rows that were removed from both files."""
         return self._output.dropped_bytes + self._errors.dropped_bytes
 
     def append(self, outcomes: Iterable[Outcome]) -> list[str]:
-        """Add the rows of items that ended, each to its file, and give the ids that are new to one. An item that has
-        succeeded stays so; the newer of two failures takes the older one's place when the files are settled. Raises
-        RowsNotWritten: call it again with the same.
+        """Append the rows of ended items to their files. Return the ids that are new in a file.
+
+        A successful item stays successful. A newer failure replaces an older failure when the files are settled.
+        Raises RowsNotWritten: the caller must repeat the call with the same outcomes.
         """
         successes: dict[str, bytes] = {}
         failures: dict[str, bytes] = {}
@@ -280,7 +304,7 @@ class RowFiles:
         return [*added, *new]
 
     def outcomes(self) -> Iterator[Outcome]:
-        """How those items ended that are not worth the same attempt again: the successes, then the failures of other
+        """Yield the outcomes of items that need no new attempt: first the successes, then the failures of other
         items.
         """
         for row in self._output.rows():
@@ -290,10 +314,10 @@ class RowFiles:
                 yield from parse_outcome(row)
 
     def settle(self) -> None:
-        """One row for each item: the errors file loses those of items that have succeeded since, and has the newest of
-        the others.
+        """Leave one row for each item. The errors file loses the rows of items that have succeeded since, and
+        receives the newest row of other items.
 
-        Raises RowsNotWritten: both files are as they were.
+        Raises RowsNotWritten: both files are unchanged.
         """
         over = {custom_id for custom_id in self._errors.ids if custom_id in self._output.ids}
         if over or self._newer:
@@ -301,6 +325,7 @@ class RowFiles:
             self._newer = {}
 
     def close(self) -> None:
+        """Close both files."""
         self._output.close()
         self._errors.close()
 
@@ -312,8 +337,10 @@ class RowFiles:
 
 
 def _build_line(outcome: Outcome) -> tuple[bytes, bool]:
-    """The row's line, and whether it is of a success. What cannot be written down is a failure that says so: one item
-    holds up no other.
+    """Return the row's line, and whether the row is a success.
+
+    If the row cannot be written as JSON, return a failure that reports this problem, so that one item does not block
+    other items.
     """
     try:
         return build_row_line(build_row(outcome)), outcome.failure is None
@@ -327,12 +354,14 @@ def _build_line(outcome: Outcome) -> tuple[bytes, bool]:
 
 
 def _open_locked(path: Path) -> tuple[Path, int]:
-    """The file's own path, through links, and an open descriptor of it that nobody else has. Raises ConfigError."""
+    """Return the real path of the file, with links resolved, and a descriptor with an exclusive lock. Raises
+    ConfigError.
+    """
     while True:
         real, descriptor = _open_file(path)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # Between opening and locking another may have been put in its place.
+            # Another process may have replaced the file between opening and locking. Then open the new file.
             if real.exists() and os.path.samestat(os.fstat(descriptor), real.stat()):
                 return real, descriptor
         except BlockingIOError:
@@ -349,9 +378,10 @@ def _open_locked(path: Path) -> tuple[Path, int]:
 
 
 def _open_file(path: Path) -> tuple[Path, int]:
+    """Open the file and return its real path and descriptor. Raises ConfigError."""
     try:
         real = Path(os.path.realpath(path))
-        # Looked at first: opening a pipe would wait for somebody who reads it.
+        # Check the type before opening: opening a pipe waits for its reader.
         if path.exists() and not path.is_file():
             raise ConfigError(
                 f"{path} is no plain file, and rows are kept, not only printed: give a file (`toolcrew batches export "
@@ -370,11 +400,14 @@ def _open_file(path: Path) -> tuple[Path, int]:
 
 
 def _unusable(path: Path, error: OSError) -> ConfigError:
+    """Return the error for a path that cannot be used."""
     return ConfigError(f"rows cannot be written to {path} ({error.strerror}): {_advice(error)}")
 
 
 def _write_whole(descriptor: int, line: bytes, at: int) -> int:
-    """With one write; on a disk that is nearly full the kernel takes a part of it, and says why with the next."""
+    """Write the whole line at the position. On a disk that is nearly full, the kernel may write a part and report the
+    error at the next write.
+    """
     done = 0
     while done < len(line):
         done += os.pwrite(descriptor, memoryview(line)[done:], at + done)
@@ -382,7 +415,7 @@ def _write_whole(descriptor: int, line: bytes, at: int) -> int:
 
 
 def _sync_folder(folder: Path) -> None:
-    """So that the name of the file outlives a crash, too."""
+    """Write the folder to the disk, so that the name of the file survives a crash."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
@@ -391,6 +424,7 @@ def _sync_folder(folder: Path) -> None:
 
 
 def _advice(error: OSError) -> str:
+    """Return advice for an error of the disk."""
     if error.errno in _FULL:
         return "make room on its disk"
     if error.errno == errno.ENOENT:

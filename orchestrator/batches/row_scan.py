@@ -1,5 +1,5 @@
-"""Reads a file of rows as a crash may have left it: which ids it has, where its whole rows end, and whether it is ours
-at all.
+"""Scans a row file that a crash may have left incomplete. Finds the ids of the rows, the end of the complete rows,
+and whether the file is a row file of the batch.
 """
 
 import json
@@ -13,19 +13,24 @@ from contract.errors import ConfigError
 from orchestrator.batches.rows import MAX_ROW_BYTES, Row, parse_row
 
 _BEGIN = b'{"id": "'
-"""Of every row that we write: how a torn one is told from the end of somebody's text."""
+"""Start of every row that toolcrew writes. The start distinguishes an incomplete row from the end of another text
+file.
+"""
 
 
 class Belongs(Protocol):
-    """Whether a row of that id, of that run, is of the batch that the file is opened for."""
+    """Returns whether a row with that id and run belongs to the batch of the file."""
 
     def __call__(self, custom_id: str, run: str, /) -> bool: ...
 
 
 @dataclass
 class Scan:
-    """`end`: of the last whole row. `lacks_newline`: that row is whole but for its end of line. `has_holes`: between
-    rows lies what a crash of the machine left, bytes that were never written."""
+    """Result of a scan.
+
+    `end`: end of the last complete row. `lacks_newline`: the last row is complete but has no newline. `has_holes`:
+    the file has bytes between rows that were never written, because the machine crashed.
+    """
 
     ids: set[str] = field(default_factory=set)
     end: int = 0
@@ -35,8 +40,8 @@ class Scan:
 
 
 def scan_rows(descriptor: int, path: Path, belongs: Belongs) -> Scan:
-    """Reads from the beginning. Raises ConfigError for what no crash of ours can have left: the file is then not
-    touched.
+    """Scan the file from its start. Raises ConfigError for content that a crash of this program cannot have left. The
+    file is not changed.
     """
     scan = Scan()
     with os.fdopen(os.dup(descriptor), "rb") as source:
@@ -56,7 +61,9 @@ def scan_rows(descriptor: int, path: Path, belongs: Belongs) -> Scan:
 
 
 def read_rows(source: BinaryIO, end: int) -> Iterator[tuple[str, bytes]]:
-    """Id and line of every row before `end`, of a file that has been scanned; blank lines and holes are left out."""
+    """Yield the id and line of every row before `end`. `source`: a file that has been scanned. Blank lines and holes
+    are skipped.
+    """
     source.seek(0)
     while source.tell() < end and (line := source.readline()):
         if line.strip() and b"\0" not in line:
@@ -64,6 +71,7 @@ def read_rows(source: BinaryIO, end: int) -> Iterator[tuple[str, bytes]]:
 
 
 def _take_line(scan: Scan, line: bytes, path: Path, number: int, belongs: Belongs) -> None:
+    """Scan one line that ends with a newline."""
     if b"\0" in line and _is_hole(scan, line):
         scan.has_holes = True
         scan.dropped_bytes += len(line)
@@ -72,14 +80,16 @@ def _take_line(scan: Scan, line: bytes, path: Path, number: int, belongs: Belong
 
 
 def _is_hole(scan: Scan, line: bytes) -> bool:
-    """JSON never holds NUL: it is what a disk gives for blocks whose content had not reached it. Behind no row of ours
-    it may be anything else.
+    """Return whether the line is a hole: bytes that had not reached the disk before a crash.
+
+    JSON never contains NUL, but disks return NUL for such bytes. Without a row before the hole, the file may be any
+    other file.
     """
     return bool(scan.ids) or not line.strip(b"\0\n")
 
 
 def _take_tail(scan: Scan, tail: bytes, path: Path, number: int, belongs: Belongs) -> None:
-    """The end of a file without its newline: a row that is whole, or one that was begun."""
+    """Scan the end of a file without a newline: a complete row or an incomplete row."""
     if _is_json(tail):
         _take_row(scan, _parse(tail, path, number), path, number, belongs)
         scan.end += len(tail)
@@ -92,6 +102,7 @@ def _take_tail(scan: Scan, tail: bytes, path: Path, number: int, belongs: Belong
 
 
 def _is_json(tail: bytes) -> bool:
+    """Return whether the text is complete JSON."""
     try:
         json.loads(tail)
     except (ValueError, RecursionError):
@@ -100,6 +111,7 @@ def _is_json(tail: bytes) -> bool:
 
 
 def _take_row(scan: Scan, row: Row, path: Path, number: int, belongs: Belongs) -> None:
+    """Add the id of a row. Raises ConfigError for a row of another batch and for a second row of an item."""
     if not belongs(row.custom_id, row.id):
         raise ConfigError(
             f"{path} holds a row of another batch (line {number}, '{row.custom_id[:100]}'): give a file of this one, "
@@ -113,6 +125,7 @@ def _take_row(scan: Scan, row: Row, path: Path, number: int, belongs: Belongs) -
 
 
 def _parse(line: bytes, path: Path, number: int) -> Row:
+    """Return the row of a line. Raises ConfigError."""
     try:
         return parse_row(line)
     except ValueError as error:
@@ -120,6 +133,7 @@ def _parse(line: bytes, path: Path, number: int) -> Row:
 
 
 def _no_row(path: Path, number: int, why: str) -> ConfigError:
+    """Return the error for a line that is not a row."""
     return ConfigError(
         f"line {number} of {path} is no row of a batch ({why[:300]}): nothing was changed in it; give another file, or "
         "take the line out"

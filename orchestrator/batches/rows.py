@@ -1,4 +1,6 @@
-"""A batch's output: one row of JSON for each item, in the shape of OpenAI's batch output, built and read back."""
+"""Output rows of a batch: one JSON row for each item, in the shape of OpenAI's batch output. Builds rows and reads
+them.
+"""
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
@@ -19,13 +21,13 @@ _CUT = frozenset(
     {StopReason.CUT_REPLY, StopReason.MAX_ITERATIONS, StopReason.MAX_WALL, StopReason.MAX_TOKENS, StopReason.MAX_COST}
 )
 _ESCAPED = {number: f"\\u{number:04x}" for number in (*range(0x7F, 0xA0), 0x2028, 0x2029)}
-"""Readers that split text into lines, not bytes, would split a row at some of these; terminals, to which rows are
-printed, obey others.
+"""Characters that rows contain only as escapes. Some readers would split a row at these characters, and some of the
+characters control a terminal that shows the row.
 """
 
 
 class RowResponse(BaseModel):
-    """What an item was answered. `body`: by its url (docs/batches.md)."""
+    """Response for an item. `body`: its shape depends on the item's url (docs/batches.md)."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
@@ -35,7 +37,7 @@ class RowResponse(BaseModel):
 
 
 class RowError(BaseModel):
-    """Why an item has no result. `kind`: whose fault it is; None in rows that are not ours."""
+    """Error of an item. `kind`: cause of the error; None in rows that toolcrew did not write."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
@@ -45,9 +47,7 @@ class RowError(BaseModel):
 
 
 class Row(BaseModel):
-    """One line of an output or errors file. `id`: of the run. An error may have a response beside it: what there was
-    until then.
-    """
+    """A line of an output or errors file. `id`: id of the run. A row with an error may have a partial response too."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
@@ -58,11 +58,14 @@ class Row(BaseModel):
 
     @property
     def is_success(self) -> bool:
+        """Return whether the item succeeded."""
         return self.error is None
 
 
 def build_row(outcome: Outcome) -> dict[str, Any]:
-    """The row of an item that ended: with a failure its response is null, or what the run left."""
+    """Return the row of an item that has ended. After a failure the response is null or the partial result of the
+    run.
+    """
     response, failure = None, outcome.failure
     if outcome.body is not None or failure is None:
         response = {"status_code": outcome.status_code, "request_id": outcome.run, "body": outcome.body or {}}
@@ -71,16 +74,17 @@ def build_row(outcome: Outcome) -> dict[str, Any]:
 
 
 def build_row_line(row: Mapping[str, Any]) -> bytes:
-    """The row as one line with its end: UTF-8 with nothing else in it that any reader takes for the end of a line.
+    """Return the row as one line with a newline at the end. The line is UTF-8 and contains no other character that
+    any reader treats as the end of a line.
 
-    Raises ValueError, a sentence, for a row that could not be read again.
+    Raises ValueError with a sentence: the row could not be read again.
     """
     try:
         text = json.dumps(row, ensure_ascii=False, allow_nan=False).translate(_ESCAPED)
         try:
             line = text.encode() + b"\n"
         except UnicodeEncodeError:
-            # Half a surrogate pair, of a file name or a model: as an escape it stays what it is.
+            # A file name or a model wrote half of a surrogate pair. An escape preserves the half.
             line = json.dumps(row, allow_nan=False).encode() + b"\n"
     except (ValueError, RecursionError) as error:
         raise ValueError(f"it cannot be written as JSON ({error})") from error
@@ -90,7 +94,7 @@ def build_row_line(row: Mapping[str, Any]) -> bytes:
 
 
 def parse_row(line: bytes) -> Row:
-    """One line of a file. Raises ValueError, a sentence, for what is none."""
+    """Parse one line of a file. Raises ValueError with a sentence: the line is not a row."""
     try:
         return Row.model_validate(json.loads(line))
     except ValidationError as error:
@@ -103,8 +107,10 @@ def parse_row(line: bytes) -> Row:
 
 
 def parse_outcome(row: Row) -> Iterator[Outcome]:
-    """How the item of a row ended; nothing for one that may be begun anew: the infrastructure failed it, it was
-    cancelled, or nobody says why.
+    """Yield the outcome of the item of a row.
+
+    Yields nothing for an item that may start again: the infrastructure failed, the item was cancelled, or the row has
+    no kind.
     """
     failure, status = None, row.response.status_code if row.response is not None else 500
     if row.error is not None:
@@ -123,8 +129,9 @@ def build_run_body(
     missing: Iterable[str] = (),
     file: str = "",
 ) -> dict[str, JsonValue]:
-    """Build the body of a row of /v1/agent/runs, without fields that were not asked for. `missing`: why some artifacts
-    are not there; `file`: their archive in the store.
+    """Return the body of a row of /v1/agent/runs, without fields that were not requested.
+
+    `missing`: reasons why some artifacts are missing. `file`: id of the artifacts' archive in the store.
     """
     body: dict[str, JsonValue] = {
         "run": result.run,
@@ -145,12 +152,12 @@ def build_run_body(
 def build_call_body(
     result: ToolResult, *, artifacts: Iterable[str] | None = None, missing: Iterable[str] = (), file: str = ""
 ) -> dict[str, JsonValue]:
-    """Build the body of a row of /v1/tools/execute: the result of the call."""
+    """Return the body of a row of /v1/tools/execute: the result of the call."""
     return _with(result.model_dump(mode="json"), **_artifacts(artifacts, missing)) | _archive(file)
 
 
 def build_chat_body(result: RunResult, *, model: str, created: float) -> dict[str, JsonValue]:
-    """Body of a row of /v1/chat/completions: a `chat.completion`. `created`: Unix seconds."""
+    """Return the body of a row of /v1/chat/completions: a `chat.completion`. `created`: Unix seconds."""
     usage = result.usage
     return {
         "id": f"chatcmpl-{result.run}",
@@ -182,20 +189,22 @@ def build_answer_body(
     has_transcript: bool = False,
     **artifacts: Any,
 ) -> dict[str, JsonValue]:
-    """Build the body of a run's row by the url of its item. `artifacts`: as for `build_run_body`."""
+    """Return the body of a run's row for the url of its item. `artifacts`: passed to `build_run_body`."""
     if url == CHAT_URL:
         return build_chat_body(result, model=model, created=created)
     return build_run_body(result, has_transcript=has_transcript, **artifacts)
 
 
 def _artifacts(paths: Iterable[str] | None, missing: Iterable[str]) -> dict[str, Iterable[str] | None]:
+    """Return the fields about artifacts; None for fields that are left out."""
     return {"artifacts": paths, "artifacts_missing": list(missing) or None}
 
 
 def _archive(file: str) -> dict[str, JsonValue]:
+    """Return the field with the id of the archive; no field if there is no archive."""
     return {"artifacts_file": file} if file else {}
 
 
 def _with(body: dict[str, JsonValue], **lists: Iterable[Any] | None) -> dict[str, JsonValue]:
-    """With those lists that there are."""
+    """Return the body with the lists that are not None."""
     return body | {name: list(entries) for name, entries in lists.items() if entries is not None}

@@ -1,4 +1,4 @@
-"""Uploads and artifacts of tenants in the store, as the API and the commands use them."""
+"""Uploads and artifacts of tenants in the store, for the API and the commands."""
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable
@@ -20,14 +20,14 @@ from store.archives.files import (
 )
 
 MAX_UPLOADS = 1000
-"""Limit of a tenant's uploads at a time."""
+"""Maximum number of uploads that a tenant may have at a time."""
 _PIECE_BYTES = 1024 * 1024
 _LOOKS_AT_ONCE = 16
 
 
 @dataclass(frozen=True)
 class StoredFile:
-    """A file of the store. Instants in Unix seconds."""
+    """A file in the store. Times are in Unix seconds."""
 
     id: str
     bytes: int
@@ -36,28 +36,31 @@ class StoredFile:
 
     @property
     def expires_at(self) -> float:
+        """Return the time at which the store deletes the file."""
         return self.created_at + KEPT_S
 
 
 class StoredFiles:
-    """The files of all tenants. Methods raise SandboxUnavailable when the store fails, and ToolFailure(FILE_NOT_FOUND)
-    for a file that the tenant does not have.
+    """Files of all tenants. Methods raise SandboxUnavailable when the store fails.
+
+    Methods raise ToolFailure(FILE_NOT_FOUND) for a file that the tenant does not have.
     """
 
     def __init__(self, store: ArchiveStore, max_bytes: int = MAX_WORKSPACE_BYTES) -> None:
-        """`max_bytes`: limit of one upload."""
+        """`max_bytes`: limit of one upload, in bytes."""
         self._store = store
         self._max_bytes = max_bytes
 
     @classmethod
     def of(cls, settings: OrchestratorSettings) -> "StoredFiles":
-        """Open the store of the settings. Raises ConfigError when they name none."""
+        """Open the store of the settings. Raises ConfigError: the settings name no store."""
         if settings.workspace_store is None:
             raise ConfigError(NO_STORE)
         return cls(open_client_store(settings.workspace_store))
 
     async def upload(self, tenant: str, chunks: AsyncIterator[bytes]) -> StoredFile:
-        """Store an archive or a git bundle. Nothing of it stays in memory, and nothing in the store when it fails.
+        """Store an archive or a git bundle. The content is streamed and not held in memory. A failed upload leaves
+        nothing in the store.
 
         Raises ToolFailure: INVALID_ARGUMENTS for another kind of file, FILE_TOO_LARGE, QUOTA_EXCEEDED.
         """
@@ -71,7 +74,7 @@ class StoredFiles:
         return await self.get(tenant, file)
 
     async def get(self, tenant: str, file: str) -> StoredFile:
-        """Return the facts about a file."""
+        """Return the size, hash and creation time of a file."""
         created_at = file_created_at(file)
         if created_at is None:
             raise _not_found(file)
@@ -82,7 +85,7 @@ class StoredFiles:
         return StoredFile(file, facts.bytes, facts.sha256, created_at)
 
     async def read(self, tenant: str, file: str) -> AsyncGenerator[bytes]:
-        """Yield the content of a file. Raises SandboxUnavailable at its end when it is damaged."""
+        """Yield the content of a file. Raises SandboxUnavailable at the end if the content is damaged."""
         await self.get(tenant, file)
         try:
             async for chunk in self._store.get(f"{tenant}/{file}"):
@@ -96,12 +99,13 @@ class StoredFiles:
             raise _not_found(file)
 
     async def list_page(self, tenant: str, before: str = "", limit: int = 50) -> tuple[list[StoredFile], str | None]:
-        """Return the newest files that are older than `before`, and the id of the last one if there are more."""
+        """Return the newest files that are older than `before`, and the id of the last file if there are more."""
         ids = sorted(await self._ids(tenant), key=_age, reverse=True)
         later = [file for file in ids if not before or _age(file) < _age(before)]
         found = await asyncio.gather(*(self.get(tenant, file) for file in later[:limit]), return_exceptions=True)
         files = list[StoredFile]()
         for one in found:
+            # A file may be deleted or expire between the listing and the look-up, so a missing file is skipped.
             if isinstance(one, StoredFile):
                 files.append(one)
             elif not isinstance(one, ToolFailure):
@@ -109,7 +113,7 @@ class StoredFiles:
         return files, later[limit - 1] if len(later) > limit else None
 
     async def check_all(self, tenant: str, files: Iterable[str]) -> list[str]:
-        """Return those of these ids that the tenant does not have."""
+        """Return the ids in `files` that the tenant does not have."""
         looks, missing = asyncio.Semaphore(_LOOKS_AT_ONCE), list[str]()
 
         async def look(file: str) -> None:
@@ -123,12 +127,15 @@ class StoredFiles:
         return missing
 
     async def _ids(self, tenant: str) -> list[str]:
+        """Return the ids of all files of the tenant."""
         names = await self._store.list(f"{tenant}/")
         return [file for name in names if is_file_id(file := name.partition("/")[2])]
 
     async def _checked(self, pieces: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+        """Yield the pieces of an upload. Raises ToolFailure as soon as the content is invalid or too large."""
         total = 0
         async for piece in pieces:
+            # The kind is checked on the first piece, so that a wrong file is rejected before the rest is uploaded.
             if total == 0 and find_kind(piece[:HEAD_BYTES]) is None:
                 raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, f"the file is of no known kind: give {KNOWN_KINDS}")
             total += len(piece)
@@ -143,10 +150,12 @@ class StoredFiles:
 
 
 def _age(file: str) -> tuple[float, str]:
+    """Return the sort key of a file: its creation time, then its id."""
     return file_created_at(file) or 0.0, file
 
 
 def _not_found(file: str) -> ToolFailure:
+    """Return the error for a file that the tenant does not have."""
     return ToolFailure(
         ErrorCode.FILE_NOT_FOUND,
         f"the tenant has no file {file[:100]!r}: it was deleted, has expired, or was never uploaded",

@@ -1,5 +1,5 @@
-"""One line of JSON, read strictly: one object, no key twice, no NaN, no half characters; and where in the line a value
-stands.
+"""Strict reader for one line of JSON: one object, no duplicate key, no NaN, no single surrogates. Also finds the
+column of a value.
 """
 
 import json
@@ -13,7 +13,7 @@ from contract.json_limits import has_more_values, has_more_values_in_text
 
 MAX_DEPTH = 64
 MAX_VALUES = 20_000
-"""Values of one object, those inside of others included."""
+"""Maximum number of values in one object, including nested values."""
 _TOO_MANY = f"it has more than {MAX_VALUES} values: put what is large into a file of the workspace"
 
 Path = tuple[str | int, ...]
@@ -28,7 +28,7 @@ _ESCAPE = re.compile(
 
 
 class NotStrict(Exception):
-    """A sentence about a text, and the column, from 1, where it stops to be what it should."""
+    """The text is not acceptable. The message is a sentence. `column`: position of the problem, counted from 1."""
 
     def __init__(self, message: str, column: int | None = None) -> None:
         super().__init__(message)
@@ -38,7 +38,7 @@ class NotStrict(Exception):
 
 @dataclass(frozen=True)
 class Place:
-    """Where a key or a value begins."""
+    """Position at which a key or a value starts."""
 
     path: Path
     column: int
@@ -47,7 +47,8 @@ class Place:
 
 
 def parse_object(text: str) -> dict[str, Any]:
-    """The one object of a line. Raises NotStrict."""
+    """Return the object of a line. Raises NotStrict."""
+    # The cheap checks come first: a deeply nested or very large text must not reach the recursive parser.
     if text.count("{") + text.count("[") > MAX_DEPTH:
         _check_depth(text)
     if has_more_values_in_text(text, MAX_VALUES):
@@ -75,8 +76,9 @@ def parse_object(text: str) -> dict[str, Any]:
 
 
 def find_columns(text: str, paths: Iterable[Path]) -> list[int | None]:
-    """Where the value at each path begins in a line that has been parsed, in one walk. For a value that is missing:
-    where the nearest one around it begins.
+    """Return the column at which the value at each path starts. `text`: a line that has been parsed.
+
+    For a missing value, return the column of the nearest existing object or list around the value.
     """
     wanted = list(paths)
     around = {path[:depth] for path in wanted for depth in range(len(path) + 1)}
@@ -91,7 +93,7 @@ def find_columns(text: str, paths: Iterable[Path]) -> list[int | None]:
 
 
 def walk_places(text: str) -> Iterator[Place]:
-    """Every key and value of a text in order, as far as it is JSON."""
+    """Yield every key and value of a text in order. Stops at the first token that is not JSON."""
     kinds: list[str] = []
     steps: list[str | int] = []
     expects_key = False
@@ -122,14 +124,15 @@ def walk_places(text: str) -> Iterator[Place]:
 
 
 class _Doubled(Exception):
-    pass
+    """A key that occurs twice in one object."""
 
 
 class _Infinite(Exception):
-    pass
+    """A number that JSON does not allow."""
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return the object. Raises _Doubled: a key occurs twice."""
     made = dict(pairs)
     if len(made) < len(pairs):
         seen: set[str] = set()
@@ -138,10 +141,12 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _refuse(word: str) -> NoReturn:
+    """Raise _Infinite for NaN and Infinity."""
     raise _Infinite(word)
 
 
 def _finite(word: str) -> float:
+    """Return the number. Raises _Infinite: the number is too large for a float."""
     number = float(word)
     if not math.isfinite(number):
         raise _Infinite(word)
@@ -152,6 +157,7 @@ _DECODER = json.JSONDecoder(object_pairs_hook=_unique, parse_constant=_refuse, p
 
 
 def _is_infinite(word: str) -> bool:
+    """Return whether the token is a number without a finite value."""
     try:
         return not word.startswith('"') and not math.isfinite(float(word))
     except ValueError:
@@ -159,9 +165,9 @@ def _is_infinite(word: str) -> bool:
 
 
 def _check_depth(text: str) -> None:
-    """Raises for a text that is nested too deeply; one that is no JSON may pass."""
+    """Raise NotStrict for a text that is nested too deeply. A text that is not JSON may pass."""
     brackets = _NO_BRACKET.sub("", text)
-    # From the inside out: a walk over the tokens takes four times as long.
+    # Remove brackets from the inside out: a walk over the tokens takes four times as long.
     for _ in range(MAX_DEPTH):
         if not brackets:
             return
@@ -177,7 +183,7 @@ def _check_depth(text: str) -> None:
 
 
 def _check_characters(text: str) -> None:
-    """Half a surrogate pair is no character: no UTF-8 could carry it on."""
+    """Raise NotStrict for half of a surrogate pair. UTF-8 cannot encode such a half."""
     for escape in _ESCAPE.finditer(text):
         if escape[1] is not None:
             raise NotStrict(
@@ -186,6 +192,7 @@ def _check_characters(text: str) -> None:
 
 
 def _find_doubled(text: str) -> int | None:
+    """Return the column of the first duplicate key."""
     seen: set[Path] = set()
     for place in walk_places(text):
         if place.is_key:
@@ -196,6 +203,7 @@ def _find_doubled(text: str) -> int | None:
 
 
 def _key(word: str) -> str:
+    """Return the text of a key token."""
     try:
         return str(json.loads(word))
     except ValueError:
@@ -203,6 +211,7 @@ def _key(word: str) -> str:
 
 
 def _kind(value: object) -> str:
+    """Return the kind of a value for a message."""
     names = {
         list: "a list",
         str: "a string",
@@ -215,6 +224,7 @@ def _kind(value: object) -> str:
 
 
 def _sentence(error: json.JSONDecodeError, text: str) -> str:
+    """Return the message for a text that is not JSON."""
     rest = text[error.pos :].strip()
     if error.msg == "Extra data":
         return "something follows the object: a line holds one object and nothing else"

@@ -1,4 +1,4 @@
-"""The summary at the end of a batch: totals, failures with an example each, and what to do next."""
+"""Summary at the end of a batch: totals, failures with one example each, and the next steps."""
 
 from collections.abc import Sequence
 from shlex import quote
@@ -21,7 +21,7 @@ MAX_SHOWN_GROUPS = 10
 
 
 class Summary(Snapshot):
-    """`next`: sentences, each with what to do."""
+    """Progress at the end of a batch. `next`: sentences that say what to do."""
 
     type: Literal["summary"] = "summary"
     batch: str
@@ -31,14 +31,17 @@ class Summary(Snapshot):
 def build_summary(
     snapshot: Snapshot, *, batch: str, tenant: str = DEFAULT_TENANT, is_kept: bool = True, rows: Sequence[str] = ()
 ) -> Summary:
-    """`batch`, `tenant`: for the commands that the summary names. `is_kept`: commands can name the batch, because its
-    Redis remains. `rows`: the files with its rows, of successes and of failures.
+    """Return the summary. `batch`, `tenant`: used in the commands of the summary.
+
+    `is_kept`: commands can name the batch, because its Redis continues to run. `rows`: files with the rows of
+    successes and of failures.
     """
     fields = {name: getattr(snapshot, name) for name in Snapshot.model_fields}
     return Summary(**fields, batch=batch, next=tuple(_next(snapshot, one_line(batch), tenant, is_kept, rows)))
 
 
 def _next(snapshot: Snapshot, batch: str, tenant: str, is_kept: bool, rows: Sequence[str]) -> list[str]:
+    """Return the sentences about the next steps."""
     sentences, counts = [], snapshot.failures
     resume = retry = (
         f"by submitting the same file again with `{build_resubmission(batch, tenant)}` and the same --output"
@@ -71,7 +74,7 @@ def _next(snapshot: Snapshot, batch: str, tenant: str, is_kept: bool, rows: Sequ
 
 
 def build_summary_lines(summary: Summary) -> list[str]:
-    """Return the summary for people. Safe on a terminal; a line may be wider than it."""
+    """Return the summary for people. The lines are safe for a terminal, but may be wider than the terminal."""
     s = summary
     counts = [f"{s.done:,} of {s.total:,} succeeded", f"{s.failed:,} failed"]
     counts += [f"{count:,} {word}" for count, word in ((s.running, "running"), (s.queued, "queued")) if count]
@@ -90,11 +93,13 @@ def build_summary_lines(summary: Summary) -> list[str]:
 
 
 def _group_line(group: FailureGroup) -> str:
+    """Return the line about a group of failures."""
     message = f": {one_line(group.message)}" if group.message else ""
     example = f", as {one_line(group.item, 60)}{message}" if group.item else ""
     return f"  failed {group.count:,}: {group.kind} {one_line(group.code, 64)}{example}"
 
 
 def _rest_line(groups: Sequence[FailureGroup]) -> list[str]:
+    """Return the line about the groups that are not shown, if there are any."""
     count = sum(group.count for group in groups)
     return [f"  and {count:,} more failed with {len(groups)} other codes"] if groups else []

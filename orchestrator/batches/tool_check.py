@@ -1,4 +1,4 @@
-"""Checks the tools that a batch names, and the arguments of its calls, before anything of it is queued."""
+"""Checks the tools that a batch names, and the arguments of its calls, before any item is queued."""
 
 import difflib
 import time
@@ -14,17 +14,18 @@ from store.batches import BatchItem, CallBody
 NOT_CHECKED = "no worker publishes its tools now, so the names and arguments of tools were not checked"
 MIN_LIKENESS = 0.6
 CHECK_S = 20.0
-"""Processor time for the arguments of a whole batch; that of a call is checked again before it is sent."""
+"""Processor time for the check of a whole batch, in seconds. The arguments of each call are checked again before the
+call is sent.
+"""
 
 
 def check_tools(
     file: BatchFile, specs: Iterable[ToolSpec], is_known: Callable[[str], bool], name: str, tenant: str
 ) -> list[str]:
-    """Return warnings for arguments that are given by another name of their parameter.
+    """Check the tools and arguments. Return warnings about arguments that use an alias of their parameter.
 
-    `specs`: the tools of `tenant`. `is_known`: whether a tool exists that no worker serves now. `name`: the file, for
-    messages. Raises BadBatch when a line names a tool that does not exist, or a call has arguments that do not fit its
-    tool.
+    `specs`: tools of `tenant`. `is_known`: returns whether a tool exists that no worker serves now. `name`: the file
+    name in messages. Raises BadBatch: a line names a tool that does not exist, or a call has invalid arguments.
     """
     tools = {spec.name: spec for spec in specs if spec.audience == "model"}
     aliases: dict[tuple[str, str], list[int]] = {}
@@ -51,7 +52,7 @@ def check_tools(
 
 
 def suggest_tool(name: str, tools: Iterable[str], tenant: str) -> str:
-    """Return `did you mean ...?`, or the command that lists the tools when no name is like it."""
+    """Return `did you mean ...?`, or the command that lists the tools if no name is similar."""
     close = difflib.get_close_matches(name, list(tools), n=1, cutoff=MIN_LIKENESS)
     return (
         f"did you mean {close[0]}?" if close else f"`{build_command('tools', 'list', tenant=tenant)}` lists the tools"
@@ -65,6 +66,7 @@ def _problems(
     aliases: dict[tuple[str, str], list[int]],
     tenant: str,
 ) -> Iterator[str]:
+    """Yield the problems of one item. Adds the aliases that its arguments use to `aliases`."""
     work = item.work
     names = (work.name,) if isinstance(work, CallBody) else work.tools or ()
     for tool in names:
@@ -82,6 +84,7 @@ def _problems(
 
 
 def _alias_warning(tool: str, alias: str, lines: list[int]) -> str:
+    """Return the warning about an alias. `alias`: "given -> canonical"."""
     given, _, canonical = alias.partition(" -> ")
     where = f"line {lines[0]}" if len(lines) == 1 else f"line {lines[0]} and {len(lines) - 1} more"
     return f"{where}: `{given}` is read as `{canonical}`, which is the name of the parameter of {tool}"

@@ -1,4 +1,6 @@
-"""Files of detached batches on the submitter's machine: workspaces go to the store, artifacts come from it."""
+"""Transfers files of detached batches between the submitter's machine and the store: uploads workspaces and downloads
+artifacts.
+"""
 
 import asyncio
 import tempfile
@@ -18,7 +20,7 @@ _PIECE_BYTES = 1024 * 1024
 
 
 def find_local_workspaces(items: Iterable[BatchItem]) -> list[str]:
-    """Return the distinct paths of this machine that are workspaces of items."""
+    """Return the distinct paths of this machine that items use as workspaces."""
     return sorted(
         {item.ground.workspace for item in items if item.ground.workspace and not is_stored(item.ground.workspace)}
     )
@@ -27,17 +29,18 @@ def find_local_workspaces(items: Iterable[BatchItem]) -> list[str]:
 async def upload_workspaces(file: BatchFile, files: StoredFiles, tenant: str) -> BatchFile:
     """Upload each workspace of this machine once. Return the batch with the ids of the uploads.
 
-    Raises ConfigError for a workspace that cannot be read, and as `StoredFiles.upload`.
+    Raises ConfigError: a workspace cannot be read. Raises the exceptions of `StoredFiles.upload`.
     """
     uploads = {path: await _upload(Path(path), files, tenant) for path in find_local_workspaces(file.items)}
     return replace(file, items=_UploadedItems(file.items, uploads)) if uploads else file
 
 
 async def download_artifacts(outcome: Outcome, files: StoredFiles, tenant: str, folder: Path) -> int:
-    """Copy the artifacts of an item into its folder below `folder`. Return how many bytes their archive has; 0: the
-    item has none.
+    """Copy the artifacts of an item into the item's folder below `folder`. Return the size of their archive in bytes;
+    0 if the item has no artifacts.
 
-    Raises ToolFailure: FILE_NOT_FOUND for artifacts that have expired, PATH_NOT_ALLOWED for a hostile archive.
+    Raises ToolFailure: FILE_NOT_FOUND if the artifacts have expired, PATH_NOT_ALLOWED if the archive contains
+    dangerous paths.
     """
     name = (outcome.body or {}).get("artifacts_file")
     if not isinstance(name, str):
@@ -52,6 +55,7 @@ async def download_artifacts(outcome: Outcome, files: StoredFiles, tenant: str, 
 
 
 async def _upload(path: Path, files: StoredFiles, tenant: str) -> str:
+    """Upload a workspace and return its id. A folder is packed first."""
     with tempfile.TemporaryFile() if path.is_dir() else path.open("rb") as file:  # noqa: ASYNC240
         if path.is_dir():  # noqa: ASYNC240
             await asyncio.to_thread(write_folder, file, path, MAX_WORKSPACE_BYTES)
@@ -60,12 +64,13 @@ async def _upload(path: Path, files: StoredFiles, tenant: str) -> str:
 
 
 async def _read(file: IO[bytes]) -> AsyncIterator[bytes]:
+    """Yield the content of a file."""
     while piece := await asyncio.to_thread(file.read, _PIECE_BYTES):
         yield piece
 
 
 class _UploadedItems(Sequence[BatchItem]):
-    """Items whose workspaces are uploads in place of paths."""
+    """Items with the ids of uploads in place of workspace paths."""
 
     def __init__(self, items: Sequence[BatchItem], uploads: Mapping[str, str]) -> None:
         self._items, self._uploads = items, uploads
@@ -87,6 +92,7 @@ class _UploadedItems(Sequence[BatchItem]):
         return map(self._replace, self._items)
 
     def _replace(self, item: BatchItem) -> BatchItem:
+        """Return the item with the id of its upload, if its workspace was uploaded."""
         upload = self._uploads.get(item.ground.workspace or "")
         return (
             item.model_copy(update={"ground": item.ground.model_copy(update={"workspace": upload})}) if upload else item

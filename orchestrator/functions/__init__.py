@@ -1,1 +1,1 @@
-"""Functions of a program as tools: foreign tool objects, and running them in this process."""
+"""Functions of a program as tools: conversion of foreign tool objects, and execution in this process."""

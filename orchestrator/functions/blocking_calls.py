@@ -1,5 +1,6 @@
-"""Threads that run blocking functions next to the loop and interrupt them at their limit. They never keep the process
-alive.
+"""Daemon threads that run blocking functions next to the event loop and interrupt the functions at their limit.
+
+Daemon threads never keep the process alive.
 """
 
 import asyncio
@@ -14,16 +15,19 @@ from typing import Any
 
 MAX_THREADS = 256
 IDLE_S = 10.0
-"""A thread without work ends after this many seconds."""
+"""Time in seconds after which an idle thread ends."""
 
 
 class FunctionInterrupted(BaseException):
-    """Raised inside a function that is stopped at its limit. No `except Exception` of the function catches it."""
+    """Interrupts a function at its limit. A BaseException, so that no `except Exception` of the function catches it."""
 
 
 @dataclass(frozen=True)
 class Ended:
-    """How a function ended: with a value, or with an error. Plain data: no future may carry a StopIteration."""
+    """Outcome of a function: a value or an error.
+
+    The outcome is plain data, because a future cannot carry a StopIteration.
+    """
 
     value: Any = None
     error: BaseException | None = None
@@ -31,7 +35,7 @@ class Ended:
 
 @dataclass(eq=False)
 class BlockingCall:
-    """One function on its way through a thread. `started` and `ended` are futures of the loop that submitted it."""
+    """Call of one function in a thread. `started` and `ended` are futures of the loop that submitted the call."""
 
     function: Callable[[], Any]
     loop: asyncio.AbstractEventLoop
@@ -42,10 +46,12 @@ class BlockingCall:
     _thread: int | None = field(default=None, init=False)
 
     def run(self) -> None:
+        """Run the function in the current thread and resolve the futures. Raises nothing."""
         self._tell(self.started, None)
         try:
             ended = self._call()
-        # The interrupt may arrive between the function's last step and the moment from which none is sent.
+        # The interrupt may arrive after the last step of the function and before `_thread` is cleared. The interrupt
+        # is then the result of the call, and must not end the thread.
         except FunctionInterrupted as late:
             self._thread, ended = None, Ended(error=late)
         self._tell(self.ended, ended)
@@ -55,33 +61,37 @@ class BlockingCall:
         try:
             return Ended(value=self.context.run(self.function))
         except BaseException as error:  # noqa: BLE001
-            # the thread's edge: every error is the result of the waiting call
+            # the edge of the thread: every error is the result of the waiting call
             return Ended(error=error)
         finally:
             with self._lock:
                 self._thread = None
-            # One that was sent and has not arrived yet must not hit what this thread runs next.
+            # Withdraw an interrupt that was sent but not yet raised. Otherwise the interrupt would hit the next call
+            # that this thread runs.
             _raise_in_thread(threading.get_ident(), None)
 
     def interrupt(self) -> None:
-        """Raise FunctionInterrupted in the function as soon as it executes Python code; nothing if it has ended. Call
-        it once.
+        """Raise FunctionInterrupted in the function at its next Python instruction. Call this method once.
 
-        A function that is blocked in C code (a long `time.sleep`, a read without a timeout) is interrupted only when
-        that returns.
+        A function that has ended is not affected. A function that is blocked in C code (a long `time.sleep`, a read
+        without a timeout) is interrupted only after that code returns.
         """
+        # The lock keeps the thread in this call until the interrupt is sent, so that no later call of the thread is
+        # hit.
         with self._lock:
             if self._thread is not None:
                 _raise_in_thread(self._thread, FunctionInterrupted)
 
     def _tell(self, future: "asyncio.Future[Any]", value: Any) -> None:
-        # A loop that is closed has nobody waiting any more.
+        # A closed loop has no waiting tasks, so the error of the closed loop is ignored.
         with contextlib.suppress(RuntimeError):
             self.loop.call_soon_threadsafe(_resolve, future, value)
 
 
 class BlockingCalls:
-    """At most `limit` daemon threads; calls beyond that wait their turn. Not bound to one loop."""
+    """Pool of at most `limit` daemon threads. Further calls wait for a thread. The pool is not bound to one event
+    loop.
+    """
 
     def __init__(self, limit: int = MAX_THREADS) -> None:
         self.limit = limit
@@ -91,11 +101,16 @@ class BlockingCalls:
         self._idle = 0
 
     def submit(self, function: Callable[[], Any]) -> BlockingCall:
-        """Hand `function` to a thread. Raises RuntimeError when the machine gives no thread and there is none."""
+        """Queue `function` for a thread, and start a thread when no thread is idle.
+
+        Raises RuntimeError when the pool has no thread and the system cannot start one.
+        """
         loop = asyncio.get_running_loop()
         call = BlockingCall(function, loop, loop.create_future(), loop.create_future())
         with self._wake:
             self._waiting.append(call)
+            # A notified thread counts as idle until it takes its call. The comparison with all waiting calls therefore
+            # starts a new thread when every idle thread already has a call.
             if len(self._waiting) <= self._idle:
                 self._wake.notify()
             elif self._alive < self.limit:
@@ -103,7 +118,7 @@ class BlockingCalls:
         return call
 
     def withdraw(self, call: BlockingCall) -> bool:
-        """Take back a call that has not started. False: it has, and cannot be stopped."""
+        """Remove a call that has not started. Return False when the call has started, and cannot be removed."""
         with self._wake:
             if call in self._waiting:
                 self._waiting.remove(call)
@@ -116,6 +131,7 @@ class BlockingCalls:
             threading.Thread(target=self._work, name="tool", daemon=True).start()
         except RuntimeError:
             self._alive -= 1
+            # Another living thread takes the call later. The call fails only when the pool has no thread at all.
             if not self._alive:
                 self._waiting.remove(call)
                 raise
@@ -123,7 +139,8 @@ class BlockingCalls:
     def _work(self) -> None:
         while (call := self._next()) is not None:
             call.run()
-            # Not kept until the next one comes: it holds the caller's arguments.
+            # Drop the call now, because the call holds the caller's arguments and this thread may be idle for a long
+            # time.
             del call
 
     def _next(self) -> BlockingCall | None:
@@ -139,7 +156,9 @@ class BlockingCalls:
 
 
 def _raise_in_thread(thread: int, error: type[BaseException] | None) -> None:
-    """Have CPython raise `error` in that thread at its next step; None takes one back that has not been raised yet."""
+    """Ask CPython to raise `error` in the thread at its next instruction. None cancels an error that is not yet
+    raised.
+    """
     ctypes.pythonapi.PyThreadState_SetAsyncExc(
         ctypes.c_ulong(thread), None if error is None else ctypes.py_object(error)
     )

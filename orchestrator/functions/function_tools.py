@@ -1,4 +1,4 @@
-"""Tools of a program's own: `as_tool` for whatever can be run by name; the decorator `tool` is the contract's."""
+"""Tools of a program: `as_tool` converts objects to tools. The contract defines the decorator `tool`."""
 
 import inspect
 from collections.abc import Callable, Mapping
@@ -30,10 +30,12 @@ _FLAGS = ("requires_permission", "dangerous", "read_only", "idempotent")
 
 
 def as_tool(value: Any) -> LocalTool:
-    """Make a tool of `value`: a Tool (given back as it is), a function, an object or dict with name, description,
-    parameters and execute(args[, context]), an object with `_run` or `run`, or anything in LangChain's shape.
+    """Convert `value` to a tool. A Tool is returned unchanged.
 
-    Raises TypeError that says what is missing or does not fit.
+    `value` can be a function, or an object or dict with name, description, parameters and execute(args[, context]).
+    `value` can also be an object with `_run` or `run`, or an object in LangChain's shape.
+
+    Raises TypeError that names the missing or invalid part.
     """
     if isinstance(value, Tool):
         return value
@@ -41,7 +43,7 @@ def as_tool(value: Any) -> LocalTool:
         return _made_of(value)
     except TypeError:
         raise
-    except Exception as error:  # the edge: a foreign object's attributes and schemas are computed by code of its own
+    except Exception as error:  # the edge: a foreign object computes its attributes and schemas with its own code
         raise TypeError(f"cannot make a tool of a {type(value).__name__}: {type(error).__name__}: {error}") from error
 
 
@@ -70,7 +72,7 @@ def _made_of(value: Any) -> LocalTool:
 
 
 def _from_parts(part: Callable[[str], Any]) -> LocalTool:
-    """Of name, description, parameters and execute, wherever they are kept."""
+    """Build a tool from name, description, parameters and execute, which `part` returns by name."""
     name, execute = part("name"), part("execute")
     if not isinstance(name, str) or not name:
         raise TypeError("a tool needs a name: text, under 'name'")
@@ -97,5 +99,5 @@ def _build_spec(name: str, part: Callable[[str], Any], schema: dict[str, Any]) -
 
 
 def _answer(flag: Any) -> bool:
-    """A flag may be a value or a method that gives one."""
+    """Return the value of a flag, which is a value or a method that returns the value."""
     return bool(flag() if callable(flag) else flag)

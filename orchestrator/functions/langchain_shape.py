@@ -1,5 +1,6 @@
-"""Objects in LangChain's shape, known by what they can do and never by their class: their parameters, and how they are
-run.
+"""Objects in LangChain's shape: detection, parameters and handlers.
+
+Objects are recognized by their attributes, never by their class, so that LangChain is not a dependency.
 """
 
 import inspect
@@ -14,17 +15,19 @@ from contract.functions.function_schemas import is_async, read_function, tool_pa
 from contract.functions.json_schemas import JsonSchema, plain_schema
 
 SINGLE_ARGUMENT = "__arg1"
-"""What a tool without a schema calls its one string."""
+"""Name of the only parameter, a string, of a tool without a schema."""
 
 CALL_ID = "tool_call_id"
-"""The one injected parameter that every caller can fill in."""
+"""Name of the only injected parameter that every caller can supply."""
 
 _SCHEMAS = ("tool_call_schema", "args_schema", "get_input_schema")
 _RUNNERS = ("ainvoke", "invoke", "_run")
 
 
 def is_langchain_shaped(value: Any) -> bool:
-    """An instance with name and description, a schema of any kind (it may be None) and a way to run."""
+    """Return whether `value` has a name, a description, a schema attribute (its value may be None) and a method to
+    run.
+    """
     if isinstance(value, type | Mapping) or not _is_named(value):
         return False
     return any(hasattr(value, name) for name in _SCHEMAS) and any(
@@ -33,14 +36,14 @@ def is_langchain_shaped(value: Any) -> bool:
 
 
 def is_base_tool(value: Any) -> bool:
-    """An instance with name and description and `_run` or `run`, and no schema at all: its signature is the schema."""
+    """Return whether `value` has a name, a description and `_run` or `run`, so that the signature can be its schema."""
     if isinstance(value, type | Mapping) or not _is_named(value):
         return False
     return any(callable(getattr(value, name, None)) for name in ("_run", "run"))
 
 
 def langchain_schema(value: Any) -> JsonSchema:
-    """The parameters that `value` wants: its schema's, else those of its `_run`, else one string called `__arg1`."""
+    """Return the parameters of `value`: from its schema, otherwise from `_run`, otherwise one string named `__arg1`."""
     if not _is_single_input(value):
         for name in _SCHEMAS:
             found = getattr(value, name, None)
@@ -59,14 +62,15 @@ def langchain_schema(value: Any) -> JsonSchema:
 
 
 def base_tool_schema(value: Any) -> JsonSchema:
-    """The parameters of a tool without a schema, as its `_run` or `run` takes them."""
+    """Return the parameters of a tool without a schema, from `parameters` or from the signature of `_run` or `run`."""
     own = getattr(value, "parameters", None)
     return schema_of(own) if own is not None else tool_parameters(read_function(_runner(value), name=value.name))
 
 
 def schema_of(found: Any) -> JsonSchema:
-    """A JSON Schema of an object, from a pydantic class (of either version) or a mapping; without title and
-    description.
+    """Return the JSON Schema of an object without title and description.
+
+    `found` is a pydantic class (version 1 or 2) or a mapping. Raises TypeError for any other value.
     """
     if isinstance(found, Mapping):
         schema = dict(found)
@@ -81,10 +85,9 @@ def schema_of(found: Any) -> JsonSchema:
 
 
 def build_langchain_handler(value: Any, schema: JsonSchema) -> CallHandler:
-    """`ainvoke(args)`, else `invoke(args)`, else `_run(**args)`; those that are not async in a thread, as every plain
-    function.
+    """Build a handler that calls `ainvoke(args)`, otherwise `invoke(args)`, otherwise `_run(**args)`.
 
-    `schema`: what langchain_schema says of `value`.
+    Methods that are not async run in a thread. `schema`: the result of `langchain_schema(value)`.
     """
     for name in ("ainvoke", "invoke"):
         if callable(getattr(value, name, None)):
@@ -96,7 +99,7 @@ def build_langchain_handler(value: Any, schema: JsonSchema) -> CallHandler:
             )
     run = _runner(value)
     if SINGLE_ARGUMENT in schema.get("properties", {}):
-        # By its place: that name is nobody's.
+        # The argument is passed by position, because the method does not know the name `__arg1`.
         return FunctionHandler(lambda arguments, _: run(*arguments.values()), is_async(run))
     if any(getattr(value, name, None) is not None for name in _SCHEMAS):
         return FunctionHandler(lambda arguments, _: run(**arguments), is_async(run))
@@ -104,7 +107,7 @@ def build_langchain_handler(value: Any, schema: JsonSchema) -> CallHandler:
 
 
 def check_injected(value: Any) -> None:
-    """Raises TypeError for a tool with a required parameter that only its own framework fills in."""
+    """Raise TypeError when only the tool's own framework can supply one of its required parameters."""
     missing = [name for name, is_required in _hidden_fields(value).items() if is_required and name != CALL_ID]
     if missing:
         raise TypeError(
@@ -114,7 +117,9 @@ def check_injected(value: Any) -> None:
 
 
 def build_base_tool_handler(value: Any) -> CallHandler:
-    """`_run(**args)`, else `run(**args)`; a parameter annotated CallContext gets the context."""
+    """Build a handler that calls `_run(**args)`, otherwise `run(**args)`. A parameter annotated CallContext gets the
+    context.
+    """
     run = _runner(value)
     if getattr(value, "parameters", None) is not None:
         return FunctionHandler(lambda arguments, _: run(**arguments), is_async(run))
@@ -122,7 +127,7 @@ def build_base_tool_handler(value: Any) -> CallHandler:
 
 
 def _build_call_handler(value: Any, invoke: Callable[..., Any]) -> CallHandler:
-    """Invokes with a tool call, so that a ToolMessage comes back: with status and artifact."""
+    """Build a handler that passes a tool call, so that the tool returns a ToolMessage with status and artifact."""
 
     def run(arguments: dict[str, Any], context: CallContext) -> Any:
         return invoke({"type": "tool_call", "id": context.call_id, "name": value.name, "args": arguments})
@@ -131,8 +136,11 @@ def _build_call_handler(value: Any, invoke: Callable[..., Any]) -> CallHandler:
 
 
 def _wants_call(value: Any) -> bool:
-    """Whether bare arguments are too little: the tool wants the call's id, or what it tells beside its text would be
-    lost; a failure that it handles by itself would count as success."""
+    """Return whether the tool needs a tool call instead of bare arguments.
+
+    This is true when the tool requires the call id, or returns an artifact that would otherwise be lost. It is also
+    true when the tool handles its own errors, because such a failure would otherwise count as success.
+    """
     if getattr(value, "response_format", None) == "content_and_artifact":
         return True
     if any(getattr(value, name, None) for name in ("handle_tool_error", "handle_validation_error")):
@@ -142,7 +150,7 @@ def _wants_call(value: Any) -> bool:
 
 
 def _hidden_fields(value: Any) -> dict[str, bool]:
-    """Parameters that a tool takes and does not show to models: whether each is required."""
+    """Return the parameters that the tool accepts but does not show to models, with whether each is required."""
     shown, taken = getattr(value, "tool_call_schema", None), getattr(value, "get_input_schema", None)
     if isinstance(getattr(value, "args_schema", None), Mapping) or not _has_fields(shown) or not callable(taken):
         return {}
@@ -160,7 +168,10 @@ def _is_named(value: Any) -> bool:
 
 
 def _is_single_input(value: Any) -> bool:
-    """LangChain's old `Tool` computes a schema from its internals, which says nothing; it owns up by `args`."""
+    """Return whether `value` is LangChain's old `Tool`, which accepts one string.
+
+    Its computed schema describes only its internals. The attribute `args` identifies it.
+    """
     if getattr(value, "args_schema", None) is not None:
         return False
     told = getattr(value, "args", None)
@@ -173,7 +184,7 @@ def _runner(value: Any) -> Callable[..., Any]:
 
 
 def _signature_schema(value: Any) -> JsonSchema | None:
-    """What an annotated `_run` says; None when there is none that says anything."""
+    """Return the parameters of an annotated `_run`, or None when the signature gives no information."""
     run = getattr(value, "_run", None)
     if not callable(run):
         return None

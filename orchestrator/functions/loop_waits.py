@@ -1,4 +1,4 @@
-"""Plain functions in threads that wait for coroutines of the program's loop."""
+"""Lets plain functions in threads wait for coroutines of the program's event loop."""
 
 import asyncio
 from collections.abc import Coroutine
@@ -12,12 +12,15 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class LoopRunner:
-    """The `runner` of a CallContext in this process: coroutines run on `loop`, and the thread that gave them waits."""
+    """The `runner` of a CallContext in this process.
+
+    Coroutines run on `loop` while the calling thread waits.
+    """
 
     loop: asyncio.AbstractEventLoop
 
     def __call__(self, coroutine: Coroutine[Any, Any, T], /) -> T:
-        """Raises RuntimeError inside a loop, which would wait for ever."""
+        """Run the coroutine and return its result. Raises RuntimeError inside an event loop, which would deadlock."""
         if _is_running_here():
             raise refuse_to_wait(coroutine)
         return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result()

@@ -1,4 +1,4 @@
-"""Any form in which tools are written down, as an entry of a chat request's `tools`."""
+"""Conversion of tools in any form to an entry of a chat request's `tools`."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -34,17 +34,19 @@ HOSTED_TOOLS = frozenset(
         "web_search",
     }
 )
-"""Types of entries that a server of OpenAI's knows; `web_search_preview` and its dated kin besides."""
+"""Types of `tools` entries that OpenAI's servers accept, in addition to `web_search_preview` and its dated variants."""
 
 
 def convert_to_openai_tool(tool: Any, *, strict: bool | None = None) -> dict[str, Any]:
-    """`{"type": "function", "function": {name, description, parameters[, strict]}}`.
+    """Return `{"type": "function", "function": {name, description, parameters[, strict]}}` for a tool.
 
-    Takes specs, tools of ours, objects in LangChain's shape, pydantic and TypedDict classes, functions, and dicts: of
-    OpenAI (an entry that is one already comes back unchanged), of Anthropic (`input_schema`), of Bedrock (`toolSpec`),
-    and JSON Schemas with a title. `strict`: True closes every object and requires all of its properties. Raises
-    ValueError when `tool` says otherwise of `strict`, and for what is no tool; TypeError for a function whose signature
-    no model could fill in.
+    `tool` is a spec, a Tool, an object in LangChain's shape, a pydantic or TypedDict class, a function, or a dict. A
+    dict has the form of OpenAI, of Anthropic (`input_schema`), of Bedrock (`toolSpec`), or is a JSON Schema with a
+    title. An entry of OpenAI's `tools` is returned unchanged. `strict`: True closes every object and requires all of
+    its properties.
+
+    Raises ValueError when `tool` contradicts `strict` or is not a tool. Raises TypeError for a function with a
+    signature that a model could not fill in.
     """
     if isinstance(tool, Mapping) and _is_entry(tool):
         if strict is None or not isinstance(tool.get("function"), Mapping):

@@ -1,1 +1,1 @@
-"""What the HTTP services of the orchestrator share: the server, authentication, limits and problems."""
+"""Shared parts of the orchestrator's HTTP services: server, authentication, limits and problems."""

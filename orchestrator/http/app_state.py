@@ -1,4 +1,4 @@
-"""State that all requests of one HTTP service share: the connection to the pool, clients and rates."""
+"""State that all requests of one HTTP service share: the connection to the pool, clients and rate limits."""
 
 import asyncio
 import time
@@ -24,11 +24,11 @@ from telemetry.settings import load_tracing_settings
 
 MAX_KEYS = 10_000
 BURST_S = 2.0
-"""A key may make the requests of this many seconds at once."""
+"""Size of a burst, in seconds of the allowed rate."""
 
 
 class RateLimiter:
-    """Allows each key `per_s` requests a second, and `burst` at once. `clock`: monotonic seconds."""
+    """Allows each key `per_s` requests a second, and `burst` requests at once. `clock`: monotonic seconds."""
 
     def __init__(self, per_s: float, burst: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._per_s = per_s
@@ -37,12 +37,13 @@ class RateLimiter:
         self._left: dict[str, tuple[float, float]] = {}
 
     def take(self, key: str) -> None:
-        """Count one request of a key. Raises ApiProblem, with when to try again, for one too many."""
+        """Count one request of a key. Raises ApiProblem with Retry-After when the key exceeds its rate."""
         now = self._clock()
         left, at = self._left.pop(key, (float(self._burst), now))
         left = min(float(self._burst), left + (now - at) * self._per_s)
         is_over = left < 1.0
-        # Put back behind the others: those that were used longest ago are forgotten first, and are full by then.
+        # Insertion at the end keeps the dict in order of last use. The key that was used longest ago is dropped first.
+        # A dropped key loses nothing, because its burst is full again.
         self._left[key] = (left if is_over else left - 1.0, now)
         while len(self._left) > MAX_KEYS:
             del self._left[next(iter(self._left))]
@@ -57,20 +58,20 @@ class RateLimiter:
 
 
 class BackgroundTasks:
-    """Tasks that requests leave running, of one process."""
+    """Background tasks that requests start in one process and do not wait for."""
 
     def __init__(self) -> None:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def begin(self, work: Coroutine[None, None, None]) -> "asyncio.Task[None]":
-        """Start a task. `work` raises nothing."""
+        """Start a task. `work` must not raise."""
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
 
     async def end(self, within_s: float) -> None:
-        """Wait until all tasks are done; cancel those that take longer."""
+        """Wait until all tasks are done, for at most `within_s` seconds. Cancel the other tasks."""
         if self._tasks:
             _, late = await asyncio.wait(self._tasks, timeout=within_s)
             await cancel_all(late)
@@ -79,16 +80,16 @@ class BackgroundTasks:
 log = get_logger(__name__)
 
 MAX_CLIENTS = 1000
-"""Limit of the clients that are kept for the next request. Building one takes longer than a request."""
+"""Limit of the cached clients. Building a client takes longer than a request."""
 AGAIN_S = 1.0
-"""How often the service tries to reach a Redis that does not answer at the start."""
+"""Interval in seconds between attempts to reach Redis when the service starts."""
 BACKGROUND_S = 5.0
-"""How long background tasks of requests may take once the service stops."""
+"""Time in seconds that background tasks have to end after the service stops."""
 
 
 @dataclass(frozen=True)
 class ConnectedParts:
-    """What a service works with once Redis has answered."""
+    """Parts of a service that need a connection to Redis."""
 
     pool: PoolConnection
     keys: ApiKeys
@@ -98,12 +99,13 @@ class ConnectedParts:
 
 
 ConnectedWork = Callable[[ConnectedParts], AbstractAsyncContextManager[None]]
-"""What runs in the process while it is connected."""
+"""Work that runs in the process while the service is connected."""
 
 
 class AppState:
-    """The shared state of one process. It is usable before Redis answers: requests that need Redis fail with 503 until
-    then.
+    """Shared state of one process.
+
+    The state exists before Redis answers. Requests that need Redis fail with 503 until the service is connected.
     """
 
     def __init__(self, settings: OrchestratorSettings) -> None:
@@ -112,7 +114,7 @@ class AppState:
         self._clients: dict[tuple[str, str], ToolClient] = {}
         self.sessions = SessionCache()
         self.background = BackgroundTasks()
-        # No person answers questions at a service. A program decides itself what it calls, and runs ask through the
+        # No person answers questions at a service. A program decides about its own calls, and runs ask through the
         # approvals queue.
         self._approver: Approver = RefusingApprover()
         self._policy: ApprovalPolicy = (
@@ -123,7 +125,7 @@ class AppState:
 
     @property
     def parts(self) -> ConnectedParts:
-        """Raises ApiProblem while there is no connection."""
+        """Return the connected parts. Raises ApiProblem while the service is not connected."""
         if self._parts is None:
             raise ApiProblem(
                 ApiCode.NOT_READY, f"the service is not connected to its Redis: {self._problem}; try again in a moment"
@@ -132,24 +134,27 @@ class AppState:
 
     @property
     def is_connected(self) -> bool:
+        """Return whether the service is connected to Redis."""
         return self._parts is not None
 
     def client(self, tenant: str, credential: Credential, *, key: str | None = None) -> ToolClient:
-        """Return a client of the pool for a tenant. `key`: the id of the request's API key; the same key gets the same
-        client again.
+        """Return a client of the pool for a tenant.
+
+        `key`: the id of the request's API key. Requests with the same key share one client.
         """
         pool = self.parts.pool
         kept = self._clients.pop((tenant, key), None) if key is not None else None
         client = kept or ToolClient(self.settings, pool, tenant, self._approver, self._policy, credential)
         if key is not None:
-            # Put back behind the others: those that were used longest ago go first.
+            # Insertion at the end keeps the dict in order of last use. The client that was used longest ago is
+            # dropped.
             self._clients[tenant, key] = client
             while len(self._clients) > MAX_CLIENTS:
                 del self._clients[next(iter(self._clients))]
         return client
 
     def check(self) -> None:
-        """Raises ConfigError for settings with which nothing can be served, however long it waits for Redis."""
+        """Raise ConfigError for settings that can never serve a request, even after Redis answers."""
         if self.settings.api_key is not None:
             raise ConfigError(
                 "TOOLCREW_API_KEY is set, and a key is one tenant's, while this serves every tenant by the keys of its "
@@ -160,7 +165,7 @@ class AppState:
 
     @asynccontextmanager
     async def open(self, work: ConnectedWork) -> AsyncIterator[None]:
-        """Connect as soon as Redis answers, and run `work` from then on."""
+        """Connect as soon as Redis answers, and run `work` while connected."""
         is_over = asyncio.Event()
         keeping = asyncio.create_task(self._keep(work, is_over))
         try:
@@ -177,6 +182,7 @@ class AppState:
             stack.push_async_callback(parts.runs.hub.close)
             stack.push_async_callback(self.background.end, BACKGROUND_S)
             await stack.enter_async_context(work(parts))
+            # Set last: `parts` being set means that every part is ready for requests.
             self._parts = parts
             log.info("api_connected")
             try:
@@ -193,7 +199,7 @@ class AppState:
         )
 
     async def _connected(self, stack: AsyncExitStack, is_over: asyncio.Event) -> ConnectedParts | None:
-        """None when the service is to end before."""
+        """Connect to the pool and return the parts, or None when the service stops before a connection."""
         settings = self.settings
         told = ""
         while not is_over.is_set():
@@ -215,5 +221,5 @@ class AppState:
 
 
 def _first_sentence(error: OperatorError) -> str:
-    """What clients are told of it: not where Redis is."""
+    """Return the reason for clients, without the address of Redis."""
     return "it is away" if isinstance(error, BrokerUnavailable) else "the service is set up wrongly, its log says how"

@@ -1,4 +1,4 @@
-"""Identifies who sends a request by its API key, and checks the rate of the key, before its body is read."""
+"""Authenticates a request by its API key and checks the rate of the key, before the body is read."""
 
 from starlette.types import Scope
 
@@ -11,13 +11,16 @@ from store.api_keys import Identity
 MAX_KEY_CHARS = 256
 NO_KEY = "an API key is needed: send it as `Authorization: Bearer KEY` (`toolcrew keys create TENANT` makes one)"
 CLOSE = {"Connection": "close"}
-"""Headers of a refusal that is sent before the body was read."""
+"""Headers of a rejection that is sent before the body is read."""
 _IDENTITY = "toolcrew.identity"
-"""In the scope of a request: its Identity, once the request was counted towards the rate of its key."""
+"""Key in the ASGI scope of a request for its Identity. Set after the request counted towards the rate of its key."""
 
 
 def check_length(scope: Scope) -> None:
-    """Raises ApiProblem for a request that gives its length in two ways: a proxy may have read it the other way."""
+    """Raise ApiProblem for a request that has both Content-Length and Transfer-Encoding.
+
+    A proxy may use the other header and see a different body, which enables request smuggling.
+    """
     length, coding = find_header(scope, b"content-length"), find_header(scope, b"transfer-encoding")
     if length is not None and coding is not None:
         raise ApiProblem(
@@ -26,14 +29,15 @@ def check_length(scope: Scope) -> None:
 
 
 async def identify(app_state: AppState, scope: Scope) -> Identity:
-    """Return the identity that the key of a request stands for. The first call for a request counts it towards the
-    rate of the key.
+    """Return the identity of a request's API key.
 
-    Raises ToolFailure(UNAUTHENTICATED), ApiProblem for no key or too many requests, BrokerUnavailable.
+    The first call for a request counts the request towards the rate of the key. Raises ToolFailure(UNAUTHENTICATED),
+    BrokerUnavailable, and ApiProblem for a missing key or too many requests.
     """
     known = scope.get(_IDENTITY)
     if isinstance(known, Identity):
         return known
+    # The scope stores the result, so that the middleware and the route authenticate and count the request only once.
     identity = await app_state.parts.keys.authenticate(read_bearer_key(scope))
     app_state.rates.take(identity.key_id)
     scope[_IDENTITY], scope[BODY_OWNER] = identity, name_body_owner(identity)
@@ -41,13 +45,14 @@ async def identify(app_state: AppState, scope: Scope) -> Identity:
 
 
 def name_body_owner(identity: Identity) -> str:
-    """Return the owner that a body counts for: the tenant of a tenant's key, or the key of an operator."""
+    """Return the owner of a body's memory: the tenant of a tenant's key, or the key of an operator."""
     return f"tenant {identity.tenant}" if identity.role == "tenant" else f"key {identity.key_id}"
 
 
 def read_bearer_key(scope: Scope) -> str:
-    """Return the key of a request. Raises ApiProblem when there is none."""
+    """Return the API key of a request. Raises ApiProblem when the request has no key."""
     kind, _, key = (find_header(scope, b"authorization") or b"").decode("latin-1").partition(" ")
     if kind.lower() != "bearer" or not key.strip():
         raise ApiProblem(ErrorCode.UNAUTHENTICATED, NO_KEY)
+    # No valid key is longer. The limit bounds the work for a hostile header.
     return key.strip()[:MAX_KEY_CHARS]

@@ -1,4 +1,8 @@
-"""Bounds on what a request may send: how much, and how slowly."""
+"""Limits on the size and the slowness of request bodies.
+
+Invariant: the service reserves memory for a body before the body is read, and the total stays below HELD_BYTES. A
+request without a valid key or login can send at most LOGIN_BYTES.
+"""
 
 import asyncio
 import re
@@ -14,40 +18,44 @@ from contract.json_limits import has_more_values_in_text
 from orchestrator.http.problems import ApiCode, build_response
 
 CHUNK_WITHIN_S = 20.0
-"""How long a client may be silent in the middle of a body."""
+"""Limit of a pause in the middle of a body, in seconds."""
 LEAST_BYTES_PER_S = 8 * 1024
-"""Of a body, on the average, after the first seconds."""
+"""Lowest average rate of a body after the first PATIENCE_S seconds."""
 PATIENCE_S = 30.0
 JSON_BYTES = 2 * 1024 * 1024
 LOGIN_BYTES = 16 * 1024
-"""Limit of a body that comes without a key or login."""
+"""Limit of a body that has no key or login."""
 LINGER_S = 5.0
 LINGER_BYTES = 128 * 1024 * 1024
 JSON_VALUES = 10_000
-"""Limit of the values in a JSON body. Each one that is not expected becomes an error of its own, which takes
-kilobytes.
+"""Limit of the values in a JSON body.
+
+Each unexpected value becomes a validation error, which takes kilobytes of memory.
 """
 HELD_BYTES = 512 * 1024 * 1024
-"""Limit of all bodies together, from their first byte to the end of their requests: half of the memory that a service
-has as it is deployed here.
+"""Limit of all bodies together, in bytes, from the first byte of a body to the end of its request.
+
+The limit is half of the memory of a service in this project's deployments.
 """
 TENANT_BYTES = HELD_BYTES // 4
-"""Limit of one tenant's bodies together. A single larger body is accepted while the tenant has no other."""
+"""Limit of one tenant's bodies together, in bytes. A tenant without other bodies can send a single larger body."""
 STREAMED_BYTES = 16 * 1024 * 1024
-"""Memory that a streamed body takes at most, whatever its length."""
+"""Memory limit of a streamed body, which does not depend on its length."""
 BODY_OWNER = "toolcrew.body_owner"
-"""In the scope of a request: who pays for its body. Set by what checks the key or login; without it LOGIN_BYTES are
-read.
+"""Key in the ASGI scope of a request for the owner of its body.
+
+The check of the key or login sets the owner. A body without an owner is limited to LOGIN_BYTES.
 """
 
 
 class _Refused(Exception):
-    """Ends whoever reads the body."""
+    """Stops the application when it reads a body that is refused."""
 
 
 class BodyLimit(NamedTuple):
-    """Limit of the bodies of a route. `path`: a pattern of the whole path; `is_streamed`: the route does not hold the
-    whole body.
+    """Limit of the bodies of a route.
+
+    `path`: a pattern that matches the whole path. `is_streamed`: the route does not hold the whole body in memory.
     """
 
     method: str
@@ -57,10 +65,9 @@ class BodyLimit(NamedTuple):
 
 
 class BodyLimits:
-    """Ends a request whose body is too large or comes too slowly, and reserves memory for it before its first byte is
-    read, in its owner's share.
+    """Rejects bodies that are too large or too slow, and reserves memory for each body in its owner's share.
 
-    `other`: the routes that take more or less than JSON_BYTES.
+    `other`: the routes with another limit than JSON_BYTES.
     """
 
     def __init__(self, app: ASGIApp, other: Sequence[BodyLimit]) -> None:
@@ -82,7 +89,8 @@ class BodyLimits:
 
         async def sent(message: Message) -> None:
             nonlocal has_begun
-            # Whoever read the body made an answer of his own of it.
+            # After a refusal the application may turn the interrupted read into a response of its own. That response
+            # is dropped, and the refusal is sent instead.
             if body.refusal is None or has_begun:
                 has_begun = True
                 await send(message)
@@ -103,14 +111,16 @@ class BodyLimits:
 
 
 class HeldBodies:
-    """The bytes that are reserved for the bodies of all requests, by owner."""
+    """Reserved bytes of all request bodies, by owner."""
 
     def __init__(self) -> None:
         self.total = 0
         self._of = Counter[str]()
 
     def take(self, owner: str, count: int, *, already: int) -> Response | None:
-        """Reserve `count` more bytes for a body that has `already` reserved some, or return why not."""
+        """Reserve `count` more bytes for a body that already has `already` bytes. Return the refusal when a limit is
+        reached.
+        """
         others = self._of[owner] - already
         if others and self._of[owner] + count > TENANT_BYTES:
             return _too_many_of_owner()
@@ -121,6 +131,7 @@ class HeldBodies:
         return None
 
     def give_back(self, owner: str, count: int) -> None:
+        """Release `count` bytes of an owner."""
         self._of[owner] -= count
         self.total -= count
         if not self._of[owner]:
@@ -128,10 +139,10 @@ class HeldBodies:
 
 
 class _Body:
-    """Counts the bytes of one body. `refusal`: the response when they are too many, or come too slowly."""
+    """Counts the bytes of one body. `refusal`: the response when the body is too large or too slow."""
 
     def __init__(self, scope: Scope, receive: Receive, limit: BodyLimit, held: HeldBodies, length: int) -> None:
-        """`length`: as the request declares it; 0 when it does not."""
+        """Store the limit of the body. `length`: Content-Length of the request, or 0 without the header."""
         self._scope, self._receive = scope, receive
         self._most, self._length, self._is_streamed = limit.most, length, limit.is_streamed
         is_json = self._most == JSON_BYTES and b"json" in (find_header(scope, b"content-type") or b"json")
@@ -144,12 +155,17 @@ class _Body:
         self._began_at = asyncio.get_running_loop().time()
 
     async def receive(self) -> Message:
+        """Receive the next message and count its bytes. A body over a limit stops the application
+        and sets `refusal`.
+        """
         if self._is_whole:
             return await self._receive()
         if not self._count:
-            # By now the key or login was checked.
+            # The application checks the key or login before it reads the body, so the owner, if any, is known here.
             self._owner = self._scope.get(BODY_OWNER, "")
             self._most = self._most if self._owner else min(self._most, LOGIN_BYTES)
+            # The declared length is reserved before the first byte. Otherwise many uploads could start at the same
+            # time and exhaust the memory together.
             if (refusal := self._reserve(self._length)) is not None:
                 return self._refuse(refusal)
         try:
@@ -171,7 +187,10 @@ class _Body:
         return message if self._json is None else self._hold_back(self._json, message)
 
     def _hold_back(self, held: bytearray, message: Message) -> Message:
-        """The message without its bytes; the last one with all of them, if they do not hold too many values."""
+        """Return the message without its bytes, or with all bytes of the body in the last message.
+
+        The JSON parser therefore never sees a body with too many values.
+        """
         held += message.get("body", b"")
         if not self._is_whole:
             return {**message, "body": b""}
@@ -180,8 +199,9 @@ class _Body:
         return {**message, "body": bytes(held)}
 
     def _reserve(self, count: int) -> Response | None:
-        """Reserve memory for that many bytes of the body, or return why it is refused. A body without an owner is
-        small, and needs none.
+        """Reserve memory for `count` bytes of the body. Return the refusal when a limit is reached.
+
+        A body without an owner is small and needs no reservation.
         """
         count = min(count, STREAMED_BYTES) if self._is_streamed else count
         missing = count - self._reserved
@@ -193,7 +213,7 @@ class _Body:
         return refusal
 
     def let_go(self) -> None:
-        """Give the memory back: the request is over."""
+        """Release the reserved memory at the end of the request."""
         self._held.give_back(self._owner, self._reserved)
         self._reserved = 0
 
@@ -203,9 +223,13 @@ class _Body:
 
 
 async def refuse(refusal: Response, receive: Receive, send: Send) -> None:
-    """Answer a request whose body was not read to its end. What still comes is thrown away for a moment: a connection
-    that is closed upon it takes the answer with it."""
+    """Send the refusal of a request before its body is read completely.
+
+    The rest of the body is discarded for at most LINGER_S seconds. Closing the connection at once would reset the
+    connection, and the client would lose the response.
+    """
     await send({"type": "http.response.start", "status": refusal.status_code, "headers": refusal.raw_headers})
+    # The response stays open, so that the server does not close the connection before the client has read the refusal.
     await send({"type": "http.response.body", "body": bytes(refusal.body), "more_body": True})
     with suppress(TimeoutError):
         async with asyncio.timeout(LINGER_S):
@@ -253,10 +277,11 @@ def _too_slow() -> Response:
 
 
 def find_header(scope: Scope, wanted: bytes) -> bytes | None:
-    """The first of that name, which is lower case."""
+    """Return the first header with the name `wanted`, which is in lower case."""
     return next((value for name, value in scope["headers"] if name == wanted), None)
 
 
 def _content_length(scope: Scope) -> int | None:
+    # A number of 19 or more digits is ignored. The limit then applies while the body is read.
     value = find_header(scope, b"content-length")
     return int(value) if value is not None and value.isdigit() and len(value) < 19 else None

@@ -1,4 +1,4 @@
-"""Errors as clients get them: problem+json (RFC 9457) with a closed code, a sentence, and what to do next."""
+"""Errors in HTTP responses: problem+json (RFC 9457) with a closed code, a sentence, and what to do next."""
 
 from collections.abc import Mapping
 from enum import StrEnum
@@ -20,7 +20,7 @@ REDIS_AWAY = "the service's Redis does not answer, or does not do it: try again 
 
 
 class ApiCode(StrEnum):
-    """Codes of what goes wrong before a request reaches the pool; all others are an ErrorCode."""
+    """Codes of errors that occur before a request reaches the pool. All other codes are an ErrorCode."""
 
     NOT_FOUND = "NOT_FOUND"
     METHOD_NOT_ALLOWED = "METHOD_NOT_ALLOWED"
@@ -67,15 +67,14 @@ _STATUS: Mapping[ErrorCode, int] = {
     ErrorCode.TIMEOUT: 504,
     ErrorCode.INTERNAL: 500,
 }
-"""Of the others: what the infrastructure is to blame for is 503, all else a request that cannot be done as it is
-(422).
+"""HTTP status of error codes.
+
+Codes that are not listed have status 503 when the infrastructure is the cause, and otherwise 422.
 """
 
 
 class Problem(BaseModel):
-    """What is wrong with a request. `code`: closed, for programs; `detail`: what happened and what to do next, for
-    people.
-    """
+    """Error of a request. `code`: closed set, for programs. `detail`: what happened and what to do next, for people."""
 
     type: str = "about:blank"
     title: str
@@ -83,13 +82,13 @@ class Problem(BaseModel):
     code: str
     detail: str
     errors: list[dict[str, Any]] = Field(default_factory=list)
-    """Of a request that cannot be read: which parts of it, as `loc` and `msg`."""
+    """Invalid parts of a request that cannot be parsed, as `loc` and `msg`."""
     nearest: list[str] = Field(default_factory=list)
-    """Of a name that is none: those most like it."""
+    """Similar names, when a name does not exist."""
 
 
 class ApiProblem(Exception):
-    """Ends a request with this problem."""
+    """Ends a request with this problem as the response."""
 
     def __init__(self, code: ApiCode | ErrorCode, detail: str, *, headers: Mapping[str, str] | None = None) -> None:
         super().__init__(detail)
@@ -99,6 +98,7 @@ class ApiProblem(Exception):
 
 
 def status_of(code: ApiCode | ErrorCode) -> int:
+    """Return the HTTP status of an error code."""
     if isinstance(code, ApiCode):
         return _API_STATUS[code]
     return _STATUS.get(code, 503 if code in OPERATOR_CODES else 422)
@@ -112,7 +112,7 @@ def build_response(
     status: int | None = None,
     **fields: Any,
 ) -> Response:
-    """The response to a request that failed."""
+    """Build the response to a failed request."""
     status = status or status_of(code)
     shown = detail if len(detail) <= MAX_DETAIL_CHARS else detail[: MAX_DETAIL_CHARS - 3] + "..."
     problem = Problem(
@@ -129,7 +129,7 @@ def build_response(
 def response_to(
     error: ApiProblem | ToolFailure | OperatorError, path: str, *, headers: Mapping[str, str] | None = None
 ) -> Response:
-    """The response to a request that ended with one of the errors that requests end with."""
+    """Build the response for an expected error of a request."""
     match error:
         case ApiProblem():
             return build_response(error.code, error.detail, headers={**error.headers, **(headers or {})})
@@ -142,7 +142,10 @@ def response_to(
 
 
 def tell(error: OperatorError, path: str = "") -> str:
-    """What a client is told of it. Where the service's Redis is, and what it says, is for the log."""
+    """Return the message of an error for clients.
+
+    The address and the messages of Redis are written to the log only.
+    """
     if not isinstance(error, BrokerUnavailable):
         return str(error)
     log.warning("api_without_redis", path=path[:200], error=str(error))
@@ -150,5 +153,5 @@ def tell(error: OperatorError, path: str = "") -> str:
 
 
 def replace_surrogates(text: str) -> str:
-    """Replace halves of surrogate pairs, which no JSON carries."""
+    """Replace unpaired surrogates, which JSON in UTF-8 cannot contain."""
     return text.encode("utf-8", "replace").decode()

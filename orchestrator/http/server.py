@@ -1,4 +1,4 @@
-"""Serves an application over HTTP/1.1 until it is told to stop; the only file that knows the server."""
+"""Serves an application over HTTP/1.1 until it is stopped. Only this file depends on the server library."""
 
 import asyncio
 import socket
@@ -17,22 +17,27 @@ from telemetry.logs import get_logger
 log = get_logger(__name__)
 
 HEAD_WITHIN_S = 10.0
-"""How long the head of a request may take to come, from the connection or its first byte."""
+"""Limit of the time to receive the head of a request, from the connection or from the first byte of the head."""
 KEEP_ALIVE_S = 30
 MAX_HEAD_BYTES = 32 * 1024
 MAX_CONNECTIONS = 4000
-"""Beyond them those go that have been idle longest, so that whoever only holds connections holds up nobody."""
+"""Limit of open connections. Beyond the limit, the connection that was idle longest is closed.
+
+Clients that only hold connections open therefore cannot block other clients.
+"""
 TAKE_WITHIN_S = 30.0
-"""A client that takes its answer slower than LEAST_BYTES_PER_S for so long is cut off: what waits for it lies in
-memory.
+"""Time after which a client is disconnected that receives its response slower than LEAST_BYTES_PER_S.
+
+The unsent part of the response occupies memory of the service.
 """
 GRACE_S = 10
-"""How long requests that run may go on once the service is told to stop; streams are ended."""
+"""Time in seconds that running requests have to end after the stop signal. Event streams end at once."""
 
 
 class _JoinedAnswers(h11.Connection):
-    """Sends the head of an answer with what comes first of its body: each write is a call of the system, and wakes the
-    client.
+    """Sends the head of a response together with the first part of its body.
+
+    Each write is a system call and wakes the client, so one write is faster than two.
     """
 
     _head: Sequence[bytes] = ()
@@ -49,7 +54,7 @@ class _JoinedAnswers(h11.Connection):
 
 
 class PatientProtocol(H11Protocol):
-    """A connection whose requests begin in time: one that sends its head a byte a minute is closed."""
+    """HTTP connection that is closed when the head of a request does not arrive within HEAD_WITHIN_S."""
 
     _waiting: asyncio.TimerHandle | None = None
     _stuck: asyncio.TimerHandle | None = None
@@ -66,6 +71,8 @@ class PatientProtocol(H11Protocol):
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
+        # Unparsed data in the idle state is the beginning of a head. The timer runs on until the head is complete, so
+        # that a client cannot extend the time by sending single bytes.
         is_in_head = self.conn.their_state is h11.IDLE and bool(self.conn.trailing_data[0])
         if not is_in_head:
             self._stop_waiting()
@@ -93,14 +100,14 @@ class PatientProtocol(H11Protocol):
             self._stuck = None
 
     def send_400_response(self, msg: str) -> None:
-        """As a problem, as all that fails."""
+        """Send a problem as the response, like every other error, and close the connection."""
         problem = build_response(
             ApiCode.MALFORMED_REQUEST, "this is no HTTP/1.1 that can be read: check its head, its length and its chunks"
         )
         head = h11.Response(
             status_code=400, reason=b"Bad Request", headers=[*problem.raw_headers, (b"connection", b"close")]
         )
-        # In the middle of an answer there is no place for another.
+        # A response that has started cannot be followed by another response.
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             for event in (head, h11.Data(data=bytes(problem.body)), h11.EndOfMessage()):
                 self.transport.write(self.conn.send(event) or b"")
@@ -114,7 +121,7 @@ class PatientProtocol(H11Protocol):
         if self._left_bytes - self.transport.get_write_buffer_size() < TAKE_WITHIN_S * LEAST_BYTES_PER_S:
             self.transport.abort()
         else:
-            # A large answer over a slow line is not all taken yet.
+            # The client receives a large response over a slow connection, so the check is repeated.
             self._watch_taking()
 
     @property
@@ -122,6 +129,7 @@ class PatientProtocol(H11Protocol):
         return self.cycle is None or self.cycle.response_complete
 
     def _make_room(self) -> None:
+        # Only connections without a running request are closed. If all others are busy, the new connection is closed.
         idle = [one for one in self.connections if isinstance(one, PatientProtocol) and one._is_idle]
         min(idle, key=lambda one: one._idle_since, default=self).transport.abort()
 
@@ -135,7 +143,7 @@ class PatientProtocol(H11Protocol):
 
 
 class _Server(uvicorn.Server):
-    """Says when it serves."""
+    """Server that calls `on_started` when it accepts requests."""
 
     def __init__(self, config: uvicorn.Config, on_started: Callable[[], None]) -> None:
         super().__init__(config)
@@ -147,7 +155,7 @@ class _Server(uvicorn.Server):
 
 
 class UvicornServer:
-    """One listening socket and what answers on it. `announce`: told the address when it serves."""
+    """HTTP server with one listening socket. `announce`: called with the address when the server accepts requests."""
 
     def __init__(self, app: ASGIApp, host: str, port: int, announce: Callable[[str], None]) -> None:
         config = uvicorn.Config(
@@ -158,7 +166,7 @@ class UvicornServer:
             log_config=None,
             access_log=False,
             server_header=False,
-            # Whoever stands in front tells more than clients do: their words about themselves are not believed.
+            # Headers such as X-Forwarded-For are not trusted, because any client can send them.
             proxy_headers=False,
             timeout_keep_alive=KEEP_ALIVE_S,
             timeout_graceful_shutdown=GRACE_S,
@@ -168,23 +176,24 @@ class UvicornServer:
         self._address = ""
 
     def stop(self) -> None:
-        """Take no new requests, and end."""
+        """Stop: accept no new requests, and end."""
         self._server.should_exit = True
 
     async def run(self) -> None:
-        """Until stopped. Raises ConfigError for an address that cannot be had. An application that cannot start ends
-        the process: it is checked before.
+        """Serve until stopped. Raises ConfigError when the address cannot be used.
+
+        An application that fails to start ends the process, so the caller checks the application first.
         """
         with self._listening() as listening:
             host, port = listening.getsockname()[:2]
             self._address = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-            # Not `serve`, which takes the signals for itself.
+            # Not `serve`, which installs its own signal handlers.
             await self._server._serve([listening])
 
     def _listening(self) -> socket.socket:
         try:
             family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
-            # By its full name: asyncio sends small answers at once only on sockets that say they are TCP's; else they
+            # IPPROTO_TCP is explicit, because asyncio sets TCP_NODELAY only on such sockets. Otherwise small responses
             # wait 40 ms for an acknowledgement.
             listening = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
             listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -1,4 +1,4 @@
-"""Sessions that were attached a moment ago, so that not every call reads from Redis where its session lives."""
+"""Cache of attached sessions, so that not every call reads the location of its session from Redis."""
 
 import time
 from collections.abc import Awaitable, Callable
@@ -9,12 +9,16 @@ FRESH_S = 60.0
 MAX_SESSIONS = 10_000
 
 Name = tuple[str, str, str]
-"""A tenant, its session, and the API key that calls."""
+"""Key of the cache: the tenant, its session, and the API key of the request.
+
+An attached session acts with the credential of one API key, so each API key has its own entry.
+"""
 
 
 class SessionCache:
-    """Keeps attached sessions of one process. A kept session may have been closed: the caller forgets it when a call
-    says so. `clock`: monotonic seconds.
+    """Caches attached sessions of one process for FRESH_S seconds. `clock`: monotonic seconds.
+
+    A cached session may be closed already. The caller calls `forget` when a call reports SESSION_NOT_FOUND.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -22,7 +26,7 @@ class SessionCache:
         self._sessions: dict[Name, tuple[Session, float]] = {}
 
     async def find(self, name: Name, attach: Callable[[], Awaitable[Session]]) -> Session:
-        """Return the kept session, or attach it. Raises as `attach` does."""
+        """Return the cached session, or attach the session. Raises the errors of `attach`."""
         session, at = self._sessions.get(name, (None, 0.0))
         if session is not None and self._clock() - at < FRESH_S:
             return session
@@ -34,4 +38,5 @@ class SessionCache:
         return session
 
     def forget(self, name: Name) -> None:
+        """Remove a session from the cache."""
         self._sessions.pop(name, None)

@@ -1,4 +1,4 @@
-"""Runs a batch from this process until every item has its row. Other orchestrators of the pool share the items."""
+"""Executes a batch from this process until every item has its row. Other orchestrators of the pool share the items."""
 
 import asyncio
 import time
@@ -38,33 +38,36 @@ OpenDisplay = Callable[[Watched], Display]
 
 @dataclass(frozen=True)
 class RowPaths:
-    """The files of a batch's rows. `errors` None: `out.errors.jsonl` next to `out.jsonl`."""
+    """Files of a batch's rows. `errors` None: use `out.errors.jsonl` next to `out.jsonl`."""
 
     output: Path
     errors: Path | None = None
 
     @property
     def failures(self) -> Path:
-        """Return the file of the failed rows."""
+        """Return the path of the file with the failed rows."""
         return self.errors or self._beside("errors")
 
     @property
     def batch_events(self) -> Path:
-        """Return the file of the batch's events, for a report."""
+        """Return the path of the file with the batch's events. A report reads this file."""
         return self._beside("events")
 
     def _beside(self, what: str) -> Path:
+        """Return the path of a file next to the output file, with `what` in its name."""
         return self.output.with_name(f"{self.output.stem}.{what}.jsonl")
 
     def open(self, belongs: Callable[[str, str], bool]) -> RowFiles:
-        """Open the files. Raises ConfigError for paths that cannot be written, before the batch starts."""
+        """Open the files. Called before the batch starts. Raises ConfigError: a path cannot be written."""
         return RowFiles.open(self.output, self.failures, lambda custom_id, run, /: belongs(custom_id, run))
 
 
 @dataclass
 class Shift:
-    """The work of this process on one batch. `drain`: start no more items and let the running ones end. `stop`: give
-    the running ones back at once.
+    """Work of this process on one batch.
+
+    `drain` starts no more items and waits for the running items. `stop` returns the running items to the queue at
+    once.
     """
 
     runner: Runner
@@ -72,14 +75,17 @@ class Shift:
     is_drained: bool = False
 
     def drain(self) -> None:
+        """Start no more items. Running items continue to their end."""
         self.is_drained = True
         self.runner.drain()
 
     def stop(self) -> None:
+        """Return the running items to the queue at once."""
         self.is_drained = True
         self._stopped.set()
 
     async def wait_stopped(self) -> None:
+        """Wait until `stop` was called."""
         await self._stopped.wait()
 
 
@@ -94,15 +100,17 @@ class BatchRuns:
         tenant: str,
         traces: Traces | None = None,
     ) -> None:
-        """`traces` None: none are written."""
+        """`traces` None: write no traces."""
         self._settings, self._pool, self._parts, self.tenant, self._traces = settings, pool, parts, tenant, traces
         self.queue = RunQueue(pool.redis, settings.deployment, pool.keys)
         self._writer = BatchEventWriter(pool.redis, settings.deployment)
         self.batches = Batches(self.queue, self._writer, tenant)
 
     async def check_tools(self, file: BatchFile, name: str) -> list[str]:
-        """Check the tools that a file names, and the arguments of its calls; call it before `batches.submit`. Returns
-        warnings. Raises BadBatch.
+        """Check the tools that a file names, and the arguments of its calls. Call this method before
+        `batches.submit`.
+
+        Returns warnings. Raises BadBatch: the file has errors.
         """
         offers = self._pool.offers
         try:
@@ -114,7 +122,7 @@ class BatchRuns:
         )
 
     def open_rows(self, paths: RowPaths, batch: str, file: BatchFile) -> RowFiles:
-        """Open the row files of a batch that is submitted with that input file."""
+        """Open the row files of a batch that is submitted with this input file."""
         known = {item.custom_id for item in file.items}
         return paths.open(lambda custom_id, run: custom_id in known and run == run_id(self.tenant, batch, custom_id))
 
@@ -131,15 +139,19 @@ class BatchRuns:
         concurrency: int = DEFAULT_CONCURRENCY,
         model: Model | ChosenModel | None = None,
     ) -> AsyncIterator[Runner]:
-        """Yield a runner of that batch's items, `concurrency` at a time; None: of every batch of every tenant."""
+        """Yield a runner that executes items of the batch, `concurrency` at a time. `batch` None: items of every
+        batch of every tenant.
+        """
         async with Models(self._settings, model) as models:
             work = ItemWork(self._pool, self._parts, models, self._traces)
             only = (self.tenant, batch) if batch is not None else None
             yield Runner(self._pool.redis, self._settings.deployment, self.queue, work, self._writer, concurrency, only)
 
     async def recall(self, batch: str, rows: RowFiles) -> int:
-        """End waiting items that already have a row in these files, with that row; return how many. Redis may have lost
-        the outcomes of a batch. Items that failed in an earlier attempt are left out.
+        """End waiting items that already have a row in these files, with that row. Return the number of these items.
+
+        Redis may have lost the outcomes of a batch, but the row files have them. For an item after its first attempt,
+        only the row of a success counts: a failed row may come from an earlier attempt.
         """
         waiting, recalled = await self.queue.waiting(self.tenant, batch), 0
         outcomes = await asyncio.to_thread(
@@ -163,8 +175,9 @@ class BatchRuns:
         return recalled
 
     async def outcomes(self, batch: str) -> AsyncIterator[Outcome]:
-        """Yield the outcomes of all items that have ended, in the order of their ends. Waits while Redis does not
-        answer, so that a client that has half of them need not start again.
+        """Yield the outcomes of all items that have ended, in the order of their ends.
+
+        Waits while Redis does not answer, so that a client with half of the outcomes need not start again.
         """
         after = 0
         while True:
@@ -175,14 +188,14 @@ class BatchRuns:
                 yield outcome
 
     async def _outcomes_after(self, batch: str, after: int) -> tuple[int, list[Outcome]]:
-        """Return a page of outcomes and the number of its last one; 0: there are no more."""
+        """Return a page of outcomes and the number of its last outcome; 0 if there are no more."""
         ended = await self.queue.ended(self.tenant, batch, after, ROWS_AT_ONCE)
         records = await self.queue.runs([(self.tenant, run) for _, run in ended])
         outcomes = [record.outcome for record in records if record is not None and record.outcome is not None]
         return ended[-1][0] if ended else 0, outcomes
 
     async def write_rows(self, batch: str, rows: RowFiles) -> int:
-        """Write the rows of all items that have ended; return how many were new. Raises RowsNotWritten."""
+        """Write the rows of all items that have ended. Return the number of new rows. Raises RowsNotWritten."""
         count = 0
         async for outcome in self.outcomes(batch):
             count += len(await asyncio.to_thread(rows.append, [outcome]))
@@ -190,7 +203,7 @@ class BatchRuns:
         return count
 
     async def batch_events(self, batch: str) -> list[RunEvent]:
-        """Return the latest events of a batch, as far as Redis stores them."""
+        """Return the latest events of a batch that Redis still stores."""
         reader = BatchEventReader(self._pool.redis, self._settings.deployment, self.tenant, batch)
         events: list[RunEvent] = []
         while page := await reader.read(0.0):
@@ -198,7 +211,7 @@ class BatchRuns:
         return events
 
     async def show(self, batch: str, open_display: OpenDisplay, *, follow: bool) -> None:
-        """Show the latest events of a batch. `follow`: also new ones until the batch has ended."""
+        """Show the latest events of a batch. `follow`: show new events too, until the batch has ended."""
         record = await self.batches.status(batch)
         reader = BatchEventReader(self._pool.redis, self._settings.deployment, self.tenant, batch)
         watched = Watched(batch, Progress(record.total), tenant=self.tenant)
@@ -225,11 +238,11 @@ class BatchRuns:
         on_shift: Callable[[Shift], None] = lambda _: None,
         is_kept: bool = True,
     ) -> tuple[BatchRecord, Summary]:
-        """Work and show a batch until it has ended, or until the shift that `on_shift` gets is drained or stopped.
-        Return its record and summary.
+        """Execute and show a batch until the batch has ended, or until the shift that `on_shift` receives is drained
+        or stopped. Return the record and the summary of the batch.
 
-        The rows of all ended items are written by then. `event_file`: gets every event. `is_kept`: the pool outlives
-        this process, so the summary may name commands with the batch's id.
+        The rows of all ended items are written before the return. `event_file`: receives every event. `is_kept`: the
+        pool exists longer than this process, so the summary may name commands with the batch's id.
         """
         record = await self.batches.status(batch)
         watched = Watched(batch, Progress(record.total), is_kept=is_kept, tenant=self.tenant)
@@ -250,14 +263,15 @@ class BatchRuns:
                 follower = Follower(self.queue, reader, self.tenant, batch, rows=rows, show=show, tick=display.tick)
                 try:
                     await until_first(follower.run(), runner.run(), shift.wait_stopped())
+                # Ended items must have their rows even if this process is interrupted.
                 finally:
                     await follower.end()
                 await self._show_missing_ends(batch, watched.progress, show)
             return await self.batches.status(batch), watched.summary()
 
     async def _show_missing_ends(self, batch: str, progress: Progress, show: Callable[[RunEvent], object]) -> None:
-        """Show the ends that had no event: of items that were cancelled before they started, and of items whose events
-        are no longer stored.
+        """Show ends that have no event. These are ends of items that were cancelled before their start, and ends with
+        events that are no longer stored.
         """
         record, snapshot = await self.batches.status(batch), progress.snapshot(time.time())
         if (snapshot.done, snapshot.failed) == (record.succeeded, sum(record.failed.values())):
@@ -268,7 +282,7 @@ class BatchRuns:
 
 
 async def until_first(*works: Coroutine[Any, Any, object]) -> None:
-    """Wait until one of these ends, then cancel the others and wait for them. Raises what the first one raises."""
+    """Wait until one coroutine ends, then cancel the others and wait for them. Raises what the first one raises."""
     tasks = [asyncio.ensure_future(work) for work in works]
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)

@@ -1,4 +1,6 @@
-"""`toolcrew serve batches`: an orchestrator that works runs and detached batches of all tenants until it is stopped."""
+"""Orchestrator service of `toolcrew serve batches`. Executes runs and detached batches of all tenants until it is
+stopped.
+"""
 
 import asyncio
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, suppress
@@ -15,14 +17,16 @@ from telemetry.settings import load_tracing_settings
 log = get_logger(__name__)
 
 POOL_AGAIN_S = 2.0
-"""Pause before a pool that is not up yet is tried again."""
+"""Pause before the next attempt to open a pool that is not up yet, in seconds."""
 
 
 @dataclass
 class BatchService:
-    """The service's configuration and life. `concurrency`: runs at a time in this process. `tenants`: those that are
-    served; empty: all. `grace_s`: time that running runs have to end after the first `interrupt`. `has_traces`: write a
-    trace of each run.
+    """Configuration and state of the service.
+
+    `concurrency`: runs at a time in this process. `tenants`: tenants that are served; empty: all tenants. `grace_s`:
+    time in seconds in which running runs can end after the first `interrupt`. `has_traces`: write a trace of each
+    run.
     """
 
     settings: OrchestratorSettings
@@ -33,12 +37,14 @@ class BatchService:
     _stopping: Stopping = field(default_factory=Stopping)
 
     def interrupt(self) -> None:
-        """The first time, start no more runs. The second time, give back the running ones at once."""
+        """Stop the service. The first call starts no more runs. The second call returns the running runs to the queue
+        at once.
+        """
         self._stopping.interrupt()
 
     async def run(self) -> None:
-        """Serve until interrupted; wait for a pool that is not up yet. Raises ConfigError for settings that cannot
-        work.
+        """Serve until interrupted. Waits for a pool that is not up yet. Raises ConfigError: waiting cannot fix the
+        settings.
         """
         _check(self.settings)
         async with AsyncExitStack() as stack:
@@ -56,10 +62,11 @@ class BatchService:
         log.info("stopped", orchestrator=runner.queue.owner)
 
     def _runner(self, pool: PoolConnection) -> AbstractAsyncContextManager[Runner]:
+        """Return the runner of the service."""
         return open_runner(self.settings, pool, self.concurrency, tenants=self.tenants, has_traces=self.has_traces)
 
     async def _pool(self, stack: AsyncExitStack) -> PoolConnection | None:
-        """Open the pool when Redis answers and a worker is there. Returns None if interrupted before."""
+        """Open the pool when Redis answers and a worker is up. Return None if interrupted before that."""
         logged = ""
         while not self._stopping.draining.is_set():
             try:
@@ -67,6 +74,7 @@ class BatchService:
                     open_pool(self.settings.broker(), queue_wait_s=self.settings.queue_wait_s, settings=self.settings)
                 )
             except (BrokerUnavailable, ConfigError) as error:
+                # Log a reason once, not at each attempt.
                 if str(error) != logged:
                     logged = str(error)
                     log.warning("pool_not_there", error=logged)

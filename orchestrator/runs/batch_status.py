@@ -1,4 +1,4 @@
-"""How a batch stands, as one object: for `--json`, for the API and for pages."""
+"""Status of a batch as one object, for `--json`, for the API and for pages."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -8,7 +8,7 @@ from store.batches import BatchRecord
 
 
 def build_status(batch: str, record: BatchRecord, counts: Mapping[str, int]) -> dict[str, Any]:
-    """A batch as one object: fields of OpenAI's batches where they say the same."""
+    """Return the status of a batch. Fields have the names of OpenAI's batches if they have the same meaning."""
     failed = {kind.value: count for kind, count in record.failed.items() if count}
     return {
         "id": batch,

@@ -20,13 +20,14 @@ _ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 
 def run_id(tenant: str, batch: str, custom_id: str) -> str:
-    """Return the id of an item's run. It depends only on the item, so an item is one run however often its batch is
-    submitted.
+    """Return the id of an item's run. The id depends only on the item, so a second submission of the batch addresses
+    the same run.
     """
     return hashlib.sha256(f"{tenant}\0{batch}\0{custom_id}".encode()).hexdigest()[:24]
 
 
 def new_batch_id() -> str:
+    """Return a new random batch id."""
     return f"batch-{secrets.token_hex(6)}"
 
 
@@ -39,8 +40,10 @@ def check_batch_id(batch: str) -> None:
 
 
 class Batches:
-    """The batches of one tenant. Every method raises BrokerUnavailable when Redis does not answer, and
-    ToolFailure(INVALID_ARGUMENTS) with what to do for a request that cannot be met.
+    """Batches of one tenant.
+
+    Every method raises BrokerUnavailable when Redis does not answer. Every method raises
+    ToolFailure(INVALID_ARGUMENTS) for an invalid request; the message says what to do.
     """
 
     def __init__(self, queue: RunQueue, writer: BatchEventWriter, tenant: str) -> None:
@@ -60,12 +63,14 @@ class Batches:
         goes_on: bool = True,
         webhook: Webhook | None = None,
     ) -> str:
-        """Queue the items of a file and return the batch's id. With the id of a batch that was submitted with the same
-        file, continue that batch: add missing items and queue infrastructure failures again. `goes_on` False: the same
-        submission is sent again, and only its missing items are added.
+        """Queue the items of a file and return the batch's id.
 
-        `is_detached`: orchestrators that serve all tenants work the batch (batch_service.py). Raises BadBatch when
-        lines then name paths of this machine.
+        `batch`: id of an existing batch that was submitted with the same file. The method then continues that batch:
+        missing items are added and infrastructure failures are queued again. `goes_on` False: the client repeats the
+        same submission, so only missing items are added.
+
+        `is_detached`: orchestrators that serve all tenants execute the batch (batch_service.py). Raises BadBatch: the
+        batch is detached and its lines name paths of this machine.
         """
         if is_detached:
             check_detached(file, defaults.artifacts if defaults is not None else None, name or "the batch")
@@ -97,6 +102,7 @@ class Batches:
         return chosen
 
     async def _complete(self, batch: str, file: BatchFile) -> str:
+        """Add the missing items of a batch after an interrupted submission."""
         known = await self._queue.batch(self.tenant, batch)
         is_missing_some = await self._queue.count_items(self.tenant, batch) < known.total
         if known.state is BatchState.IN_PROGRESS and is_missing_some:
@@ -110,8 +116,10 @@ class Batches:
         kinds: Collection[FailureKind] = (FailureKind.INFRASTRUCTURE, FailureKind.CANCELLED),
         entry: str = "",
     ) -> int:
-        """Queue items again that failed in one of these ways; return how many. Running, waiting and succeeded items
-        stay as they are. `entry`: the audit entry to write if any item is queued; "" for none.
+        """Queue items again that failed for one of these reasons. Return the number of queued items.
+
+        Running, waiting and succeeded items do not change. `entry`: audit entry that is written if any item is
+        queued; "" for none.
         """
         check_batch_id(batch)
         record, queued = await self._queue.batch(self.tenant, batch), await self._queue.count_items(self.tenant, batch)
@@ -127,28 +135,30 @@ class Batches:
         return again
 
     async def status(self, batch: str) -> BatchRecord:
+        """Return the record of a batch."""
         check_batch_id(batch)
         return await self._queue.batch(self.tenant, batch)
 
     async def cancel(self, batch: str) -> int:
-        """Start no more items and end the running ones. Return how many had not started."""
+        """Start no more items and end the running items. Return the number of items that had not started."""
         check_batch_id(batch)
         waited = await self._queue.cancel(self.tenant, batch)
         await self._note(batch, "cancelled")
         return waited
 
     async def custom_ids(self, batch: str) -> dict[str, str]:
-        """Return the custom_id and the run of every submitted item."""
+        """Return the run of every submitted item, by custom_id."""
         check_batch_id(batch)
         runs, known = await self._queue.items(self.tenant, batch), dict[str, str]()
         for at in range(0, len(runs), AT_ONCE):
-            # By pages and without outcomes: those of a large batch do not fit into memory.
+            # Read pages without outcomes: the outcomes of a large batch do not fit into memory.
             page = runs[at : at + AT_ONCE]
             ids = await self._queue.custom_ids(self.tenant, batch, page)
             known |= {custom_id: run for run, custom_id in zip(page, ids, strict=True) if custom_id is not None}
         return known
 
     async def _add(self, batch: str, file: BatchFile) -> None:
+        """Queue the items of the file. Items that are already queued do not change."""
         try:
             await self._queue.add(self.tenant, batch, self._runs(batch, file.items))
         except BatchCancelled:
@@ -160,9 +170,11 @@ class Batches:
             ) from None
 
     def _runs(self, batch: str, items: Sequence[BatchItem]) -> Iterator[tuple[str, BatchItem]]:
+        """Yield the run id and the item for each item."""
         return ((run_id(self.tenant, batch, item.custom_id), item) for item in items)
 
     async def _check_same(self, batch: str, file: BatchFile) -> None:
+        """Raise ToolFailure(INVALID_ARGUMENTS) if the batch was submitted with another file."""
         known = await self._queue.batch(self.tenant, batch)
         if known.sha256 != file.sha256:
             raise ToolFailure(
@@ -174,6 +186,7 @@ class Batches:
     async def _change(
         self, batch: str, concurrency: int | None, defaults: BatchDefaults | None, *, is_detached: bool
     ) -> None:
+        """Change the settings of an existing batch. None keeps the current value."""
         known = await self._queue.batch(self.tenant, batch)
         await self._queue.change(
             self.tenant,
@@ -184,5 +197,6 @@ class Batches:
         )
 
     async def _note(self, batch: str, message: str, total: int | None = None) -> None:
+        """Publish a notice in the batch."""
         self._writer.add(self.tenant, batch, BatchNotice(message=message, total=total))
         await self._writer.flush()

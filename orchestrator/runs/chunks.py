@@ -1,4 +1,4 @@
-"""Neighbouring chunks of a reply as one, so that a log holds a reply and not each of its tokens."""
+"""Joins adjacent chunks of a reply. A log then stores one reply and not each token separately."""
 
 import copy
 from collections.abc import Iterable
@@ -10,8 +10,10 @@ _TEXTS = ("content", "reasoning_content", "reasoning", "refusal")
 
 
 def join_chunks(chunks: Iterable[Chunk]) -> list[Chunk]:
-    """The same reply in fewer chunks: pieces of one text, and of one call's arguments, that follow each other are one.
-    All else stays as it is.
+    """Return the same reply in fewer chunks.
+
+    Adjacent pieces of one text, and adjacent pieces of one call's arguments, become one chunk. All other chunks stay
+    unchanged.
     """
     joined: list[Chunk] = []
     pieces: list[str] = []
@@ -28,7 +30,7 @@ def join_chunks(chunks: Iterable[Chunk]) -> list[Chunk]:
 
 
 def _fill(joined: list[Chunk], pieces: list[str]) -> None:
-    """Give the last chunk all the pieces that were found to belong to it."""
+    """Store the joined pieces in the last chunk."""
     if len(pieces) < 2:
         return
     place = _place(joined[-1])
@@ -41,8 +43,9 @@ def _fill(joined: list[Chunk], pieces: list[str]) -> None:
 
 
 def _place(chunk: Chunk) -> str | int | None:
-    """Where its one piece of text lies: a field of the delta, or the call of that index; None for a chunk that is more
-    than that.
+    """Return the position of the chunk's single piece of text: a field name of the delta, or the index of a call.
+
+    Returns None for a chunk that contains anything else.
     """
     choices = chunk.get("choices")
     if (
@@ -71,7 +74,7 @@ def _place(chunk: Chunk) -> str | int | None:
 
 
 def _place_of_call(delta: dict[str, Any]) -> int | None:
-    """The index of the one call that a delta goes on with."""
+    """Return the index of the single call that the delta continues; None for any other delta."""
     calls = delta["tool_calls"]
     if (
         not isinstance(calls, list)
@@ -87,12 +90,15 @@ def _place_of_call(delta: dict[str, Any]) -> int | None:
 
 
 def _piece(chunk: Chunk, place: str | int) -> str:
+    """Return the piece of text at the position."""
     delta = chunk["choices"][0]["delta"]
     piece = delta[place] if isinstance(place, str) else delta["tool_calls"][0]["function"]["arguments"]
     return str(piece)
 
 
 def _frame(chunk: Chunk) -> Any:
-    """All of a chunk beside its piece and what only numbers it."""
+    """Return everything in a chunk except its piece of text and its creation time. Only chunks with equal frames can
+    be joined.
+    """
     around = {name: value for name, value in chunk.items() if name not in ("choices", "created")}
     return around, chunk["choices"][0].get("index")

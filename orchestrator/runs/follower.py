@@ -1,4 +1,7 @@
-"""Follows one batch to its end: writes the rows of ended items to its files and shows its events."""
+"""Follows one batch to its end: writes the rows of ended items to the row files and shows the events of the batch.
+
+Invariant: every ended item has its row in the files before `run` returns, even if Redis lost recent writes.
+"""
 
 import asyncio
 import time
@@ -17,7 +20,7 @@ log = get_logger(__name__)
 
 LOOK_S = 0.25
 ROWS_AT_ONCE = 100
-"""Rows that are written together. They are in memory together, and a transcript may have megabytes."""
+"""Number of rows that are written together. These rows are in memory together, and a transcript may have megabytes."""
 WRITE_AGAIN_S = 5.0
 ENDED = (BatchState.COMPLETED, BatchState.CANCELLED)
 
@@ -29,8 +32,8 @@ class BatchLost(OperatorError):
 
 
 class Follower:
-    """Follows one batch. `show`: gets every event; `tick`: called a few times a second. `rows` None: no rows are
-    written.
+    """Follower of one batch. `show`: receives every event. `tick`: called several times per second. `rows` None:
+    write no rows.
     """
 
     def __init__(
@@ -52,15 +55,15 @@ class Follower:
         self._write_after = 0.0
 
     async def run(self) -> BatchRecord:
-        """Return the batch when every item has ended and its row is written. Waits for Redis and for the disk as long
-        as they need. Raises BatchLost.
+        """Return the batch when every item has ended and has its row. Waits for Redis and for the disk without a
+        limit. Raises BatchLost.
         """
         while True:
             check_cancelled()
             try:
                 record = await self._read_record()
                 if record.state is BatchState.CANCELLING:
-                    # Items that no process holds any more are ended here.
+                    # End items that no process owns any more.
                     await self._queue.cancel(self._tenant, self._batch)
                 is_written = await self.write()
                 await self._show_events()
@@ -77,6 +80,7 @@ class Follower:
             self._tick()
 
     async def _read_record(self) -> BatchRecord:
+        """Return the record of the batch. Raises BatchLost."""
         try:
             return await self._queue.batch(self._tenant, self._batch)
         except ToolFailure as error:
@@ -87,13 +91,16 @@ class Follower:
             ) from error
 
     async def _write_missed(self) -> bool:
-        """Write rows whose number was skipped: a Redis that lost its last second gives the same numbers again."""
+        """Write rows that were missed because of repeated numbers.
+
+        After a failure, Redis may have lost its last second of data and may use the same numbers for other items.
+        """
         self._written = 0
         return await self.write()
 
     async def end(self) -> None:
-        """Write all rows and show all events that exist now. Raises RowsNotWritten if the disk does not take them, and
-        BrokerUnavailable.
+        """Write all rows and show all events that exist now. Raises RowsNotWritten if the disk does not accept the
+        rows. Raises BrokerUnavailable.
         """
         try:
             await self._write_now()
@@ -101,6 +108,7 @@ class Follower:
             await self._show_events()
 
     async def _write_now(self) -> None:
+        """Write the rows of all ended items, without a second attempt after an error."""
         while self._rows is not None and (page := await self._next()) is not None:
             await asyncio.to_thread(self._rows.append, page[1])
             self._note_written(page[0])
@@ -108,7 +116,7 @@ class Follower:
             await asyncio.to_thread(self._rows.settle)
 
     async def write(self) -> bool:
-        """Write the rows of ended items. Return False if the disk does not take them now; none is lost."""
+        """Write the rows of ended items. Return False if the disk does not accept the rows now; no row is lost."""
         while self._rows is not None and (page := await self._next()) is not None:
             if time.monotonic() < self._write_after or not await self._append(page[1]):
                 return False
@@ -116,12 +124,13 @@ class Follower:
         return True
 
     def _note_written(self, ended: Sequence[tuple[int, str]]) -> None:
+        """Note that these ends have their rows."""
         for number, run in ended:
             self._numbers[run] = number
         self._written = ended[-1][0]
 
     async def _next(self) -> tuple[Sequence[tuple[int, str]], list[Outcome]] | None:
-        """Return a page of unwritten ends, as numbers and runs, with their outcomes; None: there are no more."""
+        """Return a page of ends without rows, as (number, run), and their outcomes; None if there are no more."""
         while page := await self._queue.ended(self._tenant, self._batch, self._written, ROWS_AT_ONCE):
             if ended := [(number, run) for number, run in page if self._numbers.get(run) != number]:
                 records = await self._queue.runs([(self._tenant, run) for _, run in ended])
@@ -133,7 +142,7 @@ class Follower:
         return None
 
     def _note_lost(self, lost: set[str]) -> None:
-        """Show a notice about runs whose records Redis has lost. Not even the ids of their items are known."""
+        """Show a notice about runs without a record in Redis. The ids of their items are lost too."""
         if lost <= self._lost:
             return
         self._lost |= lost
@@ -144,6 +153,7 @@ class Follower:
         self._show(BatchNotice(message=message))
 
     async def _append(self, outcomes: list[Outcome]) -> bool:
+        """Append rows to the files. Return False if the disk does not accept the rows now."""
         assert self._rows is not None
         try:
             await asyncio.to_thread(self._rows.append, outcomes)
@@ -153,7 +163,9 @@ class Follower:
         return True
 
     async def _settle(self) -> None:
-        """Leave one row for each item over both files."""
+        """Remove duplicate rows: each item keeps one row in both files together. Waits until the disk accepts the
+        change.
+        """
         is_settled = self._rows is None
         while self._rows is not None and not is_settled:
             try:
@@ -164,9 +176,11 @@ class Follower:
                 await asyncio.sleep(WRITE_AGAIN_S)
 
     def _cannot_write(self, error: RowsNotWritten) -> None:
+        """Show the error, and pause the writing of rows for WRITE_AGAIN_S."""
         self._write_after = time.monotonic() + WRITE_AGAIN_S
         self._show(BatchNotice(message=f"{error}; it is tried again every {WRITE_AGAIN_S:g} s"))
 
     async def _show_events(self) -> None:
+        """Show the next events of the batch."""
         for event in await self._reader.read(LOOK_S):
             self._show(event)

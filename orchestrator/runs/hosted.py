@@ -1,4 +1,6 @@
-"""Runs that programs start, follow, list, cancel and read. Any orchestrator can execute them: all state is in Redis."""
+"""Runs that programs start, follow, list, cancel and read. Any orchestrator can execute such a run: all state is in
+Redis.
+"""
 
 import hashlib
 import json
@@ -47,12 +49,16 @@ from store.tenants import RedisTenants
 
 
 def build_transcript(run: str, record: RunRecord, entries: Sequence[LogEntry]) -> list[dict[str, Any]]:
-    """What has been said so far: the request, each reply, and the results of its calls. Results are tool messages here,
-    however the model is told of them. Without the system prompt, which is made when the run is worked."""
+    """Return the messages so far: the request, each reply, and the results of the reply's calls.
+
+    Each result is a tool message here, whichever form the model received. The system prompt is missing, because an
+    orchestrator builds the system prompt when the run starts.
+    """
     messages: list[dict[str, Any]] = []
     if isinstance(record.item.work, RunBody):
         messages += [dict(message) for message in record.item.work.history]
         messages.append({"role": "user", "content": record.item.work.instruction})
+    # Attempts after the first have another name, and call ids derive from this name.
     name, step, known = run if record.attempt == 1 else f"{run}-{record.attempt}", 0, dict[str, str]()
     for event in (entry.event for entry in entries):
         if isinstance(event, ModelReplied):
@@ -72,6 +78,7 @@ def build_transcript(run: str, record: RunRecord, entries: Sequence[LogEntry]) -
 
 
 def _observed(known: dict[str, str], result: ToolResult) -> list[dict[str, Any]]:
+    """Return the tool messages of a result. `known`: model ids of calls by our call ids."""
     return build_tool_messages([(known.get(result.call_id, result.call_id), result)])
 
 
@@ -81,10 +88,11 @@ _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 
 class HostedRuns:
-    """Such runs of every tenant. Any number of processes may have one of these.
+    """Hosted runs of every tenant. Any number of processes may have an instance of this class.
 
-    Every method raises BrokerUnavailable when Redis does not answer, and ToolFailure(FILE_NOT_FOUND) for a run that the
-    tenant has not: whether another has it is not told.
+    Every method raises BrokerUnavailable when Redis does not answer. Every method raises ToolFailure(FILE_NOT_FOUND)
+    for a run that does not exist for the tenant. The error does not reveal whether another tenant has a run of this
+    id.
     """
 
     def __init__(
@@ -98,8 +106,8 @@ class HostedRuns:
         max_pending: int = MAX_PENDING,
         max_kept: int = MAX_KEPT,
     ) -> None:
-        """`workspace_store`: the URL or folder of the store; None: there is none. `max_pending`: limit of a tenant's
-        queued runs; `max_kept`: limit of the runs that are listed.
+        """`workspace_store`: URL or folder of the store; None: no store. `max_pending`: limit of a tenant's queued
+        runs. `max_kept`: limit of the runs that are listed.
         """
         self._tenants = tenants
         self._workspace_store = workspace_store
@@ -110,8 +118,8 @@ class HostedRuns:
 
     @classmethod
     def on(cls, pool: PoolConnection, settings: OrchestratorSettings) -> "HostedRuns":
-        """Those of a pool. One a process: whoever follows runs by it shares one connection. `hub.close` before the pool
-        is.
+        """Return the hosted runs of a pool. Create one instance per process: all followers of the instance share one
+        connection. Close `hub` before the pool.
         """
         return cls(pool.redis, settings.deployment, pool.keys, pool.tenants, workspace_store=settings.workspace_store)
 
@@ -126,13 +134,18 @@ class HostedRuns:
         priority: int = 0,
         webhook: Webhook | None = None,
     ) -> HostedRun:
-        """Queue a run; some orchestrator takes it within a moment. `word`: started again with the same word it is the
-        same run, and nothing is done.
+        """Queue a run. An orchestrator claims the run shortly afterwards.
 
-        `webhook`: where its end is announced. `ground.session`: an open session that the run works in, by itself among
-        runs; it stays open. Raises ToolFailure: INVALID_ARGUMENTS (a path of some machine, a body above 1 MiB, metadata
-        out of bounds, a word that stands for another request, a session in which another run works), QUOTA_EXCEEDED
-        (too many wait), SESSION_NOT_FOUND, UNKNOWN_TENANT.
+        `word`: idempotency key. A second start with the same key and the same request returns the first run and
+        starts nothing. `webhook`: receives the end of the run. `ground.session`: an open session for the run. The
+        session stays open after the run, and no other run uses the session at the same time.
+
+        Raises ToolFailure:
+        - INVALID_ARGUMENTS: a path on a machine, a body above 1 MiB, invalid metadata, a key of another request, or a
+          session that another run uses.
+        - QUOTA_EXCEEDED: too many runs wait.
+        - SESSION_NOT_FOUND: the session is not open.
+        - UNKNOWN_TENANT: the tenant does not exist.
         """
         about = _build_about(body, ground, metadata or {})
         run = secrets.token_hex(12) if word is None else _run_of_word(tenant, word)
@@ -143,6 +156,8 @@ class HostedRuns:
             await self._check_session(tenant, ground.session)
         text = item.model_dump_json()
         notice = f"\0{webhook.model_dump_json()}" if webhook is not None else ""
+        # The digest covers everything that the client sent: a second start with the same key must be the same
+        # request.
         digest = hashlib.sha256(
             f"{text}\0{json.dumps(dict(metadata or {}), sort_keys=True)}{notice}".encode()
         ).hexdigest()
@@ -158,9 +173,12 @@ class HostedRuns:
     async def list(
         self, tenant: str, *, cursor: str | None = None, limit: int = 50, state: HostedState | None = None
     ) -> RunPage:
-        """Return some of them, the newest first. A page may have fewer than `limit` and still be followed by more: go
-        by `next_cursor`, which stays valid while runs are started and removed. Raises ToolFailure(INVALID_ARGUMENTS)
-        for an invalid cursor, or a limit beyond 1 to 200."""
+        """Return a page of runs, the newest first.
+
+        A page may have fewer than `limit` runs even if more pages follow. Use `next_cursor` to find the end. The
+        cursor stays valid while runs are started and removed. Raises ToolFailure(INVALID_ARGUMENTS): the cursor is
+        invalid or the limit is not 1 to 200.
+        """
         if not 1 <= limit <= MAX_PAGE:
             raise ToolFailure(
                 ErrorCode.INVALID_ARGUMENTS, f"{limit} runs cannot be listed at once: give 1 to {MAX_PAGE}"
@@ -169,8 +187,12 @@ class HostedRuns:
         return RunPage(runs=tuple(runs), next_cursor=str(before) if before else None)
 
     async def cancel(self, tenant: str, run: str, *, actor: Actor | None = None) -> HostedRun:
-        """End a run: at once when it waits, else within 2 s. One that has ended does not change. `actor`: who does it;
-        the audit has what an operator ends, but not what a tenant ends of its own."""
+        """Cancel a run and return the run. A waiting run ends at once, a running run within 2 s. A run that has ended
+        does not change.
+
+        `actor`: the person or program that cancels. The audit records the cancellation if the actor is an operator,
+        and does not record it if the actor is the tenant.
+        """
         entry = ""
         if actor is not None and actor.role != "tenant":
             entry = entry_text(build_entry(actor, "run.cancel", _checked(run), tenant=tenant))
@@ -178,13 +200,16 @@ class HostedRuns:
         return await self.get(tenant, run)
 
     async def transcript(self, tenant: str, run: str) -> Sequence[dict[str, Any]]:
-        """Return its messages in the OpenAI wire shape: all when it has ended; until then, and for a run that broke
-        off, those so far, without the system prompt."""
+        """Return the run's messages in the OpenAI wire shape.
+
+        A run that has ended normally has all messages. A run that is not finished or that was interrupted has the
+        messages so far, without the system prompt.
+        """
         messages = await self._queue.transcript(tenant, _checked(run))
         return messages if messages is not None else build_transcript(run, *await self._queue.read_log(tenant, run))
 
     async def stored_events(self, tenant: str, run: str, after: str = "") -> AsyncIterator[tuple[str, str]]:
-        """Yield the events that exist now, as `follow`."""
+        """Yield the events that exist now, in the form that `follow` yields."""
         page = await self.hub.read(tenant, _checked(run), after)
         while page.entries:
             for entry in page.entries:
@@ -192,12 +217,16 @@ class HostedRuns:
             page = await self.hub.read(tenant, run, page.entries[-1][0])
 
     def follow(self, tenant: str, run: str, after: str = "") -> AsyncIterator[tuple[str, str]]:
-        """Its events after that id, (id, JSON) each, until the last one (`RunEnded`): those of before first, then as
-        they come. `after` "": all that are kept. An `EventsMissed` stands for those that are not kept any more. Raises
-        ToolFailure(INVALID_ARGUMENTS) for an id that is none."""
+        """Yield the run's events after the event id `after`, as (id, JSON), until the last event (`RunEnded`).
+
+        Stored events come first, new events follow when they arrive. `after` "": start with the oldest stored event.
+        An `EventsMissed` event replaces events that are no longer stored. Raises ToolFailure(INVALID_ARGUMENTS): the
+        id is invalid.
+        """
         return self.hub.follow(tenant, _checked(run), after)
 
     async def _check_session(self, tenant: str, session: str) -> None:
+        """Raise ToolFailure(SESSION_NOT_FOUND) unless the tenant has this session open."""
         if not _NAME.fullmatch(session) or await self._places.find(tenant, session) is None:
             raise ToolFailure(
                 ErrorCode.SESSION_NOT_FOUND,
@@ -205,6 +234,7 @@ class HostedRuns:
             )
 
     def _check_started(self, tenant: str, reply: Sequence[str]) -> None:
+        """Raise ToolFailure unless the reply of the start script says that the run exists."""
         match reply:
             case ["started" | "known"]:
                 return
@@ -225,7 +255,7 @@ class HostedRuns:
 
 
 def _build_item(run: str, body: RunBody, ground: Ground, priority: int) -> BatchItem:
-    """Return the item of a run. Raises ToolFailure(INVALID_ARGUMENTS) for input that no orchestrator accepts."""
+    """Return the item of a run. Raises ToolFailure(INVALID_ARGUMENTS): no orchestrator accepts the input."""
     try:
         item = BatchItem(custom_id=run, line=1, url=RUNS_URL, work=body, ground=ground, priority=priority)
         text = item.model_dump_json()
@@ -261,7 +291,7 @@ def _build_item(run: str, body: RunBody, ground: Ground, priority: int) -> Batch
 
 
 def _check_files(ground: Ground, store: TenantStore) -> None:
-    """Raise ToolFailure(INVALID_ARGUMENTS) for first files that no sandbox can have, and invalid patterns."""
+    """Raise ToolFailure(INVALID_ARGUMENTS) for initial files that no sandbox can have, and for invalid patterns."""
     if ground.workspace is not None and ground.restore is not None:
         raise _refused("a session starts from a workspace or a checkpoint: leave out `workspace` or `restore`")
     for path, problem in Grounds(None, store).complaints(ground):
@@ -269,14 +299,16 @@ def _check_files(ground: Ground, store: TenantStore) -> None:
 
 
 def _checked(run: str) -> str:
-    """Raise ToolFailure(FILE_NOT_FOUND) for an invalid run id, which could otherwise address another Redis key."""
+    """Return the run id. Raises ToolFailure(FILE_NOT_FOUND): the id is invalid. An invalid id could address another
+    Redis key.
+    """
     if not _NAME.fullmatch(run):
         raise not_found(run)
     return run
 
 
 def _build_about(body: RunBody, ground: Ground, metadata: Mapping[str, str]) -> str:
-    """Return the fields that lists show, as JSON. Raises ToolFailure(INVALID_ARGUMENTS) for invalid metadata."""
+    """Return the fields that lists show, as JSON. Raises ToolFailure(INVALID_ARGUMENTS): the metadata is invalid."""
     is_long = any(
         not 1 <= len(name) <= MAX_METADATA_NAME or len(text) > MAX_METADATA_TEXT for name, text in metadata.items()
     )
@@ -298,12 +330,16 @@ def _build_about(body: RunBody, ground: Ground, metadata: Mapping[str, str]) -> 
 
 
 def _run_of_word(tenant: str, word: str) -> str:
+    """Return the run id that belongs to an idempotency key. The same tenant and key always give the same id."""
     if not 1 <= len(word) <= 256:
         raise _refused("the word under which a run is started once must have 1 to 256 characters: give a shorter one")
     return hashlib.sha256(f"{tenant}\0{HOSTED_BATCH}\0{word}".encode(errors="replace")).hexdigest()[:24]
 
 
 def _parse_cursor(cursor: str | None) -> int:
+    """Return the list position of a cursor; a position above all runs for None. Raises
+    ToolFailure(INVALID_ARGUMENTS).
+    """
     if cursor is None:
         return 2**53
     if not (cursor.isascii() and cursor.isdigit() and len(cursor) <= 15):
@@ -312,4 +348,5 @@ def _parse_cursor(cursor: str | None) -> int:
 
 
 def _refused(message: str) -> ToolFailure:
+    """Return the error for an invalid request."""
     return ToolFailure(ErrorCode.INVALID_ARGUMENTS, message)

@@ -62,19 +62,21 @@ from telemetry.logs import get_logger
 log = get_logger(__name__)
 
 LEAST_WALL_S = 1.0
-"""Least time for a resumed run whose time limit has passed. The run replays its log, so its result covers the whole
-log.
+"""Minimum time for a resumed run after its time limit has passed, in seconds. The run replays its log in this time,
+so its result covers the whole log.
 """
 _INFO: TypeAdapter[SessionInfo] = TypeAdapter(SessionInfo)
 
 
 class ItemWork:
-    """Runs items of any batch on one pool. `work` returns an outcome, or raises RunDeferred when the run has to wait.
-    The caller cancels `work` when this process no longer owns the run.
+    """Executes items of any batch on one pool.
+
+    `work` returns an outcome, or raises RunDeferred when the run has to wait. The caller cancels `work` when this
+    process no longer owns the run.
     """
 
     def __init__(self, pool: PoolConnection, parts: RunParts, models: Models, traces: Traces | None) -> None:
-        """`traces` None: no traces are written."""
+        """`traces` None: write no traces."""
         self._pool = pool
         self._parts = parts
         self._models = models
@@ -130,6 +132,9 @@ class ItemWork:
             raise
 
     async def _ended(self, claim: RunClaim, journal: Journal, defaults: BatchDefaults, on_event: OnEvent) -> Outcome:
+        """Set up the item's session, execute the item, close the session, and return the outcome. Errors of the item
+        become its failure; errors that make the run wait are raised.
+        """
         item, began = claim.record.item, time.monotonic()
         own_model = item.work.model if isinstance(item.work, RunBody) else None
         session: Session | None = None
@@ -145,6 +150,7 @@ class ItemWork:
             body, failure = await self._worked(claim, journal, defaults, session, on_event)
         except Exception as error:  # any error ends only this item; the batch continues
             if (instead := self.gate.classify(error, own_model)) is not None:
+                # The run continues later in the same session, so the session must stay open.
                 session = None
                 raise instead from error
             body, failure = None, judge_error(error)
@@ -152,6 +158,8 @@ class ItemWork:
                 # The sandbox may exist on a host even if opening the session failed.
                 await self.abandon(claim, journal)
         finally:
+            # A cancelled task means that another process may continue the run, so the session stays open in that
+            # case.
             if session is not None and item.ground.session is None and not is_being_cancelled():
                 await self._close(claim.tenant, session)
         return build_outcome(claim, failure, body)
@@ -194,7 +202,7 @@ class ItemWork:
     async def _worked(
         self, claim: RunClaim, journal: Journal, defaults: BatchDefaults, session: Session | None, on_event: OnEvent
     ) -> tuple[dict[str, Any], Failure | None]:
-        """Run the item. Return the body of its row, and its failure; None for a success."""
+        """Execute the item. Return the body of its row and its failure; the failure is None for a success."""
         work = claim.record.item.work
         if isinstance(work, RunBody):
             return await self._run(claim, work, journal, defaults, session, on_event)
@@ -212,7 +220,7 @@ class ItemWork:
         session: Session | None,
         on_event: OnEvent,
     ) -> tuple[dict[str, Any], Failure | None]:
-        """Run the agent of an item. Return the same as `_worked`."""
+        """Run the agent of an item. Return the same values as `_worked`."""
         item, agent_run = claim.record.item, _run_name(claim)
         options, is_over = _options(work.limits, defaults), False
         if options.max_wall_s is not None:
@@ -265,25 +273,26 @@ class ItemWork:
         return body, judge_run(run)
 
     def _warn_once(self, claim: RunClaim, message: str, on_event: OnEvent) -> None:
-        """Add a warning to the item's batch, once for all its items."""
+        """Add a warning to the item's batch. The batch receives the warning only once."""
         batch = claim.tenant, claim.record.batch
         if batch not in self._warned and claim.record.batch != HOSTED_BATCH:
             self._warned.add(batch)
             on_event(BatchNotice(message=message, is_warning=True))
 
     def _approver(self, defaults: BatchDefaults, slot: RunSlot) -> Approver:
+        """Return the approver of the run. An approver that asks people releases the run's slot while the run waits."""
         approver = self._parts.people if defaults.asks_people else self._parts.approver
         return SlotReleasingApprover(approver, slot) if isinstance(approver, QueueApprover) else approver
 
     @asynccontextmanager
     async def _listen(self, claim: RunClaim, on_event: OnEvent) -> AsyncIterator[tuple[OnEvent, LiveText | None]]:
-        """Yield the listener of a run's events, and the display of its partial replies; None for no display."""
+        """Yield the listener for a run's events, and the display of its partial replies; None for no display."""
         yield on_event, None
 
     async def _called(
         self, claim: RunClaim, journal: Journal, work: CallBody, session: Session, on_event: OnEvent
     ) -> ToolResult:
-        """Send the single call of an item without an agent. Return the result from the log if there is one."""
+        """Send the single call of an item without an agent. Return the logged result if there is one."""
         call_id = _run_name(claim)
         result = journal.result_of(call_id)
         if result is not None:
@@ -313,8 +322,9 @@ class ItemWork:
     async def _artifacts(
         self, item: BatchItem, journal: Journal, defaults: BatchDefaults, session: Session, on_event: OnEvent
     ) -> "_CopiedOut":
-        """Copy the files that the item's line names to the folder of the batch, or to the store when it has none.
-        Return what the row says about them; nothing when the line names none.
+        """Copy the artifacts that the item's line names to the folder of the batch; without a folder, to the store.
+
+        Returns the fields of the row about artifacts; no fields if the line names no artifacts.
         """
         if not item.ground.artifacts:
             return {}
@@ -328,7 +338,7 @@ class ItemWork:
         return {"artifacts": exported.paths, "missing": exported.missing, "file": exported.file}
 
     async def _save(self, item: BatchItem, journal: Journal, session: Session) -> ArtifactsCopied:
-        """Have the session's host copy the artifacts to the store."""
+        """Ask the session's host to copy the artifacts to the store. Return the logged event."""
         listing = await session.list_files()
         found = [*listing.files, *listing.links]
         chosen, idle = await asyncio.to_thread(choose_paths, found, item.ground.artifacts)
@@ -341,6 +351,7 @@ class ItemWork:
         return await journal.note_artifacts(_printable(paths), _printable(missing), file)
 
     async def _export(self, item: BatchItem, journal: Journal, folder_of_all: str, session: Session) -> ArtifactsCopied:
+        """Copy the artifacts to the item's folder on this machine. Return the logged event."""
         target = artifact_folder(Path(folder_of_all), item.custom_id)
         with tempfile.TemporaryDirectory(prefix="toolcrew-artifacts-") as folder:
             await session.export(folder)
@@ -348,8 +359,8 @@ class ItemWork:
         return await journal.note_artifacts(_printable(copied.paths), _printable(copied.missing()))
 
     async def _close(self, tenant: str, session: Session) -> None:
-        """Close the session. If its sandbox cannot be removed now, the item keeps its outcome. The host is asked again
-        later.
+        """Close the session. If the sandbox cannot be removed now, the item keeps its outcome and the host is asked
+        again later.
         """
         try:
             await retry_until_available(session.close)
@@ -384,7 +395,7 @@ def _needs_session(item: BatchItem) -> bool:
 
 def _run_name(claim: RunClaim, attempt: int | None = None) -> str:
     """Return the run name of an attempt; None means the current attempt. Call ids derive from this name, so each
-    attempt needs its own.
+    attempt needs a different name.
     """
     number = attempt or claim.record.attempt
     return claim.run if number == 1 else f"{claim.run}-{number}"
@@ -398,8 +409,8 @@ def prices_of(defaults: BatchDefaults) -> Prices | None:
 
 
 def _options(limits: RunLimits, defaults: BatchDefaults) -> ReActOptions:
-    """Return the limits of the item, else of the batch, else the defaults. Raises ConfigError for limits that
-    contradict each other.
+    """Return the run's limits. Values of the item come first, then values of the batch, then the defaults. Raises
+    ConfigError: the limits contradict each other.
     """
     fields = {**defaults.limits.model_dump(exclude_none=True), **limits.model_dump(exclude_none=True)}
     if (prices := prices_of(defaults)) is not None:

@@ -1,4 +1,8 @@
-"""A run and its log: what the log has is answered out of it, what is new gets into it before it takes effect."""
+"""Journal of a run: the link between a running run and its log.
+
+Invariant: an event is in the log before the event takes effect. A process that resumes the run replays the logged
+events. The process asks the model and the pool only for what the log does not contain.
+"""
 
 import asyncio
 import time
@@ -26,119 +30,134 @@ from store.run_log import LogEntry, RunLog, RunTaken
 
 
 class Journal:
-    """One run's, for as long as this process works it. `on_taken`: another process has the run: this one's task is to
-    be cancelled.
+    """Journal of one run, for as long as this process executes the run.
 
-    The loop that runs by it is the ordinary one: it asks the same questions again, in the same order, and gets the same
-    answers as far as there are some. Only what follows is asked of the model and of the pool.
+    `on_taken` is called when another process owns the run. The callback must cancel the task that executes the run
+    here.
+
+    A resumed run uses the ordinary agent loop. The loop asks the same questions in the same order and receives the
+    logged answers. Only the questions after the end of the log go to the model and the pool.
     """
 
     def __init__(
         self, run_log: RunLog, on_taken: Callable[[], object], clock: Callable[[], float] | None = None
     ) -> None:
-        # Entries may be continued on a host whose clock differs.
+        # Another host may continue this log and its clock may differ. All times of a log come from the log's own
+        # clock.
         self._log, self._on_taken, self._clock = run_log, on_taken, clock or run_log.clock
         logged = [entry.event for entry in run_log.entries]
         self._replies = [event for event in logged if isinstance(event, ModelReplied)]
         self._reviews = {event.call_id: event for event in logged if isinstance(event, CallReviewed)}
         self._results = {event.result.call_id: event.result for event in logged if isinstance(event, CallFinished)}
         self.artifacts = next((event for event in logged if isinstance(event, ArtifactsCopied)), None)
-        """Those that have been copied out; None: none have been yet."""
+        """The logged copy of the run's artifacts; None if no artifacts are copied yet."""
         self.is_resumed = bool(logged)
-        """Whether another process, or this one before, has begun with the run."""
+        """True if the log has entries: this process or an earlier process has already started the run."""
         self.has_lost_session = any(_is_session_lost(result) for result in self._results.values())
-        """Whether a call has found the run's session gone: what the model is told from there on would be worth
-        nothing.
+        """True if a call found that the run's session no longer exists. Later replies of the model would rest on a
+        lost sandbox.
         """
+        # Number of replies that the loop has requested. A number above the count of logged replies means a new reply.
         self._given = 0
         self._begun_at: float | None = None
         self.spent_wall_s = max((entry.wall_s for entry in run_log.entries), default=0.0)
-        """How long the run had worked when its log ended."""
+        """Working time of the run at the end of its log, in seconds."""
 
     @property
     def is_catching_up(self) -> bool:
-        """Whether the reply that is being worked through is one of the log: its calls may have been sent."""
+        """Return whether the current reply comes from the log. An earlier process may have sent the calls of such a
+        reply.
+        """
         return 0 < self._given <= len(self._replies)
 
     @property
     def has_reply(self) -> bool:
-        """Whether the next reply is one of the log."""
+        """Return whether the next reply comes from the log."""
         return self._given < len(self._replies)
 
     @property
     def began_at(self) -> float | None:
-        """When what is in the log began, Unix seconds; None: nothing is."""
+        """Return the time of the first log entry, in Unix seconds; None if the log is empty."""
         return self._log.entries[0].event.at if self._log.entries else None
 
     @property
     def has_grown(self) -> bool:
-        """Whether this process has brought the run further."""
+        """Return whether this process has added entries to the log."""
         return self._log.has_grown
 
     @property
     def opening(self) -> str | None:
-        """The session that was about to be opened when the log ended, and is not known to be there."""
+        """Return the session that the run was opening when its log ended; None otherwise. The session may not exist."""
         last = self._last((SessionOpening, SessionOpened))
         return last.session if isinstance(last, SessionOpening) else None
 
     @property
     def session(self) -> SessionOpened | None:
-        """The run's session."""
+        """Return the open session of the run; None if no session is open."""
         last = self._last((SessionOpening, SessionOpened))
         return last if isinstance(last, SessionOpened) else None
 
     def begin(self) -> None:
-        """Its sandbox is there: from here its time counts."""
+        """Start to count the working time of the run. The sandbox is ready."""
         self._begun_at = time.monotonic()
 
     def next_reply(self) -> tuple[Chunk, ...] | None:
-        """The next reply of the log; None when the model has to be asked."""
+        """Return the next reply of the log; None if the log has no more replies and the model must be asked."""
         self._given += 1
         return self._replies[self._given - 1].chunks if self._given <= len(self._replies) else None
 
     def sent_since(self, call: str) -> float | None:
-        """Unix seconds of the first moment at which the call may have been sent before this process had the run; None:
-        it was not.
+        """Return the earliest time at which an earlier process may have sent the call, in Unix seconds.
+
+        Returns None if no earlier process can have sent the call.
         """
         if not self.is_catching_up:
             return None
         review = self._reviews.get(call)
+        # The earlier process logged the reply, and the review if there is one, before it sent the call.
         return max(self._replies[self._given - 1].at, review.at if review is not None else 0.0)
 
     def now(self) -> float:
-        """Unix seconds, by the clock of `sent_since`."""
+        """Return the current time in Unix seconds, from the same clock as `sent_since`."""
         return self._clock()
 
     def review_of(self, call: str) -> ToolCall | ToolResult | None:
-        """What an approver has said."""
+        """Return the logged decision about a call: the approved call, or the result that refuses the call. None if
+        there is no decision.
+        """
         known = self._reviews.get(call)
         return None if known is None else known.approved or known.refused
 
     def result_of(self, call: str) -> ToolResult | None:
-        """The result of a call that has ended."""
+        """Return the logged result of a call; None if the call has not finished."""
         return self._results.get(call)
 
     async def note_opening(self, session: str) -> None:
+        """Log that the run is about to open this session. A later process can then remove the session after a crash."""
         await self._append(SessionOpening(run=self._log.run, at=self._clock(), session=session))
 
     async def note_opened(self, session: str, info: dict[str, JsonValue]) -> None:
+        """Log that the session is open. `info`: the session's description as JSON."""
         await self._append(SessionOpened(run=self._log.run, at=self._clock(), session=session, info=info))
 
     async def note_reply(self, chunks: Iterable[Chunk]) -> None:
+        """Log a reply of the model. The reply must be complete."""
         await self._append(ModelReplied(run=self._log.run, at=self._clock(), chunks=tuple(chunks)))
 
     async def note_review(self, call: str, reviewed: ToolCall | ToolResult) -> None:
+        """Log the decision about a call: the approved call, or the result that refuses the call."""
         approved, refused = (reviewed, None) if isinstance(reviewed, ToolCall) else (None, reviewed)
         await self._append(
             CallReviewed(run=self._log.run, at=self._clock(), call_id=call, approved=approved, refused=refused)
         )
 
     async def note_result(self, call: str, result: ToolResult) -> None:
+        """Log the result of a call."""
         self.has_lost_session = self.has_lost_session or _is_session_lost(result)
         await self._append(CallFinished(run=self._log.run, at=self._clock(), result=result))
 
     async def note_artifacts(self, paths: Iterable[str], missing: Iterable[str], file: str = "") -> ArtifactsCopied:
-        """Return the event that was logged."""
+        """Log that the run's artifacts are copied, and return the logged event."""
         event = ArtifactsCopied(
             run=self._log.run, at=self._clock(), paths=tuple(paths), missing=tuple(missing), file=file
         )
@@ -146,34 +165,41 @@ class Journal:
         return event
 
     async def _append(self, event: RunEvent) -> None:
+        """Append the event to the log. Does not return if another process owns the run."""
         try:
             await self._log.append(LogEntry(event, self._wall_s()))
         except RunTaken:
             await self._stop()
 
     async def _stop(self) -> NoReturn:
-        """Nothing that this process would do counts any more. Waits for being cancelled: whatever it returned or raised
-        would be taken for an outcome.
+        """Report that another process owns the run, then wait until this task is cancelled.
+
+        A return value or an exception would be recorded as the outcome of the run, and this process no longer owns
+        the run.
         """
         self._on_taken()
         await asyncio.get_running_loop().create_future()
         raise AssertionError("nobody sets it")
 
     def _last(self, kinds: tuple[type[SessionOpening], type[SessionOpened]]) -> SessionOpening | SessionOpened | None:
+        """Return the last event of these types in the log; None if there is none."""
         events = (entry.event for entry in reversed(self._log.entries))
         return next((event for event in events if isinstance(event, kinds)), None)
 
     def _wall_s(self) -> float:
+        """Return the working time of the run, in seconds, including the time of earlier processes."""
         return self.spent_wall_s + (time.monotonic() - self._begun_at if self._begun_at is not None else 0.0)
 
 
 def _is_session_lost(result: ToolResult) -> bool:
+    """Return whether the result says that the session does not exist."""
     return result.error_code is ErrorCode.SESSION_NOT_FOUND
 
 
 def _as_text(value: Any) -> Any:
-    """The same without halves of surrogate pairs, which cannot be written down: two that belong together are one
-    character, others the replacement character.
+    """Return the value without single surrogates, which UTF-8 cannot encode.
+
+    Two surrogates that form a pair become one character. Any other surrogate becomes the replacement character.
     """
     match value:
         case str():
@@ -187,8 +213,9 @@ def _as_text(value: Any) -> Any:
 
 
 class LoggedModel:
-    """A model whose replies are in the log before anybody hears them. A reply comes whole: its calls run when all of it
-    is known.
+    """Model that logs each reply before the caller receives the reply.
+
+    A reply arrives as a whole: its calls run only after the complete reply is in the log.
     """
 
     def __init__(
@@ -200,8 +227,9 @@ class LoggedModel:
         is_over: bool = False,
         live: LiveText | None = None,
     ) -> None:
-        """`extra`: fields that every request carries. `is_over`: the run had used up its time before: nothing new is
-        asked. `live`: shows replies while they come."""
+        """`extra`: fields that every request contains. `is_over`: the run has already used its time, so no new
+        request is sent. `live`: shows replies while they arrive.
+        """
         self._model = model
         self._journal = journal
         self._extra = dict(extra)
@@ -213,18 +241,21 @@ class LoggedModel:
         return self._model.name
 
     async def stream(self, request: ModelRequest) -> AsyncIterator[Chunk]:
-        """The reply of the log, else the model's. Raises as the model does; nothing of a reply that broke off is
-        logged, or heard.
+        """Yield the next reply of the log, or the reply of the model if the log has no more replies.
+
+        Raises the exceptions of the model. An incomplete reply is not logged and the caller receives no part of it.
+        Raises SandboxUnavailable: the run's session no longer exists.
         """
         chunks = self._journal.next_reply()
         if chunks is None and self._is_over:
-            # The run's limit ends this, and a reply that came then would be paid for nothing.
+            # Wait until the time limit cancels the run. A new reply would cost money and would not be used.
             await asyncio.get_running_loop().create_future()
         if chunks is None and self._journal.has_lost_session:
             raise SandboxUnavailable(
                 "the run's sandbox is gone, closed or past its time to live while nobody worked the run: retry the item"
             )
         if chunks is None:
+            # Logging comes before the first yield: a process that resumes the run must see the same reply.
             asked = replace(request, extra={**request.extra, **self._extra})
             chunks = tuple(_as_text(chunk) for chunk in join_chunks([chunk async for chunk in self._shown(asked)]))
             await self._journal.note_reply(chunks)
@@ -232,7 +263,7 @@ class LoggedModel:
             yield chunk
 
     async def _shown(self, asked: ModelRequest) -> AsyncIterator[Chunk]:
-        """The model's reply, shown as it comes."""
+        """Yield the model's reply. Show each chunk on `live` when the chunk arrives."""
         live = self._live
         if live is None:
             async for chunk in self._model.stream(asked):
@@ -246,8 +277,9 @@ class LoggedModel:
                 yield chunk
             is_whole = True
         finally:
+            # The client has seen a part of a reply that the log will never contain.
             if not is_whole:
                 live.withdraw()
 
     async def aclose(self) -> None:
-        """The model is its opener's to close."""
+        """Do nothing: the code that opened the model closes the model."""

@@ -1,4 +1,6 @@
-"""Shows the text of a reply while it arrives. The loop of a durable run gets a reply when it is whole and logged."""
+"""Shows the text of a reply while the reply arrives. The loop of a durable run receives a reply only after the
+complete reply is logged.
+"""
 
 from collections.abc import Callable
 
@@ -8,8 +10,10 @@ from orchestrator.dialects.model import Chunk
 
 
 class LiveText:
-    """The live text of one run. It reads each reply in the loop's dialect and only publishes text. Text events of the
-    loop that repeat shown text are dropped.
+    """Live text of one run.
+
+    This class reads each reply in the dialect of the loop and publishes only text. The loop repeats the text in its
+    own events, so text that was already shown is removed from those events.
     """
 
     def __init__(self, run: str, on_event: OnEvent) -> None:
@@ -20,7 +24,7 @@ class LiveText:
         self._shown = 0
 
     def use(self, open_reader: Callable[[], ReplyReader]) -> None:
-        """Set how the run's replies are read."""
+        """Set the function that opens a reader for each reply."""
         self._open_reader = open_reader
 
     def begin(self) -> None:
@@ -36,7 +40,7 @@ class LiveText:
                 self._publish(TextArrived(run=self._run, text=event.text))
 
     def withdraw(self) -> None:
-        """Withdraw the shown text of a reply that broke off."""
+        """Withdraw the shown text of a reply that was interrupted."""
         if self._shown:
             self._publish(TextWithdrawn(run=self._run, characters=self._shown))
         self._shown = 0

@@ -1,4 +1,4 @@
-"""The models that runs of this process use, opened once each."""
+"""Models that runs of this process use. Each model is opened once."""
 
 import asyncio
 from contextlib import AsyncExitStack
@@ -9,8 +9,9 @@ from orchestrator.settings import OrchestratorSettings
 
 
 class Models:
-    """Open models by name. An async context manager: leaving it closes all. `default`: used for runs that name no
-    model, in place of the one of the environment.
+    """Open models by name. An async context manager that closes all models on exit.
+
+    `default`: model of runs that name no model, in place of the model of the environment.
     """
 
     def __init__(self, settings: OrchestratorSettings, default: Model | ChosenModel | None = None) -> None:
@@ -20,7 +21,7 @@ class Models:
         self._opening = asyncio.Lock()
 
     async def get(self, name: str | None) -> ChosenModel:
-        """Return the model of that name; None: that of the environment. Raises ConfigError, ModelUnavailable."""
+        """Return the model of that name; None: the default model. Raises ConfigError, ModelUnavailable."""
         if name not in self._open:
             async with self._opening:
                 if name not in self._open:
@@ -35,7 +36,7 @@ class Models:
         return set(self._open)
 
     async def close(self, name: str | None) -> None:
-        """Close a model that no run uses. A later `get` opens it again."""
+        """Close a model that no run uses. A later `get` opens the model again."""
         opened = self._open.pop(name, None)
         if opened is not None:
             await opened[1].aclose()

@@ -1,4 +1,4 @@
-"""Classifies how an item ended, so that a client knows whether a retry helps."""
+"""Classifies the end of an item, so that a client knows whether a retry helps."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -36,14 +36,14 @@ _INPUT_CODES = frozenset(
     }
 )
 _BUSY_CODES = frozenset({ErrorCode.RATE_LIMITED, ErrorCode.QUOTA_EXCEEDED, ErrorCode.SESSION_NOT_FOUND})
-"""Nothing is wrong with the item: another attempt may succeed."""
+"""Codes that do not indicate an error of the item: another attempt may succeed."""
 
 CONTEXT_WINDOW_EXCEEDED, MODEL_REFUSED, ORCHESTRATOR_LOST = (
     "context_window_exceeded",
     "model_refused",
     "orchestrator_lost",
 )
-"""Codes of failed items that are no error codes of calls."""
+"""Codes of failed items that are not error codes of calls."""
 
 _STOP_MESSAGES: dict[StopReason, str] = {
     StopReason.MAX_ITERATIONS: "the model still called tools when its steps were used up: allow more (max_iterations)",
@@ -57,14 +57,14 @@ _STOP_MESSAGES: dict[StopReason, str] = {
 
 
 def judge_run(result: RunResult) -> Failure | None:
-    """Return why an ended run is a failure; None: it has answered."""
+    """Return why a run is a failure; None if the run has an answer."""
     if result.stop_reason is StopReason.ANSWERED:
         return None
     return Failure(kind=FailureKind.MODEL, code=result.stop_reason.value, message=_STOP_MESSAGES[result.stop_reason])
 
 
 def judge_call(result: ToolResult) -> Failure | None:
-    """Return why a single call is a failure; None: it succeeded."""
+    """Return why a single call is a failure; None if the call succeeded."""
     if result.success:
         return None
     code = result.error_code or ErrorCode.INTERNAL
@@ -74,7 +74,9 @@ def judge_call(result: ToolResult) -> Failure | None:
 
 
 def judge_error(error: BaseException) -> Failure:
-    """Return the failure for an error that ended an item. An error that is not one of ours is a defect: INTERNAL."""
+    """Return the failure for an error that ended an item. An error of an unexpected type is a defect and has the code
+    INTERNAL.
+    """
     match error:
         case ContextWindowExceeded():
             return Failure(kind=FailureKind.MODEL, code=CONTEXT_WINDOW_EXCEEDED, message=str(error))
@@ -100,7 +102,7 @@ def judge_error(error: BaseException) -> Failure:
 
 
 def judge_losses(times: int) -> Failure:
-    """Return the failure of an item whose holders died that often in a row."""
+    """Return the failure of an item that has lost its owner `times` times in a row."""
     message = (
         f"the process that worked the item died, or lost Redis, {times} times in a row without bringing it further: "
         "look into that process's log and its memory for what this item asks too much of, then retry it"
@@ -109,7 +111,7 @@ def judge_losses(times: int) -> Failure:
 
 
 def build_outcome(claim: RunClaim, failure: Failure | None, body: Mapping[str, Any] | None = None) -> Outcome:
-    """Return the outcome of a claimed run. `failure` None: it succeeded."""
+    """Return the outcome of a claimed run. `failure` None: the run succeeded."""
     record = claim.record
     return Outcome(
         custom_id=record.item.custom_id,
@@ -122,7 +124,7 @@ def build_outcome(claim: RunClaim, failure: Failure | None, body: Mapping[str, A
 
 
 def status_of(failure: Failure | None) -> int:
-    """Return the HTTP status of the row."""
+    """Return the HTTP status code of the row."""
     if failure is None:
         return 200
     kinds = {FailureKind.MODEL: 422, FailureKind.TOOL: 422, FailureKind.INPUT: 400, FailureKind.CANCELLED: 499}

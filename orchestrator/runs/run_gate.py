@@ -1,8 +1,9 @@
-"""Makes runs wait while the model endpoint does not answer or a tenant's quota is used up. Waiting costs an item no
-attempt.
+"""Makes runs wait while the model endpoint does not answer or a tenant's quota is used up. Waiting does not count as
+an attempt of the item.
 
-All runs of a process ask one endpoint. While it answers any of them, it is up, and a request that fails is a problem of
-its run. While it answers none, one run at a time tries it and the others are not started.
+All runs of a process use the same endpoint. While the endpoint answers any of the runs, the endpoint is up, and a
+failed request is a problem of its run. While the endpoint answers no run, one run at a time tries the endpoint and no
+other run starts.
 """
 
 import math
@@ -24,22 +25,28 @@ from contract.errors import (
 from orchestrator.dialects.model import Chunk, Model, ModelRequest
 
 PAUSES_S = (2.0, 5.0, 10.0, 20.0, 30.0)
-"""Pauses between the runs that try an endpoint which is down. The last one repeats."""
+"""Pauses between the runs that try an endpoint that is down, in seconds. The last pause repeats."""
 MAX_DEFERRALS = 20
-"""Deferrals of one run while the endpoint answers no run. Beyond, its own request may be what the model fails at."""
+"""Number of times that one run may be deferred while the endpoint answers no run. After that, the run's own request
+may be the cause.
+"""
 MAX_LONE_DEFERRALS = 2
-"""Deferrals of one run while the endpoint answers others."""
+"""Number of times that one run may be deferred while the endpoint answers other runs."""
 QUOTA_RETRY_S = 2.0
-"""After a quota was reached, one more run may start each time this has passed."""
+"""After a quota was reached, one more run may start after each period of this length, in seconds."""
 MAX_UNKNOWN = 1000
-"""Remembered names of models that the endpoint does not know. Beyond, all are forgotten and asked for again."""
+"""Maximum number of remembered models that the endpoint does not know. At the limit, all are forgotten and requested
+again.
+"""
 
 _QUOTA_CODES = frozenset({ErrorCode.QUOTA_EXCEEDED, ErrorCode.RATE_LIMITED})
 
 
 class RunDeferred(Exception):
-    """A run has to wait. It keeps its log and its session, and continues later. `cause`: the endpoint answers no run;
-    it does not answer this run's request; the tenant's quota is used up.
+    """Signal that a run has to wait. The run keeps its log and its session, and continues later.
+
+    `cause`: "endpoint": the endpoint answers no run. "request": the endpoint does not answer this run's request.
+    "quota": the tenant's quota is used up.
     """
 
     def __init__(self, reason: str, cause: Literal["endpoint", "request", "quota"]) -> None:
@@ -48,7 +55,9 @@ class RunDeferred(Exception):
 
 
 class EndpointDown(ModelUnavailable):
-    """The endpoint did not answer a request, and its run may wait. `is_lone`: it answered other runs."""
+    """The endpoint did not answer a request, and the run of the request may wait. `is_lone`: the endpoint answered
+    other runs.
+    """
 
     def __init__(self, reason: str, *, is_lone: bool) -> None:
         super().__init__(reason)
@@ -79,12 +88,14 @@ class RunGate:
 
     @property
     def down_s(self) -> float | None:
-        """Return how long the endpoint has answered no run; None: it answers, or was never asked."""
+        """Return for how many seconds the endpoint has answered no run. None: the endpoint answers, or no run has
+        asked it yet.
+        """
         return None if self._down_since is None else self._clock() - self._down_since
 
     @contextmanager
     def request(self, run: str) -> Iterator[None]:
-        """Wrap a request of a run. Raises EndpointDown for a failure after which the run may wait."""
+        """Wrap a request of a run. Raises EndpointDown: the request failed and the run may wait."""
         asked_at = self._clock()
         try:
             yield
@@ -102,35 +113,43 @@ class RunGate:
             raise EndpointDown(str(error), is_lone=is_lone) from error
 
     def has_answered_since(self, asked_at: float) -> bool:
-        """Return whether the endpoint has answered any run since then. If not, it counts as down until it answers."""
+        """Return whether the endpoint has answered any run since that time. If not, the endpoint counts as down until
+        it answers.
+        """
         if self._answered_at < asked_at and self._down_since is None:
             self._down_since, self._tries, self._try_at = asked_at, 0, self._clock() + PAUSES_S[0]
         return self._answered_at >= asked_at
 
     def note_answer(self, run: str) -> None:
-        """Note that a reply has begun to arrive."""
+        """Note that a reply has started to arrive."""
         self._answered_at = self._clock()
         self._down_since = None
         self._deferrals.clear()
         self._lone_deferrals.pop(run, None)
 
     def check_model(self, own_model: str | None) -> None:
-        """Raise ModelDenied for a line's model that the endpoint does not know, before anything is set up for it."""
+        """Raise ModelDenied if the endpoint does not know the model that the item's line names. Called before the
+        item's setup.
+        """
         if own_model in self._unknown:
             raise ModelDenied(self._unknown[own_model], is_unknown_model=True)
 
     def note_quota(self, running: int) -> None:
-        """Note that one run more than these exceeded the quota."""
+        """Note that `running` runs fit in the quota and that one more run exceeded the quota."""
         self._quota_limit, self._raise_limit_at = max(0, running), self._clock() + QUOTA_RETRY_S
 
     def admit(self, free: int, running: int) -> int:
-        """Return how many of `free` runs may start next to the running ones. A result above 0 counts as started."""
+        """Return how many of `free` runs may start in addition to the running ones. A result above 0 counts as
+        started.
+        """
         return min(self._admit_by_quota(free, running), self._admit_by_endpoint(free))
 
     def _admit_by_quota(self, free: int, running: int) -> int:
+        """Return how many runs may start without exceeding the quota."""
         if self._quota_limit is None:
             return free
         if self._clock() >= self._raise_limit_at:
+            # No event reports that the quota has room again, so the limit rises by one run at a time.
             self._quota_limit, self._raise_limit_at = self._quota_limit + 1, self._clock() + QUOTA_RETRY_S
         if self._quota_limit >= running + free:
             self._quota_limit = None
@@ -138,6 +157,7 @@ class RunGate:
         return max(0, self._quota_limit - running)
 
     def _admit_by_endpoint(self, free: int) -> int:
+        """Return how many runs may start: all while the endpoint answers, else one run after each pause."""
         if self._down_since is None:
             return free
         if free < 1 or self._clock() < self._try_at:
@@ -147,8 +167,9 @@ class RunGate:
         return 1
 
     def classify(self, error: Exception, own_model: str | None) -> RunDeferred | ModelDenied | None:
-        """Return RunDeferred for an error after which the run waits, ModelDenied for one that stops every run of this
-        process, None for one that ends the run. `own_model`: the one that its line names.
+        """Return the effect of an error on the run. `own_model`: the model that the run's line names.
+
+        RunDeferred: the run waits. ModelDenied: every run of this process stops. None: the error ends this run.
         """
         match error:
             case EndpointDown():
@@ -167,7 +188,7 @@ class RunGate:
 
 
 class GatedModel:
-    """A model of one run that reports to the gate whether the endpoint answers."""
+    """Model of one run that reports to the gate whether the endpoint answers."""
 
     def __init__(self, model: Model, gate: RunGate, run: str) -> None:
         self._model, self._gate, self._run = model, gate, run
@@ -178,7 +199,7 @@ class GatedModel:
         return self._model.name
 
     async def stream(self, request: ModelRequest) -> AsyncIterator[Chunk]:
-        """Yield the chunks of the reply. Raises as the model does, and EndpointDown."""
+        """Yield the chunks of the reply. Raises the exceptions of the model, and EndpointDown."""
         self._asked_at = self._gate.now()
         with self._gate.request(self._run):
             async for chunk in self._model.stream(request):
@@ -188,7 +209,11 @@ class GatedModel:
                 yield chunk
 
     def check_answered(self) -> None:
-        """Raise ModelUnavailable for a run whose time was up while the endpoint answered neither it nor other runs."""
+        """Raise ModelUnavailable if the endpoint has answered neither this run nor other runs since the run's last
+        request.
+
+        Called for a run that has reached its time limit.
+        """
         if self._asked_at is not None and not self._gate.has_answered_since(self._asked_at):
             raise ModelUnavailable(
                 "the model had not begun to answer when the run's time was up (max_wall_s): check that it is up, or "
@@ -196,4 +221,4 @@ class GatedModel:
             )
 
     async def aclose(self) -> None:
-        """Do nothing: the opener closes the model."""
+        """Do nothing: the code that opened the model closes the model."""

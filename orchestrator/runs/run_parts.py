@@ -1,5 +1,5 @@
-"""What a run on a pool is made of: a model in its dialect, the tools that it may have, and how its calls are reviewed
-and sent.
+"""Parts of a run on a pool: a model with its dialect, the tools that the run may use, and the review and dispatch of
+its calls.
 """
 
 import asyncio
@@ -45,11 +45,11 @@ from telemetry.logs import get_logger
 log = get_logger(__name__)
 
 MAX_CHARS = 8 * 1024
-"""Limit of the tool's whole description, which a model reads at each step."""
+"""Limit of the complete description of skill_tool, in characters. The model reads the description at each step."""
 WINDOW_SHARE = 0.02
-"""Largest share of a known context window that the description may take."""
+"""Largest share of a known context window that the description may use."""
 CHARS_A_TOKEN = 4
-"""Characters of English text in a token, roughly."""
+"""Approximate number of characters of English text in a token."""
 _NONE = "There are no skills now."
 
 
@@ -59,8 +59,9 @@ def disclose(
     uses: Mapping[str, int],
     context_tokens: int | None = None,
 ) -> list[ToolSpec]:
-    """Return the specs; that of skill_tool gets the skills' names and descriptions. `uses`: how often each was used;
-    `context_tokens`: the model's context window.
+    """Return the specs with the names and descriptions of the skills added to the spec of skill_tool.
+
+    `uses`: number of uses of each skill. `context_tokens`: the model's context window.
     """
     return [
         spec.model_copy(
@@ -81,6 +82,7 @@ def _count_chars(spec: ToolSpec, context_tokens: int | None) -> int:
 
 
 def _list_skills(skills: Iterable[SkillSummary], uses: Mapping[str, int], room: int) -> str:
+    """Return the list of skills for the description, with a note about skills that do not fit."""
     lines = {skill.name: f"- {skill.name}: {' '.join(skill.description.split())}" for skill in skills}
     if not lines:
         return _NONE
@@ -92,8 +94,8 @@ def _list_skills(skills: Iterable[SkillSummary], uses: Mapping[str, int], room: 
 
 
 def _choose_lines(lines: Mapping[str, str], uses: Mapping[str, int], room: int) -> list[str]:
-    """Return the lines that fit, the most used skills first, in the order of the input. A line that is too long does
-    not keep shorter ones out.
+    """Return the lines that fit, in the order of the input. The most used skills come first in the choice. A line
+    that is too long does not exclude shorter lines.
     """
     fitting: set[str] = set()
     for name in sorted(lines, key=lambda name: (-uses.get(name, 0), name)):
@@ -104,25 +106,25 @@ def _choose_lines(lines: Mapping[str, str], uses: Mapping[str, int], room: int) 
 
 
 class ActiveSkills:
-    """The skills that one run has loaded. `skills`: all skills of its tenant."""
+    """Skills that one run has loaded. `skills`: all skills of its tenant."""
 
     def __init__(self, skills: Iterable[SkillSummary]) -> None:
         self._skills: Mapping[str, SkillSummary] = {skill.name: skill for skill in skills}
         self._loaded: set[str] = set()
 
     def note(self, call: ToolCall, result: ToolResult) -> str | None:
-        """Return the skill that the call has used; None if it has used none."""
+        """Return the skill that the call has used; None if the call has used no skill."""
         name = call.arguments.get("name") if call.name == SKILL_TOOL else call.name
         if not result.success or not isinstance(name, str) or name not in self._skills:
             return None
-        # The digest decides: another skill of that name may allow other tools.
+        # Compare the digest: another skill with the same name may allow other tools.
         if call.name == SKILL_TOOL and result.metadata.get("digest") == self._skills[name].digest:
             self._loaded.add(name)
         return name
 
     def rules(self, trusted: Collection[str], tenant: str) -> tuple[Rule, ...]:
-        """Return rules that allow the tools of loaded skills. `trusted`: digests of skills whose tools need no
-        approval.
+        """Return rules that allow the tools of the loaded skills. `trusted`: digests of skills that may use their
+        tools without an approval.
         """
         active = [self._skills[name] for name in sorted(self._loaded) if self._skills[name].digest in trusted]
         return tuple(
@@ -136,7 +138,7 @@ Published = TypeVar("Published")
 
 
 class RunJournal(Protocol):
-    """The journal of a durable run (orchestrator/runs/journal.py)."""
+    """Journal of a durable run (orchestrator/runs/journal.py)."""
 
     @property
     def is_catching_up(self) -> bool: ...
@@ -160,8 +162,10 @@ async def _do_not_wait(_: str) -> None:
 
 @dataclass(frozen=True)
 class RunConfig:
-    """The configuration of one run. `tools` None: those that suit the model. `journal` None: the run is not durable.
-    `live`: shows replies while they arrive. `wrap_model`: makes a model whose replies are logged.
+    """Configuration of one run.
+
+    `tools` None: the tools that suit the model. `journal` None: the run is not durable. `live`: shows replies while
+    they arrive. `wrap_model`: returns a model that logs its replies.
     """
 
     run: str
@@ -172,20 +176,24 @@ class RunConfig:
     on_event: OnEvent = lambda _: None
     shows_output: bool = False
     priority: Priority = "interactive"
-    """The priority of its calls."""
+    """Priority of the run's calls."""
     approver: Approver | None = None
-    """None: the client's approver."""
+    """Approver of the run's calls; None: the client's approver."""
     before_send: Callable[[str], Awaitable[None]] = _do_not_wait
-    """Waits before the call of that id is sent: the run may have released its slot while people decided about it."""
+    """Waits before the call of that id is sent. The run may have released its slot while people decided about the
+    call.
+    """
     journal: RunJournal | None = None
     wrap_model: Callable[[Model], Model] = lambda model: model
     live: LiveText | None = None
     is_chat: bool = False
-    """The model gets only the run's own messages, no system prompt."""
+    """True: the model receives only the run's own messages and no system prompt."""
 
 
 class RunParts:
-    """Builds the agents of one client. Methods raise as the pool does: BrokerUnavailable, ToolFailure, ConfigError."""
+    """Builds the agents of one client. Methods raise the exceptions of the pool: BrokerUnavailable, ToolFailure,
+    ConfigError.
+    """
 
     def __init__(
         self, settings: OrchestratorSettings, pool: PoolConnection, approver: Approver, policy: ApprovalPolicy
@@ -200,7 +208,7 @@ class RunParts:
         self.skill_uses = SkillUses(pool.redis, settings.deployment)
 
     async def build_agent(self, session: Session | None, chosen: ChosenModel, config: RunConfig) -> Agent:
-        """Return the agent of one run in an open session; None: of a run without tools."""
+        """Return the agent of one run in an open session. `session` None: the run has no tools."""
         profile, reason = await choose_profile(config.profile, chosen, self._capabilities)
         self._log_profile(chosen.model.name, profile, reason)
         name = "native" if config.is_chat else config.dialect or self._settings.dialect or profile.dialect
@@ -261,8 +269,8 @@ class RunParts:
         return await _of_workers(self.specs_for(session.tenant, names, (await session.info()).describe_network()))
 
     async def specs_for(self, tenant: str, names: Iterable[str] | Literal["all"], reach: str | None) -> list[ToolSpec]:
-        """Return the tools for a model of the tenant. `reach`: a description of its session's network. Raises
-        ConfigError when no worker is up.
+        """Return the tools for a model of the tenant. `reach`: description of the session's network. Raises
+        ConfigError: no worker is up.
         """
         switches = switches_for(await self._pool.switches.switches(), tenant)
         return await self._specs(await self._pool.offers.of(tenant), tenant, switches, names, reach)
@@ -276,7 +284,7 @@ class RunParts:
         reach: str | None,
         context_tokens: int | None = None,
     ) -> list[ToolSpec]:
-        """Return the tools; the description of skill_tool lists the tenant's skills as far as they fit."""
+        """Return the tools. The description of skill_tool lists the tenant's skills that fit."""
         allowed = await self._pool.tenants.policy(tenant)
         offered = sorted(
             (spec for spec in offer.tools if is_offered(switches, allowed, spec)), key=lambda spec: spec.name
@@ -288,7 +296,9 @@ class RunParts:
 
     @cached_property
     def people(self) -> Approver:
-        """Return the approver that asks people. All runs share it, so that one poll serves all waiting calls."""
+        """Return the approver that asks people. All runs share the approver, so that one poll serves all waiting
+        calls.
+        """
         return choose_people(self._settings, open_approvals(self._settings, self._pool.redis, self._pool.keys))
 
     async def review(
@@ -303,8 +313,10 @@ class RunParts:
         approver: Approver | None = None,
         active: ActiveSkills | None = None,
     ) -> ToolCall | ToolResult:
-        """Return the call as it may run, or the result that refuses it. `session` None: one is opened for this call.
-        `approver` None: the client's. `active`: the skills of the call's run.
+        """Return the approved call, or the result that refuses the call.
+
+        `session` None: a session is opened for this call. `approver` None: the client's approver. `active`: skills of
+        the call's run.
         """
         switches, own = await self._pool.switches.switches(), await self._pool.tenants.policy(tenant)
         try:
@@ -314,6 +326,7 @@ class RunParts:
                 await asyncio.to_thread(refuse_unasked, switches, own, tenant, spec, call.arguments)
         except ToolFailure as failure:
             return ToolResult.failed(call, failure.code, failure.message, metadata=dict(failure.metadata))
+        # Rules of skills only allow. A rule of the client or the tenant that denies or asks takes precedence.
         policy = with_tenant_rules(self._policy, own, tenant)
         if active is not None:
             policy = replace(policy, rules=policy.rules + active.rules(own.trusted_skills, tenant))
@@ -330,17 +343,17 @@ class RunParts:
         )
 
     async def policy_of(self, tenant: str) -> ApprovalPolicy:
-        """Return the approval policy of a tenant's calls: the client's rules and its own."""
+        """Return the approval policy of a tenant's calls: the rules of the client and of the tenant."""
         return with_tenant_rules(self._policy, await self._pool.tenants.policy(tenant), tenant)
 
     def settle(self, session: Session, call: str) -> None:
-        """Note that the result of a call is logged, so the pool may drop it."""
+        """Note that the result of a call is logged. The pool may now delete its copy of the result."""
         self._pool.dispatcher.settle(session.tenant, call)
 
 
 class _Calls:
-    """Makes the calls of one run: reviews them, dispatches them, publishes their output, and logs reviews and results
-    in the journal if there is one.
+    """Makes the calls of one run: reviews, dispatches and publishes them. Logs reviews and results in the journal if
+    the run has a journal.
     """
 
     def __init__(
@@ -365,7 +378,7 @@ class _Calls:
         self._model = model
 
     def run_call(self) -> RunCall:
-        """Return the function with which the agent runs a call."""
+        """Return the function with which the agent executes a call."""
         make = self._run if self._config.journal is None else self._run_durably
 
         async def run_call(call: ToolCall) -> ToolResult:
@@ -378,6 +391,7 @@ class _Calls:
         return run_call
 
     async def _run_durably(self, call: ToolCall) -> ToolResult:
+        """Return the logged result of the call, or execute the call and log the result before it is returned."""
         journal = self._config.journal
         assert journal is not None
         logged = journal.result_of(call.id)
@@ -388,12 +402,15 @@ class _Calls:
         except BrokerUnavailable as error:
             result = ToolResult.failed(call, error.code, str(error))
         await journal.note_result(call.id, result)
+        # Only now may the pool delete the result: until the result is in the journal, the pool has the only copy.
         self._parts.settle(self._session, call.id)
         return result
 
     def _build_attempts(self, call: ToolCall, clock: Callable[[], float]) -> Callable[[], Awaitable[ToolResult]]:
-        """Return a function that makes the call each time it is called. It raises BrokerUnavailable when the outcome is
-        unknown; the next attempt reads it from the call's record.
+        """Return a function that makes one attempt at the call each time it is called.
+
+        The function raises BrokerUnavailable when the outcome is unknown. The next attempt reads the outcome from the
+        call's record.
         """
         tried_at: float | None = None
 
@@ -408,6 +425,9 @@ class _Calls:
         return send
 
     async def _run(self, call: ToolCall, *, tried_at: float | None = None) -> ToolResult:
+        """Review, send and wait for one call. `tried_at`: time of an earlier attempt in this process, in Unix
+        seconds.
+        """
         spec = self._specs[call.name]
         reviewed = await self._review(call, spec)
         if isinstance(reviewed, ToolResult):
@@ -433,12 +453,13 @@ class _Calls:
             with report_waiting(self._on_waiting):
                 return await self._session.send(request, on_output)
 
-        # A durable run waits for a limit that only delays it, in place of a result that says so.
+        # A durable run waits for a limit that only delays the call. Any other run returns a result that reports the
+        # limit.
         result = await (send() if self._config.journal is None else until_admitted(send))
         return note_aliases(result, find_aliases(spec, call.arguments))
 
     async def _review(self, call: ToolCall, spec: ToolSpec) -> ToolCall | ToolResult:
-        """Review the call as `RunParts.review` does. A logged decision is used again instead of asking again."""
+        """Review the call as `RunParts.review` does. A logged decision is used again, so people are not asked twice."""
         journal, was_asked = self._config.journal, False
 
         def on_event(event: RunEvent) -> None:
@@ -465,17 +486,20 @@ class _Calls:
         return reviewed
 
     def _warn_of_wait(self, notice: WaitNotice) -> None:
+        """Publish a warning that a call waits."""
         self._config.on_event(Warned(run=self._config.run, message=notice.message))
 
     def _build_on_output(self, call: str) -> OnOutput:
+        """Return a function that publishes the output of the call."""
         return lambda stream, text: self._config.on_event(
             OutputArrived(run=self._config.run, call_id=call, stream=stream, text=text)
         )
 
 
 async def _of_workers(reading: Awaitable[Published]) -> Published:
-    """Return what the workers publish. The run has a session, so workers were up: that none is up now is an outage, not
-    a wrong setting.
+    """Return what the workers publish.
+
+    The run has a session, so workers were up before. A missing worker is therefore an outage and not a wrong setting.
     """
     try:
         return await reading
@@ -489,6 +513,7 @@ async def _refused(call: ToolCall) -> ToolResult:
 
 
 def _ready(run: str, info: SessionInfo) -> SandboxReady:
+    """Return the event that reports the run's open session."""
     sandbox, generation = (info.sandbox.id, info.sandbox.generation) if info.sandbox is not None else ("", 1)
     return SandboxReady(
         run=run,

@@ -1,5 +1,5 @@
-"""Works the runs and the detached batches of every tenant, as a service of its own (batch_service.py) or in the process
-of the API.
+"""Executes the runs and the detached batches of every tenant, as a separate service (batch_service.py) or in the
+process of the API.
 """
 
 import asyncio
@@ -38,7 +38,9 @@ from telemetry.logs import get_logger
 log = get_logger(__name__)
 
 MAX_IDLE_MODELS = 8
-"""Open models that no run uses now. Each has connections of its own, and tenants may name any number of models."""
+"""Maximum number of open models that no run uses now. Each model has its own connections, and tenants may name any
+number of models.
+"""
 
 
 @asynccontextmanager
@@ -50,12 +52,14 @@ async def open_runner(
     tenants: tuple[str, ...] = (),
     has_traces: bool = True,
 ) -> AsyncIterator[Runner]:
-    """Yield a runner of runs and batch items of all tenants, or of `tenants`, on a pool. It starts when its `run` is
-    awaited. `concurrency`: runs at a time. `has_traces`: write a trace of each run. Raises ConfigError for a policy
-    file that is invalid.
+    """Yield a runner for runs and batch items of all tenants, or of `tenants`, on a pool. The runner starts when its
+    `run` is awaited.
+
+    `concurrency`: runs at a time. `has_traces`: write a trace of each run. Raises ConfigError: the policy file is
+    invalid.
     """
-    # A service has no terminal: a call that needs an approval is decided by a rule or by the queue of approvals, else
-    # it is refused.
+    # A service has no terminal. A rule or the approval queue decides about a call that needs an approval; without a
+    # decision the call is refused.
     questions = open_approvals(settings, pool.redis, pool.keys)
     approver = choose_pool_approver(settings, questions, is_interactive=False)
     policy = load_policy(settings.approval_policy) if settings.approval_policy else DEFAULT_POLICY
@@ -75,13 +79,15 @@ async def open_runner(
 
 @dataclass(frozen=True)
 class Stopping:
-    """The two stages in which a service stops."""
+    """The two phases in which a service stops: draining, then stopped."""
 
     draining: asyncio.Event = field(default_factory=asyncio.Event)
     stopped: asyncio.Event = field(default_factory=asyncio.Event)
 
     def interrupt(self) -> None:
-        """The first time, start no more runs. The second time, give back the running ones at once."""
+        """Continue to the next phase. The first call starts no more runs. The second call returns the running runs to
+        the queue at once.
+        """
         if self.draining.is_set():
             self.stopped.set()
         self.draining.set()
@@ -89,8 +95,10 @@ class Stopping:
 
 @dataclass(frozen=True)
 class RunService:
-    """A runner with an orderly stop. `grace_s`: time that running runs have to end after the first interrupt. The
-    others are given back, and another process continues them.
+    """Runner with an orderly stop.
+
+    `grace_s`: time in seconds in which running runs can end after the first interrupt. After that time the remaining
+    runs return to the queue, and another process continues them.
     """
 
     runner: Runner
@@ -98,13 +106,13 @@ class RunService:
     stopping: Stopping = field(default_factory=Stopping)
 
     async def run(self) -> None:
-        """Return when the service was interrupted and every run has ended or is given back. Raises ModelDenied when the
-        model refuses this process.
+        """Return when the service was interrupted and every run has ended or has returned to the queue. Raises
+        ModelDenied: the model refuses this process.
         """
         await until_first(self.runner.run(), self._until_over())
 
     async def _until_over(self) -> None:
-        """Wait until the running runs are to be given back."""
+        """Wait until the running runs must return to the queue."""
         await self.stopping.draining.wait()
         log.info("draining", running=self.runner.running, grace_s=self.grace_s)
         self.runner.drain()
@@ -115,8 +123,10 @@ class RunService:
 
 
 class ServiceWork(ItemWork):
-    """Works items of any tenant. It never reads or writes a path of this machine that a record names, and stops a run
-    whose tenant is removed.
+    """Executes items of any tenant.
+
+    Invariant: the service never reads or writes a path of this machine that a record names. A run stops when its
+    tenant is removed.
     """
 
     def __init__(
@@ -127,15 +137,16 @@ class ServiceWork(ItemWork):
         traces: Traces | None,
         publisher: RunEventPublisher | None = None,
     ) -> None:
-        """`publisher`: publishes the events of hosted runs; None: they are not published."""
+        """`publisher`: publishes the events of hosted runs; None: publish no events."""
         super().__init__(pool, parts, models, traces)
         self._publisher = publisher
         self._users: dict[str, int] = {}
-        """Model name -> how many runs use it, the least recently named first."""
+        """Number of runs that use each model, by name. The least recently used name is first."""
         self._sent: dict[tuple[str, str], set[str]] = {}
-        """(tenant, run) -> ids of its running calls, for runs in a session that is not their own."""
+        """Ids of running calls by (tenant, run), for runs in a session that existed before the run."""
 
     async def work(self, claim: RunClaim, journal: Journal, defaults: BatchDefaults, on_event: OnEvent) -> Outcome:
+        """Execute the item as `ItemWork.work` does, and log its start and end."""
         log.info("run_begun", **_names(claim), is_resumed=claim.is_resumed)
         try:
             outcome = await self._checked(claim, journal, defaults, on_event)
@@ -152,6 +163,7 @@ class ServiceWork(ItemWork):
         return outcome
 
     async def _checked(self, claim: RunClaim, journal: Journal, defaults: BatchDefaults, on_event: OnEvent) -> Outcome:
+        """Refuse items that a service must not execute. Execute all other items."""
         work = claim.record.item.work
         model = (work.model or defaults.model) if isinstance(work, RunBody) else None
         refusal = _refuse(claim, defaults, model)
@@ -166,15 +178,13 @@ class ServiceWork(ItemWork):
         except ModelDenied as error:
             if model is None:
                 raise
-            # A line that names a refused model ends by itself: runs of other models continue.
+            # Only the run that names the refused model ends. Runs with other models continue.
             await self.abandon(claim, journal)
             return _failed(claim, judge_error(error))
 
     @asynccontextmanager
     async def _using(self, model: str | None) -> AsyncIterator[None]:
-        """Wrap a run that uses a model named by its line or batch. Afterwards, close the least recently used idle
-        models.
-        """
+        """Wrap a run with a model from its line or batch. Close the least recently used idle models afterwards."""
         if model is None:
             yield
             return
@@ -191,8 +201,10 @@ class ServiceWork(ItemWork):
     async def _while_served(
         self, claim: RunClaim, journal: Journal, defaults: BatchDefaults, on_event: OnEvent
     ) -> Outcome:
-        """Work the item as `ItemWork.work` does, but end it when its tenant is removed: each call would fail, and the
-        model would be asked about it until a limit.
+        """Execute the item as `ItemWork.work` does, but end the item when its tenant is removed.
+
+        Without this check, each call would fail and the model would be asked about the failures until a limit is
+        reached.
         """
         unserved = asyncio.Event()
 
@@ -206,7 +218,7 @@ class ServiceWork(ItemWork):
         try:
             await asyncio.wait((working, watching), return_when=asyncio.FIRST_COMPLETED)
         finally:
-            # A cancelled item leaves its session open for the process that continues it.
+            # A cancelled item leaves its session open for the process that continues the item.
             for task in (working, watching):
                 task.cancel()
             await asyncio.gather(working, watching, return_exceptions=True)
@@ -219,22 +231,25 @@ class ServiceWork(ItemWork):
         return _failed(claim, Failure(kind=FailureKind.INPUT, code=ErrorCode.UNKNOWN_TENANT.value, message=message))
 
     async def abandon(self, claim: RunClaim, journal: Journal) -> None:
-        """Abandon the run as `ItemWork.abandon` does. In a session that is not its own, end only the run's calls."""
+        """Abandon the run as `ItemWork.abandon` does. In a session that existed before the run, end only the run's
+        calls.
+        """
         await super().abandon(claim, journal)
         session = claim.record.item.ground.session
         for call in self._sent.pop((claim.tenant, claim.run), ()):
             order = ToolCall(id=secrets.token_hex(16), name="session.cancel", arguments={"call_id": call})
-            # While Redis does not answer, the call ends at its own time limit.
+            # If Redis does not answer, the call ends at its own time limit.
             with suppress(BrokerUnavailable):
                 await self._pool.dispatcher.command(order, claim.tenant, session)
 
     def drop_spans(self, claim: RunClaim) -> None:
-        """Forget the run: another process continues it."""
+        """Forget the run: another process continues the run."""
         super().drop_spans(claim)
         self._sent.pop((claim.tenant, claim.run), None)
 
     @asynccontextmanager
     async def _listen(self, claim: RunClaim, on_event: OnEvent) -> AsyncIterator[tuple[OnEvent, LiveText | None]]:
+        """Publish the events of a hosted run and show its partial replies. Other runs have no publisher."""
         if claim.record.batch != HOSTED_BATCH or self._publisher is None:
             yield on_event, None
             return
@@ -255,18 +270,19 @@ class ServiceWork(ItemWork):
 
 
 def _refuse(claim: RunClaim, defaults: BatchDefaults, model: str | None) -> str | None:
-    """Return why a service does not work the item; None if it does."""
+    """Return why a service does not execute the item; None if the service executes it."""
     if model == LOCAL:
         return "a service starts no model of its own for a batch: name one of its endpoint, or submit without --detach"
     return next(find_paths(claim.record.item, defaults.artifacts), None)
 
 
 def _names(claim: RunClaim) -> dict[str, object]:
-    """Return the log fields of a run: its names, nothing of its content."""
+    """Return the log fields of a run: its names without any content."""
     return {"tenant": claim.tenant, "batch": claim.record.batch, "run": claim.run, "attempt": claim.record.attempt}
 
 
 def _failed(claim: RunClaim, failure: Failure) -> Outcome:
+    """Return the outcome of a failed item."""
     record = claim.record
     return Outcome(
         custom_id=record.item.custom_id,

@@ -1,10 +1,11 @@
-"""The run slots of one process: how many runs it works at a time.
+"""Run slots of one process. The number of slots limits how many runs the process executes at a time.
 
-A run that only waits for people releases its slot to another run and takes one again when it continues. A run that
-waits for a sandbox lends its slot to runs that continue, because those could not end without one.
+A run that only waits for people releases its slot to another run, and takes a slot again before the run continues.
+A run that waits for a sandbox lends its slot to runs that continue, because those runs cannot end without a slot.
 
-Invariant: runs in memory minus runs without a slot never exceed the number of slots. A run that wants to continue gets
-the next free slot before a new run is claimed; the one that has waited longest comes first.
+Invariant: the number of runs in memory minus the number of runs without a slot never exceeds the number of slots. A
+run that wants to continue gets the next free slot before a new run is claimed. The run that has waited longest is
+first.
 """
 
 import asyncio
@@ -19,35 +20,37 @@ from orchestrator.loop.call_runner import RunCall
 from store.tasks import is_being_cancelled
 
 MAX_RUNS_PER_SLOT = 16
-"""Runs in memory for each slot, waiting ones included: each keeps its messages in memory."""
+"""Maximum number of runs in memory for each slot, including waiting runs. Each run keeps its messages in memory."""
 
 
 class RunSlots:
-    """The slots of one process. Until `configure` was called, no run waits for a slot."""
+    """Slots of one process. No run waits for a slot until `configure` was called."""
 
     def __init__(self) -> None:
         self._count: int | None = None
         self._runs: Sized = ()
         self._reserved = 0
         self._away: set[RunSlot] = set()
-        """Slots of runs that have released them."""
+        """Slots that their runs have released."""
         self._lent: set[RunSlot] = set()
-        """Those of `_away` that only a returning run may take."""
+        """Slots in `_away` that only a returning run may take."""
         self._returning: deque[RunSlot] = deque()
 
     def configure(self, count: int, runs: Sized) -> None:
-        """Set the number of slots. `runs`: all runs in memory, kept up to date by the caller."""
+        """Set the number of slots. `runs`: all runs in memory. The caller keeps this collection up to date."""
         self._count, self._runs = count, runs
 
     def count_free(self) -> int:
-        """Return how many runs may be claimed, after those that want their slot back. Call it when a run has ended."""
+        """Return how many runs may be claimed. Runs that want their slot back have priority. Call this method when a
+        run has ended.
+        """
         self._grant_returning()
         limit = (self._count or 0) * MAX_RUNS_PER_SLOT
         return max(0, min(self._free() - len(self._lent), limit - len(self._runs) - self._reserved))
 
     @contextmanager
     def reserve(self, count: int) -> Iterator[None]:
-        """Reserve slots while runs are claimed, until these are among the runs in memory: no run returns to them."""
+        """Reserve slots until the claimed runs are among the runs in memory. No run returns to a reserved slot."""
         self._reserved += count
         try:
             yield
@@ -57,7 +60,7 @@ class RunSlots:
 
     @asynccontextmanager
     async def run(self) -> AsyncIterator["RunSlot"]:
-        """Wrap a run that has started in a slot. It leaves the block with a slot, unless the block is cancelled or
+        """Wrap a run that has started in a slot. The run has a slot after the block, unless the block is cancelled or
         raises.
         """
         slot = RunSlot(self)
@@ -65,12 +68,14 @@ class RunSlots:
             yield slot
             await slot.wait()
         finally:
-            # The rest of the run's work here counts as work in a slot.
+            # The rest of the run's work in this process counts as work in a slot.
             self._away.discard(slot)
 
     @asynccontextmanager
     async def lend(self) -> AsyncIterator[None]:
-        """Lend the run's slot to returning runs while it waits for its sandbox; it leaves the block with a slot."""
+        """Lend the run's slot to returning runs while the run waits for its sandbox. The run has a slot after the
+        block.
+        """
         slot = RunSlot(self)
         self._lent.add(slot)
         self.release(slot)
@@ -82,14 +87,14 @@ class RunSlots:
             self._away.discard(slot)
 
     def release(self, slot: "RunSlot") -> None:
-        """Let another run have the slot."""
+        """Release the slot, so that another run can use it."""
         if self._count is not None and slot not in self._away:
             self._away.add(slot)
             slot.leave()
             self._grant_returning()
 
     def request(self, slot: "RunSlot") -> None:
-        """Queue a run that wants to continue, once for all its calls."""
+        """Queue a run that wants to continue. The run is queued once for all its calls."""
         if slot not in self._returning:
             self._returning.append(slot)
         self._grant_returning()
@@ -100,9 +105,11 @@ class RunSlots:
             self._returning.remove(slot)
 
     def _free(self) -> int:
+        """Return the number of free slots. May be negative."""
         return (self._count or 0) - self._reserved - (len(self._runs) - len(self._away))
 
     def _grant_returning(self) -> None:
+        """Give free slots to the runs that have waited longest."""
         while self._returning and self._free() > 0:
             slot = self._returning.popleft()
             self._away.discard(slot)
@@ -111,21 +118,22 @@ class RunSlots:
 
 
 class RunSlot:
-    """The slot of one run. It is released while the run has calls and none of them is at work. Between calls the run
-    itself is at work.
+    """Slot of one run. The run releases the slot while the run has calls and none of the calls needs the slot.
+
+    Between calls the run itself needs the slot.
     """
 
     def __init__(self, slots: RunSlots) -> None:
         self._slots = slots
         self._calls: set[str] = set()
-        """Calls that have begun and not ended."""
+        """Calls that have started and not ended."""
         self._at_work: set[str] = set()
         self._returning: set[str] = set()
         self._is_granted = asyncio.Event()
         self._is_granted.set()
 
     def wrap(self, run_call: RunCall) -> RunCall:
-        """Return a function that runs calls as `run_call` does, in this slot."""
+        """Return a function that executes calls as `run_call` does, in this slot."""
 
         async def run_in_slot(call: ToolCall) -> ToolResult:
             async with self.call(call.id):
@@ -135,8 +143,8 @@ class RunSlot:
 
     @asynccontextmanager
     async def call(self, call: str) -> AsyncIterator[None]:
-        """Wrap a call from its beginning to its end. A call that begins while the others wait first waits for a
-        slot.
+        """Wrap a call from its start to its end. If the run has no slot at the start, the call waits for a slot
+        first.
         """
         self._calls.add(call)
         try:
@@ -144,7 +152,7 @@ class RunSlot:
             try:
                 yield
             finally:
-                # An approval that times out raises in the call, and the run continues: it needs its slot again.
+                # If an approval times out, the call raises and the run continues, so the run needs its slot again.
                 if not is_being_cancelled():
                     await self.wait(call)
         finally:
@@ -152,13 +160,13 @@ class RunSlot:
             self.rest(call)
 
     def rest(self, call: str) -> None:
-        """Note that a call needs no slot until it calls `wait`."""
+        """Note that a call needs no slot until the call uses `wait`."""
         self._at_work.discard(call)
         if self._calls and not self._at_work:
             self._slots.release(self)
 
     async def wait(self, call: str = "") -> None:
-        """Wait until the run has a slot; the call is at work then. `call` "": the run itself waits."""
+        """Wait until the run has a slot. The call needs the slot from then on. `call` "": the run itself waits."""
         if self._is_granted.is_set():
             self._at_work.add(call)
             return
@@ -176,23 +184,26 @@ class RunSlot:
         self._is_granted.clear()
 
     def grant(self) -> None:
-        """Note that the run has a slot. Its waiting calls count as at work at once: until they wake up, another call
-        that ends must not release the slot again.
+        """Note that the run has a slot.
+
+        The waiting calls count as active at once. Until they wake up, another call that ends must not release the
+        slot again.
         """
         self._at_work |= self._returning
         self._is_granted.set()
 
 
 class SlotReleasingApprover:
-    """Asks another approver, which waits for people. From then on the call needs no slot.
+    """Approver that asks another approver, which waits for people. The call needs no slot after this point.
 
-    The caller waits for the slot after the decision, not inside `decide`: a decision that came before a slot was free
-    would be lost there.
+    The caller waits for the slot after the decision and not inside `decide`. A decision that arrives before a slot is
+    free would be lost inside `decide`.
     """
 
     def __init__(self, approver: Approver, slot: RunSlot) -> None:
         self._approver, self._slot = approver, slot
 
     async def decide(self, request: ApprovalRequest) -> Decision:
+        """Return the decision of the other approver. The call needs no slot from now on."""
         self._slot.rest(request.call.id)
         return await self._approver.decide(request)

@@ -1,7 +1,8 @@
-"""Works the runs of a deployment: claims them, keeps their leases, and ends each exactly once.
+"""Executes the runs of a deployment: claims runs, renews their leases, and ends each run exactly once.
 
-Invariant: a run has one holder at a time. Every write of a holder (log entry, outcome, putting back) carries the token
-of its claim, so that a holder that lost its lease changes nothing, even if it does not know yet.
+Invariant: at most one process owns a run at a time. Every write of the owner (log entry, outcome, return to the
+queue) carries the token of its claim. A process that has lost its lease therefore cannot change the run, even if the
+process does not know about the loss.
 """
 
 import asyncio
@@ -41,28 +42,30 @@ from telemetry.logs import bound, get_logger
 log = get_logger(__name__)
 
 LOOK_S = 0.5
-"""Pause between two looks for new runs while slots are free."""
+"""Pause between two checks for new runs while slots are free, in seconds."""
 RENEWALS_A_LEASE = 4
 CANCELS_S = 0.5
 DEFAULTS_FRESH_S = 2.0
-"""Age up to which a batch's defaults are used without reading them again."""
+"""Age up to which the defaults of a batch are used without another read, in seconds."""
 MAX_LOSSES = 5
-"""Holders that may die in a row without progress of the run. Then the run counts as what kills them, and fails."""
+"""Number of owners that may die in a row without progress of the run. After that the run fails: the run probably
+kills its owners.
+"""
 DOUBTFUL_LOSSES = 3
-"""From so many losses on, a run is worked without others of that kind: if it kills its holder, the others would be
-counted as losses, too.
+"""Number of losses after which a run is doubtful. A process executes only one doubtful run at a time. If such a run
+kills its owner, other doubtful runs would count the death as their own loss.
 """
 TRIAL_S = 30.0
-"""Time for which others wait for a doubtful run that neither makes progress nor ends."""
+"""Time for which other doubtful runs wait for a doubtful run without progress, in seconds."""
 RETRY_AFTER_S = (2.0, 10.0, 60.0)
-"""Pauses before an item is retried after its first, second, ... infrastructure failure. Up to half as much is added at
-random, so that not all items return at once.
+"""Pauses before an item is retried after its first, second, ... infrastructure failure, in seconds. The runner adds a
+random part of up to half the pause, so that not all items return at once.
 """
 
 
 @dataclass
 class _ActiveRun:
-    """A run that this process holds."""
+    """A run that this process owns."""
 
     claim: RunClaim
     task: "asyncio.Task[None]"
@@ -70,32 +73,36 @@ class _ActiveRun:
     began: float = field(default_factory=time.monotonic)
     prices: Prices | None = None
     is_doubtful: bool = False
-    """The run may be what its former holders died of."""
+    """True if the run may have killed its earlier owners."""
     is_taken: bool = False
     is_cancelled: bool = False
     is_ending: bool = False
-    """Its outcome is being stored. The claim guards that, so it is not cancelled any more."""
+    """True while the outcome is being stored. The token of the claim protects this write, so the task must not be
+    cancelled.
+    """
     is_interrupted: bool = False
-    """Its task has handled its cancellation."""
+    """True after the task has handled its cancellation."""
     steps: set[int] = field(default_factory=set)
     calls: set[str] = field(default_factory=set)
-    """Ids of the calls of this attempt, including logged ones."""
+    """Ids of the calls of this attempt, including logged calls."""
 
     @property
     def is_on_trial(self) -> bool:
-        """Return whether the run may still kill its holder: it is doubtful and has made no progress here."""
+        """Return whether the run may still kill its owner: the run is doubtful and has made no progress in this
+        process.
+        """
         has_grown = self.journal is not None and self.journal.has_grown
         return self.is_doubtful and not has_grown and time.monotonic() - self.began < TRIAL_S
 
     def count(self, event: RunEvent) -> None:
-        """Count the steps and calls that the end of the run reports."""
+        """Count the steps and calls that the end event of the run reports."""
         if isinstance(event, StepFinished):
             self.steps.add(event.step)
         elif isinstance(event, CallFinished):
             self.calls.add(event.result.call_id)
 
     def cost(self, body: Mapping[str, Any], usage: Usage) -> float | None:
-        """Return the cost that the row has, or the price of the tokens if rows of this kind have no cost."""
+        """Return the cost in the row. If rows of this kind have no cost, return the price of the tokens."""
         if "cost" in body or self.prices is None or not body:
             cost = body.get("cost")
             return float(cost) if cost is not None else None
@@ -104,9 +111,11 @@ class _ActiveRun:
 
 @dataclass
 class Runner:
-    """Claims and works runs in one process. `concurrency`: run slots of this process; the limit of a batch holds over
-    all processes. `only`: the tenant and batch whose runs are claimed; None: hosted runs and all detached batches, of
-    `tenants` if there are any.
+    """Claims and executes runs in one process.
+
+    `concurrency`: run slots of this process. The limit of a batch applies to all processes together. `only`: claim
+    only runs of this tenant and batch. None: hosted runs and all detached batches, limited to `tenants` if `tenants`
+    is not empty.
     """
 
     client: RedisClient
@@ -127,14 +136,14 @@ class Runner:
 
     @property
     def running(self) -> int:
-        """Return how many runs this process holds."""
+        """Return how many runs this process owns."""
         return len(self._active)
 
     async def run(self) -> None:
-        """Work runs until `drain` was called and the last one has ended, or until cancelled: then the running ones are
-        given back, and another process continues them.
+        """Execute runs until `drain` was called and the last run has ended, or until this method is cancelled. A
+        cancellation returns the running runs to the queue, and another process continues them.
 
-        Raises ModelDenied when the model refuses this process. Its runs are given back, and none fails.
+        Raises ModelDenied: the model refuses this process. The runs return to the queue, and none of them fails.
         """
         self.work.slots.configure(self.concurrency, self._active)
         renewing = asyncio.create_task(self._renew_regularly(), name="renew-runs")
@@ -143,6 +152,7 @@ class Runner:
         try:
             await self._work_until_drained()
         finally:
+            # The shield lets the runs return to the queue even if this task is cancelled a second time.
             await asyncio.shield(self._end_all())
             await cancel_all((renewing, cancelling, writing))
         if self._denied is not None:
@@ -154,6 +164,7 @@ class Runner:
         self._freed.set()
 
     async def _work_until_drained(self) -> None:
+        """Claim runs for free slots until draining has ended or the model refuses this process."""
         while self._denied is None and not (self._is_draining and not self._active):
             check_cancelled()
             self._freed.clear()
@@ -168,6 +179,7 @@ class Runner:
         self._note_answered()
 
     async def _claim(self, room: int) -> None:
+        """Claim up to `room` runs and start their tasks."""
         try:
             claims = await self.queue.claim(room, self.only, self.tenants)
         except BrokerUnavailable as error:
@@ -177,12 +189,14 @@ class Runner:
             key = (claim.tenant, claim.run)
             earlier = self._active.get(key)
             if earlier is not None:
-                # Our own run, whose lease ended while Redis did not answer. Its first task can log nothing more.
+                # This process already had the run, but the lease expired while Redis did not answer. The first task
+                # has the old token and cannot log anything. End the first task before the new one starts.
                 earlier.is_taken = True
                 await cancel_all((earlier.task,))
             self._active[key] = _ActiveRun(claim, asyncio.create_task(self._hold(claim), name=f"run-{claim.run}"))
 
     async def _hold(self, claim: RunClaim) -> None:
+        """Execute a claimed run in its own task. Handles the cancellation of the task and unexpected errors."""
         key = (claim.tenant, claim.run)
         active = self._active[key]
         try:
@@ -190,7 +204,7 @@ class Runner:
                 await self._work_one(claim, active)
         except asyncio.CancelledError:
             await self._let_go(claim, active)
-        except Exception:  # a defect ends one run here; after its lease another process continues it
+        except Exception:  # an unexpected error ends one run here; another process continues it after its lease
             log.exception("run_broke_off", run=claim.run)
         finally:
             self.work.drop_spans(claim)
@@ -199,9 +213,10 @@ class Runner:
             self._freed.set()
 
     async def _work_one(self, claim: RunClaim, active: _ActiveRun) -> None:
+        """Execute a claimed run and store its outcome, or return the run to the queue."""
         record = claim.record
         if record.losses >= MAX_LOSSES:
-            # Its log is not read: reading it may be what its holders died of.
+            # Do not read the log: reading the log may be what killed the earlier owners.
             await self.queue.close_sessions(claim.tenant, [claim.run])
             await self._finish(
                 claim, active, build_outcome(claim, judge_losses(record.losses)), BatchDefaults(retries=0)
@@ -221,7 +236,8 @@ class Runner:
         try:
             run_log, defaults = await self._load(claim)
         except ConfigError as error:
-            # It is unknown what the run has done, so it is not retried automatically.
+            # The log cannot be continued, so the effects of the run are unknown. An automatic retry could repeat
+            # them.
             await self.queue.close_sessions(claim.tenant, [claim.run])
             failure = Failure(kind=FailureKind.INFRASTRUCTURE, code=error.code.value, message=str(error))
             await self._finish(claim, active, build_outcome(claim, failure), BatchDefaults(retries=0))
@@ -235,6 +251,7 @@ class Runner:
 
         try:
             outcome = await self.work.work(claim, active.journal, defaults, on_event)
+            # A library may have swallowed the cancellation of this task. The outcome must then not be stored.
             check_cancelled()
         except RunDeferred as reason:
             await self._defer(claim, reason)
@@ -250,8 +267,10 @@ class Runner:
             await self._finish(claim, active, outcome, defaults)
 
     async def _load(self, claim: RunClaim) -> tuple[RunLog, BatchDefaults]:
-        """Return the log of a run and the defaults of its batch. Waits while Redis does not answer: without its log,
-        the run would pay and act twice. Raises ConfigError for a log that cannot be continued.
+        """Return the log of a run and the defaults of its batch.
+
+        Waits while Redis does not answer: without its log, the run would pay for replies and execute calls twice.
+        Raises ConfigError: the log cannot be continued.
         """
         while True:
             try:
@@ -262,7 +281,7 @@ class Runner:
                 await asyncio.sleep(LOOK_S)
 
     async def _defer(self, claim: RunClaim, reason: RunDeferred) -> None:
-        """Put back a run that has to wait. A notice says so once for each batch."""
+        """Put a run that has to wait back into the queue. Publishes the reason once for each batch."""
         batch, after_s = (claim.tenant, claim.record.batch), QUOTA_RETRY_S * random.uniform(1.0, 2.0)
         if reason.cause == "endpoint":
             after_s = 0.0
@@ -278,35 +297,42 @@ class Runner:
         await self._give_back(claim, self._active[claim.tenant, claim.run], after_s)
 
     def _note_once(self, noted: set[tuple[str, str]], batch: tuple[str, str], message: str) -> None:
+        """Publish the message unless `noted` contains the batch."""
         if batch not in noted:
             noted.add(batch)
             self._note(batch, message)
 
     def _note_answered(self) -> None:
-        """Add a notice to the batches that waited for the model."""
+        """Publish a notice in the batches that waited for the model, if the model answers again."""
         if self.work.gate.down_s is None:
             for batch in self._waiting_for_model:
                 self._note(batch, "the model answers again: the batch goes on")
             self._waiting_for_model.clear()
 
     def _note(self, batch: tuple[str, str], message: str) -> None:
+        """Publish a notice in the batch."""
         self.writer.add(*batch, BatchNotice(message=message))
 
     def _publish(self, claim: RunClaim, event: RunEvent) -> None:
-        """Add an event of a run to the stream of its batch, if the progress of a batch is counted from such events."""
+        """Add an event of a run to the stream of its batch, if the progress of the batch counts events of this type."""
         record = claim.record
         if isinstance(event, CallFinished):
             event = event.without_output()
         if isinstance(event, PROGRESS_EVENTS) and not isinstance(event, BatchNotice):
-            # In the loop, an attempt after the first has another name for its run.
+            # The agent loop names attempts after the first differently. Events of a batch carry the run id without
+            # the attempt.
             event = replace(event, run=claim.run, attempt=record.attempt, item=record.item.custom_id)
         if isinstance(event, PROGRESS_EVENTS):
             self.writer.add(claim.tenant, record.batch, event)
 
     async def _finish(self, claim: RunClaim, active: _ActiveRun, outcome: Outcome, defaults: BatchDefaults) -> None:
-        """Store the outcome, or queue the next attempt. Waits while Redis does not answer, so no outcome is lost."""
+        """Store the outcome, or queue the next attempt. Waits while Redis does not answer, so that no outcome is
+        lost.
+        """
         failure, times = outcome.failure, claim.record.attempt - claim.record.first_attempt + 1
         is_retried = failure is not None and failure.kind is FailureKind.INFRASTRUCTURE and times <= defaults.retries
+        # From here on, a lost lease or a cancelled run does not cancel the task. The token decides whether the write
+        # counts.
         active.is_ending = True
         while True:
             try:
@@ -317,6 +343,7 @@ class Runner:
                     is_ours = await self.queue.finish(claim, outcome)
                 break
             except BatchCancelled:
+                # The batch was cancelled, so no further attempt is queued. The failure is stored as the outcome.
                 is_retried = False
             except BrokerUnavailable as error:
                 log.warning("outcome_not_noted", run=claim.run, error=str(error))
@@ -325,6 +352,7 @@ class Runner:
             self._publish_end(claim, active, outcome, is_retried=is_retried)
 
     def _publish_end(self, claim: RunClaim, active: _ActiveRun, outcome: Outcome, *, is_retried: bool) -> None:
+        """Publish the retry or the end of a run."""
         failure, body, record = outcome.failure, outcome.body or {}, claim.record
         if is_retried and failure is not None:
             item, attempt = record.item.custom_id, record.attempt + 1
@@ -345,11 +373,11 @@ class Runner:
         self._publish(claim, ended)
 
     async def _let_go(self, claim: RunClaim, active: _ActiveRun) -> None:
-        """Let go of a run: another process has it, its batch is cancelled, or this process ends."""
+        """Release a run because another process owns it, its batch is cancelled, or this process ends."""
         active.is_ending = active.is_interrupted = True
         if active.is_taken:
             return
-        # While Redis does not answer, the lease ends, and another process continues the run.
+        # If Redis does not answer, the lease expires and another process continues the run.
         with suppress(BrokerUnavailable):
             if active.is_cancelled:
                 await self._cancel(claim, active)
@@ -357,13 +385,14 @@ class Runner:
                 await self._give_back(claim, active)
 
     async def _give_back(self, claim: RunClaim, active: _ActiveRun, after_s: float = 0.0) -> None:
-        """Put a run back unchanged. A run of a batch that is being cancelled ends."""
+        """Put a run back into the queue unchanged. A run of a cancelled batch ends."""
         try:
             await self.queue.give_back(claim, after_s=after_s)
         except BatchCancelled:
             await self._cancel(claim, active)
 
     async def _cancel(self, claim: RunClaim, active: _ActiveRun) -> None:
+        """Close the session of a cancelled run and store the cancellation as its outcome."""
         if active.journal is not None:
             await self.work.abandon(claim, active.journal)
         else:
@@ -379,27 +408,33 @@ class Runner:
             self._publish_end(claim, active, outcome, is_retried=False)
 
     def _lose(self, active: _ActiveRun) -> None:
+        """Cancel the task of a run that another process owns."""
         active.is_taken = True
         active.task.cancel()
 
     async def _renew_regularly(self) -> None:
+        """Renew the leases of all runs several times in each lease period. Cancel the tasks of lost and cancelled
+        runs.
+        """
         while True:
             check_cancelled()
             await asyncio.sleep(LEASE_S / RENEWALS_A_LEASE)
+            # Runs can end or start while Redis renews the leases, so the loop compares with this copy.
             active = dict(self._active)
             try:
                 lost, cancelled = await self.queue.renew([one.claim for one in active.values()])
             except BrokerUnavailable as error:
                 log.warning("runs_not_renewed", runs=len(active), error=str(error))
                 continue
-            # A run that has just ended belongs to no process, and one that is ending must not be cancelled.
+            # A run that has just ended has no owner, and its key may already belong to a new task. A run that is
+            # ending must not be cancelled.
             for key in lost:
                 if self._active.get(key) is active[key] and not active[key].is_ending:
                     self._lose(active[key])
             self._end_cancelled(cancelled)
 
     async def _poll_cancels(self) -> None:
-        """Look for hosted runs that were cancelled: each is cancelled by itself, and a client waits for it."""
+        """Check for cancelled hosted runs often. Clients cancel each hosted run separately and wait for the end."""
         while True:
             check_cancelled()
             await asyncio.sleep(CANCELS_S)
@@ -408,17 +443,19 @@ class Runner:
                     self._end_cancelled(await self.queue.cancels())
 
     def _end_cancelled(self, runs: Iterable[tuple[str, str]]) -> None:
+        """Cancel the tasks of these runs, except tasks that are storing their outcome."""
         for active in (self._active[key] for key in runs if key in self._active):
             if not active.is_ending:
                 active.is_cancelled = True
                 active.task.cancel()
 
     async def _end_all(self) -> None:
+        """Cancel all runs. Repeats the cancellation until each task has handled it."""
         interrupted = {active.task: active for active in self._active.values()}
         await cancel_all(interrupted, lambda task: interrupted[task].is_interrupted)
 
     async def _defaults_of(self, claim: RunClaim) -> BatchDefaults:
-        """Return the defaults of the claim's batch. They may change when it is submitted again."""
+        """Return the defaults of the claim's batch. A second submission of the batch may change the defaults."""
         key, now = (claim.tenant, claim.record.batch), time.monotonic()
         if claim.record.batch == HOSTED_BATCH:
             return HOSTED_DEFAULTS
@@ -429,11 +466,12 @@ class Runner:
 
 
 def _usage_of(body: Mapping[str, Any]) -> Usage:
-    """Return the tokens that a row's body has."""
+    """Return the tokens in a row's body."""
     usage = body.get("usage")
     counts = usage if isinstance(usage, dict) else {}
     return Usage(*(_number(counts.get(name)) for name in ("prompt_tokens", "completion_tokens", "cached_tokens")))
 
 
 def _number(value: object) -> int:
+    """Return the value if the value is an integer, else 0."""
     return value if isinstance(value, int) else 0

@@ -1,5 +1,5 @@
-"""Opens the sessions of items in turn, as hosts have room: a thousand items that start at once neither overload the
-hosts nor fail.
+"""Opens the sessions of items one after another when hosts have room. A thousand items that start at once neither
+overload the hosts nor fail.
 """
 
 import asyncio
@@ -16,18 +16,19 @@ log = get_logger(__name__)
 
 LOOK_S = 0.5
 MAX_STALL_S = 300.0
-"""When no session of this process has ended for so long, items no longer wait for a free sandbox: hosts that suspend
-idle sessions can still open more.
+"""Time after which items no longer wait for a free sandbox if no session of this process has ended, in seconds. Hosts
+that suspend idle sessions can still open more.
 """
 
 Kind = tuple[str, str | None]
-"""Tenant and image: hosts may have room for one kind and not for another."""
+"""Tenant and image. Hosts may have room for one kind of session and no room for another."""
 AskRoom = Callable[[str, str | None], Awaitable[HostCapacity | None]]
 
 
 class SessionTurns:
-    """The turns of one process, first come first served for each kind. A turn never times out: open sessions end, at
-    the latest at the end of their time to live.
+    """Turns of one process, in the order of arrival for each kind of session.
+
+    A turn has no timeout: every open session ends, at the latest at the end of its time to live.
     """
 
     def __init__(self, ask_room: AskRoom, clock: Callable[[], float] = time.monotonic) -> None:
@@ -41,10 +42,12 @@ class SessionTurns:
 
     @asynccontextmanager
     async def turn(self, tenant: str, image: str | None) -> AsyncIterator[None]:
-        """Wait until a host has room, then wrap the opening of one session. Raises as `ask_room` does, but waits while
-        Redis does not answer.
+        """Wait until a host has room, then wrap the opening of one session. Waits while Redis does not answer. Raises
+        the other exceptions of `ask_room`.
         """
         kind = (tenant, image)
+        # The lock keeps the order of arrival. Its owner releases the lock before the session opens, so sessions open
+        # in parallel.
         async with self._queues[kind]:
             began = self._clock()
             while not await self._is_next(kind, began):
@@ -57,14 +60,15 @@ class SessionTurns:
             self._changed.set()
 
     def note_end(self) -> None:
-        """Note that a session of this process has ended. Its host reports the room a moment later."""
+        """Note that a session of this process has ended. Its host reports the free room shortly afterwards."""
         self._ended_at = self._clock()
 
     async def _is_next(self, kind: Kind, began: float) -> bool:
+        """Return whether the next session of this kind may open now."""
         try:
             room = await self._ask_room(*kind)
         except BrokerUnavailable as error:
-            # Redis may answer again before it is the item's turn: no item fails for this.
+            # Redis may answer again before the item's turn, so no item fails for this error.
             log.warning("room_not_known", tenant=kind[0], error=str(error))
             return False
         if room is None:
@@ -72,10 +76,11 @@ class SessionTurns:
         if self._opening[kind] >= room.at_once:
             return False
         is_moving = self._clock() - max(began, self._ended_at) < MAX_STALL_S
-        # Sessions that are being opened here may not be counted by the hosts yet.
+        # Hosts may not count the sessions yet that this process is opening, so this process subtracts them.
         return (room.sandboxes if is_moving else room.sessions) > self._opening[kind]
 
     async def _wait(self) -> None:
+        """Wait until a session has opened, or for LOOK_S."""
         self._changed.clear()
         with suppress(TimeoutError):
             async with asyncio.timeout(LOOK_S):

@@ -1,4 +1,9 @@
-"""Sends the notices of runs and batches that have ended: signed, by a web worker, again until they are delivered."""
+"""Sends signed notices about runs and batches that have ended. A web worker sends each notice, with retries until the
+delivery succeeds.
+
+Invariant: delivery is at least once. A notice that is sent again has the same id, so a receiver can detect
+repetitions.
+"""
 
 import asyncio
 import hashlib
@@ -26,14 +31,18 @@ log = get_logger(__name__)
 
 LOOK_S = 1.0
 LEASE_S = 120.0
-"""Longer than one delivery takes. A notice whose sender died is sent again after it."""
+"""Lease of a notice, in seconds. The lease is longer than one delivery. If the sender dies, the notice is sent again
+after the lease.
+"""
 AT_ONCE = 16
 PAUSES_S = (5.0, 30.0, 120.0, 600.0, 1800.0, 3600.0, 7200.0, 14_400.0, 28_800.0, 28_800.0)
-"""After the first, second, ... failure; then the notice is dropped, a day after the end."""
+"""Pauses after the first, second, ... failure, in seconds. After the last pause the notice is dropped, about a day
+after the end.
+"""
 
 
 class WebhookSender:
-    """One process's share of the notices of a deployment."""
+    """Sender of a deployment's notices in one process. All senders of the deployment share the notices."""
 
     def __init__(self, queue: RunQueue, dispatcher: Dispatcher) -> None:
         self._queue, self._notices = queue, DueNotices(queue.step)
@@ -49,25 +58,29 @@ class WebhookSender:
                 log.warning("webhooks_not_read", error=str(error))
                 sent = 0
             if not sent:
+                # The random pause spreads the requests of the processes to Redis over time.
                 await asyncio.sleep(LOOK_S * random.uniform(0.5, 1.5))
 
     async def send_due(self) -> int:
-        """Send all notices that are due now, once. Return how many."""
+        """Send all notices that are due now, once. Return the number of notices."""
         due = await self._notices.claim(AT_ONCE, LEASE_S)
         await asyncio.gather(*(self._send(notice) for notice in due))
         return len(due)
 
     async def _send(self, notice: DueNotice) -> None:
+        """Send one notice, then remove the notice or schedule the next attempt."""
         names = {"tenant": notice.tenant, "kind": notice.kind, "name": notice.name, "tries": notice.tries}
         try:
             problem = await self._deliver(notice)
+        # These errors do not go away, so the notice is dropped without a retry.
         except (EnvelopeRefused, ValidationError, ConfigError, ToolFailure) as error:
             log.error("webhook_dropped", **names, error=str(error)[:500])
             await self._notices.settle(notice, None)
             return
         except BrokerUnavailable:
+            # The notice stays claimed. After the lease another process sends it again.
             raise
-        except Exception as error:  # a defect delays one notice, not those of other tenants
+        except Exception as error:  # an unexpected error delays one notice, not the notices of other tenants
             log.exception("webhook_broke_off", **names)
             problem = type(error).__name__
         if problem is None:
@@ -81,14 +94,14 @@ class WebhookSender:
             await self._notices.settle(notice, PAUSES_S[notice.tries - 1] * random.uniform(1.0, 1.2))
 
     async def _deliver(self, notice: DueNotice) -> str | None:
-        """Return why a notice was not delivered; None: it was."""
+        """Return why a notice was not delivered; None if the delivery succeeded."""
         webhook = open_webhook(self._queue.keys, notice)
         data = await self._data(notice)
         body = json.dumps(
             {"type": f"{notice.kind}.ended", "timestamp": format_instant(float(notice.ended)), "data": data},
             separators=(",", ":"),
         )
-        # The same for each try: receivers find repetitions by it.
+        # The message id is the same for each attempt. Receivers use the id to detect repetitions.
         digest = hashlib.sha256(f"{notice.tenant}|{notice.kind}|{notice.name}|{notice.ended}".encode()).hexdigest()
         message, timestamp = f"msg_{digest[:32]}", int(time.time())
         headers = {
@@ -106,6 +119,7 @@ class WebhookSender:
         return None if isinstance(status, int) and 200 <= status < 300 else f"the receiver answered {status}"
 
     async def _data(self, notice: DueNotice) -> dict[str, Any]:
+        """Return the data of the notice: the state of the run or batch."""
         if notice.kind == "run":
             run = await self._queue.hosted(notice.tenant, notice.name)
             failure = run.end.failure if run.end is not None else None

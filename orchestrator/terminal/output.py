@@ -1,4 +1,4 @@
-"""Runs and calls on a terminal, while they run and when they have ended. Untrusted text is shown escaped."""
+"""Shows runs and calls on a terminal, while they run and after their end. Untrusted text is escaped."""
 
 import json
 from types import TracebackType
@@ -31,7 +31,7 @@ __all__ = ["LiveOutput", "RunView", "escape_controls", "format_clocks", "format_
 
 MAX_SHOWN_LINES = 20
 MAX_LIVE_LINES = 5
-"""Of one piece of a running call's output."""
+"""Limit of shown lines for one piece of a running call's output."""
 MAX_LIVE_LINES_OF_CALL = 40
 MAX_LINE_CHARS = 200
 TAIL_LINES = 8
@@ -39,7 +39,7 @@ REFRESH_PER_S = 8
 
 
 class LiveLines:
-    """Joins pieces of a running call's output into lines."""
+    """Joins pieces of a running call's output to lines."""
 
     def __init__(self) -> None:
         self._open: dict[str, str] = {}
@@ -47,7 +47,7 @@ class LiveLines:
     def feed(self, stream: str, text: str) -> list[str]:
         """Return the lines that end in this piece."""
         *lines, rest = (self._open.get(stream, "") + text).split("\n")
-        # A line may never end: no more of it is kept than is shown.
+        # A line may never end, so only the part that can be shown is stored.
         self._open[stream] = _last_overwrite(rest)[: MAX_LINE_CHARS + 1] + ("\r" if rest.endswith("\r") else "")
         return [_fit(line) for line in lines]
 
@@ -57,8 +57,9 @@ class LiveLines:
 
 
 class LiveOutput:
-    """Shows the output of one call while it runs: its last lines on a terminal, until the call ends and its result is
-    shown; elsewhere every line.
+    """Shows the output of one call while the call runs.
+
+    A terminal shows the last lines until the call ends and its result is shown. Any other output receives every line.
     """
 
     def __init__(self, console: Console) -> None:
@@ -94,13 +95,15 @@ class LiveOutput:
         self._live.update(RichText("\n".join(shown), style="dim", no_wrap=True, overflow="ellipsis"))
 
     def _print(self, lines: list[str]) -> None:
+        """Print the lines."""
         for line in lines:
             self._console.print(RichText(line, style="dim"), soft_wrap=True)
 
 
 class RunView:
-    """Shows the events of one run at a time. `on_event` is what an Agent wants. `asks_elsewhere`: who is asked about a
-    call is not asked here.
+    """Shows the events of runs, one run at a time. Pass `on_event` to an Agent.
+
+    `asks_elsewhere`: approvals are requested in another place and not on this terminal.
     """
 
     def __init__(self, console: Console, *, asks_elsewhere: bool = False) -> None:
@@ -145,6 +148,7 @@ class RunView:
                 self._line(f"stopped: {event.stop_reason}   tools: {format_clocks(event.clocks)}", "dim")
 
     def _text(self, event: TextArrived | TextWithdrawn) -> None:
+        """Show a piece of a reply, or a note about withdrawn text."""
         if isinstance(event, TextArrived):
             self._piece(event.text)
         else:
@@ -153,7 +157,7 @@ class RunView:
             )
 
     def _output(self, event: OutputArrived) -> None:
-        """The end of a piece, while the call has not been shown too much: its result is shown as well."""
+        """Show the last lines of a piece, up to the limit of the call. The result shows the output again."""
         lines = self._live.setdefault(event.call_id, LiveLines()).feed(event.stream, event.text)
         shown = self._live_shown.get(event.call_id, 0)
         if not lines or shown > MAX_LIVE_LINES_OF_CALL:
@@ -171,6 +175,7 @@ class RunView:
         self._live_shown[event.call_id] = shown + len(lines)
 
     def _result(self, result: ToolResult) -> None:
+        """Show the result of a call."""
         lines = result.text().rstrip("\n").split("\n")
         for line in lines[:MAX_SHOWN_LINES]:
             self._line(f"   {line}", "green" if result.success else "red")
@@ -179,10 +184,12 @@ class RunView:
         self._line(f"   {format_times(result)}", "dim")
 
     def _piece(self, text: str) -> None:
+        """Show a piece of text without a newline."""
         self._console.print(RichText(escape_controls(text)), end="", soft_wrap=True)
         self._mid_line = not text.endswith("\n") if text else self._mid_line
 
     def _line(self, text: str, style: str) -> None:
+        """Show a line. An unfinished line before it ends first."""
         if self._mid_line:
             self._console.print()
             self._mid_line = False
@@ -195,29 +202,31 @@ def format_clocks(clocks: Clocks) -> str:
 
 
 def format_times(result: ToolResult) -> str:
-    """The clocks of a call. Of one that was lost only the time until that was noticed is known."""
+    """Return the clocks of a call. For a lost call, only the time until the detection of the loss is known."""
     if result.error_code in (ErrorCode.HOST_LOST, ErrorCode.OUTCOME_UNKNOWN):
         return f"lost, noticed after {result.clocks.total_s:.1f} s"
     return format_clocks(result.clocks)
 
 
 def _last_overwrite(line: str) -> str:
-    """Return what a line shows after its last carriage return: programs overwrite a line to show their progress."""
+    """Return the part of a line after its last carriage return. Programs overwrite a line to show their progress."""
     return line.rstrip("\r").rpartition("\r")[2]
 
 
 def _fit(line: str) -> str:
+    """Return the line for the terminal: cut, escaped and without tabs."""
     line = _last_overwrite(line)
     cut = line if len(line) <= MAX_LINE_CHARS else f"{line[:MAX_LINE_CHARS]}..."
     return escape_controls(cut).replace("\t", "    ")
 
 
 def _shorten(text: str, limit: int = 400) -> str:
+    """Return the text, cut to `limit` characters."""
     return text if len(text) <= limit else f"{text[:limit]}... ({len(text)} characters)"
 
 
 def table_rows(rows: list[dict[str, Any]], columns: tuple[str, ...]) -> list[str]:
-    """Return rows as aligned text lines, a header first. A value that is None is shown as "-"."""
+    """Return the rows as aligned lines of text, with a header line first. None is shown as "-"."""
     cells = [list(columns)] + [
         ["-" if (value := row.get(column, "")) is None else str(value) for column in columns] for row in rows
     ]

@@ -1,15 +1,19 @@
-"""Text of strangers made harmless for a terminal."""
+"""Escapes untrusted text for a terminal."""
 
 _ALLOWED_CONTROLS = {"\n", "\t"}
 _DIRECTION_MARKS = frozenset({0x061C, 0x200E, 0x200F, *range(0x202A, 0x202F), *range(0x2066, 0x206A)})
 
 
 def escape_controls(text: str) -> str:
-    """Control and bidirectional characters as visible escapes: output of a sandbox must not drive a terminal."""
+    """Return the text with control and bidirectional characters as visible escapes.
+
+    Output of a sandbox must not control a terminal.
+    """
     return "".join(_escape(character) for character in text)
 
 
 def _escape(character: str) -> str:
+    """Return the character, or its escape."""
     code = ord(character)
     if character in _ALLOWED_CONTROLS:
         return character

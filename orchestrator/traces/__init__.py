@@ -1,1 +1,1 @@
-"""What a run did, as lines of a file: written while it runs, read, shown and exported afterwards."""
+"""Records what a run did as lines of a file. Reads, shows and exports these lines afterwards."""

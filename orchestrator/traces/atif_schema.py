@@ -1,5 +1,5 @@
-"""ATIF 1.7, the Agent Trajectory Interchange Format, as records: the whole schema with its rules, from its public
-specification.
+"""Schema of ATIF 1.7, the Agent Trajectory Interchange Format, as pydantic models. The schema and its rules follow
+the public specification.
 """
 
 from datetime import datetime
@@ -12,16 +12,20 @@ Extra = dict[str, Any] | None
 
 
 class _Part(BaseModel):
+    """Base of all parts of the document. An unknown field is an error."""
+
     model_config = ConfigDict(extra="forbid")
 
 
 class ImageSource(_Part):
+    """Image of a message."""
+
     media_type: Literal["image/jpeg", "image/png", "image/gif", "image/webp"]
     path: str
 
 
 class ContentPart(_Part):
-    """Text or an image, and nothing of the other."""
+    """Part of a message: either a text or an image."""
 
     type: Literal["text", "image"]
     text: str | None = None
@@ -29,6 +33,7 @@ class ContentPart(_Part):
 
     @model_validator(mode="after")
     def _check(self) -> "ContentPart":
+        """Check that the part has only the field of its type."""
         if (self.text is None) == (self.type == "text") or (self.source is None) == (self.type == "image"):
             raise ValueError("a part of the type text has text alone, one of the type image a source alone")
         return self
@@ -38,6 +43,8 @@ Content = str | list[ContentPart]
 
 
 class AtifAgent(_Part):
+    """Agent of the trajectory."""
+
     name: str
     version: str
     model_name: str | None = None
@@ -46,6 +53,8 @@ class AtifAgent(_Part):
 
 
 class AtifToolCall(_Part):
+    """Tool call of a step."""
+
     tool_call_id: str
     function_name: str
     arguments: dict[str, Any]
@@ -53,6 +62,8 @@ class AtifToolCall(_Part):
 
 
 class SubagentTrajectoryRef(_Part):
+    """Reference to the trajectory of a subagent."""
+
     trajectory_id: str | None = None
     trajectory_path: str | None = None
     session_id: str | None = None
@@ -60,12 +71,15 @@ class SubagentTrajectoryRef(_Part):
 
     @model_validator(mode="after")
     def _check(self) -> "SubagentTrajectoryRef":
+        """Check that the reference has an id or a path."""
         if self.trajectory_id is None and self.trajectory_path is None:
             raise ValueError("a reference to a trajectory has its id or its path")
         return self
 
 
 class AtifObservationResult(_Part):
+    """Result of one tool call."""
+
     source_call_id: str | None = None
     content: Content | None = None
     subagent_trajectory_ref: list[SubagentTrajectoryRef] | None = None
@@ -73,10 +87,14 @@ class AtifObservationResult(_Part):
 
 
 class AtifObservation(_Part):
+    """Results of a step."""
+
     results: list[AtifObservationResult]
 
 
 class AtifMetrics(_Part):
+    """Tokens and cost of one step."""
+
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
     cached_tokens: int | None = None
@@ -88,7 +106,7 @@ class AtifMetrics(_Part):
 
 
 class AtifStep(_Part):
-    """One turn: a system prompt, a message of the user's, or a reply with its calls and their results."""
+    """A step: a system prompt, a message of the user, or a reply with its calls and their results."""
 
     step_id: int = Field(ge=1)
     timestamp: str | None = None
@@ -106,6 +124,7 @@ class AtifStep(_Part):
 
     @model_validator(mode="after")
     def _check(self) -> "AtifStep":
+        """Check that the fields fit the source of the step and that each result belongs to a call."""
         if self.timestamp is not None:
             datetime.fromisoformat(self.timestamp)
         of_agents = ("model_name", "reasoning_effort", "reasoning_content", "tool_calls", "metrics")
@@ -125,6 +144,8 @@ class AtifStep(_Part):
 
 
 class AtifFinalMetrics(_Part):
+    """Tokens and cost of the whole trajectory."""
+
     total_prompt_tokens: int | None = None
     total_completion_tokens: int | None = None
     total_cached_tokens: int | None = None
@@ -134,7 +155,7 @@ class AtifFinalMetrics(_Part):
 
 
 class AtifTrajectory(_Part):
-    """The document."""
+    """The ATIF document."""
 
     schema_version: Literal[
         "ATIF-v1.0", "ATIF-v1.1", "ATIF-v1.2", "ATIF-v1.3", "ATIF-v1.4", "ATIF-v1.5", "ATIF-v1.6", "ATIF-v1.7"
@@ -151,6 +172,7 @@ class AtifTrajectory(_Part):
 
     @model_validator(mode="after")
     def _check(self) -> "AtifTrajectory":
+        """Check the step numbers and the ids of the subagents' trajectories."""
         if [step.step_id for step in self.steps] != list(range(1, len(self.steps) + 1)):
             raise ValueError("the steps are numbered from 1, one after another")
         ids = [inner.trajectory_id for inner in self.subagent_trajectories or ()]

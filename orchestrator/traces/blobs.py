@@ -1,4 +1,6 @@
-"""Large parts of traces, named by the hash of their content: written once, shared by the traces of a tenant."""
+"""Large parts of traces. The name of a part is the hash of its content. A part is written once and shared by the
+traces of a tenant.
+"""
 
 import hashlib
 import json
@@ -9,9 +11,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 MAX_INLINE_BYTES = 16 * 1024
-"""A longer text or field is stored in a blob."""
+"""Length above which a text or field is stored in a blob, in bytes."""
 REFERENCE, LITERAL = "$blob", "$literal"
-"""Keys of the object that replaces a blob in a line, and of the one around an object that has such a key itself."""
+"""Keys of two objects in a line: the reference that replaces a blob, and the wrapper around an object that itself
+contains such a key.
+"""
 _HASH = re.compile(r"[0-9a-f]{64}")
 _EMPTY: dict[str, Any] = {"object": {}, "list": []}
 
@@ -19,22 +23,22 @@ Kind = Literal["text", "object", "list"]
 
 
 class BlobFolder:
-    """The blobs next to the traces of one tenant: `blobs/ab/cdef...`."""
+    """Blobs next to the traces of one tenant: `blobs/ab/cdef...`."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
     def path(self, digest: str) -> Path:
-        """Return the path of a blob. Raises ValueError for a name that is not a hash."""
+        """Return the path of a blob. Raises ValueError: the name is not a hash."""
         if not _HASH.fullmatch(digest):
             raise ValueError("a blob is named by a SHA-256 in hexadecimal")
         return self._folder / digest[:2] / digest[2:]
 
     def put(self, data: bytes, digest: str) -> None:
-        """Write a blob completely or not at all, unless it exists. Raises OSError."""
+        """Write a blob atomically, unless the blob exists. Raises OSError."""
         path = self.path(digest)
         try:
-            # A blob that lost its content in a crash of the host is written again.
+            # Compare the size: a blob that lost its content in a crash of the host is written again.
             if path.stat().st_size == len(data):
                 return
         except FileNotFoundError:
@@ -49,7 +53,7 @@ class BlobFolder:
             raise
 
     def get(self, digest: str) -> bytes | None:
-        """Return the bytes of a blob; None if it does not exist or its hash is not its name."""
+        """Return the bytes of a blob; None if the blob does not exist or its content does not match its hash."""
         try:
             data = self.path(digest).read_bytes()
         except (OSError, ValueError):
@@ -63,11 +67,10 @@ def build_reference(data: bytes, kind: Kind) -> dict[str, Any]:
 
 
 def resolve(value: Any, blobs: BlobFolder, missing: list[str], *, is_inner: bool = False) -> Any:
-    """Return a line's value with its blobs. A note or an empty value replaces a missing one, whose hash goes into
-    `missing`.
+    """Return the value of a line with its blobs.
 
-    `is_inner`: the value comes out of a blob, in which only texts can be references: blobs of blobs could grow without
-    end.
+    A note or an empty value replaces a missing blob, and the hash of the blob is added to `missing`. `is_inner`: the
+    value comes from a blob. Inside a blob only texts can be references: nested blobs could grow without a limit.
     """
     if isinstance(value, list):
         return [resolve(inner, blobs, missing, is_inner=is_inner) for inner in value]
@@ -81,6 +84,7 @@ def resolve(value: Any, blobs: BlobFolder, missing: list[str], *, is_inner: bool
 
 
 def _fetch(reference: dict[str, Any], blobs: BlobFolder, missing: list[str], is_inner: bool) -> Any:
+    """Return the content of a referenced blob, or its replacement."""
     digest, kind = reference[REFERENCE], reference.get("kind")
     data = blobs.get(digest)
     if data is not None and (kind == "text" or not is_inner):

@@ -1,4 +1,4 @@
-"""A trace as an ATIF 1.7 trajectory."""
+"""Export of a trace as an ATIF 1.7 trajectory."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -23,7 +23,9 @@ _SOURCES = {"system": "system", "developer": "system", "assistant": "agent"}
 
 
 def build_atif(trace: Trace) -> dict[str, Any]:
-    """Return the document, validated against the whole schema. `extra` has what ATIF has no field for."""
+    """Return the document, validated against the complete schema. `extra` contains facts for which ATIF has no
+    field.
+    """
     start = trace.start
     steps = [*_opening(trace), *(_agent_step(trace, step) for step in trace.steps)]
     for number, step in enumerate(steps, 1):
@@ -53,7 +55,7 @@ def build_atif(trace: Trace) -> dict[str, Any]:
 
 
 def split_thinking(message: dict[str, Any]) -> tuple[str, str | None]:
-    """Return a reply's text, and its thinking if the server sent it."""
+    """Return the text of a reply and its thinking; the thinking is None if the server did not send any."""
     content = message.get("content")
     text = content if isinstance(content, str) else ""
     thought = message.get("reasoning_content") or message.get("reasoning")
@@ -64,7 +66,7 @@ def split_thinking(message: dict[str, Any]) -> tuple[str, str | None]:
 
 
 def _opening(trace: Trace) -> Iterator[dict[str, Any]]:
-    """Yield the messages of the first request, which exist before the agent acts."""
+    """Yield the messages of the first request. They exist before the agent acts."""
     first = trace.steps[0] if trace.steps else None
     begin = first.asked if first is not None and first.asked is not None else trace.start
     timestamp = format_instant(begin.at) if begin is not None else None
@@ -75,13 +77,14 @@ def _opening(trace: Trace) -> Iterator[dict[str, Any]]:
         source = _SOURCES.get(str(message.get("role")), "user")
         step: dict[str, Any] = {"timestamp": timestamp, "source": source, "message": _text(message.get("content"))}
         if source == "agent":
-            # It is part of an earlier conversation, not of this run.
+            # The message belongs to an earlier conversation and not to this run.
             step |= {"is_copied_context": True, "llm_call_count": 0}
         left = {key: value for key, value in message.items() if key not in ("role", "content")}
         yield step | ({"extra": {"message": left}} if left else {})
 
 
 def _agent_step(trace: Trace, step: TraceStep) -> dict[str, Any]:
+    """Return the ATIF step of one step of the run."""
     reply = step.answered
     message, thought = split_thinking(reply.message if reply else {})
     fields: dict[str, Any] = {"source": "agent", "message": message, "extra": {"step": step.number}}
@@ -109,6 +112,7 @@ def _agent_step(trace: Trace, step: TraceStep) -> dict[str, Any]:
 
 
 def _call(call: TraceCall, unrun: str) -> AtifToolCall:
+    """Return the ATIF call. `unrun`: reason why the call did not run; "" if the call ran."""
     extra: dict[str, Any] = {"unrun": unrun} if unrun else {}
     if call.started is not None and call.arguments != call.started.call.arguments:
         extra["asked_arguments"] = call.started.call.arguments
@@ -118,6 +122,7 @@ def _call(call: TraceCall, unrun: str) -> AtifToolCall:
 
 
 def _result(call: TraceCall, result: ToolResult) -> AtifObservationResult:
+    """Return the ATIF result of a call."""
     extra = {
         "success": result.success,
         "error_code": result.error_code,
@@ -130,7 +135,7 @@ def _result(call: TraceCall, result: ToolResult) -> AtifObservationResult:
         "was_refused": call.was_refused,
     }
     if result.success:
-        # The content has it.
+        # The content already contains the output.
         del extra["output"]
     return AtifObservationResult(
         source_call_id=call.call_id,
@@ -140,7 +145,8 @@ def _result(call: TraceCall, result: ToolResult) -> AtifObservationResult:
 
 
 def _final_metrics(trace: Trace, steps: int) -> AtifFinalMetrics:
-    # A run's cost is in the currency of its prices, which need not be dollars.
+    """Return the totals of the run. ATIF has a field for dollars only, so the cost is in `extra`."""
+    # The cost of a run is in the currency of its prices, which may not be dollars.
     extra = {"cost": trace.finished.cost} if trace.finished and trace.finished.cost is not None else None
     return AtifFinalMetrics(
         total_prompt_tokens=trace.usage.prompt_tokens,
@@ -152,7 +158,7 @@ def _final_metrics(trace: Trace, steps: int) -> AtifFinalMetrics:
 
 
 def _text(content: Any) -> str:
-    """Return a message's text: that of its text parts."""
+    """Return the text of a message, joined from its text parts."""
     if isinstance(content, list):
         return "".join(str(part.get("text") or "") if isinstance(part, dict) else str(part) for part in content)
     return content if isinstance(content, str) else ""

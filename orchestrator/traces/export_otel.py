@@ -1,5 +1,5 @@
-"""A trace as OpenTelemetry spans in OTLP's JSON, with the attributes of the conventions for generative AI (status:
-development).
+"""Export of a trace as OpenTelemetry spans in OTLP JSON. The attributes follow the semantic conventions for
+generative AI (status: development).
 """
 
 import hashlib
@@ -17,7 +17,7 @@ STATUS_ERROR = 2
 
 
 def build_otel(trace: Trace, *, with_content: bool = False) -> dict[str, Any]:
-    """Return an ExportTraceServiceRequest. It has texts of the run only `with_content`: instruction, answer, arguments
+    """Return an ExportTraceServiceRequest. `with_content`: include texts of the run: instruction, answer, arguments
     and results.
     """
     spans = _spans(trace, with_content) if trace.events else []
@@ -33,7 +33,8 @@ def build_otel(trace: Trace, *, with_content: bool = False) -> dict[str, Any]:
 
 
 def _spans(trace: Trace, with_content: bool) -> list[dict[str, Any]]:
-    # Each attempt has its own spans: a reader would take two with one id for one.
+    """Return all spans of the last attempt: the span of the run first."""
+    # Each attempt has different span ids. A reader would treat two spans with the same id as one span.
     salt = str(trace.attempts) if trace.attempts > 1 else ""
     root = _span_id(run_span_id(trace.tenant, trace.run), salt)
     finished = trace.finished
@@ -62,7 +63,7 @@ def _spans(trace: Trace, with_content: bool) -> list[dict[str, Any]]:
 
 
 def _chats(trace: Trace, salt: str) -> list[dict[str, Any]]:
-    """Return one span for each request, also for those without a reply."""
+    """Return one span for each request, including requests without a reply."""
     model = trace.start.model if trace.start else ""
     exchanges: list[tuple[ModelAsked, ModelAnswered | None]] = []
     for event in trace.attempt:
@@ -93,6 +94,7 @@ def _chats(trace: Trace, salt: str) -> list[dict[str, Any]]:
 
 
 def _tools(trace: Trace, salt: str, with_content: bool) -> list[dict[str, Any]]:
+    """Return one span for each call."""
     described = {
         tool.get("function", {}).get("name"): tool.get("function", {}).get("description") for tool in trace.tools
     }
@@ -124,17 +126,20 @@ def _tools(trace: Trace, salt: str, with_content: bool) -> list[dict[str, Any]]:
 
 
 def _content(call: TraceCall) -> dict[str, Any]:
+    """Return the attributes with the arguments and the result of a call."""
     content: dict[str, Any] = {names.TOOL_ARGUMENTS: json.dumps(call.arguments, ensure_ascii=False)}
     return {**content, names.TOOL_RESULT: call.result.text()} if call.result is not None else content
 
 
 def _run_error(trace: Trace) -> str | None:
+    """Return the error type of the run; None if the run has an answer."""
     if trace.finished is None:
         return "aborted" if trace.end else "unfinished"
     return None if trace.finished.stop_reason == "answered" else trace.finished.stop_reason
 
 
 def _message(role: str, text: str) -> str:
+    """Return a message in the JSON form of the semantic conventions."""
     return json.dumps([{"role": role, "parts": [{"type": "text", "content": text}]}], ensure_ascii=False)
 
 
@@ -146,6 +151,7 @@ def _span(
     attributes: Mapping[str, Any],
     message: str = "",
 ) -> dict[str, Any]:
+    """Return one span. `times`: start and end in Unix seconds. `message`: description of the error."""
     start, end = (round(at * 1_000_000) * 1000 for at in times)
     span: dict[str, Any] = {**ids, "name": name, "kind": kind, "attributes": _attributes(attributes)}
     span |= {"startTimeUnixNano": str(start), "endTimeUnixNano": str(max(start, end))}
@@ -155,14 +161,17 @@ def _span(
 
 
 def _span_id(span: str, salt: str) -> str:
+    """Return the id of a span in an attempt. `salt` "": the first attempt."""
     return hashlib.sha256(f"{span} {salt}".encode()).hexdigest()[:16] if salt else span
 
 
 def _attributes(values: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the attributes in OTLP JSON, without None values."""
     return [{"key": key, "value": _value(value)} for key, value in values.items() if value is not None]
 
 
 def _value(value: Any) -> dict[str, Any]:
+    """Return a value in OTLP JSON. An integer is a string there, because JSON numbers have 53 bits."""
     match value:
         case bool():
             return {"boolValue": value}

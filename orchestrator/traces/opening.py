@@ -1,4 +1,4 @@
-"""The traces of one program's runs: their folder, and what is masked in them."""
+"""Traces of one program's runs: their folder, and the secrets that are masked in them."""
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
@@ -11,14 +11,16 @@ from orchestrator.traces.recorder import TraceRecorder, open_trace
 
 
 def build_masker(settings: OrchestratorSettings, more: Mapping[str, str] | None = None) -> Masker:
-    """Return a masker of the secrets that this process knows: those of settings and environment, and `more` (kind ->
-    value).
+    """Return a masker for the secrets that this process knows: secrets of the settings and the environment, and
+    `more` (kind -> value).
     """
     return Masker({**secrets_of_environment(), **secrets_of_settings(settings), **(more or {})})
 
 
 class Traces:
-    """`secrets`: masked in addition to those of settings and environment (kind -> value)."""
+    """Traces of one program. `secrets`: masked in addition to the secrets of settings and environment (kind ->
+    value).
+    """
 
     def __init__(self, settings: OrchestratorSettings, secrets: Mapping[str, str]) -> None:
         self.folder: Path = settings.traces
@@ -27,11 +29,15 @@ class Traces:
     def open(
         self, tenant: str, run: str, on_event: OnEvent, on_warning: Callable[[str], None] = lambda _: None
     ) -> AbstractContextManager[TraceRecorder]:
-        """Open the trace of one run, as `open_trace` does. Its `on_event` passes each event on to `on_event`."""
+        """Open the trace of one run, as `open_trace` does. The recorder's `on_event` passes each event on to
+        `on_event`.
+        """
         return open_trace(self.folder, tenant, run, masker=self.masker, on_warning=on_warning, on_event=on_event)
 
 
 def secrets_of_pool(redis_url: str, *, flower_url: str | None = None, api_key: str | None = None) -> dict[str, str]:
-    """Return the secrets that a client of a pool knows in addition to its settings: those of its URLs, and its key."""
+    """Return the secrets that a client of a pool knows in addition to its settings: the passwords in its URLs, and
+    its key.
+    """
     found = {**passwords_of("Redis password", redis_url), **passwords_of("Flower password", flower_url or "")}
     return {**found, **({"API key of the tenant": api_key} if api_key else {})}

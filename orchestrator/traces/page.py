@@ -1,4 +1,7 @@
-"""A trace as one HTML page that opens offline: no script, no external resource, hostile text escaped."""
+"""HTML page of a trace. The page works offline, and has no script and no external resource.
+
+Security: a trace contains untrusted text. Every text is escaped, and the Content-Security-Policy forbids scripts.
+"""
 
 import json
 from collections.abc import Iterator
@@ -12,7 +15,7 @@ from orchestrator.traces.export_atif import split_thinking
 from orchestrator.traces.reading import Trace, TraceCall, TraceStep, format_instant
 
 OPEN_CHARS = 4000
-"""A longer text is folded."""
+"""Length above which a text is folded, in characters."""
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
 STYLE = """
 :root { color-scheme: light dark; --back: #fff; --text: #1c1e21; --dim: #61666d; --line: #d9dce1; --card: #f6f7f9;
@@ -36,7 +39,7 @@ summary { cursor: pointer; color: var(--dim); }
 
 
 def build_page(trace: Trace) -> str:
-    """The page."""
+    """Return the page."""
     title = _text(f"Run {trace.run}")
     body = "\n".join([*_head(trace), *(line for step in trace.steps for line in _step(trace, step)), *_tail(trace)])
     return (
@@ -49,6 +52,7 @@ def build_page(trace: Trace) -> str:
 
 
 def _head(trace: Trace) -> Iterator[str]:
+    """Yield the title, the table of facts and the instruction."""
     start, finished = trace.start, trace.finished
     yield f"<h1>Run {_text(trace.run)}</h1>"
     rows: list[tuple[str, Any]] = []
@@ -81,6 +85,7 @@ def _head(trace: Trace) -> Iterator[str]:
 
 
 def _step(trace: Trace, step: TraceStep) -> Iterator[str]:
+    """Yield one step: its request, its reply and its calls."""
     yield f"<section><h2>Step {step.number}</h2>"
     asked, reply = step.asked, step.answered
     if asked is not None:
@@ -108,6 +113,7 @@ def _step(trace: Trace, step: TraceStep) -> Iterator[str]:
 
 
 def _call(trace: Trace, call: TraceCall) -> Iterator[str]:
+    """Yield one call: its arguments, its approval and its result."""
     result = call.result
     failed = " failed" if result is None or not result.success else ""
     yield f'<div class="call{failed}"><b>{_text(call.tool)}</b> <span class="dim">{_text(call.call_id)}</span>'
@@ -132,6 +138,7 @@ def _call(trace: Trace, call: TraceCall) -> Iterator[str]:
 
 
 def _tail(trace: Trace) -> Iterator[str]:
+    """Yield the answer and the notes."""
     if trace.finished is not None and trace.finished.answer:
         yield "<h2>Answer</h2>" + _pre(trace.finished.answer)
     if notes := trace.notes():
@@ -139,7 +146,7 @@ def _tail(trace: Trace) -> Iterator[str]:
 
 
 def _bar(trace: Trace, begin: RunEvent, end: RunEvent | None) -> str:
-    """Show the time between two events on a line as long as the run."""
+    """Return a bar that shows the time between two events. The full width is the time of the run."""
     first = trace.attempt[0].at
     whole = max(1e-6, trace.attempt[-1].at - first)
     left = min(100.0, max(0.0, (begin.at - first) / whole * 100))
@@ -148,14 +155,17 @@ def _bar(trace: Trace, begin: RunEvent, end: RunEvent | None) -> str:
 
 
 def _pre(text: str) -> str:
+    """Return the text as a block. A long text is folded."""
     if len(text) <= OPEN_CHARS:
         return _plain(text)
     return f"<details><summary>{_text(text[:200])} ... ({len(text)} characters)</summary>{_plain(text)}</details>"
 
 
 def _plain(text: str) -> str:
+    """Return the text as a block."""
     return f"<pre>{_text(text)}</pre>"
 
 
 def _text(text: str) -> str:
+    """Return the text, escaped for HTML, with control characters visible."""
     return escape(escape_controls(text))

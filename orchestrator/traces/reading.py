@@ -1,4 +1,7 @@
-"""Reads traces: the events of a file, and the steps of the run."""
+"""Reads traces: the events of a file, and the steps of the run.
+
+A writer may die at any byte, so the reader skips invalid lines and reports them in `Trace.faults`.
+"""
 
 import json
 import re
@@ -34,13 +37,13 @@ from orchestrator.traces.recorder import VERSION, trace_path
 
 _HALF_PAIR = b"\\ud"
 _ITEM_RUN = re.compile(r"[0-9a-f]{24}")
-"""The id of an item's run. Other runs can have any name."""
+"""Form of the run ids of items. Other runs can have any name."""
 _ATTEMPT = re.compile(r"[0-9a-f]{24}-([1-9][0-9]{0,7})")
 
 
 @dataclass
 class TraceCall:
-    """One call of a step. A malformed request has only `finished`; a call that was interrupted does not have it."""
+    """A call of a step. A malformed request has only `finished`. An interrupted call has no `finished`."""
 
     call_id: str
     started: CallStarted | None = None
@@ -51,39 +54,40 @@ class TraceCall:
 
     @property
     def result(self) -> ToolResult | None:
+        """Return the result of the call; None if the call did not end."""
         return self.finished.result if self.finished else None
 
     @property
     def tool(self) -> str:
-        """Return the name of the tool, as the model wrote it."""
+        """Return the name of the tool, as the model wrote the name."""
         return self.started.call.name if self.started else self.result.name if self.result else "unknown"
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """Return the arguments that ran. If the call did not run: those of the model."""
+        """Return the arguments of the call that ran. If the call did not run, return the arguments of the model."""
         event = self.sent or self.started
         return event.call.arguments if event else {}
 
     @property
     def seconds(self) -> float | None:
-        """Return how long the call took; None if it did not start or end."""
+        """Return how long the call took, in seconds; None if the call did not start or end."""
         if self.started is None or self.finished is None:
             return None
-        # The known result of a run that was resumed comes at once: its own clocks say how long it took.
+        # A resumed run has the logged result at once. The clocks of the result contain the real time.
         return max(self.finished.result.clocks.total_s, self.finished.at - self.started.at)
 
     @property
     def has_run(self) -> bool:
-        """Return True if the result shows that the call ran, even if the line of `sent` is lost."""
+        """Return whether the result shows that the call ran, even if the line of `sent` is lost."""
         return self.result is not None and (self.result.sandbox is not None or self.result.clocks.total_s > 0)
 
     @property
     def was_refused(self) -> bool:
-        """Return True if a policy or a person refused the call."""
+        """Return whether a policy or a person refused the call."""
         return self.result is not None and bool(self.result.metadata.get("was_refused"))
 
     def add(self, event: ApprovalAsked | ApprovalDecided | CallSent) -> None:
-        """Take an event, unless there is one of its type."""
+        """Store an event, unless an event of the same type is already stored."""
         match event:
             case ApprovalAsked():
                 self.asked = self.asked or event
@@ -95,7 +99,7 @@ class TraceCall:
 
 @dataclass
 class TraceStep:
-    """One request with its reply and calls. `messages`: all messages of the request. `answered`: None without a
+    """A request with its reply and calls. `messages`: all messages of the request. `answered` None: there is no
     reply.
     """
 
@@ -108,8 +112,10 @@ class TraceStep:
 
 @dataclass
 class Trace:
-    """A file that was read. `torn`: interrupted lines; `damaged`: lines that are no events; `later`: lines of a later
-    release; `gaps`: missing lines; `missing_blobs`: hashes.
+    """Content of a trace file.
+
+    `torn`: number of interrupted lines. `damaged`: number of lines that are not events. `later`: number of lines of a
+    later release. `gaps`: number of missing lines. `missing_blobs`: hashes of missing blobs.
     """
 
     path: Path
@@ -122,10 +128,11 @@ class Trace:
     missing_blobs: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
+        """Build the steps and the other derived values."""
         starts = [at for at, event in enumerate(self.events) if isinstance(event, RunStarted)]
         self.attempts = max(1, len(starts))
         self.attempt = self.events[starts[-1] :] if starts else self.events
-        """The events of the last attempt, which has the whole run."""
+        """Events of the last attempt, which contains the whole run."""
         self.start = next((event for event in self.attempt if isinstance(event, RunStarted)), None)
         ends = [event for event in self.attempt if isinstance(event, RunFinished | RunAborted)]
         self.end = ends[-1] if ends else None
@@ -134,7 +141,8 @@ class Trace:
         self.session = next((event.session for event in self.attempt if isinstance(event, SandboxReady)), None)
         self.steps = _build_steps(self.attempt)
         calls = {call.call_id: call for call in self.calls}
-        # A resumed run takes approvals and calls of earlier attempts from its log, and does not repeat them.
+        # A resumed run takes approvals and calls from its log and does not repeat their events. Earlier attempts have
+        # these events.
         for event in self.events[: starts[-1]] if starts else ():
             if isinstance(event, ApprovalAsked | ApprovalDecided | CallSent) and _call_id(event) in calls:
                 calls[_call_id(event)].add(event)
@@ -145,6 +153,7 @@ class Trace:
 
     @property
     def run(self) -> str:
+        """Return the id of the run."""
         return self.events[0].run if self.events else self.path.stem
 
     @property
@@ -154,25 +163,25 @@ class Trace:
 
     @property
     def usage(self) -> Usage:
-        """Return the tokens of the run; if it did not finish, those of its replies."""
+        """Return the tokens of the run. If the run did not finish, return the tokens of its replies."""
         if self.finished is not None:
             return self.finished.usage
         return sum((event.usage for event in self.attempt if isinstance(event, ModelAnswered)), Usage())
 
     @property
     def clocks(self) -> Clocks:
-        """Return the clocks of the run: those of its end, else the sum of the calls' clocks."""
+        """Return the clocks of the run. If the run did not finish, return the sum of the calls' clocks."""
         if self.finished is not None:
             return self.finished.clocks
         return sum((call.result.clocks for call in self.calls if call.result), Clocks())
 
     @property
     def seconds(self) -> float:
-        """Return the time from the first event of the attempt to its end, or to its last event."""
+        """Return the time from the first event of the attempt to its end, or to its last event, in seconds."""
         return max(0.0, (self.end or self.attempt[-1]).at - self.attempt[0].at)
 
     def why_unrun(self, call: TraceCall) -> str:
-        """Return why a call did not run; "" if it ran."""
+        """Return why a call did not run; "" if the call ran."""
         if call.started is None:
             is_malformed = call.result is not None and call.result.error_code == ErrorCode.INVALID_ARGUMENTS
             return "its request was malformed" if is_malformed else "the run ended before it"
@@ -181,7 +190,7 @@ class Trace:
         return "it was not sent" if self._sends and call.sent is None and not call.has_run else ""
 
     def notes(self) -> list[str]:
-        """Return the warnings, and the sandboxes that followed the first one, as sentences."""
+        """Return the warnings and the replacements of sandboxes, as sentences."""
         lines, sandbox = [], ""
         for event in self.attempt:
             match event:
@@ -197,7 +206,7 @@ class Trace:
         return lines
 
     def faults(self) -> list[str]:
-        """Return what is missing, as sentences; nothing for a run that ended normally."""
+        """Return sentences about missing content; nothing for a run that ended normally."""
         counts = [
             (self.torn, "lines broke off when the process that wrote them died, and are left out"),
             (self.damaged, "lines are no lines of a trace, and are left out"),
@@ -216,7 +225,7 @@ class Trace:
 
 
 def load_trace(path: Path) -> Trace:
-    """Read a trace. Raises ConfigError if the file cannot be read."""
+    """Read a trace. Raises ConfigError: the file cannot be read, or has the format of an earlier release."""
     blobs = BlobFolder(path.parent / "blobs")
     events: list[RunEvent] = []
     missing: list[str] = []
@@ -256,8 +265,8 @@ def load_trace(path: Path) -> Trace:
 
 
 def find_trace(folder: Path, name: str, tenant: str | None = None) -> Path:
-    """Return the trace of a run by its id or its path. Raises ConfigError if there is none, or if several tenants have
-    one.
+    """Return the trace file of a run, by the run's id or by a path. Raises ConfigError: there is no trace, or several
+    tenants have one.
     """
     if "/" in name or name.endswith((".jsonl", ".json")):
         if not Path(name).is_file():
@@ -266,6 +275,7 @@ def find_trace(folder: Path, name: str, tenant: str | None = None) -> Path:
     if tenant is not None:
         found = [path for path in (trace_path(folder, tenant, name),) if path.is_file()]
     else:
+        # This call only checks the name: an invalid name could match other files.
         trace_path(folder, "default", name)
         found = sorted(folder.glob(f"*/{name}.jsonl"))
     if not found:
@@ -282,13 +292,14 @@ def find_trace(folder: Path, name: str, tenant: str | None = None) -> Path:
 
 
 def format_instant(at: float) -> str:
-    """Return a time as ISO 8601, in UTC. Raises ValueError, OverflowError or OSError if there is no such date."""
+    """Return a time as ISO 8601, in UTC. Raises ValueError, OverflowError or OSError: the date does not exist."""
     return datetime.fromtimestamp(at, UTC).isoformat(timespec="microseconds").replace("+00:00", "Z")
 
 
 def _lines(path: Path) -> Iterator[tuple[bytes, bool]]:
-    """Yield lines, each with False if its writer may have died while it wrote it: the line has no end, or no last
-    bracket.
+    """Yield each line of a file, and whether the line is complete.
+
+    An incomplete line has no newline or no closing bracket: its writer may have died during the write.
     """
     with path.open("rb") as file:
         for line in file:
@@ -297,10 +308,11 @@ def _lines(path: Path) -> Iterator[tuple[bytes, bool]]:
 
 
 def _parse(text: bytes) -> dict[str, Any] | None:
+    """Return the JSON object of a line; None if the line is not a JSON object."""
     try:
         line = json.loads(text, parse_constant=str)
         if _HALF_PAIR in text.lower():
-            # Another writer may have escaped unpaired surrogates, which no text can hold.
+            # Another writer may have escaped single surrogates, which UTF-8 cannot encode.
             line = json.loads(json.dumps(line, ensure_ascii=False).encode("utf-8", "replace"))
     except (ValueError, RecursionError):
         return None
@@ -308,6 +320,9 @@ def _parse(text: bytes) -> dict[str, Any] | None:
 
 
 def _read_event(line: dict[str, Any], blobs: BlobFolder, missing: list[str]) -> RunEvent | None:
+    """Return the event of a line; None for a type that a later release added. Raises ValueError and others for an
+    invalid line.
+    """
     event = parse_event({name: resolve(value, blobs, missing) for name, value in line.items()})
     if event is not None:
         format_instant(event.at)
@@ -315,22 +330,27 @@ def _read_event(line: dict[str, Any], blobs: BlobFolder, missing: list[str]) -> 
 
 
 def _call_id(event: CallStarted | ApprovalAsked | ApprovalDecided | CallSent) -> str:
+    """Return the id of the call that an event refers to."""
     return event.call_id if isinstance(event, ApprovalDecided) else event.call.id
 
 
 def _build_steps(attempt: Sequence[RunEvent]) -> list[TraceStep]:
-    """Return the steps. Requests that were sent again belong to one step, with the messages of the last one."""
+    """Return the steps. A repeated request belongs to the same step, and the step has the messages of the last
+    request.
+    """
     steps: list[TraceStep] = []
     messages: list[Message] = []
     calls: dict[str, TraceCall] = {}
     number = 0
 
     def step_of(number: int) -> TraceStep:
+        """Return the step of that number; append the step if it is not the last one."""
         if not steps or steps[-1].number != number:
             steps.append(TraceStep(number))
         return steps[-1]
 
     def add_call(call_id: str) -> TraceCall:
+        """Return the call of that id; add the call to the current step if it is new."""
         if call_id not in calls:
             calls[call_id] = TraceCall(call_id)
             step_of(number).calls.append(calls[call_id])
@@ -357,9 +377,10 @@ def _build_steps(attempt: Sequence[RunEvent]) -> list[TraceStep]:
 
 
 def find_attempts(folder: Path, name: str, tenant: str | None = None) -> list[Path]:
-    """Return the traces of an item's run by its id, one per attempt (RUN, RUN-2, RUN-3 ...), the last one at the end.
+    """Return the trace files of an item's run, one for each attempt (RUN, RUN-2, RUN-3 ...), the last attempt at the
+    end.
 
-    Any other name, or path, has one trace. Raises ConfigError as `find_trace` does.
+    Any other name or path has one trace. Raises ConfigError as `find_trace` does.
     """
     found = folder.glob(f"{tenant or '*'}/{name}-*.jsonl") if _ITEM_RUN.fullmatch(name) else ()
     numbers = sorted({int(match[1]) for path in found if (match := _ATTEMPT.fullmatch(path.stem)) is not None})

@@ -1,5 +1,7 @@
-"""Writes the trace of one run: each of its events as a line, masked, with large parts by their hash. A failure never
-ends the run.
+"""Writes the trace of one run: one line for each event. Secrets are masked, and large parts are stored by their hash.
+
+Invariants: a failure of the trace never ends the run. Every text is masked before it reaches the disk, except for
+identifiers that toolcrew creates.
 """
 
 import json
@@ -30,21 +32,23 @@ log = get_logger(__name__)
 
 VERSION = 2
 MAX_DEPTH = 200
-"""A value that is nested deeper is replaced by a note."""
+"""Maximum nesting depth. A note replaces a value that is nested deeper."""
 PIECES = TextArrived, TextWithdrawn, OutputArrived
-"""Not in a trace: half a secret cannot be masked, and the reply and the result have the whole text."""
+"""Events that are not in a trace. A part of a secret cannot be masked, and the reply or the result has the whole
+text.
+"""
 IDENTIFIERS = frozenset({"type", "run", "session", "id", "call_id", "digest", "error_code", "method"})
-"""Fields that toolcrew sets itself. They are not masked."""
+"""Fields with values that toolcrew itself creates. These values are not masked."""
 RECORDS = frozenset({"call", "result", "clocks", "usage", "sandbox", "spill", "kill"})
-"""Fields whose value is a record: the names of its fields are not masked."""
+"""Fields that contain a record. The names of the record's fields are not masked."""
 _LIMITS = {"name": MAX_NAME_CHARS, "output": MAX_OUTPUT_CHARS, "error": MAX_ERROR_CHARS}
-"""Limits of the fields of a record. A masked text can be longer than the text itself."""
+"""Limits of the fields of a record, in characters. A masked text can be longer than the original text."""
 _ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False)
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 
 def trace_path(folder: Path, tenant: str, run: str) -> Path:
-    """Return the path of a run's trace. Raises ConfigError for invalid names."""
+    """Return the path of a run's trace. Raises ConfigError: a name is invalid."""
     for kind, name in (("tenant", tenant), ("run", run)):
         if not _NAME.fullmatch(name):
             raise ConfigError(f"'{name[:80]}' is no name of a {kind}: give one of at most 64 letters, digits, _ and -")
@@ -61,10 +65,11 @@ def open_trace(
     on_warning: Callable[[str], None] = lambda _: None,
     on_event: OnEvent = lambda _: None,
 ) -> "Iterator[TraceRecorder]":
-    """Open the recorder of a run, whose `on_event` takes the run's events and then passes them to `on_event`.
+    """Open the recorder of a run. The recorder's `on_event` records each event of the run and passes the event to
+    `on_event`.
 
     An existing trace is continued. `on_warning` receives one sentence if something cannot be written. Raises
-    ConfigError for invalid names, and no other exception.
+    ConfigError: a name is invalid. Raises no other exception.
     """
     recorder = TraceRecorder(trace_path(folder, tenant, run), tenant, run, masker, on_warning, on_event)
     try:
@@ -74,7 +79,7 @@ def open_trace(
 
 
 class TraceRecorder:
-    """Records the events of one run. `warnings`: what could not be written, as sentences."""
+    """Recorder of one run's events. `warnings`: sentences about content that could not be written."""
 
     def __init__(
         self,
@@ -97,7 +102,8 @@ class TraceRecorder:
         self._seq = _next_seq(path)
         self._lost_lines = 0
         self._has_started = False
-        # Written after the start of the run: readers find an attempt by its start.
+        # Events before the start of the run. They are written after the start event, because readers find an attempt
+        # by its start.
         self._early: list[RunEvent] = []
 
     @property
@@ -106,7 +112,7 @@ class TraceRecorder:
         return self._lost_lines + self._writer.lost
 
     def on_event(self, event: RunEvent) -> None:
-        """Record one event and pass it on. Recording never raises."""
+        """Record one event and pass the event on. Recording never raises."""
         if event.run == self._run and not isinstance(event, PIECES):
             self._record(event)
         self._on_event(event)
@@ -114,13 +120,14 @@ class TraceRecorder:
     __call__ = on_event
 
     def close(self) -> None:
-        """Write what is gathered. This records no event: the trace of an interrupted run has no end."""
+        """Write the collected lines. Records no event: the trace of an interrupted run has no end."""
         for event in self._early:
             self._write(event)
         self._early.clear()
         self._writer.flush()
 
     def _record(self, event: RunEvent) -> None:
+        """Record one event, or store the event until the run starts."""
         if isinstance(event, RunStarted):
             self._has_started = True
         elif not self._has_started:
@@ -134,16 +141,17 @@ class TraceRecorder:
             self._writer.flush()
 
     def _write(self, event: RunEvent) -> None:
+        """Write the line of one event. A failure is logged and counted."""
         line = {"v": VERSION, "seq": self._seq, "tenant": self._tenant}
         self._seq += 1
         try:
             self._writer.add(_dump({**line, **self._mask_fields(event.to_trace())}))
-        except Exception:  # the edge: a trace must never end its run
+        except Exception:  # no failure of the trace may end the run
             self._lost_lines += 1
             log.exception("trace_line_lost", run=self._run, kind=type(event).__name__)
 
     def _mask_fields(self, fields: Mapping[str, Any]) -> dict[str, Any]:
-        """Mask the fields of an event, or of a record in it, and leave out those without a value."""
+        """Mask the fields of an event or of a nested record. Fields without a value are left out."""
         masked: dict[str, Any] = {}
         for name, value in fields.items():
             if name in RECORDS and isinstance(value, Mapping):
@@ -153,7 +161,7 @@ class TraceRecorder:
         return masked
 
     def _mask_field(self, value: Any, limit: int | None) -> Any:
-        """Mask one field; a large one is stored by its hash."""
+        """Mask one field. A large field is stored by its hash."""
         if isinstance(value, str):
             return self._mask_text(value, limit)
         masked = self._mask(value, 0)
@@ -165,6 +173,7 @@ class TraceRecorder:
         return self._store(data, "object" if isinstance(masked, dict) else "list")
 
     def _mask(self, value: Any, depth: int) -> Any:
+        """Return the value with all texts masked and with values that JSON allows."""
         if isinstance(value, str):
             return self._mask_text(value)
         if isinstance(value, float):
@@ -175,20 +184,23 @@ class TraceRecorder:
             return "[left out: it nests too deep]"
         if isinstance(value, Mapping):
             inner = {self._masker.mask(_whole(str(key))): self._mask(one, depth + 1) for key, one in value.items()}
+            # An object with a reserved key would look like a blob reference, so the object is wrapped.
             return {LITERAL: inner} if REFERENCE in inner or LITERAL in inner else inner
         if isinstance(value, list | tuple):
             return [self._mask(one, depth + 1) for one in value]
         return self._mask_text(str(value))
 
     def _mask_text(self, text: str, limit: int | None = None) -> Any:
+        # Mask the complete text first: a cut before could hide a part of a secret from the masker.
+        """Mask a text. A large text is stored by its hash."""
         masked = self._masker.mask(_whole(text))[:limit]
-        # A character takes at most four bytes, so most texts need not be encoded.
+        # A character has at most four bytes, so most texts need not be encoded to check their size.
         if len(masked) * 4 <= MAX_INLINE_BYTES or len(data := masked.encode()) <= MAX_INLINE_BYTES:
             return masked
         return self._store(data, "text")
 
     def _store(self, data: bytes, kind: Kind) -> dict[str, Any]:
-        """Store a large part. One that cannot be written is missing for readers, which say so."""
+        """Store a large part. A part that cannot be written is missing later, and readers report the missing part."""
         reference = build_reference(data, kind)
         try:
             self._blobs.put(data, reference[REFERENCE])
@@ -197,6 +209,7 @@ class TraceRecorder:
         return reference
 
     def _warn(self, sentence: str) -> None:
+        """Store, log and pass on a warning."""
         self.warnings.append(sentence)
         log.warning("trace_not_written", run=self._run, message=sentence)
         self._on_warning(sentence)
@@ -215,11 +228,12 @@ def _next_seq(path: Path) -> int:
 
 
 def _dump(value: Any) -> bytes:
+    """Return the value as compact JSON."""
     return _ENCODER.encode(value).encode()
 
 
 def _whole(text: str) -> str:
-    """Replace unpaired surrogates, which UTF-8 cannot encode."""
+    """Replace single surrogates, which UTF-8 cannot encode."""
     try:
         text.encode()
     except UnicodeEncodeError:

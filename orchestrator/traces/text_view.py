@@ -1,4 +1,4 @@
-"""A trace as lines of text: steps, calls, approvals, results, clocks. Hostile text is shown escaped."""
+"""Text view of a trace: steps, calls, approvals, results and clocks. Untrusted text is escaped."""
 
 import json
 from collections.abc import Iterator
@@ -11,11 +11,11 @@ from orchestrator.traces.export_atif import split_thinking
 from orchestrator.traces.reading import Trace, TraceCall, TraceStep, format_instant
 
 MAX_LINES, MAX_CHARS = 20, 2000
-"""Limits of one text, unless the full one is asked for."""
+"""Limits of one text in lines and characters, unless the full text is requested."""
 
 
 def build_lines(trace: Trace, *, is_full: bool = False) -> list[str]:
-    """Return the whole run. `is_full`: shorten nothing, and show the messages of requests."""
+    """Return the lines of the whole run. `is_full`: shorten no text, and show the messages of requests."""
     lines = [*_head(trace)]
     for step in trace.steps:
         lines += _step(step, is_full)
@@ -36,6 +36,7 @@ def build_json(trace: Trace) -> dict[str, Any]:
 
 
 def _head(trace: Trace) -> Iterator[str]:
+    """Yield the run, its sandbox, its model and its instruction."""
     start = trace.start
     yield (
         f"run {trace.run}"
@@ -51,6 +52,7 @@ def _head(trace: Trace) -> Iterator[str]:
 
 
 def _step(step: TraceStep, is_full: bool) -> Iterator[str]:
+    """Yield one step: its reply and its calls. `is_full`: also the messages of its request."""
     yield f"step {step.number}"
     if is_full and step.asked is not None:
         for message in step.asked.new_messages:
@@ -73,6 +75,7 @@ def _step(step: TraceStep, is_full: bool) -> Iterator[str]:
 
 
 def _call(call: TraceCall, is_full: bool) -> Iterator[str]:
+    """Yield one call: its arguments, its approval and its result."""
     arguments = json.dumps(call.arguments, ensure_ascii=False)
     yield from _block(f"-> {call.tool} ", arguments, is_full)
     if call.asked is not None:
@@ -95,6 +98,7 @@ def _call(call: TraceCall, is_full: bool) -> Iterator[str]:
 
 
 def _tail(trace: Trace, is_full: bool) -> Iterator[str]:
+    """Yield the answer, the totals and the faults."""
     if trace.end is not None:
         finished = trace.finished
         if finished is not None and finished.answer:
@@ -108,10 +112,12 @@ def _tail(trace: Trace, is_full: bool) -> Iterator[str]:
 
 
 def _tokens(usage: Usage) -> str:
+    """Return the token counts."""
     return f"{usage.prompt_tokens} + {usage.completion_tokens} tokens"
 
 
 def _message_text(message: dict[str, Any]) -> str:
+    """Return the text of a message, followed by its calls as JSON."""
     content = message.get("content")
     text = (
         content if isinstance(content, str) else json.dumps(content, ensure_ascii=False) if content is not None else ""
@@ -121,7 +127,7 @@ def _message_text(message: dict[str, Any]) -> str:
 
 
 def _block(head: str, text: str, is_full: bool) -> Iterator[str]:
-    """Yield a text after its head, shortened unless `is_full`."""
+    """Yield the lines of a text, with `head` before the first line. The text is shortened unless `is_full`."""
     shown = text if is_full or len(text) <= MAX_CHARS else text[:MAX_CHARS]
     lines = shown.rstrip("\n").split("\n")
     kept = lines if is_full else lines[:MAX_LINES]

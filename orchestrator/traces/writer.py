@@ -1,4 +1,4 @@
-"""Writes the file of one trace: gathers lines and writes them at least once a second. A full disk loses lines, but
+"""Writes the file of one trace. Lines are collected and written at least once per second. A full disk loses lines but
 never ends the run.
 """
 
@@ -15,10 +15,10 @@ TAIL_BYTES = 1024 * 1024
 
 
 class TraceWriter:
-    """Appends lines to `path`. `lost` counts lines that could not be written; the first time, `on_failure` receives a
-    sentence.
+    """Appends lines to `path`.
 
-    The file is opened for each write: a thousand runs at a time do not hold a thousand descriptors.
+    `lost` is the number of lines that could not be written. At the first failure, `on_failure` receives a sentence.
+    The file is opened for each write, so that a thousand parallel runs do not need a thousand open descriptors.
     """
 
     def __init__(self, path: Path, on_failure: Callable[[str], None]) -> None:
@@ -30,11 +30,11 @@ class TraceWriter:
         self._bytes = 0
         self._gathered_at = 0.0
         self._timer: asyncio.TimerHandle | None = None
-        # An earlier writer may have died in the middle of a line.
+        # An earlier writer may have died in the middle of a line. A newline then ends the incomplete line.
         self._is_torn = _is_torn(path)
 
     def add(self, line: bytes) -> None:
-        """Add one line, without its end."""
+        """Add one line without a newline."""
         if not self._lines:
             self._gathered_at = time.monotonic()
             self._wake_later()
@@ -44,7 +44,7 @@ class TraceWriter:
             self.flush()
 
     def flush(self) -> None:
-        """Write the gathered lines. Lines that cannot be written are lost and counted."""
+        """Write the collected lines. Lines that cannot be written are lost and counted."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -67,8 +67,9 @@ class TraceWriter:
             )
 
     def _append(self, lines: list[bytes]) -> int:
-        """Return how many lines were written completely."""
+        """Append the lines. Return how many lines were written completely."""
         self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        # O_NOFOLLOW: a symbolic link must not redirect the trace to another file.
         flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
         descriptor = os.open(self.path, flags, 0o600)
         try:
@@ -88,13 +89,14 @@ class TraceWriter:
         return len(lines) if written == len(data) else max(0, data[len(head) : written].count(b"\n"))
 
     def _wake_later(self) -> None:
-        # Without a loop the next line checks the clock, and closing writes the rest.
+        """Schedule a flush."""
+        # Without an event loop, the next line checks the clock, and `flush` at the end writes the rest.
         with contextlib.suppress(RuntimeError):
             self._timer = asyncio.get_running_loop().call_later(FLUSH_S, self.flush)
 
 
 def read_last_lines(path: Path) -> list[bytes]:
-    """Return the complete lines in the last megabyte of a file; none if it does not exist."""
+    """Return the complete lines in the last megabyte of a file; no lines if the file does not exist."""
     try:
         with path.open("rb") as file:
             size = file.seek(0, os.SEEK_END)
@@ -106,6 +108,7 @@ def read_last_lines(path: Path) -> list[bytes]:
 
 
 def _is_torn(path: Path) -> bool:
+    """Return whether the file ends in the middle of a line."""
     try:
         with path.open("rb") as file:
             if file.seek(0, os.SEEK_END) == 0:

@@ -1,1 +1,1 @@
-"""The guest: PID 1 of a sandbox. Standard library only; docs/guest-protocol.md is what it speaks."""
+"""The guest: PID 1 of a sandbox. Uses only the standard library. docs/guest-protocol.md describes its protocol."""

@@ -1,5 +1,6 @@
-"""What PID 1 can say of its sandbox as it stands: who lives in it, what lies in it, and what its image has. Nothing is
-forked for it.
+"""The state of the sandbox as PID 1 reports it: processes, files, free space, and the programs of the image.
+
+The report forks no process.
 """
 
 from __future__ import annotations
@@ -18,14 +19,15 @@ if TYPE_CHECKING:
 
 
 MOST_ENTRIES = 1000
-"""A folder's entries are counted up to here."""
+"""Limit of the entries that are counted in a folder."""
 _MOUNTS = b"/proc/self/mounts"
 _SHARED_MEMORY = b"/dev/shm"
 
 
 def attest(header: dict[str, Any], paths: GuestPaths, spared: Set[int], jobs: int) -> dict[str, object]:
-    """The fields of the done event. `spared`: supervisors that wait for a call; `jobs`: how many run. Raises Failure
-    and OSError.
+    """Return the fields of the done event. Raises Failure and OSError.
+
+    `spared`: pids of supervisors that wait for a call; they are not counted. `jobs`: number of running jobs.
     """
     check_fields(header)
     others = [
@@ -48,8 +50,9 @@ def attest(header: dict[str, Any], paths: GuestPaths, spared: Set[int], jobs: in
 
 
 def _count_entries(folder: bytes) -> int:
-    """Of the folder itself, hidden ones included, at most MOST_ENTRIES, which one that may not be read counts as; 0
-    where there is none.
+    """Return the number of entries in the folder, including hidden entries, at most MOST_ENTRIES.
+
+    Return 0 when the folder does not exist, and MOST_ENTRIES when the folder cannot be read.
     """
     count = 0
     try:
@@ -58,26 +61,26 @@ def _count_entries(folder: bytes) -> int:
                 count += 1
                 if count >= MOST_ENTRIES:
                     break
-    except FileNotFoundError:  # some runtimes have no /dev/shm
+    except FileNotFoundError:  # Some runtimes have no /dev/shm.
         return 0
-    except PermissionError:  # a workspace that was not mounted, and is no reason to tell nothing of the rest
+    except PermissionError:  # The workspace is not mounted. The rest of the report is still useful.
         return MOST_ENTRIES
     return count
 
 
 def _measure(folder: bytes) -> dict[str, object]:
-    """Room of the file system, free or not. `inodes` is 0 where it has no number of them."""
+    """Return the size and type of the folder's file system. `inodes` is 0 when the file system has no inode limit."""
     room = os.statvfs(folder)
     return {"bytes": room.f_blocks * room.f_frsize, "inodes": room.f_files, "type": _find_type(folder)}
 
 
 def _find_type(folder: bytes) -> str:
-    """The file system that is mounted at the folder or nearest above it."""
+    """Return the type of the file system that is mounted at the folder, or at the nearest folder above."""
     with open(_MOUNTS, "rb") as file:
         mounts = [line.split(b" ") for line in file]
     best, found = b"", b"?"
     for _, point, kind, *_ in mounts:
-        # The last of several at one place hides the others.
+        # When several file systems are mounted at one folder, the last one hides the others.
         if len(point) >= len(best) and (folder + b"/").startswith(point.rstrip(b"/") + b"/"):
             best, found = point, kind
     return found.decode("ascii", "replace")

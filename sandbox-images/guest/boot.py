@@ -1,5 +1,6 @@
-"""Installed as /opt/toolcrew/__main__.py: what the sandbox's entry point runs. Any Python 3 can read it, to say what is
-wrong with itself.
+"""The program that the sandbox's entry point runs, installed as /opt/toolcrew/__main__.py.
+
+Every Python 3 can parse this file, so that an unsuitable interpreter reports what is wrong with it.
 """
 
 import sys

@@ -1,4 +1,8 @@
-"""PID 1's record of a call: its body while it is gathered, its turn in a lane, and what its supervisor reports."""
+"""PID 1's record of a call: the body while it arrives, the place of the call in a lane, and the supervisor's reports.
+
+Invariant: every call gets exactly one done event, even if its supervisor is stopped, killed or does not answer. A
+call is started again only while `progress` shows that no supervisor has taken it.
+"""
 
 from __future__ import annotations
 
@@ -20,14 +24,19 @@ if TYPE_CHECKING:
     from guest.supervisors import SupervisorHandle
 
 OVERDUE_S = 1.0
-"""How long after a limit, or a cancel, a supervisor may still be killing before PID 1 takes over."""
-# Each but the first is a fork for a call that has not begun; a program that kills them all is not to keep PID 1 busy.
+"""Time after a limit or a cancel during which the supervisor itself may kill the call's processes, in seconds. PID 1
+kills the supervisor afterwards.
+"""
+# Each attempt after the first is a fork for a call that has not begun. A program that kills every supervisor must not
+# keep PID 1 busy.
 _MAX_ATTEMPTS = 3
 _LEAST_LIMIT_S = 0.01
 
 
 class Body:
-    """A request's body, in memory that no file system limit applies to and a child can inherit."""
+    """The body of a request, in a memory file. No file system limit applies to the file, and a child can inherit its
+    descriptor.
+    """
 
     def __init__(self, declared: int) -> None:
         self.missing = declared
@@ -35,7 +44,7 @@ class Body:
         self.failure: Failure | None = None
 
     def add(self, data: bytes) -> None:
-        """Keep the next part; what cannot be kept is counted and told when the body is whole."""
+        """Store the next part. A part that cannot be stored is counted, and `failure` reports the error."""
         self.missing -= len(data)
         if self.missing < 0:
             self.missing = 0
@@ -48,14 +57,16 @@ class Body:
             self.failure = Failure(NO_SPACE, "no memory left in the sandbox for the body of the request")
 
     def close(self) -> None:
+        """Close the memory file."""
         if self.fd is not None:
             os.close(self.fd)
             self.fd = None
 
 
 class Call:
-    """One id from its first frame to its done event. Raises Failure from the constructor when the body's size is
-    missing.
+    """A call, from its first frame to its done event.
+
+    The constructor raises Failure when the header does not state the size of the body.
     """
 
     def __init__(self, header: dict[str, Any]) -> None:
@@ -68,9 +79,9 @@ class Call:
         self.cancelled = False
         self.overdue = False
         self.answered = False
-        # What the call's supervisor reported as its end.
+        # The end of the call that its supervisor reported.
         self.done: dict[str, object] | None = None
-        # The body has come, and the request was judged.
+        # The body is complete, and the request was parsed.
         self.is_whole = False
         self.lane: str | None = None
         self.has_waited = False
@@ -78,7 +89,7 @@ class Call:
         self._data_headers: dict[int, bytes] = {}
 
     def prepare(self) -> None:
-        """Judge the request, now that its body is whole. Raises Failure when it is wrong."""
+        """Parse the request when its body has arrived completely. Raises Failure when the request is invalid."""
         self.is_whole = True
         if self.body.failure is not None:
             raise self.body.failure
@@ -91,49 +102,59 @@ class Call:
         self._overdue_at = self.limit_at + OVERDUE_S
 
     def end_wait(self) -> None:
-        """It may run now: what it has waited for others of its lane was its own time."""
+        """Give the call the rest of its time limit. The time that the call waited in its lane counts."""
         if not self.has_waited:
             return
         left_s = max(self.limit_at - time.monotonic(), _LEAST_LIMIT_S)
         self.request.timeout_s = self.header["timeout_s"] = left_s
 
     def overslept_end(self) -> dict[str, object]:
-        """The done fields of a call whose limit came before its turn."""
+        """Return the done fields of a call that reached its limit while the call waited in its lane."""
         waited_s = time.monotonic() - self._started_at
         message = f"not started: it waited {waited_s:.1f} s for its turn behind other calls of this session"
         return {"error": {"code": TIMEOUT, "message": message}}
 
     def entrust(self, supervisor: SupervisorHandle, take_s: float | None) -> None:
-        """The call is this supervisor's now, which is looked after once `take_s` is over, or else the limit."""
+        """Record that this supervisor serves the call.
+
+        PID 1 checks the supervisor after `take_s` seconds, or after the limit when `take_s` is None.
+        """
         self.supervisor = supervisor
         self.attempts += 1
         self.watch_at = self._overdue_at if take_s is None else min(time.monotonic() + take_s, self._overdue_at)
 
     def cancel(self) -> None:
-        """Ask the supervisor to end what it runs; PID 1 does it when that takes too long."""
+        """Ask the supervisor to end the call. PID 1 kills the supervisor when this takes longer than OVERDUE_S."""
         if not self.cancelled and self.supervisor is not None:
             self.cancelled = True
+            # A cancel may only shorten the deadline. A cancel close to the limit must not give the call more time.
             self._overdue_at = min(self._overdue_at, time.monotonic() + OVERDUE_S)
             self.watch_at = min(self.watch_at, self._overdue_at)
             self.supervisor.cancel()
 
     def judge_delay(self, supervisor: SupervisorHandle) -> bool:
-        """At `watch_at`: whether the supervisor is to be killed. Output that waits for the host is no reason; being
-        stopped is.
+        """Return whether PID 1 must kill the supervisor. PID 1 calls this at `watch_at`.
+
+        A supervisor that waits for the host to read its output is not killed. A supervisor that was stopped is
+        killed.
         """
         if time.monotonic() < self._overdue_at:
             self.watch_at = self._overdue_at
+            # First check, after `take_s`: the supervisor must have taken the call. A taken call is next checked at
+            # its deadline.
             return not supervisor.progress.is_taken
+        # A settled call has no running processes; only its output still waits for the host. A killed supervisor would
+        # lose this output.
         self.watch_at = float("inf")
         self.overdue = not supervisor.progress.is_settled
         return self.overdue
 
     def may_try_again(self, supervisor: SupervisorHandle) -> bool:
-        """Whether the supervisor has died without touching the call, which is then another's."""
+        """Return whether another supervisor may serve the call: the dead supervisor did nothing for the call."""
         return not (supervisor.progress.is_taken or self.cancelled or self.overdue) and self.attempts < _MAX_ATTEMPTS
 
     def relay(self, records: list[tuple[int, bytes]]) -> list[bytes]:
-        """The data frames of what the supervisor reports; its end is kept as `done`."""
+        """Return the data frames of the supervisor's records. Store the record that ends the call as `done`."""
         frames = []
         for kind, payload in records:
             if kind in (DONE, DONE_AND_FREE):
@@ -144,16 +165,20 @@ class Call:
         return frames
 
     def close(self) -> None:
+        """Release the body."""
         self.body.close()
 
     def unstarted_end(self) -> dict[str, object]:
-        """The done fields of a call that was cancelled while its body was still coming."""
+        """Return the done fields of a call that was cancelled before its body was complete."""
         if self.header["op"] != "exec":
             return {"error": {"code": CANCELLED, "message": "cancelled"}}
         return self._exec_end(0.0, self._asked_streams(), None, False)
 
     def lost_end(self, report: KillReport) -> dict[str, object]:
-        """The done fields of a call whose supervisor ended without a report: by a tool, or by PID 1."""
+        """Return the done fields for a call after its supervisor ended without a report.
+
+        A tool or PID 1 has killed the supervisor.
+        """
         if not (self.cancelled or self.overdue):
             what = "the call killed its own supervisor" if self._is_exec else "the process of this request was killed"
             if self.supervisor is not None and not self.supervisor.progress.is_taken:
@@ -167,7 +192,7 @@ class Call:
         return self._exec_end(time.monotonic() - self._started_at, streams, report, oom_rose)
 
     def _asked_streams(self) -> dict[str, dict[str, int]]:
-        """`streams` of an end that no supervisor told: what was sent of each that was asked for."""
+        """Return `streams` for an end that no supervisor reported: what was sent of each requested stream."""
         capture = self.header.get("capture")
         asked = capture if isinstance(capture, dict) else {}
         names = (
@@ -200,7 +225,10 @@ class Call:
 
 
 class Lanes:
-    """Who runs in each lane, and who waits. A call without a lane never waits."""
+    """The running call of each lane, and the calls that wait for it. A call without a lane never waits.
+
+    Invariant: at most one call of a lane runs. Waiting calls run in the order in which they came.
+    """
 
     __slots__ = ("_running", "_waiting")
 
@@ -210,10 +238,11 @@ class Lanes:
 
     @property
     def waiting(self) -> list[Call]:
+        """Return the calls that wait in any lane."""
         return [call for queue in self._waiting.values() for call in queue]
 
     def enter(self, call: Call) -> bool:
-        """Whether the call may run now. Otherwise it waits, until `leave` of another gives it."""
+        """Return whether the call may run now. Otherwise the call waits until `leave` returns the call."""
         lane = call.lane
         if lane is None:
             return True
@@ -223,7 +252,10 @@ class Lanes:
         return False
 
     def leave(self, call: Call) -> Call | None:
-        """The call has its answer, whether it ran or still waited; gives the one that may run now in its place."""
+        """Remove a call that is answered, whether the call ran or still waited.
+
+        Return the call that may run now in its place, or None.
+        """
         lane = call.lane
         if lane is None:
             return None

@@ -1,4 +1,8 @@
-"""Paths of file requests, resolved so that no link, `..` or swap of a directory leads out of the roots."""
+"""Path resolution of file requests.
+
+Invariant: no link, no `..` and no exchange of a directory during the resolution leads out of the roots. Every step
+opens a directory relative to the descriptor of the one before. A path is never resolved again from its text.
+"""
 
 from __future__ import annotations
 
@@ -24,16 +28,16 @@ if TYPE_CHECKING:
     from guest.paths import GuestPaths
 
 _MAX_LINKS = 40
-# Each is open while the next is looked for, and a process may open so many files only.
+# Every directory stays open while the next is opened, and a process may open a limited number of files.
 _MAX_DEPTH = 500
 _DIRECTORY = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _NO_OPENAT2 = (errno.ENOSYS, errno.EPERM, errno.EINVAL)
 
 
 class Place:
-    """A name in an open directory below a root, whose descriptor it owns.
+    """A name in an open directory below a root. The object owns the descriptor of the directory.
 
-    The name was no link when it was found, and may not exist.
+    The name was not a link at the time of the resolution. A file of that name may not exist.
     """
 
     __slots__ = ("_made", "directory", "is_link_target", "name", "shown")
@@ -41,7 +45,7 @@ class Place:
     def __init__(
         self, directory: int, name: bytes, shown: str, is_link_target: bool, made: list[bytes] | None = None
     ) -> None:
-        """`made`: the last names of the directory's path, as far as they were made for this."""
+        """Store the place. `made`: the last names of the directory's path that the resolution has created."""
         self.directory = directory
         self.name = name
         self.shown = shown
@@ -49,15 +53,15 @@ class Place:
         self._made = made or []
 
     def close(self) -> None:
-        """Let go of the directory. What was made for it and is still empty goes away."""
+        """Close the directory. Remove the directories that the resolution has created and that are still empty."""
         _remove_empty(self.directory, self._made)
         os.close(self.directory)
 
 
 def find_place(path: str, paths: GuestPaths, make_parents: bool = False, to_read: bool = False) -> Place:
-    """Resolve a path to where its file is or would be; links are followed while they stay inside. Raises Failure.
+    """Resolve a path to the place of its file, which may not exist yet. Raises Failure.
 
-    `to_read`: the folder of long outputs is inside, too.
+    Links are followed while they stay inside the roots. `to_read`: the folder of long outputs is allowed too.
     """
     raw = encode_text(path, "'path'")
     shown = printable(raw)
@@ -75,9 +79,10 @@ def find_place(path: str, paths: GuestPaths, make_parents: bool = False, to_read
 
 
 def pin_file(place: Place) -> int:
-    """An O_PATH descriptor of the regular file at a place: nothing is opened yet, nothing can be swapped any more.
+    """Return an O_PATH descriptor of the regular file at a place.
 
-    Raises Failure for what is missing or no regular file, OSError else.
+    The descriptor refers to the file itself, so that a later exchange of the name has no effect. Raises Failure when
+    the file is a link or not a regular file, and OSError for other errors.
     """
     fd = os.open(place.name, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=place.directory)
     try:
@@ -95,12 +100,12 @@ def pin_file(place: Place) -> int:
 
 
 def open_pinned(pinned: int, flags: int) -> int:
-    """Open the very file that a descriptor of pin_file stands for. Raises OSError."""
+    """Open the file that a descriptor of `pin_file` refers to. Raises OSError."""
     return os.open(f"/proc/self/fd/{pinned}", flags | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
 
 
 class _Resolver:
-    """One resolution. Directories are opened one after the other and never left upwards beyond their root."""
+    """The resolution of a path. Opens one directory after the other, and never goes above the root."""
 
     def __init__(self, paths: GuestPaths, shown: str, make_parents: bool, roots: tuple[bytes, ...]) -> None:
         self._paths = paths
@@ -110,13 +115,14 @@ class _Resolver:
         self._links = 0
         self._final_link = False
         self._trail: list[int] = []
-        # The parts the kernel resolved in one step: above the last directory of the trail lies then not its parent.
+        # The parts that the kernel resolved in one step. The trail then lacks the parents of its last directory.
         self._skipped: list[bytes] = []
         self._on_foot = not paths.use_openat2
-        # Names of the last directories of the trail, as far as they are new.
+        # Names of the last directories of the trail that this resolution has created.
         self._made: list[bytes] = []
 
     def resolve(self, path: bytes) -> Place:
+        """Return the place of the path. Raises Failure and OSError."""
         parts = self._enter_root(os.path.join(read_folder(self._paths), path))
         while True:
             if len(parts) > 1:
@@ -134,23 +140,24 @@ class _Resolver:
                 parts = self._step(name, parts)
 
     def undo(self) -> None:
-        """Remove what was made for nothing."""
+        """Remove the directories that a failed resolution has created."""
         if self._trail:
             _remove_empty(self._trail[-1], self._made)
 
     def close(self) -> None:
+        """Close every directory of the trail."""
         for fd in self._trail:
             os.close(fd)
         self._trail = []
 
     def _step(self, name: bytes, parts: list[bytes]) -> list[bytes]:
-        """Go one directory further; returns what is left to go."""
+        """Go to the next directory. Return the remaining parts."""
         if name == b".":
             return parts
         if name == b"..":
             if len(self._trail) == 1:
                 raise self._outside()
-            # What is left upwards was not needed.
+            # The path leaves this directory again, so a directory that was created for the path was not needed.
             _remove_empty(self._trail[-1], self._made[-1:])
             self._made = self._made[:-1]
             os.close(self._trail.pop())
@@ -171,7 +178,10 @@ class _Resolver:
         return parts
 
     def _skip_parents(self, parts: list[bytes]) -> list[bytes]:
-        """Let the kernel resolve all but the last part at once; where it will not, the walk decides."""
+        """Let the kernel resolve all parts except the last in one step. Return the remaining parts.
+
+        When the kernel refuses, return all parts: the walk then decides.
+        """
         if len(self._trail) > 1 or self._on_foot or b".." in parts:
             return parts
         try:
@@ -188,12 +198,13 @@ class _Resolver:
             os.mkdir(name, 0o755, dir_fd=self._trail[-1])
             made = [*self._made, name]
         except FileExistsError:
-            # Another process was faster, with a directory or with something that the next open refuses.
+            # Another process has created the name. If the name is not a directory, the next open refuses it.
             made = []
         self._trail.append(os.open(name, _DIRECTORY, dir_fd=self._trail[-1]))
         self._made = made
 
     def _read_link(self, name: bytes) -> bytes | None:
+        """Return the target of a link, or None when the name is missing or not a link."""
         try:
             return os.readlink(name, dir_fd=self._trail[-1])
         except OSError as error:
@@ -202,20 +213,24 @@ class _Resolver:
             raise
 
     def _follow(self, target: bytes, rest: list[bytes]) -> list[bytes]:
+        """Return the parts of a link's target, followed by the remaining parts."""
         self._links += 1
         if self._links > _MAX_LINKS:
             raise OSError(errno.ELOOP, os.strerror(errno.ELOOP))
         if target.startswith(b"/"):
             return self._enter_root(target) + rest
         if self._skipped:
-            # The link's own `..` need every parent on the trail: back to the root, and on foot.
+            # A `..` in the link's target needs every parent on the trail. Return to the root and walk without
+            # openat2.
             parts, self._skipped, self._on_foot = self._skipped, [], True
             os.close(self._trail.pop())
             return parts + _split(target) + rest
         return _split(target) + rest
 
     def _enter_root(self, path: bytes) -> list[bytes]:
-        """Start over at the root that an absolute path begins with; returns what is left to go."""
+        """Start again at the root of an absolute path. Return the remaining parts. Raises Failure outside of the
+        roots.
+        """
         for root in self._roots:
             if path == root or path.startswith(root + b"/"):
                 self.close()
@@ -230,22 +245,26 @@ class _Resolver:
 
 
 def _remove_empty(directory: int, names: list[bytes]) -> None:
-    """Remove a directory whose path ends with these names, and those above it that have one, as far as they are empty
-    and where they were.
+    """Remove the empty directories at the end of a path.
+
+    `names` are the last names of the path. A directory that was moved is not removed.
     """
-    # What is in use stays, and what another process took away is gone.
+    # A directory that is not empty stays. A directory that another process has removed needs no removal.
     with contextlib.suppress(OSError), contextlib.ExitStack() as opened:
         for name in reversed(names):
             known = os.fstat(directory)
             above = os.open(b"..", _DIRECTORY, dir_fd=directory)
             opened.close()
             opened.callback(os.close, above)
+            # rmdir works by name. The comparison makes sure that the name still refers to the directory that was
+            # created here.
             if os.path.samestat(known, os.stat(name, dir_fd=above, follow_symlinks=False)):
                 os.rmdir(name, dir_fd=above)
             directory = above
 
 
 def _split(path: bytes) -> list[bytes]:
+    """Return the parts of a path. A final slash adds the part `.`."""
     parts = [part for part in path.split(b"/") if part]
-    # A slash at the end asks for a directory.
+    # A final slash requires a directory.
     return [*parts, b"."] if path.endswith(b"/") and parts else parts

@@ -1,4 +1,4 @@
-"""Why the guest refuses or fails a request: a closed set of codes, and the checks of a header's fields."""
+"""Failures of a request: the closed set of error codes, and the checks of a header's fields."""
 
 from __future__ import annotations
 
@@ -53,34 +53,39 @@ _COMMON = frozenset(("id", "op", "body_bytes", "timeout_s"))
 
 
 class Failure(Exception):
-    """A request that ends without a result. `details` are further fields of its error object."""
+    """A request that ends with an error. `details` are additional fields of the error object."""
 
     def __init__(self, code: str, message: str, **details: int) -> None:
         super().__init__(message)
         self.code = code
-        # Names in it come from the request and may be as long as a header, which it has to fit into.
+        # Names in the message come from the request and may be as long as a header. The message must fit into a
+        # header itself.
         self.message = message[:MESSAGE_CHARS]
         self.details = details
 
     def as_error(self) -> dict[str, object]:
+        """Return the error object of the done event."""
         return {"code": self.code, "message": self.message, **self.details}
 
 
 def describe_os_error(error: OSError, subject: str) -> Failure:
-    """The failure that an error of the kernel means for `subject`, a path or program already made printable."""
+    """Return the failure for an error of the kernel.
+
+    `subject` is the path or the program in the message. `subject` must already be printable.
+    """
     number = error.errno or 0
     code = _CODE_OF_ERRNO.get(number, INTERNAL)
     return Failure(code, f"{subject}: {os.strerror(number).lower() if number else error}")
 
 
 def printable(name: bytes | str) -> str:
-    """A name as text that any encoder takes: bytes that are no UTF-8 are shown as escapes."""
+    """Return a name as text that every encoder accepts. Bytes that are not UTF-8 are shown as escapes."""
     raw = name if isinstance(name, bytes) else name.encode("utf-8", "surrogatepass")
     return raw.decode("utf-8", "backslashreplace")
 
 
 def encode_text(text: str, what: str) -> bytes:
-    """The bytes of a name or argument. Raises Failure for what cannot be one."""
+    """Return the bytes of a name or an argument. Raises Failure when the text cannot be encoded."""
     try:
         return text.encode("utf-8", "surrogateescape")
     except UnicodeEncodeError:
@@ -88,15 +93,16 @@ def encode_text(text: str, what: str) -> bytes:
 
 
 def check_fields(header: dict[str, Any], *names: str) -> None:
-    """Raises Failure when the header has a field that is neither common to all requests nor one of `names`."""
+    """Raise Failure when the header has a field that is neither common to all requests nor one of `names`."""
     unknown = header.keys() - _COMMON - set(names)
     if unknown:
         raise Failure(INVALID_ARGUMENTS, f"unknown field {min(unknown)!a}")
 
 
 def read_whole(header: dict[str, Any], name: str, least: int, most: int | None, default: int | None = None) -> int:
+    """Return an integer field from `least` to `most`. Raises Failure when the value is missing or invalid."""
     value = header.get(name, default)
-    # bool is an int in Python, and JSON's true is no number.
+    # In Python, bool is a subclass of int. JSON's true is not a number.
     if isinstance(value, bool) or not isinstance(value, int) or value < least or (most is not None and value > most):
         bounds = f"at least {least}" if most is None else f"from {least} to {most}"
         raise Failure(INVALID_ARGUMENTS, f"{name!r} must be a whole number {bounds}")
@@ -104,6 +110,7 @@ def read_whole(header: dict[str, Any], name: str, least: int, most: int | None, 
 
 
 def read_timeout(header: dict[str, Any]) -> float:
+    """Return the time limit of a request, in seconds. Raises Failure when the value is missing or invalid."""
     value = header.get("timeout_s")
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < 1e9:
         raise Failure(INVALID_ARGUMENTS, "'timeout_s' must be a number above 0")
@@ -111,6 +118,7 @@ def read_timeout(header: dict[str, Any]) -> float:
 
 
 def read_text(header: dict[str, Any], name: str) -> str:
+    """Return a text field, which is not empty and has no NUL. Raises Failure when the value is missing or invalid."""
     value = header.get(name)
     if not isinstance(value, str) or not value or "\0" in value:
         raise Failure(INVALID_ARGUMENTS, f"{name!r} must be a string, not empty and without NUL")

@@ -1,7 +1,7 @@
-"""The guest's side of the guest protocol: bytes to frames and back, and the queue of frames on their way to the host.
+"""The guest's side of the guest protocol: the codec of frames, and the queue of frames for the host.
 
-The codec is the twin of workers/sandboxd/frames.py, which the guest may not import; tests/conformance/frames holds both
-to one corpus.
+workers/sandboxd/frames.py has the same codec; the guest may not import that module. tests/conformance/frames tests
+both with one corpus.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ _LAST_FLUSH_S = 1.0
 
 
 class FrameError(ValueError):
-    """Bytes that are no frame: the host broke the protocol."""
+    """Bytes that are not a valid frame: the host has broken the protocol."""
 
 
 class Frame:
-    """One frame; its header is checked JSON, its fields are not."""
+    """A frame. The header is valid JSON; the fields of the header are not checked."""
 
     __slots__ = ("body", "header")
 
@@ -46,7 +46,7 @@ class Frame:
 
 
 def encode_frame(header: Mapping[str, object], body: bytes = b"", *, max_total: int = MAX_UP) -> bytes:
-    """The frame's bytes. Raises FrameError when the other side would refuse them."""
+    """Return the bytes of the frame. Raises FrameError when the other side would refuse the frame."""
     try:
         text = json.dumps(dict(header), allow_nan=False, separators=(",", ":")).encode("ascii")
     except (TypeError, ValueError, RecursionError) as error:
@@ -55,14 +55,17 @@ def encode_frame(header: Mapping[str, object], body: bytes = b"", *, max_total: 
 
 
 def join_frame(text: bytes, body: bytes, *, max_total: int = MAX_UP) -> bytes:
-    """The frame of a header that is JSON text already. The guest writes its own headers: only lengths are judged."""
+    """Return the bytes of a frame. The header is already JSON text. Raises FrameError when a length is not allowed.
+
+    The guest writes these headers itself, so only the lengths are checked.
+    """
     total = _LENGTH_BYTES + len(text) + len(body)
     _check_lengths(total, len(text), max_total)
     return _LENGTHS.pack(total, len(text)) + text + body
 
 
 class FrameDecoder:
-    """Gathers bytes into frames. Holds at most one unfinished frame of `max_total` bytes."""
+    """Decoder of frames. Buffers at most one incomplete frame of `max_total` bytes."""
 
     def __init__(self, max_total: int = MAX_DOWN) -> None:
         self._max_total = max_total
@@ -70,7 +73,9 @@ class FrameDecoder:
         self._failed = False
 
     def feed(self, data: bytes) -> list[Frame]:
-        """The frames that `data` completes. Raises FrameError at the first broken one, and from then on always."""
+        """Return the frames that `data` completes. Raises FrameError at the first invalid frame, and at every later
+        call.
+        """
         if self._failed:
             raise FrameError("the channel is already broken")
         self._buffer += data
@@ -84,7 +89,7 @@ class FrameDecoder:
     def _take_frames(self) -> list[Frame]:
         frames = []
         at = 0
-        # One deletion for all the frames of a feed, so that many small frames cost linear time.
+        # All frames of a feed are deleted in one step, so that many small frames take linear time.
         while True:
             end = self._end_of_frame(at)
             if end is None:
@@ -92,7 +97,7 @@ class FrameDecoder:
             frames.append(self._parse_frame(at, end))
             at = end
         if at == len(self._buffer):
-            # A fresh buffer gives the memory of a large frame back: PID 1 lives long and should stay small.
+            # A new buffer releases the memory of a large frame. PID 1 lives long and must stay small.
             self._buffer = bytearray()
         else:
             del self._buffer[:at]
@@ -104,6 +109,8 @@ class FrameDecoder:
             return None
         total = int.from_bytes(self._buffer[at : at + _LENGTH_BYTES], "big")
         _check_total(total, self._max_total)
+        # The total is checked before more bytes are buffered, so that a wrong length cannot make PID 1 use memory
+        # without limit.
         if have < _LENGTHS.size:
             return None
         _check_lengths(total, _LENGTHS.unpack_from(self._buffer, at)[1], self._max_total)
@@ -139,7 +146,7 @@ def _parse_header(text: bytes) -> dict[str, Any]:
         raise FrameError(f"the header is not JSON: {type(error).__name__}") from None
     if not isinstance(header, dict):
         raise FrameError("the header is not a JSON object")
-    # Fewer brackets than levels cannot nest too deep: most headers are not walked.
+    # A header with fewer brackets than MAX_DEPTH cannot be too deep. Most headers need no walk.
     if text.count(b"{") + text.count(b"[") > MAX_DEPTH:
         _check_depth(header)
     return header
@@ -147,6 +154,7 @@ def _parse_header(text: bytes) -> dict[str, Any]:
 
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     items = dict(pairs)
+    # Two parsers could read a repeated key differently, so both sides refuse the header.
     if len(items) != len(pairs):
         raise FrameError("a key is repeated in the header")
     return items
@@ -179,11 +187,11 @@ _DECODER = json.JSONDecoder(object_pairs_hook=_unique_keys, parse_constant=_refu
 
 
 class HostGone(Exception):
-    """Nobody reads the guest's stdout any more."""
+    """The host has closed the guest's stdout."""
 
 
 class Outbox:
-    """A queue in front of a non-blocking descriptor."""
+    """A queue of frames in front of a non-blocking descriptor. `size` is the number of queued bytes."""
 
     def __init__(self, fd: int) -> None:
         os.set_blocking(fd, False)
@@ -192,12 +200,13 @@ class Outbox:
         self._frames: deque[memoryview] = deque()
 
     def put(self, frame: bytes) -> None:
-        """Queue a frame and send what can be sent now. Raises HostGone."""
+        """Queue a frame, and send as much as possible now. Raises HostGone."""
         self._frames.append(memoryview(frame))
         self.size += len(frame)
         self.flush()
 
     def flush(self) -> None:
+        """Send as much as possible now. Raises HostGone."""
         try:
             while self._frames:
                 sent = os.write(self.fd, self._frames[0])
@@ -211,7 +220,7 @@ class Outbox:
                 raise HostGone from error
 
     def flush_last(self) -> None:
-        """Before the end: give the host a moment, and no more, to take the rest."""
+        """Send the rest before the guest ends. Wait at most _LAST_FLUSH_S seconds for the host. Raises HostGone."""
         poller = select.poll()
         poller.register(self.fd, select.POLLOUT)
         give_up_at = time.monotonic() + _LAST_FLUSH_S

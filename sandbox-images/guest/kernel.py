@@ -1,4 +1,4 @@
-"""System calls that the standard library lacks: prctl and openat2."""
+"""System calls that the standard library does not offer: prctl and openat2."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ import errno
 import os
 
 WRITE_LATER = (errno.EAGAIN, errno.ENOMEM)
-"""A pipe that takes nothing now. ENOMEM: the sandbox has no memory for its next page, until the OOM killer has ended a
-program."""
+"""Error numbers of a write that may succeed later. EAGAIN: the pipe is full.
+
+ENOMEM: the sandbox has no memory for the pipe's next page, until the OOM killer has ended a program.
+"""
 PR_SET_DUMPABLE = 4
 PR_SET_CHILD_SUBREAPER = 36
 _SYS_OPENAT2 = 437
@@ -23,16 +25,18 @@ class _OpenHow(ctypes.Structure):
 
 
 def set_process_flag(option: int, value: int) -> None:
-    """prctl with one argument. Raises OSError."""
+    """Call prctl with one argument. Raises OSError."""
     if _LIBC.prctl(option, ctypes.c_ulong(value), 0, 0, 0) != 0:
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number))
 
 
 def open_beneath(dir_fd: int, path: bytes, flags: int) -> int:
-    """Open `path`, which the kernel resolves without ever leaving `dir_fd`. Raises OSError.
+    """Open `path` and return its descriptor. The kernel never leaves `dir_fd` while it resolves the path. Raises
+    OSError.
 
-    EXDEV: the path leads out, or over an absolute link. ENOSYS or EPERM: this kernel, or its filter, has no openat2.
+    EXDEV: the path leaves `dir_fd` or contains an absolute link. ENOSYS or EPERM: the kernel or its filter does not
+    allow openat2.
     """
     how = _OpenHow(flags | os.O_CLOEXEC, 0, _RESOLVE_BENEATH | _RESOLVE_NO_MAGICLINKS)
     fd = int(

@@ -1,4 +1,8 @@
-"""PID 1's loop: requests in, reports out, and an eye on every process; it never waits for one of them."""
+"""PID 1's loop: reads requests, relays reports, and watches every process.
+
+Invariant: PID 1 never waits for a program, a supervisor or the host. Every step either does not block or has a time
+limit, so that no program of the sandbox can stop PID 1. The sandbox ends when the host closes the channel.
+"""
 
 from __future__ import annotations
 
@@ -33,15 +37,17 @@ if TYPE_CHECKING:
 _STDIN, _STDOUT, _STDERR = 0, 1, 2
 _LONGEST_LIFE_S = 1e9
 _READ_BYTES = 65_536
-# Reports wait in their pipes while the host has more than this to take.
+# While more bytes than this wait for the host, reports stay in their pipes.
 _OUTBOX_BYTES = 262_144
 _TICK_MS = 1
 _LONGEST_WAIT_S = 3600.0
 
 
 class Options:
-    """`life_s`: seconds from the start after which the sandbox ends by itself; None: never. `proxy_port`: None without
-    network.
+    """Options of the guest.
+
+    `life_s`: time from the start until the sandbox ends by itself, in seconds, or None for no limit. `proxy_port`:
+    the port of the proxy, or None without network.
     """
 
     __slots__ = ("life_s", "proxy_port")
@@ -52,8 +58,9 @@ class Options:
 
 
 def parse_options(arguments: Sequence[str]) -> Options:
-    """`--life SECONDS` above 0, `--proxy PORT`. Raises ValueError for anything else: a limit that was misread would be
-    none.
+    """Parse `--life SECONDS`, above 0, and `--proxy PORT`. Raises ValueError for every other argument.
+
+    A limit that is misread would be no limit.
     """
     options = Options()
     names = iter(arguments)
@@ -72,7 +79,7 @@ def parse_options(arguments: Sequence[str]) -> Options:
 
 def _parse_life(value: str) -> float:
     life_s = float(value)
-    # Also not "nan", which no clock ever passes, nor "inf".
+    # "nan" and "inf" are refused too: no clock ever reaches them.
     if not 0 < life_s < _LONGEST_LIFE_S:
         raise ValueError(f"--life {value} is no number of seconds")
     return life_s
@@ -86,12 +93,13 @@ def _parse_port(value: str) -> int:
 
 
 class LifeOver(Exception):
-    """The sandbox is as old as it may get."""
+    """The sandbox has reached its maximum age."""
 
 
 class Life:
-    """Counts from its making, on the clock that also runs while the sandbox is frozen or the host sleeps. `life_s`
-    None: no limit.
+    """The age limit of the sandbox. `life_s` None: no limit.
+
+    The clock starts when the object is created. The clock also runs while the sandbox is frozen or the host sleeps.
     """
 
     __slots__ = ("_ends_at", "_life_s")
@@ -102,11 +110,11 @@ class Life:
 
     @property
     def left_s(self) -> float | None:
-        """Seconds to the end, None without one."""
+        """Return the seconds until the end, or None when there is no limit."""
         return None if self._ends_at is None else self._ends_at - _now()
 
     def check(self) -> None:
-        """Raises LifeOver."""
+        """Raise LifeOver when the limit is reached."""
         left_s = self.left_s
         if left_s is not None and left_s <= 0:
             raise LifeOver(f"the sandbox reached its maximum life of {self._life_s:g} s")
@@ -117,10 +125,12 @@ def _now() -> float:
 
 
 class BrokenProtocol(Exception):
-    """The host sent what the protocol does not know."""
+    """The host sent a request that the protocol does not allow."""
 
 
 class Loop:
+    """The state of PID 1: the calls, the supervisors, the jobs, the tunnels, and the frames for the host."""
+
     def __init__(self, paths: GuestPaths, options: Options) -> None:
         self._paths = paths
         if options.proxy_port is not None:
@@ -134,21 +144,24 @@ class Loop:
         self._lanes = Lanes()
         self._jobs = Jobs()
         self._tunnels = Tunnels(self._outbox, options.proxy_port) if options.proxy_port is not None else None
-        # Calls that another's end has let through.
+        # Calls that may run now, because an earlier call of their lane has ended.
         self._let_through: list[Call] = []
         os.set_blocking(_STDIN, False)
 
     def run(self) -> NoReturn:
-        """Serve until the host goes away, or the time is over: a sandbox never outlives the sandboxd that feeds it."""
+        """Serve until the host closes the channel or the age limit is reached.
+
+        A sandbox must not outlive the sandboxd that uses it.
+        """
         last_words = self._serve()
-        # First: the host may be slow to take the words, or not there.
+        # The kill comes first: the host may be slow to read the last event, or may have closed the channel.
         kill_everything()
         if last_words is not None:
             self._say_last(last_words)
         os._exit(0 if last_words is None else 1)
 
     def _serve(self) -> dict[str, object] | None:
-        """Gives what is to be said at the end."""
+        """Serve until the end. Return the last event for the host, or None when the host has closed the channel."""
         try:
             self._send({"ev": "hello", "v": 1})
             while True:
@@ -162,14 +175,17 @@ class Loop:
         except LifeOver as end:
             return {"ev": "fatal", "message": str(end), "reason": "life"}
         except (MemoryError, OSError) as error:
-            # A request may be half handled: ending with a reason is safer than going on.
+            # A request may be partly processed. Ending with a reason is safer than continuing.
             return {"ev": "fatal", "message": f"the guest failed: {type(error).__name__}: {error}"}
 
     def _serve_events(self) -> None:
+        """Wait for events on every descriptor and serve them."""
         poller = select.poll()
         poller.register(_STDIN, select.POLLIN)
         if self._outbox.size:
             poller.register(_STDOUT, select.POLLOUT)
+        # When the host is slow, PID 1 stops reading reports. The pipes fill, the programs block, and PID 1's memory
+        # stays small.
         if self._outbox.size < _OUTBOX_BYTES:
             for fd in self._supervisors.by_reports:
                 poller.register(fd, select.POLLIN)
@@ -186,6 +202,7 @@ class Loop:
                 self._tunnels.serve(fd, events)
 
     def _wait_ms(self) -> int | None:
+        """Return the time until the next duty, in milliseconds, or None when there is none."""
         if self._let_through:
             return 0
         if self._supervisors.ending or self._cleanup.is_active:
@@ -216,6 +233,7 @@ class Loop:
             self._take_request(frame)
 
     def _take_request(self, frame: Frame) -> None:
+        """Process a frame of the host. Raises BrokenProtocol when the protocol does not allow the frame."""
         header = frame.header
         op, call_id = header.get("op"), header.get("id")
         if op in NET_OPS:
@@ -257,7 +275,7 @@ class Loop:
         self._add_body(call, frame.body)
 
     def _add_body(self, call: Call | None, data: bytes) -> None:
-        # A call that has ended, by a cancel, may still get parts of its body.
+        # A cancelled call may still receive parts of its body.
         if call is None or call.is_whole:
             return
         call.body.add(data)
@@ -318,7 +336,7 @@ class Loop:
             self._answer(call, call.unstarted_end())
 
     def _read_reports(self, supervisor: SupervisorHandle) -> bool:
-        """Relay one read's worth; False when there is nothing more now."""
+        """Relay the bytes of one read. Return False when nothing more can be read now."""
         records, more = supervisor.read_reports()
         for kind, payload in records:
             if kind == FACTS:
@@ -327,6 +345,7 @@ class Loop:
         if call is not None:
             for frame in call.relay(records):
                 self._outbox.put(frame)
+            # An end with survivors is not answered yet: PID 1 first kills the rest, after the supervisor has exited.
             if call.done is not None and not call.answered and not _left_survivors(call.done):
                 self._note_job(supervisor, call)
                 self._answer(call, call.done)
@@ -336,7 +355,7 @@ class Loop:
         return more
 
     def _note_job(self, supervisor: SupervisorHandle, call: Call) -> None:
-        """What the end of a call tells of a job."""
+        """Record what the end of a call reports about a job."""
         done = call.done or {}
         if "job" in done:
             self._jobs.note(supervisor, done["job"])
@@ -344,6 +363,7 @@ class Loop:
             self._jobs.drop(supervisor)
 
     def _look_after_processes(self) -> None:
+        """Start waiting calls, enforce limits, reap dead processes, and continue the kill of orphans."""
         supervisors = self._supervisors
         if self._tunnels is not None:
             self._tunnels.look_after()
@@ -364,6 +384,8 @@ class Loop:
         no_child_left = reap(self._on_exit)
         if self._cleanup.is_active:
             if not no_child_left:
+                # Other calls' processes are below living supervisors. Only when no call and no job runs may
+                # everything be killed.
                 self._cleanup.step(supervisors.pids, others_run=bool(supervisors.calls) or self._jobs.are_kept)
                 no_child_left = reap(self._on_exit)
             for held, report in self._cleanup.take_finished(no_child_left):
@@ -376,24 +398,27 @@ class Loop:
             self._supervisors.kill(supervisor)
 
     def _on_exit(self, pid: int, _status: int) -> None:
+        """Process the exit of a child of PID 1: answer its call, start the call again, or kill what is left."""
         supervisor = self._supervisors.take_reaped(pid)
         if supervisor is None:
             return
-        # Its pipe has an end now, and at most one pipe's worth before it.
+        # The writer is dead, so the pipe holds at most its capacity and then ends. The loop is finite.
         while supervisor.reports in self._supervisors.by_reports and self._read_reports(supervisor):
             pass
         call = supervisor.call if supervisor.call is not None and not supervisor.call.answered else None
+        # Decide this only after the pipe is empty: the last report may be the end of the call.
         may_try_again = call is not None and call.may_try_again(supervisor)
         left_behind, job = self._jobs.end_keeper(supervisor)
         self._supervisors.forget(supervisor)
         if call is not None and job is not None and not left_behind:
-            # It left as its job had ended, and has not seen this request any more.
+            # The keeper ended because its job had ended, and did not read this request.
             self._answer(call, _end_of_job(job, call.request))
         elif call is not None and job is None and may_try_again:
             self._start_again(call)
         elif call is not None or left_behind:
             self._cleanup.hold(call)
-            # It would hide that no child is left, and where all is to be killed it is no one to spare.
+            # A waiting supervisor would hide that no child is left. When every process is to be killed, no supervisor
+            # needs to be spared.
             self._supervisors.retire_idle()
 
     def _answer(self, call: Call, fields: dict[str, object]) -> None:
@@ -420,7 +445,7 @@ class Loop:
 
 
 def _end_of_job(job: Job, request: object) -> dict[str, object]:
-    """The answer about a job whose keeper has left, from what was last heard of it."""
+    """Return the answer about a job after its keeper has ended, from the last report of the keeper."""
     if isinstance(request, JobInputRequest):
         return {"error": Failure(INVALID_ARGUMENTS, f"{job.id} has ended: it reads nothing any more").as_error()}
     nothing = {"total": 0, "head": 0, "tail": 0}
@@ -446,15 +471,17 @@ def _left_survivors(done: dict[str, object]) -> bool:
 
 
 def main(options: Options | None = None, paths: GuestPaths | None = None) -> NoReturn:
-    """Be PID 1."""
+    """Run as PID 1."""
     if os.getpid() != 1:
         sys.exit("the guest runs as PID 1 of a sandbox and nowhere else")
-    # Python's own handler would let any program of the sandbox interrupt PID 1; without one the kernel shields it.
+    # Python's own handler would let any program of the sandbox interrupt PID 1. Without a handler, the kernel
+    # protects PID 1 from the signal.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     os.umask(0o022)
     loop = Loop(paths or GuestPaths(), options or Options())
     gc.collect()
     gc.freeze()
-    # Last, because what comes before may need /proc/self: from here on no program can read, stop or trace PID 1.
+    # This is the last step, because earlier steps may need /proc/self. From here on, no program can read, stop or
+    # trace PID 1.
     set_process_flag(PR_SET_DUMPABLE, 0)
     loop.run()

@@ -1,6 +1,4 @@
-"""Where a sandbox keeps its files, the environment its programs start with, and where the guest looks for its own
-helpers.
-"""
+"""The folders of a sandbox, the environment of its programs, and the fixed paths of helper programs."""
 
 from __future__ import annotations
 
@@ -10,11 +8,11 @@ if TYPE_CHECKING:
 
 
 class GuestPaths:
-    """Where file requests may go: the `roots` to read and write, `output` to read only. Relative paths start at the
-    session's folder.
+    """The folders that file requests may use: `roots` for reading and writing, `output` for reading only.
 
-    `output` keeps what is too long for a result. Below it, in `state`, lies what the guest remembers of the session; no
-    walk shows it. `environment`: what every program starts with.
+    Relative paths start at the session's folder, `workspace`. `output` holds output that is too long for a result.
+    `state`, below `output`, holds what the guest stores about the session. Searches do not show `state`. Every
+    program starts with `environment`.
     """
 
     __slots__ = ("environment", "output", "readable", "roots", "state", "use_openat2", "use_ripgrep", "workspace")
@@ -36,7 +34,7 @@ class GuestPaths:
         self.environment: Mapping[str, str] = ENVIRONMENT
 
     def offer_proxy(self, port: int) -> None:
-        """Let programs find the proxy; they differ in what they read."""
+        """Set the proxy variables of programs. Programs differ in the variable names that they read."""
         proxy = dict.fromkeys(("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY"), f"http://127.0.0.1:{port}")
         own = dict.fromkeys(("no_proxy", "NO_PROXY"), "localhost,127.0.0.1,::1")
         self.environment = {**self.environment, **proxy, **own}
@@ -61,4 +59,7 @@ PROGRAMS: Mapping[str, tuple[bytes, ...]] = {
     "git": (b"/usr/bin/git", b"/usr/local/bin/git", b"/bin/git"),
     "ripgrep": (b"/usr/bin/rg", b"/usr/local/bin/rg", b"/bin/rg"),
 }
-"""What an image may have and the tools use, by fixed paths: no file of the session stands in for one."""
+"""Programs that an image may have and that the tools use.
+
+The paths are fixed, so that no file of the session can replace a program.
+"""

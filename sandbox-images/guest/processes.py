@@ -1,5 +1,11 @@
-"""The processes of a sandbox: how programs are started, who lives below whom, how processes are killed and collected,
-and what the OOM killer did.
+"""The processes of a sandbox: start programs, find the processes below a process, kill, reap, and count OOM kills.
+
+Invariant: when a call has ended, no process of the call lives. A kill therefore repeats rounds of SIGKILL until a
+scan of /proc finds nothing or `wait` reports that no child is left. When processes survive, the report of the kill
+says so.
+
+The proof relies on child subreapers. A supervisor is a subreaper, so the kernel makes every orphan of its programs
+its child. PID 1 receives the orphans of a supervisor that has died.
 """
 
 from __future__ import annotations
@@ -19,12 +25,12 @@ if TYPE_CHECKING:
     from guest.calls import Call
 
 KILL_WINDOW_S = 0.5
-"""How long the rounds of one kill may go on."""
+"""Time limit for all rounds of one kill, in seconds."""
 _PAUSE_S = 0.001
 _QUIET_SCANS = 2
 _SIGKILL = 9
 _TICK_S = 1 / os.sysconf("SC_CLK_TCK")
-# Also children whose end sends no SIGCHLD, which a plain wait does not see.
+# __WALL: also wait for children that send no SIGCHLD when they end. A plain wait ignores these children.
 _WAIT_ALL = 0x40000000
 _COUNTERS = (
     b"/sys/fs/cgroup/memory/memory.oom_control",
@@ -32,34 +38,42 @@ _COUNTERS = (
     b"/sys/fs/cgroup/memory.events.local",
 )
 _OFFER = b"200"
-"""A fifth of the container's memory: more than the guest ever has. With more, a hog that takes its own offer back, as
-it may, would outlive every small program beside it."""
+"""Value for oom_score_adj: a fifth of the container's memory, more than the guest ever uses.
+
+A program may reset its own value to zero. With a larger value here, a large program that does so would outlive every
+small program of other calls.
+"""
 _OFFER_ROUNDS = 8
 TERM_GRACE_S = 0.25
-"""How long a program may take to end by itself at its limit; what it prints then is still its output."""
+"""Time for a program to end by itself after its limit, in seconds. The output of this time is still output of the
+call.
+"""
 _SIGTERM = 15
 _SIGCONT = 18
 
 MAX_ARGUMENT_BYTES = 131_071
-"""What the kernel takes as one argument, without its NUL."""
+"""Longest argument that the kernel accepts, in bytes, without the final NUL."""
 BASH = (*PROGRAMS["bash"], b"--noprofile", b"--norc", b"-c")
-# Above all that a supervisor has open.
+# Above every descriptor that a supervisor opens.
 _SPARE_FD = 200
 
-# SIGKILL and SIGSTOP cannot be set; 32 and 33 are the C library's own.
+# SIGKILL and SIGSTOP cannot be set. The C library uses 32 and 33 for itself.
 _SIGNALS = tuple(number for number in range(1, 65) if number not in (9, 19, 32, 33))
 
 
 def build_bash_argv(script: bytes) -> list[bytes]:
-    """Raises Failure for a script that no bash could run."""
+    """Return the arguments that run `script` with bash. Raises Failure when the script has a NUL byte."""
     if b"\0" in script:
         raise Failure(INVALID_ARGUMENTS, "the script has a NUL byte")
-    # The last is the script's own name, $0, in front of what bash complains about.
+    # The last argument is the script's own name, $0. Bash prints this name in front of its error messages.
     return [*BASH, script, b"bash"]
 
 
 def enter_directory(path: str, workspace: bytes) -> None:
-    """Make `path` this process's working directory: posix_spawn has no such step. Raises Failure."""
+    """Make `path` the working directory of this process. Raises Failure.
+
+    posix_spawn cannot set the working directory of a program, so the program inherits the working directory.
+    """
     target = os.path.join(workspace, encode_text(path, "'cwd'"))
     try:
         os.chdir(target)
@@ -70,13 +84,18 @@ def enter_directory(path: str, workspace: bytes) -> None:
 def spawn(
     argv: list[bytes], env: dict[bytes, bytes], stdin: int, stdout: int, stderr: int, further: Sequence[int] = ()
 ) -> int:
-    """Start a program in a session of its own, with these descriptors and no other. Raises Failure."""
+    """Start a program in its own session. Return its pid. Raises Failure when the program cannot be started.
+
+    The program gets `stdin`, `stdout` and `stderr` as 0, 1 and 2, and `further` from 3 on. The program gets no other
+    descriptor.
+    """
     actions: list[tuple[int, ...]] = [
         (os.POSIX_SPAWN_DUP2, stdin, 0),
         (os.POSIX_SPAWN_DUP2, stdout, 1),
         (os.POSIX_SPAWN_DUP2, stderr, 2),
     ]
-    # First out of the way of each other, and last: until here a number may be one of the others'.
+    # First move every descriptor to a free number, then to its final number. A direct move could overwrite a
+    # descriptor that is still to be moved.
     actions += [(os.POSIX_SPAWN_DUP2, fd, _SPARE_FD + at) for at, fd in enumerate(further)]
     for at in range(len(further)):
         actions += [(os.POSIX_SPAWN_DUP2, _SPARE_FD + at, 3 + at), (os.POSIX_SPAWN_CLOSE, _SPARE_FD + at)]
@@ -87,7 +106,7 @@ def spawn(
         if error.errno == errno.E2BIG:
             raise Failure(INVALID_ARGUMENTS, "arguments and environment are too large together") from None
         if program == BASH[0] and error.errno == errno.ENOENT:
-            # The same path for every shell of the session: when it is not there, the image has none.
+            # Every shell of the session uses this path. When the file does not exist, the image has no bash.
             message = (
                 "the image of this sandbox has no /bin/bash, so no command can run; the file and search tools work "
                 "without it"
@@ -98,6 +117,7 @@ def spawn(
 
 
 def _find_program(name: bytes, search_path: bytes) -> bytes:
+    """Return the path of the program `name`. Raises Failure when no directory of PATH has the program."""
     if b"/" in name:
         return name
     for directory in search_path.split(b":"):
@@ -108,8 +128,10 @@ def _find_program(name: bytes, search_path: bytes) -> bytes:
 
 
 class Process:
-    """A line of /proc/<pid>/stat. `busy`: it runs, waits for a processor, or for its disk. `used_s`: seconds of
-    processor time that it has had.
+    """A process, from /proc/<pid>/stat.
+
+    `busy`: the process runs, waits for a processor, or waits for its disk. `used_s`: processor time that the process
+    has used, in seconds.
     """
 
     __slots__ = ("alive", "busy", "group", "parent", "pid", "used_s")
@@ -124,7 +146,11 @@ class Process:
 
 
 class KillReport:
-    """What a kill did. `signalled` counts processes once, however many rounds they took."""
+    """Result of one kill. `pids` contains each signalled process once, even if several rounds signalled the process.
+
+    `method` is "tree", or "all" when PID 1 killed every process. `survivors` is the number of living targets in the
+    last scan.
+    """
 
     __slots__ = ("method", "pids", "started_at", "survivors")
 
@@ -135,13 +161,15 @@ class KillReport:
         self.started_at = time.monotonic()
 
     def as_field(self) -> dict[str, object]:
+        """Return the report as the `kill` field of a done event."""
         ms = round((time.monotonic() - self.started_at) * 1000, 3)
         return {"signalled": len(self.pids), "survivors": self.survivors, "method": self.method, "ms": ms}
 
 
 def read_processes() -> dict[int, Process]:
-    """Return every process of the pid namespace, by pid. Raises OSError when memory or descriptors run out: a table
-    that lacks a living process must not look complete.
+    """Return every process of the pid namespace, by pid.
+
+    Raises OSError when memory or descriptors run out. A table that lacks a living process must not look complete.
     """
     table = {}
     for name in os.listdir("/proc"):
@@ -153,7 +181,7 @@ def read_processes() -> dict[int, Process]:
 
 
 def find_below(roots: Iterable[int], table: dict[int, Process]) -> list[Process]:
-    """The processes below `roots`, without the roots, dead ones included."""
+    """Return the processes below `roots`, including dead processes, without the roots."""
     children: dict[int, list[Process]] = {}
     for process in table.values():
         children.setdefault(process.parent, []).append(process)
@@ -167,16 +195,17 @@ def find_below(roots: Iterable[int], table: dict[int, Process]) -> list[Process]
 
 
 def read_descendants() -> list[Process]:
-    """Return the processes below this one, dead ones included. Raises OSError as `read_processes` does."""
+    """Return the processes below this process, including dead processes. Raises OSError like `read_processes`."""
     return find_below((os.getpid(),), read_processes())
 
 
 def kill_processes(targets: list[Process], report: KillReport) -> int:
-    """One round of SIGKILL; says how many of the targets were alive."""
+    """Send SIGKILL to the targets, once. Return the number of targets that were alive."""
     alive = [process for process in targets if process.alive]
     own_group = os.getpgrp()
-    # The kernel kills a process group in one step, so what forks within its group cannot outrun the round. Group 0 is
-    # one outside this pid namespace, and our own is the moment between a fork and its setsid.
+    # The kernel kills a process group in one step, so a process that forks within its group cannot escape the round.
+    # Group 0 belongs to a process outside this pid namespace. A process between its fork and its setsid is still in
+    # our own group.
     for group in {process.group for process in alive} - {0, 1, own_group}:
         _kill(-group)
     for process in targets:
@@ -186,9 +215,9 @@ def kill_processes(targets: list[Process], report: KillReport) -> int:
 
 
 def reap(on_exit: Callable[[int, int], None] | None = None) -> bool:
-    """Collect every dead child without waiting; tells `on_exit` its pid and wait status. True: no child is left at all.
+    """Collect every dead child without waiting. Call `on_exit` with the pid and the wait status of each.
 
-    Below a child subreaper that proves that nothing is left of the whole tree.
+    Return True when no child is left, living or dead. In a child subreaper this proves that no descendant is left.
     """
     while True:
         try:
@@ -204,18 +233,23 @@ def reap(on_exit: Callable[[int, int], None] | None = None) -> bool:
 def kill_below(
     report: KillReport, on_exit: Callable[[int, int], None] | None = None, window_s: float = KILL_WINDOW_S
 ) -> None:
-    """Kill and reap everything below this process, a child subreaper; `report.survivors` says what could not be."""
+    """Kill and reap every process below this process, which is a child subreaper.
+
+    `report.survivors` contains the number of processes that still live after `window_s` seconds.
+    """
     give_up_at = time.monotonic() + window_s
     quiet = 0
     while True:
         try:
             report.survivors = kill_processes(read_descendants(), report)
         except OSError:
-            # What lives is unknown until a scan succeeds.
+            # A failed scan proves nothing, so at least one process counts as alive.
             report.survivors = max(report.survivors, 1)
         if reap(on_exit):
             report.survivors = 0
             return
+        # One scan is not atomic: a process may fork behind the scan. Only several scans in a row that find nothing
+        # alive count as the end.
         quiet = quiet + 1 if report.survivors == 0 else 0
         if quiet >= _QUIET_SCANS or time.monotonic() >= give_up_at:
             return
@@ -223,13 +257,13 @@ def kill_below(
 
 
 def _read_process(pid: int) -> Process | None:
-    """Return None for a process that has ended. Raises OSError."""
+    """Return the process, or None when the process has ended. Raises OSError."""
     try:
         fd = os.open(f"/proc/{pid}/stat", os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError:
         return None
     try:
-        # The name in brackets may itself hold brackets and blanks; what follows its last one is plain.
+        # The name in brackets may itself contain brackets and blanks. The fields after its last bracket are plain.
         fields = os.read(fd, 1024).rpartition(b")")[2].split()
     except ProcessLookupError:
         return None
@@ -237,14 +271,15 @@ def _read_process(pid: int) -> Process | None:
         os.close(fd)
     if len(fields) < 18:
         return None
-    # A main thread that ended while others run on is shown as a zombie, too.
+    # A main thread that has ended while other threads run is also shown as a zombie.
     alive = fields[0] not in (b"Z", b"X", b"x") or int(fields[17]) > 1
     used_s = (int(fields[11]) + int(fields[12])) * _TICK_S
     return Process(pid, int(fields[1]), int(fields[2]), alive, fields[0] in (b"R", b"D"), used_s)
 
 
 def _kill(target: int) -> None:
-    # Gone already is what was wanted; not permitted is found by the next scan, which counts it as a survivor.
+    # A process that has ended needs no kill. A process that may not be killed is found by the next scan and counts as
+    # a survivor.
     try:
         os.kill(target, _SIGKILL)
     except (ProcessLookupError, PermissionError):
@@ -252,7 +287,7 @@ def _kill(target: int) -> None:
 
 
 def read_oom_kills(paths: tuple[bytes, ...] = _COUNTERS) -> int | None:
-    """The counter in the first of the files that has one, None where there is none."""
+    """Return the OOM counter from the first file that has one, or None when no file has one."""
     for path in paths:
         try:
             fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -270,10 +305,10 @@ def read_oom_kills(paths: tuple[bytes, ...] = _COUNTERS) -> int | None:
 
 
 def offer_to_oom_killer(pid: int) -> None:
-    """Mark a program and everything it started, so that the OOM killer chooses them before the guest.
+    """Mark a program and its descendants, so that the OOM killer chooses them before the guest.
 
-    A child inherits the mark. On a busy host the program may have started children before its mark was set: those are
-    marked too, or the OOM killer would spare them and kill the marked programs of other calls.
+    A child inherits the mark. On a busy host, the program may start children before its mark is set. These children
+    are marked too. Otherwise the OOM killer would spare them and kill the marked programs of other calls.
     """
     marked: set[int] = set()
     unmarked = {pid}
@@ -282,6 +317,8 @@ def offer_to_oom_killer(pid: int) -> None:
             _set_offer(each)
         marked |= unmarked
         try:
+            # A child that was forked after its parent was marked inherits the mark. Only a scan without new pids
+            # proves that no child was missed.
             unmarked = {process.pid for process in read_descendants()} - marked
         except OSError:
             return
@@ -290,7 +327,7 @@ def offer_to_oom_killer(pid: int) -> None:
 
 
 def _set_offer(pid: int) -> None:
-    # The program may have ended; without the mark it is only not preferred.
+    # The program may have ended. A program without the mark is only not preferred by the OOM killer.
     with contextlib.suppress(OSError):
         fd = os.open(f"/proc/{pid}/oom_score_adj", os.O_WRONLY | os.O_CLOEXEC)
         try:
@@ -308,7 +345,10 @@ def _parse_oom_kills(text: bytes) -> int | None:
 
 
 def ask_to_end(group: int, report: KillReport) -> None:
-    """SIGTERM to a program's process group; who lives below us then counts as signalled, however it ends."""
+    """Send SIGTERM to a program's process group.
+
+    Every living process below this process then counts as signalled, even if the process ends by itself.
+    """
     with contextlib.suppress(OSError):
         report.pids.update(process.pid for process in read_descendants() if process.alive)
     for number in (_SIGTERM, _SIGCONT):
@@ -319,9 +359,12 @@ def ask_to_end(group: int, report: KillReport) -> None:
 
 
 def kill_everything() -> None:
-    """SIGKILL to every process but PID 1, in one step of the kernel that no fork outruns."""
+    """Send SIGKILL to every process except PID 1. The kernel does so in one step that no fork can escape.
+
+    Raises RuntimeError unless this process is PID 1.
+    """
     if os.getpid() != 1:
-        # Anywhere but in a pid namespace of its own this would end the machine's processes.
+        # Outside a pid namespace of its own, this would end every process of the machine.
         raise RuntimeError("only PID 1 of a sandbox may kill everything")
     try:
         os.kill(-1, _SIGKILL)
@@ -330,7 +373,10 @@ def kill_everything() -> None:
 
 
 def _kill_orphans(supervisors: Set[int], report: KillReport) -> int:
-    """One round of SIGKILL for PID 1's children that are no supervisors, and all below them. Raises OSError."""
+    """Send SIGKILL once to the children of PID 1 that are not supervisors, and to every process below these children.
+
+    Return the number of targets that were alive. Raises OSError.
+    """
     table = read_processes()
     me = os.getpid()
     roots = [process for process in table.values() if process.parent == me and process.pid not in supervisors]
@@ -338,9 +384,10 @@ def _kill_orphans(supervisors: Set[int], report: KillReport) -> int:
 
 
 class Cleanup:
-    """The orphans of calls whose process has ended; the calls' done events wait for it.
+    """The kill of orphans after their supervisor has ended. The done events of the calls wait until the kill has
+    finished.
 
-    One `step` is one scan and one round, so that PID 1 serves the other calls in between.
+    A `step` is one scan and one round, so that PID 1 serves the other calls between two rounds.
     """
 
     def __init__(self) -> None:
@@ -350,34 +397,44 @@ class Cleanup:
 
     @property
     def is_active(self) -> bool:
+        """Return whether any call waits for the kill of orphans."""
         return bool(self._held)
 
     def hold(self, call: Call | None) -> None:
-        """None: nobody waits for the end of it, as of what a background job has left."""
+        """Hold the done event of a call until the orphans are killed.
+
+        `call` is None when no call waits for the kill, for example after a background job.
+        """
         self._held.append((call, KillReport()))
         self._give_up_at = time.monotonic() + KILL_WINDOW_S
         self._quiet = 0
 
     def step(self, supervisors: Set[int], others_run: bool) -> None:
-        """One round against every process that is not below one of PID 1's living `supervisors`."""
+        """Run one round against every process that is not below one of PID 1's living `supervisors`."""
         round_report = KillReport()
         try:
             alive = _kill_orphans(supervisors, round_report)
         except OSError:
-            # What lives is unknown until a scan succeeds.
+            # A failed scan proves nothing, so at least one process counts as alive.
             alive = 1
         method = "tree"
+        # A fork loop can escape the rounds by pid. When no other call runs, one kill of everything ends the loop. The
+        # supervisors that serve no call are killed too, which loses nothing.
         if alive and not others_run:
             kill_everything()
             method = "all"
         self._quiet = 0 if alive else self._quiet + 1
         for _, report in self._held:
+            # A round cannot know to which call an orphan belonged, so every held call reports the round.
             report.pids |= round_report.pids
             report.survivors = alive
             report.method = "all" if "all" in (method, report.method) else "tree"
 
     def take_finished(self, no_child_left: bool) -> list[tuple[Call | None, KillReport]]:
-        """The held calls, once nothing of theirs is left or the window is over."""
+        """Remove and return the held calls with their reports, when nothing of them is left or KILL_WINDOW_S is over.
+
+        Return an empty list before.
+        """
         if no_child_left:
             for _, report in self._held:
                 report.survivors = 0
@@ -388,7 +445,7 @@ class Cleanup:
 
 
 def merge_kills(reported: object, report: KillReport) -> dict[str, object]:
-    """A supervisor's kill report and what PID 1 added to it."""
+    """Return the kill report of a supervisor, plus what PID 1 killed afterwards."""
     merged = report.as_field()
     if isinstance(reported, dict):
         merged["signalled"] = reported["signalled"] + len(report.pids)

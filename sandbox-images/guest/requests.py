@@ -1,4 +1,4 @@
-"""Requests of the host by their op: how each is read from its header, and what serves it."""
+"""The host's requests by their op: the class that parses each header, and the function that serves the request."""
 
 from __future__ import annotations
 
@@ -26,10 +26,13 @@ _STREAMS = ("stdout", "stderr", "merged")
 class ExecRequest:
     """Run one program.
 
-    `caps` are the bytes kept of each stream; `stream_bytes` is None unless stdout is sent as it comes; `live_bytes` may
-    be sent while the program runs, beside what is kept. `spill`: beyond how many bytes and lines the whole output goes
-    to a file. `state`: whether a script starts from the session's shell state ("use"), leaves its own as well ("keep"),
-    or starts without and leaves its own ("fresh"). `cwd` None: the session's folder.
+    `caps`: the number of bytes to return of each stream. `stream_bytes`: limit of stdout that is sent as it arrives,
+    or None. `live_bytes`: the number of bytes that may be sent while the program runs, in addition to the returned
+    output. `spill`: the numbers of bytes and lines above which the whole output goes to a file.
+
+    `state`: "none", "use", "keep" or "fresh". With "use" a script starts from the session's shell state. With "keep"
+    the script also stores its own state. With "fresh" the script starts without a state and stores its own. `cwd`
+    None: the session's folder.
     """
 
     __slots__ = (
@@ -62,15 +65,17 @@ class ExecRequest:
 
     @property
     def has_state(self) -> bool:
+        """Return whether the script uses or stores the session's shell state."""
         return self.state != "none"
 
     @property
     def keeps_state(self) -> bool:
+        """Return whether the script stores its shell state."""
         return self.state in ("keep", "fresh")
 
     @property
     def lane(self) -> str | None:
-        """Commands that leave a state run one after the other."""
+        """Return "shell" when the command stores a state, else None. Commands of a lane run one after the other."""
         return "shell" if self.keeps_state else None
 
     def _check_script(self, header: dict[str, Any]) -> None:
@@ -97,6 +102,7 @@ class ExecRequest:
 
 
 def read_state(header: dict[str, Any]) -> str:
+    """Return the `state` field of a header; "none" when it is missing. Raises Failure when the value is invalid."""
     state = header.get("state", "none")
     if state not in STATES:
         raise Failure(INVALID_ARGUMENTS, f"'state' must be one of {', '.join(STATES)}")
@@ -111,7 +117,7 @@ def _flag(header: dict[str, Any], name: str) -> bool:
 
 
 def _spill(value: object) -> tuple[int, int] | None:
-    """Bytes and lines of output up to which there is no file."""
+    """Return the numbers of bytes and lines above which output goes to a file, or None."""
     if value is None:
         return None
     if not isinstance(value, dict) or set(value) != {"bytes", "lines"}:
@@ -160,7 +166,7 @@ _REQUESTS: dict[str, type[CallRequest]] = {
 }
 CALL_OPS = frozenset(_REQUESTS)
 
-# By name, because PID 1 never serves one: a supervisor loads what it needs, and PID 1 stays small.
+# By name, because PID 1 never serves a request. A supervisor imports the module that it needs, and PID 1 stays small.
 _SERVERS: dict[type[object], tuple[str, str]] = {
     ReadTextRequest: ("guest.files.text_reads", "read_text"),
     ReadFileRequest: ("guest.files.file_reads", "read_file"),
@@ -174,13 +180,14 @@ _HEX = frozenset("0123456789abcdef")
 
 
 def parse_call(header: dict[str, Any]) -> CallRequest:
-    """The request of a header whose op is one of CALL_OPS. Raises Failure(INVALID_ARGUMENTS)."""
+    """Return the request for a header. The op must be in CALL_OPS. Raises Failure(INVALID_ARGUMENTS)."""
     return _REQUESTS[header["op"]](header)
 
 
 def load_server(request: object) -> Callable[[Any, RequestContext], dict[str, object]]:
-    """The function that serves a request: (request, context) -> the fields of its done event. It raises Failure and
-    OSError.
+    """Return the function that serves a request: (request, context) -> the fields of its done event.
+
+    The function raises Failure and OSError.
     """
     module, function = _SERVERS[type(request)]
     server: Callable[[Any, RequestContext], dict[str, object]] = getattr(
@@ -190,9 +197,10 @@ def load_server(request: object) -> Callable[[Any, RequestContext], dict[str, ob
 
 
 def parse_body_bytes(header: dict[str, Any]) -> int:
-    """The declared size of a call's body. Raises Failure(INVALID_ARGUMENTS)."""
+    """Return the declared size of a call's body, in bytes. Raises Failure(INVALID_ARGUMENTS)."""
     return read_whole(header, "body_bytes", 0, MAX_BODY)
 
 
 def is_request_id(value: object) -> TypeGuard[str]:
+    """Return whether the value is a request id: 32 lower-case hexadecimal digits."""
     return isinstance(value, str) and len(value) == 32 and _HEX.issuperset(value)

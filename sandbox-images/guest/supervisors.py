@@ -1,12 +1,19 @@
-"""The supervisors: processes that PID 1 forks to serve calls, PID 1's record of them, and what the two share.
+"""The supervisors: the processes that PID 1 forks to serve calls.
 
-They share the channel on which a call and its cancel go down, the pipe on which reports come up, and how far the call
-is. A supervisor builds a `RequestContext` from its ends for the function that serves a file or search request.
+Invariant: PID 1 knows the state of every call, even after a tool stops or kills the supervisor of the call. Every
+call gets exactly one end. A call is given to another supervisor only if its first supervisor did nothing for the
+call.
+
+PID 1 and a supervisor share three things. A socket carries calls and cancels to the supervisor. A pipe carries
+reports to PID 1. One byte of shared memory (`Progress`) shows how far the call is, also after the supervisor was
+killed.
+
+A supervisor builds a `RequestContext` from its ends for the function that serves a file request or a search request.
 """
 
 from __future__ import annotations
 
-# Not `socket`, which imports more than all of the guest: PID 1 should stay small.
+# `_socket`, because `socket` imports more than all of the guest. PID 1 must stay small.
 import _socket
 import contextlib
 import json
@@ -36,19 +43,20 @@ if TYPE_CHECKING:
 
 _UNCLEAN_ENDS = (CANCELLED, INTERNAL, TIMEOUT)
 IDLE_S = 1.0
-"""How long a supervisor waits for its next call: a sandbox at rest is PID 1 alone."""
+"""Time that a supervisor waits for its next call, in seconds. A sandbox at rest consists of PID 1 alone."""
 TAKE_S = 0.3
-"""How long a supervisor that waited may take to take a call: longer than the scheduler of a busy host, and little of a
-limit.
+"""Time limit for a waiting supervisor to take a call, in seconds. The limit is longer than a scheduling delay on a
+busy host, and small compared with the time limit of a call.
 """
 _READ_BYTES = 65_536
 _GIVEN, _TAKEN, _SETTLED = range(3)
 STREAMS = ("stdout", "stderr", "merged", "file", "live", "live_stderr", "lines")
 DONE = 255
+"""Kind of the record that ends a call. The supervisor serves no further call."""
 DONE_AND_FREE = 254
-"""As DONE, from a supervisor that waits for its next call."""
+"""Kind of the record that ends a call. The supervisor waits for its next call."""
 FACTS = 253
-"""What the keeper of a job tells of it, unasked."""
+"""Kind of the record in which the keeper of a job reports the state of the job, without a request."""
 CHUNK_BYTES = 65_536
 _RECORD = struct.Struct(">BI")
 _MAX_PACKET = 65_536
@@ -59,8 +67,10 @@ _MAX_FDS = 4096
 
 
 class Progress:
-    """Given, taken, settled. It reaches PID 1 even from a supervisor that was killed, or whose pipe is full of output
-    nobody takes.
+    """State of the current call: given, taken or settled.
+
+    The state is one byte of memory that PID 1 and the supervisor share. PID 1 can read the state after the supervisor
+    was killed. PID 1 can also read the state while the report pipe is full of output that the host does not read.
     """
 
     __slots__ = ("_memory",)
@@ -69,28 +79,33 @@ class Progress:
         self._memory = mmap.mmap(-1, 1)
 
     def reset(self) -> None:
-        """PID 1 gives a call; nothing of it has begun."""
+        """Set the state to given: PID 1 sends a call, and the supervisor has not begun to serve the call."""
         self._memory[0] = _GIVEN
 
     def take(self) -> None:
-        """From here on something of the call may have happened."""
+        """Set the state to taken: from here on, the call may have had effects."""
         self._memory[0] = _TAKEN
 
     def settle(self) -> None:
-        """Nothing of the call runs any more."""
+        """Set the state to settled: no process of the call runs any more."""
         self._memory[0] = _SETTLED
 
     @property
     def is_taken(self) -> bool:
+        """Return whether the supervisor has begun to serve the call."""
         return self._memory[0] != _GIVEN
 
     @property
     def is_settled(self) -> bool:
+        """Return whether no process of the call runs any more."""
         return self._memory[0] == _SETTLED
 
 
 class ReportWriter:
-    """The supervisor's end, non-blocking: while a program runs nothing may wait for PID 1."""
+    """The supervisor's end of the report pipe.
+
+    The end does not block. While a program runs, the supervisor must watch the program and must not wait for PID 1.
+    """
 
     __slots__ = ("_pending", "fd")
 
@@ -100,15 +115,16 @@ class ReportWriter:
 
     @property
     def is_full(self) -> bool:
+        """Return whether a part of the last offered piece still waits to be sent."""
         return len(self._pending) > 0
 
     def offer(self, stream: str, data: bytes) -> None:
-        """Start to send one piece of at most CHUNK_BYTES; only while not full."""
+        """Start to send one piece of at most CHUNK_BYTES. Call this only while `is_full` is false."""
         self._pending = memoryview(_RECORD.pack(STREAMS.index(stream), len(data)) + data)
         self.flush()
 
     def flush(self) -> None:
-        """Send what the pipe takes now."""
+        """Send as much of the pending piece as the pipe accepts now. Raises OSError when the pipe is broken."""
         try:
             while self._pending:
                 self._pending = self._pending[os.write(self.fd, self._pending) :]
@@ -117,22 +133,24 @@ class ReportWriter:
                 raise
 
     def finish(self) -> float:
-        """Wait until PID 1 has room for what was offered; gives for how many seconds."""
+        """Wait until the pending piece is sent. Return the waiting time in seconds."""
         started = time.monotonic()
         self._write_all(self._pending)
         self._pending = memoryview(b"")
         return time.monotonic() - started
 
     def send(self, stream: str, data: bytes) -> None:
-        """Send all of `data`, waiting for PID 1 where it must."""
+        """Send all of `data` in records of at most CHUNK_BYTES. Wait while the pipe is full."""
         view = memoryview(data)
         for at in range(0, len(data), CHUNK_BYTES):
             self._send_record(STREAMS.index(stream), view[at : at + CHUNK_BYTES])
 
     def send_done(self, fields: dict[str, object], is_free: bool) -> None:
+        """Send the fields of the call's done event. `is_free`: the supervisor waits for its next call."""
         self._send_record(DONE_AND_FREE if is_free else DONE, json.dumps(fields).encode())
 
     def send_facts(self, facts: dict[str, object]) -> None:
+        """Send the state of a job to PID 1 without a request."""
         self._send_record(FACTS, json.dumps(facts).encode())
 
     def _send_record(self, kind: int, data: bytes | memoryview) -> None:
@@ -152,7 +170,7 @@ class ReportWriter:
 
 
 class ReportReader:
-    """PID 1's end: gathers bytes into records, holding at most one unfinished."""
+    """PID 1's end of the report pipe. Collects bytes into records and buffers at most one incomplete record."""
 
     __slots__ = ("_buffer",)
 
@@ -160,6 +178,7 @@ class ReportReader:
         self._buffer = bytearray()
 
     def feed(self, data: bytes) -> list[tuple[int, bytes]]:
+        """Add the bytes that were read. Return the records that are now complete, as (kind, payload)."""
         self._buffer += data
         records = []
         at = 0
@@ -175,7 +194,11 @@ class ReportReader:
 
 
 class Assignment:
-    """One call, as its supervisor gets it. `oom_kills` is the cgroup's counter at the start."""
+    """A call, as its supervisor receives the call.
+
+    `body` is a descriptor, or None when the request has no body. `oom_kills` is the value of the cgroup's OOM counter
+    at the start of the call, or None.
+    """
 
     __slots__ = ("body", "oom_kills", "request")
 
@@ -186,14 +209,17 @@ class Assignment:
 
 
 def open_channel() -> tuple[_socket.socket, _socket.socket]:
-    """PID 1's end, which never waits, and the supervisor's. Raises OSError."""
+    """Open a socket pair. Return PID 1's end, which does not block, and the supervisor's end. Raises OSError."""
     ours, theirs = _socket.socketpair(_socket.AF_UNIX, _socket.SOCK_SEQPACKET)
     ours.setblocking(False)
     return ours, theirs
 
 
 def give(channel: _socket.socket, header: Mapping[str, object], body: int | None, oom_kills: int | None) -> bool:
-    """Whether the call could be handed over: not when its header is long, or when nobody listens any more."""
+    """Send a call to a supervisor. Return whether the call was sent.
+
+    The call is not sent when its header is longer than one packet, or when the supervisor does not read any more.
+    """
     packet = json.dumps((header, oom_kills)).encode()
     if len(packet) > _MAX_PACKET:
         return False
@@ -206,15 +232,19 @@ def give(channel: _socket.socket, header: Mapping[str, object], body: int | None
 
 
 def send_cancel(channel: _socket.socket) -> None:
+    """Send a cancel to the supervisor."""
     try:
         channel.send(_CANCEL_PACKET)
     except OSError:
-        # The supervisor has ended, which PID 1's loop is about to learn.
+        # The supervisor has ended. PID 1's loop learns this from the report pipe.
         return
 
 
 def has_cancel(channel: _socket.socket) -> bool:
-    """Whether PID 1 has said something while a call is served: only a cancel comes then."""
+    """Return whether PID 1 has sent a message while a call is served. Such a message can only be a cancel.
+
+    A closed channel also counts as a cancel.
+    """
     try:
         channel.recv(1, _socket.MSG_DONTWAIT)
     except BlockingIOError:
@@ -223,7 +253,7 @@ def has_cancel(channel: _socket.socket) -> bool:
 
 
 class SupervisorEnds:
-    """A supervisor's ends: reports up, calls and words of cancel down, and how far it is."""
+    """A supervisor's ends of what the supervisor shares with PID 1: reports, channel and progress."""
 
     __slots__ = ("channel", "progress", "writer")
 
@@ -233,7 +263,7 @@ class SupervisorEnds:
         self.progress = progress
 
     def close_all_others(self, *kept: int | None) -> None:
-        """Close every descriptor from 3 on but these ends and `kept`."""
+        """Close every descriptor from 3 upwards, except for these ends and `kept`."""
         low = 2
         for fd in sorted(fd for fd in (self.writer.fd, self.channel.fileno(), *kept) if fd is not None):
             os.closerange(low + 1, fd)
@@ -241,14 +271,15 @@ class SupervisorEnds:
         os.closerange(low + 1, _MAX_FDS)
 
     def open_call(self, body: int | None) -> CallPipes:
-        """Return what serves a call with that body."""
+        """Return the pipes for a call with that body."""
         return CallPipes(self, body)
 
     def receive(self) -> Assignment | str | None:
-        """Wait for what PID 1 sends: the next call, or CANCEL. None: PID 1 has closed its end, or there is no
-        descriptor left for the body.
+        """Wait for the next message of PID 1. Return the next call, or CANCEL.
+
+        Return None when PID 1 has closed its end, or when no descriptor is free for the body.
         """
-        # Close-on-exec: the body is the supervisor's, programs are given their stdin only.
+        # Close-on-exec: the body belongs to the supervisor. A program gets only its stdin.
         packet, rights, flags, _ = self.channel.recvmsg(
             _MAX_PACKET, _socket.CMSG_LEN(_FD_BYTES), _socket.MSG_CMSG_CLOEXEC
         )
@@ -262,7 +293,7 @@ class SupervisorEnds:
 
 
 class CallPipes:
-    """What serves one call: its supervisor's ends, and its body."""
+    """The pipes of one call: the ends of its supervisor, and its body."""
 
     __slots__ = ("_channel", "_progress", "body", "control", "writer")
 
@@ -274,15 +305,15 @@ class CallPipes:
         self._progress = ends.progress
 
     def settle(self) -> None:
-        """Tell PID 1's watchdog that nothing of the call runs any more."""
+        """Report to PID 1's watchdog that no process of the call runs any more."""
         self._progress.settle()
 
     def read_body(self, size: int) -> bytes:
-        """The body's first bytes."""
+        """Return the first `size` bytes of the body."""
         return os.pread(self.body, size, 0) if self.body is not None and size else b""
 
     def open_stdin(self, offset: int) -> int:
-        """The rest of the body as a file to read, /dev/null when there is none."""
+        """Open the rest of the body, from `offset` on, for reading. Open /dev/null when there is no rest."""
         if self.body is None or os.fstat(self.body).st_size <= offset:
             return os.open("/dev/null", os.O_RDONLY | os.O_CLOEXEC)
         fd = os.open(f"/proc/self/fd/{self.body}", os.O_RDONLY | os.O_CLOEXEC)
@@ -290,13 +321,13 @@ class CallPipes:
         return fd
 
     def check_cancel(self) -> None:
-        """Raises Failure(CANCELLED) when PID 1 has said so."""
+        """Raise Failure(CANCELLED) when PID 1 has cancelled the call."""
         if has_cancel(self._channel):
             raise Failure(CANCELLED, "cancelled")
 
 
 class Watch:
-    """The limit of a file request; asked between two pieces of work."""
+    """Time limit of a file request. The server calls `check` between two pieces of work."""
 
     def __init__(self, pipes: CallPipes, timeout_s: float) -> None:
         self._pipes = pipes
@@ -304,14 +335,17 @@ class Watch:
         self._limit_at = time.monotonic() + timeout_s
 
     def check(self) -> None:
-        """Raises Failure(TIMEOUT) or Failure(CANCELLED)."""
+        """Raise Failure(TIMEOUT) after the time limit, and Failure(CANCELLED) after a cancel."""
         if time.monotonic() >= self._limit_at:
             raise Failure(TIMEOUT, f"not done after {self._timeout_s:g} s")
         self._pipes.check_cancel()
 
 
 class RequestContext:
-    """`watch.check()` is asked between two pieces of work; what the server opens its supervisor closes."""
+    """The environment of the function that serves a file request or a search request.
+
+    The function calls `watch.check()` between two pieces of work. The supervisor closes what the function opens.
+    """
 
     __slots__ = ("paths", "pipes", "watch")
 
@@ -322,11 +356,12 @@ class RequestContext:
 
     @property
     def writer(self) -> ReportWriter:
+        """Return the supervisor's end of the report pipe."""
         return self.pipes.writer
 
     @property
     def body(self) -> int | None:
-        """A descriptor of the request's body, None when it has none."""
+        """Return a descriptor of the request's body, or None when the request has no body."""
         return self.pipes.body
 
 
@@ -334,14 +369,17 @@ class RequestContext:
 
 
 class Supervisor:
-    """One supervisor process. `serve` returns when it may serve no more."""
+    """A supervisor process, from its fork to its exit."""
 
     def __init__(self, ends: SupervisorEnds, paths: GuestPaths) -> None:
         self._ends = ends
         self._paths = paths
 
     def serve(self, first: Assignment) -> None:
-        """Serve `first`, which was inherited, then what PID 1 hands over."""
+        """Serve `first`, which the process inherited at its fork, then the calls that PID 1 sends.
+
+        Return when the process may serve no further call.
+        """
         self._leave_pid_1(first)
         assignment: Assignment | None = first
         while assignment is not None and self._serve_call(assignment):
@@ -350,23 +388,27 @@ class Supervisor:
             assignment = received if isinstance(received, Assignment) else None
 
     def _leave_pid_1(self, first: Assignment) -> None:
-        """Let go of what belongs to PID 1 and to other calls."""
+        """Release what belongs to PID 1 and to other calls."""
         null = os.open("/dev/null", os.O_RDWR | os.O_CLOEXEC)
         for fd in (0, 1):
-            # The numbers stay taken, so that no pipe of a program lands on them.
+            # Descriptors 0 and 1 stay open, so that no pipe of a program gets these numbers.
             os.dup2(null, fd, inheritable=False)
         self._ends.close_all_others(first.body)
-        # Beyond the file size limit a write is to fail, not to end this process.
+        # A write beyond the file size limit must fail with an error. SIGXFSZ would end this process.
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        # The kernel gives orphans of this call's programs to this process as children. No process of the call can
+        # escape the kill by a double fork, and `reap` can prove that none is left.
         set_process_flag(PR_SET_CHILD_SUBREAPER, 1)
 
     def _leave_call(self) -> None:
-        """Let go of all that the call opened, whoever opened it, and of where it worked."""
+        """Release every descriptor that the call opened, and leave the working directory of the call."""
         self._ends.close_all_others()
         os.chdir("/")
 
     def _serve_call(self, assignment: Assignment) -> bool:
-        """Serve one call and report its end; says whether this process is as it was before."""
+        """Serve one call and report its end. Return whether the process can serve another call."""
+        # The call counts as taken before anything is done for it. If this process dies later, PID 1 does not run the
+        # call a second time.
         self._ends.progress.take()
         if isinstance(assignment.request, JobStartRequest):
             self._keep_job(assignment)
@@ -378,7 +420,7 @@ class Supervisor:
         return is_clean
 
     def _keep_job(self, assignment: Assignment) -> None:
-        """Only who keeps a job loads what that needs."""
+        """Keep a background job until its end. Other supervisors do not import this module, to stay small."""
         from guest.commands.job_keeper import keep
 
         keep(assignment, self._ends, self._paths)
@@ -390,7 +432,8 @@ class Supervisor:
             return _end_failed(failure, pipes)
         except OSError as error:
             return _end_failed(describe_os_error(error, "the guest"), pipes)
-        # The edge of this process: a bug in it must still answer the call, and leave nothing running.
+        # The outermost function of this process. A defect in the guest must still answer the call and must leave no
+        # process running.
         except Exception as error:  # noqa: BLE001
             return _end_failed(Failure(INTERNAL, f"{type(error).__name__} in the guest"), pipes)
 
@@ -402,6 +445,7 @@ class Supervisor:
 
 
 def _end_failed(failure: Failure, pipes: CallPipes) -> dict[str, object]:
+    """Return the done fields of a failed call, after every process of the call is killed."""
     fields: dict[str, object] = {"error": failure.as_error()}
     if not reap():
         report = KillReport()
@@ -412,7 +456,10 @@ def _end_failed(failure: Failure, pipes: CallPipes) -> dict[str, object]:
 
 
 def _is_clean(fields: dict[str, object]) -> bool:
-    """Whether a call ended by itself. Where nothing was killed, `reap` has said that no child is left."""
+    """Return whether a call ended by itself.
+
+    When nothing was killed, `reap` has already shown that no child is left.
+    """
     error = fields.get("error")
     if fields.get("kill") or fields.get("timed_out") or fields.get("cancelled"):
         return False
@@ -423,7 +470,7 @@ def _is_clean(fields: dict[str, object]) -> bool:
 
 
 class SupervisorHandle:
-    """PID 1's hold on one supervisor."""
+    """PID 1's record of one supervisor: its pid, its pipes, and the call that the supervisor serves."""
 
     __slots__ = ("_channel", "_reader", "call", "is_free", "pid", "progress", "reports")
 
@@ -432,28 +479,32 @@ class SupervisorHandle:
         self.reports = reports
         self.progress = progress
         self.call: Call | None = call
-        # It has said that it waits for its next call.
+        # The supervisor has reported that it waits for its next call.
         self.is_free = False
         self._channel = channel
         self._reader = ReportReader()
 
     def give(self, call: Call) -> bool:
-        """Hand it its next call; False when it cannot be."""
+        """Send the next call to the supervisor. Return whether the call was sent."""
+        # The state must be reset before the call is sent. A reset after the send could overwrite the supervisor's
+        # `take`, and PID 1 could then run the call twice.
         self.progress.reset()
         if not give(self._channel, call.header, call.body.fd, call.oom_kills):
             return False
-        # A program of another call may have stopped it while it waited.
+        # A program of another call may have stopped this supervisor (SIGSTOP) while it waited.
         os.kill(self.pid, signal.SIGCONT)
         self.call = call
         self.is_free = False
         return True
 
     def cancel(self) -> None:
+        """Send a cancel of the current call to the supervisor."""
         send_cancel(self._channel)
 
     def read_reports(self) -> tuple[list[tuple[int, bytes]], bool]:
-        """The records that are complete, and whether anything came: nothing at the end, or from a pipe that is
-        empty.
+        """Return the complete records, and whether any bytes were read.
+
+        No bytes are read when the pipe is empty, and when the pipe is at its end.
         """
         try:
             data = os.read(self.reports, _READ_BYTES)
@@ -464,36 +515,43 @@ class SupervisorHandle:
         return records, bool(data)
 
     def close(self) -> None:
+        """Close PID 1's ends of the report pipe and of the channel."""
         os.close(self.reports)
         self._channel.close()
 
 
 class Supervisors:
-    """Every supervisor that was forked and is not reaped yet. The pid of each is PID 1's own child: a kill meets no
-    other.
+    """Every supervisor that was forked and not yet reaped.
+
+    Invariant: every pid in the table is an unreaped child of PID 1. The kernel does not reuse the pid of an unreaped
+    child. A kill therefore never hits another process.
     """
 
     def __init__(self, paths: GuestPaths) -> None:
         self._paths = paths
         self._by_pid: dict[int, SupervisorHandle] = {}
         self.by_reports: dict[int, SupervisorHandle] = {}
-        # Those whose exit is to come soon.
+        # The pids of the supervisors that exit soon.
         self.ending: set[int] = set()
         self._idle: SupervisorHandle | None = None
         self._idle_until = 0.0
 
     @property
     def pids(self) -> set[int]:
+        """Return the pids of all supervisors that are not reaped."""
         return set(self._by_pid)
 
     @property
     def calls(self) -> list[Call]:
-        """The calls that are served."""
+        """Return the calls that supervisors serve now."""
         return [handle.call for handle in self._by_pid.values() if handle.call is not None]
 
     @property
     def idle_pids(self) -> set[int]:
-        """Of those that serve nothing: the one that waits, and those whose end is on its way."""
+        """Return the pids of the supervisors that serve no call.
+
+        These are the supervisor that waits for its next call, and the supervisors that end soon.
+        """
         return {
             pid
             for pid, handle in self._by_pid.items()
@@ -502,10 +560,16 @@ class Supervisors:
 
     @property
     def idle_until(self) -> float | None:
+        """Return the time at which the waiting supervisor is ended, or None when no supervisor waits."""
         return self._idle_until if self._idle is not None else None
 
     def entrust(self, call: Call) -> None:
-        """Give a call to the one that waits, or to a new one. Raises OSError when there is no room for a process."""
+        """Give a call to the waiting supervisor, or to a new supervisor.
+
+        Raises OSError when no process can be forked.
+        """
+        # A waiting supervisor that does not take the call within TAKE_S is killed, and the call goes to a new
+        # supervisor. A tool of another call may have stopped or killed the waiting supervisor.
         idle, self._idle = self._idle, None
         if idle is not None and idle.give(call):
             call.entrust(idle, TAKE_S)
@@ -522,14 +586,21 @@ class Supervisors:
         call.entrust(handle, None)
 
     def entrust_to_keeper(self, call: Call, keeper: SupervisorHandle) -> bool:
-        """Hand a request about a job to the one that keeps it; False when that has left."""
+        """Send a request about a job to the supervisor that keeps the job.
+
+        Return False when that supervisor has ended.
+        """
         if keeper.pid not in self._by_pid or not keeper.give(call):
             return False
         call.entrust(keeper, None)
         return True
 
     def release(self, handle: SupervisorHandle) -> None:
-        """Its call is answered: it waits for the next, unless one does already or its call was to be ended."""
+        """Record that the call of a supervisor is answered. The supervisor then waits for its next call.
+
+        The supervisor is killed instead when another supervisor already waits, or when its call was cancelled or
+        overdue.
+        """
         call, handle.call = handle.call, None
         if not handle.is_free or handle.pid not in self._by_pid:
             return
@@ -540,7 +611,9 @@ class Supervisors:
             self.kill(handle)
 
     def retire_idle(self) -> None:
-        """End the one that waits. It holds nothing, so a kill is as good as a word, and meets also one that was
+        """Kill the supervisor that waits for its next call.
+
+        The waiting supervisor holds no data, so a kill loses nothing. A kill also ends a supervisor that a tool has
         stopped.
         """
         if self._idle is not None:
@@ -548,24 +621,27 @@ class Supervisors:
             self._idle = None
 
     def kill(self, handle: SupervisorHandle) -> None:
+        """Send SIGKILL to a supervisor."""
         os.kill(handle.pid, signal.SIGKILL)
         self.ending.add(handle.pid)
 
     def end_reports(self, handle: SupervisorHandle) -> None:
-        """Its pipe has come to its end: it has exited, or is about to."""
+        """Record that the report pipe is at its end: the supervisor has exited or exits soon."""
         self.by_reports.pop(handle.reports, None)
         self.ending.add(handle.pid)
         if handle is self._idle:
             self._idle = None
 
     def take_reaped(self, pid: int) -> SupervisorHandle | None:
-        """The supervisor whose exit was collected: from here on its pid may be anybody's. What it said may still be
-        read.
+        """Remove and return the supervisor with this pid, after its exit was collected. Return None for another
+        process.
+
+        From here on, the kernel may give the pid to another process. The reports in the pipe can still be read.
         """
         return self._by_pid.pop(pid, None)
 
     def forget(self, handle: SupervisorHandle) -> None:
-        """It is reaped, and its reports are read."""
+        """Close a supervisor after its exit was collected and its reports were read."""
         self.by_reports.pop(handle.reports, None)
         self.ending.discard(handle.pid)
         handle.call = None
@@ -574,6 +650,7 @@ class Supervisors:
         handle.close()
 
     def _fork(self, call: Call) -> SupervisorHandle:
+        """Fork a supervisor. Return PID 1's record of the new process. Raises OSError."""
         with contextlib.ExitStack() as theirs, contextlib.ExitStack() as ours:
             reports, reports_w = os.pipe()
             ours.callback(os.close, reports)
@@ -586,6 +663,7 @@ class Supervisors:
             progress = Progress()
             pid = os.fork()
             if pid == 0:
+                # The call is inherited by the fork, not sent: a header of any length fits, and no read can fail.
                 self._be_supervisor(SupervisorEnds(ReportWriter(reports_w), supervisors_end, progress), call)
             ours.pop_all()
         return SupervisorHandle(pid, reports, channel, progress, call)
@@ -594,5 +672,5 @@ class Supervisors:
         try:
             Supervisor(ends, self._paths).serve(Assignment(call.request, call.body.fd, call.oom_kills))
         finally:
-            # Whatever happened, a supervisor never goes back into PID 1's loop.
+            # A supervisor must never return into PID 1's loop, even after an exception.
             os._exit(0)

@@ -1,4 +1,4 @@
-"""The interface of a store: whole archives under names, each with its size and sha256 next to it."""
+"""The interface of an archive store. A store keeps whole archives under names, with the size and the sha256 of each."""
 
 import asyncio
 import hashlib
@@ -18,73 +18,76 @@ _SHA256 = re.compile(r"[0-9a-f]{64}")
 MAX_FACTS_BYTES = 4096
 STORE_SETTING, STATE_SETTING = "TOOLCREW_WORKSPACE_STORE", "TOOLCREW_SANDBOXD_STATE"
 CHECK_EVERY_BYTES = 16 * 1024 * 1024
-"""How much may be written between two looks at the free space of a disk."""
+"""Number of bytes that are written between two checks of the free disk space."""
 _LAYOUT = 1
-"""Of what is kept: the names of files in an archive, and the words of the facts."""
+"""Version of the storage format: the names of files in an archive, and the fields of the facts."""
 ANSWER_S = 60.0
-"""For one piece of work: a read, a write, a list."""
+"""Time limit of one operation (a read, a write or a list), in seconds."""
 _AT_ONCE = 16
 T = TypeVar("T")
 
 
 class NotStored(Exception):
-    """Nothing whole is kept under that name."""
+    """No complete archive has that name."""
 
 
 @dataclass(frozen=True)
 class StoredFacts:
-    """Size in bytes and sha256, in hex, of what is kept."""
+    """Size in bytes, and sha256 in hex, of a stored archive."""
 
     bytes: int
     sha256: str
 
 
 class ArchiveStore(Protocol):
-    """Keeps archives. A name is `<tenant>/<id>`; any other raises ValueError. What cannot be written or read is
-    SandboxUnavailable, with what to do.
+    """Stores archives. A name is `<tenant>/<id>`; any other name raises ValueError. A failed read or write raises
+    SandboxUnavailable with advice.
 
-    An archive is there whole or not at all, whoever dies while it is written.
+    Invariant: an archive exists completely or not at all, even if a process dies while it writes.
     """
 
     async def put(self, name: str, chunks: AsyncIterator[bytes]) -> StoredFacts:
-        """Keep all that `chunks` give, in place of what had that name. When they raise, nothing new is kept.
+        """Store all `chunks` as an archive, in place of an earlier archive of that name. If `chunks` raises an
+        exception, nothing new is stored.
 
-        Takes the chunks as fast as a disk does: who gives them may be a guest that waits.
+        The method accepts chunks at the speed of a disk, because their source may be a guest that waits.
         """
         ...
 
     async def describe(self, name: str) -> StoredFacts:
-        """Raises NotStored."""
+        """Return the size and the hash of an archive. Raises NotStored: no archive has that name."""
         ...
 
     def get(self, name: str) -> AsyncGenerator[bytes]:
-        """The archive in order. Raises NotStored, and SandboxUnavailable at its end when it is not what was put: then
-        all of it is void.
+        """Yield an archive in order. Raises NotStored: no archive has that name. Raises SandboxUnavailable at the end
+        if the data differs from the stored archive; the caller must then discard all of it.
         """
         ...
 
     async def delete(self, name: str) -> bool:
-        """False when nothing was kept under that name."""
+        """Delete an archive. Return False if no archive has that name."""
         ...
 
     async def list(self, prefix: str = "") -> list[str]:
-        """Names that begin with `prefix`, sorted."""
+        """Return the names that begin with `prefix`, sorted."""
         ...
 
     async def object_size(self, path: str) -> int:
-        """Return the size of a file that someone else has put into the store. `path`: from `parse_location`.
+        """Return the size of a file that another program has put into the store. `path`: from `parse_location`.
 
-        Raises NotStored, also for a link that leads out of the path's first folder.
+        Raises NotStored: there is no such file, or a link leads out of the first folder of the path.
         """
         ...
 
     def read_object(self, path: str) -> AsyncGenerator[bytes]:
-        """Read such a file. Raises NotStored."""
+        """Yield the contents of such a file. Raises NotStored: there is no such file."""
         ...
 
 
 def split_name(name: str) -> tuple[str, str]:
-    """Tenant and id of a name. Raises ValueError: no name may lead out of a store."""
+    """Return the tenant and the id in a name. Raises ValueError: the name is invalid. The check prevents names that
+    lead out of a store.
+    """
     if _NAME.fullmatch(name) is None:
         raise ValueError(
             f"{name[:200]!r} is no name of an archive: <tenant>/<id>, each of A-Z, a-z, 0-9, _ and -, at most 64"
@@ -98,7 +101,7 @@ def is_name(name: str) -> bool:
 
 
 class ArchiveHash:
-    """Counts and hashes what passes; judges it at the end."""
+    """Counts and hashes the bytes of an archive, and checks them at the end."""
 
     def __init__(self) -> None:
         self.bytes = 0
@@ -112,7 +115,7 @@ class ArchiveHash:
         return StoredFacts(self.bytes, self._sha256.hexdigest())
 
     def check(self, name: str, wanted: StoredFacts) -> None:
-        """Raises SandboxUnavailable when what passed is not what was put."""
+        """Raise SandboxUnavailable if the bytes differ from the stored archive."""
         if self.facts() != wanted:
             raise SandboxUnavailable(
                 f"the stored files {name} are damaged: {self.bytes} bytes with sha256 {self._sha256.hexdigest()[:12]} "
@@ -122,8 +125,8 @@ class ArchiveHash:
 
 
 def check_room(folder: Path, free_bytes: int, setting: str) -> None:
-    """Blocks. Raises SandboxUnavailable when the disk of a folder, which `setting` names, has less than this left;
-    OSError.
+    """Check the free space on the disk of a folder; blocking. Raises SandboxUnavailable: less than `free_bytes` are
+    free; the message names `setting`. Raises OSError: the disk cannot be read.
     """
     if shutil.disk_usage(folder).free < free_bytes:
         raise SandboxUnavailable(
@@ -133,20 +136,20 @@ def check_room(folder: Path, free_bytes: int, setting: str) -> None:
 
 
 def write_all(file: Any, data: bytes) -> None:
-    """To an unbuffered file, which may take less than it is given."""
+    """Write all data to an unbuffered file, whose `write` may accept only a part."""
     view = memoryview(data)
     while view:
         view = view[file.write(view) :]
 
 
 def encode_facts(facts: StoredFacts) -> bytes:
-    """As they are kept beside an archive."""
+    """Return the facts in stored form."""
     return json.dumps({"layout": _LAYOUT, "bytes": facts.bytes, "sha256": facts.sha256}).encode()
 
 
 def parse_facts(name: str, data: bytes) -> StoredFacts:
-    """Facts that were kept. Raises SandboxUnavailable when they are none, or of a layout that this version does not
-    know.
+    """Return stored facts. Raises SandboxUnavailable: the facts are damaged, or this version does not know their
+    layout.
     """
     try:
         told = json.loads(data)
@@ -174,7 +177,7 @@ def parse_facts(name: str, data: bytes) -> StoredFacts:
 
 
 async def in_pieces(chunks: AsyncIterator[bytes], size: int) -> AsyncIterator[bytes]:
-    """Yield the same bytes in pieces of `size`, the last one shorter."""
+    """Yield the same bytes in pieces of `size` bytes; the last piece may be shorter."""
     gathered = bytearray()
     async for chunk in chunks:
         gathered += chunk
@@ -186,20 +189,24 @@ async def in_pieces(chunks: AsyncIterator[bytes], size: int) -> AsyncIterator[by
 
 
 class StoreThreads:
-    """So many pieces of work at a time; one that hangs keeps its turn until it ends."""
+    """Limits the number of operations that run at the same time. An operation that hangs keeps its slot until it
+    ends.
+    """
 
     def __init__(self, answer_s: float = ANSWER_S, at_once: int = _AT_ONCE) -> None:
         self._answer_s = answer_s
         self._turns = asyncio.Semaphore(at_once)
 
     async def run(self, work: Callable[[], T], within_s: float | None = None) -> T:
-        """What blocking work gives. Raises what it raises, and TimeoutError when it has not ended in time: nobody can
-        end it, it may do so later.
+        """Run blocking work in a thread, and return its result. Raises the errors of the work. Raises TimeoutError:
+        the work has not ended in time. A thread cannot be stopped, so the work may end later.
         """
         limit_s = within_s or self._answer_s
         try:
             async with asyncio.timeout(limit_s) as limit:
                 await self._turns.acquire()
+                # The shield keeps the thread's slot occupied after a timeout. Otherwise hanging threads would
+                # accumulate.
                 return await asyncio.shield(self._start(work))
         except TimeoutError as error:
             if not limit.expired():
@@ -217,4 +224,4 @@ class StoreThreads:
 
     def _give_back(self, running: "asyncio.Future[T]") -> None:
         self._turns.release()
-        running.exception()  # whoever asked may have left: then nobody else takes it
+        running.exception()  # reading the exception prevents asyncio's warning if the caller has given up

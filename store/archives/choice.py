@@ -1,4 +1,4 @@
-"""Opens the store that the setting names."""
+"""Functions that open the archive store of the settings."""
 
 from pathlib import Path
 
@@ -8,9 +8,10 @@ from store.archives.fsspec_store import FsspecStore
 
 
 def open_store(setting: str | None, state: Path, free_bytes: int = 0) -> ArchiveStore:
-    """A URL's store, else that of a folder; None: a folder below `state`. `free_bytes`: to be left on a folder's disk.
+    """Open the store of a URL or of a folder; None: of a folder below `state`. `free_bytes`: the space to leave on a
+    folder's disk.
 
-    Raises ConfigError when fsspec or the package of a URL's protocol is missing.
+    Raises ConfigError: fsspec is missing, or the package for the protocol of the URL.
     """
     if setting is not None and _is_remote(setting):
         remote = FsspecStore(setting, state / "spool", free_bytes)
@@ -22,15 +23,17 @@ def open_store(setting: str | None, state: Path, free_bytes: int = 0) -> Archive
 
 
 def open_own_store(folder: Path, free_bytes: int = 0) -> FolderStore:
-    """A folder below the state folder, to which nobody else writes: what was not ended in it never will be."""
+    """Open a store in a folder below the state folder. No other process writes there, so unfinished archives are
+    deleted at once.
+    """
     store = FolderStore(folder, free_bytes, STATE_SETTING)
     store.sweep(0.0)
     return store
 
 
 def open_client_store(setting: str) -> ArchiveStore:
-    """Open the store for a process that is no sandboxd: it has no disk of its own for whole archives. Raises
-    ConfigError.
+    """Open the store for a process other than sandboxd. Such a process has no disk space for whole archives. Raises
+    ConfigError: a package is missing.
     """
     return FsspecStore(setting, None) if _is_remote(setting) else FolderStore(_folder(setting))
 

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Literal
 
 KEPT_S = 30 * 86_400.0
-"""How long uploads and artifacts are stored: as long as the records of batches."""
+"""Lifetime of uploads and artifacts, in seconds. Records of batches have the same lifetime."""
 MAX_WORKSPACE_BYTES = 2 * 1024**3
-"""Limit of one upload, of one workspace from the store, and of the artifacts of one item. The workspace of the sandbox
-(TOOLCREW_SANDBOX_WORKSPACE_BYTES) limits what is unpacked.
+"""Limit of one upload, of one workspace from the store, and of the artifacts of one item, in bytes. For unpacked
+files, the workspace of the sandbox has its own limit (TOOLCREW_SANDBOX_WORKSPACE_BYTES).
 """
 SHARED = "@shared"
 """The folder of the store from which every tenant may read. No tenant can have this name."""
@@ -24,7 +24,7 @@ MAX_LOCATION_CHARS = 4096
 
 
 def new_file_id(kind: Literal["file", "artifacts"]) -> str:
-    """Return an id that contains its age, so that old files can be deleted without a record of them."""
+    """Return a new id that contains its creation time. Old files can therefore be deleted without a record of them."""
     return f"{kind}-{int(time.time()):08x}-{secrets.token_hex(12)}"
 
 
@@ -42,12 +42,14 @@ def is_location(text: str) -> bool:
 
 
 def is_stored(text: str) -> bool:
-    """Return whether a workspace is in the store: a file's id or a location. Otherwise it is a path of a machine."""
+    """Return whether a workspace is in the store: the id of a file or a location. Otherwise the workspace is a path of
+    a machine.
+    """
     return is_file_id(text) or is_location(text)
 
 
 def file_created_at(file: str) -> float | None:
-    """Return when an upload or artifacts were stored, in Unix seconds; None for any other name."""
+    """Return the creation time of an upload or of artifacts, in Unix seconds; None for any other name."""
     found = _FILE_ID.fullmatch(file)
     return float(int(found[1], 16)) if found is not None else None
 
@@ -60,7 +62,8 @@ def store_root(setting: str) -> str:
 def parse_location(location: str, setting: str | None, tenant: str) -> str:
     """Return the path of a location below the root of the store. A tenant may name its own folder and SHARED.
 
-    Raises ValueError with a sentence for any other location.
+    Raises ValueError with a sentence for the user: any other location. Parts such as `..` are refused, because they
+    could lead into the folder of another tenant.
     """
     if setting is None:
         raise ValueError(NO_STORE)
@@ -83,7 +86,7 @@ class TenantStore:
     tenant: str
 
     def explain_refusal(self, workspace: str) -> str | None:
-        """Return why a workspace of the store cannot be used; None when its name is in order."""
+        """Return the reason why a workspace of the store cannot be used; None if its name is valid."""
         if is_location(workspace):
             try:
                 parse_location(workspace, self.setting, self.tenant)

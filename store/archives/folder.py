@@ -1,4 +1,7 @@
-"""Archives as files of a folder: of this host, or one that several hosts mount."""
+"""Archives as files in a folder of this host, or in a folder that several hosts mount.
+
+Invariant: an archive without facts does not exist for readers. The facts are written last, and deleted first.
+"""
 
 import contextlib
 import functools
@@ -34,11 +37,11 @@ T = TypeVar("T")
 
 
 class FolderStore:
-    """An archive is `<tenant>/<id>.tar` and, written last, `<tenant>/<id>.json`. Folders are 0700, files 0600, all on
-    the disk before `put` returns. Where the folder is writable for its group, they are for that group, too: several
-    processes share it.
+    """A store in a folder. An archive is `<tenant>/<id>.tar` and `<tenant>/<id>.json`; the `.json` is written last.
+    Folders have mode 0700 and files 0600. If the group may write to the folder, the group may also use the archives,
+    because several processes share the folder. `put` returns after everything is on the disk.
 
-    `free_bytes`: nothing is kept when the disk would have less than this left. `setting`: of the operator's, which
+    `free_bytes`: no archive is stored if less space would remain on the disk. `setting`: the operator's setting that
     names the folder.
     """
 
@@ -87,8 +90,8 @@ class FolderStore:
         return await self._do(f"the folder {self._folder} cannot be listed", lambda: list(self._find(prefix)))
 
     def sweep(self, older_than_s: float = _FORGOTTEN_S) -> None:
-        """Delete what was begun so long ago, a day or more, and never ended. 0: for a folder to which nobody else
-        writes.
+        """Delete unfinished archives that are older than `older_than_s`. 0: only for a folder to which no other
+        process writes.
         """
         without_facts = (path for path in self._folder.glob(f"*/*{_DATA}") if not path.with_suffix(_FACTS).exists())
         for path in [*self._folder.glob(f"*/.*{_PART}"), *without_facts]:
@@ -110,12 +113,13 @@ class FolderStore:
             real = (self._folder / path).resolve(strict=True)
         except (FileNotFoundError, NotADirectoryError):
             raise NotStored(path) from None
+        # The path is resolved first: a link must not lead out of the tenant's folder.
         if not real.is_relative_to((self._folder / path.partition("/")[0]).resolve()) or not real.is_file():
             raise NotStored(path)
         return real
 
     def _make_folder(self, tenant: str) -> tuple[Path, int]:
-        """Return the folder of a tenant, and the bits of its mode that are for the group."""
+        """Return the folder of a tenant, and the mode bits for its group."""
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         mode, place = self._folder.stat().st_mode, self._folder / tenant
         group = mode & 0o2070 if mode & 0o020 else 0
@@ -143,8 +147,8 @@ class FolderStore:
         return tally.facts()
 
     async def _do(self, what: str, work: Callable[[], T]) -> T:
-        """In a thread: a disk may be slow, and a folder of another host's slower. Raises SandboxUnavailable, saying
-        `what` could not be done.
+        """Run blocking work in a thread, because disks and folders of other hosts may be slow. Raises
+        SandboxUnavailable with the clause `what`: the work failed.
         """
         try:
             return await self._threads.run(work)
@@ -173,7 +177,9 @@ def _read_facts(path: Path, name: str) -> bytes:
 
 
 def _publish(part: Path, data: Path, facts: StoredFacts, group: int) -> None:
-    """Delete the facts of an older archive first: they would be wrong for the new one."""
+    """Make a new archive visible. Facts of an older archive are deleted first, because they would be wrong for the new
+    archive.
+    """
     facts_path = data.with_suffix(_FACTS)
     facts_path.unlink(missing_ok=True)
     part.rename(data)
@@ -185,6 +191,7 @@ def _publish(part: Path, data: Path, facts: StoredFacts, group: int) -> None:
         beside.rename(facts_path)
     finally:
         beside.unlink(missing_ok=True)
+    # Without fsync of the folder, the renamed files may be lost at a power failure.
     folder = os.open(data.parent, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(folder)
@@ -195,6 +202,7 @@ def _publish(part: Path, data: Path, facts: StoredFacts, group: int) -> None:
 def _delete(place: Path, archive: str) -> bool:
     was_there = True
     try:
+        # The facts are deleted first, so that a reader never finds facts without data.
         (place / (archive + _FACTS)).unlink()
     except FileNotFoundError:
         was_there = False

@@ -1,4 +1,8 @@
-"""Archives in whatever fsspec can write to: object stores, remote file systems. The only file that imports fsspec."""
+"""Archives in any storage that fsspec supports: object stores and remote file systems. Only this module imports
+fsspec.
+
+Invariant: an archive without facts does not exist for readers. The facts are written last.
+"""
 
 import asyncio
 import contextlib
@@ -32,21 +36,22 @@ log = structlog.get_logger(__name__)
 
 _READ_BYTES = 1024 * 1024
 _PART_BYTES = 8 * 1024 * 1024
-"""What is held of a file that is sent as it comes."""
+"""Size of the parts of a file that is sent without a spool, in bytes."""
 _DATA, _FACTS = ".tar", ".json"
 _SPOOLED = "archive-"
 _SEND_S = 480.0
-"""For a whole archive on its way to the store."""
+"""Time limit of sending a whole archive to the store, in seconds."""
 
 T = TypeVar("T")
 
 
 class FsspecStore:
-    """An archive is `<url>/<tenant>/<id>.tar` and, written last, `<id>.json`. It is gathered in `spool`, a folder of
-    this process alone, and then sent. `free_bytes`: nothing is gathered when its disk would have less than this left.
-    Without a `spool` it is sent as it comes, for sources that may wait for the store.
+    """A store behind fsspec. An archive is `<url>/<tenant>/<id>.tar` and `<id>.json`; the `.json` is written last. The
+    store first collects an archive in `spool`, a folder of this process alone, and then sends it. `free_bytes`: no
+    archive is collected if less space would remain on the disk of the spool. Without a `spool`, each chunk is sent at
+    once; the source must then be able to wait.
 
-    Raises ConfigError when fsspec, or the package that its protocol needs, is not installed.
+    Raises ConfigError: fsspec is not installed, or the package for the protocol of the URL.
     """
 
     def __init__(self, url: str, spool: Path | None, free_bytes: int = 0) -> None:
@@ -107,7 +112,7 @@ class FsspecStore:
             await self._do(failed, file.close)
 
     def sweep(self) -> None:
-        """Delete what a process that was killed has left in the spool."""
+        """Delete files that a killed process has left in the spool."""
         if self._spool is None:
             return
         for path in self._spool.glob(f"{_SPOOLED}*"):
@@ -126,21 +131,22 @@ class FsspecStore:
             await self._do(failed, lambda: self._fs.pipe_file(self._path(name, _FACTS), encode_facts(facts)))
         except BaseException:
             with contextlib.suppress(SandboxUnavailable):
+                # The shield completes the deletion even if the task is cancelled again.
                 await asyncio.shield(self._do("did not delete a part of a file", lambda: self._discard(name, file)))
             raise
         return facts
 
     def _prepare(self, name: str) -> None:
-        """Delete the facts of an older archive first: they would be wrong for the new one."""
+        """Delete the facts of an older archive, because they would be wrong for the new archive. Create its folder."""
         with contextlib.suppress(FileNotFoundError):
             self._fs.rm_file(self._path(name, _FACTS))
         self._fs.makedirs(self._path(name, "").rpartition("/")[0], exist_ok=True)
 
     def _discard(self, name: str, file: Any) -> None:
-        """Delete what was sent of an archive that is not whole."""
+        """Delete the sent part of an incomplete archive."""
         with contextlib.suppress(Exception):
             file.discard()
-            # Otherwise the garbage collector would finish the file.
+            # Otherwise the garbage collector would complete the file.
             file.closed = True
         self._delete(name)
 
@@ -169,14 +175,14 @@ class FsspecStore:
         return tally.facts()
 
     def _send(self, name: str, local: Path, facts: StoredFacts, is_void: threading.Event) -> None:
-        """Send an archive. `is_void`: the caller does not wait for it any more."""
+        """Send an archive. `is_void`: the caller no longer waits, so the archive must not become visible."""
         self._prepare(name)
         try:
             self._fs.put_file(str(local), self._path(name, _DATA))
             if is_void.is_set():
                 raise TimeoutError("sent too late")
             self._fs.pipe_file(self._path(name, _FACTS), encode_facts(facts))
-        except Exception:  # whatever a store's package may raise: without facts nobody would find the rest to delete it
+        except Exception:  # any error of the store's package; without facts, the data would never be found and deleted
             with contextlib.suppress(Exception):
                 self._delete(name)
             raise
@@ -196,7 +202,9 @@ class FsspecStore:
         return was_there
 
     def _find(self, prefix: str) -> Sequence[str]:
-        """A store may keep what it lists, and others write to it: what it keeps is forgotten first."""
+        """Return the sorted names of archives. The cache is emptied first, because other processes write to the store
+        too.
+        """
         self._fs.invalidate_cache()
         tenant, is_whole, _ = prefix.partition("/")
         try:
@@ -212,14 +220,14 @@ class FsspecStore:
         return f"{self._root.rstrip('/')}/{name}{suffix}"
 
     async def _do(self, what: str, work: Callable[[], T], within_s: float | None = None) -> T:
-        """Each store's package raises errors of its own, and no two have a base in common. Their words are the
-        operator's to read.
+        """Run blocking work in a thread. The packages of the stores have no common base class of errors, so every
+        error becomes SandboxUnavailable. The log contains the original error.
         """
         try:
             return await self._threads.run(work, within_s)
         except NotStored:
             raise
-        except Exception as error:  # whatever a store's package may raise
+        except Exception as error:  # any error of the store's package
             log.warning("store_failed", what=what, error=repr(error)[:1000])
             raise SandboxUnavailable(
                 f"the store of TOOLCREW_WORKSPACE_STORE {what} ({type(error).__name__}): see that it is up and what "
@@ -242,7 +250,7 @@ def _open_file_system(url: str) -> tuple[Any, str]:
         raise ConfigError(
             f"TOOLCREW_WORKSPACE_STORE is a {protocol} URL and its package is not installed: {error}"
         ) from error
-    except Exception as error:  # whatever a package of a store's may raise
+    except Exception as error:  # any error of the store's package
         raise ConfigError(
             f"TOOLCREW_WORKSPACE_STORE: {protocol} cannot be opened ({type(error).__name__}: {str(error)[:300]})"
         ) from error
@@ -251,10 +259,10 @@ def _open_file_system(url: str) -> tuple[Any, str]:
 
 @contextlib.contextmanager
 def _spooled(folder: Path) -> Iterator[Any]:
-    """A file that is gone afterwards."""
+    """Yield a temporary file, which is deleted afterwards."""
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        # closed just below
+        # the with statement below closes the file
         file = tempfile.NamedTemporaryFile(dir=folder, prefix=_SPOOLED, buffering=0)  # noqa: SIM115
     except OSError as error:
         raise _no_spool(error) from error

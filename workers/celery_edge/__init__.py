@@ -1,1 +1,1 @@
-"""Everything of a worker that touches the insides of Celery and kombu."""
+"""The parts of a worker that depend on the internals of Celery and kombu."""

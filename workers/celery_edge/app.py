@@ -1,4 +1,4 @@
-"""The Celery app of a worker: its settings, its node name, and the run of the worker."""
+"""The Celery app of a worker: its settings, its node name, and the start of the worker."""
 
 import hashlib
 import json
@@ -27,17 +27,18 @@ from workers.celery_edge.tasks import BACKENDS
 log = structlog.get_logger(__name__)
 
 EXIT_RESTART = 75
-"""The exit code of a worker that must be started again: its name was given up, or its sandboxd is another one."""
+"""Exit code of a worker that must be started again: it was declared lost, or its sandboxd has restarted."""
 MAX_NAMESAKES = 100
-"""Workers of one name on one machine."""
+"""Maximum number of workers with the same name on one machine."""
 _held_nodes: list[socket.socket] = []
-"""Open as long as this process: they reserve its names."""
+"""Sockets that reserve the node names of this process. They stay open until the process ends."""
 _LOGGERS = ("celery.worker.consumer.consumer", "kombu.transport.redis")
 _FUNCTIONS = frozenset(
     {"on_unknown_message", "on_unknown_task", "on_invalid_task", "on_decode_error", "_do_restore_message"}
 )
-"""The hooks of Celery's consumer, and the function of kombu's channel, that log a whole message. It may be a tenant's
-call.
+"""Functions of Celery's consumer and of kombu's channel that log a whole message.
+
+A message may contain a tenant's call.
 """
 ANSWERED_COMMANDS = frozenset(
     {
@@ -54,31 +55,30 @@ ANSWERED_COMMANDS = frozenset(
         "stats",
     }
 )
-"""What Flower's pages and a health check ask on Celery's control channel. Flower sends enable_events and heartbeat; our
-events are always on.
+"""Commands of Celery's control channel that Flower and health checks send.
+
+Flower sends enable_events and heartbeat, but the events of a worker are always on.
 """
 _BROKER_FACTS = frozenset({"hostname", "port", "transport", "userid", "virtual_host"})
 Pool = Literal["threads", "prefork"]
 
 
 def count_running() -> int:
-    """Return how many calls the processes or threads of the pool have begun."""
+    """Return the number of calls that have started in the pool's processes or threads."""
     return len(state.active_requests)
 
 
 def find_sessions_at_work() -> set[str]:
-    """Return the sessions, `<tenant>:<session>`, with a call that was taken from the queue and has not ended; claimed
-    or not.
+    """Return the sessions (`<tenant>:<session>`) with a call that has left the queue and has not ended, claimed or
+    not.
     """
-    # One step of the interpreter: the main thread changes it meanwhile.
+    # `list` copies the requests in one step of the interpreter: the main thread changes them at any time.
     requests = list(state.requests.values())
     return {name for name in (parse_session_of(request.kwargs) for request in requests) if name is not None}
 
 
 def parse_session_of(arguments: Any) -> str | None:
-    """Return the session of a task's call, by the task's arguments; None without one. Its signature is not checked
-    yet.
-    """
+    """Return the session in the arguments of a task; None without a session. The signature is not checked yet."""
     try:
         context = json.loads(arguments["envelope"].split(".", 3)[3])["context"]
         return f"{context['tenant']}:{context['session']}" if context.get("session") else None
@@ -87,11 +87,12 @@ def parse_session_of(arguments: Any) -> str | None:
 
 
 def end_worker(code: int, *, within_s: float | None = None) -> None:
-    """Take no more calls, let those that run end, and end the process with `code`; after `within_s` whatever still
-    runs.
+    """Take no more calls, wait for the running calls, then end the process with `code`.
+
+    With `within_s` the process ends after this many seconds even if calls are running.
     """
     if within_s is not None:
-        # Storing a result is retried while Redis is away, and a hung call does not end: neither may delay this.
+        # A result is retried while Redis does not answer, and a blocked call does not end. Neither may delay the end.
         timer = threading.Timer(within_s, os._exit, (code,))
         timer.daemon = True
         timer.start()
@@ -99,7 +100,10 @@ def end_worker(code: int, *, within_s: float | None = None) -> None:
 
 
 def on_stopping(callback: Callable[[], None]) -> None:
-    """Call `callback` when the worker begins to end. It may run in a signal handler, so it must not take a lock."""
+    """Register `callback` for the start of the worker's shutdown.
+
+    `callback` must not take a lock, because it may run in a signal handler.
+    """
 
     def handle(**_: Any) -> None:
         callback()
@@ -108,27 +112,31 @@ def on_stopping(callback: Callable[[], None]) -> None:
 
 
 POOL_OF_KIND: Mapping[Literal["sandbox", "web"], Pool] = MappingProxyType({"sandbox": "threads", "web": "prefork"})
-"""Sandboxes limit the calls of threads. Without a sandbox only a kill of the process ends a tool at its limit."""
+"""Kind of worker -> Celery pool. Sandboxes enforce the limits of calls in threads.
+
+Without a sandbox, only a kill of the process ends a tool at its limit.
+"""
 
 
 def build_app(broker: BrokerSettings, on_refused: Callable[[RefusalReason], None] | None = None) -> Celery:
-    """Return an app without tasks. `on_refused` gets the reason when something in a queue is not a message.
+    """Return an app without tasks. `on_refused` receives the reason when a queue contains an invalid message.
+
     docs/design.md explains each setting.
     """
     register_transport()
     where = broker.celery_options()
     found_by = where.pop("broker_transport_options")
-    # a registry may be given as well
+    # Celery accepts a registry as well as a class, but its types do not say so.
     app = Celery("toolcrew", set_as_current=False, tasks=LiveTasks())  # type: ignore[arg-type]
     app.loader.override_backends = BACKENDS
     app.conf.update(
         **where,
-        # At most once: a tool may have acted, so the orchestrator recovers calls, never the broker.
+        # At most once: a tool may have acted, so only the orchestrator sends a call again, never the broker.
         task_acks_late=False,
         task_reject_on_worker_lost=False,
         worker_disable_prefetch=True,
         worker_prefetch_multiplier=1,
-        # A result outlives a restart of Redis; without it a slot is lost with the result.
+        # A result must survive a restart of Redis. Without retries an error also loses the slot of the pool.
         result_backend_always_retry=True,
         result_backend_max_retries=600,
         result_backend_max_sleep_between_retries_ms=1000,
@@ -157,8 +165,8 @@ def build_app(broker: BrokerSettings, on_refused: Callable[[RefusalReason], None
         broker_transport_options={
             **found_by,
             INTAKE: Intake(on_refused),
-            # No list of unacknowledged messages is kept (workers/celery_edge/broker.py): it need not be
-            # searched.
+            # The transport keeps no list of unacknowledged messages (workers/celery_edge/broker.py), so kombu has
+            # nothing to restore.
             "unacked_restore_interval": 3600,
             "priority_steps": [0],
             "queue_order_strategy": "round_robin",
@@ -176,11 +184,12 @@ def build_app(broker: BrokerSettings, on_refused: Callable[[RefusalReason], None
 
 
 def claim_node(name: str, broker: BrokerSettings) -> str:
-    """Return a Celery node name for this process, `name`@<machine>. A second worker on the same machine with the same
-    broker gets `name`-2@<machine>: Flower would merge two workers of one name. A name is free again when its process
-    has ended.
+    """Return a unique Celery node name for this process: `name`@<machine>.
 
-    Raises ConfigError when 100 workers have the name.
+    A second worker on the same machine with the same broker gets `name`-2@<machine>, because Flower merges workers
+    with the same name. A name is free again when its process has ended.
+
+    Raises ConfigError: 100 workers have the name.
     """
     machine, url = socket.gethostname(), broker.redis_address()
     for number in range(1, MAX_NAMESAKES + 1):
@@ -188,7 +197,7 @@ def claim_node(name: str, broker: BrokerSettings) -> str:
         digest = hashlib.sha256(f"{url} {broker.deployment} {node}".encode()).hexdigest()
         holder = socket.socket(socket.AF_UNIX)
         try:
-            # An abstract address: the kernel frees it when the process ends, however that happens.
+            # An abstract address: the kernel frees it when the process ends for any reason.
             holder.bind(f"\0toolcrew-node-{digest}")
         except OSError:
             holder.close()
@@ -212,17 +221,19 @@ def run_celery_worker(
     on_stop: Callable[[], None],
     on_process_stop: Callable[[], None] = lambda: None,
 ) -> None:
-    """Run a worker on these queues until it is told to stop, as the Celery node `node` (`claim_node`). `on_ready` once
-    it consumes, `on_stop` at its end, `on_process_stop` at the end of each process of a pool of processes. Ends the
-    process when Celery asks for an exit code other than 0."""
+    """Run the Celery node `node` on these queues until it receives a stop signal.
+
+    `on_ready` runs when the worker consumes, `on_stop` at its end, and `on_process_stop` at the end of each process
+    of a prefork pool. The process ends when Celery requests an exit code other than 0.
+    """
     _restrict_remote_control()
     _hide_bodies()
     replace_celery_output()
     worker_ready.connect(lambda **_: on_ready(), weak=False)
     worker_shutdown.connect(lambda **_: on_stop(), weak=False)
     worker_process_shutdown.connect(lambda **_: on_process_stop(), weak=False)
-    # What `celery worker` does; that command loads Celery's whole command line and Flower's with it, which costs time
-    # and memory.
+    # Start the worker directly. The command `celery worker` also loads Celery's whole command line and Flower's,
+    # which costs time and memory.
     worker = app.Worker(
         hostname=node,
         queues=",".join(queues),
@@ -241,7 +252,10 @@ def run_celery_worker(
 
 
 def replace_celery_output() -> None:
-    """Keep Celery from setting up its own logging, and log the line that it writes when it gets a signal to end."""
+    """Prevent Celery from configuring its own logging.
+
+    Log the message that Celery writes when it receives a stop signal.
+    """
     setup_logging.connect(lambda **_: None, weak=False)
 
     def log_signal(message: object, _: object = None) -> None:
@@ -251,7 +265,7 @@ def replace_celery_output() -> None:
 
 
 class BodyFilter(logging.Filter):
-    """Replaces the line of such a function by the function's name and the error."""
+    """Replaces the log line of a function in _FUNCTIONS with the function's name and the error."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         if record.funcName in _FUNCTIONS:
@@ -272,10 +286,10 @@ def _hide_bodies() -> None:
 
 
 def _restrict_remote_control() -> None:
-    """Have this process refuse, and log, every Celery control command that changes a worker.
+    """Make this process refuse and log every Celery control command that changes a worker.
 
-    Redis 6.2 cannot tell who may listen on a channel from who may publish there, so every worker and Flower can
-    broadcast. Draining, and ending a call, have signed orders of their own (workers/control.py).
+    Redis 6.2 cannot separate the permission to listen on a channel from the permission to publish. So every worker
+    and Flower can broadcast. Drains and cancels have their own signed orders (workers/control.py).
     """
     stats = Panel.data["stats"]
     for name in Panel.data.keys() - ANSWERED_COMMANDS:
@@ -289,8 +303,8 @@ def _refuse_command(name: str, state: Any, **_: Any) -> Mapping[str, str]:
 
 
 def _build_stats(stats: Any, state: Any, **arguments: Any) -> Mapping[str, Any]:
-    """Return Celery's statistics without what bears passwords behind sentinels: the list of addresses, and the options
-    of the transport.
+    """Return Celery's statistics without the fields that may contain passwords: the addresses and the options of the
+    transport.
     """
     fields = dict(stats(state, **arguments))
     broker = fields.get("broker") or {}

@@ -1,15 +1,16 @@
-"""How a worker receives its tasks: Celery's Redis transport and Celery's consumer, each hardened.
+"""Hardened versions of Celery's Redis transport and Celery's consumer, through which a worker receives its tasks.
 
-The transport drops bytes in a queue that are not a message: kombu raises their errors out of its event loop, and Celery
-then ends. What is dropped has left the queue. BRPOP continues with the next turn of the loop, since kombu forgets the
-pending one before it reads.
+The transport drops bytes in a queue that are not a message. Without this, kombu raises an error out of its event
+loop, and Celery ends. Dropped bytes have left the queue. BRPOP continues in the next turn of the loop, because kombu
+clears the pending BRPOP before the read.
 
-A message belongs to the worker as soon as it is read. The records of calls tell what has not started, so kombu's own
-list of unacknowledged messages, two round trips per message, is not kept. A message that is read a second time is a
-repetition, even if Redis has forgotten that it was read.
+A message belongs to the worker as soon as the worker has read it. The records of calls show which calls have not
+started. So the transport does not keep kombu's list of unacknowledged messages, which costs two round trips per
+message. A message that is read a second time counts as a repetition, even if Redis has lost the record of the first
+read.
 
-The consumer takes new tasks while it runs, and sends the events of its tasks in batches: one message for each event is
-more than half of what its main thread does otherwise.
+The consumer accepts new tasks while it runs, and sends the events of its tasks in batches. One message per event
+would take more than half of the main thread's other time.
 """
 
 import time
@@ -29,17 +30,18 @@ from contract.errors import RefusalReason
 log = structlog.get_logger(__name__)
 
 INTAKE = "intake"
-"""Transport option: the Intake of the app."""
+"""Transport option that holds the Intake of the app."""
 REMEMBERED = 20_000
-"""Messages that are remembered to detect repetitions: half a minute of more than a worker can run."""
+"""Messages that are remembered to detect repetitions: more than a worker can run in half a minute."""
 
-# What reading hostile JSON through kombu's hooks for dates, numbers and bytes, and decoding a body, may raise.
+# Errors that kombu's hooks for dates, numbers and bytes, and the decoding of a body, raise on hostile JSON.
 _UNREADABLE = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError)
 
 
 class Intake:
-    """The messages that a worker has read, over all its connections to the broker. `on_refused` gets the reason when
-    one was dropped.
+    """The messages that a worker has read, over all its connections to the broker.
+
+    `on_refused` receives the reason for each dropped message.
     """
 
     def __init__(self, on_refused: Callable[[RefusalReason], None] | None = None) -> None:
@@ -47,7 +49,7 @@ class Intake:
         self._read: OrderedDict[int, None] = OrderedDict()
 
     def is_repeated(self, message: dict[str, Any]) -> bool:
-        """Return whether this message has been read before, and remember it."""
+        """Return whether this message has been read before. Remember the message."""
         mark = hash((message["properties"]["delivery_tag"], message["body"]))
         if mark in self._read:
             return True
@@ -57,7 +59,7 @@ class Intake:
         return False
 
     def refuse(self, reason: RefusalReason) -> None:
-        """Report that something was dropped."""
+        """Report a dropped message."""
         if self._on_refused is not None:
             self._on_refused(reason)
 
@@ -66,12 +68,13 @@ def register_transport() -> None:
     """Use the hardened transport for every Redis URL of this process's Celery apps."""
     for scheme, name in (("redis", "Transport"), ("rediss", "Transport"), ("sentinel", "SentinelTransport")):
         TRANSPORT_ALIASES[scheme] = f"{__name__}:{name}"
-        # kombu caches resolved transports: an earlier connection of this process must not decide for the worker.
+        # kombu caches resolved transports. A transport that this process resolved earlier must not be used for the
+        # worker.
         transport._transport_cache.pop(scheme, None)  # type: ignore[attr-defined]
 
 
 class _HardenedChannel(redis.Channel):
-    """Reads a queue to which any process may have written."""
+    """A channel that reads a queue to which any process may have written."""
 
     def _brpop_read(self, **options: Any) -> Any:
         try:
@@ -90,10 +93,10 @@ class _HardenedChannel(redis.Channel):
         return tag
 
     def basic_ack(self, delivery_tag: str, multiple: bool = False) -> None:
-        """Do nothing: no list of unacknowledged messages is kept."""
+        """Do nothing: there is no list of unacknowledged messages."""
 
     def basic_reject(self, delivery_tag: str, requeue: bool = False) -> None:
-        """Put back a message of a queue that is no longer read. No other message is kept."""
+        """Put back a message of a queue that is no longer read. No other message is put back."""
         if requeue:
             super().basic_reject(delivery_tag, requeue=True)
 
@@ -101,7 +104,8 @@ class _HardenedChannel(redis.Channel):
         def take(message: Any) -> Any:
             try:
                 return callback(message)
-            except Exception as error:  # the edge: a message that Celery cannot handle must cost only itself
+            # The outermost handler: a message that Celery cannot handle must cost only itself.
+            except Exception as error:
                 if self._is_broken_connection(error):
                     raise
                 log.error("message_refused", error=type(error).__name__)
@@ -111,20 +115,20 @@ class _HardenedChannel(redis.Channel):
         return take
 
     def _is_broken_connection(self, error: Exception) -> bool:
-        # kombu counts KeyError as an error of the connection; here it means that the message lacks a field.
+        # kombu counts KeyError as a connection error. Here a KeyError means that the message lacks a field.
         return isinstance(error, self.connection.connection_errors) and not isinstance(error, KeyError)
 
 
 class Channel(_HardenedChannel):
-    """A channel of one Redis."""
+    """A channel to one Redis server."""
 
 
 class SentinelChannel(_HardenedChannel, redis.SentinelChannel):
-    """A channel of the master that sentinels name."""
+    """A channel to the master that Redis Sentinel names."""
 
 
 class Transport(redis.Transport):
-    """Delivers each valid message once."""
+    """A transport that delivers each valid message once."""
 
     Channel = Channel
 
@@ -139,13 +143,13 @@ class Transport(redis.Transport):
             super()._deliver(message, queue)
 
     def _is_read(self, queue: str | None) -> bool:
-        """Return whether a consumer of ours still takes messages of that queue."""
+        """Return whether a consumer of this connection still takes messages of the queue."""
         callbacks: Any = self._callbacks
         return queue in callbacks
 
 
 class SentinelTransport(Transport):
-    """The same, for the Redis that sentinels name."""
+    """The same transport for Redis Sentinel."""
 
     default_port = 26379
     Channel = SentinelChannel  # type: ignore[assignment]
@@ -162,7 +166,7 @@ def _is_message(message: Any) -> bool:
     match message:
         case {
             "body": str(),
-            # A process that can write to a queue must not choose what is unpickled.
+            # A process that can write to a queue must not choose the deserializer, such as pickle.
             "content-type": "application/json",
             "properties": {
                 "delivery_tag": str(),
@@ -170,7 +174,7 @@ def _is_message(message: Any) -> bool:
             } as properties,
         }:
             headers = message.get("headers")
-            # Our messages are not compressed; unpacking a hostile one could fill the memory.
+            # Our messages are not compressed. Unpacking a hostile message could fill the memory.
             is_plain = headers is None or (isinstance(headers, dict) and "compression" not in headers)
             return is_plain and properties.get("body_encoding") in (None, "base64", "utf-8")
         case _:
@@ -178,15 +182,16 @@ def _is_message(message: Any) -> bool:
 
 
 FLUSH_AFTER_S = 0.1
-"""The greatest age of the first event of a batch."""
+"""Maximum age of the first event of a batch, in seconds."""
 MAX_BATCH = 500
 FORGOTTEN_S = 1.0
-"""A batch that is late by so much was lost with a broken connection."""
+"""Seconds after its due time when a batch counts as lost with a broken connection."""
 
 
 class LiveTasks(TaskRegistry):
-    """Tasks of an app that may be added while it runs. `find` adds the task of a name, or does nothing; then a missing
-    name raises NotRegistered.
+    """The tasks of an app; tasks can be added while the app runs.
+
+    `find` adds the task with a name, or does nothing. In the second case the lookup raises NotRegistered.
     """
 
     def __init__(self) -> None:
@@ -198,14 +203,15 @@ class LiveTasks(TaskRegistry):
         if name not in self:
             raise self.NotRegistered(name)
         task = self[name]
-        # A process of the pool does this at its start for the tasks that it knows then.
+        # A pool process builds the tracer at its start, but only for the tasks that exist then.
         task.__trace__ = build_tracer(name, task, task.app.loader, app=task.app)
         return task
 
 
 class LiveStrategies(dict[str, Any]):
-    """How a consumer passes on a message, by its task, also for tasks that were added later. Raises KeyError for
-    unknown tasks.
+    """The strategies with which a consumer passes on messages, by task name. Includes tasks that were added later.
+
+    Raises KeyError for unknown tasks.
     """
 
     def __init__(self, consumer: Any) -> None:
@@ -218,7 +224,10 @@ class LiveStrategies(dict[str, Any]):
 
 
 class BatchingConsumer(Consumer):
-    """Celery's own sends events with every turn of its loop, and knows only the tasks that there were at its start."""
+    """A consumer that sends events in batches and accepts new tasks.
+
+    Celery's own consumer sends events in every turn of its loop, and knows only the tasks at its start.
+    """
 
     hub: Any
     event_dispatcher: Any
@@ -229,13 +238,13 @@ class BatchingConsumer(Consumer):
         return LiveStrategies(self)
 
     def on_send_event_buffered(self) -> None:  # type: ignore[override]  # Celery's stubs expect what it gives by accident
-        """Called with every event, by the thread that has ended a call."""
-        # Celery makes a new dispatcher, with its own limit, for every connection.
+        """Schedule a batch. Celery calls this method with every event, in the thread that has ended a call."""
+        # Celery creates a new dispatcher, with its own limit, for every connection.
         self.event_dispatcher.buffer_limit = MAX_BATCH
         now = time.monotonic()
         if self.hub and (self._due_at == 0.0 or now > self._due_at + FORGOTTEN_S):
             self._due_at = now + FLUSH_AFTER_S
-            # Only the loop's own thread may set its timers.
+            # Only the thread of the loop may set its timers.
             self.hub.call_soon(self._wait)
 
     def shutdown(self) -> None:

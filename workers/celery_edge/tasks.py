@@ -1,6 +1,7 @@
-"""The tasks: decode a message, run its call, encode and store its result. One task per tool, all with the same body.
+"""The Celery tasks. A task decodes a message, runs its call, and stores the encoded result. Each tool has one task.
 
-One script stores and publishes a result and marks its call as done. The result backend retries until Redis accepts it.
+One Redis script stores and publishes a result and marks its call as done. The result backend retries until Redis
+accepts the result.
 """
 
 import json
@@ -38,20 +39,23 @@ OnRefused = Callable[[RefusalReason], None]
 Body = Callable[..., "Answer"]
 
 CELERY_MARGIN_S = 30.0
-"""How long after a call's own limit Celery kills the process that runs it. Only processes (`prefork`) can be killed. In
-the threads pool, which workers beside sandboxes use by default, Celery's limit does nothing: the guest and sandboxd end
-the call."""
+"""Seconds after a call's own limit when Celery kills the process that runs it.
+
+Celery can kill only processes (`prefork`). In the threads pool of workers with sandboxes, Celery's limit has no
+effect: the guest and sandboxd end the call.
+"""
 RECORD_TTL_S = 3600 + 60
-"""Longer than Celery keeps the message that names it."""
+"""Seconds that Redis keeps a large result: longer than Celery keeps the message that names it."""
 KEEP_WAIT_S = 60.0
-"""How long a result waits for a Redis that is away: a restart takes seconds, and the call has acted."""
+"""Seconds that a result waits for an unavailable Redis. A restart takes seconds, and the call has acted."""
 PAUSE_S = 0.5
 
 
 @dataclass(frozen=True)
 class Ending:
-    """The end of a call that has run. `key`: of its record; `code`: "" when it succeeded; `sandbox`: "" when it had
-    none.
+    """The end of a call that has run.
+
+    `key` is the key of its record. `code` is "" for a success. `sandbox` is "" for a call without a sandbox.
     """
 
     key: str
@@ -61,11 +65,11 @@ class Ending:
 
 
 class Answer:
-    """The return value of a task. Celery, its events and its log see its text, which has a few harmless fields; the
-    caller gets the whole record. It is no dict, because Celery takes long to shorten the text of one.
+    """The return value of a task. Celery's events and log show its text, which has only harmless fields.
 
-    `ending` None: the call was not run, and its record stays as it is. `log_end` writes the call's line of the log. It
-    is called when the result is stored, so that the caller does not wait for it.
+    The caller gets the whole record. The class is no dict, because Celery needs a long time to shorten the text of a
+    dict. `ending` None: the call was not run, and its record stays unchanged. `log_end` writes the call's log line.
+    It runs after the result is stored, so that the caller does not wait for it.
     """
 
     def __init__(
@@ -80,10 +84,10 @@ class Answer:
 
 
 class CallNotServed(Exception):
-    """Ends a task as FAILURE because the infrastructure failed its call. The caller still gets the signed result,
-    `answer`.
+    """Error that ends a task as FAILURE, because the infrastructure failed its call.
 
-    Flower and Celery's log show the text of this exception, so it contains only the code and the id of the call.
+    The caller still gets the signed result `answer`. Flower and Celery's log show the text of this exception. The
+    text contains only the code and the id of the call.
     """
 
     def __init__(self, code: str, call_id: str, answer: Answer | None = None) -> None:
@@ -95,8 +99,8 @@ class CallNotServed(Exception):
         self.answer = answer
 
     def __reduce__(self) -> tuple[type["CallNotServed"], tuple[str, str]]:
-        # A process of the pool pickles the exception for its parent, which only announces the failure. The result stays
-        # here.
+        # A pool process pickles the exception for its parent, which only announces the failure. The result stays in
+        # the pool process.
         return CallNotServed, (self.code, self.call_id)
 
 
@@ -109,17 +113,16 @@ def register_tasks(
     deployment: str,
     look: Callable[[], None] | None = None,
 ) -> None:
-    """Give `app` a task for every tool of `registry`, also for tools that are added later. Executors are made lazily:
-    after the fork, one per thread.
+    """Give `app` a task for every tool of `registry`, also for tools that are added later.
 
-    `on_refused` gets the reason whenever a message was not run. `look`: called before each call, brings the registry up
-    to date; None: it does not change.
+    Executors are created lazily: after the fork, one per thread. `on_refused` receives the reason for each message
+    that was not run. `look` updates the registry before each call; None: the registry does not change.
     """
     edge = _Edge(key, _PerThread(build_executor), on_refused, deployment, look)
 
     def add(spec: ToolSpec) -> None:
         name = task_name(spec.name)
-        # Shared would mean every Celery app of the process, the publisher's too.
+        # A shared task would belong to every Celery app of the process, including the publisher's app.
         options: dict[str, Any] = {"resultrepr_maxsize": 160, "throws": (CallNotServed,), **_limits(spec)}
         register: Callable[[Body], Any] = app.task(name=name, shared=False, lazy=False, **options)
         register(edge.body(name))
@@ -144,8 +147,9 @@ def register_tasks(
 
 
 def _limits(spec: ToolSpec) -> dict[str, Any]:
-    """Return the task's limits. A call without a sandbox has its own limits in its message; these are for a message
-    without any.
+    """Return the task's limits.
+
+    The message of a call without a sandbox has its own limits; the task's limits apply to a message without limits.
     """
     if spec.pool in POOL_QUEUES:
         return {"soft_time_limit": spec.max_timeout_s, "time_limit": spec.max_timeout_s + POOL_GRACE_S}
@@ -153,7 +157,7 @@ def _limits(spec: ToolSpec) -> dict[str, Any]:
 
 
 class _PerThread:
-    """One executor per thread: its connection to sandboxd carries one request at a time."""
+    """Executors by thread. Each thread has its own, because a connection to sandboxd carries one request at a time."""
 
     def __init__(self, build: ExecutorFactory) -> None:
         self._build = build
@@ -168,7 +172,7 @@ class _PerThread:
 
 
 class _Edge:
-    """The body of all tasks of a worker."""
+    """The function body of all tasks of a worker."""
 
     def __init__(
         self,
@@ -193,11 +197,11 @@ class _Edge:
         return run
 
     def _run(self, name: str, envelope: object) -> Answer:
-        """Run the call of the task `name` and return its answer.
+        """Run the call of the task `name`. Return its answer.
 
-        Raises EnvelopeRefused when the message is not a valid call; nothing has run. Raises CallNotServed, with the
-        answer, when the infrastructure failed the call. Celery counts both as failures. Raises Ignore for a repeated
-        message.
+        Raises EnvelopeRefused: the message is not a valid call, and nothing has run. Raises CallNotServed with the
+        answer: the infrastructure failed the call. Celery counts both as failures. Raises Ignore: the message is a
+        repetition.
         """
         try:
             call, context = _decode(name, envelope, self._key)
@@ -215,7 +219,7 @@ class _Edge:
                     "call_repeated", tool=call.name, call=call.id, attempt=context.attempt, claim=repeated.claim.value
                 )
                 self._on_refused("repeated")
-                # No result is stored: it would replace the one that the caller waits for.
+                # Store no result: it would replace the result that the caller waits for.
                 raise Ignore from None
 
     def _answer(self, call: ToolCall, context: ToolContext) -> Answer:
@@ -231,13 +235,14 @@ class _Edge:
         return answer
 
     def refuse_unknown(self, name: str, message: Any) -> None:
-        """Refuse a task that this worker does not have. If it holds a valid call, its record says that it will not
-        start.
+        """Refuse a task that this worker does not have.
+
+        If the message contains a valid call, the call's record says that it will not start.
         """
         self._on_refused("wrong_task")
         try:
             _, arguments, _ = message.payload
-            # The executor refuses it too, because it does not have the tool.
+            # The executor refuses the call too, because it does not have the tool.
             self._executors.get().execute(*_decode(name, arguments.get("envelope"), self._key))
         except (EnvelopeRefused, CallRepeated, ValueError, TypeError, AttributeError) as error:
             log.error("unknown_task_refused", task=name, error=str(error))
@@ -271,10 +276,11 @@ def _sandbox_id(result: ToolResult) -> str:
 
 
 def _decode(name: str, envelope: object, key: SigningKeys) -> tuple[ToolCall, ToolContext]:
-    """Return the call. Raises EnvelopeRefused."""
+    """Return the call and its context. Raises EnvelopeRefused."""
     if not isinstance(envelope, str):
         raise EnvelopeRefused("envelope is not text")
     call, context = decode_call(envelope, key)
+    # The signature covers the call but not Celery's task name. A valid envelope must not run under another task.
     if task_name(call.name) != name:
         raise EnvelopeRefused("the envelope is for another tool than its task", "wrong_task")
     return call, context
@@ -283,10 +289,10 @@ def _decode(name: str, envelope: object, key: SigningKeys) -> tuple[ToolCall, To
 def encode_result_message(
     result: ToolResult, call: ToolCall, context: ToolContext, blobs: BlobStore, keys: SigningKeys
 ) -> Mapping[str, Any]:
-    """Return the encoded result, signed with `keys`. What is too large for a message is left in `blobs`, under the
-    tenant's key, and the message names it.
+    """Return the encoded result, signed with `keys`.
 
-    A result that cannot be kept becomes one that says so.
+    A part that is too large for a message is stored in `blobs` for the tenant, and the message names it. If the part
+    cannot be stored, the result is an error that says so.
     """
     seal = ResultSeal(keys, context.tenant, context.attempt)
 
@@ -314,12 +320,14 @@ def encode_result_message(
 
 
 class _Results(RedisBackend):
-    """Stores our results with our script, and everything else as Celery does. An unavailable Redis raises no exception:
-    in a pool of threads an exception would also lose the slot."""
+    """Stores toolcrew's results with one script, and all other results as Celery does.
+
+    An unavailable Redis raises no exception: in a pool of threads, an exception would also lose the slot.
+    """
 
     _finished: FinishedCalls | None = None
     _ensure_retryable: Callable[[Callable[[], object]], object]
-    """Celery's own loop, with the pauses of the app's settings."""
+    """Celery's own retry loop, with the pauses of the app's settings."""
     expires: int
 
     def store_result(
@@ -339,7 +347,7 @@ class _Results(RedisBackend):
         return result
 
     def exception_safe_to_retry(self, exc: Exception) -> bool:
-        # Also what Redis itself says: that it is full, loading, or has become a replica passes.
+        # Retry Redis's own errors too: a Redis that is full, loading, or a replica may recover.
         return isinstance(exc, RedisError)
 
     def _store_answer(self, task_id: str, answer: Answer, failure: CallNotServed | None) -> None:
@@ -352,13 +360,14 @@ class _Results(RedisBackend):
         if self._finished is None:
             self._finished = FinishedCalls(self.client)
         if not self._finished.store(task_id, text, self.expires, record):
-            # The call was sent again meanwhile: its caller waits for that attempt's answer.
+            # The call was sent again, and its caller waits for the answer of the new attempt.
             log.warning("late_answer_dropped", task=task_id)
 
 
 def _outcome(answer: Answer, failure: CallNotServed | None) -> dict[str, Any]:
-    """The part of a stored result that depends on its state. Celery's `result` of a failure is always an exception, so
-    ours is `answer` there.
+    """Return the part of a stored result that depends on its state.
+
+    Celery's `result` of a failure is always an exception, so a failed result stores toolcrew's record in `answer`.
     """
     if failure is None:
         return {"status": "SUCCESS", "result": answer.encoded}
@@ -367,11 +376,11 @@ def _outcome(answer: Answer, failure: CallNotServed | None) -> dict[str, Any]:
 
 
 class ResultBackend(_Results):
-    """Uses the Redis of the URL."""
+    """Result backend for the Redis of the URL."""
 
 
 class SentinelResultBackend(_Results, SentinelBackend):
-    """Uses the master that sentinels name."""
+    """Result backend for the master that Redis Sentinel names."""
 
 
 BACKENDS = {scheme: f"{__name__}:ResultBackend" for scheme in ("redis", "rediss")} | {

@@ -1,3 +1,1 @@
-"""Tools that an operator writes in Python: found, loaded and run in a worker's own process. How to write one:
-docs/add-a-tool.md.
-"""
+"""Operators' tools in Python: search, loading, and calls in a worker's own process. See docs/add-a-tool.md."""

@@ -1,4 +1,4 @@
-"""The event loop of one call: async functions run in it, and plain ones wait in it for what is async."""
+"""The event loop of one call. Async functions run in it, and plain functions wait in it for async results."""
 
 import asyncio
 import inspect
@@ -14,9 +14,10 @@ T = TypeVar("T")
 
 
 class CallLoop:
-    """A loop that is made when something first runs in it. At the end what still runs in it is cancelled.
+    """An event loop that starts with its first coroutine.
 
-    The `runner` of the call's CallContext.
+    At the end of the call, coroutines that still run are cancelled. The loop is the `runner` of the call's
+    CallContext.
     """
 
     def __init__(self) -> None:
@@ -33,8 +34,9 @@ class CallLoop:
             self._runner.close()
 
     def __call__(self, coroutine: Coroutine[Any, Any, T], /) -> T:
-        """What `coroutine` gives. Threads of a tool wait for each other. Raises RuntimeError within a loop, which would
-        wait for ever.
+        """Return the result of `coroutine`. Threads of a tool wait for each other.
+
+        Raises RuntimeError inside a running loop, where the wait would never end.
         """
         if is_running_here():
             raise refuse_to_wait(coroutine)
@@ -44,13 +46,14 @@ class CallLoop:
             return self._runner.run(coroutine)
 
     def run_tool(self, name: str, value: Any, limit_s: float) -> Any:
-        """`value`, or what it gives when it is to be awaited. Raises ToolFailure(TIMEOUT) at the limit."""
+        """Return `value`, or its result if it is awaitable. Raises ToolFailure(TIMEOUT) at the limit."""
         return self(_within(name, value, limit_s)) if inspect.isawaitable(value) else value
 
 
 async def _within(name: str, value: Awaitable[T], limit_s: float) -> T:
-    """The worker interrupts a call at its limit from outside; that is lost when it hits the loop between two steps of
-    the tool.
+    """Return the result of `value`. Raises ToolFailure(TIMEOUT) at the limit.
+
+    The worker's own interrupt at the limit is lost when it arrives in the loop between two steps of the tool.
     """
     try:
         async with asyncio.timeout(limit_s) as limit:
@@ -64,7 +67,7 @@ async def _within(name: str, value: Awaitable[T], limit_s: float) -> T:
 
 
 def is_running_here() -> bool:
-    """Whether an event loop runs in this thread."""
+    """Return whether an event loop runs in this thread."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:

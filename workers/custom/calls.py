@@ -1,5 +1,6 @@
-"""Runs operators' functions in the worker's own process, each call with its CallContext; whatever they give or raise is
-an Outcome.
+"""Runs operators' functions in the worker's own process.
+
+Each call gets a CallContext, and every result or exception becomes an Outcome.
 """
 
 import asyncio
@@ -25,11 +26,14 @@ log = structlog.get_logger(__name__)
 
 MAX_LINE_CHARS = 2000
 MAX_CHARS = 64 * 1024
-"""Of one call; what is more is counted."""
+"""Printed characters of one call that are logged. Further characters are only counted."""
 
 
 class PrintLog(io.TextIOBase):
-    """A text file for one call's prints. `close` logs what stands on a line without end, and how much was left out."""
+    """A text file that receives the printed text of one call and logs it.
+
+    `close` logs an unfinished last line and the number of dropped characters.
+    """
 
     def __init__(self, tool: str, call_id: str) -> None:
         self._log = log.bind(tool=tool, call=call_id)
@@ -42,7 +46,7 @@ class PrintLog(io.TextIOBase):
 
     def write(self, text: str) -> int:
         if self.closed:
-            # A thread that outlives its call: there is no call any more that it could print for.
+            # A thread may outlive its call. Its text belongs to no call and is dropped.
             return len(text)
         kept = text[: self._room]
         self._room -= len(kept)
@@ -65,15 +69,19 @@ class PrintLog(io.TextIOBase):
 
 
 class CustomCalls:
-    """Makes handlers of tools. `config`: what the operator gives every call."""
+    """Builds handlers for operators' tools. `config` is the operator's configuration for every call."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         self._config = config
 
     def build_handler(self, tool: Tool[CallHandler]) -> Handler:
-        """A handler that calls the tool's function in the calling thread, to its end. What it prints is logged."""
+        """Return a handler that calls the tool's function in the calling thread, until it ends. Printed text is
+        logged.
+        """
 
         def handle(arguments: dict[str, Any], environment: ToolEnvironment) -> Outcome:
+            # `redirect_stdout` changes the whole process. This is safe because a pool process runs one call at a
+            # time.
             with (
                 contextlib.closing(PrintLog(tool.name, environment.call.id)) as prints,
                 contextlib.redirect_stdout(prints),
@@ -91,14 +99,14 @@ class CustomCalls:
                 return build_outcome(environment.call, value)
         except ToolFailure as failure:
             return build_error_outcome(environment.call, failure)
-        # The edge: an operator's function may raise anything, and must cost its call only. What interrupts the call is
-        # let through.
+        # The outermost handler: an operator's function may raise anything, and must fail only its own call. The
+        # interrupt of a call (CallInterrupted) is not caught.
         except (Exception, SystemExit, asyncio.CancelledError) as error:
             log.exception("custom_tool_failed", tool=tool.name, call=environment.call.id)
             return build_error_outcome(environment.call, error)
 
     def _context(self, environment: ToolEnvironment, loop: CallLoop) -> CallContext:
         context = environment.call_context(loop)
-        # The operator's values come last: a caller must not direct a tool to another server. A copy, which belongs to
-        # this call.
+        # The operator's values come last: a caller must not direct a tool to another server. The copy belongs to this
+        # call only.
         return replace(context, config=MappingProxyType({**context.config, **copy.deepcopy(dict(self._config))}))

@@ -1,6 +1,4 @@
-"""Finds operators' tools, in installed packages and named modules, and makes them ready for a worker. What is broken
-stops the start.
-"""
+"""Search for operators' tools in installed packages and named modules. A broken tool stops the start of the worker."""
 
 import functools
 import importlib
@@ -29,7 +27,7 @@ FindEntryPoints = Callable[[], Collection[EntryPoint]]
 
 @dataclass(frozen=True)
 class Found:
-    """A tool and where it came from, in words for the operator."""
+    """A tool and its source. The source is a phrase for error messages."""
 
     tool: Tool[CallHandler]
     source: str
@@ -41,11 +39,11 @@ def load_custom_tools(
     config: Mapping[str, Any] | None = None,
     find_entry_points: FindEntryPoints | None = None,
 ) -> tuple[WorkerTool, ...]:
-    """The tools of every installed package with entry points in `toolcrew.tools`, then those of `modules`, as this
-    worker runs them.
+    """Return the operators' tools as this worker runs them.
 
-    `config`: what tools find in `CallContext.config`, beside what travels with the call. Raises ConfigError, with the
-    package or module and what to do: it cannot be imported, holds no tool, or a name is taken.
+    The tools come from every installed package with entry points in `toolcrew.tools`, then from `modules`. `config`
+    is added to `CallContext.config`. Raises ConfigError with the package or module: it cannot be imported, has no
+    tool, or a name is in use.
     """
     found = [
         *_from_entry_points(find_entry_points or _installed),
@@ -56,8 +54,9 @@ def load_custom_tools(
 
 
 def serve_values(values: Sequence[Any], calls: CustomCalls, source: str) -> tuple[WorkerTool, ...]:
-    """The tools of what entry points may name, as a worker runs them. `source`: whose they are, for errors. Raises
-    ConfigError as load_custom_tools.
+    """Return the tools in `values`, as a worker runs them. `values` has the forms that an entry point may name.
+
+    `source` names the owner in error messages. Raises ConfigError as load_custom_tools.
     """
     found = [one for value in values for one in _tools_of(value, source, "mend it")]
     return tuple(_served(one, calls) for one in _distinct(found))
@@ -87,12 +86,13 @@ def _imported(load: Callable[[], Any], source: str, advice: str) -> Any:
     except (
         Exception,
         SystemExit,
-    ) as error:  # the edge: a foreign module may raise anything, and the operator must read which one did
+        # The outermost handler: a foreign module may raise anything, and the operator must see which module failed.
+    ) as error:
         raise ConfigError(f"{source} cannot be loaded: {type(error).__name__}: {error}; {advice}") from error
 
 
 def _tools_of(value: Any, source: str, advice: str) -> list[Found]:
-    """What an entry point or module gives: a tool, a function, a list of them, or a module."""
+    """Return the tools of an entry point or module. `value` is a tool, a function, a list of them, or a module."""
     if isinstance(value, ModuleType):
         values = [part for part in vars(value).values() if _is_ready(part)]
         if not values:
@@ -105,8 +105,9 @@ def _tools_of(value: Any, source: str, advice: str) -> list[Found]:
 
 
 def _is_ready(value: Any) -> bool:
-    """A tool by our decorator, or of a foreign object by `orchestrator.as_tool`; not one that is made for a worker's
-    environment.
+    """Return whether the value is a tool from `@tool` or `orchestrator.as_tool`.
+
+    A tool for a worker's environment is not.
     """
     return isinstance(value, Tool) and isinstance(value.handler, FunctionHandler)
 
@@ -125,8 +126,9 @@ def _as_tool(value: Any, source: str, advice: str) -> Tool[CallHandler]:
 
 
 def _distinct(found: Sequence[Found]) -> Iterator[Found]:
-    """Each tool once, however often it was named. Raises ConfigError for two tools of one name, and for the names of
-    our own.
+    """Return each tool once, even if it was named several times.
+
+    Raises ConfigError: two tools have the same name, or a tool has the name of a built-in tool.
     """
     ours = _own_names()
     taken: dict[str, Found] = {}

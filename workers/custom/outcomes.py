@@ -1,4 +1,7 @@
-"""What an operator's tool gives or raises, as the Outcome of its call: bounded, every cut said."""
+"""Conversion of the return value or exception of an operator's tool into an Outcome.
+
+Sizes are limited, and every cut is reported.
+"""
 
 import json
 from typing import Any
@@ -16,12 +19,14 @@ NEWLINE = "\n"
 
 
 def build_outcome(call: ToolCall, value: Any) -> Outcome:
-    """`value` as text, or as the result it says it is. Raises what `value`'s own methods raise."""
+    """Return the outcome for the return value `value`. Raises any error from methods of `value`."""
     return _bounded(build_result(call, value))
 
 
 def build_error_outcome(call: ToolCall, error: BaseException) -> Outcome:
-    """What the model is told of an exception: its type and text, or the code and sentence of a ToolFailure."""
+    """Return the outcome for an exception. The model sees its type and text, or the code and message of a
+    ToolFailure.
+    """
     return _bounded(build_failure(call, error))
 
 
@@ -37,21 +42,22 @@ def _bounded(result: ToolResult) -> Outcome:
 
 
 def cut_output(name: str, text: str) -> tuple[str, bool]:
-    """The head of `text`, at most MAX_LINES lines and MAX_OUTPUT_BYTES bytes, with a line that says what is missing;
-    and whether it was cut.
+    """Return the start of `text` and whether it was cut. The limits are MAX_LINES lines and MAX_OUTPUT_BYTES bytes.
+
+    A last line says what is missing.
     """
     size, lines = len(text.encode()), _count_lines(text)
     if size <= MAX_OUTPUT_BYTES and lines <= MAX_LINES:
         return text, False
     head = _head(text)
-    # A text of that length has been cut before: how long it was nobody knows any more.
+    # A text of that length was cut before, so its full length is unknown.
     least = "at least " if len(text) >= MAX_OUTPUT_CHARS else ""
     told = f"{_count_lines(head)} of {least}{lines} lines, {len(head.encode())} of {least}{size} bytes"
     return f"{head.removesuffix(NEWLINE)}\n[Cut: {told}; to see the rest call {name} for less at a time]", True
 
 
 def _head(text: str) -> str:
-    """Whole lines; of a first line that is too long by itself, as many whole characters as fit."""
+    """Return the whole lines that fit. If the first line is too long, return as many whole characters as fit."""
     fitting = text.encode()[:MAX_OUTPUT_BYTES].decode("utf-8", "ignore")
     lines = fitting.split(NEWLINE, MAX_LINES)
     if len(lines) > MAX_LINES:

@@ -1,5 +1,6 @@
-"""A worker of operators' tools in the process of a test: no Redis, no Celery, no pool, and what becomes of a call is
-what becomes of it there.
+"""A worker for operators' tools inside a test process: no Redis, no Celery, no pool.
+
+Results are the same as in a real worker.
 """
 
 import asyncio
@@ -38,11 +39,11 @@ from workers.interrupts import END_SIGNAL, CancelBoard, Interrupts
 from workers.tools.base import WorkerResources
 
 AskModel = Callable[[list[dict[str, Any]]], str]
-"""Messages in the OpenAI wire shape -> the text of the reply."""
+"""Messages in the OpenAI format -> the text of the reply."""
 
 
 class MemoryStates:
-    """A state for each session of each tenant. For calls that are made one after the other."""
+    """States of sessions in memory, by tenant and session. Calls must run one after the other."""
 
     def __init__(self) -> None:
         self._texts: dict[tuple[str, str], dict[str, str]] = defaultdict(dict)
@@ -52,7 +53,7 @@ class MemoryStates:
 
 
 class MemoryState:
-    """One session's state, with the limits and errors of the one in Redis."""
+    """State of a session in memory, with the limits and errors of the state in Redis."""
 
     def __init__(self, texts: dict[str, str]) -> None:
         self._texts = texts
@@ -74,7 +75,7 @@ class MemoryState:
             value = fn(json.loads(before or "null"))
             if inspect.isawaitable(value):
                 value = await value
-            # Tasks of one call may change it while the new value is awaited.
+            # Tasks of the same call may change the state while the new value is awaited.
             if self._texts.get(key) == before:
                 await self.set(key, value)
                 return json.loads(self._texts[key])
@@ -84,19 +85,19 @@ class MemoryState:
 
 
 class LocalWorker:
-    """Loads tools as a worker does, and runs their calls as it does: arguments against the schema, validators, the hard
-    limit, the result.
+    """Loads tools and runs their calls as a worker does, including schema, validators, hard limit and result.
 
-    `tools`: what an entry point may name: tools, functions, lists of them, modules. `config`: what TOOLCREW_TOOL_CONFIG
-    would say. `model`: answers for the model of the caller; None: calls have none. Raises ConfigError for tools at
-    which a worker would not start.
+    `tools` has the forms that an entry point may name: tools, functions, lists of them, modules. `config` replaces
+    TOOLCREW_TOOL_CONFIG. `model` answers for the caller's model; None: calls have no model.
+
+    Raises ConfigError: a worker would not start with these tools.
     """
 
     def __init__(self, *tools: Any, config: Mapping[str, Any] | None = None, model: AskModel | None = None) -> None:
         self._states = MemoryStates()
         self._model = model
         self._registry = ToolRegistry(serve_values(tools, CustomCalls(config or {}), "this test's worker"))
-        # One executor for all: every call is a new one, so nothing has to be remembered of them.
+        # One executor serves all calls: every call has a new id, so no state of earlier calls matters.
         self._executor = Executor(
             self._registry,
             _GrantingLedger(),
@@ -107,12 +108,12 @@ class LocalWorker:
         )
         self._numbers = itertools.count(1)
         self.log: list[MutableMapping[str, Any]] = []
-        """What would be in the worker's log: prints (`tool_printed`), and `exception`, the traceback, of what was
-        raised.
+        """Entries of the worker's log: printed text (`tool_printed`), and the traceback of each exception in
+        `exception`.
         """
 
     def specs(self) -> list[ToolSpec]:
-        """What models would be told, by name order."""
+        """Return the specifications that models receive, sorted by name."""
         return self._registry.specs()
 
     def call(
@@ -124,11 +125,10 @@ class LocalWorker:
         config: Mapping[str, Any] | None = None,
         session: str = "test",
     ) -> ToolResult:
-        """The one result of a call; never raises for a call's failure. `timeout_s` None: the tool's own limit, else 30
-        s. `config`: the caller's.
+        """Return the one result of a call. A failure of the call is a result, not an exception.
 
-        Raises RuntimeError beside the main thread or in an event loop: a worker calls tools from neither, and could not
-        stop them there.
+        `timeout_s` None: the tool's own limit, otherwise 30 s. `config` is the caller's configuration. Raises
+        RuntimeError outside of the main thread and in an event loop: a worker cannot stop a tool there.
         """
         _check_place()
         limit_s = self._limit(name, timeout_s)
@@ -157,12 +157,12 @@ class LocalWorker:
         return ToolResult.model_validate_json(result.model_dump_json())
 
     def state(self, session: str = "test") -> dict[str, Any]:
-        """What the tools have left in a session's state."""
+        """Return the state that the tools have stored in a session."""
         return asyncio.run(self._states.open("test", session).items())
 
     @contextlib.contextmanager
     def _logged(self) -> Iterator[None]:
-        """Kept for the test; tracebacks are written to stderr as well, where test runners show them."""
+        """Collect log entries for the test. Write tracebacks to stderr too, where test runners show them."""
         with capture_logs(processors=[format_exc_info]) as entries:
             yield
         self.log += entries
@@ -181,7 +181,7 @@ class LocalWorker:
 
 
 class _GrantingLedger:
-    """Knows of no other worker: every call is this one's."""
+    """A ledger without other workers: every claim is granted."""
 
     def claim(self, call: ToolCall, context: ToolContext, holder: str, meanwhile: Callable[[], object]) -> CallClaim:
         return CallClaim.GRANTED
@@ -191,7 +191,7 @@ class _GrantingLedger:
 
 
 class _NoBlobs:
-    """Calls of operators' tools come without bytes and give none."""
+    """A blob store without blobs: calls of operators' tools have no bytes."""
 
     def take(self, tenant: str, key: str) -> bytes:
         raise ToolFailure(ErrorCode.OUTCOME_UNKNOWN, "a call of a test has no content beside its arguments")
@@ -203,7 +203,7 @@ class _NoBlobs:
 
 
 class _ModelEvents(NoCallEvents):
-    """The way to a caller whose model is a function of the test."""
+    """Events to a caller that answers questions with a function of the test."""
 
     def __init__(self, model: AskModel) -> None:
         self._model = model
@@ -234,14 +234,15 @@ def _check_place() -> None:
 
 @contextlib.contextmanager
 def _stopped_after(limit_s: float) -> Iterator[None]:
-    """From the limit on the main thread gets the signal that Celery sends its workers. Signal and alarm are as before
-    at the end.
+    """Send the main thread Celery's stop signal from the limit on.
+
+    At the end, restore the signal handler and the alarm.
     """
     main, has_ended = threading.main_thread().ident or 0, threading.Event()
 
     def interrupt() -> None:
-        # Again and again: one that comes before the call has begun is lost, and one after it was interrupted does
-        # nothing.
+        # Repeat the signal. A signal before the start of the call is lost, and a signal after the interrupt has no
+        # effect.
         while not has_ended.wait(limit_s):
             signal.pthread_kill(main, END_SIGNAL)
 
@@ -256,5 +257,5 @@ def _stopped_after(limit_s: float) -> Iterator[None]:
         clock.join()
         signal.signal(END_SIGNAL, before or signal.SIG_DFL)
         if alarm_s:
-            # The guard ends alarms; this one is of whoever runs the tests.
+            # Interrupts stops alarms. This alarm belongs to the test runner, so start it again.
             signal.setitimer(signal.ITIMER_REAL, max(0.001, alarm_s - (time.monotonic() - started)), interval_s)

@@ -1,3 +1,3 @@
-"""The egress proxy: the only way out for sandboxes whose tenant class has network. It applies the tenant's rules
-(docs/images.md).
+"""The egress proxy: the only network access of sandboxes whose tenant class has network. The proxy applies the
+tenant's rules (docs/images.md).
 """

@@ -91,7 +91,9 @@ class Destinations:
         return await self._connect_to_first(target, one_of_each_first(addresses)[:MAX_TRIED])
 
     def _judge(self, target: Target, addresses: Sequence[Address], rules: EgressRules) -> None:
-        """Refuse the host if one address is bad. Which address gets the connection must not decide."""
+        """Raise Refusal if one address of the host is forbidden. The address that gets the connection must not decide
+        the result.
+        """
         may_be_private = _is_listed(target, rules.private_hosts)
         for address in addresses:
             is_excepted = may_be_private and _is_private(address) and not self._addresses.is_closed_by_operator(address)
@@ -143,8 +145,8 @@ def check_listed(target: Target, rules: EgressRules) -> None:
 
 
 def _is_listed(target: Target, patterns: Sequence[str]) -> bool:
-    """Return True when the list has the target. An IP address matches only itself, because `*.0.0.1` is a pattern for
-    names.
+    """Return whether the list contains the target. An IP address matches only itself, because `*.0.0.1` is a pattern
+    for names.
     """
     if target.literal is not None:
         return target.host in patterns
@@ -152,7 +154,7 @@ def _is_listed(target: Target, patterns: Sequence[str]) -> bool:
 
 
 def _is_private(address: Address) -> bool:
-    """Return True for an address that a private host may have. Link-local, metadata and multicast addresses are never
+    """Return whether a private host may have the address. Link-local, metadata and multicast addresses are never
     allowed.
     """
     return address not in _METADATA and any(address in network for network in _PRIVATE)

@@ -44,8 +44,8 @@ class _HostStoppedReading(Exception):
 
 
 class Exchange:
-    """Forwards one request and one answer. `rest`: what the client sent after the head. `has_answered`: the client was
-    sent a part of the host's answer.
+    """Forwards one request and one answer. `rest`: the bytes that the client sent after the head. `has_answered`:
+    whether the client has received a part of the host's answer.
     """
 
     def __init__(

@@ -142,7 +142,9 @@ class HelloGate:
         return self._release()
 
     def finish(self) -> None:
-        """Note that the client sends no more. Raises Refusal when that is in the middle of the ClientHello."""
+        """Accept the end of the client's data. Raises Refusal: when the data ends in the middle of
+        the ClientHello.
+        """
         if self._buffered:
             raise self._refusal("ended in the middle of its TLS greeting")
 
@@ -171,5 +173,5 @@ class HelloGate:
 
     @property
     def answers_in_tls(self) -> bool:
-        """True when the bytes look like TLS, so that a refusal must be a TLS alert."""
+        """Return whether the bytes look like TLS, so that a refusal must be a TLS alert."""
         return self._buffered[:1] == b"\x16"

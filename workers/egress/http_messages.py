@@ -232,7 +232,7 @@ class Body(Protocol):
         ...
 
     def finish(self) -> None:
-        """Note the end of the connection. Raises HeadError when the body is incomplete."""
+        """Accept the end of the connection. Raises HeadError: when the body is incomplete."""
         ...
 
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 KIB = 1024
 CHUNK_BYTES = 64 * KIB
-"""Bytes that are read from a socket at once, and the most that is held per direction."""
+"""Number of bytes that one read takes from a socket. The proxy holds at most this many bytes per direction."""
 
 
 @dataclass(frozen=True)
@@ -14,7 +14,7 @@ class ProxyLimits:
     opening_s: float = 5.0
     """Time for sandboxd's opening line."""
     opening_bytes: int = 1024 * KIB
-    """More than the longest rules need."""
+    """The limit is larger than the longest rules."""
     request_s: float = 60.0
     """Time for the first byte of a request: clients open connections before they need them."""
     header_s: float = 10.0

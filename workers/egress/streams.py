@@ -28,7 +28,7 @@ class Stream:
         self.received = 0
         """Bytes that were charged to a quota."""
         self.is_ended = False
-        """True when the end of the other side's data was read."""
+        """Whether the end of the other side's data was read."""
 
     async def receive(self, allowance: Allowance, at_most: int = CHUNK_BYTES) -> bytes:
         """Return the next bytes; empty at the end. Raises OSError, and Refusal when the session's quota is used up and
@@ -90,7 +90,7 @@ class Stream:
             pass
 
     def has_left(self) -> bool:
-        """Return True when the other side has closed both directions or reset the connection. The end of its sending
+        """Return whether the other side has closed both directions or reset the connection. The end of its sending
         alone does not count.
         """
         poll = select.poll()

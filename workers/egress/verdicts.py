@@ -39,12 +39,12 @@ class Refusal(Exception):
 
 
 def refuse(verdict: EgressVerdict, sentence: str) -> Refusal:
-    """Return a 403: the rules do not allow it."""
+    """Return a 403: the rules do not allow the request."""
     return Refusal(verdict, HTTPStatus.FORBIDDEN, sentence)
 
 
 def bad_request(what: str) -> Refusal:
-    """Return a 400: a proxy does not accept what the client sent."""
+    """Return a 400: the proxy does not accept the request."""
     return Refusal(EgressVerdict.BAD_REQUEST, HTTPStatus.BAD_REQUEST, f"the request is not accepted: {what}")
 
 

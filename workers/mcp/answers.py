@@ -1,5 +1,5 @@
-"""What a tool of an MCP server gave, as the outcome of its call: text between marks, everything else described, all of
-it bounded.
+"""Conversion of the result of an MCP tool to the outcome of a call. Text is fenced as untrusted, other content is
+described, and everything is bounded.
 """
 
 import json
@@ -19,7 +19,9 @@ _WORD_CHARS = 200
 
 
 def build_outcome(server: str, tool: str, result: dict[str, Any]) -> Outcome:
-    """`tool`: its name here. `result`: of tools/call, as it came. Raises ToolFailure(HTTP_ERROR) when it is none."""
+    """Return the outcome of a call. `tool`: the name of the tool in this deployment. `result`: the unchecked result
+    of tools/call. Raises ToolFailure(HTTP_ERROR): when the result is invalid.
+    """
     if result.get("resultType") not in (None, "complete"):
         raise broken(server, "it asks for more instead of answering, which calls of tools cannot give")
     blocks = result.get("content", [])
@@ -82,7 +84,7 @@ def _size(data: Any) -> str:
 def _bounded(structured: Any) -> dict[str, JsonValue]:
     if structured is None:
         return {}
-    # Half a surrogate pair, which JSON can write, cannot be sent on.
+    # JSON can contain a lone surrogate, which UTF-8 cannot encode.
     data = json.dumps(structured, ensure_ascii=False).encode("utf-8", "replace")
     return (
         {"structured": json.loads(data)}

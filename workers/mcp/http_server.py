@@ -1,4 +1,6 @@
-"""One MCP server over streamable HTTP: the SDK's session for each call, over a transport that is judged and bounded."""
+"""An MCP server over streamable HTTP. Every call uses its own session of the SDK, over a transport with checked
+addresses and limits.
+"""
 
 import ssl
 from collections.abc import Awaitable, Callable, Mapping
@@ -39,8 +41,8 @@ class _Dispatcher(JSONRPCDispatcher[TransportContext]):
 
 @dataclass
 class HttpServer:
-    """Calls are made one at a time by a process. `addresses`: the operator's rules beside the tables of private
-    networks.
+    """An MCP server over HTTP. A process makes one call at a time. `addresses`: the operator's rules, in addition to
+    the tables of private networks.
     """
 
     name: str
@@ -49,14 +51,16 @@ class HttpServer:
     resolver: Resolver = field(default_factory=SystemResolver)
     tls: ssl.SSLContext = field(default_factory=build_tls)
     stands_alone: bool | None = None
-    """Whether the peer speaks a revision where every request stands alone; None: it has not been asked."""
+    """Whether the server speaks a revision without sessions, in which every request stands alone. None: not yet
+    known.
+    """
 
     def list_tools(self, deadline: Deadline) -> list[Any]:
-        """What it lists, unchecked. Raises ToolFailure."""
+        """Return the unchecked list of the server's tools. Raises ToolFailure."""
         return self._talk(RawSession.gather_tools, deadline)
 
     def call_tool(self, tool: str, arguments: Mapping[str, Any], deadline: Deadline) -> dict[str, Any]:
-        """The result, unchecked but for being an object. Raises ToolFailure."""
+        """Return the result of the call. Only its type is checked (an object). Raises ToolFailure."""
         is_sent = False
 
         async def call(session: RawSession) -> dict[str, Any]:
@@ -71,7 +75,8 @@ class HttpServer:
 
     def _talk(self, work: Callable[[RawSession], Awaitable[T]], deadline: Deadline) -> T:
         transport = self._judge(deadline)
-        # In a thread of its own, as workers/web/exchange.py does it.
+        # The event loop runs in its own thread. An exception in the main thread interrupts a call, and an event loop
+        # in the main thread could lose this exception.
         with start_blocking_portal(name="mcp") as portal:
             results = portal.call(self._converse, transport, work, deadline)
         if transport.failure is not None:
@@ -81,7 +86,9 @@ class HttpServer:
         return results[0]
 
     def _judge(self, deadline: Deadline) -> JudgedTransport:
-        """The way to the server. Its name is looked up once for each conversation. Raises ToolFailure."""
+        """Return a transport to the checked addresses of the server. Each conversation resolves the name once. Raises
+        ToolFailure.
+        """
         target = self.entry.target()
         rules = EgressRules(
             self.addresses, frozenset({target.port}), frozenset({target.host} if self.entry.private else ())
@@ -98,7 +105,9 @@ class HttpServer:
     async def _converse(
         self, transport: JudgedTransport, work: Callable[[RawSession], Awaitable[T]], deadline: Deadline
     ) -> list[T]:
-        """The one result; none when `transport` has a failure, or the deadline has passed."""
+        """Return a list with the one result. The list is empty if `transport` has a failure or the deadline has
+        passed.
+        """
         headers = {name: value.get_secret_value() for name, value in self.entry.headers.items()}
         results: list[T] = []
         with anyio.move_on_after(deadline.left(f"waiting for {self.name}")) as scope:
@@ -120,9 +129,9 @@ class HttpServer:
         return results
 
     async def _greet(self, session: RawSession) -> None:
-        """Raises what the SDK raises."""
-        # The first answer may be that of a proxy before a server that is just being started: nothing is known of the
-        # server until its greeting succeeds.
+        """Open the session in the revision of the server. Raises the exceptions of the SDK."""
+        # While a server starts, a proxy in front of the server may send the first response. The revision of the
+        # server is known only after a successful greeting.
         alone, self.stands_alone = self.stands_alone, None
         if alone is None:
             alone = await session.adopt_alone()
@@ -134,7 +143,7 @@ class HttpServer:
 
 
 def _maybe_done(failure: ToolFailure) -> ToolFailure:
-    """A call whose answer did not come may have acted."""
+    """Return the failure with a warning if the call may have run: the request was sent, and no response arrived."""
     if failure.code not in (ErrorCode.TIMEOUT, ErrorCode.FILE_TOO_LARGE) and failure.metadata.get("cause") not in (
         "reset",
         "protocol",

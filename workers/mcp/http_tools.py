@@ -1,4 +1,4 @@
-"""The tools of MCP servers over HTTP, as a worker of the pool of operators' tools offers them."""
+"""Tools of MCP servers over HTTP, offered by a worker of the pool `tools`."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -16,12 +16,12 @@ from workers.web.limits import Deadline
 from workers.web.resolver import Resolver, SystemResolver
 
 DISCOVERY_S = 15.0
-"""At most, for asking a server which tools it has."""
+"""Maximum time to list the tools of a server, in seconds."""
 
 
 @dataclass
 class HttpSource:
-    """One server, as workers/mcp/server_registry.py has it."""
+    """A server over HTTP, as a source for workers/mcp/server_registry.py."""
 
     server: HttpServer
 
@@ -58,7 +58,7 @@ class HttpSource:
 def build_http_sources(
     servers: Mapping[str, HttpEntry], settings: WebSettings, resolver: Resolver | None = None
 ) -> tuple[HttpSource, ...]:
-    """Nobody is asked yet."""
+    """Return a source for every server. This function sends no request."""
     addresses, tls = AddressRules(settings.refuse_ranges, settings.nat64_prefix), build_tls()
     return tuple(
         HttpSource(HttpServer(name, entry, addresses, resolver or SystemResolver(), tls))

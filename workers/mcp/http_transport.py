@@ -1,4 +1,4 @@
-"""What the MCP SDK sends over HTTP, and what it gets: the SDK sees only answers that were read within bounds."""
+"""HTTP transport for the MCP SDK. The SDK receives only responses that were read within limits and rebuilt here."""
 
 import json
 import ssl
@@ -19,18 +19,18 @@ from workers.web.urls import Address, Target
 
 ANSWER_BYTES = 4 * MIB
 MAX_EVENTS = 10_000
-"""In one answer, progress and logs included."""
+"""Maximum number of events in one response, including progress and log messages."""
 END_S = 2.0
-"""For the request that ends a session."""
+"""Limit of the request that ends a session, in seconds."""
 _SESSION_ID = pattern(r"[\x21-\x7e]{1,512}")
 _OWN_HEADERS = frozenset({"accept-encoding", "connection", "content-length", "host", "user-agent"})
 
 
 class JudgedTransport(httpx2.AsyncBaseTransport):
-    """Sends every request of one conversation to `target`, at addresses that were judged.
+    """Transport that sends every request of one conversation to `target`, at checked addresses.
 
-    `failure`: what ended the conversation; `end` is called then, and cancels it. `refusal`: the last status that was no
-    success, for a message.
+    `failure`: the reason why the conversation ended. The transport then calls `end`, which cancels the conversation.
+    `refusal`: the failure for the last status that was not a success.
     """
 
     def __init__(
@@ -45,16 +45,16 @@ class JudgedTransport(httpx2.AsyncBaseTransport):
         self.refusal: ToolFailure | None = None
 
     async def handle_async_request(self, request: httpx2.Request) -> httpx2.Response:
-        """The answer. A failure is not raised, since the SDK takes some for a reason to try again."""
+        """Return the response. Failures are not raised, because the SDK would retry after some of them."""
         if request.method == "GET":
-            # Messages that no request asked for are not received.
+            # The transport does not accept messages that no request asked for.
             return httpx2.Response(HTTPStatus.METHOD_NOT_ALLOWED)
         try:
             return await self._send(request)
         except ToolFailure as failure:
             if request.method != "DELETE":
                 await self._fail(failure)
-            # A server forgets a session by itself.
+            # A server deletes an abandoned session by itself, so this failure is harmless.
             return httpx2.Response(HTTPStatus.NO_CONTENT)
 
     async def _fail(self, failure: ToolFailure) -> NoReturn:
@@ -86,8 +86,8 @@ class JudgedTransport(httpx2.AsyncBaseTransport):
             return self._rebuild(reply, number, head)
 
     async def _refused(self, response: Response, number: Any) -> httpx2.Response:
-        """Raises ToolFailure for a status that says nothing of what the server speaks. Its body is not shown: it may
-        repeat a key.
+        """Return the response for an error status that the SDK may interpret. Raises ToolFailure: for any other
+        status. The body is not shown, because it may repeat a key.
         """
         head = response.head
         if head.status < HTTPStatus.BAD_REQUEST:
@@ -96,7 +96,7 @@ class JudgedTransport(httpx2.AsyncBaseTransport):
             why = f"answered {head.phrase}: have the operator check its headers in TOOLCREW_MCP_SERVERS"
         else:
             why = f"answered {head.phrase}: try again later, or use another tool"
-            # An error of the protocol comes with an error's status as well.
+            # An error of the MCP protocol can also arrive with an error status.
             reply = await self._find_error(response, number)
             if reply is not None:
                 return self._rebuild(reply, number, head)
@@ -106,7 +106,9 @@ class JudgedTransport(httpx2.AsyncBaseTransport):
         return httpx2.Response(head.status)
 
     async def _find_error(self, response: Response, number: Any) -> Reply | None:
-        """The error in the body. A server that could not read the request has no id for it."""
+        """Return the protocol error in the body; None if there is none. A server that could not read the request
+        sends no id.
+        """
         try:
             message = parse_json((await read_body(response, 64 * KIB)).body, self._server)
         except ToolFailure:
@@ -117,7 +119,9 @@ class JudgedTransport(httpx2.AsyncBaseTransport):
         return reply if reply is not None and reply.result is None else None
 
     def _rebuild(self, reply: Reply, number: int, head: Head) -> httpx2.Response:
-        """The reply as the SDK gets it, written anew: whatever else the server sent stays here."""
+        """Return a new response for the SDK with only the checked parts of the reply. Nothing else of the server
+        passes.
+        """
         message: dict[str, Any] = {"jsonrpc": "2.0", "id": number}
         if reply.result is not None:
             message["result"] = reply.result
@@ -128,13 +132,15 @@ class JudgedTransport(httpx2.AsyncBaseTransport):
             if not _SESSION_ID.fullmatch(session):
                 raise broken(self._server, "the id of its session is none")
             headers["mcp-session-id"] = session
-        # Half of a surrogate pair, which JSON can write, cannot be encoded.
+        # JSON can contain a lone surrogate, which UTF-8 cannot encode.
         data = json.dumps(message, ensure_ascii=False).encode("utf-8", "replace")
         return httpx2.Response(HTTPStatus.OK, headers=headers, content=data)
 
 
 async def find_reply(server: str, number: int, response: Response) -> Reply | None:
-    """The reply to request `number` in a stream of events; the rest is not waited for. Raises ToolFailure."""
+    """Return the reply to request `number` in a stream of events, without waiting for later events. Raises
+    ToolFailure.
+    """
     async with aclosing(response.pieces()) as pieces:
         stream = _Pieces(pieces)
         request = httpx2.Request("POST", "http://server")
@@ -161,7 +167,7 @@ class _Pieces(httpx2.AsyncByteStream):
 
 
 def _limits(total_s: float) -> FetchLimits:
-    """A tool may be silent for all of its time: only the deadline ends that."""
+    """Return the limits of a conversation. A tool may be silent until the deadline, so there is no minimum rate."""
     return FetchLimits(
         first_byte_s=total_s + 1,
         rate_window_s=total_s + 1,

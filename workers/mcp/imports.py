@@ -1,5 +1,5 @@
-"""From what a server says that it has to specs of ours: which tools, under which names, with which flags. What is left
-out is told.
+"""Import of tools from the list of an MCP server: selection, names, flags and limits. Every omitted
+tool is logged.
 """
 
 import hashlib
@@ -22,18 +22,18 @@ MAX_FITTED_CHARS = 64
 _TAIL_CHARS = 10
 _UNFIT = re.compile("[^A-Za-z0-9_-]")
 MAX_TOOLS = 200
-"""Of one server."""
+"""Maximum number of tools of a server."""
 MAX_TOGETHER_BYTES = 512 * 1024
-"""Of one server's specs: every worker publishes them again and again, and every orchestrator reads them."""
+"""Maximum total size of the specs of a server. Workers publish them regularly, and every orchestrator reads them."""
 MAX_DESCRIPTION_CHARS = 4000
 MAX_NAME_CHARS = 256
-"""Of what a server calls a tool: it is sent in a header with each call."""
+"""Maximum length of a tool name of a server. A header of every call contains this name."""
 _SHOWN_NAME_CHARS = 100
 
 
 def fit_name(server: str, tool: str) -> str:
-    """The name; one that had to be changed or cut ends in a hash of what it was. `server`: as TOOLCREW_MCP_SERVERS lets
-    it be.
+    """Return the name of the tool in this deployment. A name that was changed or cut ends in a hash of the original
+    name. `server`: a name that TOOLCREW_MCP_SERVERS allows.
     """
     plain = f"mcp__{server}__{tool}"
     fitted = _UNFIT.sub("_", plain)
@@ -44,9 +44,12 @@ def fit_name(server: str, tool: str) -> str:
 
 
 def fit_names(server: str, tools: Iterable[str]) -> tuple[dict[str, str], list[str]]:
-    """Name here -> the server's own name, by our names; and the server's names that were left out, since another tool
-    has their name here. Whatever the order they come in: who needed no change goes first, then by the server's own
-    names."""
+    """Return a map from the names in this deployment to the server's names, and the server's names that are omitted.
+    A name is omitted if another tool has the same name in this deployment.
+
+    The result does not depend on the order of `tools`. Names that need no change have priority, then the alphabetical
+    order.
+    """
     given = sorted(set(tools), key=lambda tool: (fit_name(server, tool) != f"mcp__{server}__{tool}", tool))
     taken: dict[str, str] = {}
     for tool in given:
@@ -57,7 +60,7 @@ def fit_names(server: str, tools: Iterable[str]) -> tuple[dict[str, str], list[s
 
 @dataclass(frozen=True)
 class ImportedTool:
-    """`name`: what the server calls it."""
+    """A tool that can be offered. `name`: the server's name of the tool."""
 
     name: str
     spec: ToolSpec
@@ -66,8 +69,8 @@ class ImportedTool:
 def import_tools(
     server: str, entry: Entry, listed: Iterable[Any], pool: Literal["sandbox", "tools"]
 ) -> tuple[ImportedTool, ...]:
-    """The tools of a server's list that can be offered, by name. Never raises: what is wrong with one is logged, and
-    costs no other.
+    """Return the tools in a server's list that can be offered, by name. This function never raises. An invalid tool
+    is logged and does not affect the others.
     """
     wanted = {name: tool for name, tool in _named(server, listed).items() if _is_wanted(name, entry)}
     names, clashing = fit_names(server, wanted)
@@ -98,7 +101,7 @@ def import_tools(
 
 
 def _named(server: str, listed: Iterable[Any]) -> dict[str, dict[str, Any]]:
-    """By name, the first of each."""
+    """Return the tools by name. Of several tools with one name the first is kept."""
     named: dict[str, dict[str, Any]] = {}
     for tool in listed:
         name = tool.get("name") if isinstance(tool, dict) else None
@@ -115,7 +118,7 @@ def _named(server: str, listed: Iterable[Any]) -> dict[str, dict[str, Any]]:
 
 def _is_wanted(name: str, entry: Entry) -> bool:
     def fits(patterns: Iterable[str]) -> bool:
-        # Only `*` has a meaning: a name with brackets is meant as it stands.
+        # Only `*` is a wildcard. Brackets and question marks in a pattern match themselves.
         return any(fnmatchcase(name, pattern.replace("[", "[[]").replace("?", "[?]")) for pattern in patterns)
 
     return fits(entry.include) and not fits(entry.exclude)
@@ -124,7 +127,7 @@ def _is_wanted(name: str, entry: Entry) -> bool:
 def _build_spec(
     server: str, name: str, tool: dict[str, Any], entry: Entry, pool: Literal["sandbox", "tools"]
 ) -> ToolSpec:
-    """Raises SchemaRefused."""
+    """Return the spec of a tool. Raises SchemaRefused: when the input schema is not accepted."""
     return ToolSpec(
         name=name,
         description=_describe(server, tool),
@@ -132,7 +135,7 @@ def _build_spec(
         timeout_s=entry.timeout_s,
         max_timeout_s=entry.timeout_s,
         pool=pool,
-        # What the server says of the network is not ours to change.
+        # The description of a foreign tool is not extended with the network of the session.
         tells_network=False,
         tenants=entry.tenants,
         **_flags(tool, entry),
@@ -148,7 +151,9 @@ def _describe(server: str, tool: dict[str, Any]) -> str:
 
 
 def _flags(tool: dict[str, Any], entry: Entry) -> dict[str, bool]:
-    """What a trusted server says of its tool, else the worst."""
+    """Return the flags of a tool. A trusted server sets them; for an untrusted server the most restrictive values
+    apply.
+    """
     hints = tool.get("annotations") if entry.trust == "trusted" else None
     told = hints if isinstance(hints, dict) else {}
     read_only = told.get("readOnlyHint") is True

@@ -1,4 +1,4 @@
-"""Messages of the Model Context Protocol as JSON-RPC: hostile, and read within bounds."""
+"""Messages of the Model Context Protocol as JSON-RPC. The messages are untrusted and are read within limits."""
 
 import json
 import math
@@ -17,7 +17,7 @@ MAX_CODE = 2**31
 
 @dataclass(frozen=True)
 class Reply:
-    """`result`, or the server's `error` with its `code`, as one printable line."""
+    """A reply of a server: the `result`, or the server's `error` as one printable line with its `code`."""
 
     result: dict[str, Any] | None = None
     error: str = ""
@@ -25,7 +25,7 @@ class Reply:
 
 
 def parse_json(data: bytes | str, server: str) -> Any:
-    """Raises ToolFailure(HTTP_ERROR) for what is no plain JSON, has more than MAX_VALUES values, or nests deeper than
+    """Parse JSON. Raises ToolFailure(HTTP_ERROR): for invalid JSON, more than MAX_VALUES values, or a depth over
     MAX_DEPTH.
     """
     try:
@@ -41,8 +41,8 @@ def parse_json(data: bytes | str, server: str) -> Any:
 
 
 def parse_reply(message: Any, number: int) -> Reply | None:
-    """The answer to that request; None for any other message, as progress and logs are. Never raises: a lie is an
-    answer to nothing.
+    """Return the reply to request `number`; None for any other message, for example progress or logs. This function
+    never raises: an invalid message counts as another message.
     """
     if not isinstance(message, dict) or message.get("jsonrpc") != "2.0" or "method" in message:
         return None
@@ -60,7 +60,7 @@ def parse_reply(message: Any, number: int) -> Reply | None:
 
 
 def broken(server: str, what: str) -> ToolFailure:
-    """The failure of a server that does not keep to the protocol."""
+    """Return the failure for a server that violates the protocol."""
     return ToolFailure(
         ErrorCode.HTTP_ERROR,
         f"the MCP server {server} does not keep to the protocol: {what}; use another tool, or tell its operator",
@@ -72,7 +72,9 @@ def _refuse_constant(name: str) -> NoReturn:
 
 
 def _parse_float(text: str) -> float:
-    """Raises ValueError for one that is too large: it would be infinite, which nobody could be told of in JSON."""
+    """Parse a number. Raises ValueError: when the number is too large. It would become infinite, which JSON cannot
+    express.
+    """
     value = float(text)
     if not math.isfinite(value):
         raise ValueError(text)

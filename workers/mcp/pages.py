@@ -1,4 +1,4 @@
-"""A list of tools that comes in pages, gathered within bounds."""
+"""Collection of a paged list of tools, within limits."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -11,7 +11,9 @@ MAX_CURSOR_CHARS = 4096
 
 
 class ToolPages:
-    """`listed`: what the server lists. `cursor`: of the next page; empty before the first, None after the last."""
+    """The pages of a list of tools. `listed`: all tools so far. `cursor`: the next page; empty before the first page,
+    None after the last page.
+    """
 
     def __init__(self, server: str) -> None:
         self._server = server
@@ -20,7 +22,7 @@ class ToolPages:
         self.cursor: str | None = ""
 
     def add(self, page: Mapping[str, Any]) -> None:
-        """Take the result of a tools/list. Raises ToolFailure(HTTP_ERROR)."""
+        """Add the result of a tools/list request. Raises ToolFailure(HTTP_ERROR)."""
         self._count += 1
         tools, cursor = page.get("tools"), page.get("nextCursor")
         if not isinstance(tools, list):

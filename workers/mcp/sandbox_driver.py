@@ -1,14 +1,17 @@
-"""A program of its own, run by Python inside a sandbox: passes requests to an MCP server over its stdio, and returns
-its replies.
+"""A standalone program that Python runs inside a sandbox. It passes requests to an MCP server over stdio and returns
+the replies.
 
-Without arguments it does one job, from standard input, and ends. With the name of an abstract socket and a number of
-seconds it keeps the server: each connection (sandbox_visit.py) brings a job, and all ends when none has come for so
-long, or when the server has ended and no connection is open. Nothing but the standard library, and what Python 3.9 has:
-whichever Python an image brings. What it says is read by the worker as all that comes out of a sandbox.
+Without arguments the program reads one job from standard input, runs it, and ends. With the name of an abstract
+socket and a number of seconds the program keeps the server running. Each connection (sandbox_visit.py) then brings a
+job. The program ends after so many seconds without a connection, or when the server has ended and no connection is
+open.
 
-A job: `mark`, `command`, `args`, `env`, `cwd`, `network`, `hello` (for a server that is started: a request whose result
-is waited for, and a notification; or nothing), `message` (the request), `max_bytes`, `timeout_s`. Its answer: `mark`, a
-space and an object as JSON, on a line of their own: `reply`, or `failure` and its `detail`.
+The program uses only the standard library of Python 3.9, because it runs on any Python of an image. The worker treats
+its output as untrusted, like all output of a sandbox.
+
+A job: `mark`, `command`, `args`, `env`, `cwd`, `network`, `hello` (a request and a notification for a server that is
+started, or nothing), `message` (the request), `max_bytes`, `timeout_s`. The answer: `mark`, a space and a JSON object
+on a line of its own. The object has `reply`, or `failure` and its `detail`.
 """
 
 from __future__ import annotations
@@ -26,9 +29,9 @@ import time
 from typing import Any
 
 START_S = 30.0
-"""For the first connection to come."""
+"""Time limit for the first connection, in seconds."""
 HEARING_S = 30.0
-"""For a job to come, and for an answer to be taken."""
+"""Time limit to receive a job, and to deliver an answer, in seconds."""
 END_S = 0.5
 HEAD_BYTES = 64
 ENVIRONMENT_BYTES = 1048576
@@ -37,7 +40,7 @@ OUTBOX_BYTES = 67108864
 STDERR_BYTES = 2000
 PIECE = 65536
 MAX_LINES = 32
-"""Connections at a time; further ones wait to be let in."""
+"""Maximum number of connections at a time. Further connections wait."""
 PR_SET_CHILD_SUBREAPER = 36
 NO_METHOD = -32601
 Message = dict[str, Any]
@@ -54,7 +57,7 @@ _BROKEN = (
 
 
 class Failed(Exception):
-    """A failure of the server, of a `kind` that the worker knows."""
+    """A failure of the server. `kind`: one of the kinds that the worker knows."""
 
     def __init__(self, kind: str, detail: str = "") -> None:
         super().__init__(kind)
@@ -63,7 +66,7 @@ class Failed(Exception):
 
 
 class Server:
-    """The process, and the requests that it has yet to answer. `failure`: why it was ended."""
+    """The server process and its pending requests. `failure`: the reason why the server was ended."""
 
     def __init__(self, job: Message, environment: Message) -> None:
         self.most = int(job["max_bytes"])
@@ -88,7 +91,7 @@ class Server:
         self.ready = asyncio.ensure_future(self.begin(job["hello"]))
 
     async def begin(self, hello: list[Message]) -> None:
-        """Raises nothing: a failure is in `failure`."""
+        """Connect the pipes and send the greeting. This method does not raise; a failure is stored in `failure`."""
         loop = asyncio.get_running_loop()
         self.stdin, _ = await loop.connect_write_pipe(asyncio.Protocol, self.process.stdin)
         stdout = await open_reader(self.process.stdout)
@@ -102,7 +105,7 @@ class Server:
                 self.send(hello[1])
 
     async def answer(self, job: Message, gone: asyncio.Future[Any]) -> Message:
-        """The reply. `gone`: done when the caller has left. Raises Failed."""
+        """Return the reply to a job. `gone`: done when the caller has disconnected. Raises Failed."""
         until = time.monotonic() + job["timeout_s"]
         await asyncio.wait({self.ready, gone}, timeout=job["timeout_s"], return_when=asyncio.FIRST_COMPLETED)
         if not self.ready.done() and not gone.done():
@@ -116,7 +119,7 @@ class Server:
         await asyncio.wait({reply, gone}, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
         why = ""
         if not reply.done():
-            # The server may end it by itself, and live on.
+            # The server gets the chance to cancel the request, so that it can continue to serve other calls.
             why = "gone" if gone.done() else "hangs"
             cancelled = {"requestId": number, "reason": why}
             self.send({"jsonrpc": "2.0", "method": "notifications/cancelled", "params": cancelled})
@@ -166,7 +169,7 @@ class Server:
         try:
             message = json.loads(line)
         except (ValueError, RecursionError):
-            # Servers print all kinds of things.
+            # Many servers print other text on standard output.
             return
         if not isinstance(message, dict):
             return
@@ -179,7 +182,7 @@ class Server:
             self.waiting.pop(number).set_result(message)
 
     def refuse(self, number: Any, method: Any) -> None:
-        """Answer a request of the server at once, or it would wait."""
+        """Reply to a request of the server at once. Without a reply the server would wait."""
         answer: Message = {"error": {"code": NO_METHOD, "message": "not offered"}}
         if method == "ping":
             answer = {"result": {}}
@@ -203,7 +206,7 @@ class Server:
         )
 
     def fail(self, failure: Failed) -> None:
-        """End the server. Every request that waits for it fails."""
+        """End the server. Every pending request fails."""
         if self.failure is not None:
             return
         self.failure = failure
@@ -213,21 +216,21 @@ class Server:
         self.kill()
 
     async def end(self) -> None:
-        """By the end of its input first, as the protocol has it. Then by force."""
+        """End the server: first by closing its input, as the protocol requires, then by force."""
         if self.failure is None:
             self.failure = Failed("died")
             self.stdin.abort()
-            # The pipe is closed by the loop.
+            # The event loop closes the pipe in its next iteration.
             await asyncio.sleep(0)
             self.wait()
             self.kill()
 
     def kill(self) -> None:
-        """End it with all that it started."""
+        """Kill the server and all processes that it started."""
         try:
             os.killpg(self.process.pid, signal.SIGKILL)
         except OSError:
-            # Nobody of it is left.
+            # The process group no longer exists.
             self.process.poll()
         self.wait()
         sweep()
@@ -238,7 +241,7 @@ class Server:
 
 
 class Keeper:
-    """At most one server, and the connections that ask it."""
+    """Keeper of at most one server and of the connections that use it."""
 
     def __init__(self) -> None:
         self.server: Server | None = None
@@ -248,7 +251,7 @@ class Keeper:
         self.room = asyncio.Semaphore(MAX_LINES)
 
     async def work(self, job: Message, environment: Message, gone: asyncio.Future[Any]) -> Message:
-        """The answer to a job."""
+        """Run a job and return its answer."""
         if job["network"] == "none" and any(environment.get(name) for name in ("http_proxy", "https_proxy")):
             return {"failure": "network"}
         try:
@@ -260,11 +263,11 @@ class Keeper:
             return {"failure": failure.kind, "detail": failure.detail}
 
     async def meet(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Serve a connection: send `+`, read its environment and job, each as long as the first line says, and send
-        the answer.
+        """Serve a connection: send `+`, read the environment and the job, and send the answer. The first line of the
+        client contains both sizes.
         """
         self.present += 1
-        # An answer is waited for until all of it is taken.
+        # With a limit of 0 `drain` waits until the client has read the complete answer.
         writer.transport.set_write_buffer_limits(0)
         try:
             async with self.room:
@@ -275,7 +278,7 @@ class Keeper:
                 gone.cancel()
                 await asyncio.wait_for(writer.drain(), HEARING_S)
         except _BROKEN:
-            # It brought no job, or does not take the answer.
+            # The client sent no job, or does not read the answer.
             pass
         finally:
             writer.transport.abort()
@@ -284,7 +287,9 @@ class Keeper:
             self.changed.set()
 
     async def keep(self, listener: socket.socket, idle_s: float) -> None:
-        """Serve until no connection has come for `idle_s`, or the server has ended and no connection is open."""
+        """Serve until no connection has arrived for `idle_s`, or until the server has ended and no connection is
+        open.
+        """
         adopt(self)
         until = time.monotonic() + min(idle_s, START_S)
         async with await asyncio.start_unix_server(self.meet, sock=listener, limit=PIECE):
@@ -300,7 +305,7 @@ class Keeper:
         return self.server is None or self.server.failure is not None
 
     def reap(self) -> None:
-        """Collect the dead processes that servers left. The server itself is collected by its Popen."""
+        """Collect dead processes that servers left behind. Popen collects the server itself."""
         while True:
             try:
                 seen = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
@@ -320,8 +325,8 @@ class Keeper:
 
 
 def adopt(keeper: Keeper) -> None:
-    """Be the parent of whatever the server leaves, so that all of it ends with the server. Without prctl it is the
-    guest's.
+    """Become the parent of all orphans of the server, so that they end with the server. Without prctl they belong to
+    the guest.
     """
     try:
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
@@ -337,7 +342,7 @@ async def open_reader(pipe: Any) -> asyncio.StreamReader:
 
 
 async def read_job(reader: asyncio.StreamReader) -> tuple[Message, Message]:
-    """Read a job and the environment of its sender. Raises one of _BROKEN."""
+    """Read a job and the environment of its sender. Raises one of the exceptions in _BROKEN."""
     head = await reader.readuntil(b"\n")
     size, job_size = (int(part) for part in head[:HEAD_BYTES].split())
     if not (0 <= size <= ENVIRONMENT_BYTES and 0 < job_size <= JOB_BYTES):
@@ -356,7 +361,7 @@ def build_answer(job: Message, answer: Message) -> bytes:
 
 
 def sweep() -> None:
-    """Kill every child, with those that become one because of it, for a bounded time."""
+    """Kill every child, including orphans that become children during the sweep, for a bounded time."""
     until = time.monotonic() + END_S
     while time.monotonic() < until:
         try:
@@ -375,7 +380,7 @@ def children() -> list[int]:
     for name in filter(str.isdigit, os.listdir("/proc")):
         try:
             with open(f"/proc/{name}/stat", "rb") as file:
-                # The second field is the program's name, in brackets, and may hold anything.
+                # The second field is the program's name in parentheses, and may contain any character.
                 fields = file.read().rpartition(b")")[2].split()
         except OSError:
             continue
@@ -398,7 +403,7 @@ async def keep(name: str, idle_s: float) -> None:
         try:
             listener.bind("\0" + name)
         except OSError:
-            # Another keeps it already.
+            # Another keeper already listens on this name.
             return
         await Keeper().keep(listener, idle_s)
 

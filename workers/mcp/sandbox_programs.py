@@ -1,4 +1,4 @@
-"""The programs of ours that run inside a sandbox for MCP servers, as they are sent there."""
+"""Source code of the programs that run inside a sandbox for MCP servers."""
 
 import functools
 import hashlib
@@ -19,8 +19,8 @@ def read_visit() -> str:
 
 
 def name_keeper(entry: StdioEntry) -> str:
-    """The socket on which the session's server of that entry is kept: another for any other entry, and for another
-    driver.
+    """Return the socket name of the keeper for an entry. Another entry or another version of the driver has another
+    name.
     """
     told = entry.model_dump_json(include={"command", "args", "cwd", "network", "idle_s"})
     env = repr(sorted((name, value.get_secret_value()) for name, value in entry.env.items()))
@@ -28,7 +28,7 @@ def name_keeper(entry: StdioEntry) -> str:
 
 
 def build_keep_script(python: str, entry: StdioEntry) -> str:
-    """What a shell starts the keeper of an entry's server with."""
+    """Return the shell script that starts the keeper of an entry's server."""
     return "exec " + shlex.join([python, "-I", "-c", read_driver(), name_keeper(entry), f"{entry.idle_s:g}"])
 
 

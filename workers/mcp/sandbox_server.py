@@ -1,6 +1,4 @@
-"""One MCP server over stdio, run inside a sandbox by a driver of ours; what comes back is the sandbox's word and read
-as hostile.
-"""
+"""An MCP server over stdio that runs inside a sandbox under a driver. All output of the sandbox is untrusted."""
 
 import json
 import secrets
@@ -30,21 +28,23 @@ log = structlog.get_logger(__name__)
 
 ANSWER_BYTES = 4 * MIB
 PYTHON = "/usr/bin/python3"
-"""In every sandbox: the guest runs on it."""
+"""Path of Python in every sandbox. The guest needs it too."""
 FOLDER = "/workspace"
 PROBE_S = 5.0
-"""For a server to say which revisions it speaks."""
+"""Time limit for a server to report its revisions, in seconds."""
 MAX_DETAIL_CHARS = 500
 _SPARE_S = 1.0
-"""Before the call's limit the driver gives up by itself, and can say on what."""
+"""Time in seconds by which the driver's limit is shorter than the call's limit, so the driver can report what it
+waits for.
+"""
 _LEAST_S = 0.1
 _NOT_KEPT = "not_kept"
-"""The failure where no server is kept: nothing was asked yet."""
+"""Failure code when no server is kept. In this case no request was sent."""
 _KEEPER_S = 10.0
-"""At most, for a keeper to listen that was just started."""
+"""Maximum time for a new keeper to listen, in seconds."""
 
 _NUMBER = 1
-"""Of every request: the driver numbers those of a kept server."""
+"""Id of every request. The driver renumbers the requests to a kept server."""
 _HELLO = [
     {
         "jsonrpc": "2.0",
@@ -61,20 +61,23 @@ _GREETED = types.InitializeResult(
 T = TypeVar("T")
 _Message = dict[str, Any]
 Run = Callable[[Mapping[str, Any], bytes], GuestResponse]
-"""An exec of docs/guest-protocol.md in the sandbox that is meant."""
+"""Function that runs an exec request of docs/guest-protocol.md in one sandbox."""
 
 
 @dataclass
 class SandboxServer:
-    """Kept in a session's sandbox from the first call of one of its tools on, or started anew for each where the entry
-    says so. `stands_alone`: as the HTTP server's; None: it has not been asked."""
+    """An MCP server in sandboxes. The first call starts the server in a session's sandbox, where it stays; an entry
+    with `idle_s` 0 starts it for each call. `stands_alone`: as in HttpServer; None: not yet known.
+    """
 
     name: str
     entry: StdioEntry
     stands_alone: bool | None = None
 
     def list_tools(self, run: Run, timeout_s: float) -> list[Any]:
-        """What it lists, unchecked; it is then known how it is spoken to. Raises ToolFailure, SandboxUnavailable."""
+        """Return the unchecked list of the server's tools, and store the server's revision. Raises ToolFailure,
+        SandboxUnavailable.
+        """
         until = time.monotonic() + timeout_s
 
         def send(message: _Message) -> Reply:
@@ -87,7 +90,9 @@ class SandboxServer:
     def call_tool(
         self, run: Run, tool: str, arguments: Mapping[str, Any], cwd: str, timeout_s: float
     ) -> dict[str, Any]:
-        """The result, unchecked but for being an object. `cwd`: where the session is. Raises as `list_tools`."""
+        """Return the result of the call. Only its type is checked (an object). `cwd`: the session's folder. Raises
+        the same exceptions as `list_tools`.
+        """
         use = self._use_kept if self.entry.idle_s > 0 else self._use_once
         return self._talk(
             lambda session: session.use_tool(tool, arguments), lambda message: use(run, message, cwd, timeout_s)
@@ -95,7 +100,7 @@ class SandboxServer:
 
     def _talk(self, work: Callable[[RawSession], Awaitable[T]], send: Callable[[_Message], Reply]) -> T:
         async def converse() -> T:
-            # Not entered: that is for what comes unasked.
+            # The session is not entered: entering would start the reader of unsolicited messages.
             session = RawSession(self.name, _Dispatcher(send))
             try:
                 await self._greet(session)
@@ -110,15 +115,15 @@ class SandboxServer:
             try:
                 self.stands_alone = await session.adopt_alone()
             except ToolFailure as failure:
-                # One that does not answer what it does not know is greeted as before.
+                # A server that does not answer an unknown request gets the older greeting.
                 if failure.code is not ErrorCode.TIMEOUT:
                     raise
                 self.stands_alone = False
-        # The driver greets each process that it starts.
+        # The driver greets each process that it starts, so the session must not greet again.
         session.adopt(STANDS_ALONE if self.stands_alone else _GREETED)
 
     def _use_kept(self, run: Run, message: _Message, cwd: str, timeout_s: float) -> Reply:
-        """By the server that the session has, else by one that is started now and stays."""
+        """Send the request to the server of the session. Starts a server that stays if the session has none."""
         until = time.monotonic() + timeout_s
         reply = self._visit(run, message, cwd, timeout_s, 0.0)
         if reply is None and (left_s := until - time.monotonic()) > 0 and self._start_keeper(run, left_s):
@@ -129,7 +134,7 @@ class SandboxServer:
         return reply
 
     def _visit(self, run: Run, message: _Message, cwd: str, timeout_s: float, wait_s: float) -> Reply | None:
-        """None: no server is kept."""
+        """Send the request through the keeper. Returns None if no keeper runs."""
         job = self._build_job(message, timeout_s)
         argv = [PYTHON, "-I", "-S", "-c", read_visit(), name_keeper(self.entry), job["mark"], str(wait_s)]
         answer = self._run(run, argv, job, cwd, timeout_s)
@@ -140,8 +145,8 @@ class SandboxServer:
         return self._find_reply(self._run(run, [PYTHON, "-I", "-c", read_driver()], job, cwd, timeout_s))
 
     def _start_keeper(self, run: Run, timeout_s: float) -> bool:
-        """As a background job, which no end of a call meets. False where there can be none: without bash, or beside too
-        many others.
+        """Start the keeper as a background job, which survives the end of a call. Returns False if no job can run:
+        the image has no bash, or too many jobs run.
         """
         script = encode(build_keep_script(PYTHON, self.entry), "script")
         label = f"the MCP server {self.name} ({name_keeper(self.entry)[-8:]})"
@@ -165,8 +170,8 @@ class SandboxServer:
         return True
 
     def _end_orphans(self, run: Run, label: str, timeout_s: float) -> None:
-        """What a server left that killed its keeper: the job lives, and nobody listens. One that is young may be
-        another call's that begins.
+        """End the job of a server that killed its keeper: the job still runs, but nothing listens. A recent job is
+        spared, because another call may be starting it.
         """
         listed = run({"op": "job_list", "timeout_s": timeout_s}, b"").done["jobs"]
         for job in listed:
@@ -195,13 +200,15 @@ class SandboxServer:
             "cwd": cwd,
             "env": {},
             "timeout_s": timeout_s,
-            # Escaped as JSON an answer can be several times as long.
+            # The JSON escapes can make an answer several times longer.
             "capture": {"stdout": 2 * ANSWER_BYTES, "stderr": 4096},
         }
         return self._read(run(request, encode(json.dumps(job), "arguments")), str(job["mark"]), timeout_s)
 
     def _read(self, response: GuestResponse, mark: str, timeout_s: float) -> dict[str, Any]:
-        """The driver's answer. Raises ToolFailure for none, and for what it says went wrong."""
+        """Return the driver's answer. Raises ToolFailure: when there is no answer, or the answer
+        reports a failure.
+        """
         done, data = response.done, response.streams.get("stdout", b"")
         if done["timed_out"]:
             raise self._hangs(timeout_s)
@@ -265,7 +272,7 @@ class SandboxServer:
 
 
 class _Dispatcher:
-    """The SDK's way to a server: every request is an exec in its sandbox, and nothing comes unasked."""
+    """Dispatcher of the SDK. Every request is an exec in the sandbox, and unsolicited messages do not exist."""
 
     method = ""
     result: dict[str, Any]

@@ -1,4 +1,4 @@
-"""The tools of MCP servers over stdio, as the worker of a sandbox host offers them."""
+"""Tools of MCP servers over stdio, offered by the worker of a sandbox host."""
 
 import secrets
 import time
@@ -24,15 +24,17 @@ DISCOVERY_S = 15.0
 SANDBOX_TTL_S = 60.0
 OWN_TENANT = "mcp-discovery"
 AWAIT_S = 30.0
-"""How long a sandboxd that is just being started is waited for."""
+"""Maximum time to wait for a sandboxd that is starting, in seconds."""
 _AGAIN_S = 0.5
 AT_ONCE = 4
-"""Sandboxes for asking; a host that starts has others to make as well."""
+"""Maximum number of sandboxes for listing at a time. A host that starts also creates other sandboxes."""
 
 
 @dataclass
 class SandboxSource:
-    """One server, as workers/mcp/server_registry.py has it: asked in a sandbox of its own, that is removed then."""
+    """A server over stdio, as a source for workers/mcp/server_registry.py. Its tools are listed in a separate
+    sandbox, which is removed afterwards.
+    """
 
     server: SandboxServer
     socket: Path
@@ -50,7 +52,7 @@ class SandboxSource:
         self.server.stands_alone = told
 
     def list_tools(self) -> list[Any]:
-        # Of its own: how calls speak to the server changes with what it answers, not while it is asked.
+        # A separate object: the revision that running calls use must not change during the listing.
         asked = SandboxServer(self.server.name, self.server.entry)
         with SandboxClient(self.socket) as client:
             listed = _ask_in_own_sandbox(asked, client)
@@ -72,12 +74,12 @@ class SandboxSource:
 
 
 def build_sandbox_sources(servers: Mapping[str, StdioEntry], socket: Path) -> tuple[SandboxSource, ...]:
-    """Nobody is asked yet."""
+    """Return a source for every server. This function starts no sandbox."""
     return tuple(SandboxSource(SandboxServer(name, entry), socket) for name, entry in servers.items())
 
 
 def await_sandboxd(socket: Path) -> None:
-    """Returns also when it does not come: then each server says so."""
+    """Wait for sandboxd. Also returns at the time limit; then each server reports the problem."""
     until = time.monotonic() + AWAIT_S
     with SandboxClient(socket) as client:
         while time.monotonic() < until:
@@ -98,12 +100,12 @@ def _ask_in_own_sandbox(server: SandboxServer, client: SandboxClient) -> list[An
         try:
             client.close(sandbox)
         except (ToolFailure, OperatorError) as error:
-            # What was asked has been answered; the sandbox ends by itself.
+            # The listing has succeeded, and the sandbox expires by itself.
             log.warning("mcp_sandbox_not_closed", server=server.name, error=str(error))
 
 
 def _run(client: SandboxClient, sandbox: str, request: Mapping[str, Any], body: bytes) -> GuestResponse:
-    """As a environment does it for the calls of sessions."""
+    """Run a request in the sandbox, as a tool environment does for the calls of sessions."""
     response = client.call(sandbox, request, body)
     try:
         told = parse_guest_answer(request, response.done)

@@ -1,9 +1,9 @@
-"""A program of its own, run by Python inside a sandbox for each call of a kept MCP server: brings the job on standard
-input to the server's keeper (sandbox_driver.py), and hands on what that says.
+"""A standalone program that Python runs inside a sandbox for each call of a kept MCP server. It sends the job on
+standard input to the keeper (sandbox_driver.py) and copies the keeper's answer to standard output.
 
-Arguments: the name of the keeper's abstract socket, the job's mark, and for how many seconds the keeper is waited for.
-Where none is, that is said as a keeper's answer would be. Only modules that are part of the interpreter, or of C: json
-or socket alone would double what a call takes.
+Arguments: the name of the keeper's abstract socket, the mark of the job, and the seconds to wait for the keeper. If
+no keeper listens, the program writes this failure in the format of a keeper. The program imports only built-in and C
+modules, because importing json or socket would double the duration of a call.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ PACE_S = 0.005
 
 
 def reach(name: str, until: float) -> _socket.socket | None:
-    """A connection on which the keeper has said that it listens; None: there is none. Until then nothing was asked, and
-    asking anew repeats nothing.
+    """Return a connection to a keeper that is ready; None if there is no keeper. No request is sent before, so a
+    retry repeats nothing.
     """
     while True:
         line = _socket.socket(_socket.AF_UNIX, _socket.SOCK_STREAM)
@@ -28,7 +28,7 @@ def reach(name: str, until: float) -> _socket.socket | None:
             if line.recv(1) == b"+":
                 return line
         except OSError:
-            # Nobody listens there, or not any more.
+            # No keeper listens on this name, or the keeper has just ended.
             pass
         line.close()
         if time.monotonic() >= until:

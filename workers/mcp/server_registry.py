@@ -1,5 +1,5 @@
-"""The tools of MCP servers in a worker's registry, kept as the servers list them: asked at the start, and again and
-again while it works.
+"""Tools of MCP servers in a worker's registry. Each server is listed at the start and then at regular intervals, and
+the registry follows the changes.
 """
 
 import fcntl
@@ -25,22 +25,22 @@ log = structlog.get_logger(__name__)
 
 _VERSION_BYTES = 8
 FIRST_AGAIN_S = 30.0
-"""How long after a failure a server is asked again; twice as long after each further one, up to what a good one
-waits.
+"""Pause after the first failure of a server, in seconds. Each further failure doubles the pause, up to the interval
+of a server without failures.
 """
 
 
 @dataclass(frozen=True)
 class Told:
-    """What is known of one server."""
+    """The known state of a server."""
 
     stands_alone: bool | None
     tools: tuple[ImportedTool, ...]
 
 
 class SharedLists:
-    """Made before the processes that read it are forked; one process writes. It has no name, and vanishes with the last
-    of them.
+    """Tool lists in memory that processes share. Create the object before the fork. One process writes, the others
+    read. The memory has no name, and the kernel frees it when the last process ends.
     """
 
     def __init__(self) -> None:
@@ -48,7 +48,7 @@ class SharedLists:
         self._version = 0
 
     def write(self, servers: Mapping[str, Told]) -> None:
-        """All of them, in the place of what was told before."""
+        """Replace the lists of all servers."""
         self._version += 1
         told = {
             name: {
@@ -65,7 +65,7 @@ class SharedLists:
                 at += os.pwrite(self._fd, view[at:], at)
 
     def read_news(self) -> dict[str, Told]:
-        """What was written since this process read it last, or was forked; else nothing."""
+        """Return the lists if another process wrote them since the last read or the fork; otherwise an empty dict."""
         if int.from_bytes(os.pread(self._fd, _VERSION_BYTES, 0)) == self._version:
             return {}
         with self._locked(fcntl.LOCK_SH):
@@ -81,7 +81,8 @@ class SharedLists:
 
     @contextmanager
     def _locked(self, kind: int) -> Iterator[None]:
-        # Of a process, where flock would be of the descriptor, which all of them share.
+        # POSIX locks belong to a process. A flock would belong to the descriptor, which all processes share, and
+        # exclude nothing.
         fcntl.lockf(self._fd, kind)
         try:
             yield
@@ -90,7 +91,7 @@ class SharedLists:
 
 
 class Source(Protocol):
-    """A server whose tools are offered. `stands_alone`: how it is spoken to, None before it was asked."""
+    """A server whose tools are offered. `stands_alone`: the server's revision; None before the first listing."""
 
     stands_alone: bool | None
 
@@ -98,11 +99,11 @@ class Source(Protocol):
     def name(self) -> str: ...
 
     def list_tools(self) -> list[Any]:
-        """What it lists, unchecked, within a bounded time. Raises ToolFailure and OperatorError."""
+        """Return the unchecked list of tools within a bounded time. Raises ToolFailure and OperatorError."""
         ...
 
     def import_tools(self, listed: Iterable[Any]) -> tuple[ImportedTool, ...]:
-        """Those that can be offered; what is left out is logged."""
+        """Return the tools that can be offered. Omitted tools are logged."""
         ...
 
     def build(self, tool: ImportedTool) -> WorkerTool: ...
@@ -110,8 +111,8 @@ class Source(Protocol):
 
 @dataclass
 class _Asked:
-    """`digest`: of the list that its tools are from; None: it has never given one. `pause_s`: after its last
-    failure.
+    """A server and its schedule. `digest`: the hash of its last list; None before the first list. `pause_s`: the
+    pause after the last failure.
     """
 
     source: Source
@@ -122,11 +123,11 @@ class _Asked:
 
 
 class ServerRegistry:
-    """Made and filled before the pool's processes are forked, worked by a thread of the process that made it. The
-    others take over what it found (`look`).
+    """Registry of the MCP servers of a worker. Create and fill it before the pool's processes are forked. A thread of
+    the creating process lists the servers. The other processes copy the results (`look`).
 
-    `refresh_s`: how often a server that answers is asked; `at_once`: how many are. `on_change`: called after tools
-    came, changed or went.
+    `refresh_s`: the interval for a server without failures. `at_once`: the number of servers that are listed at the
+    same time. `on_change`: called after tools were added, changed or removed.
     """
 
     def __init__(
@@ -147,11 +148,11 @@ class ServerRegistry:
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="mcp-servers", daemon=True)
         self.again_s = FIRST_AGAIN_S
-        """Seconds until the next try after a bug of ours ended one."""
+        """Seconds until the next try after an unexpected exception."""
         self.on_change: Callable[[], None] = lambda: None
 
     def ask_due(self) -> float:
-        """Ask those whose time has come, `at_once` at a time. Gives how many seconds from now the next is due."""
+        """List the servers that are due, `at_once` at a time. Returns the seconds until the next server is due."""
         due = [asked for asked in self._asked.values() if asked.due <= self._clock()]
         if due:
             with ThreadPoolExecutor(min(self._at_once, len(due))) as pool:
@@ -163,18 +164,20 @@ class ServerRegistry:
         return min((asked.due - self._clock() for asked in self._asked.values()), default=self._refresh_s)
 
     def start(self) -> None:
-        """A process that is forked meanwhile has the registry whole, and its lock free."""
+        """Start the thread. A process that is forked at the same time has the complete registry, and its lock is
+        free.
+        """
         if self._asked:
             self._registry.lock_during_fork()
             self._thread.start()
 
     def stop(self) -> None:
-        """Returns at once; a question on its way is left."""
+        """Stop the thread. Returns at once and does not wait for a running request."""
         self._stop.set()
 
     def look(self) -> None:
-        """In a process of the pool: have the tools as the process that asks the servers has them now. Cheap while
-        nothing changed.
+        """Copy the current tools from the process that lists the servers. Call this in a process of the pool; it is
+        cheap if nothing has changed.
         """
         if self._shared is None or os.getpid() == self._owner:
             return
@@ -193,7 +196,7 @@ class ServerRegistry:
                 pause_s = self.again_s
 
     def _ask(self, asked: _Asked) -> tuple[ImportedTool, ...] | None:
-        """Its tools; None when they are as they were, or it did not say."""
+        """Return the tools of a server; None if they are unchanged or the server failed."""
         source, started = asked.source, self._clock()
         try:
             listed = source.list_tools()
@@ -219,7 +222,7 @@ class ServerRegistry:
         return tools
 
     def _delay(self, asked: _Asked) -> None:
-        """Ask again after a longer pause than the last one."""
+        """Schedule the next try after a longer pause than the last one."""
         asked.pause_s = min(max(FIRST_AGAIN_S, asked.pause_s * 2), self._refresh_s)
         asked.due = self._clock() + asked.pause_s
 
@@ -228,14 +231,14 @@ class ServerRegistry:
         try:
             return self._place(asked, self._free(asked, tools))
         except Exception:  # the edge: as above
-            # Nothing was changed. Without a digest the list is taken anew.
+            # Nothing was changed. Without a digest the next listing is processed again.
             asked.digest = None
             self._delay(asked)
             log.exception("mcp_server_failed", server=asked.source.name, again_s=asked.pause_s)
             return False
 
     def _free(self, asked: _Asked, tools: tuple[ImportedTool, ...]) -> list[ImportedTool]:
-        """The tools whose names no other tool has."""
+        """Return the tools whose names are not used by another tool."""
         free = []
         for tool in tools:
             if tool.spec.name in asked.tools or self._registry.get(tool.spec.name) is None:
@@ -247,7 +250,7 @@ class ServerRegistry:
         return free
 
     def _place(self, asked: _Asked, tools: Iterable[ImportedTool]) -> bool:
-        """Have exactly these of the server in the registry; whether that is a change."""
+        """Make exactly these tools of the server available in the registry. Returns whether anything changed."""
         after = {tool.spec.name: tool for tool in tools}
         gone = [name for name in asked.tools if name not in after]
         new = [asked.source.build(tool) for name, tool in after.items() if asked.tools.get(name) != tool]

@@ -1,4 +1,4 @@
-"""The SDK's session with an MCP server, whichever way its messages go: results are given as they came."""
+"""Session of the SDK with an MCP server over any dispatcher. Results are returned unchecked."""
 
 import json
 from collections.abc import Mapping
@@ -19,21 +19,23 @@ from workers.mcp.pages import ToolPages
 
 CLIENT = types.Implementation(name="toolcrew", version="1")
 STANDS_ALONE = types.DiscoverResult(supported_versions=[LATEST_MODERN_VERSION], capabilities=types.ServerCapabilities())
-"""To adopt where it is known that a server speaks a revision in which every request stands alone."""
+"""State to adopt when a server is known to speak a revision in which every request stands alone."""
 REFUSED = (MCPError, ValidationError, RuntimeError)
-"""What the SDK raises for an answer that is an error, or none."""
+"""Exceptions of the SDK for an error response or an invalid response."""
 _ANY: TypeAdapter[Any] = TypeAdapter(Any)
 
 
 class RecordingDispatcher(Dispatcher[TransportContext], Protocol):
-    """`method`, `result`: of the last request."""
+    """Dispatcher that stores the `method` and the `result` of the last request."""
 
     method: str
     result: dict[str, Any]
 
 
 class RawSession(ClientSession):
-    """Not by the SDK's own methods: those refuse a whole list for one tool that breaks the schema."""
+    """Session that returns raw results. The SDK's own methods would refuse a whole list for one tool with an invalid
+    schema.
+    """
 
     def __init__(self, server: str, dispatcher: RecordingDispatcher) -> None:
         super().__init__(dispatcher=dispatcher, client_info=CLIENT)
@@ -41,20 +43,22 @@ class RawSession(ClientSession):
         self._recording = dispatcher
 
     async def adopt_alone(self) -> bool:
-        """Ask whether the server speaks a revision in which every request stands alone, and speak it then."""
+        """Return whether the server speaks a revision in which every request stands alone. If so, the session uses
+        it.
+        """
         try:
             answer = await self.send_discover(LATEST_MODERN_VERSION)
         except MCPError:
             return False
         versions = answer.get("supportedVersions")
-        # No more of the answer is needed, so no more of it has to be right.
+        # Only this field of the answer is needed, so the other fields are not checked.
         alone = isinstance(versions, list) and LATEST_MODERN_VERSION in versions
         if alone:
             self.adopt(STANDS_ALONE)
         return alone
 
     async def gather_tools(self) -> list[Any]:
-        """What the server lists, unchecked. Raises ToolFailure, MCPError."""
+        """Return the unchecked list of the server's tools. Raises ToolFailure, MCPError."""
         pages = ToolPages(self._server)
         while pages.cursor is not None:
             params = types.PaginatedRequestParams(cursor=pages.cursor or None)
@@ -62,8 +66,8 @@ class RawSession(ClientSession):
         return pages.listed
 
     async def use_tool(self, tool: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """The result, unchecked but for being an object. Raises MCPError."""
-        # Half of a surrogate pair, which JSON can write, cannot be encoded.
+        """Return the result of the call. Only its type is checked (an object). Raises MCPError."""
+        # JSON can contain a lone surrogate, which UTF-8 cannot encode.
         given = json.loads(json.dumps(arguments, ensure_ascii=False).encode("utf-8", "replace"))
         params = types.CallToolRequestParams(name=tool, arguments=given)
         return await self._ask(types.CallToolRequest(params=params))
@@ -74,7 +78,7 @@ class RawSession(ClientSession):
         return self._recording.result
 
     def explain(self, error: Exception) -> ToolFailure:
-        """The failure for what the SDK raised."""
+        """Return the failure for an exception of the SDK."""
         if not isinstance(error, MCPError):
             return broken(self._server, "it speaks no revision that is known here")
         words = f"the MCP server {self._server} refused {self._recording.method}: {error.message}"

@@ -188,7 +188,9 @@ def _refuse_plain_secrets(source: str, entry: Mapping[str, Any]) -> None:
 
 
 def _fill_variables(source: str, value: Any, environment: Mapping[str, str]) -> Any:
-    """`value` with every `${NAME}` in its texts replaced. Raises ConfigError for a variable that is not set."""
+    """Return `value` with every `${NAME}` in its texts replaced. Raises ConfigError: for a variable
+    that is not set.
+    """
     if isinstance(value, dict):
         return {key: _fill_variables(source, part, environment) for key, part in value.items()}
     if isinstance(value, list):

@@ -1,4 +1,4 @@
-"""Groups of tasks of which one failure does not stop the others."""
+"""Groups of tasks. The failure of one task does not stop the others."""
 
 import asyncio
 from collections.abc import Awaitable, Iterable

@@ -56,17 +56,21 @@ _NO_FOLDER = "bind source path does not exist"
 SUSPEND_S = 8.0
 """Limit for packing the state that only containers have, at the shutdown of sandboxd."""
 ORPHAN_GRACE_S = 15.0
-"""Time for which sandboxd outlives the process of an embedded stack. That process waits equally long for the removal
+"""Time in seconds that sandboxd outlives the process of an embedded stack. That process waits as long for the removal
 of all sandboxes.
 """
 POOL_REFILL_PER_S = 1.0
 """Starts of pool sandboxes per second. The limit leaves most of the host to calls."""
 POOL_MEMORY_FLOOR_BYTES = 1024**3
-"""The pool is not filled while the host has less available memory."""
+"""Minimum available memory of the host to fill the pool, in bytes."""
 SANDBOX_MAX_LIFE_S = 86_400.0
-"""A sandbox ends itself after this time even if sandboxd is dead. Its session gets a new one on the same workspace."""
+"""Maximum life of a sandbox, in seconds. A sandbox then ends itself, even if sandboxd is dead. Its session gets a new
+sandbox on the same workspace.
+"""
 END_FOR_GOOD = signal.SIGUSR1
-"""Ends sandboxd like SIGTERM, but keeps no sessions. For a deployment that is removed, such as an embedded stack."""
+"""Signal that ends sandboxd like SIGTERM, but keeps no sessions. For a deployment that is removed, such as an
+embedded stack.
+"""
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, END_FOR_GOOD)
 
 
@@ -340,6 +344,7 @@ def cancelled_by_signals() -> Iterator[Sequence[int]]:
 
     def end(number: int) -> None:
         received.append(number)
+        # Only the first signal cancels: a second one must not interrupt the shutdown.
         if len(received) == 1:
             task.cancel()
 

@@ -36,14 +36,14 @@ from workers.sandboxd.session import Session
 log = structlog.get_logger(__name__)
 
 SLOT_WAIT_S = 10.0
-"""Limit for a session that waits for a slot of another session."""
+"""Time limit for a session that waits for a slot of another session, in seconds."""
 GIVE_UP_S = 10.0
-"""Limit for a session that waits while another session frees its slot."""
+"""Time limit for a session that waits while another session frees its slot, in seconds."""
 _LOOK_S = 0.1
 
 
 class SandboxSlots:
-    """Slots for containers. `free_slot` asks another holder to free one, and returns True on success."""
+    """Slots for containers. `free_slot` asks another holder to free a slot, and returns whether it succeeded."""
 
     def __init__(self, limit: int, wait_s: float = SLOT_WAIT_S) -> None:
         self.limit = limit
@@ -95,7 +95,7 @@ class SandboxSlots:
 
 
 class SandboxCounts:
-    """Counters that only grow. They start at zero with each process; `boot` in `status` changes with it."""
+    """Counters that only grow. Each process starts at zero with a new `boot` in `status`."""
 
     def __init__(self) -> None:
         self.oom = 0
@@ -193,10 +193,10 @@ class SandboxFactory:
         return await self.workspaces.make(secrets.token_hex(12), size)
 
     async def make(self, plan: SandboxPlan, workspace: Workspace, generation: int) -> Sandbox:
-        """Start a sandbox and wait for the guest's hello. The caller has taken a slot; from now on the factory gives it
-        back.
+        """Start a sandbox and wait for the guest's hello. The caller has taken a slot, which the factory returns
+        after the removal.
 
-        Raises SandboxUnavailable. The factory then removes what was created, or the next sweep does.
+        Raises SandboxUnavailable. The factory then removes everything that was created, or the next sweep does.
         """
         with self.counts.starting():
             return await self._make(plan, workspace, generation)
@@ -225,6 +225,8 @@ class SandboxFactory:
                     attached = await self.engine.start(self._profile.build_config(plan, mount, labels, volume), name)
         except BaseException:
             await asyncio.shield(self._confirm_gone(name))
+            # The engine may have created the container despite the error, so the cleanup runs even after a
+            # cancellation.
             raise
         sandbox = Sandbox(
             self.engine, generation, attached.id, name, on_removed=lambda: self._forget(name), counts=self.counts
@@ -273,7 +275,7 @@ class SandboxFactory:
         await self.retry_removals()
 
     def knows(self, name: str) -> bool:
-        """Return True when this process made the container of that name."""
+        """Return whether this process made the container of that name."""
         return name in self._known
 
     def _check_may_start(self) -> None:

@@ -30,7 +30,7 @@ _LENGTH_BYTES = 4
 
 
 class FrameError(ValueError):
-    """The bytes are not a frame. The channel they came from is closed: there is no way to find the next frame."""
+    """The bytes are not a frame. The channel of the bytes is closed, because the next frame cannot be found."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -49,7 +49,7 @@ class Lease:
         return f"{self._domain}/{self._file}"
 
     def is_dead(self, label: str) -> bool:
-        """Return True when the owner of a container with that label is certainly dead. Returns False when this process
+        """Return whether the owner of a container with that label is certainly dead. Returns False when this process
         cannot judge it.
         """
         domain, _, file = label.rpartition("/")
@@ -62,6 +62,7 @@ class Lease:
         except OSError:
             return False
         try:
+            # The lock is free, so its owner has ended. The lock is released again below, when the file is closed.
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return True
         except BlockingIOError:

@@ -1,5 +1,9 @@
-"""The periodic duties of sandboxd: expire, freeze and evict idle sessions, watch soft quotas and the disk, remove
-leftovers.
+"""The periodic duties of sandboxd: expire, freeze and evict idle sessions, enforce soft quotas and the free disk
+space, remove leftovers.
+
+Invariant: a duty for idle sessions never touches a session in use. A session with a running call has an idle time of
+0, and every duty checks the idle time again after each wait. Only a workspace over its size or a full disk ends a
+sandbox in use, because it endangers the other sessions of the host.
 """
 
 import asyncio
@@ -28,14 +32,14 @@ SWEEP_EVERY_S = 30.0
 TIDY_EVERY_S = 3600.0
 _EVICTED_AT_ONCE = 4
 _OVERFULL_GROWTH = 1.1
-"""Growth of a workspace that was found too large, after which its sandbox is ended again. The session needs a
-chance to delete files.
+"""Growth factor of a workspace that was found too large. Only above it the session's sandbox is ended again, so the
+session has a chance to delete files.
 """
 
 
 class DiskMonitor:
-    """Watches the free space of a disk. Below `stop_bytes` no sandbox may write. Writing resumes only with a quarter
-    more, so that sandboxes are not ended in alternation.
+    """Monitor of the free space of a disk. Below `stop_bytes` no sandbox may write. Writing resumes only at 1.25
+    times `stop_bytes`; otherwise sandboxes would be ended and started in quick alternation.
     """
 
     def __init__(self, folder: Path, stop_bytes: int) -> None:
@@ -44,7 +48,7 @@ class DiskMonitor:
         self._is_short = False
 
     def find_shortage(self) -> str | None:
-        """Return a sentence for the operator about the shortage, or None when there is enough space."""
+        """Return a message for the operator about the shortage; None if there is enough space."""
         status = os.statvfs(self._folder)
         free = status.f_bavail * status.f_frsize
         self._is_short = free < self._stop_bytes * (1.25 if self._is_short else 1.0)
@@ -76,8 +80,8 @@ class SessionMonitor:
         disk: DiskMonitor | None = None,
         tidy: Callable[[], Awaitable[int]] | None = None,
     ) -> None:
-        """`disk`: the disk of the workspaces, unless they are in the containers' memory. `tidy`: deletes old
-        checkpoints and returns how many.
+        """Create the monitor. `disk`: the disk of the workspaces, unless they are in the containers' memory. `tidy`:
+        deletes old checkpoints and returns their number.
         """
         self._tidy_store = tidy
         self._sessions = sessions
@@ -87,7 +91,7 @@ class SessionMonitor:
         self._idle = idle
 
     async def run(self) -> None:
-        """Run all rounds side by side until the task is cancelled."""
+        """Run all rounds concurrently until the task is cancelled."""
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(_every(EXPIRE_EVERY_S, self.expire))
             tasks.create_task(_every(min(IDLE_EVERY_S, self._idle.pause_s), self.freeze_idle))
@@ -101,16 +105,18 @@ class SessionMonitor:
                 tasks.create_task(_every(QUOTA_EVERY_S, self.end_overfull))
 
     async def expire(self) -> None:
-        """Close sessions whose time to live has passed without a call, and try failed removals again."""
+        """Close sessions that had no call for their time to live, and retry failed removals."""
         await settle(self._end(entry) for entry in self._sessions.all() if not entry.lock.locked())
         await self._factory.retry_removals()
 
     async def _end(self, entry: Session) -> None:
-        """Do what is due for a session that no other task rebuilds, evicts or closes now."""
+        """Run the due action for a session. The caller skips sessions whose lock another task holds."""
         with bound_to_session(entry.id):
             await self._end_bound(entry)
 
     async def _end_bound(self, entry: Session) -> None:
+        # No await lies between the check and the mark: a call cannot begin after the check, because `is_closing`
+        # refuses it.
         if not entry.is_closing and entry.idle_s() > entry.ttl_s:
             log.info("session_expired", ttl_s=entry.ttl_s)
             entry.is_closing = True
@@ -120,7 +126,7 @@ class SessionMonitor:
             await entry.sandbox.remove()
 
     async def freeze_idle(self) -> None:
-        """Freeze sessions that are idle. This is a round of its own because packing another session takes long."""
+        """Freeze idle sessions. This is a separate round, because the packing of another session takes long."""
         await settle(self._sessions.suspender.pause(entry) for entry in self._find_idle(self._idle.pause_s))
 
     async def evict_idle(self) -> None:
@@ -130,12 +136,13 @@ class SessionMonitor:
 
     async def _evict(self, entry: Session, slots: asyncio.Semaphore) -> None:
         async with slots:
+            # The session may have been used while this task waited for a slot.
             if entry.idle_s() >= self._idle.evict_s:
                 with bound_to_session(entry.id):
                     await self._sessions.suspender.give_up(entry)
 
     def _find_idle(self, idle_s: float) -> list[Session]:
-        """Return the sessions that have a container and have been idle for `idle_s`. A session that had a background
+        """Return the sessions that have a container and were idle for `idle_s` seconds. A session with a background
         job is checked again only after the time for freezing.
         """
         checked_before = time.monotonic() - self._idle.pause_s
@@ -143,7 +150,7 @@ class SessionMonitor:
         return [entry for entry in candidates if entry.idle_s() >= idle_s and entry.checked_at <= checked_before]
 
     async def end_overfull(self) -> None:
-        """End the sandboxes whose workspaces are too large, where the kernel does not enforce the size."""
+        """End the sandboxes whose workspaces are too large. Needed only if the kernel does not enforce the size."""
         found = await self._factory.workspaces.find_overfull()
         for entry in self._sessions.all():
             held = found.get(entry.workspace.name, 0)
@@ -162,20 +169,22 @@ class SessionMonitor:
             )
 
     async def watch_disk(self) -> None:
-        """End the sandboxes that can write when the host's disk is nearly full, and start none until there is space
-        again.
+        """End the sandboxes that can write when the host's disk is nearly full. No sandbox starts until there is
+        space again.
         """
         assert self._disk is not None
         shortage = self._disk.find_shortage()
         if shortage is not None and self._factory.shortage is None:
             log.error("host_disk_short", why=shortage)
+        # The factory gets the shortage before the sandboxes end, so that no session starts a new one in between.
         self._factory.shortage = shortage
         for entry in self._sessions.all() if shortage is not None else []:
+            # A frozen sandbox cannot write. It ends when it thaws, if the shortage continues.
             if entry.sandbox is not None and entry.sandbox.lost is None and not entry.is_paused:
                 entry.sandbox.end(shortage or "")
 
     async def tidy(self) -> None:
-        """Delete automatic checkpoints that no newer checkpoint has replaced for a long time."""
+        """Delete automatic checkpoints that are very old."""
         assert self._tidy_store is not None
         try:
             log.info("old_checkpoints_deleted", count=await self._tidy_store())

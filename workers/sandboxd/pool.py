@@ -24,7 +24,7 @@ from workers.sandboxd.sandbox import Sandbox
 log = structlog.get_logger(__name__)
 
 RETRY_S = 10.0
-"""Seconds that the pool waits after a failed start."""
+"""Pause in seconds after a failed start."""
 BUSY_RETRY_S = 0.5
 
 
@@ -69,6 +69,7 @@ class WarmPool:
     async def take(self) -> WarmSandbox | None:
         """Return a sandbox that has attested to be clean, or None when the caller must start one."""
         while self._ready:
+            # The pop comes before the first await, so two callers never get the same sandbox.
             warm = self._ready.popleft()
             self._needs_refill.set()
             if await self._is_clean(warm):

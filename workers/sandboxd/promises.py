@@ -1,7 +1,7 @@
-"""A table of what the sandboxes of a host guarantee, judged only from evidence.
+"""Table of the guarantees of a host's sandboxes, derived only from evidence.
 
-The functions are pure; program.py collects the `Evidence`. No row raises, for any state of the engine and the host
-reported.
+The functions are pure; program.py collects the `Evidence`. No row raises an exception, for any state of the engine
+and any facts about the host.
 """
 
 import re
@@ -16,7 +16,9 @@ from workers.sandboxd.runtime.engine import EngineFacts
 from workers.settings import SandboxdSettings
 
 RUNC_FIXED: Final = ((1, 2, 8), (1, 3, 3), (1, 4, 0))
-"""First version of each series with the fixes of November 2025. In 1.4.0 the third release candidate has them."""
+"""First version of each series with the fixes of November 2025. In series 1.4.0 the third release
+candidate has them.
+"""
 _RUNC_FIRST_CANDIDATE: Final = 3
 _SECOND_KERNEL: Final = re.compile("runsc|gvisor|kata|firecracker")
 _OPENAT2: Final = (5, 6)
@@ -25,7 +27,7 @@ _MIB: Final = 1024 * 1024
 
 @dataclass(frozen=True)
 class HostFacts:
-    """`memory_bytes`: the total memory of the host."""
+    """Facts about the host. `memory_bytes`: the total memory. None means that a fact is unknown."""
 
     kernel: str | None = None
     swaps: tuple[str, ...] | None = None
@@ -39,7 +41,7 @@ class HostFacts:
 
 
 def read_host_facts(root: Path = Path("/")) -> HostFacts:
-    """Read the facts from small files of the kernel. Raises nothing."""
+    """Read the facts from small files of the kernel. This function does not raise."""
     smt = _read_number(root / "sys/devices/system/cpu/smt/active")
     ksm = _read_number(root / "sys/kernel/mm/ksm/run")
     return HostFacts(
@@ -104,10 +106,10 @@ class WorkspaceFacts:
 
 @dataclass(frozen=True)
 class Evidence:
-    """The facts about a host. None means that a fact could not be found out; `problem` says why.
+    """Facts about a host and its settings. None means that a fact is unknown; `problem` gives the reason.
 
-    `images`: name -> content id, None when the engine does not have the image. `egress_problem`: the fault of the
-    proxy; None when it answers or is not used.
+    `images`: name -> content id; None if the engine does not have the image. `egress_problem`: the fault of the
+    proxy; None if the proxy answers or is not used.
     """
 
     settings: SandboxdSettings
@@ -234,7 +236,7 @@ def _judge_runc(evidence: Evidence) -> HostPromise:
 
 
 def is_runc_fixed(version: str) -> bool | None:
-    """Return True when upstream's runc of that version has the fixes of November 2025, and None when the text is not a
+    """Return whether upstream's runc of that version has the fixes of November 2025; None if the text is not a
     version.
     """
     match = re.match(r"v?(\d{1,4})\.(\d{1,4})\.(\d{1,4})(?:[-~]rc\.?(\d{1,4}))?", version)

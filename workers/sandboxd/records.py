@@ -28,10 +28,11 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class SessionRecord:
-    """A session whose workspace outlives its container. `parcel`: the packed state of an evicted container. `used_at`:
-    epoch seconds. `news`: what no answer has reported yet. `untold`: a loss that no call has reported yet. `terms`,
-    `fence`, `automatic_at`: as in Session. `changed`: as in the session's row at that moment; a session without a
-    parcel continued to work. A record with other fields is of another version and is refused.
+    """A session whose workspace outlives its container. `parcel`: the packed state of an evicted container.
+    `used_at`: epoch seconds. `news`: facts that no answer has reported yet. `untold`: a loss that no call has
+    reported yet. `terms`, `fence`, `automatic_at`: as in Session. `changed`: as in the session's row at the time of
+    the record. Without a `parcel` the session continued to change after the record. A record with other fields has
+    another version and is refused.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
@@ -104,6 +105,7 @@ def _write(path: Path, data: dict[str, Any]) -> None:
     temporary = path.with_suffix(".new")
     try:
         temporary.write_text(json.dumps(data), encoding="utf-8")
+        # The rename is atomic: a crash leaves the old or the new record, never a partial one.
         os.replace(temporary, path)
     except OSError as error:
         raise SandboxUnavailable(

@@ -1,8 +1,8 @@
 """Sandbox of a session: its container, its channel, and the calls that run in it.
 
-The guest enforces the limit of a call, but the guest is hostile. So sandboxd has a second, later limit for every call:
-when the guest does not end a call in time, breaks the protocol or reports surviving processes, the container is
-removed. The call is answered only after the removal.
+The guest enforces the limit of a call, but the guest is untrusted. So sandboxd has a second, later limit for every
+call. The container is removed if the guest exceeds this limit, breaks the protocol or reports surviving processes.
+The call is answered only after the removal, when none of its processes can run.
 """
 
 import asyncio
@@ -25,21 +25,21 @@ log = structlog.get_logger(__name__)
 
 PROTOCOL_VERSION = 1
 GUEST_GRACE_S = 2.0
-"""Seconds after a call's limit in which the guest may still answer before the container is removed."""
+"""Time after a call's limit in which the guest may still answer, in seconds. After it the container is removed."""
 SLOW_WORKER_GRACE_S = 15.0
 """Additional seconds for an answer that waits behind output which a worker reads slowly."""
 BODY_TIMEOUT_S = 60.0
-"""Time in which the next part of a request's body must reach the guest. The call's own limit starts when the body is
-complete.
+"""Time in seconds in which the next part of a request's body must reach the guest. The call's own limit starts when
+the body is complete.
 """
 HELLO_TIMEOUT_S = 20.0
 SLACK_BYTES = 256 * 1024
-"""Bytes that a guest may send beyond what was requested before it counts as hostile."""
+"""Number of bytes that a guest may send beyond the request before sandboxd treats the guest as hostile."""
 
 STREAM_FRAMES = 262_144
-"""Maximum number of frames of a streamed output of any size: a program may write one byte at a time."""
+"""Maximum number of frames of a streamed output of any size. A program may write one byte at a time."""
 FRAME_COST_BYTES = 64
-"""The cost of a data frame in addition to its body, so that empty frames are not free."""
+"""Cost of a data frame in addition to its body, in bytes. Without a cost, empty frames would be unlimited."""
 _STREAM_STDERR_BYTES = 65_536
 SANDBOXD_FIELDS = frozenset(
     {"ok", "code", "message", "is_ending", "sandbox", "sandbox_s", "sandbox_lost", "removal_failed", "workspace_kept"}
@@ -65,7 +65,7 @@ Sink = Callable[[Frame], None]
 
 
 class Connections(Protocol):
-    """The connections that a sandbox with a proxy has opened (egress/tunnels.py)."""
+    """The network connections of a sandbox with a proxy (egress/tunnels.py)."""
 
     def take(self, frame: Frame) -> None: ...
 
@@ -84,7 +84,7 @@ class SandboxCounter(Protocol):
 
 @dataclass(eq=False)
 class RunningCall:
-    """A request inside the guest. `sink` gets its data frames, `done` its last header."""
+    """A request inside the guest. `sink` receives its data frames, `done` its last header."""
 
     guest_id: str
     call_id: str
@@ -125,9 +125,9 @@ class Sandbox:
     _released_at: float = field(init=False, default=float("-inf"))
 
     async def attach(self, sock: socket.socket) -> None:
-        """Take over the container's attached socket and wait for the guest's hello.
+        """Take over the attached socket of the container and wait for the guest's hello.
 
-        Raises SandboxUnavailable when the hello does not come; the caller then removes the sandbox.
+        Raises SandboxUnavailable: when no hello arrives. The caller then removes the sandbox.
         """
         self._channel = await GuestChannel.open(sock, self._on_frame, self._lose)
         try:
@@ -158,18 +158,18 @@ class Sandbox:
         return call
 
     def forget(self, call: RunningCall) -> None:
-        """Drop a call of which nothing was sent to the guest."""
+        """Remove a call from the list. Call this only if nothing was sent to the guest."""
         self._disarm(call)
         self.calls.pop(call.guest_id, None)
 
     def feed(self, call: RunningCall, header: Mapping[str, Any], body: bytes) -> None:
-        """Send one frame of a call to the guest. Raises FrameError when it is too large."""
+        """Send one frame of a call to the guest. Raises FrameError: when the frame is too large."""
         if self._channel is not None:
             self._channel.send({**header, "id": call.guest_id}, body)
 
     def start_clock(self, call: RunningCall) -> None:
-        """Start the call's limit, because the request is complete. The guest gets a little more time to
-        report the end.
+        """Start the call's limit, because the request is complete. The guest gets a short extra time to report the
+        end.
         """
         if self._runs(call) and not call.is_cancelled:
             self._limit(call, call.timeout_s)
@@ -185,7 +185,7 @@ class Sandbox:
         """Send a request of sandboxd itself, with a body of exactly `body_bytes`. Returns the guest's last header,
         checked like the answer to a worker's call.
 
-        Raises SandboxUnavailable when the sandbox is lost before the answer.
+        Raises SandboxUnavailable: when the sandbox is lost before the answer.
         """
         call = self.begin("", request, count_budget(request), sink or _drop)
         try:
@@ -210,8 +210,8 @@ class Sandbox:
                 self._arm(call, BODY_TIMEOUT_S, self.cancel)
 
     def cancel(self, call: RunningCall) -> None:
-        """Kill the processes of a call. The guest then completes `done`, or the removal of the container does 2 s
-        later.
+        """Kill the processes of a call. The guest then completes `done`; otherwise the removal of the container
+        completes it 2 s later.
         """
         if not self._runs(call) or call.is_cancelled:
             return
@@ -220,17 +220,17 @@ class Sandbox:
         self._limit(call, 0.0)
 
     async def drain(self) -> None:
-        """Wait until the guest has read what was sent."""
+        """Wait until the guest has read all data that was sent."""
         if self._channel is not None:
             await self._channel.drain()
 
     def send(self, header: Mapping[str, Any], body: bytes) -> None:
-        """Send a frame of a tunnel. It belongs to no call."""
+        """Send a frame of a tunnel, which belongs to no call."""
         if self._channel is not None:
             self._channel.send(header, body)
 
     def hold(self, holder: object) -> None:
-        """Read nothing from the guest until this holder and every other holder have released."""
+        """Stop reading from the guest until every holder has called `release`."""
         if self._channel is not None and not self._holders:
             self._channel.pause()
         self._holders.add(holder)
@@ -244,7 +244,7 @@ class Sandbox:
             self._channel.resume()
 
     def end(self, reason: str) -> None:
-        """Remove the container in the background. Its calls are answered with the reason."""
+        """Remove the container in the background. Its calls are answered with `reason`."""
         self._lose(reason)
 
     def end_hostile(self, what: str) -> None:
@@ -252,11 +252,12 @@ class Sandbox:
         self._violate(what)
 
     async def remove(self) -> None:
-        """Remove the container and return when the engine no longer has it. Pending calls are answered.
+        """Remove the container and return after the engine no longer has it. Pending calls are answered.
 
-        Raises SandboxUnavailable when the engine refuses; the next `remove` tries again.
+        Raises SandboxUnavailable: when the engine refuses. The next `remove` tries again.
         """
         self._mark_lost("removed by sandboxd")
+        # The removal is shared by all callers and shielded: a caller that is cancelled must not stop it.
         error = await asyncio.shield(self._removing())
         if error is not None:
             raise SandboxUnavailable(str(error)) from error
@@ -267,7 +268,7 @@ class Sandbox:
         return self._removal
 
     async def _remove(self) -> SandboxUnavailable | None:
-        """Return the failure and do not raise it, because no task may be waiting for it."""
+        """Remove the container; return a failure instead of raising it, because possibly no task awaits this one."""
         if self._channel is not None:
             self._channel.close()
         try:
@@ -284,6 +285,7 @@ class Sandbox:
 
     def _on_frame(self, frame: Frame) -> None:
         if self.lost is not None:
+            # A frame that was already buffered at the loss is dropped: all calls were answered with the loss.
             return
         kind = frame.header.get("ev")
         call = self.calls.get(str(frame.header.get("id")))
@@ -323,7 +325,7 @@ class Sandbox:
     def _finish(self, call: RunningCall, header: Mapping[str, Any]) -> None:
         done = build_done(header)
         if count_survivors(header):
-            # The guest could not end all processes of the call. Only the end of the container does.
+            # The guest could not end all processes of the call. Only the removal of the container ends them.
             self._end_by_removal(call, done, "processes outlived a call's kill")
         else:
             self._answer(call, done)
@@ -334,7 +336,8 @@ class Sandbox:
         now = time.monotonic()
         unread = self._holders or now - self._released_at < GUEST_GRACE_S
         if unread and now < call.ends_by + SLOW_WORKER_GRACE_S:
-            # The answer may be in data that sandboxd has not read. That is not the guest's fault.
+            # The answer may be in data that sandboxd has not read, because a worker reads slowly. The guest is not to
+            # blame.
             self._arm(call, GUEST_GRACE_S, self._on_overdue)
             return
         code = "CANCELLED" if call.is_cancelled else "TIMEOUT"
@@ -406,6 +409,7 @@ class Sandbox:
     def _mark_lost(self, reason: str) -> None:
         if self.lost is not None:
             return
+        # `lost` is set first: the answers below run callbacks, which must already see the loss.
         self.lost = reason
         if self.tunnels is not None:
             self.tunnels.close()
@@ -427,7 +431,7 @@ def _drop(_: Frame) -> None:
 
 
 def count_budget(request: Mapping[str, Any]) -> int:
-    """Return how many bytes of data frames a checked request may cause."""
+    """Return the number of bytes of data frames that a checked request may cause."""
     total = int(request.get("max_bytes", 0))
     capture = request.get("capture")
     if isinstance(capture, dict):
@@ -438,7 +442,7 @@ def count_budget(request: Mapping[str, Any]) -> int:
 
 
 def has_stream(op: str, stream: object) -> bool:
-    """Return True when a request of that op may be answered with data of that stream."""
+    """Return whether a request with this op may be answered with data of this stream."""
     return isinstance(stream, str) and stream in _STREAMS.get(op, ())
 
 
@@ -446,7 +450,7 @@ def build_done(header: Mapping[str, Any]) -> dict[str, Any]:
     """Return the guest's answer without the fields that only sandboxd may set. Only the kill report is checked here,
     because sandboxd counts kills.
 
-    The worker that made the call checks every field (workers/sandbox_client.py).
+    The worker that sent the call checks every other field (workers/sandbox_client.py).
     """
     done = {name: value for name, value in header.items() if name not in SANDBOXD_FIELDS and name != "id"}
     if "kill" in done:
@@ -455,7 +459,7 @@ def build_done(header: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def count_survivors(header: Mapping[str, Any]) -> int:
-    """Return how many processes outlived the call's kill. A malformed report counts as one process."""
+    """Return the number of processes that survived the call's kill. A malformed report counts as one process."""
     kill = header.get("kill")
     if kill is None:
         return 0
@@ -464,7 +468,7 @@ def count_survivors(header: Mapping[str, Any]) -> int:
 
 
 def quote_text(text: object) -> str:
-    """Return a guest's text, shortened and in printable ASCII, for a log or an error message."""
+    """Return a guest's text for a log or an error message: shortened, in printable ASCII."""
     return str(text)[:_QUOTE_CHARS].encode("unicode_escape").decode("ascii")[:_QUOTE_CHARS]
 
 

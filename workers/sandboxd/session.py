@@ -1,4 +1,9 @@
-"""Session of this host: its sandbox, its files' state, and the news for its next call."""
+"""Session of this host: its sandbox, the state of its files, and the news for its next call.
+
+Invariant: the model learns of every loss. A loss stays in `news` or `unreported_loss`, and in the record on disk,
+until a call reports it. A second rule protects other tenants: values from the guest serve only for counting and
+scheduling, and the safety of another session never depends on them.
+"""
 
 import asyncio
 import time
@@ -20,7 +25,9 @@ from workers.sandboxd.sandbox import Sandbox
 _READING = frozenset({"read_text", "read_file", "glob", "grep", "ping", "job_poll", "job_list"})
 """Requests that do not change files. All others may change files, even if they fail."""
 _MOST_JOBS = 16
-"""Maximum number of jobs of a genuine guest. sandboxd remembers no more of a hostile one."""
+"""Maximum number of background jobs that a correct guest runs. sandboxd stores no more ids, so a hostile guest cannot
+fill its memory.
+"""
 _ID_CHARS = 64
 KEPT = (
     "the sandbox of this session had ended ({}) and was rebuilt around its workspace: the files in /workspace are "
@@ -28,12 +35,12 @@ KEPT = (
 )
 FILES_LOST = "{} and its files are lost; the next call gets a fresh, empty one"
 RENEW_S = 86_400.0
-"""Age in seconds at which an automatic checkpoint is made again. So the checkpoint of a session in use never gets old
-enough to be deleted.
+"""Age in seconds at which an automatic checkpoint is renewed. The renewal keeps the checkpoint of an active session
+younger than the age at which old checkpoints are deleted.
 """
 _ROW_CHARS = 200
 MAX_CANCELLED_CALLS = 100
-"""The newest ids. Ids are never reused."""
+"""Maximum number of stored ids of cancelled calls. The newest ids are kept; ids are never reused."""
 _RESTORED = (
     "{why}, and the session continues on another host: its files, kept outputs and the shell's folder, variables and "
     "functions are those of {checkpoint}; changes since then, background jobs and /tmp are lost"
@@ -42,9 +49,9 @@ _RESTORED = (
 
 @dataclass
 class SessionActivity:
-    """`has_written`: a request that may have changed files has ended since the last checkpoint. `jobs`: ids of
-    background jobs that are not known to have ended. The values come from the guest: they are good for counting, but
-    the safety of another session must not depend on them.
+    """Changes to the files of a session. `has_written`: a request that may have changed files has ended since the
+    last checkpoint. `jobs`: ids of background jobs that may still run. The guest reports these values, so they are
+    good for counting, but the safety of another session must not depend on them.
     """
 
     has_written: bool = False
@@ -52,11 +59,13 @@ class SessionActivity:
 
     @property
     def changed(self) -> bool:
-        """True when files may differ from the last checkpoint. A job may write at any time."""
+        """Return whether files may differ from the last checkpoint. A running job may write at any time."""
         return self.has_written or bool(self.jobs)
 
     def note(self, op: str, done: Mapping[str, Any]) -> None:
-        """Note the end of a request. The answer is empty when its outcome is unknown."""
+        """Record the end of a request. `done`: the guest's answer; empty if the outcome is unknown."""
+        # A request with an unknown outcome counts as a write: an unnecessary checkpoint is cheap, a missing one loses
+        # files.
         if op not in _READING:
             self.has_written = True
         jobs = done.get("jobs") if op == "job_list" else [done.get("job")]
@@ -64,12 +73,12 @@ class SessionActivity:
             self._note_job(job)
 
     def note_jobs(self, running: int) -> None:
-        """Note how many jobs run, as the guest attests."""
+        """Record the number of running jobs that the guest attests."""
         if running == 0:
             self.end_jobs()
 
     def end_jobs(self) -> None:
-        """Note that no job runs. Their last writes are not in a checkpoint."""
+        """Record that no job runs. The last writes of the jobs are not in a checkpoint."""
         self.has_written = self.changed
         self.jobs.clear()
 
@@ -77,6 +86,7 @@ class SessionActivity:
         if not isinstance(job, dict) or not isinstance(name := job.get("job"), str) or len(name) > _ID_CHARS:
             return
         if job.get("state") == "running":
+            # The limit protects sandboxd's memory from a guest that invents job ids.
             if len(self.jobs) < _MOST_JOBS:
                 self.jobs.add(name)
         elif name in self.jobs:
@@ -88,16 +98,17 @@ class SessionActivity:
 class Session:
     """A session of this host.
 
-    `terms`: the tenant's latest terms from a worker. `plan`: of the sandbox, from the terms at its creation. `fence`:
-    the number of the session's opening; a request with a later number is for another opening. `sandbox`: None after an
-    eviction or a restart of sandboxd. `archive`: the packed files of the evicted container. `lost`: why the sandbox was
-    lost. `news`: what the next call's answer reports. `unreported_loss`: a loss of all files that no call has reported
-    yet. `is_closing`: no request may use the session; it stays in the list until its container is removed. `is_moving`:
-    the sandbox is being evicted, and calls wait for the lock. `checkpoint`: the last checkpoint made here.
-    `automatic_at`: when the last automatic checkpoint was made, in epoch seconds. `checkpointing`: held while a
-    checkpoint is made; calls continue. `overfull_bytes`: the size of the workspace when it was last found too large.
-    `waiting`: ids of calls that wait for the sandbox; a cancel removes an id. `cancelled_calls`: ids of calls that were
-    cancelled before they began, or between two of their requests.
+    `terms`: the tenant's latest terms from a worker. `plan`: the plan of the sandbox, made from the terms at its
+    creation. `fence`: the number of the session's opening; a request with a later number is for another opening.
+    `sandbox`: None after an eviction or a restart of sandboxd. `archive`: the packed files of the evicted container.
+    `lost`: the reason why the sandbox was lost. `news`: facts that the next call's answer reports. `unreported_loss`:
+    a loss of all files that no call has reported yet. `is_closing`: no request may use the session; the session stays
+    in the list until its container is removed. `is_moving`: the sandbox is being evicted, and calls wait for the
+    lock. `checkpoint`: the last checkpoint of this host. `automatic_at`: the time of the last automatic checkpoint,
+    in epoch seconds. `checkpointing`: a lock that is held while a checkpoint is made; calls continue.
+    `overfull_bytes`: the size of the workspace when it was last found too large. `waiting`: ids of calls that wait
+    for the sandbox; a cancel removes an id. `cancelled_calls`: ids of calls that were cancelled before they began, or
+    between two of their requests.
     """
 
     id: str
@@ -110,6 +121,7 @@ class Session:
     archive: str | None = field(init=False, default=None)
     lost: str | None = field(init=False, default=None)
     news: str | None = field(init=False, default=None)
+    # A running checkpoint counts as use, so that no duty evicts the session during the checkpoint.
     unreported_loss: str | None = field(init=False, default=None)
     failed_unpacks: int = field(init=False, default=0)
     used_at: float = field(init=False, default_factory=time.monotonic)
@@ -134,7 +146,7 @@ class Session:
 
     @property
     def is_ready(self) -> bool:
-        """True when a call can begin at once."""
+        """Return whether a call can begin at once."""
         return self.sandbox is not None and self.sandbox.lost is None and not self.is_paused and not self.is_moving
 
     @property
@@ -146,7 +158,8 @@ class Session:
         return 0.0 if self.is_busy else time.monotonic() - self.used_at
 
     def record(self) -> SessionRecord:
-        """Return what must survive the death of sandboxd."""
+        """Return the state that must survive the death of sandboxd."""
+        # The monotonic clock starts again with the host, so the record contains the wall-clock time.
         used_at = time.time() - (time.monotonic() - self.used_at)
         return SessionRecord(
             id=self.id,
@@ -166,7 +179,7 @@ class Session:
         )
 
     def add_news(self, news: str) -> None:
-        """Add a report for the next call's answer."""
+        """Add a fact for the next call's answer."""
         if self.news is None or news not in self.news:
             self.news = news if self.news is None else f"{self.news}; {news}"
 
@@ -205,13 +218,15 @@ class Session:
         }
 
     def note_checkpoint(self, checkpoint: str, *, is_automatic: bool) -> None:
-        """Note a new checkpoint."""
+        """Store the id of a new checkpoint, and its time if it is automatic."""
         self.checkpoint = checkpoint
         if is_automatic:
             self.automatic_at = time.time()
 
     def _has_changed(self) -> bool:
-        """Return True when another automatic checkpoint is useful, also because the last one would soon expire."""
+        """Return whether another automatic checkpoint is useful. An old checkpoint needs a renewal
+        before it expires.
+        """
         return self.activity.changed or (self.automatic_at is not None and time.time() - self.automatic_at > RENEW_S)
 
     def _state(self) -> str:
@@ -227,8 +242,8 @@ _LOST, _DRAINED = "the host that had this session was lost", "the host that had 
 
 @dataclass(frozen=True)
 class SessionMove:
-    """The move of a session from another host. `fence`: the number of its new opening, which is also the generation of
-    its sandbox. `checkpoint_at`: when the restored checkpoint was made; None when that is unknown. `is_planned`: its
+    """The move of a session from another host. `fence`: the number of its new opening, which is also the generation
+    of its sandbox. `checkpoint_at`: the time of the restored checkpoint; None if unknown. `is_planned`: the other
     host was drained, not lost.
     """
 
@@ -245,7 +260,7 @@ class SessionMove:
         return _RESTORED.format(why=self._why(), checkpoint=checkpoint)
 
     def loss(self) -> str:
-        """Return the loss of a session that had no checkpoint."""
+        """Return the loss report of a session without a checkpoint."""
         return FILES_LOST.format(f"{self._why()}, and there was no checkpoint of it: the sandbox")
 
     def _why(self) -> str:
@@ -253,8 +268,8 @@ class SessionMove:
 
 
 def bound_to_session(name: object) -> AbstractContextManager[Any]:
-    """Give all log lines of the block the tenant and the session of `name`, `tenant:session`. Any other value adds
-    nothing.
+    """Bind the tenant and the session of `name` (`tenant:session`) to all log lines of the block. Any other value
+    binds nothing.
     """
     tenant, colon, session = name.partition(":") if isinstance(name, str) else ("", "", "")
     return bound_contextvars(tenant=tenant, session=session) if colon else bound_contextvars()

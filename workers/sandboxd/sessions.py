@@ -1,8 +1,8 @@
 """The sessions of this host: open, prepare for a call, rebuild after a loss, evict, close.
 
-A session has at most one container. The lock of a session protects its change of container: eviction, rebuild and close
-hold it, and a call that finds the sandbox not ready waits for it. A model must never find an empty workspace without an
-error that reports the loss, so a loss of files is recorded until one call has reported it.
+A session has at most one container. The lock of a session protects the change of its container: eviction, rebuild and
+close hold the lock, and a call that finds the sandbox not ready waits for it. A model must never find an empty
+workspace without an error that reports the loss. So a loss of files is recorded until one call has reported it.
 """
 
 import asyncio
@@ -29,19 +29,21 @@ from workers.sandboxd.suspension import MIN_IDLE_S, SessionSuspender, Suspension
 log = structlog.get_logger(__name__)
 
 MAX_ROWS = 300
-"""Maximum rows of one answer. This number fits into a frame for rows of any content."""
+"""Maximum number of rows in an answer. A frame has space for this number of rows with any content."""
 _STARTS_S = 5.0
-"""Time for which the shutdown of sandboxd waits for starts in progress. Longer starts are undone."""
+"""Time that the shutdown of sandboxd waits for sandboxes that are starting, in seconds. Longer starts are undone."""
 _PACKED_AT_ONCE = 8
 Fill = Callable[[Session, Sandbox], Awaitable[None]]
-"""Fills the sandbox of a new session."""
+"""Function that fills the sandbox of a new session."""
 Revise = Callable[[SandboxTerms, SandboxPlan], SandboxPlan]
-"""Returns the current plan for a tenant's terms and an earlier plan. Raises ToolFailure when none is allowed."""
+"""Function that returns the current plan for a tenant's terms and an earlier plan. Raises ToolFailure: when no plan
+is allowed.
+"""
 
 
 @dataclass(frozen=True)
 class NewSession:
-    """The start of a session. `fill`: None for an empty workspace. `moved`: set when another host had the session;
+    """Parameters of a new session. `fill`: None for an empty workspace. `moved`: set if another host had the session;
     `fill` then restores its checkpoint.
     """
 
@@ -66,7 +68,7 @@ class Sessions:
         revise: Revise,
         prepare_network: Callable[[Session, Sandbox], None] | None = None,
     ) -> None:
-        """`prepare_network`: connects a session's new sandbox to the egress proxy."""
+        """Create the collection. `prepare_network`: connects a session's new sandbox to the egress proxy."""
         self._factory = factory
         self._revise = revise
         self._prepare_network = prepare_network or (lambda _entry, _sandbox: None)
@@ -80,11 +82,11 @@ class Sessions:
         factory.slots.free_slot = self._free_slot
 
     async def open(self, session: str, start: NewSession) -> Session:
-        """Open a session with a new, filled sandbox. An open session is returned unchanged, because the request may be
-        a repetition. A session that was moved away and comes back is closed here first.
+        """Open a session with a new, filled sandbox. An open session is returned unchanged, because the request may
+        be a repetition. A session that was moved away and comes back is closed here first.
 
-        Raises SandboxUnavailable when the host is full or the engine refuses, and the errors of `fill`. Nothing of
-        the session is then left.
+        Raises SandboxUnavailable: when the host is full or the engine refuses. Also raises the errors of `fill`.
+        After an error nothing of the session remains.
         """
         while True:
             entry = await self._open_or_join(session, start)
@@ -101,11 +103,12 @@ class Sessions:
             await self.close(session)
             entry = self._sessions.get(session)
         if entry is not None:
+            # An opening counts as use, so the session does not expire before its first call.
             entry.used_at = time.monotonic()
             return entry
         if session not in self._starting:
             self._check_room()
-            # Use a separate task: a worker that leaves during the start must not leave an unregistered container.
+            # A separate task: a worker that disconnects during the start must not leave an unregistered container.
             starting = asyncio.get_running_loop().create_task(self._open(session, start))
             self._starting[session] = starting
             starting.add_done_callback(lambda task: self._forget_start(session, task))
@@ -114,11 +117,12 @@ class Sessions:
     async def use(
         self, session: str, call_id: str | None = None, terms: SandboxTerms | None = None
     ) -> tuple[Session, Sandbox]:
-        """Return the session and its running sandbox, ready for the call of that id, or for work whose result no model
-        reads.
+        """Return the session and its running sandbox, ready for the call `call_id`. With `call_id` None the request
+        is not a call, so its result reports no loss.
 
         `terms`: the tenant's current terms; None keeps the earlier terms. Raises ToolFailure (SESSION_NOT_FOUND,
-        CANCELLED) and SandboxUnavailable. After a loss of files one call fails, and the next gets a new, empty sandbox.
+        CANCELLED) and SandboxUnavailable. After a loss of files one call fails, and the next call gets a new, empty
+        sandbox.
         """
         entry = self._sessions.get(session)
         if entry is None or entry.is_closing:
@@ -134,10 +138,10 @@ class Sessions:
         return entry, entry.sandbox
 
     def update_terms(self, entry: Session, terms: SandboxTerms) -> None:
-        """Set the tenant's terms. They apply to the rules of the next connection at once, and to everything else with
-        the next sandbox.
+        """Set the tenant's terms. The network rules apply to the next connection, all other terms to the next
+        sandbox.
 
-        Open connections are cut when they might no longer be allowed.
+        Open connections are cut if the new terms may forbid them.
         """
         if terms == entry.terms:
             return
@@ -148,17 +152,18 @@ class Sessions:
         self.suspender.try_keep(entry)
 
     def find(self, session: str) -> Session | None:
-        """Return the session, or None."""
+        """Return the session; None if it is unknown."""
         return self._sessions.get(session)
 
     def all(self) -> list[Session]:
         return list(self._sessions.values())
 
     async def close(self, session: str, *, fence: int | None = None) -> bool:
-        """Remove the session's sandbox and files, and return when the container is removed. Returns False when there is
-        no such session, or it was opened under another fence.
+        """Remove the session's sandbox and files, and return after the container is removed. Returns False if there
+        is no such session, or it was opened under another fence.
 
-        Raises SandboxUnavailable when the engine refuses. The session is then unusable, and the sweep tries again.
+        Raises SandboxUnavailable: when the engine refuses. The session is then unusable, and the sweep retries the
+        removal.
         """
         if session in self._starting:
             await asyncio.wait({self._starting[session]})
@@ -167,6 +172,7 @@ class Sessions:
             return False
         entry.is_closing = True
         async with entry.lock:
+            # Another close may have removed the session while this one waited for the lock.
             if self._sessions.get(session) is entry:
                 if entry.sandbox is not None:
                     await entry.sandbox.remove()
@@ -177,16 +183,16 @@ class Sessions:
         return True
 
     async def close_all(self) -> None:
-        """Remove every sandbox and all files, also of sessions that are starting. No sandbox is started from now on."""
+        """Remove every sandbox and all files, including sessions that are starting. From now on no sandbox starts."""
         self._factory.is_ending = True
         await self._end_starts()
         await settle(self.close(session) for session in list(self._sessions))
 
     async def suspend_all(self, within_s: float) -> None:
-        """Evict every container and keep the sessions for the next sandboxd. A container that cannot be packed in time
-        loses its own state.
+        """Evict every container and keep the sessions for the next sandboxd. A container that cannot be packed in
+        time loses its own state.
 
-        From now on no call begins and no sandbox is started.
+        From now on no call begins and no sandbox starts.
         """
         self._factory.is_ending = True
         await self._end_starts()
@@ -201,15 +207,15 @@ class Sessions:
         await settle(self.close(entry.id) for entry in self.all() if not self.suspender.is_kept(entry))
 
     def adopt(self) -> int:
-        """Adopt the sessions that an earlier sandboxd of this name kept; their containers no longer exist. Returns how
-        many.
+        """Load the sessions that an earlier sandboxd of this name kept, and return their number. Their containers no
+        longer exist.
         """
         self._sessions |= {entry.id: entry for entry in adopt(self._records, self._factory.workspaces)}
         return len(self._sessions)
 
     async def sweep(self) -> None:
-        """Delete workspaces and archives without a record, before the first session is opened. The next start repeats a
-        failed deletion.
+        """Delete workspaces and archives without a record. Call this before the first session is opened. The next
+        start retries a failed deletion.
         """
         records = self._records.sessions()
         archives = {(record.id.partition(":")[0], record.parcel) for record in records if record.parcel is not None}
@@ -221,14 +227,14 @@ class Sessions:
         )
 
     def describe(self, after: str = "") -> list[dict[str, Any]]:
-        """Return one row per session, sorted by name and starting after `after`, without tenant content. The number of
-        rows is limited to what an answer can hold.
+        """Return one row per session without tenant content, sorted by name and starting after `after`. The number of
+        rows is limited to the capacity of an answer.
         """
         names = heapq.nsmallest(MAX_ROWS, (name for name in self._sessions if name > after))
         return [self._sessions[name].describe() for name in names]
 
     def count_sandboxes(self) -> int:
-        """Return how many containers the sessions have."""
+        """Return the number of containers of the sessions."""
         return sum(entry.sandbox is not None for entry in self._sessions.values())
 
     def __len__(self) -> int:
@@ -251,8 +257,11 @@ class Sessions:
             if start.fill is not None:
                 await start.fill(entry, sandbox)
                 entry.used_at = time.monotonic()
+            # The record is written before the session becomes visible: a session that a worker knows survives
+            # sandboxd.
             self.suspender.keep(entry)
         except BaseException:
+            # The discard is shielded: a second cancellation must not leave the container behind.
             await asyncio.shield(settle([self._factory.discard(sandbox, entry.workspace)]))
             raise
         self._sessions[session] = entry
@@ -273,6 +282,7 @@ class Sessions:
 
     def _forget_start(self, session: str, task: "asyncio.Task[Session]") -> None:
         del self._starting[session]
+        # The slot has no container yet, so no other code returns it.
         if not task.cancelled():
             task.exception()  # retrieve the exception: the caller may have left
 
@@ -285,7 +295,7 @@ class Sessions:
         await asyncio.gather(*late, return_exceptions=True)
 
     async def _wait_ready(self, entry: Session, call_id: str | None) -> None:
-        """Wait until the sandbox is ready. A cancel removes the id of a waiting call from `entry.waiting`."""
+        """Wait until the sandbox is ready. A cancel request removes the id of a waiting call from `entry.waiting`."""
         if call_id is not None:
             entry.waiting.append(call_id)
         try:
@@ -337,7 +347,7 @@ class Sessions:
         entry.sandbox, entry.is_paused = None, False
 
     async def _start_again(self, entry: Session) -> None:
-        """Start a new container around the session's workspace, with the packed state of the last one."""
+        """Start a new container around the session's workspace, with the packed state of the last container."""
         plan = self._plan_again(entry)
         await self._factory.slots.take()
         sandbox = await self._factory.make(plan, entry.workspace, entry.generation + 1)
@@ -359,7 +369,9 @@ class Sessions:
         await self.suspender.forget_archive(entry, archive)
 
     def _plan_again(self, entry: Session) -> SandboxPlan:
-        """Return the plan of the session's next sandbox. Raises SandboxUnavailable when class or terms allow none."""
+        """Return the plan of the session's next sandbox. Raises SandboxUnavailable: when class or
+        terms allow none.
+        """
         try:
             plan = self._revise(entry.terms, entry.plan)
         except ToolFailure as refused:
@@ -373,7 +385,7 @@ class Sessions:
             await self.suspender.suspend(entry)
 
     async def _remove_unpacked(self, entry: Session) -> None:
-        """Remove a container that could not be packed."""
+        """Remove a container that could not be packed. Its own state is lost."""
         try:
             self.suspender.keep(entry)
         finally:
@@ -381,12 +393,13 @@ class Sessions:
                 await entry.sandbox.remove()
 
     async def _free_slot(self) -> bool:
-        """Free a slot for another session: remove a warm sandbox, or evict the session that has been idle for the
-        longest time.
+        """Free a slot for another session: remove a warm sandbox, or evict the session that was idle for the longest
+        time. Returns whether a slot is free.
         """
         if await self._pools.give_up_one():
             return True
-        # A session that recently had a job or could not be packed is not checked again for every waiting caller.
+        # `checked_at` excludes a session that recently had a job or could not be packed. Otherwise every waiting
+        # caller would try it again.
         checked_before = time.monotonic() - MIN_IDLE_S
         idle = [
             entry
@@ -400,7 +413,7 @@ class Sessions:
 
 
 def _move_in(entry: Session, sandbox: Sandbox, moved: SessionMove, *, is_restored: bool) -> None:
-    """Mark a session that another host had. Its first call reports what was lost."""
+    """Mark a session that comes from another host. Its first call reports the loss."""
     entry.fence = entry.generation = sandbox.generation = moved.fence
     entry.was_rebuilt = True
     if is_restored:

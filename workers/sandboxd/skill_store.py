@@ -29,16 +29,17 @@ from workers.sandboxd.runtime.hardening import SKILLS_FOLDER
 log = structlog.get_logger(__name__)
 
 MAX_TOTAL_BYTES = 2 * 1024**3
-"""Total size of all bundles until sandboxd restarts. They are on the engine's disk."""
+"""Maximum size of all bundles until sandboxd restarts, in bytes. The bundles are on the engine's disk."""
 MAX_TENANT_BYTES = 256 * 1024**2
-"""Size of one tenant's bundles. A tenant can install and replace skills freely, and must not use the space of others.
+"""Maximum size of a tenant's bundles, in bytes. A tenant can install and replace skills freely, and must not use the
+space of other tenants.
 """
 _MEMORY_BYTES = 1024 * 1024
 
 
 class SkillStore:
-    """A volume that lives as long as this process. `image`: any image of the engine, for the container that
-    unpacks.
+    """A volume with the lifetime of this process. `image`: any image of the engine, for the
+    container that unpacks.
     """
 
     def __init__(self, engine: Engine, image: str, owner: Mapping[str, str]) -> None:
@@ -54,7 +55,7 @@ class SkillStore:
         await self._engine.make_skill_volume(self.volume, self.owner)
 
     async def close(self) -> None:
-        """Remove the volume. While a container uses it, it stays for the sweep of the next sandboxd."""
+        """Remove the volume. A volume that a container uses stays; the sweep of the next sandboxd removes it."""
         await self._remove(self.volume)
 
     async def sweep(self, lease: Lease) -> None:

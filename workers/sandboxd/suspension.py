@@ -28,12 +28,12 @@ from workers.sandboxd.session import FILES_LOST, KEPT, Session
 log = structlog.get_logger(__name__)
 
 PACKING_S = 60.0
-"""Limit for packing, because others wait for the slot. Unpacking has a longer limit."""
+"""Time limit for packing, in seconds. Another session may wait for the slot. Unpacking has a longer limit."""
 _CONTAINERS_OWN = ("/output", "/tmp")  # paths of the sandbox, not of this host
 MIN_IDLE_S = 1.0
-"""A session that was used more recently keeps its container when others need a slot."""
+"""Idle time in seconds before which a session keeps its container, even if another session needs the slot."""
 _MOST_UNPACKS = 3
-"""After this many failures an archive counts as lost."""
+"""Number of failures after which an archive counts as lost."""
 _JOBS_ENDED = (
     "sandboxd was stopped and started again: background jobs have ended; files, kept outputs and the shell's folder "
     "and variables are kept"
@@ -41,8 +41,8 @@ _JOBS_ENDED = (
 
 
 class SuspensionStore:
-    """Archives in a store of this host: long outputs, the shell's state, /tmp, and a workspace that does not outlive
-    its container.
+    """Archives in a store of this host. An archive contains long outputs, the shell's state, /tmp, and the workspace
+    if the workspace does not outlive its container.
     """
 
     def __init__(self, checkpoints: Checkpoints) -> None:
@@ -77,7 +77,7 @@ def _roots(session: Session) -> tuple[str, ...]:
 
 @contextmanager
 def _as_unavailable(what: str) -> Iterator[None]:
-    """Raise a ToolFailure as SandboxUnavailable: no call caused the work, so no model reads the failure."""
+    """Raise a ToolFailure as SandboxUnavailable. No call caused the work, so no model reads the failure."""
     try:
         yield
     except ToolFailure as failure:
@@ -104,15 +104,17 @@ class SessionSuspender:
             sandbox, used_at = entry.sandbox, entry.used_at
             if sandbox is None or not entry.is_ready or await self._has_jobs(entry, sandbox):
                 return False
+            # A call may have begun during the question to the guest, so all conditions are checked again.
             if not entry.is_ready or entry.is_busy or entry.used_at != used_at:
                 return False
-            # Set the flag before the engine call, which may fail. To thaw a running container is harmless; to
-            # send a request to a frozen one would end it.
+            # The flag is set before the engine call, which may fail. Thawing a running container is harmless, but a
+            # request to a frozen container would end the container.
             entry.is_paused = True
             freezing = asyncio.ensure_future(self._factory.engine.pause(sandbox.container))
             try:
                 await asyncio.shield(freezing)
             except asyncio.CancelledError:
+                # The engine must not freeze the container after this task has released the lock.
                 await asyncio.wait({freezing})
                 raise
         return True
@@ -168,7 +170,7 @@ class SessionSuspender:
             log.error("session_not_recorded", workspace=entry.workspace.name, error=str(error))
 
     def is_kept(self, entry: Session) -> bool:
-        """Return True when the files exist without this process, as a workspace or as an archive."""
+        """Return whether the files exist without this process, as a workspace or as an archive."""
         return entry.workspace.outlives_container or (entry.sandbox is None and entry.archive is not None)
 
     async def forget_archive(self, entry: Session, archive: str | None) -> None:
@@ -192,6 +194,8 @@ class SessionSuspender:
             has_jobs = await self._has_jobs(entry, sandbox)
             if has_jobs and not is_last:
                 return False
+            # From here to the removal the state exists twice: packed, and in the container. A crash in between loses
+            # nothing.
             entry.archive = await self._store.pack(entry, sandbox)
             if has_jobs:
                 entry.add_news(_JOBS_ENDED)
@@ -210,6 +214,7 @@ class SessionSuspender:
         try:
             self.keep(entry)
         except SandboxUnavailable:
+            # Without the record the next sandboxd would not find the archive, so the container stays the only copy.
             archive, entry.archive, entry.sandbox = entry.archive, None, sandbox
             await self.forget_archive(entry, archive)
             raise
@@ -223,8 +228,8 @@ class SessionSuspender:
 
 
 def adopt(records: Records, workspaces: Workspaces) -> list[Session]:
-    """Return kept sessions, without containers. A session whose files are missing is forgotten. A session whose files
-    are of another kind waits for a sandboxd with that kind.
+    """Return the kept sessions, without containers. A session whose files are missing is deleted. A session whose
+    files have another kind waits for a sandboxd with that kind.
     """
     return [entry for record in records.sessions() if (entry := _adopt(record, records, workspaces)) is not None]
 

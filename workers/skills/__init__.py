@@ -1,1 +1,1 @@
-"""Agent Skills on a worker's host: loading their folders, and running their scripts in sandboxes."""
+"""Agent Skills on a worker's host: load skill folders and run their scripts in sandboxes."""

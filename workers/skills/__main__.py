@@ -1,9 +1,11 @@
-"""`python -m workers.skills FOLDER_OR_ZIP`: the skill there as a worker would load it, as JSON, or what makes it none.
+"""`python -m workers.skills FOLDER_OR_ZIP`: print the skill as a worker would load it, or its fault, as JSON.
 
-`--zip FILE` writes it as a .zip file, `--bundle FILE` as the bundle that is kept of installed skills. `--owner TENANT`:
-as it would be loaded for that one. `--tar`: the path is a name only, and the skill's folder comes as a tar archive on
-standard input; the answer has its files with their places in it. `--fronts`: standard input is a JSON object of
-SKILL.md texts by folder, and the answer has their descriptions.
+- `--zip FILE`: write the skill as a .zip file.
+- `--bundle FILE`: write the bundle that is stored for installed skills.
+- `--owner TENANT`: load the skill as for this tenant.
+- `--tar`: the path is only a name; standard input is a tar archive of the skill's folder. The answer has the files
+  with their positions in the archive.
+- `--fronts`: standard input is a JSON object of SKILL.md texts by folder. The answer has their descriptions.
 """
 
 import argparse
@@ -20,7 +22,7 @@ from workers.skills.archives import compress_bundle, find_files, load_tar, load_
 from workers.skills.loader import Skill, load_skill
 
 MEMORY_BYTES = 512 * 1024**2
-"""What is examined may be hostile; a skill needs a few times its 64 MiB, and no disk."""
+"""Memory limit of the process, because the input may be hostile. A skill needs a few times its 64 MiB, and no disk."""
 PROCESSOR_S = 30
 
 

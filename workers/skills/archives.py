@@ -1,4 +1,4 @@
-"""Skills as archives: .zip files from people, which may be hostile, and the bundles that are kept of installed ones."""
+"""Skills as archives: .zip files from users, which may be hostile, and the stored bundles of installed skills."""
 
 import io
 import stat
@@ -26,7 +26,7 @@ from workers.skills.sources import MemorySource
 MAX_ZIP_BYTES = MAX_BUNDLE_BYTES
 _MAX_PATH_CHARS = 1024
 _EPOCH = (1980, 1, 1, 0, 0, 0)
-"""The earliest instant that a .zip can name: archives of the same files are the same."""
+"""The earliest time of a .zip entry. Archives of the same files are then identical."""
 _REGULAR = 0o100000
 
 
@@ -40,8 +40,9 @@ class Member:
 
 
 def load_zip(path: Path, owner: str = "") -> Skill:
-    """The skill in a .zip file: its folder, or what is in that. Raises SkillBroken for whatever is not plain,
-    OSError.
+    """Return the skill in a .zip file, which contains the skill's folder or the folder's content.
+
+    Raises SkillBroken for anything that is not a plain file, and OSError.
     """
     if path.stat().st_size > MAX_ZIP_BYTES:
         raise SkillBroken(
@@ -63,7 +64,7 @@ def load_zip(path: Path, owner: str = "") -> Skill:
         ValueError,
         IndexError,
     ) as error:
-        # All of these are raised for archives that are damaged, encrypted or compressed in other ways.
+        # These errors mean that the archive is damaged, encrypted, or compressed with another method.
         raise SkillBroken(
             f"it is no .zip file that can be read ({error}): make it with `zip -r`, or name the folder"
         ) from error
@@ -72,7 +73,7 @@ def load_zip(path: Path, owner: str = "") -> Skill:
 
 
 def load_tar(data: bytes, folder: str, owner: str = "") -> Skill:
-    """The skill in a tar archive of its folder, as a session's sandbox makes it. Raises SkillBroken."""
+    """Return the skill in a tar archive of its folder, as a session's sandbox makes it. Raises SkillBroken."""
     members = [
         Member(path, data[one.offset : one.offset + one.size], one.is_executable)
         for path, one in find_files(data).items()
@@ -81,8 +82,9 @@ def load_tar(data: bytes, folder: str, owner: str = "") -> Skill:
 
 
 def find_files(data: bytes) -> dict[str, TarEntry]:
-    """The plain files of a folder in a tar archive, by path; links, devices and folders are left out. Raises
-    SkillBroken.
+    """Return the plain files of a folder in a tar archive, by path. Links, devices and folders are omitted.
+
+    Raises SkillBroken.
     """
     found = {}
     try:
@@ -96,7 +98,7 @@ def find_files(data: bytes) -> dict[str, TarEntry]:
 
 
 def load_members(name: str, folder: str, members: Iterable[Member], owner: str = "") -> Skill:
-    """The skill of these files. `name`: what they are, for the log. Raises SkillBroken."""
+    """Return the skill of these files. `name` describes them in the log. Raises SkillBroken."""
     known = list({member.path: member for member in members}.values())
     if not any(member.path == SKILL_FILE for member in known):
         raise SkillBroken(f"it has no {SKILL_FILE} at its top: pack the skill's folder, or what is in it")
@@ -107,26 +109,28 @@ def load_members(name: str, folder: str, members: Iterable[Member], owner: str =
 
 
 def write_zip(skill: Skill, target: IO[bytes]) -> None:
-    """Its folder as a .zip file, the same bytes for the same files. Raises ToolFailure(STALE_FILE) when they have
-    changed since.
+    """Write the skill's folder as a .zip file. The same files give the same bytes.
+
+    Raises ToolFailure(STALE_FILE): the files have changed since they were loaded.
     """
     with pack_skill(skill, MAX_ARCHIVE_BYTES) as packed, zipfile.ZipFile(target, "w", zipfile.ZIP_DEFLATED) as archive:
         for member in read_bundle(packed):
             entry = zipfile.ZipInfo(f"{skill.name}/{member.path}", _EPOCH)
-            entry.create_system = 3  # what the run bit is read by
+            entry.create_system = 3  # 3 is Unix: readers then use the permission bits.
             entry.external_attr = (_REGULAR | (0o755 if member.is_executable else 0o644)) << 16
             archive.writestr(entry, member.data, zipfile.ZIP_DEFLATED, 9)
 
 
 def compress_bundle(skill: Skill) -> bytes:
-    """What is kept of a skill: its bundle, compressed. Raises ToolFailure(STALE_FILE)."""
+    """Return the compressed bundle of a skill, as it is stored. Raises ToolFailure(STALE_FILE)."""
     with pack_skill(skill, MAX_ARCHIVE_BYTES) as packed:
         return zlib.compress(packed.read(), 6)
 
 
 def expand_bundle(data: bytes) -> list[Member]:
-    """The files of what `compress_bundle` gave. Raises SkillBroken when it is something else, however much that would
-    be.
+    """Return the files of a bundle from `compress_bundle`.
+
+    Raises SkillBroken for any other data, without expanding it beyond the limit.
     """
     inflater = zlib.decompressobj()
     try:
@@ -141,13 +145,13 @@ def expand_bundle(data: bytes) -> list[Member]:
 
 
 def read_bundle(packed: IO[bytes]) -> list[Member]:
-    """The files of a tar archive that `pack_skill` made. Raises TarRefused."""
+    """Return the files of a tar archive from `pack_skill`. Raises TarRefused."""
     entries = list(read_tar(packed, 2 * MAX_BUNDLE_FILES))
     return [Member(entry.name, entry.read(packed), entry.is_executable) for entry in entries]
 
 
 def _read_zip(archive: zipfile.ZipFile) -> list[Member]:
-    """Raises SkillBroken, and what zipfile raises."""
+    """Return the files of the archive. Raises SkillBroken, and the errors of zipfile."""
     entries = [entry for entry in archive.infolist() if not _is_folder(entry)]
     if len(entries) > MAX_BUNDLE_FILES:
         raise SkillBroken(f"it has more than {MAX_BUNDLE_FILES} files: leave out what the skill does not use")
@@ -159,7 +163,7 @@ def _read_zip(archive: zipfile.ZipFile) -> list[Member]:
             continue
         if entry.filename in found:
             raise SkillBroken(f"{entry.filename[:200]} is in it twice: pack it anew")
-        # By what comes out, not by what it says of itself.
+        # Count the bytes that come out. The size in the archive may be false.
         with archive.open(entry) as content:
             data = content.read(room + 1)
         room -= len(data)
@@ -175,6 +179,7 @@ def _read_zip(archive: zipfile.ZipFile) -> list[Member]:
 
 def _check_entry(entry: zipfile.ZipInfo) -> None:
     name, kind = entry.filename, stat.S_IFMT(entry.external_attr >> 16)
+    # Refuse links, absolute paths and `..`: another program may later unpack the archive onto a disk.
     if kind not in (0, stat.S_IFREG):
         raise SkillBroken(f"{name[:200]} is no plain file, but a link or a device: put the file itself into it")
     if entry.flag_bits & 0x1:
@@ -195,7 +200,7 @@ def _check_entry(entry: zipfile.ZipInfo) -> None:
 
 
 def _is_folder(entry: zipfile.ZipInfo) -> bool:
-    """An empty entry that names a folder, which its files name as well."""
+    """Return whether the entry is an empty folder entry. The paths of its files name the folder too."""
     return entry.filename.endswith("/") and entry.file_size == 0
 
 
@@ -204,7 +209,7 @@ def _is_left_out(path: str) -> bool:
 
 
 def _check_folders(found: Mapping[str, Member]) -> None:
-    """A file and a folder of one name cannot both be there."""
+    """Raise SkillBroken when a file and a folder have the same name."""
     for path in found:
         parts = path.split("/")
         for depth in range(1, len(parts)):
@@ -213,7 +218,7 @@ def _check_folders(found: Mapping[str, Member]) -> None:
 
 
 def _without_top(members: list[Member]) -> tuple[str, list[Member]]:
-    """The one folder that all lie in, "" when there is none or SKILL.md is at the top; the files below it."""
+    """Return the only top folder and the files below it. The folder is "" when there is no single top folder."""
     tops = {member.path.partition("/")[0] for member in members}
     if len(tops) != 1 or any("/" not in member.path for member in members):
         return "", members

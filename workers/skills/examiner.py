@@ -1,5 +1,6 @@
-"""Has what a session says of its skills read by a process of its own: a parser that fails or takes too much costs that
-call only.
+"""Parses the content of session skills in a separate process.
+
+A parser that fails or needs too much costs only that call.
 """
 
 import hashlib
@@ -18,21 +19,21 @@ from contract.skills import SkillBroken
 
 EXAMINE_S = 20.0
 MAX_KEPT = 256
-"""Answers that are kept, by the content that they are about: a process is started only for what has changed."""
+"""Answers that are cached by content. A process starts only for changed content."""
 _MAX_ANSWER_BYTES = 4 * 1024 * 1024
 
 log = structlog.get_logger(__name__)
 
 
 class SkillExaminer:
-    """Runs `python -m workers.skills` with bytes on its standard input. One for all threads of a worker."""
+    """Runs `python -m workers.skills` with bytes on its standard input. All threads of a worker share one instance."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._kept: OrderedDict[bytes, dict[str, Any]] = OrderedDict()
 
     def ask(self, arguments: Sequence[str], data: bytes) -> dict[str, Any]:
-        """The answer about `data`. Raises SkillBroken when the process found a fault, failed, or reached a limit."""
+        """Return the answer about `data`. Raises SkillBroken: the process found a fault, failed, or reached a limit."""
         key = hashlib.sha256("\0".join(arguments).encode() + b"\0" + data).digest()
         with self._lock:
             answer = self._kept.get(key)
@@ -48,6 +49,7 @@ class SkillExaminer:
 
 
 def _run(arguments: Sequence[str], data: bytes) -> dict[str, Any]:
+    # `-P` and `cwd="/"`: Python must not import a module from the current folder. The environment has no secrets.
     command = [sys.executable, "-P", "-m", "workers.skills", *arguments]
     try:
         done = subprocess.run(

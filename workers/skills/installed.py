@@ -1,5 +1,6 @@
-"""The skills that are installed for tenants, as a worker gets them: records from Redis with each call, bundles once
-while they are used.
+"""Cache of the skills that are installed for tenants.
+
+Each call reads the record from Redis; a bundle is read once while it is in use.
 """
 
 import hashlib
@@ -19,11 +20,11 @@ from workers.skills.loader import Skill
 log = structlog.get_logger(__name__)
 
 MAX_KEPT_BYTES = 64 * 1024 * 1024
-"""Of the files of skills that this process keeps in memory, beside the one that was used last."""
+"""Bytes of the skills' files that this process keeps in memory. The last used skill is always kept."""
 
 
 class InstalledSkillCache:
-    """The skills of one deployment that calls use. The tenant comes from the signed context."""
+    """The installed skills of one deployment that calls use. The tenant comes from the signed context."""
 
     def __init__(self, client: SyncRedis, deployment: str, keys: SigningKeys) -> None:
         self._store = WorkerSkillStore(client, deployment, keys)
@@ -36,9 +37,10 @@ class InstalledSkillCache:
         return self._store.all(tenant)
 
     def find(self, tenant: str, name: str) -> Skill | None:
-        """Return the skill of that name, or None if the tenant has none.
+        """Return the skill with that name, or None if the tenant has no such skill.
 
-        Raises BrokerUnavailable; ToolFailure if its record cannot be verified or its files are not those of the record.
+        Raises BrokerUnavailable. Raises ToolFailure: the record cannot be verified, or the files do not match the
+        record.
         """
         record = self._store.find(tenant, name)
         if record is None:
@@ -46,7 +48,7 @@ class InstalledSkillCache:
         key = tenant, record.skill.digest
         skill = self._kept.get(key)
         if skill is None:
-            # One at a time, however many calls want one: each takes a few times its size.
+            # Load one skill at a time, even for many calls: each load needs a few times the skill's size in memory.
             with self._loading:
                 skill = self._kept.get(key) or self._load(tenant, record)
         self._keep(key, skill)
@@ -64,7 +66,7 @@ class InstalledSkillCache:
         try:
             if data is None:
                 raise SkillBroken("Redis has lost its files")
-            # Before anything reads them: another program may have written them.
+            # Check the digest before the files are parsed: another program may have written them.
             if hashlib.sha256(data).hexdigest() != record.bundle_sha256:
                 raise SkillBroken("its files are not those that were installed")
             skill = load_members(f"installed skill of tenant {tenant}", name, expand_bundle(data), owner=tenant)

@@ -1,4 +1,4 @@
-"""Loads the skills of an operator's folders: each folder with a SKILL.md in one of the roots is a skill."""
+"""Loads skills from an operator's folders. Each folder with a SKILL.md in one of the roots is a skill."""
 
 import contextlib
 import io
@@ -40,13 +40,13 @@ from workers.skills.sources import FolderSource, Source
 log = structlog.get_logger(__name__)
 
 MAX_DEPTH = 32
-"""Of folders within a skill's."""
+"""Maximum depth of folders within a skill's folder."""
 _MEMORY_BYTES = 1024 * 1024
 
 
 @dataclass(frozen=True)
 class SkillTool:
-    """What a sidecar makes of its skill."""
+    """The tool that a sidecar makes of its skill."""
 
     sidecar: Sidecar
     spec: ToolSpec
@@ -54,9 +54,13 @@ class SkillTool:
 
 @dataclass(frozen=True)
 class Skill:
-    """A skill as it was loaded. `files`: by path; their bytes stay where they are. `tool`: what it is by its sidecar,
-    None: no tool of its own. `owner`: the tenant that it was installed for, "": everybody's. `place`: where a session
-    has it, None: it is to be brought to sandboxes."""
+    """A loaded skill.
+
+    - `files`: the files by path. Their bytes stay in the source.
+    - `tool`: the tool of its sidecar; None without a sidecar.
+    - `owner`: the tenant that the skill is installed for; "" for all tenants.
+    - `place`: the folder of a session's own skill in its sandbox; None for a skill that must be placed in sandboxes.
+    """
 
     source: Source
     summary: SkillSummary
@@ -71,15 +75,14 @@ class Skill:
         return self.summary.name
 
     def find(self, path: str) -> BundleFile | None:
-        """The file of exactly that path."""
+        """Return the file with exactly that path."""
         return next((file for file in self.files if file.path == path), None)
 
 
 def load_skills(roots: Sequence[Path]) -> tuple[Skill, ...]:
-    """Every skill that can be used, by name; of two with one name that of the first root. What is wrong with one is
-    logged, and costs no other.
+    """Return all usable skills by name. Of two skills with the same name, the skill of the first root is used.
 
-    Raises ConfigError for a root that is no folder.
+    A broken skill is logged and does not affect other skills. Raises ConfigError: a root is no folder.
     """
     found: dict[str, Skill] = {}
     for root in roots:
@@ -105,21 +108,23 @@ def load_skills(roots: Sequence[Path]) -> tuple[Skill, ...]:
 
 
 def load_skill(folder: Path, owner: str = "") -> Skill:
-    """The skill of one folder. Raises SkillBroken, OSError."""
+    """Return the skill of one folder. Raises SkillBroken, OSError."""
     if (folder / SKILL_FILE).stat().st_size > MAX_SKILL_FILE_BYTES:
         raise SkillBroken(
             f"its {SKILL_FILE} is larger than {MAX_SKILL_FILE_BYTES} bytes: move text into files beside it"
         )
-    # Before anything of it is read: a link may lead anywhere, and a bundle be of any size.
+    # Check the list of files before their content is read: a link may lead anywhere, and a bundle may have any size.
     return load_files(FolderSource(folder), folder.name, _checked_files(folder), owner)
 
 
 def load_files(source: Source, folder: str, found: Iterable[BundleFile], owner: str = "") -> Skill:
-    """The skill that these files are. `folder`: the name of what they lie in. Raises SkillBroken, OSError."""
+    """Return the skill that consists of these files. `folder` is the name of their folder. Raises SkillBroken,
+    OSError.
+    """
     files = tuple(sorted(found, key=lambda file: file.path))
     warnings = check_bundle(files)
     try:
-        # Its end may have come since its size was looked at.
+        # Limit the read: the file may have grown since its size was checked.
         told = source.read(SKILL_FILE, MAX_SKILL_FILE_BYTES).decode()
     except UnicodeDecodeError as error:
         raise SkillBroken(f"its {SKILL_FILE} is not UTF-8 (byte {error.start}): save it as UTF-8") from error
@@ -136,7 +141,7 @@ def load_files(source: Source, folder: str, found: Iterable[BundleFile], owner: 
 
 
 def _read_tool(source: Source, skill: SkillSummary, files: Sequence[BundleFile], owner: str) -> SkillTool | None:
-    """Raises SidecarBroken, OSError."""
+    """Return the tool of the skill's sidecar; None without a sidecar. Raises SidecarBroken, OSError."""
     paths = {file.path for file in files}
     if SIDECAR_FILE not in paths:
         return None
@@ -146,8 +151,10 @@ def _read_tool(source: Source, skill: SkillSummary, files: Sequence[BundleFile],
 
 
 def _bound(spec: ToolSpec) -> ToolSpec:
-    """The tool of a tenant's skill, whose arguments are checked by processes that are everybody's. Raises
-    SidecarBroken.
+    """Return the tool of a tenant's skill with a bounded schema: processes that serve all tenants check its
+    arguments.
+
+    Raises SidecarBroken.
     """
     try:
         return spec.model_copy(update={"parameters": bound_schema(spec.parameters), "is_installed_skill": True})
@@ -156,8 +163,11 @@ def _bound(spec: ToolSpec) -> ToolSpec:
 
 
 def pack_skill(skill: Skill, memory_bytes: int = _MEMORY_BYTES) -> IO[bytes]:
-    """Its files as a tar archive, to be closed; one that is larger than `memory_bytes` lies on the disk. Raises
-    ToolFailure(STALE_FILE) when they are no longer those that were loaded.
+    """Return the skill's files as a tar archive, which the caller closes.
+
+    An archive larger than `memory_bytes` is stored on disk.
+
+    Raises ToolFailure(STALE_FILE): the files have changed since they were loaded.
     """
     digest = BundleDigest()
     with contextlib.ExitStack() as stack:
@@ -180,7 +190,7 @@ def pack_skill(skill: Skill, memory_bytes: int = _MEMORY_BYTES) -> IO[bytes]:
 
 
 def _read_as_loaded(skill: Skill, file: BundleFile) -> bytes:
-    """Its bytes; one that has grown is not read to its end."""
+    """Return the bytes of the file. A file that has grown is not read to its end."""
     data = skill.source.read(file.path, file.size + 1)
     if len(data) != file.size:
         raise _stale(skill)
@@ -188,8 +198,9 @@ def _read_as_loaded(skill: Skill, file: BundleFile) -> bytes:
 
 
 def read_bundled(skill: Skill, file: BundleFile, at_most: int | None = None) -> bytes:
-    """The bytes of one of its files, or so many of them. Raises ToolFailure(STALE_FILE) when it is gone, or of another
-    size than it was.
+    """Return the bytes of a file of the skill, at most `at_most`.
+
+    Raises ToolFailure(STALE_FILE): the file is missing or has another size.
     """
     try:
         return _read_as_loaded(skill, file) if at_most is None else skill.source.read(file.path, at_most)
@@ -219,7 +230,7 @@ def _skill_folders(root: Path) -> Iterator[Path]:
 
 
 def _checked_files(folder: Path) -> Iterator[BundleFile]:
-    """What the folder holds; it is looked at no further than a bundle may be large."""
+    """Return the files of the folder. The scan stops when the bundle is too large."""
     found: list[BundleFile] = []
     for file in _scan(str(folder)):
         found.append(file)
@@ -245,11 +256,14 @@ def _scan(folder: str) -> Iterator[BundleFile]:
 
 
 def _look_at(entry: "os.DirEntry[str]", path: str, root: str) -> BundleFile | None:
-    """None: nothing that belongs to a bundle. A link to one of its own folders adds nothing, and one to its own parents
-    would never end.
+    """Return the file of the entry; None when the entry is not part of a bundle.
+
+    A link to a folder of the skill adds nothing, and a link to its parents would never end.
     """
     if entry.is_symlink():
         target = os.path.realpath(entry.path)
+        # A link out of the skill's folder would place any file of this host into a sandbox. `check_bundle` refuses
+        # it.
         if os.path.commonpath((target, root)) != root:
             return BundleFile(path, 0, False, b"", leads_out=True)
     if not os.path.isfile(entry.path):

@@ -1,5 +1,6 @@
-"""The skills that a session has in its own workspace, below /workspace/.skills. The sandbox's word: as hostile as
-anything that comes out of one.
+"""Skills in a session's own workspace, below /workspace/.skills.
+
+They come from the sandbox, so their content may be hostile.
 """
 
 import json
@@ -17,22 +18,24 @@ from workers.tools.base import ToolEnvironment
 
 ROOT = "/workspace/.skills"
 MAX_BYTES = 16 * 1024 * 1024
-"""Of one skill: it is read whole, at each call."""
+"""Bytes of one skill. Each call reads the whole skill."""
 MAX_LISTED = 50
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 _LIST_BYTES = 16_384
 
 
 class SessionSkills:
-    """The skills of a call's session. What they say of themselves is parsed by `examiner`, in a process of its own."""
+    """The skills of a call's session. `examiner` parses their content in a separate process."""
 
     def __init__(self, examiner: SkillExaminer) -> None:
         self._examiner = examiner
 
     def find(self, name: str, environment: ToolEnvironment) -> Skill | None:
-        """The session's skill in the folder of that name; None when there is none. It is run where it lies.
+        """Return the session's skill in the folder of that name; None when there is no such folder.
 
-        Raises ToolFailure for a folder that is no skill, SandboxUnavailable.
+        The skill runs in that folder.
+
+        Raises ToolFailure for a folder that is no skill, and SandboxUnavailable.
         """
         if not _NAME.fullmatch(name) or _read_front(name, environment) is None:
             return None
@@ -60,7 +63,7 @@ class SessionSkills:
         )
 
     def all(self, environment: ToolEnvironment) -> dict[str, str]:
-        """What those say of themselves that can be told of, by the names of their folders: at most MAX_LISTED."""
+        """Return folder name -> description for the session's valid skills, at most MAX_LISTED."""
         fronts = {
             name: (_read_front(name, environment) or b"").decode("utf-8", "replace")
             for name in _list_folders(environment)
@@ -101,7 +104,7 @@ def _list_folders(environment: ToolEnvironment) -> list[str]:
 
 
 def _read_front(name: str, environment: ToolEnvironment) -> bytes | None:
-    """The folder's SKILL.md; None when there is none that can be read."""
+    """Return the folder's SKILL.md; None when there is no readable SKILL.md."""
     request = {
         "op": "read_file",
         "path": f"{ROOT}/{name}/{SKILL_FILE}",
@@ -126,7 +129,7 @@ _NOT_THERE = (
 
 
 def _read_folder(name: str, environment: ToolEnvironment) -> bytes:
-    """The skill's folder as a tar archive. Raises SkillBroken, ToolFailure."""
+    """Return the skill's folder as a tar archive. Raises SkillBroken, ToolFailure."""
     request = {
         "op": "exec",
         "argv": ["tar", "-c", "-f", "-", "-C", f"{ROOT}/{name}", "."],

@@ -1,4 +1,6 @@
-"""Runs a skill's script in the session's sandbox, from where the bundle lies read-only; finds what runs the script."""
+"""Runs a skill's script in the session's sandbox, from the read-only folder of the bundle. Also finds the
+interpreter.
+"""
 
 import difflib
 import json
@@ -23,8 +25,9 @@ _SHEBANG_BYTES = 256
 def run_script(
     skill: Skill, script: str, arguments: Mapping[str, JsonValue], call: Mapping[str, Any], environment: ToolEnvironment
 ) -> Outcome:
-    """Run `script` with `arguments` as JSON on its standard input. `call`: the arguments of the whole call. Raises
-    ToolFailure, SandboxUnavailable.
+    """Run `script` with `arguments` as JSON on its standard input. `call` has the arguments of the whole call.
+
+    Raises ToolFailure, SandboxUnavailable.
     """
     begun, file = time.monotonic(), find_script(skill, script)
     place = place_skill(skill, environment)
@@ -35,7 +38,7 @@ def run_script(
 def run_entrypoint(
     skill: Skill, sidecar: Sidecar, arguments: Mapping[str, JsonValue], environment: ToolEnvironment
 ) -> Outcome:
-    """Run the skill as the tool that its sidecar makes of it. Raises as `run_script`."""
+    """Run the skill as the tool that its sidecar defines. Raises as `run_script`."""
     file = skill.find(sidecar.entrypoint)
     assert file is not None, "its sidecar was checked when it was loaded"
     begun = time.monotonic()
@@ -48,8 +51,9 @@ def run_entrypoint(
 
 
 def place_skill(skill: Skill, environment: ToolEnvironment) -> str:
-    """Its folder in the session's sandbox, where nobody can change it, but for the session's own. Raises ToolFailure,
-    SandboxUnavailable.
+    """Return the skill's folder in the session's sandbox. The folder is read-only, except for a session's own skill.
+
+    Raises ToolFailure, SandboxUnavailable.
     """
     return skill.place or environment.place_skill(
         skill.summary.digest, lambda: pack_skill(skill), is_shared=not skill.owner
@@ -59,7 +63,9 @@ def place_skill(skill: Skill, environment: ToolEnvironment) -> str:
 def _run(
     argv: list[str], body: bytes, place: str, call: Mapping[str, Any], begun: float, environment: ToolEnvironment
 ) -> Outcome:
-    """`call`: those of the call's arguments that mean what they mean to bash_tool; `begun`: when its time began."""
+    """Run `argv`. `call` has the arguments that mean the same as in bash_tool. `begun` is the start of the call's
+    time.
+    """
     context = environment.context
     left_s = context.timeout_s - (time.monotonic() - begun)
     if left_s <= 0:
@@ -81,8 +87,9 @@ def _run(
 
 
 def find_script(skill: Skill, script: str) -> BundleFile:
-    """The file of that name below scripts/, which may be left out. Raises ToolFailure(FILE_NOT_FOUND) with the nearest
-    names.
+    """Return the script with that name. The prefix scripts/ may be omitted.
+
+    Raises ToolFailure(FILE_NOT_FOUND) with the most similar names.
     """
     file = skill.find(script if script.startswith(SCRIPTS) else SCRIPTS + script)
     if file is None:
@@ -96,7 +103,7 @@ def find_script(skill: Skill, script: str) -> BundleFile:
 
 
 def name_nearest(name: str, names: Iterable[str], none: str) -> str:
-    """What there is instead, for a sentence: the three names most like it. `none`: when there is nothing."""
+    """Return a phrase with the three most similar names; `none` when there are no names."""
     nearest = difflib.get_close_matches(name, list(names), n=3, cutoff=0.0)
     return f"there are {', '.join(show_name(one) for one in nearest)}" if nearest else none
 
@@ -121,8 +128,10 @@ def _command(skill: Skill, file: BundleFile, path: str) -> list[str]:
 
 
 def _read_first_line(line: str) -> list[str]:
-    """What the kernel would run for a script with that behind `#!`: a program and at most one argument. Where `env`
-    only finds a program, that program: `env` would hide from us which one is missing."""
+    """Return the command of a `#!` line as the kernel would run it: a program and at most one argument.
+
+    When `env` only finds a program, return that program: `env` would hide which program is missing.
+    """
     program, _, rest = line.strip().replace("\t", " ").partition(" ")
     rest = rest.strip()
     if program.endswith("/env"):

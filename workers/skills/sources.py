@@ -1,4 +1,4 @@
-"""Where a skill's files are read from: a folder of this host, or what was installed for a tenant."""
+"""Sources of a skill's files: a folder of this host, or an installed bundle in memory."""
 
 import os
 from collections.abc import Mapping
@@ -7,15 +7,15 @@ from typing import Protocol
 
 
 class Source(Protocol):
-    """Files by their paths, with `/`. As text: what it is, for the log."""
+    """Files by their paths, with `/`. The text of a source describes it in the log."""
 
     def read(self, path: str, at_most: int = -1) -> bytes:
-        """The file's bytes, or so many of them. Raises OSError."""
+        """Return the file's bytes, at most `at_most`. Raises OSError."""
         ...
 
 
 class FolderSource:
-    """A folder of this host, which may change."""
+    """A folder of this host, whose files may change."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -29,7 +29,7 @@ class FolderSource:
 
 
 class MemorySource:
-    """Files that are kept in memory. `name`: what they are."""
+    """Files in memory. `name` describes them."""
 
     def __init__(self, name: str, files: Mapping[str, bytes]) -> None:
         self._name, self._files = name, files

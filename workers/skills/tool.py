@@ -1,5 +1,7 @@
-"""skill_tool: the skills of the call's tenant and of the worker's operator, listed, read, and their scripts run in the
-session's sandbox. Skills with a sidecar are also tools of their own name.
+"""skill_tool: list, load and read the skills of a call, and run their scripts in the session's sandbox.
+
+The skills belong to the session, to the tenant, or to the worker's operator. A skill with a sidecar is also a tool
+with its own name.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -84,7 +86,7 @@ _PARAMETERS: dict[str, JsonValue] = {
 
 
 class TenantSkills(Protocol):
-    """What is installed for tenants (workers/skills/installed.py)."""
+    """The skills that are installed for tenants (workers/skills/installed.py)."""
 
     def all(self, tenant: str) -> Mapping[str, InstalledSkill]: ...
 
@@ -93,7 +95,7 @@ class TenantSkills(Protocol):
 
 @dataclass(frozen=True)
 class _Roots:
-    """Where skills are looked for, the first first."""
+    """The places of skills, in the order of the search."""
 
     session: SessionSkills | None
     tenant: TenantSkills | None
@@ -104,12 +106,15 @@ class _Roots:
         return own or self.find_tool(name, environment)
 
     def find_tool(self, name: str, environment: ToolEnvironment) -> Skill | None:
-        """Not the session's: that was examined by nobody, and a model was told of another."""
+        """Return the tenant's or the operator's skill.
+
+        A session's skill is no tool: it was not checked, and the model has seen the description of another tool.
+        """
         own = self.tenant.find(environment.context.tenant, name) if self.tenant is not None else None
         return own or self.system.get(name)
 
     def all(self, environment: ToolEnvironment) -> dict[str, str]:
-        """What every skill that there is for the call says of itself, by name."""
+        """Return name -> description of every skill of the call."""
         found = {name: skill.summary.description for name, skill in self.system.items()}
         if self.tenant is not None:
             found |= {
@@ -123,8 +128,10 @@ class _Roots:
 def build_skill_tool(
     skills: Sequence[Skill], installed: TenantSkills | None = None, of_session: SessionSkills | None = None
 ) -> WorkerTool:
-    """The tool over these skills, a tenant's own before them, and a session's before these. Its description names none:
-    who asks a model tells it of those that are there for its tenant.
+    """Return the tool over these skills.
+
+    For the same name, a session's skill is used before the tenant's, and the tenant's skill before one of `skills`.
+    The tool's description names no skill: the caller of a model adds the skills of its tenant.
     """
     spec = ToolSpec(
         name="skill_tool",
@@ -141,7 +148,10 @@ def _line_of(name: str, description: str) -> str:
 
 
 def _check_action(arguments: Mapping[str, Any]) -> str | None:
-    """What goes with which action. No part of the schema: model servers refuse or ignore conditions there."""
+    """Check which arguments belong to which action.
+
+    The schema has no such conditions, because model servers refuse or ignore them.
+    """
     action = arguments["action"]
     if action != "list" and not arguments["name"]:
         return f"parameter 'name' is required with action {action}: action list names the skills"
@@ -193,7 +203,7 @@ def _list(skills: Mapping[str, str]) -> Outcome:
 
 
 def _load(skill: Skill) -> Outcome:
-    """The instructions and what else there is."""
+    """Return the instructions and the list of files."""
     body = skill.body.encode("utf-8", "replace")
     is_cut = len(body) > MAX_OUTPUT_BYTES - FOOTER_BYTES
     text = body[: MAX_OUTPUT_BYTES - FOOTER_BYTES].decode("utf-8", "ignore").replace("\0", "\ufffd")
@@ -207,14 +217,14 @@ def _load(skill: Skill) -> Outcome:
         parts.append(f"[and {rest} more]")
     metadata: dict[str, JsonValue] = {"skill": skill.name, "files": len(skill.files)}
     if skill.place is None:
-        # What the session can change is not what a digest says.
+        # The session can change its own skill, so its digest would prove nothing.
         metadata["digest"] = skill.summary.digest
     return Outcome("\n".join(parts), metadata, truncated=is_cut or rest > 0)
 
 
 def _read(skill: Skill, arguments: Mapping[str, Any]) -> Outcome:
     path, first, limit = arguments["path"], arguments["offset"], arguments["limit"]
-    # Only what was found when it was loaded can be named: no path leads anywhere else.
+    # Only files that were found at load time can be read: no path leads anywhere else.
     file = skill.find(path)
     if file is None:
         nearest = name_nearest(path, (known.path for known in skill.files), "it has no files")
@@ -269,8 +279,9 @@ def _page(lines: Sequence[str], first: int, limit: int, size: int) -> Outcome:
 
 
 def register_skill_tools(registry: WorkerRegistry, skills: Iterable[Skill]) -> None:
-    """Register the skills that have a sidecar. One with the name of a built-in tool is logged and
-    stays a skill only.
+    """Register the skills that have a sidecar as tools.
+
+    A skill with the name of an existing tool is logged and gets no tool.
     """
     for skill in skills:
         if skill.tool is None:

@@ -1,1 +1,1 @@
-"""The tools this side can run: the spec beside the handler, a file each."""
+"""The tools that a worker can run. Each file contains a tool's specification and its handler."""

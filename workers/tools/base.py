@@ -35,12 +35,12 @@ T = TypeVar("T")
 OnData = Callable[[str, bytes], None]
 
 MAX_REQUESTS = 64
-"""Requests to sandboxd of one call that are recorded; a call has a few."""
+"""Limit of the recorded requests to sandboxd of one call. A call has only a few."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """The outcome of a handler. `blob`: bytes for the orchestrator that do not go into the text."""
+    """The outcome of a handler. `blob` contains bytes for the orchestrator that are not part of the text."""
 
     output: str | None = None
     metadata: dict[str, JsonValue] = field(default_factory=dict)
@@ -52,8 +52,9 @@ class Outcome:
 
 
 class SandboxRequest(NamedTuple):
-    """One request to sandboxd that has ended. `sandbox_s`: its time in sandboxd, from where the sandbox was ready;
-    `run_s`: the guest's part of it.
+    """A request to sandboxd that has ended.
+
+    `sandbox_s` is the time in sandboxd after the sandbox was ready. `run_s` is the guest's part of this time.
     """
 
     op: str
@@ -67,11 +68,13 @@ class SandboxRequest(NamedTuple):
 
 @dataclass(frozen=True)
 class WorkerResources:
-    """What all calls of one executor share.
+    """The resources that all calls of one executor share.
 
-    `facts`: `host` and `queue` of this worker. `holder`: its name in the records of calls. `client` None: a worker
-    without sandboxes. `states` None: sessions have no state here. `open_events`: opens the events of a call whose
-    caller wants them.
+    - `facts`: `host` and `queue` of this worker.
+    - `holder`: this worker's name in the records of calls.
+    - `client`: the client of sandboxd; None in a worker without sandboxes.
+    - `states`: the states of sessions; None when sessions have no state here.
+    - `open_events`: opens the events of a call whose caller wants them.
     """
 
     facts: Mapping[str, str]
@@ -82,10 +85,11 @@ class WorkerResources:
 
 
 class ToolEnvironment:
-    """What a tool's handler may use: the call's context and content, its events, and the sandbox of its session.
+    """The objects that a tool's handler may use: the call's context and content, its events, and its session's
+    sandbox.
 
-    It also records what sandboxd reports while the call runs. `terms`: what the tenant's policy allows its sandboxes
-    now; None: sessions have what the class `default` has.
+    The environment also records what sandboxd reports while the call runs. `terms` are the tenant's present terms for
+    its sandboxes; None: the terms of the class `default`.
     """
 
     def __init__(
@@ -96,8 +100,9 @@ class ToolEnvironment:
         content: bytes = b"",
         terms: SandboxTerms | None = None,
     ) -> None:
-        """`content`: bytes that came with the arguments. Raises ToolFailure when a worker with sandboxes gets a call
-        without a session.
+        """`content`: bytes that came with the arguments.
+
+        Raises ToolFailure: a worker with sandboxes received a call without a session.
         """
         self.call = call
         self.context = context
@@ -113,13 +118,14 @@ class ToolEnvironment:
         self._sandbox_lost: str | None = None
         self._is_workspace_kept = False
         self._has_sent = False
-        """Whether sandboxd has carried out a request of this call. After that, a request that was not sent leaves a
-        call that has acted in part.
+        """True after sandboxd has executed a request of this call.
+
+        If a later request is not sent, the call has still acted in part.
         """
         if resources.client is not None and context.session is None:
             raise ToolFailure(ErrorCode.SESSION_NOT_FOUND, f"{call.name} needs a session: open one first")
         self._name = sandbox_id(context.tenant, context.session or "")
-        # Last: nothing after it can fail, so whoever opened them closes them.
+        # Open the events last: no later line can fail, so the caller of the constructor always closes the events.
         if context.events is not None and resources.open_events is not None:
             self.events = resources.open_events(call, context)
 
@@ -129,10 +135,9 @@ class ToolEnvironment:
         return {"clocks": clocks, "kill": self.kill, "sandbox": self.sandbox}
 
     def call_context(self, runner: CoroutineRunner | None = None) -> CallContext:
-        """Return what every function tool gets: configuration, working directory, model of the caller, state of the
-        session.
+        """Return the context of a function tool: configuration, working directory, caller's model, and session state.
 
-        `runner` runs the coroutines of model and state for a tool that is not asynchronous.
+        `runner` runs the coroutines of model and state for a tool that is not async.
         """
         context, states = self.context, self._resources.states
         return CallContext(
@@ -151,12 +156,13 @@ class ToolEnvironment:
 
     @property
     def is_watched(self) -> bool:
-        """Whether the caller wants to see output before the call ends."""
+        """Return whether the caller wants output before the call ends."""
         return self.events.is_watched
 
     def show(self, stream: str, text: str) -> None:
-        """Send a piece of output to the caller now; nothing when it does not watch. May wait for a slow caller, for a
-        limited time.
+        """Send a piece of output to the caller. Does nothing when the caller does not watch.
+
+        May wait for a slow caller, for a limited time.
         """
         self.events.show(stream, text)
 
@@ -165,11 +171,10 @@ class ToolEnvironment:
         return self._resources.facts
 
     def run(self, request: Mapping[str, Any], body: bytes = b"", on_data: OnData | None = None) -> GuestResponse:
-        """Send one request to the guest of the call's session. `on_data` gets (stream, bytes) as they come; without it
-        they are gathered.
+        """Send one request to the guest of the call's session.
 
-        While `on_data` does not return, nothing more is read, and the guest waits. Raises ToolFailure and
-        SandboxUnavailable.
+        `on_data` receives (stream, bytes) as they arrive; without it the response contains them. While `on_data`
+        runs, nothing more is read, and the guest waits. Raises ToolFailure and SandboxUnavailable.
         """
         client, before = self._client(), (self.sandbox_s, self.run_s)
         began, began_at, kill, error = time.monotonic(), time.time(), None, None
@@ -184,6 +189,7 @@ class ToolEnvironment:
             return response
         except SandboxdUnreachable as away:
             error = away.code.value
+            # An earlier request of this call may have acted, even if this one was never sent.
             raise SandboxdUnreachable(str(away), was_sent=away.was_sent or self._has_sent) from away
         except (ToolFailure, OperatorError) as failure:
             error = failure.code.value
@@ -194,10 +200,10 @@ class ToolEnvironment:
             self._record(SandboxRequest(str(request.get("op")), began_at, ended_at, *seconds, kill, error))
 
     def place_skill(self, digest: str, pack: Callable[[], IO[bytes]], *, is_shared: bool) -> str:
-        """Return the folder of the skill with that digest in the sandbox, where it cannot be changed.
+        """Return the folder of the skill with that digest in the sandbox. The folder is read-only.
 
-        `pack` returns its files as a tar archive, in the order of their paths; it is called when they are not there
-        yet. `is_shared`: for every tenant, else for this call's.
+        `pack` returns the skill's files as a tar archive, sorted by path. It is called only when the files are not in
+        place yet. With `is_shared` the skill is for all tenants; otherwise only for the tenant of this call.
         """
         client = self._client()
         try:
@@ -209,7 +215,7 @@ class ToolEnvironment:
                     "place_skill", lambda: client.place_skill(self._name, digest, archive, shared=is_shared)
                 )
         except SandboxdUnreachable as away:
-            # Nothing of the call itself was asked for.
+            # Placing a skill has no effect of the call itself, so only earlier requests count.
             raise SandboxdUnreachable(str(away), was_sent=self._has_sent) from away
 
     def open_sandbox(
@@ -222,10 +228,10 @@ class ToolEnvironment:
         network: str | None = None,
         moved: Mapping[str, Any] | None = None,
     ) -> Mapping[str, Any]:
-        """Open the session's sandbox. `restore`: a checkpoint's id; `workspace`: a file of the store instead; `moved`:
-        another host had the session (SandboxClient.describe_open).
+        """Open the session's sandbox. Return `image`, `network`, `hosts`, `workspace` (its kind) and `start_s`.
 
-        Returns `image`, `network`, `workspace` (its kind) and `start_s`.
+        `restore` is the id of a checkpoint. `workspace` is a file of the store in place of a checkpoint. `moved` is
+        set when another host had the session (SandboxClient.describe_open).
         """
         client = self._client()
         fields = self._timed(
@@ -242,12 +248,12 @@ class ToolEnvironment:
             ),
             lambda opened: float(opened["start_s"]),
         )
-        # A session that was open already may have no container now.
+        # A session that was already open may have no container now.
         self.sandbox = SandboxInfo.model_validate(fields["sandbox"]) if fields["sandbox"] is not None else None
         return {name: fields[name] for name in ("image", "network", "hosts", "workspace", "start_s")}
 
     def checkpoint(self) -> Mapping[str, Any]:
-        """Return `checkpoint` (its id), `bytes`, `sha256`, `skipped` (sockets) and `torn`."""
+        """Save a checkpoint. Return `checkpoint` (its id), `bytes`, `sha256`, `skipped` (sockets) and `torn`."""
         client = self._client()
         fields = self._timed("checkpoint", lambda: client.checkpoint(self._name))
         return {name: fields[name] for name in ("checkpoint", "bytes", "sha256", "skipped", "torn")}
@@ -259,20 +265,22 @@ class ToolEnvironment:
         return {name: fields[name] for name in ("bytes", "sha256")}
 
     def delete_checkpoint(self, checkpoint: str) -> bool:
-        """Return False when there is no checkpoint of that id."""
+        """Delete a checkpoint. Return False when there is no checkpoint with that id."""
         return self._client().delete_checkpoint(self._name, checkpoint)
 
     def close_sandbox(self) -> bool:
-        """Return False when there was no sandbox."""
+        """Close the session's sandbox. Return False when there was no sandbox."""
         client = self._client()
         return self._timed("close", lambda: client.close(self._name))
 
     def sandbox_news(self) -> str:
-        """Return what happened to the sandbox before the call: a line for the end of its output, or nothing."""
+        """Return a line about the sandbox for the end of the output, such as its loss before the call; or an empty
+        string.
+        """
         return f"\n[{self.sandbox.news}]" if self.sandbox is not None and self.sandbox.news else ""
 
     def loss_note(self, message: str) -> str:
-        """Return what follows the error `message` when the call cost the session its sandbox."""
+        """Return the addition to the error `message` when the session lost its sandbox in the call."""
         if self._sandbox_lost is None:
             return ""
         reason = "" if self._sandbox_lost in message else f"{self._sandbox_lost}: "
@@ -292,7 +300,7 @@ class ToolEnvironment:
         return self._resources.client
 
     def _take_answer(self, request: Mapping[str, Any], response: GuestResponse) -> GuestAnswer:
-        """Check the end of a request, and record what it reports."""
+        """Check the end of a request, and record its reports."""
         try:
             answer = parse_guest_answer(request, response.done)
         except InvalidGuestAnswer as nonsense:
@@ -300,7 +308,7 @@ class ToolEnvironment:
             raise SandboxUnavailable(
                 f"the sandbox gave an answer that is none ({nonsense}), and was removed: open a new session"
             ) from None
-        # News come with the first answer of a call that asks several times.
+        # Only the first answer of a call contains the news. Keep them for later requests of the same call.
         news = self.sandbox.news if self.sandbox is not None else None
         self.kill, self._sandbox_lost, self._is_workspace_kept = answer.kill, answer.sandbox_lost, answer.workspace_kept
         self.sandbox = (
@@ -308,21 +316,22 @@ class ToolEnvironment:
             if answer.sandbox is not None
             else None
         )
-        # The guest's clock is believed as far as sandboxd's own reaches.
+        # The guest's clock is not trusted beyond the time that sandboxd measured.
         self.run_s += min(max(0.0, answer.run_s), answer.sandbox_s)
         self.sandbox_s += answer.sandbox_s
         return answer
 
     def _give_up_sandbox(self) -> None:
-        """Close a sandbox in which something else has taken the guest's place."""
+        """Close a sandbox in which another program has replaced the guest."""
         try:
             self._client().close(self._name)
         except (ToolFailure, OperatorError) as error:
             log.error("sandbox_not_closed", call=self.call.id, error=str(error))
 
     def _timed(self, op: str, work: Callable[[], T], sandbox_s: Callable[[T], float] = lambda _: 0.0) -> T:
-        """Return the result of `work`, and record how long it took. `sandbox_s`: sandboxd's part of that, by the
-        result.
+        """Return the result of `work`, and record its duration.
+
+        `sandbox_s` returns sandboxd's part of the duration from the result.
         """
         began, began_at = time.monotonic(), time.time()
         seconds, error = 0.0, None

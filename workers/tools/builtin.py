@@ -1,4 +1,4 @@
-"""The registry of this side: every built-in tool and session verb."""
+"""The registry of the built-in tools and session verbs of a worker."""
 
 from contract.registry import ToolRegistry
 from workers.tools.base import WorkerRegistry
@@ -12,5 +12,5 @@ from workers.tools.write import WRITE_TOOL
 
 
 def build_registry() -> WorkerRegistry:
-    """A fresh registry with all of them."""
+    """Return a new registry with all built-in tools and session verbs."""
     return ToolRegistry((BASH_TOOL, READ_TOOL, WRITE_TOOL, EDIT_TOOL, GLOB_TOOL, GREP_TOOL, *SESSION_VERBS))

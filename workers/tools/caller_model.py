@@ -1,5 +1,6 @@
-"""The model of a call's caller, as the tool in the worker asks it: the question goes to the caller, which holds the
-keys, and back comes a reply.
+"""Questions of a tool in the worker to its caller's model.
+
+The caller has the model's keys: it receives the question and sends the reply.
 """
 
 import asyncio
@@ -20,9 +21,9 @@ from workers.call_events import CallEvents
 log = structlog.get_logger(__name__)
 
 READ_S = 2.0
-"""How long one look for answers lasts."""
+"""Seconds that one read of answers waits."""
 MARGIN_S = 5.0
-"""What an answer may take on its way, beyond the time that the model has."""
+"""Seconds that an answer may spend in transit, in addition to the model's time."""
 
 _GONE = (
     "nobody answers questions to a model: the caller of this tool has none, or is gone; call it within an agent's run"
@@ -30,7 +31,7 @@ _GONE = (
 
 
 class CallerModel:
-    """At most MAX_QUESTIONS questions a call; several may be open at once."""
+    """The model of a call's caller. A call may ask at most MAX_QUESTIONS questions, and several at the same time."""
 
     def __init__(self, name: str, events: CallEvents) -> None:
         self._name = name
@@ -45,10 +46,10 @@ class CallerModel:
     async def complete(
         self, prompt: str | Sequence[Mapping[str, Any]], *, max_tokens: int | None = None, timeout_s: float = 60.0
     ) -> Completion:
-        """The reply to a prompt, or to messages in the OpenAI wire shape. `max_tokens` bounds the reply.
+        """Return the reply to a prompt, or to messages in the OpenAI format. `max_tokens` limits the reply.
 
-        Raises ToolFailure: the budget is used up, the question is too large, nobody answers, or not within `timeout_s`;
-        and as the caller's model says.
+        Raises ToolFailure: the budget is used up, the question is too large, no caller answers, or no answer arrives
+        within `timeout_s`. Also raises the failures of the caller's model.
         """
         if self._asked >= MAX_QUESTIONS:
             sentence = f"this tool may ask the model {MAX_QUESTIONS} times and has done so: its budget is used up"
@@ -82,7 +83,7 @@ class CallerModel:
 
 
 class _Answers:
-    """Reads the answers of one call in a thread while somebody waits, and hands each to whoever asked."""
+    """Reads the answers of one call in a thread while a question is open, and passes each answer to its question."""
 
     def __init__(self, events: CallEvents) -> None:
         self._events = events
@@ -96,7 +97,7 @@ class _Answers:
         with self._lock:
             self._waiting[number] = (loop, waiting)
             if self._reader is None or not self._reader.is_alive():
-                # Of our own and a daemon: a call that ends does not wait for it.
+                # Our own daemon thread: a call that ends does not wait for it.
                 self._reader = threading.Thread(target=self._read, name="model-answers", daemon=True)
                 self._reader.start()
         return waiting
@@ -116,13 +117,14 @@ class _Answers:
             if payload is not None:
                 self._hand_over(parse_answer(payload))
             elif time.monotonic() - started < READ_S / 2:
-                # Sooner than asked for: it knows that nobody is there.
+                # The read ended early, so the caller has disconnected.
                 self._fail_all()
         except EnvelopeRefused as error:
             log.error("model_answer_refused", reason=str(error))
 
     def _goes_on(self) -> bool:
         with self._lock:
+            # Clear the reader inside the lock: `expect` must not rely on a thread that is about to end.
             if not self._waiting:
                 self._reader = None
             return bool(self._waiting)
@@ -162,7 +164,7 @@ def _tell(loop: asyncio.AbstractEventLoop, waiting: "asyncio.Future[ModelAnswer]
     try:
         loop.call_soon_threadsafe(_resolve, waiting, answer)
     except RuntimeError:
-        # The call has ended, and its loop with it.
+        # The call and its loop have ended.
         log.info("model_answer_late", number=answer.number)
 
 

@@ -1,4 +1,4 @@
-"""edit_tool: exact replacements in a text file of the session's sandbox, all of a call or none."""
+"""edit_tool: exact replacements in a text file of the session's sandbox. A call applies all of its edits or none."""
 
 import json
 from collections.abc import Mapping
@@ -13,8 +13,7 @@ from workers.tools.text import MAX_OUTPUT_BYTES, decode, encode, show_name
 
 MAX_EDITS = 100
 TOLERANCE = "edit.tolerance"
-"""Key of a context's config: `none` (default), or `whitespace` to accept lines that differ only in the blanks around
-them.
+"""Key of a context's config. `none` (default): exact match. `whitespace`: lines may differ in the blanks around them.
 """
 _STRING_ALIASES = {
     "oldString": "old_string",
@@ -68,7 +67,7 @@ _EDIT = ToolSpec(
 
 
 def check_form(arguments: Mapping[str, Any]) -> str | None:
-    """One edit, or a list of them."""
+    """Check that the call has either one edit or a list of edits."""
     single = [name for name in ("old_string", "new_string", "expected_count") if name in arguments]
     if "edits" in arguments:
         is_mixed = single or arguments.get("replace_all")

@@ -1,4 +1,4 @@
-"""glob_tool: names of files in the session's sandbox by a pattern, the newest first."""
+"""glob_tool: find files in the session's sandbox by a name pattern, the newest first."""
 
 from typing import Any
 

@@ -1,6 +1,4 @@
-"""grep_tool: contents of files in the session's sandbox by a regular expression, the most recently changed file
-first.
-"""
+"""grep_tool: search the contents of files in the session's sandbox. The most recently changed file comes first."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""bash_tool's background jobs: commands that go on when their call has ended."""
+"""Background jobs of bash_tool: commands that continue after their call has ended."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -12,13 +12,13 @@ from workers.tools.base import Outcome, ToolEnvironment
 from workers.tools.text import MAX_OUTPUT_BYTES, build_read_call, encode, name_signal, show_name, show_output
 
 FIRST_OUTPUT_MS = 1000
-"""For so long a new job is listened to before its call returns."""
+"""Milliseconds that the call waits for the first output of a new job."""
 LOG_MIB = 4
 _LABEL_CHARS = 120
 
 
 def start_job(arguments: Mapping[str, Any], environment: ToolEnvironment) -> Outcome:
-    """Start a command as a job: its id, its log, the first second of its output."""
+    """Start a command as a job. Return its id, its log, and the output of its first second."""
     script, body = encode(arguments["command"], "command"), encode(arguments["stdin"], "stdin")
     label = arguments.get("description") or arguments["command"].strip()
     if arguments["reset_state"]:
@@ -46,7 +46,7 @@ def start_job(arguments: Mapping[str, Any], environment: ToolEnvironment) -> Out
 
 
 def _send_first(job: Mapping[str, Any], data: bytes, environment: ToolEnvironment, *, close: bool) -> list[str]:
-    """Send the input that came with a command. The job is there in any case: that it was not sent is a note."""
+    """Send the input of a new job. The job has started already, so a failure is only a note."""
     if job["state"] != "running":
         return ["[it had ended before its stdin was sent]"]
     try:
@@ -57,14 +57,14 @@ def _send_first(job: Mapping[str, Any], data: bytes, environment: ToolEnvironmen
 
 
 def poll_job(job_id: str, environment: ToolEnvironment) -> Outcome:
-    """What a job has printed since it was last asked, and how it stands."""
+    """Return the state of a job, and its output since the last poll."""
     response = environment.run(_about(job_id, "job_poll", environment, max_bytes=MAX_OUTPUT_BYTES))
     job = response.done["job"]
     return _show(response, "(no new output)", [_state_note(job), *_log_notes(job)])
 
 
 def kill_job(job_id: str, environment: ToolEnvironment) -> Outcome:
-    """End a job with all that it has started."""
+    """Kill a job and all processes that it has started."""
     response = environment.run(_about(job_id, "job_kill", environment, max_bytes=MAX_OUTPUT_BYTES))
     job, kill = response.done["job"], response.done.get("kill")
     done = (
@@ -76,7 +76,7 @@ def kill_job(job_id: str, environment: ToolEnvironment) -> Outcome:
 
 
 def feed_job(job_id: str, text: str, environment: ToolEnvironment, *, close: bool) -> Outcome:
-    """Text for a job's standard input, which ends there when `close`."""
+    """Send text to a job's standard input. With `close`, the input ends after the text."""
     if not text and not close:
         raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, "action input needs text in 'stdin', or close_stdin=true")
     data = encode(text, "stdin")
@@ -88,7 +88,7 @@ def feed_job(job_id: str, text: str, environment: ToolEnvironment, *, close: boo
 
 
 def list_jobs(environment: ToolEnvironment) -> Outcome:
-    """Every job of the session, the oldest first."""
+    """Return every job of the session, the oldest first."""
     jobs = environment.run({"op": "job_list", "timeout_s": environment.context.timeout_s}).done["jobs"]
     lines = [
         (

@@ -1,4 +1,4 @@
-"""read_tool: a text file of the session's sandbox, in numbered lines."""
+"""read_tool: read a text file of the session's sandbox, in numbered lines."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -14,7 +14,7 @@ DEFAULT_LINES = 2000
 MAX_LINES = 10_000
 PATH_ALIASES = {"filePath": "file_path", "path": "file_path", "filename": "file_path"}
 FOOTER_BYTES = 2048
-"""Of the output, so much is kept free for what is said below the lines."""
+"""Bytes of the output that are reserved for the notes below the lines."""
 
 _READ = ToolSpec(
     name="read_tool",
@@ -103,13 +103,13 @@ def _page(arguments: Mapping[str, Any], done: Mapping[str, Any], raw: bytes) -> 
     text = "\n".join([f"{number}\t{line}" for number, line in enumerate(lines, start=first)]).replace("\0", "\ufffd")
     notes = _notes(done, is_end=is_end, has_nul=b"\0" in raw)
     footer = [*([f"[note: {'; '.join(notes)}]"] if notes else []), *_footer(first, last, done, is_end=is_end)]
-    # What was cut because the caller asked for so many lines is no loss; the number it did not ask for is ours.
+    # Lines beyond the caller's own limit are no loss. Lines beyond the default limit are cut by this tool.
     is_cut = bool(done["cuts"]) or done["is_out_of_room"] or (not is_end and arguments["limit"] == DEFAULT_LINES)
     return Outcome("\n".join([text, *footer]), metadata, truncated=is_cut)
 
 
 def _notes(done: Mapping[str, Any], *, is_end: bool, has_nul: bool) -> list[str]:
-    """What the lines do not show of the file."""
+    """Return notes on properties of the file that the lines do not show."""
     codec, notes = done["encoding"], []
     if codec != "utf-8":
         notes.append(
@@ -139,7 +139,10 @@ _NEWLINES = {
 
 
 def _footer(first: int, last: int, done: Mapping[str, Any], *, is_end: bool) -> list[str]:
-    """The lines that say how to go on; the last one is about the page, unless the page is one line that was cut."""
+    """Return the lines that say how to continue.
+
+    The last line is about the page, unless the page is one line that was cut.
+    """
     total, is_counted = done["lines"], done["is_counted"]
     footer = []
     for line, shown, length in done["cuts"]:
@@ -167,7 +170,7 @@ def _picture(done: Mapping[str, Any]) -> Outcome:
 
 
 def _directory(path: str, done: Mapping[str, Any], raw: bytes) -> Outcome:
-    """A failure that carries the names, so that the call was not for nothing."""
+    """Return a failure that contains the names in the directory, so that the call is still useful."""
     shown, entries = raw.count(b"\n"), done["entries"]
     below = (
         f"its {entries} entries are below" if shown == entries else f"the first {shown} of {entries} entries are below"

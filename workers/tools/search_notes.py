@@ -1,6 +1,4 @@
-"""What glob_tool and grep_tool have in common: lines that are shown as they come, and the words for what was left
-out.
-"""
+"""Shared parts of glob_tool and grep_tool: lines that are shown as they arrive, and notes about omitted results."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -10,8 +8,9 @@ from workers.tools.text import MAX_OUTPUT_BYTES, decode
 
 
 class FoundLines:
-    """Gathers the lines a search sends, and shows each as soon as it is whole to whoever watches. `take` returns late
-    when they are slow.
+    """Collects the lines of a search. Shows each complete line to a caller that watches.
+
+    `take` waits when the caller is slow.
     """
 
     def __init__(self, environment: ToolEnvironment) -> None:
@@ -20,7 +19,7 @@ class FoundLines:
         self._shown = 0
 
     def take(self, _: str, data: bytes) -> None:
-        # Who has taken the guest's place may send more than was asked for.
+        # A program that has replaced the guest may send more than the request allows.
         self._data += data[: MAX_OUTPUT_BYTES - len(self._data)]
         whole = self._data.rfind(b"\n") + 1
         if self._environment.is_watched and whole > self._shown:
@@ -32,19 +31,22 @@ class FoundLines:
 
 
 def count(number: int, noun: str) -> str:
-    """`1 file`, `2 files`, `3 matches`."""
+    """Return the number with its noun, such as `1 file`, `2 files`, `3 matches`."""
     ending = "" if number == 1 else "es" if noun.endswith("ch") else "s"
     return f"{number} {noun}{ending}"
 
 
 def name_some(total: int, names: list[str]) -> str:
-    """Names that were told of, and how many there are besides: `a, b and 3 more`."""
+    """Return the names and the number of further ones, such as `a, b and 3 more`."""
     more = total - len(names)
     return ", ".join(names) + (f" and {more} more" if more > 0 else "")
 
 
 def build_common_notes(done: Mapping[str, Any], what: str) -> list[str]:
-    """Notes on rules that hold in part and on a search that was not done in time. `what` makes a search smaller."""
+    """Return notes on invalid ignore rules and on an incomplete search.
+
+    `what` names the arguments that make a search smaller.
+    """
     notes = [f"[ignore rules: {'; '.join(done['bad_rules'])}]"] if done["bad_rules"] else []
     if done["partial"]:
         notes.append(f"[partial: time or memory was up before all was searched, and there may be more; narrow {what}]")

@@ -1,7 +1,7 @@
-"""The verbs of an SDK session: open, close, checkpoints, exec, whole files, copying files in and out. Never shown to a
-model.
+"""The verbs of an SDK session: open, close, checkpoints, exec, whole files, copies of folders.
 
-`session.cancel` is none of these tasks: it would wait behind the calls that it is to end, see workers/control.py.
+Models never see these verbs. `session.cancel` is no task, because a task would wait behind the calls that it should
+end. See workers/control.py.
 """
 
 import json
@@ -19,8 +19,9 @@ from workers.tools.text import encode
 
 EXEC_CAPTURE_BYTES = 4 * 1024 * 1024
 MAX_HEADER_ARGV_BYTES = 128 * 1024
-"""Arguments of a program, as JSON, in the header of a request to the sandbox, which has at most 256 KiB. More travel in
-its body.
+"""Bytes of a program's arguments, as JSON, that fit in the header of a request. The header has at most 256 KiB.
+
+Larger arguments travel in the body.
 """
 _CHECKPOINT = {"type": "string", "pattern": "^[A-Za-z0-9_-]{1,64}$"}
 _PATH = {"type": "string", "minLength": 1, "maxLength": 4096}
@@ -34,7 +35,7 @@ _MOVED = {
     "required": ["generation"],
     "additionalProperties": False,
 }
-"""The session was on another host (SandboxClient.describe_open)."""
+"""Fields for a session that was on another host (SandboxClient.describe_open)."""
 
 
 def _spec(name: str, description: str, properties: dict[str, Any], required: list[str], **flags: Any) -> ToolSpec:
@@ -98,8 +99,9 @@ def _exec(arguments: dict[str, Any], environment: ToolEnvironment) -> Outcome:
 
 
 def _build_large_exec(argv: list[str], stdin: bytes) -> tuple[bytes, bytes]:
-    """Return a script that starts the program, and the script's input: the arguments, each with a NUL byte at its end,
-    then the program's input.
+    """Return a script that starts the program, and the script's input.
+
+    The input contains the arguments, each with a NUL byte at its end, and then the program's own input.
     """
     if any("\0" in part for part in argv):
         raise ToolFailure(

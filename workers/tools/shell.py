@@ -1,4 +1,4 @@
-"""bash_tool: bash commands in the session's sandbox, one at a time or beside it as jobs."""
+"""bash_tool: bash commands in the session's sandbox, in the foreground or as background jobs."""
 
 import posixpath
 from collections.abc import Mapping
@@ -78,8 +78,8 @@ _SPEC = ToolSpec(
                 "x-hidden": True,
             },
         },
-        # A default beside it: about a job nothing need be said, but a model that is told "optional" leaves it out where
-        # it runs one.
+        # `command` is required although it has a default. Actions on jobs do not need a command, but models omit an
+        # optional command even with action run.
         "required": ["command"],
         "additionalProperties": False,
     },
@@ -96,8 +96,9 @@ _SPEC = ToolSpec(
 
 
 def _check_action(arguments: Mapping[str, Any]) -> str | None:
-    """Check which arguments go with which action. Not part of the schema: model servers refuse or ignore conditions
-    there.
+    """Check which arguments belong to which action.
+
+    The schema has no such conditions, because model servers refuse or ignore them.
     """
     action, job_id = arguments["action"], arguments.get("job_id")
     if action == "run":
@@ -117,9 +118,7 @@ def _check_action(arguments: Mapping[str, Any]) -> str | None:
 
 
 def _check_danger(arguments: Mapping[str, Any]) -> None:
-    """Raises ToolFailure(SECURITY_REFUSED) for a catastrophic command, or input of a shell that it starts or of a
-    job.
-    """
+    """Raise ToolFailure(SECURITY_REFUSED) for a catastrophic command, and for such input of a shell or a job."""
     folder, stdin = _HOME, arguments["stdin"]
     if arguments["action"] == "run":
         folder = posixpath.normpath(posixpath.join(_HOME, arguments.get("cwd") or ""))
@@ -161,8 +160,9 @@ def _run_command(arguments: dict[str, Any], environment: ToolEnvironment) -> Out
 
 
 def run_shown(request: Mapping[str, Any], body: bytes, environment: ToolEnvironment) -> GuestResponse:
-    """Run an exec, keep its output as a model sees it, and send it to a caller that watches. Raises as
-    `ToolEnvironment.run`.
+    """Run an exec. Keep its output in the limits of a model, and send it to a caller that watches.
+
+    Raises as `ToolEnvironment.run`.
     """
     limits = {
         "capture": {"stdout": MAX_OUTPUT_BYTES, "stderr": MAX_OUTPUT_BYTES, "merged": MAX_OUTPUT_BYTES},

@@ -1,4 +1,4 @@
-"""Sends a command's output to its caller while it runs."""
+"""Sends a command's output to its caller while the command runs."""
 
 import codecs
 
@@ -6,12 +6,12 @@ from workers.tools.base import ToolEnvironment
 from workers.tools.text import fold
 
 LIVE_BYTES = 1024 * 1024
-"""At most so much is sent before a call ends; its result has the rest."""
+"""Bytes of output that are sent before a call ends. The result contains the rest."""
 _SHOWN_AS = {"live": "stdout", "live_stderr": "stderr"}
 
 
 class ShownOutput:
-    """Takes the streams of a request: shows those that are live, gathers the others."""
+    """Receives the streams of a request. Sends the live streams to the caller and collects the others."""
 
     def __init__(self, environment: ToolEnvironment) -> None:
         self._environment = environment

@@ -1,7 +1,7 @@
-"""Turns what a program left into text for a model.
+"""Conversion of program output into text for a model.
 
-Bytes are decoded, folded as by a terminal, and cut to head and tail with a note for every cut. The end of a command is
-one line in brackets for each fact.
+Bytes are decoded, folded as a terminal would show them, and cut to a head and a tail. A note marks every cut. Each
+fact about the end of a command is one line in brackets.
 """
 
 import json
@@ -21,7 +21,7 @@ MAX_OUTPUT_BYTES = 32 * 1024
 MAX_LINES = 2000
 HEAD_LINES = MAX_LINES // 4
 NARROWER = "narrow the command, or send its output to a file and read parts"
-"""Advice for an output whose rest was not kept."""
+"""Advice when the rest of an output was not kept."""
 _ESCAPE = re.compile(
     r"\x1b(?:\[[0-?]*[ -/]*[@-~]"  # CSI: colours, cursor
     r"|\][^\x07\x1b\n]*(?:\x07|\x1b\\)?"  # OSC: titles, links
@@ -31,8 +31,9 @@ _ESCAPE = re.compile(
 
 
 def encode(text: str, name: str) -> bytes:
-    """Return the UTF-8 of an argument. Raises ToolFailure(INVALID_ARGUMENTS) for half a surrogate pair, which a model's
-    JSON may hold.
+    """Return the UTF-8 bytes of an argument.
+
+    Raises ToolFailure(INVALID_ARGUMENTS): the text has an unpaired surrogate, which a model's JSON may contain.
     """
     try:
         return text.encode("utf-8")
@@ -44,13 +45,13 @@ def encode(text: str, name: str) -> bytes:
 
 
 def decode(data: bytes) -> str:
-    """Decode UTF-8 with replacement. NUL, which JSON readers and terminals do not accept, becomes U+FFFD."""
+    """Decode UTF-8 with replacement. NUL becomes U+FFFD, because JSON readers and terminals do not accept it."""
     return data.decode("utf-8", "replace").replace("\0", "\ufffd")
 
 
 def fold(text: str) -> str:
-    """Return what a terminal would still show: no escape sequences, and the last version of a line that was written
-    over.
+    """Return the text that a terminal would show: no escape sequences, and only the last version of an overwritten
+    line.
     """
     if "\x1b" in text:
         text = _ESCAPE.sub("", text)
@@ -62,16 +63,18 @@ def fold(text: str) -> str:
 
 
 def show_name(text: str) -> str:
-    """Return a guest's name or path for a line of ours: characters that could end or fake the line are replaced."""
+    """Return a guest's name or path for use in one of our lines.
+
+    Characters that could end or fake the line are replaced.
+    """
     return "".join(sign if sign.isprintable() else "\ufffd" for sign in text.encode("utf-8", "replace").decode())
 
 
 def show_output(data: bytes, counts: Mapping[str, Any], rest: str = NARROWER) -> tuple[str, bool]:
-    """Return a captured stream as text of at most MAX_LINES lines, and whether something was left out. A note stands in
-    its place.
+    """Return a captured stream as text of at most MAX_LINES lines, and whether a part was omitted.
 
-    `counts`: total, head and tail bytes, as the guest reports. `rest`: how to read what is left out; `{offset}` in it
-    is the number of the first line that is not shown.
+    A note replaces the omitted part. `counts` has the total, head and tail bytes, as the guest reports them. `rest`
+    says how to read the omitted part; `{offset}` in it becomes the number of the first omitted line.
     """
     total, head = int(counts.get("total", len(data))), int(counts.get("head", len(data)))
     if total <= len(data):
@@ -90,7 +93,7 @@ def show_output(data: bytes, counts: Mapping[str, Any], rest: str = NARROWER) ->
 
 
 def _fold_backspaces(line: str) -> str:
-    """Remove characters that were written over, as manual pages and progress signs do."""
+    """Apply backspaces, as manual pages and progress displays use them."""
     if "\b" not in line:
         return line
     kept: list[str] = []
@@ -121,7 +124,7 @@ def _last_lines(data: bytes, most: int) -> bytes:
 
 
 def _to_edge(data: bytes) -> bytes:
-    """Remove the part of a line that the cut left, unless it is most of the text; always remove half a code point."""
+    """Remove an incomplete last line, unless it is most of the text. Always remove an incomplete code point."""
     whole = data.rfind(b"\n") + 1
     return data[:whole] if whole * 2 > len(data) else _without_broken_end(data)
 
@@ -132,7 +135,7 @@ def _from_edge(data: bytes) -> bytes:
 
 
 def _without_broken_end(data: bytes) -> bytes:
-    """Remove the beginning of a code point that the cut left. Bytes that are no UTF-8 stay."""
+    """Remove an incomplete code point at the end. Bytes that are not UTF-8 stay."""
     for length in range(1, min(3, len(data)) + 1):
         byte = data[-length]
         if not _continues(byte):
@@ -141,7 +144,7 @@ def _without_broken_end(data: bytes) -> bytes:
 
 
 def _without_broken_start(data: bytes) -> bytes:
-    """Remove the rest of a code point whose beginning was cut off. Bytes that are no UTF-8 stay."""
+    """Remove the rest of a code point at the start. Bytes that are not UTF-8 stay."""
     rest = next((at for at, byte in enumerate(data[:4]) if not _continues(byte)), len(data))
     return data[rest:] if rest <= 3 else data
 
@@ -151,7 +154,9 @@ def _continues(byte: int) -> bool:
 
 
 def _size_of(first: int) -> int:
-    """Return the number of bytes of the code point that begins with `first`; 1 when none does."""
+    """Return the number of bytes of the code point that starts with `first`; 1 when `first` starts no longer code
+    point.
+    """
     if 0xC2 <= first < 0xE0:
         return 2
     if 0xE0 <= first < 0xF0:
@@ -170,7 +175,7 @@ _FACTS = "cwd, exported variables and functions of this command were not kept"
 def build_outcome(
     arguments: Mapping[str, Any], response: GuestResponse, context: ToolContext, *, background: str = "background=true"
 ) -> Outcome:
-    """Return the outcome of an exec. `background`: the argument with which a model starts a job."""
+    """Return the outcome of an exec. `background` is the argument with which a model starts a job."""
     done, streams = response.done, response.streams
     counts, spill = done["streams"], _spill(done)
     body, is_cut = show_output(streams.get("merged", b""), counts.get("merged", {}), _rest_hint(done))
@@ -208,7 +213,7 @@ def name_signal(number: int) -> str:
 
 
 def build_read_call(path: str, offset: str = "") -> str:
-    """Return the call of read_tool that shows a file, from line `offset` on."""
+    """Return the call of read_tool that shows a file from line `offset` on."""
     arguments = json.dumps({"file_path": show_name(path)}, ensure_ascii=False)
     return f'read_tool {arguments[:-1]}, "offset": {offset}}}' if offset else f"read_tool {arguments}"
 

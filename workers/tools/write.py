@@ -1,4 +1,4 @@
-"""write_tool: a text file of the session's sandbox, written whole."""
+"""write_tool: write a whole text file of the session's sandbox."""
 
 from typing import Any
 

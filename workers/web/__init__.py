@@ -1,1 +1,1 @@
-"""The way to the web: judged addresses, bounded bodies, pages as text, search providers."""
+"""Access to the web: checked addresses, bounded bodies, pages as text, and search providers."""

@@ -1,5 +1,8 @@
-"""Which addresses of the internet may be connected to. Tables of integers: those of the standard library differ between
-versions.
+"""Rules for the internet addresses to which the web tools may connect.
+
+Invariant: a connection reaches only an address that passed these rules. This protects the operator's private networks
+and the metadata services of clouds from a URL that a model or a redirect chooses (SSRF). The tables are fixed here,
+because the tables of the standard library differ between Python versions.
 """
 
 import ipaddress
@@ -11,7 +14,7 @@ from contract.errors import ErrorCode, ToolFailure
 from workers.web.urls import Address, Target
 
 MAX_TRIED = 4
-"""Addresses of one name to which a connection is tried."""
+"""Maximum number of addresses of a name that a connection attempt tries."""
 
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 
@@ -51,7 +54,7 @@ _ISATAP = frozenset({0x00005EFE, 0x02005EFE})
 
 @dataclass(frozen=True)
 class Range:
-    """A range of addresses of one version as integers, and why it is refused."""
+    """A range of addresses of one IP version, as integers, with the reason why the range is refused."""
 
     version: int
     first: int
@@ -70,12 +73,12 @@ _REFUSED = tuple(_range(ipaddress.ip_network(text), why) for text, why in {**_RE
 
 
 class AddressRules:
-    """The tables, an operator's own ranges, and the prefix of a NAT64 gateway if the host reaches IPv4 only through
-    one.
+    """The tables of this module, the operator's own ranges, and the prefix of a NAT64 gateway. The prefix is needed
+    only if the host reaches IPv4 through a NAT64 gateway.
     """
 
     def __init__(self, own_ranges: Iterable[Network] = (), nat64_prefix: ipaddress.IPv6Network | None = None) -> None:
-        """`nat64_prefix`: a /96. Raises ValueError when it is not."""
+        """Create the rules. `nat64_prefix`: a /96 network. Raises ValueError: when the prefix has another length."""
         if nat64_prefix is not None and nat64_prefix.prefixlen != 96:
             raise ValueError("a NAT64 prefix must be a /96")
         self._own = tuple(_range(network, "closed by the operator") for network in own_ranges)
@@ -83,14 +86,16 @@ class AddressRules:
         self._nat64_prefix = nat64_prefix
 
     def is_closed_by_operator(self, address: Address) -> bool:
-        """Whether it is in a range of the operator's own, which no exception opens."""
+        """Return whether the address is in a range of the operator. No exception opens such a range."""
         return any(held.holds(address) for held in self._own)
 
     def refusal(self, address: Address) -> str | None:
-        """Why nothing is fetched from this address; None when it may be."""
+        """Return the reason why the address is refused; None if connections to the address are allowed."""
         own = next((held.why for held in self._refused if held.holds(address)), None)
         if own is not None or isinstance(address, ipaddress.IPv4Address):
             return own
+        # An IPv6 address can carry an IPv4 address inside. The embedded address decides, otherwise a private IPv4
+        # address could pass in IPv6 form.
         if self._nat64_prefix is not None and address in self._nat64_prefix:
             return self.refusal(_embedded(address))
         if address not in _GLOBAL_V6 or address.scope_id is not None:
@@ -105,7 +110,9 @@ def _embedded(address: ipaddress.IPv6Address) -> ipaddress.IPv4Address:
 
 
 def one_of_each_first(addresses: Sequence[Address]) -> list[Address]:
-    """In order, but with an address of the other version second: one version may lead nowhere here."""
+    """Return the addresses in order, but with the first address of the other IP version in second place. This host
+    may have no route for one of the two versions.
+    """
     other = next((address for address in addresses if address.version != addresses[0].version), None)
     if other is None:
         return list(addresses)
@@ -113,7 +120,9 @@ def one_of_each_first(addresses: Sequence[Address]) -> list[Address]:
 
 
 def check_peer(sock: socket.socket, address: Address, target: Target) -> None:
-    """What is connected must be what was judged, whatever a redirecting kernel or library made of it."""
+    """Raise ToolFailure(SECURITY_REFUSED) unless the socket is connected to `address`. A kernel rule or a library may
+    redirect a connection, so the address that was checked is compared with the actual peer.
+    """
     peer = ipaddress.ip_address(str(sock.getpeername()[0]))
     if int(peer) != int(address) or peer.version != address.version:
         raise ToolFailure(

@@ -1,4 +1,6 @@
-"""Bodies unpacked within bounds: what a body may become is counted inside the decoder, piece by piece."""
+"""Decompression of response bodies within limits. The decoder counts the output piece by piece, so a decompression
+bomb never fills the memory.
+"""
 
 import zlib
 from collections.abc import Iterator
@@ -12,7 +14,9 @@ _PIECE_BYTES = 256 * 1024
 
 
 class BodyDecoder:
-    """One layer of `encoding`, a Content-Encoding. Raises ToolFailure(NETWORK_ERROR) for one that was not asked for."""
+    """Decoder of one layer of `encoding`, a Content-Encoding. Raises ToolFailure(NETWORK_ERROR): for an encoding that
+    the request did not ask for.
+    """
 
     def __init__(self, encoding: str, limits: FetchLimits) -> None:
         self._limits = limits
@@ -29,8 +33,8 @@ class BodyDecoder:
         self.unpacked = 0
 
     def feed(self, data: bytes) -> Iterator[bytes]:
-        """The next pieces, each bounded. Raises ToolFailure: FILE_TOO_LARGE past a cap, NETWORK_ERROR for what cannot
-        be unpacked.
+        """Yield the next decoded pieces, each of bounded size. Raises ToolFailure: FILE_TOO_LARGE past a limit,
+        NETWORK_ERROR for data that cannot be decompressed.
         """
         self.packed += len(data)
         if not self._is_packed:
@@ -44,7 +48,7 @@ class BodyDecoder:
             ) from None
 
     def finish(self) -> None:
-        """Raises ToolFailure(NETWORK_ERROR) when the body ended too early."""
+        """Raise ToolFailure(NETWORK_ERROR) if the body ended too early."""
         if self._is_packed and self.packed and (self._held or self._inflater is None or not self._inflater.eof):
             raise ToolFailure(
                 ErrorCode.NETWORK_ERROR, f"the body ended in the middle of its {self._encoding} data", cause="reset"
@@ -57,7 +61,7 @@ class BodyDecoder:
         while data or is_full:
             if self._inflater is None or self._inflater.eof:
                 if self._inflater is not None and not (self._is_gzip() and data[:1] == b"\x1f"):
-                    # Padding behind the end, which other readers drop as well.
+                    # Data after the end is padding. Other readers ignore it too.
                     return
                 if len(data) < 2:
                     self._held = data
@@ -65,7 +69,7 @@ class BodyDecoder:
                 self._inflater = zlib.decompressobj(self._window_bits(data))
             piece = self._inflater.decompress(data, _PIECE_BYTES)
             yield self._counted(piece)
-            # With all input taken, more may come out than fitted into this piece.
+            # A full piece means that the decoder may hold more output, even if it has consumed all input.
             is_full = len(piece) == _PIECE_BYTES and not self._inflater.eof
             data = self._inflater.unused_data if self._inflater.eof else self._inflater.unconsumed_tail
 
@@ -73,7 +77,9 @@ class BodyDecoder:
         return self._encoding != "deflate"
 
     def _window_bits(self, data: bytes) -> int:
-        """`deflate` means zlib by the standard, and bare deflate by what many servers send."""
+        """Return the window size for zlib. In the standard `deflate` means the zlib format, but many servers send raw
+        deflate.
+        """
         if self._is_gzip():
             return _GZIP
         is_zlib = data[0] & 0x0F == 8 and (data[0] << 8 | data[1]) % 31 == 0
@@ -83,13 +89,14 @@ class BodyDecoder:
         self.unpacked += len(piece)
         if self.unpacked > self._limits.decoded_bytes:
             raise too_large(f"it is more than {self._limits.decoded_bytes} bytes unpacked")
+        # Small bodies are exempt from the ratio: a short, repetitive page compresses well and is harmless.
         if self._is_packed and self.unpacked > max(self._limits.ratio_floor_bytes, self._limits.ratio * self.packed):
             raise too_large(f"it unpacks to more than {self._limits.ratio} times its size")
         return piece
 
 
 def too_large(why: str) -> ToolFailure:
-    """The refusal of a body for its size."""
+    """Return the failure for a body that is too large."""
     return ToolFailure(
         ErrorCode.FILE_TOO_LARGE, f"the page is too large: {why}; fetch a smaller page, or one part of it"
     )

@@ -1,4 +1,6 @@
-"""Bytes to text: by the header, a byte order mark, a meta tag, or a guess that is told."""
+"""Conversion of bytes to text. The charset comes from the header, a byte order mark, a meta tag, or a guess; the
+result names the source.
+"""
 
 import codecs
 import re
@@ -11,7 +13,7 @@ _META_BYTES = 2048
 _META = re.compile(rb"<meta[^>]{0,200}charset\s{0,5}=\s{0,5}[\"']?\s{0,5}([a-z0-9_\-:.]{2,40})", re.IGNORECASE)
 _MARKS = ((codecs.BOM_UTF8, "utf-8"), (codecs.BOM_UTF16_LE, "utf-16-le"), (codecs.BOM_UTF16_BE, "utf-16-be"))
 
-# Only these: among Python's codecs are some that run code paths of their own, or in quadratic time.
+# Allowed charsets. Some other codecs of Python run code paths of their own, or need quadratic time.
 _KNOWN = frozenset(
     {
         *(
@@ -32,7 +34,7 @@ _KNOWN = frozenset(
         *(f"iso8859-{n}" for n in (*range(2, 12), 13, 14, 15, 16)),
     }
 )
-# What pages mean by a name: the wider set that browsers read it as.
+# Browsers read these charset names as a larger charset, and pages rely on this.
 _WIDER = {
     "ascii": "cp1252",
     "iso8859-1": "cp1252",
@@ -48,7 +50,9 @@ _WIDER = {
 
 @dataclass(frozen=True)
 class Decoded:
-    """`how`: header, mark, meta or guess. `replaced`: characters that the charset did not have, now U+FFFD."""
+    """Decoded text. `how`: header, mark, meta or guess. `replaced`: the number of characters that were invalid in the
+    charset and became U+FFFD.
+    """
 
     text: str
     charset: str
@@ -57,7 +61,7 @@ class Decoded:
 
 
 def decode_body(body: bytes, declared: str | None, *, is_html: bool) -> Decoded:
-    """Never fails. `declared`: the charset of the Content-Type header."""
+    """Decode a body. This function never fails. `declared`: the charset in the Content-Type header."""
     charset, how = _choose(body, declared, is_html)
     try:
         return Decoded(body.decode(charset).removeprefix("\ufeff"), charset, how)
@@ -67,7 +71,7 @@ def decode_body(body: bytes, declared: str | None, *, is_html: bool) -> Decoded:
 
 
 def known_charset(label: str) -> str | None:
-    """The codec for a label of the web; None when it is not one that is read."""
+    """Return the codec for a charset label of the web; None if the charset is not supported."""
     try:
         name = codecs.lookup(label.strip().strip("\"'")).name
     except (LookupError, ValueError):
@@ -84,7 +88,7 @@ def _choose(body: bytes, declared: str | None, is_html: bool) -> tuple[str, str]
             return name, "mark"
     meta = _META.search(body, 0, _META_BYTES) if is_html else None
     if meta and (charset := known_charset(meta[1].decode("ascii"))):
-        # A page that could be read until its meta tag is not in UTF-16, whatever it says.
+        # The meta tag was readable as ASCII, so the page cannot be UTF-16, even if the tag says so.
         return ("utf-8" if charset.startswith("utf-16") else charset), "meta"
     return _guess(body), "guess"
 

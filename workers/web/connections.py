@@ -1,4 +1,4 @@
-"""Connections for httpcore: only to addresses that were judged, with every wait and every byte bounded."""
+"""Network connections for httpcore. They go only to checked addresses, and every wait and every byte is bounded."""
 
 import ssl
 from collections.abc import Iterable, Sequence
@@ -14,12 +14,16 @@ from workers.web.urls import Address, Target
 
 
 def build_tls() -> ssl.SSLContext:
-    """The system's authorities; names and certificates are checked."""
+    """Return a TLS context with the certificate authorities of the system. The context verifies names and
+    certificates.
+    """
     return ssl.create_default_context()
 
 
 class JudgedBackend(httpcore2.AsyncNetworkBackend):
-    """Connects to one of the judged addresses of a target and to nothing else, whatever host it is called with."""
+    """Network backend that connects only to the checked addresses of a target. It ignores the host that the caller
+    passes.
+    """
 
     def __init__(self, target: Target, addresses: Sequence[Address], limits: FetchLimits, deadline: Deadline) -> None:
         self._target = target
@@ -36,11 +40,14 @@ class JudgedBackend(httpcore2.AsyncNetworkBackend):
         local_address: str | None = None,
         socket_options: Iterable[Any] | None = None,
     ) -> "BoundedStream":
-        """Raises ToolFailure: NETWORK_ERROR, TIMEOUT, SECURITY_REFUSED."""
-        # `host` is not looked up: a second answer of its name server could be another address than the judged one.
+        """Connect to the target. Raises ToolFailure: NETWORK_ERROR, TIMEOUT, SECURITY_REFUSED."""
+        # `host` is not resolved again: a second DNS answer could contain an address that was not checked (DNS
+        # rebinding).
         target, failure = self._target, None
         until = self._deadline.now() + self._limits.connect_s
         for at, address in enumerate(self._addresses):
+            # Every address gets an equal share of the remaining time, so a silent address does not use the time of
+            # the others.
             share_s = max(0.05, (until - self._deadline.now()) / (len(self._addresses) - at))
             limit_s = self._deadline.left(f"connecting to {target.host}", share_s)
             try:
@@ -63,10 +70,10 @@ class JudgedBackend(httpcore2.AsyncNetworkBackend):
 
 
 class BoundedStream(httpcore2.AsyncNetworkStream):
-    """A connection. `read` holds the first-byte limit, then the minimum rate, and counts what came.
+    """A connection with limits. `read` enforces the first-byte limit, then the minimum rate, and counts the bytes.
 
-    `has_head`: set by the reader of the answer. Before, what comes counts as headers: httpcore bounds one header block,
-    but not the number of informational answers.
+    `has_head`: the reader of the response sets this flag after the headers. Before, all bytes count as headers,
+    because httpcore limits one header block but not the number of informational responses.
     """
 
     def __init__(
@@ -82,7 +89,7 @@ class BoundedStream(httpcore2.AsyncNetworkStream):
         self.has_head = False
 
     async def write(self, buffer: bytes, timeout: float | None = None) -> None:
-        """Raises ToolFailure: NETWORK_ERROR, TIMEOUT."""
+        """Send `buffer`. Raises ToolFailure: NETWORK_ERROR, TIMEOUT."""
         limit_s = self._deadline.left(f"sending to {self._host}", self._limits.first_byte_s)
         try:
             await self._stream.write(buffer, limit_s)
@@ -92,7 +99,7 @@ class BoundedStream(httpcore2.AsyncNetworkStream):
             raise _failed("reset", f"{self._host} broke the connection off while the request was sent") from None
 
     async def read(self, max_bytes: int, timeout: float | None = None) -> bytes:
-        """What came next; empty at the end. Raises ToolFailure: NETWORK_ERROR, TIMEOUT, FILE_TOO_LARGE."""
+        """Return the next bytes; empty at the end. Raises ToolFailure: NETWORK_ERROR, TIMEOUT, FILE_TOO_LARGE."""
         if not self.has_head and self._received > self._limits.header_bytes:
             raise header_flood(self._host, self._limits)
         while (data := await self._read_once(max_bytes)) is None:
@@ -108,7 +115,7 @@ class BoundedStream(httpcore2.AsyncNetworkStream):
         return data
 
     async def _read_once(self, max_bytes: int) -> bytes | None:
-        """None when the window ended first."""
+        """Return the next bytes; None if the rate window ended before any byte arrived."""
         doing = f"waiting for {self._host}" if self._window_from is None else f"reading from {self._host}"
         try:
             return await self._stream.read(max_bytes, self._deadline.left(doing, self._wait_s()))
@@ -124,7 +131,9 @@ class BoundedStream(httpcore2.AsyncNetworkStream):
         return max(0.001, self._window_from + self._limits.rate_window_s - self._deadline.now())
 
     def _next_window(self) -> None:
-        """Raises ToolFailure(TIMEOUT) when too little came in the one that ends."""
+        """Start the next rate window. Raises ToolFailure(TIMEOUT): when too few bytes arrived in the window that
+        ends.
+        """
         if self._window_from is None:
             raise _slow(self._host, f"sent nothing within {self._limits.first_byte_s:g} s")
         if self._window_bytes < self._limits.min_rate * self._limits.rate_window_s:
@@ -134,7 +143,7 @@ class BoundedStream(httpcore2.AsyncNetworkStream):
     async def start_tls(
         self, ssl_context: ssl.SSLContext, server_hostname: str | None = None, timeout: float | None = None
     ) -> "BoundedStream":
-        """Raises ToolFailure: NETWORK_ERROR with the cause tls or reset, TIMEOUT."""
+        """Start TLS on the connection. Raises ToolFailure: NETWORK_ERROR with the cause `tls` or `reset`, TIMEOUT."""
         limit_s = self._deadline.left(f"greeting {self._host}", self._limits.tls_s)
         try:
             self._stream = await self._stream.start_tls(ssl_context, server_hostname, limit_s)
@@ -158,12 +167,12 @@ class BoundedStream(httpcore2.AsyncNetworkStream):
         await self._stream.aclose()
 
     def get_extra_info(self, info: str) -> Any:
-        """The information of the connection beneath."""
+        """Return information about the underlying connection."""
         return self._stream.get_extra_info(info)
 
 
 def header_flood(host: str, limits: FetchLimits) -> ToolFailure:
-    """The refusal of an answer for its headers."""
+    """Return the failure for a response with too many headers."""
     return _failed(
         "protocol", f"{host} sends more headers than {limits.header_lines} lines or {limits.header_bytes // 1024} KiB"
     )

@@ -1,4 +1,4 @@
-"""A fetched page as the text that a model reads, in the format it asked for."""
+"""Conversion of a fetched page to the text that a model reads, in the requested format."""
 
 import json
 import re
@@ -22,7 +22,7 @@ MAX_TITLE_CHARS = 200
 
 
 def lay_out_json(text: str) -> str | None:
-    """`text` with a line a value. None when it is not JSON, or too large or too deep to lay out."""
+    """Return JSON with one value per line. Returns None if `text` is not JSON, or is too large or too deep."""
     if len(text) > MAX_INPUT_CHARS or not _is_json(text):
         return None
     pieces: list[str] = []
@@ -42,7 +42,7 @@ def lay_out_json(text: str) -> str | None:
 
 
 def _gap(previous: str, token: str, depth: int) -> str:
-    """What stands before `token`."""
+    """Return the whitespace before `token`."""
     if token in ("}", "]"):
         return "" if previous in ("{", "[") else "\n" + INDENT * depth
     if previous == ":":
@@ -60,7 +60,9 @@ def _is_json(text: str) -> bool:
 
 @dataclass(frozen=True)
 class Document:
-    """`text` None: content that is none. `notes`: what a reader must know of how the text came about."""
+    """A page as text. `text`: None for content that is not text. `notes`: facts about the conversion that the reader
+    must know.
+    """
 
     media_type: str
     text: str | None
@@ -70,13 +72,14 @@ class Document:
 
 
 def read_document(page: Page, kind: DocumentFormat, extractor: Extractor, deadline: Deadline) -> Document:
-    """Raises ToolFailure as Extractor.extract does."""
+    """Convert a page to a document. Raises ToolFailure as Extractor.extract does."""
     name = media_type(page.content_type)
     if not reads_as_text(name):
         return Document(name, None)
     decoded = decode_body(page.body, declared_charset(page.content_type), is_html=is_html(name))
     notes = []
-    # JSON is UTF-8 where nobody says otherwise, and of pure ASCII nothing can be guessed wrongly.
+    # JSON without a charset is UTF-8, and pure ASCII reads the same in every supported charset. A note would be
+    # noise.
     if decoded.how == "guess" and not (is_json(name) and decoded.charset == "utf-8") and not decoded.text.isascii():
         notes.append(f"the page does not say its charset: read as {decoded.charset}")
     if decoded.replaced:
@@ -86,7 +89,8 @@ def read_document(page: Page, kind: DocumentFormat, extractor: Extractor, deadli
         if 200 <= page.status < 300:
             extracted = extractor.extract(text, page.final_url, kind, deadline)
         else:
-            # Of an error a few words are shown: its main part is not worth a search.
+            # Only the first characters of an error page are shown, so a search for its main part is not worth the
+            # time.
             extracted = extractor.extract_plain(text, page.final_url, kind, deadline)
         text, title = extracted.text, extracted.title
         if extracted.note and text:

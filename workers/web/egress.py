@@ -1,4 +1,4 @@
-"""Where the web tools may go: names, ports and addresses, judged before each connection."""
+"""Rules for the names, ports and addresses that the web tools may reach. Every connection is checked first."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -20,10 +20,11 @@ _METADATA_NAMES = frozenset(
 
 @dataclass(frozen=True)
 class EgressRules:
-    """The operator's rules. Every host is lower case ASCII, as Target has it.
+    """The operator's rules. Every host is lower-case ASCII, as in Target.
 
-    `allowed_hosts`: `host`, or `host:port` for that port alone; the rules of names, addresses and ports let it pass.
-    `only_hosts`: when there are any, all others are refused; `*.example.org` stands for the names below example.org.
+    `allowed_hosts`: `host`, or `host:port` for that port only. A listed host passes the rules for names, addresses
+    and ports. `only_hosts`: if not empty, all other hosts are refused. `*.example.org` matches every name below
+    example.org.
     """
 
     addresses: AddressRules = field(default_factory=AddressRules)
@@ -32,7 +33,7 @@ class EgressRules:
     only_hosts: frozenset[str] = frozenset()
 
     def check_target(self, target: Target) -> None:
-        """Judge all that is known before a name lookup. Raises ToolFailure(SECURITY_REFUSED)."""
+        """Check everything that is known before the name lookup. Raises ToolFailure(SECURITY_REFUSED)."""
         if self.only_hosts and not any(matches(pattern, target.host) for pattern in self.only_hosts):
             raise refused(f"{target.host} is not among the hosts that the operator lets be fetched")
         if target.port not in self.ports and not self._is_allowed(target):
@@ -43,7 +44,9 @@ class EgressRules:
             raise refused(f"{target.host} is a name of a private network, not of the internet")
 
     def check_addresses(self, target: Target, addresses: Sequence[Address]) -> None:
-        """Judge every answer for the host: one bad one refuses the URL. Raises ToolFailure(SECURITY_REFUSED)."""
+        """Check every address of the host. A single forbidden address refuses the URL. Raises
+        ToolFailure(SECURITY_REFUSED).
+        """
         if self._is_allowed(target):
             return
         for address in addresses:
@@ -52,16 +55,18 @@ class EgressRules:
                 raise refused(f"{target.host} leads to an address that is not public ({why})")
 
     def _is_allowed(self, target: Target) -> bool:
-        # A host allowed at one port is not thereby allowed at another.
+        # An entry with a port allows only that port of the host.
         host = f"[{target.host}]" if ":" in target.host else target.host
         return target.host in self.allowed_hosts or f"{host}:{target.port}" in self.allowed_hosts
 
 
 def is_private_name(host: str) -> bool:
-    """Whether a name, lower case ASCII, is one of a private network or of a cloud's metadata, wherever it leads."""
+    """Return whether a lower-case ASCII name belongs to a private network or to a cloud's metadata service. The
+    address of the name does not matter.
+    """
     return host == "localhost" or host.endswith(_CLOSED_SUFFIXES) or host in _METADATA_NAMES or "." not in host
 
 
 def matches(pattern: str, host: str) -> bool:
-    """Whether `pattern`, a name or `*.` before one, stands for `host`."""
+    """Return whether `host` matches `pattern`: a name, or `*.` and a name."""
     return host.endswith(pattern[1:]) if pattern.startswith("*.") else host == pattern

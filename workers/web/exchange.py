@@ -1,4 +1,6 @@
-"""One request and its answer over httpcore, within limits: one connection for each, no pool, no proxy, no cookie."""
+"""One HTTP request and its response over httpcore, within limits. Every request uses its own connection, without a
+pool, a proxy or cookies.
+"""
 
 import ssl
 from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Callable, Mapping, Sequence
@@ -20,7 +22,9 @@ USER_AGENT = "toolcrew (a tool of a language model)"
 
 @dataclass(frozen=True)
 class Request:
-    """`headers`: added to those that every request has. One may be a key, so they are not shown."""
+    """A request. `headers`: sent in addition to the standard headers. A header may contain a key, so `repr` omits
+    them.
+    """
 
     target: Target
     method: str = "GET"
@@ -30,14 +34,14 @@ class Request:
 
 @dataclass(frozen=True)
 class Head:
-    """An answer's status and headers, names in lower case; of a repeated header the values are joined by commas."""
+    """Status and headers of a response. Header names are lower case; repeated values are joined by commas."""
 
     status: int
     headers: Mapping[str, str]
 
     @property
     def phrase(self) -> str:
-        """The status with our own words for it, never the server's."""
+        """Return the status with its standard phrase. The phrase of the server is untrusted and is never used."""
         try:
             return f"{self.status} {HTTPStatus(self.status).phrase}"
         except ValueError:
@@ -46,7 +50,7 @@ class Head:
 
 @dataclass(frozen=True)
 class Answer:
-    """`body`: unpacked; as much of it as was asked for. `is_whole`: whether that is all of it."""
+    """A response. `body`: decompressed, up to the requested size. `is_whole`: whether `body` is the complete body."""
 
     head: Head
     body: bytes
@@ -54,14 +58,14 @@ class Answer:
 
 
 BodyBytes = Callable[[Head], int | None]
-"""How much of a body to read: None all of it, where more than the caps is an error; a number: so many bytes are enough,
-and none will do.
+"""Function that returns how many bytes of a body to read. None: the whole body, and a body over the limits is an
+error. A number: at most so many bytes, and an empty body is accepted.
 """
 
 
 @dataclass(frozen=True)
 class Route:
-    """How a request travels: to which judged addresses of its target, and what that may cost."""
+    """Route of a request: the checked addresses of its target, the limits, the deadline, and the TLS context."""
 
     addresses: Sequence[Address]
     limits: FetchLimits
@@ -70,8 +74,11 @@ class Route:
 
 
 def exchange(request: Request, route: Route, body_bytes: BodyBytes) -> Answer:
-    """Connect, send and read. Raises ToolFailure: NETWORK_ERROR, TIMEOUT, FILE_TOO_LARGE, SECURITY_REFUSED."""
-    # In a thread of its own: a call is interrupted by an exception in the main thread, which an event loop could lose.
+    """Connect, send the request and read the response. Raises ToolFailure: NETWORK_ERROR, TIMEOUT, FILE_TOO_LARGE,
+    SECURITY_REFUSED.
+    """
+    # The event loop runs in its own thread. An exception in the main thread interrupts a call, and an event loop in
+    # the main thread could lose this exception.
     with start_blocking_portal(name="http") as portal:
         return portal.call(_exchange, request, route, body_bytes)
 
@@ -86,21 +93,24 @@ async def _exchange(request: Request, route: Route, body_bytes: BodyBytes) -> An
         except (ToolFailure, httpcore2.RemoteProtocolError):
             if wanted is None:
                 raise
-            # The status is the answer. A failure of its body would only hide it.
+            # The status is the result. A failure while reading the body would only hide the status.
             return Answer(response.head, b"", is_whole=False)
 
 
 @dataclass(frozen=True)
 class Response:
-    """An answer whose body has yet to be read."""
+    """A response whose body is not read yet."""
 
     head: Head
     stream: AsyncIterable[bytes]
     limits: FetchLimits
 
     async def pieces(self) -> AsyncGenerator[bytes]:
-        """The body, unpacked and bounded. Raises ToolFailure, and httpcore2.RemoteProtocolError for `open_response`."""
-        # Not by httpx's decoders: they take half of a gzip body for the whole, and do not compare sizes.
+        """Yield the body, decompressed and bounded. Raises ToolFailure; also httpcore2.RemoteProtocolError, which
+        `open_response` translates.
+        """
+        # The decoders of httpx are not used: they accept a truncated gzip body as complete, and do not limit the
+        # decompressed size.
         decoder = BodyDecoder(self.head.headers.get("content-encoding", ""), self.limits)
         async for data in self.stream:
             for piece in decoder.feed(data):
@@ -110,7 +120,9 @@ class Response:
 
 @asynccontextmanager
 async def open_response(request: Request, route: Route) -> AsyncIterator[Response]:
-    """Connect, send and read the head. Raises ToolFailure as `exchange` does, also for what goes wrong within."""
+    """Connect, send the request and read the head. Raises ToolFailure as `exchange` does, also for errors inside the
+    `async with` block.
+    """
     target, limits = request.target, route.limits
     headers = {
         "Host": target.authority,
@@ -121,7 +133,7 @@ async def open_response(request: Request, route: Route) -> AsyncIterator[Respons
     }
     if request.body:
         headers["Content-Length"] = str(len(request.body))
-    # In parts: no second parser reads the URL.
+    # The URL is passed in parts, so no second parser can read it differently.
     url = httpcore2.URL(scheme=target.scheme, host=target.host, port=target.port, target=target.path)
     backend = JudgedBackend(target, route.addresses, limits, route.deadline)
     try:
@@ -136,7 +148,7 @@ async def open_response(request: Request, route: Route) -> AsyncIterator[Respons
     except httpcore2.RemoteProtocolError as error:
         raise _translate(error, target.host, limits) from None
     except (httpcore2.LocalProtocolError, UnicodeError):
-        # Its words would repeat the header's value, which may be a key.
+        # The message of the library would repeat the value of the header, which may be a key.
         raise ToolFailure(
             ErrorCode.INTERNAL, f"the request to {target.host} has a header that HTTP does not allow"
         ) from None
@@ -156,7 +168,7 @@ def _parse_head(response: httpcore2.Response, host: str, limits: FetchLimits) ->
 
 
 async def read_body(response: Response, wanted: int | None) -> Answer:
-    """As much of the body as is `wanted`, by the meaning of BodyBytes. Raises ToolFailure."""
+    """Read the body. `wanted`: the number of bytes, as BodyBytes defines. Raises ToolFailure."""
     head, limits = response.head, response.limits
     length = head.headers.get("content-length", "")
     if wanted is None and length.isdecimal() and int(length[:20]) > limits.wire_bytes:
@@ -171,7 +183,9 @@ async def read_body(response: Response, wanted: int | None) -> Answer:
 
 
 def _translate(error: httpcore2.RemoteProtocolError, host: str, limits: FetchLimits) -> ToolFailure:
-    """The parser's complaint in words of ours: its own may repeat what the server sent."""
+    """Return the failure for an error of the HTTP parser. The parser's own message is not used: it may repeat text of
+    the server.
+    """
     words = str(error)
     if "Receive buffer too long" in words:
         return header_flood(host, limits)

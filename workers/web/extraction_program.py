@@ -1,9 +1,9 @@
-"""A program of its own: HTML on standard input, its text as JSON on standard output. Hostile pages are parsed here and
-nowhere else.
+"""A standalone program: reads HTML on standard input and writes its text as JSON on standard output. Hostile pages
+are parsed only in this process, so an attack on a parser does not reach the worker.
 
-Input: a line of JSON `{"format": "markdown" | "text", "url": ..., "method": "main" | "plain", "cpu_s": ...}`, then the
-page in UTF-8. Output: `{"title": ..., "text": ..., "is_main": ..., "is_too_deep": ..., "whole_chars": ...}`. It is run
-by its path, without an environment; it imports none of ours.
+Input: a line of JSON `{"format": "markdown" | "text", "url": ..., "method": "main" | "plain", "cpu_s": ...}`, then
+the page in UTF-8. Output: `{"title": ..., "text": ..., "is_main": ..., "is_too_deep": ..., "whole_chars": ...}`. The
+worker starts the program by its path, without environment variables. The program imports no module of this project.
 """
 
 import contextlib
@@ -20,10 +20,11 @@ from html.parser import HTMLParser
 from typing import Any
 
 MEMORY_BYTES = 256 * 1024 * 1024
-"""A page that can be read within the CPU time takes up to 190 MiB; one such program may run beside every call."""
+"""Memory limit. A page that can be read within the CPU time needs up to 190 MiB. Every call may run one such program.
+"""
 OUTPUT_BYTES = 24 * 1024 * 1024
 SHORT_CHARS = 250
-"""A main part shorter than this is doubted where the whole page has more than twice as much."""
+"""A main part shorter than this is rejected if the whole page has more than twice as much text."""
 
 _BLOCKS = frozenset(
     re.findall(
@@ -33,7 +34,8 @@ _BLOCKS = frozenset(
     )
 )
 _HIDDEN = frozenset(("script", "style", "template", "svg", "iframe", "object"))
-# Landlock's system calls, which have these numbers everywhere, and what it can forbid, by its versions.
+# System calls of Landlock, whose numbers are the same on every architecture, and the rights that each version can
+# forbid.
 _CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446
 _ASK_VERSION, _BENEATH_PATH, _PR_SET_NO_NEW_PRIVS = 1, 1, 38
 _READ_FILES = 0b1100
@@ -43,7 +45,9 @@ _HEADINGS = {f"h{n}": "#" * n + " " for n in range(1, 7)}
 
 
 class PlainReader(HTMLParser):
-    """All visible text of a page, whatever its tags: iterative, so no depth is too deep."""
+    """Parser that collects all visible text of a page. The parser is iterative, so deep nesting cannot exhaust the
+    stack.
+    """
 
     def __init__(self, is_markdown: bool) -> None:
         super().__init__(convert_charrefs=True)
@@ -55,8 +59,8 @@ class PlainReader(HTMLParser):
         self._in_title = False
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        # The first only, and up to the next tag: pictures have titles of their own, and one that is not closed is not
-        # the whole page.
+        # Only the first title counts, and only up to the next tag. Embedded pictures have titles of their own, and an
+        # unclosed title must not contain the whole page.
         self._in_title = tag == "title" and self._hidden is None and not self._title
         if self._hidden is not None:
             self._hidden_depth += tag == self._hidden
@@ -101,11 +105,13 @@ def read_plain(page: str, is_markdown: bool) -> PlainReader:
 
 
 def read_main(page: str, url: str, kind: str) -> tuple[str | None, bool]:
-    """The main part, None when none was found; and whether the parser gave up on what was nested too deep."""
+    """Return the main part, or None if no main part was found; and whether the parser stopped because of deep
+    nesting.
+    """
     import trafilatura
     from lxml import etree, html
 
-    # The parser's own bound on depth, 256, holds: `huge_tree` stays off.
+    # `huge_tree` stays off to keep the parser's own depth limit of 256.
     parser = html.HTMLParser(encoding="utf-8", no_network=True, huge_tree=False)
     tree = html.document_fromstring(page.encode("utf-8"), parser=parser)
     if any(entry.type == etree.ErrorTypes.ERR_RESOURCE_LIMIT or "depth" in entry.message for entry in parser.error_log):
@@ -127,7 +133,8 @@ def extract(order: dict[str, Any], page: str) -> dict[str, Any]:
     plain = read_plain(page, is_markdown)
     whole, main, is_too_deep = plain.text(), None, False
     if order["method"] == "main" and whole:
-        # What a hostile page breaks in the parsers ends this program: whoever ran it asks for the plain reading then.
+        # A hostile page may crash the parsers and end this program. The worker then runs the program again with
+        # method `plain`.
         main, is_too_deep = read_main(page, order["url"], "markdown" if is_markdown else "txt")
     is_main = main is not None and bool(main.strip()) and not (len(main) < SHORT_CHARS and len(whole) > 2 * len(main))
     return {
@@ -148,17 +155,19 @@ def limit_resources(cpu_s: int) -> None:
         (resource.RLIMIT_NOFILE, 64),
     ):
         resource.setrlimit(what, (most, most))
-    # Should whoever runs it be gone: nobody else would end it.
+    # The alarm ends this program even if the worker that started it dies.
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.alarm(cpu_s + 1)
-    # Where memory runs out it is this program that goes, not the worker beside it; some runtimes do not let it say so.
+    # If memory runs out, the kernel must kill this program and not the worker. Some runtimes refuse this setting.
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as score:
         score.write("1000")
 
 
 def confine() -> bool:
-    """From here on nothing is opened but what Python imports, no server connected to, no other process signalled or
-    looked into: the worker's environment stands in its /proc. Whether the kernel has Landlock and did so."""
+    """Confine this process with Landlock; return whether the kernel did so. Afterwards the process can open only
+    files that Python imports, cannot connect to servers, and cannot signal or inspect other processes. The last point
+    matters because /proc of the worker shows the worker's environment.
+    """
     libc = ctypes.CDLL(None)
     version = libc.syscall(_CREATE_RULESET, None, 0, _ASK_VERSION)
     if version < 1:
@@ -181,7 +190,7 @@ def main() -> int:
     order = json.loads(sys.stdin.buffer.readline(65536))
     limit_resources(int(order["cpu_s"]))
     if order["method"] == "main":
-        # With its libraries, which lie anywhere.
+        # Import before the confinement: the shared libraries can be in any folder.
         importlib.import_module("trafilatura")
     confine()
     page = sys.stdin.buffer.read().decode("utf-8", "replace")

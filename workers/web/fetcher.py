@@ -1,5 +1,5 @@
-"""A URL to a page: parse, judge, look up, judge, connect, ask; again for each redirect. From the cache where it has
-it.
+"""Fetching of a URL: parse, check, resolve, check the addresses, connect, send. Every redirect repeats all steps.
+Fresh pages come from the cache.
 """
 
 import ssl
@@ -24,8 +24,8 @@ _REDIRECTS = frozenset({301, 302, 303, 307, 308})
 
 @dataclass(frozen=True)
 class Fetched:
-    """A page, and whether it was `kept` before (`cache`), confirmed by its server (`revalidated`), or fetched
-    (`network`).
+    """A page and its `source`: `cache` (stored and fresh), `revalidated` (stored and confirmed by the server) or
+    `network`.
     """
 
     page: Page
@@ -40,7 +40,7 @@ class _Hop:
 
 
 class Fetcher:
-    """Fetches for every tenant alike; nothing but the cache outlives a call: no connection, no cookie."""
+    """Fetcher of pages for all tenants. Only the cache outlives a call; connections and cookies do not."""
 
     def __init__(
         self,
@@ -53,7 +53,7 @@ class Fetcher:
         tls: ssl.SSLContext | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """`per_minute`: fetches of one tenant; those that the cache serves do not count."""
+        """Create the fetcher. `per_minute`: limit of fetches per tenant; pages from the cache do not count."""
         self._resolver = resolver
         self._rules = rules
         self._store = store
@@ -63,13 +63,13 @@ class Fetcher:
         self._clock = clock
 
     def fetch(self, tenant: str, url: str, deadline: Deadline, *, reads_on: bool = False) -> Fetched:
-        """The page at `url`, whatever its status. `reads_on`: the call continues an earlier one and wants the same
-        page.
+        """Return the page at `url`, with any status. `reads_on`: the call continues an earlier call and needs the
+        same page.
 
         Raises ToolFailure: INVALID_ARGUMENTS, SECURITY_REFUSED, NETWORK_ERROR, TIMEOUT, FILE_TOO_LARGE.
         """
         target = parse_url(url)
-        # Before the cache is looked at: what the operator has closed since is not served from there either.
+        # This check comes before the cache lookup: a host that the operator has closed is not served from the cache.
         self._rules.check_target(target)
         kept = self._store.take(tenant, target.url)
         if kept is not None and not self._still_allowed(kept):
@@ -92,7 +92,9 @@ class Fetcher:
             raise refused(f"more than {self._per_minute} pages were fetched within a minute; go on in the next one")
 
     def _still_allowed(self, kept: Page) -> bool:
-        """The operator may have closed a host since."""
+        """Return whether the rules still allow the final URL of a stored page. The operator may have closed the host
+        since.
+        """
         try:
             self._rules.check_target(parse_url(kept.final_url))
         except ToolFailure:
@@ -125,7 +127,7 @@ class Fetcher:
             redirects = (*redirects, target.url)
 
     def _redirected(self, base: Target, location: str) -> Target:
-        """Where a redirect leads; it is judged as if it had been asked for. Raises ToolFailure(SECURITY_REFUSED)."""
+        """Return the target of a redirect, checked like a requested URL. Raises ToolFailure(SECURITY_REFUSED)."""
         try:
             target = parse_location(base, _as_utf8(location))
             if base.scheme == "https" and target.scheme == "http":
@@ -138,7 +140,7 @@ class Fetcher:
         addresses = [target.literal] if target.literal is not None else []
         addresses = addresses or list(self._resolver.resolve(target.host, deadline, self._limits.resolve_s))
         self._rules.check_addresses(target, addresses)
-        # Made anew for each hop: nothing that was said to one origin is said to the next.
+        # Every hop gets a new request, so no header for one origin reaches the next origin.
         request = Request(target, headers={"Accept": ACCEPT, **_conditions(target, kept)})
         return exchange(request, Route(addresses, self._limits, deadline, self._tls), self._body_bytes)
 
@@ -174,7 +176,7 @@ class Fetcher:
 
 
 def _of_redirect(base: Target, failure: ToolFailure) -> ToolFailure:
-    """The failure of where `base` redirected to. A URL that is none is not the caller's to mend there."""
+    """Return the failure of a redirect from `base`. An invalid URL there is refused: the caller cannot fix it."""
     code = ErrorCode.SECURITY_REFUSED if failure.code is ErrorCode.INVALID_ARGUMENTS else failure.code
     return ToolFailure(
         code, f"{base.host} redirects, and {failure.message}", **{**failure.metadata, "redirected_by": base.url}
@@ -182,7 +184,7 @@ def _of_redirect(base: Target, failure: ToolFailure) -> ToolFailure:
 
 
 def _conditions(target: Target, kept: Page | None) -> dict[str, str]:
-    """Only the URL that gave a page is asked whether it has changed."""
+    """Return the conditional headers. Only the URL that delivered the stored page gets them."""
     if kept is None or target.url != kept.final_url:
         return {}
     conditions = {"If-None-Match": kept.etag, "If-Modified-Since": kept.last_modified}

@@ -1,4 +1,4 @@
-"""What one call may cost: sizes in bytes, durations in seconds, and one wall clock over all of them."""
+"""Limits of one call: sizes in bytes, durations in seconds, and one deadline over all steps."""
 
 import time
 from collections.abc import Callable
@@ -12,7 +12,7 @@ MIB = 1024 * KIB
 
 @dataclass(frozen=True)
 class FetchLimits:
-    """The caps of one exchange. The total is the call's own limit, see Deadline."""
+    """Limits of one exchange. The total time is the limit of the call, see Deadline."""
 
     resolve_s: float = 3.0
     connect_s: float = 5.0
@@ -20,23 +20,23 @@ class FetchLimits:
     first_byte_s: float = 10.0
     rate_window_s: float = 10.0
     min_rate: float = 1024.0
-    """Bytes a second that must come, on the average of every window after the first byte."""
+    """Minimum rate in bytes per second, as the average of every window after the first byte."""
     header_bytes: int = 64 * KIB
     header_lines: int = 100
     wire_bytes: int = 5_000_000
-    """Of a body as it comes, its framing included."""
+    """Limit of a body on the wire, with its framing."""
     decoded_bytes: int = 10_000_000
     ratio: int = 100
-    """How many times its size a body may unpack to."""
+    """Maximum ratio of the decompressed size to the compressed size."""
     ratio_floor_bytes: int = 64 * KIB
-    """Below this much unpacked text the ratio does not count: an empty table packs well."""
+    """The ratio applies only above this decompressed size: an empty table compresses well."""
     error_body_bytes: int = 64 * KIB
-    """Of the body of an answer that is an error, as much is read."""
+    """Limit of the bytes that are read from the body of an error response."""
     redirects: int = 5
 
 
 class Deadline:
-    """`total_s` from now, by a clock that nobody sets: redirects, name lookups and parsing all count."""
+    """Deadline at `total_s` seconds from now, on a monotonic clock. Redirects, name lookups and parsing all count."""
 
     def __init__(self, total_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -47,8 +47,8 @@ class Deadline:
         return self._clock()
 
     def left(self, doing: str, at_most: float | None = None) -> float:
-        """Seconds for a wait, more than 0 and at most `at_most`. Raises ToolFailure(TIMEOUT) that says what it was
-        `doing`.
+        """Return the seconds for a wait: more than 0 and at most `at_most`. Raises ToolFailure(TIMEOUT): when the
+        deadline has passed; the message names the step `doing`.
         """
         left = self._until - self._clock()
         if left <= 0:
@@ -56,7 +56,7 @@ class Deadline:
         return left if at_most is None else min(left, at_most)
 
     def is_within(self, seconds: float) -> bool:
-        """Whether a wait of so long would still end before it."""
+        """Return whether a wait of `seconds` ends before the deadline."""
         return self._clock() + seconds < self._until
 
     def passed(self, doing: str) -> ToolFailure:

@@ -1,4 +1,4 @@
-"""Content-Type headers: what kind of content they announce."""
+"""Kinds of content that Content-Type headers announce."""
 
 import re
 from email.message import Message
@@ -26,8 +26,8 @@ UNKNOWN = "application/octet-stream"
 
 
 def media_type(header: str) -> str:
-    """`type/subtype` in lower case, safe to show. A page without a type is taken for HTML, as browsers do; a broken one
-    for bytes.
+    """Return `type/subtype` in lower case, safe to display. A missing type means HTML, as in browsers; an invalid
+    type means bytes.
     """
     name = header.partition(";")[0].strip().lower()
     if not name:
@@ -36,7 +36,7 @@ def media_type(header: str) -> str:
 
 
 def declared_charset(header: str) -> str | None:
-    """The charset parameter; None when there is none."""
+    """Return the charset parameter; None if the header has no charset."""
     message = Message()
     message["content-type"] = header.replace("\r", "").replace("\n", "")
     charset = message.get_param("charset")
@@ -52,7 +52,7 @@ def is_json(name: str) -> bool:
 
 
 def reads_as_text(name: str) -> bool:
-    """Whether the body is worth reading: everything else is told by type and size only."""
+    """Return whether the body is text. Other bodies are not read; only their type and size are reported."""
     return (
         name.startswith("text/")
         or is_html(name)

@@ -1,5 +1,5 @@
-"""HTML to readable text, in a process that may die of it: no environment, nothing to reach, bounded memory, time and
-output.
+"""Conversion of HTML to readable text in a separate process. A hostile page can crash only this process, which has no
+environment variables and bounded memory, time and output. With Landlock it also has no network.
 """
 
 import json
@@ -18,7 +18,7 @@ from contract.errors import ErrorCode, ToolFailure
 from workers.web.limits import Deadline
 
 PARSE_S = 6.0
-"""For one run of the program; its CPU time is bounded alike."""
+"""Time limit of one run of the program, in seconds. The CPU time has the same limit."""
 MAX_TEXT_BYTES = 24 * 1024 * 1024
 _PROGRAM = Path(__file__).with_name("extraction_program.py")
 
@@ -26,7 +26,7 @@ TextFormat = Literal["markdown", "text"]
 
 
 class _Told(BaseModel):
-    """What the program says. It has read a hostile page: only these fields, of these types."""
+    """Output of the program. The program has read a hostile page, so only these fields of these types are accepted."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
@@ -39,7 +39,7 @@ class _Told(BaseModel):
 
 @dataclass(frozen=True)
 class Extracted:
-    """`note`: what a reader must know of how the text came about."""
+    """Text of a page. `note`: a fact about the extraction that the reader must know."""
 
     title: str
     text: str
@@ -47,13 +47,15 @@ class Extracted:
 
 
 class Extractor:
-    """Runs the program: for the main part, and where that fails for the whole page in a plain way."""
+    """Runs the extraction program. If the search for the main part fails, the text of the whole page is used."""
 
     def __init__(self, parse_s: float = PARSE_S) -> None:
         self._parse_s = parse_s
 
     def extract(self, html: str, url: str, kind: TextFormat, deadline: Deadline) -> Extracted:
-        """The main part if there is one. Raises ToolFailure as extract_plain does."""
+        """Return the main part, or the whole text if no main part is found. Raises ToolFailure as
+        extract_plain does.
+        """
         told = self._run(html, url, kind, "main", deadline)
         if told is None:
             return self.extract_plain(
@@ -66,8 +68,8 @@ class Extractor:
         return Extracted(told.title, told.text, _note(told))
 
     def extract_plain(self, html: str, url: str, kind: TextFormat, deadline: Deadline, note: str = "") -> Extracted:
-        """All text. Raises ToolFailure: TIMEOUT past the deadline, FILE_TOO_LARGE when the page cannot be read within
-        the limits.
+        """Return all text of the page. Raises ToolFailure: TIMEOUT past the deadline, FILE_TOO_LARGE when the page
+        cannot be read within the limits.
         """
         told = self._run(html, url, kind, "plain", deadline)
         if told is None:
@@ -79,10 +81,11 @@ class Extractor:
         return Extracted(told.title, told.text, note)
 
     def _run(self, html: str, url: str, kind: TextFormat, method: str, deadline: Deadline) -> _Told | None:
-        """None when the program died, or said what it may not say."""
+        """Run the program; return None if the program died or wrote invalid output."""
         limit_s = deadline.left("reading the page", self._parse_s)
         order = {"format": kind, "url": url, "method": method, "cpu_s": max(1, round(self._parse_s))}
-        # Files in memory, not pipes: neither side can make the other wait, and what may be written is bounded.
+        # Files in memory replace pipes: neither process can block the other, and the program limits the size of its
+        # output.
         with _open_memory("page") as given, _open_memory("text") as taken:
             given.write(json.dumps(order).encode() + b"\n" + html.encode("utf-8", "replace"))
             given.seek(0)
@@ -111,7 +114,9 @@ def _open_memory(name: str) -> BinaryIO:
 
 
 def _finishes(argv: list[str], stdin: int, stdout: int, limit_s: float) -> bool:
-    """Whether the program ended well in time. It and what it started are gone afterwards."""
+    """Run the program and return whether it succeeded in time. Afterwards the program and its
+    children no longer run.
+    """
     process = None
     try:
         process = subprocess.Popen(
@@ -132,9 +137,9 @@ def _finishes(argv: list[str], stdin: int, stdout: int, limit_s: float) -> bool:
         finally:
             os.close(ended)
     finally:
-        # An interrupted call may leave a program that was just started: it ends by its own alarm.
+        # An interrupt inside Popen can leave a program without a handle. Such a program ends by its own alarm.
         if process is not None:
-            # Its group, while its number is still held: nothing it left behind goes on.
+            # Kill the process group before `wait` frees its number. No child of the program survives.
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
     return process.returncode == 0

@@ -1,4 +1,4 @@
-"""Names to addresses, once a request, within a limit."""
+"""Name resolution: one bounded lookup per request."""
 
 import ipaddress
 import queue
@@ -15,19 +15,21 @@ MAX_LOOKUPS = 8
 
 
 class Resolver(Protocol):
-    """Who knows the addresses of a name."""
+    """Source of the addresses of a name."""
 
     def resolve(self, host: str, deadline: Deadline, limit_s: float) -> tuple[Address, ...]:
-        """Every address of `host`, IPv4 and IPv6, at least one and at most MAX_ANSWERS.
+        """Return every address of `host`, IPv4 and IPv6: at least one and at most MAX_ANSWERS.
 
-        Raises ToolFailure: NETWORK_ERROR when there is none or there are too many, TIMEOUT past `limit_s` or the
+        Raises ToolFailure: NETWORK_ERROR when there are no addresses or too many, TIMEOUT past `limit_s` or the
         deadline.
         """
         ...
 
 
 class SystemResolver:
-    """Asks the system's resolver, in a thread of its own: the call cannot be interrupted."""
+    """Resolver of the operating system. Each lookup runs in its own thread, because the system call cannot be
+    interrupted.
+    """
 
     def __init__(self, max_lookups: int = MAX_LOOKUPS) -> None:
         self._max_lookups = max_lookups
@@ -35,7 +37,8 @@ class SystemResolver:
 
     def resolve(self, host: str, deadline: Deadline, limit_s: float) -> tuple[Address, ...]:
         limit_s = deadline.left(f"looking up {host}", limit_s)
-        # A thread lives as long as the system's resolver waits: a slow name server must not pile them up.
+        # A thread lives until the system's resolver returns. The limit prevents a slow name server from filling the
+        # process with threads.
         self._lookups = [lookup for lookup in self._lookups if lookup.is_alive()]
         if len(self._lookups) >= self._max_lookups:
             raise _failed(ErrorCode.TIMEOUT, f"DNS: too many lookups are under way to look up {host}; try again later")
@@ -65,7 +68,7 @@ def _look_up(host: str, answer: "queue.SimpleQueue[list[str] | OSError]") -> Non
 
 
 def parse_answers(host: str, answers: list[str]) -> tuple[Address, ...]:
-    """The addresses of a lookup, each once, in order. Raises ToolFailure as Resolver says."""
+    """Return the addresses of a lookup, in order, without duplicates. Raises ToolFailure as Resolver does."""
     try:
         addresses = tuple(dict.fromkeys(ipaddress.ip_address(answer) for answer in answers))
     except ValueError:

@@ -1,4 +1,4 @@
-"""The web tools as their worker registers them, put together from settings."""
+"""The web tools, built from the settings of the worker."""
 
 from collections.abc import Callable
 from typing import TypeGuard
@@ -25,7 +25,7 @@ from workers.web.webfetch import build_webfetch
 from workers.web.websearch import build_websearch
 
 WEB_PORTS = frozenset({80, 443})
-"""TOOLCREW_WEBFETCH_ALLOW_HOSTS allows another port of one host."""
+"""Ports that are open by default. TOOLCREW_WEBFETCH_ALLOW_HOSTS allows another port of one host."""
 TAVILY_URL = "https://api.tavily.com"
 BRAVE_URL = "https://api.search.brave.com"
 EXA_URL = "https://api.exa.ai"
@@ -38,14 +38,14 @@ def _is_set(secret: SecretStr | None) -> TypeGuard[SecretStr]:
 def build_web_tools(
     settings: WebSettings, cache: PageStore, resolver: Resolver | None = None
 ) -> tuple[WorkerTool, ...]:
-    """Build webfetch_tool and websearch_tool. Raises ConfigError for an invalid address of a search service."""
+    """Return webfetch_tool and websearch_tool. Raises ConfigError: for an invalid address of a search service."""
     resolver = resolver or SystemResolver()
     fetcher = Fetcher(resolver, build_egress_rules(settings), cache, per_minute=settings.webfetch_per_minute)
     return build_webfetch(fetcher), build_websearch(build_providers(settings, resolver))
 
 
 def build_egress_rules(settings: WebSettings) -> EgressRules:
-    """Where webfetch_tool may go by these settings."""
+    """Return the rules for the hosts and addresses that webfetch_tool may reach."""
     return EgressRules(
         addresses=AddressRules(settings.refuse_ranges, settings.nat64_prefix),
         ports=WEB_PORTS,
@@ -55,7 +55,7 @@ def build_egress_rules(settings: WebSettings) -> EgressRules:
 
 
 def build_providers(settings: WebSettings, resolver: Resolver) -> tuple[SearchProvider, ...]:
-    """Return the configured search services: the operator's own first. Raises ConfigError."""
+    """Return the configured search services, with the operator's own instance first. Raises ConfigError."""
     tls = build_tls()
 
     def with_key(

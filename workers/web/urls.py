@@ -1,4 +1,8 @@
-"""One strict parser of URLs: whatever two parsers could read differently is refused."""
+"""A strict URL parser. Text that two parsers could read differently is refused.
+
+Invariant: the host that is checked is the host that is contacted. Attackers use URLs that a checking parser and a
+connecting parser read differently, so only one parser exists, and only one spelling of an address is accepted.
+"""
 
 import ipaddress
 import re
@@ -21,17 +25,17 @@ _LABEL = re.compile(r"(?!-)[a-z0-9_\-]{1,63}(?<!-)")
 _NUMBER = re.compile(r"[0-9]+|0x[0-9a-f]*")
 _PORT = re.compile(r"[1-9][0-9]{0,4}")
 _DOTS = str.maketrans({"\u3002": ".", "\uff0e": ".", "\uff61": "."})
-# Separators, controls, invisible and unassigned characters, half surrogate pairs.
+# Separators, control characters, invisible and unassigned characters, and lone surrogates.
 _UNSAFE_CATEGORIES = frozenset({"Cc", "Cf", "Cs", "Cn", "Co", "Zs", "Zl", "Zp"})
 _KEPT = "!#$%&'()*+,-./:;=?@[]_~"
 
 
 @dataclass(frozen=True)
 class Target:
-    """Where a request goes. `host`: ASCII, lower case, without a dot at the end; `literal`: the host when it is an
+    """Destination of a request. `host`: lower-case ASCII without a final dot. `literal`: the host, if the host is an
     address.
 
-    `path`: path and query, ASCII, begins with a slash.
+    `path`: path and query in ASCII; starts with a slash.
     """
 
     scheme: Literal["http", "https"]
@@ -42,7 +46,7 @@ class Target:
 
     @property
     def authority(self) -> str:
-        """What the Host header says."""
+        """Return the value of the Host header."""
         host = f"[{self.host}]" if isinstance(self.literal, ipaddress.IPv6Address) else self.host
         return host if self.port == DEFAULT_PORTS[self.scheme] else f"{host}:{self.port}"
 
@@ -56,13 +60,13 @@ class Target:
 
 
 def parse_url(text: str) -> Target:
-    """The target of an absolute URL; a fragment is dropped.
+    """Parse an absolute URL and drop its fragment.
 
-    Raises ToolFailure: INVALID_ARGUMENTS for what is no URL, SECURITY_REFUSED for what is one and is not fetched.
+    Raises ToolFailure: INVALID_ARGUMENTS for text that is not a URL, SECURITY_REFUSED for a URL that is not allowed.
     """
     _check_characters(text)
     match = _SCHEME.match(text)
-    # No scheme has a dot: it is a host with its port.
+    # No scheme that is fetched contains a dot: this is a host with a port.
     if match is None or "." in match[1]:
         raise _invalid("it must begin with http:// or https://")
     scheme = match[1].lower()
@@ -80,8 +84,8 @@ def parse_url(text: str) -> Target:
 
 
 def parse_location(base: Target, location: str) -> Target:
-    """Where a redirect from `base` leads. Raises as parse_url does."""
-    # Before anything joins it: the standard library drops tabs and line ends without a word.
+    """Return the target of a redirect from `base`. Raises ToolFailure as parse_url does."""
+    # This check comes before urljoin, because the standard library silently drops tabs and line ends.
     _check_characters(location)
     return parse_url(location if _SCHEME.match(location) else urljoin(base.url, location))
 
@@ -98,7 +102,7 @@ def _split(rest: str) -> tuple[str, str]:
     end = re.search(r"[/?#]", rest)
     authority = rest if end is None else rest[: end.start()]
     path = rest[len(authority) :].partition("#")[0]
-    # What is not ASCII goes as UTF-8; what is already encoded stays.
+    # Non-ASCII characters are percent-encoded as UTF-8. Existing percent-encoding is unchanged.
     return authority, quote(path if path.startswith("/") else "/" + path, safe=_KEPT)
 
 
@@ -124,7 +128,7 @@ def _parse_port(text: str, scheme: str) -> int:
 
 
 def _parse_ipv6(text: str) -> Address:
-    """Only the one spelling of RFC 5952: what is converted here may be converted otherwise elsewhere."""
+    """Parse an IPv6 address in the spelling of RFC 5952. Another parser might read any other spelling differently."""
     try:
         address = ipaddress.IPv6Address(text)
     except ValueError:
@@ -169,5 +173,5 @@ def _invalid(why: str) -> ToolFailure:
 
 
 def refused(why: str) -> ToolFailure:
-    """The refusal of a URL for what it leads to."""
+    """Return the failure for a URL whose destination is refused."""
     return ToolFailure(ErrorCode.SECURITY_REFUSED, f"the url is refused: {why}")

@@ -1,4 +1,4 @@
-"""webfetch_tool: a page of the web as text, part by part."""
+"""webfetch_tool: returns a web page as text, in parts."""
 
 import json
 from typing import Any
@@ -57,7 +57,7 @@ WEBFETCH_SPEC = ToolSpec(
 
 
 def build_webfetch(fetcher: Fetcher, extractor: Extractor | None = None) -> WorkerTool:
-    """The tool over one way to the web."""
+    """Return the tool for a fetcher."""
     reader = extractor or Extractor()
 
     def handler(arguments: dict[str, Any], environment: ToolEnvironment) -> Outcome:
@@ -95,7 +95,7 @@ def _build_part(fetched: Fetched, document: Document, start: int, max_chars: int
         if end < total
         else f"end of page: {total} characters"
     )
-    # Its earlier parts were of a copy that is gone, or was never kept.
+    # The copy of the earlier parts has expired, or was never stored.
     anew = (
         ("the page was fetched anew for this part: it may differ from the parts before",)
         if start and fetched.source == "network"
@@ -107,7 +107,7 @@ def _build_part(fetched: Fetched, document: Document, start: int, max_chars: int
 def _head(page: Page, document: Document) -> str:
     kind = document.media_type if document.charset is None else f"{document.media_type}; charset={document.charset}"
     lines = [f"url: {page.url}", f"final url: {page.final_url}", f"status: {page.phrase}", f"type: {kind}"]
-    # Quoted: a title is the page's, and must not look like a line of ours.
+    # The title is quoted: a page must not be able to imitate a line of the tool's own output.
     lines.append(f"title: {json.dumps(document.title, ensure_ascii=False)}" if document.title else "title: (none)")
     if _authority(page.url) != _authority(page.final_url):
         lines.append(f"[redirected to another host: {' -> '.join([page.url, *page.redirects])}]")

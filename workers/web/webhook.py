@@ -1,4 +1,4 @@
-"""webhook.send: posts a notice to a URL of a tenant, by the same rules as the pages that are fetched."""
+"""webhook.send: posts a notice to a URL of a tenant. The rules of webfetch_tool apply."""
 
 import ssl
 from typing import Any
@@ -37,7 +37,7 @@ WEBHOOK_SPEC = ToolSpec(
 def build_webhook(
     resolver: Resolver, rules: EgressRules, limits: FetchLimits | None = None, tls: ssl.SSLContext | None = None
 ) -> WorkerTool:
-    """Build the tool. Redirects are not followed, and the body of the answer is not read."""
+    """Return the tool. Redirects are not followed, and the body of the response is not read."""
     bounds, context = limits or FetchLimits(), tls or build_tls()
 
     def handler(arguments: dict[str, Any], environment: ToolEnvironment) -> Outcome:

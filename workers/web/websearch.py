@@ -1,4 +1,4 @@
-"""websearch_tool: links and summaries from the first configured search service that answers."""
+"""websearch_tool: returns links and summaries from the first configured search service that answers."""
 
 import re
 from collections.abc import Sequence
@@ -18,9 +18,9 @@ NEEDS_CONFIGURATION = (
     "or configure a SearXNG url (TOOLCREW_SEARXNG_URL)"
 )
 MIN_ATTEMPT_S = 0.5
-"""With less time left no further service is asked."""
+"""Minimum time in seconds to try another service."""
 MIN_SHARE_S = 5.0
-"""What an attempt gets at least of the time that is left, when there is so much."""
+"""Minimum share of an attempt in seconds, if so much time remains."""
 
 _DOMAIN = re.compile(r"(?=.{1,253}$)([a-z0-9]([a-z0-9\-]{0,61}[a-z0-9])?\.)+[a-z0-9\-]{2,63}")
 _DOMAINS = {
@@ -57,7 +57,9 @@ WEBSEARCH_SPEC = ToolSpec(
 
 
 def build_websearch(providers: Sequence[SearchProvider]) -> WorkerTool:
-    """The tool over the configured providers, asked in this order; with none, every call says what to configure."""
+    """Return the tool for the configured providers, in order. Without providers, every call reports what to
+    configure.
+    """
 
     def handler(arguments: dict[str, Any], environment: ToolEnvironment) -> Outcome:
         if not providers:
@@ -76,7 +78,7 @@ def build_websearch(providers: Sequence[SearchProvider]) -> WorkerTool:
 
 
 def _parse_words(given: str) -> str:
-    """The query on one line. Raises ToolFailure(INVALID_ARGUMENTS)."""
+    """Return the query on one line. Raises ToolFailure(INVALID_ARGUMENTS)."""
     words = " ".join(given.split())
     if not words:
         raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, "websearch_tool: the query has no words; say what to search for")
@@ -89,7 +91,9 @@ def _parse_words(given: str) -> str:
 
 
 def _parse_domains(given: list[str]) -> tuple[str, ...]:
-    """Raises ToolFailure(INVALID_ARGUMENTS) for what would be more than a domain in a provider's query."""
+    """Return the domains, normalized. Raises ToolFailure(INVALID_ARGUMENTS): for text that a provider's query would
+    not read as a domain.
+    """
     domains = tuple(dict.fromkeys(domain.strip().lower().removeprefix("*.").removesuffix(".") for domain in given))
     for domain in domains:
         if not _DOMAIN.fullmatch(domain):
@@ -109,7 +113,7 @@ def _search(
             break
         try:
             left_s = deadline.left("searching")
-            # A silent service must leave time for those behind it.
+            # A service that does not answer must leave time for the services after it.
             share_s = min(left_s, max(MIN_SHARE_S, left_s / (len(providers) - at)))
             return provider.name, provider.search(query, Deadline(share_s)), failures
         except ToolFailure as failure:
@@ -118,7 +122,7 @@ def _search(
 
 
 def _all_failed(failures: list[ToolFailure]) -> ToolFailure:
-    """One failure that tells of all; its code is the first that is not for the operator to mend."""
+    """Return one failure that lists all failures. Its code is the first that is not a configuration error."""
     codes = list(dict.fromkeys(failure.code for failure in failures))
     code = next((code for code in codes if code is not ErrorCode.CONFIG_MISSING), codes[0])
     return ToolFailure(

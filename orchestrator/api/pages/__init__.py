@@ -1,4 +1,4 @@
-"""The pages that people look at: server-rendered, little script, nothing from elsewhere."""
+"""The pages for people: rendered on the server, with little script and no external resources."""
 
 from fastapi import APIRouter
 
@@ -7,7 +7,7 @@ from orchestrator.api.pages.rendering import load_templates
 
 
 def build_router() -> APIRouter:
-    """All of them, ready to be shown: whoever looks first does not wait for templates to be read."""
+    """Build the router of all pages, with compiled templates, so that the first request is not slow."""
     load_templates()
     router = APIRouter()
     for pages in (front, overview_page, run_pages, approval_pages, operating, batch_pages, call_pages):

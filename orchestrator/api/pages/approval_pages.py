@@ -1,5 +1,6 @@
-"""The pages by which people approve calls: each with its exact bytes, and what is sent back is bound to what was
-shown.
+"""The pages for approving calls.
+
+Invariant: a page shows the exact characters of a call, and the decision is bound to the digest of the shown call.
 """
 
 import asyncio
@@ -25,15 +26,17 @@ router = APIRouter(route_class=PageRoute, include_in_schema=False)
 
 PAGE = 20
 MOST_CHARS = 32_000
-"""Of arguments on one page that has several questions: longer ones have pages of their own. Every character is looked
-at and marked, which takes time.
+"""Limit of the argument characters on a page with several questions.
+
+A question with longer arguments has a page of its own. The page examines and marks every character, which takes time.
 """
 
 
 @dataclass(frozen=True)
 class Shown:
-    """A piece of what is asked about, whole. `unseen`: so many of its characters are not to be seen; `alike`: so many
-    look like others.
+    """Argument of a call, with its complete text.
+
+    `unseen`: number of invisible characters. `alike`: number of characters that look like others.
     """
 
     name: str
@@ -44,8 +47,9 @@ class Shown:
 
 @dataclass(frozen=True)
 class Asked:
-    """A question as the page shows it. `is_left_out`: the page has no room for its arguments, so that it is not decided
-    there.
+    """A question as a page shows it.
+
+    `is_left_out`: the page has no room for the arguments, so this page does not offer a decision.
     """
 
     pending: PendingQuestion
@@ -54,6 +58,7 @@ class Asked:
 
     @property
     def parts(self) -> tuple[Shown, ...]:
+        """Return the arguments of the call, each with its complete text."""
         command = self.pending.question.command
         return tuple(
             _shown(f"{name}, the command" if value == command and name != "command" else name, value)
@@ -62,13 +67,13 @@ class Asked:
 
     @property
     def editable(self) -> str:
-        """Its arguments as JSON of ASCII alone, in which nothing hides and nothing is lost."""
+        """Return the arguments as ASCII JSON, in which every character is visible and none is lost."""
         return json.dumps(self.pending.question.call.arguments, indent=2, ensure_ascii=True)
 
 
 @router.get("/approvals")
 async def approvals(request: Request, person: Looking, cursor: str = "", done: str = "") -> Response:
-    """What waits for a decision, what expires first first."""
+    """Show the questions that wait for a decision. The question that expires first is first."""
     viewer = await person.viewer()
     page = await person.app_state.parts.approvals.pending(person.actor, viewer.tenant, cursor or None, PAGE)
     ids = ",".join(one.question.id for one in page.questions)
@@ -92,7 +97,7 @@ async def approvals(request: Request, person: Looking, cursor: str = "", done: s
 
 @router.get("/approvals/{id_}")
 async def approval(id_: str, person: Looking) -> Response:
-    """One question."""
+    """Show one question."""
     try:
         pending = await person.app_state.parts.approvals.get(id_, person.actor)
     except ToolFailure as error:
@@ -116,7 +121,7 @@ async def decide(
     reason: Annotated[str, Form(max_length=1024)] = "",
     arguments: Annotated[str, Form()] = "",
 ) -> Response:
-    """Allow the call that was shown, as it was or with other arguments, or deny it."""
+    """Allow the call that was shown, unchanged or with other arguments, or deny it."""
     changed = _parse_arguments(arguments) if decision == "change" else None
     answer = Decision(decision != "deny", reason.strip(), changed, digest)
     try:
@@ -127,7 +132,7 @@ async def decide(
 
 
 def _fitting(questions: Iterable[PendingQuestion]) -> Iterator[tuple[PendingQuestion, bool]]:
-    """Each with whether all of it is shown among the others."""
+    """Yield each question, with whether the page has room for its arguments."""
     left = MOST_CHARS
     for one in questions:
         length = len(json.dumps(one.question.call.arguments, ensure_ascii=False))
@@ -150,7 +155,10 @@ def _may_decide(person: Person) -> bool:
 
 
 def _parse_arguments(text: str) -> dict[str, Any]:
-    """Raises ApiProblem for what is no JSON object, or says something twice."""
+    """Parse the arguments. Raises ApiProblem for text that is not a JSON object or repeats a name.
+
+    JSON parsers disagree about repeated names, so a person and a tool could read different arguments.
+    """
 
     def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         if len({name for name, _ in pairs}) != len(pairs):
@@ -173,7 +181,7 @@ def _parse_arguments(text: str) -> dict[str, Any]:
 
 
 def _told(error: ToolFailure) -> Exception:
-    """As people should read it: what there is not is not told from what is another's."""
+    """Return the error for people. A missing question and another tenant's question give the same error."""
     if isinstance(error, UnknownQuestion):
         return not_here("question")
     if isinstance(error, AlreadyAnswered | QuestionOver | OtherCall):

@@ -1,4 +1,4 @@
-"""The pages of batches: all of them, and one with its plots."""
+"""The pages of batches: the list, one batch with its plots, and its items."""
 
 import asyncio
 from typing import Annotated, Any
@@ -22,21 +22,21 @@ from store.runs import RunRecord
 router = APIRouter(route_class=PageRoute, include_in_schema=False)
 
 _ONE_REPORT = asyncio.Lock()
-"""Of a large batch what has happened takes some seconds and tens of MB while its report is made."""
+"""Allows one report at a time. The report of a large batch takes some seconds and tens of MB."""
 MOST = 200
 MOST_TENANTS = 50
-"""Whose batches are shown together: of more one has to be chosen."""
+"""Limit of tenants on one page of batches. With more tenants, the person selects one."""
 
 ITEMS_PAGE = 50
 MOST_LOOKED_AT = 2000
-"""Items that one request for failed items looks at."""
+"""Limit of items that one request for failed items reads."""
 
 BatchId = Annotated[str, Path(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
 
 
 @router.get("/batches")
 async def batches(person: Looking) -> Response:
-    """The batches of the last 30 days."""
+    """Show the batches of the last 30 days."""
     viewer = await person.viewer()
     names = [viewer.tenant] if viewer.tenant else await known_tenants(person)
     found: list[tuple[str, str, BatchRecord]] = []
@@ -60,7 +60,7 @@ async def batches(person: Looking) -> Response:
 
 @router.get("/batches/{batch}")
 async def one_batch(request: Request, batch: BatchId, person: Looking, done: str = "") -> Response:
-    """How a batch stands, and its report so far."""
+    """Show the state of a batch and its report so far."""
     runs = _runs(person)
     record = await _known(person, runs, batch)
     is_live = record.state in (BatchState.IN_PROGRESS, BatchState.CANCELLING)
@@ -95,13 +95,13 @@ async def one_batch(request: Request, batch: BatchId, person: Looking, done: str
 async def batch_items(
     batch: BatchId, person: Looking, first: Annotated[int, Query(ge=0, le=10_000_000)] = 0, only: str = ""
 ) -> Response:
-    """The items of a batch in the order of its file, or only those that failed."""
+    """Show the items of a batch in the order of its file, or only failed items."""
     runs = _runs(person)
     record = await _known(person, runs, batch)
     only_failed = only == "failed"
     found: list[tuple[str, RunRecord | None]] = []
     following = first
-    # Few of many items may have failed: a request looks at a bounded number of them.
+    # Only a few of many items may have failed, so a request reads a limited number of items.
     while following < min(record.total, first + MOST_LOOKED_AT) and len(found) < ITEMS_PAGE:
         last = following + ITEMS_PAGE - len(found) - 1
         names = await runs.queue.items(person.owner, batch, following, last)
@@ -121,7 +121,7 @@ async def batch_items(
 
 @router.get("/batches/{batch}/items/{run}")
 async def batch_item(batch: BatchId, run: BatchId, person: Looking) -> Response:
-    """One item: its outcome, and step by step what was said and done."""
+    """Show one item: its outcome and its messages."""
     runs = _runs(person)
     await _known(person, runs, batch)
     try:
@@ -141,11 +141,11 @@ async def batch_item(batch: BatchId, run: BatchId, person: Looking) -> Response:
 
 @router.post("/batches/{batch}/cancel")
 async def cancel_batch(batch: BatchId, person: Sending) -> Response:
-    """Begin nothing of a batch any more, and end what runs."""
+    """Cancel a batch: start no further items and end the running items."""
     runs = _runs(person)
     await _known(person, runs, batch)
     if person.is_operator:
-        # What a tenant ends is its own.
+        # A tenant's own cancellation needs no audit entry.
         audit = Audit(person.app_state.parts.pool.redis, person.app_state.settings.deployment)
         await audit.add(build_entry(person.actor, "batch.cancel", batch, tenant=person.owner))
     await runs.batches.cancel(batch)
@@ -153,7 +153,7 @@ async def cancel_batch(batch: BatchId, person: Sending) -> Response:
 
 
 async def known_tenants(person: Person) -> list[str]:
-    """All tenants, those with the most to do first."""
+    """Return all tenants. The tenants with the most work are first."""
     parts = person.app_state.parts
     overview = await OverviewReader(parts.pool.redis, person.app_state.settings.deployment, parts.pool.keys).read()
     named = [look.tenant for look in overview.tenants]

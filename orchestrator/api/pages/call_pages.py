@@ -1,5 +1,6 @@
-"""The pages of calls: a list of them, and one with its life through every process. Flower's tasks link to the second,
-and it links to Flower's.
+"""The pages of calls: the list, and one call with its history in every process.
+
+Tasks in Flower link to the page of a call, and the page links to Flower.
 """
 
 from dataclasses import replace
@@ -26,7 +27,7 @@ CallId = Annotated[str, Path(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
 
 @router.get("/calls")
 async def calls(request: Request, person: Looking, id: str = "", done: str = "") -> Response:
-    """Calls that wait, run, or ended lately; with an id, to the page of that call."""
+    """Show the calls that wait, run, or ended recently. With an id, redirect to the page of that call."""
     if id.strip():
         return RedirectResponse(
             address("calls", id.strip(), tenant=person.tenant if person.is_operator else None), status_code=303
@@ -41,7 +42,7 @@ async def calls(request: Request, person: Looking, id: str = "", done: str = "")
 
 @router.post("/calls/{call}/kill")
 async def kill_call(call: CallId, person: Sending) -> Response:
-    """End a call that waits or runs."""
+    """End a waiting or running call."""
     app_state = person.app_state
     try:
         await CallControl(app_state.parts.pool, app_state.settings.deployment).kill(
@@ -56,12 +57,12 @@ async def kill_call(call: CallId, person: Sending) -> Response:
 
 @router.get("/calls/{call}")
 async def one_call(call: str, person: Looking, of: str = "") -> Response:
-    """What every process knows of a call; by its id, or that of its Celery task."""
+    """Show the information of every process about a call, by its id or the id of its Celery task."""
     settings = person.app_state.settings
     lives = CallLives(
         person.app_state.parts.pool.redis, settings.deployment, settings.broker().signing_keys(), settings.flower_url
     )
-    # Operators need not know whose it is.
+    # Operators can find a call without knowing its tenant.
     tenant = of or person.tenant
     try:
         async with person.app_state.looks.turn(person.login.identity.key_id):

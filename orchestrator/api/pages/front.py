@@ -1,4 +1,4 @@
-"""Logging in and out, and what pages load beside themselves."""
+"""Login, logout, and the static files of the pages."""
 
 from typing import Annotated
 
@@ -26,7 +26,9 @@ _KEPT = {"Cache-Control": "public, max-age=31536000, immutable"}
 
 @router.get("/static/{name}")
 async def static_file(name: str) -> Response:
-    """A style sheet, script or picture of ours. Its address changes with it."""
+    """Return a style sheet, script or picture. Its address changes with its content, so browsers may cache it for a
+    year.
+    """
     found = static_files().get(name)
     if found is None:
         raise not_here("file")
@@ -35,13 +37,13 @@ async def static_file(name: str) -> Response:
 
 @router.get("/favicon.ico")
 async def icon() -> Response:
-    """For who asks for it at its old place."""
+    """Return the icon at the address that browsers request by default."""
     return await static_file("icon.svg")
 
 
 @router.get("/login")
 async def login_page(next: str = "/") -> Response:
-    """Where somebody shows his key."""
+    """Show the login page."""
     return render("login.html", None, title="Log in", page="", trouble="", next=_local(next))
 
 
@@ -52,7 +54,7 @@ async def log_in(
     key: Annotated[str, Form()] = "",
     next: Annotated[str, Form()] = "/",
 ) -> Response:
-    """The key is looked at once, and not kept."""
+    """Log a person in with an API key. The key is verified once and not stored."""
     check_origin(request, app_state.settings)
     name = cookie_name(app_state.settings)
     try:
@@ -60,13 +62,14 @@ async def log_in(
     except ToolFailure as error:
         if error.code is not ErrorCode.UNAUTHENTICATED:
             raise
-        # Only failures count by address: behind a proxy all clients have one, and a valid key must work whatever others
-        # try.
+        # Only failed logins count by address. Behind a proxy all clients share one address, and a valid key must work
+        # even when other clients try many keys.
         app_state.rates.take(f"login {request.client.host if request.client else ''}")
         trouble = "This key opens nothing: see that all of it was copied, or have an operator make another."
         return render("login.html", None, status=401, title="Log in", page="", trouble=trouble, next=_local(next))
     app_state.rates.take(identity.key_id)
     token = await logins_of(app_state).open(identity.key_id)
+    # A new login gets a new token. The previous login ends, so that a token that was copied earlier stops working.
     before = request.cookies.get(name)
     if before:
         await logins_of(app_state).close(before)
@@ -79,7 +82,7 @@ async def log_in(
 
 @router.post("/logout")
 async def log_out(request: Request, person: Sending) -> Response:
-    """The login ends here and in every other window."""
+    """Log a person out, in this and every other window of the login."""
     name = cookie_name(person.app_state.settings)
     await logins_of(person.app_state).close(request.cookies.get(name, ""))
     response = RedirectResponse("/login", status_code=303)
@@ -90,6 +93,10 @@ async def log_out(request: Request, person: Sending) -> Response:
 
 
 def _local(address: str) -> str:
-    """The address when it is one of ours: never another site, whatever a browser makes of it."""
+    """Return the address if it is a path of this site, otherwise "/".
+
+    Browsers read `//host` and backslashes as another site. Without this check the login page could redirect to an
+    attacker's site.
+    """
     is_ours = address.startswith("/") and not address.startswith("//") and address.isascii() and address.isprintable()
     return address if is_ours and "\\" not in address else "/"

@@ -1,4 +1,4 @@
-"""The login of a request to the pages: the token in its cookie stands for the API key that was shown."""
+"""Logins of the pages: the token in the cookie of a request represents the API key of the login."""
 
 import hmac
 from dataclasses import dataclass
@@ -15,8 +15,9 @@ COOKIE = "toolcrew_login"
 
 @dataclass(frozen=True)
 class Login:
-    """The login of a person whose API key is valid. `form_token`: each of the login's forms has it, so that other sites
-    cannot send forms.
+    """Login of a person with a valid API key.
+
+    `form_token`: a token that every form of the login contains, so that other sites cannot send forms.
     """
 
     identity: Identity
@@ -24,16 +25,18 @@ class Login:
     form_token: str
 
     def owns(self, form_token: str) -> bool:
+        """Return whether a form token belongs to this login. The comparison takes constant time."""
         return hmac.compare_digest(self.form_token.encode(), form_token.encode(errors="replace"))
 
 
 class NotLoggedIn(Exception):
-    """The request has no valid login: show the login page."""
+    """The request has no valid login. The response is the login page."""
 
 
 def cookie_name(settings: OrchestratorSettings) -> str:
-    """Return the name of the cookie. Behind TLS it is one that no other host of the domain, and no page without TLS,
-    can set.
+    """Return the name of the cookie.
+
+    Behind TLS the prefix `__Host-` prevents other hosts of the domain, and pages without TLS, from setting the cookie.
     """
     return f"__Host-{COOKIE}" if is_secure(settings) else COOKIE
 
@@ -44,6 +47,7 @@ def is_secure(settings: OrchestratorSettings) -> bool:
 
 
 def logins_of(app_state: ApiState) -> LoginStore:
+    """Return the store of logins."""
     parts = app_state.parts
     return LoginStore(parts.pool.redis, app_state.settings.deployment, parts.pool.keys)
 

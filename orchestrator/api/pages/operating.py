@@ -1,4 +1,4 @@
-"""The pages by which a deployment is operated: tools, tenants, hosts, sessions, and who changed what."""
+"""The pages for operating a deployment: tools, tenants, hosts, sessions, and the audit log."""
 
 from dataclasses import dataclass
 from typing import Annotated, Any
@@ -33,8 +33,9 @@ DONE = {
     "allowed": "Allowed. The call goes on.",
     "denied": "Denied. The model reads the reason.",
 }
-"""The sentence that a page shows after a change, by the `done` value of its address. The text never comes from the
-address.
+"""Sentences that a page shows after a change, by the `done` value of its address.
+
+The text never comes from the address, so that a link cannot put text on a page.
 """
 
 Name = Annotated[str, Path(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
@@ -42,7 +43,7 @@ Name = Annotated[str, Path(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
 
 @dataclass(frozen=True)
 class TenantRow:
-    """A tenant as the page shows it."""
+    """A tenant on the page. `sessions`: number of its open sessions."""
 
     look: TenantSummary
     sessions: int
@@ -50,12 +51,12 @@ class TenantRow:
 
 @router.get("/tools")
 async def tools(person: Looking, done: str = "") -> Response:
-    """Every tool, on or off, and its switches."""
+    """Show every tool, enabled or disabled, with its switches."""
     viewer, client = await person.viewer(), person.client
     try:
         states = await client.tool_states()
     except ConfigError:
-        # No worker has published any yet.
+        # No worker has published tools yet.
         states = []
     off_for: dict[str, dict[str, Switch]] = {}
     if person.is_operator and person.tenant is None:
@@ -70,7 +71,7 @@ async def switch_tool(
     enabled: Annotated[str, Form(pattern="^(yes|no)$")],
     reason: Annotated[str, Form(max_length=1000)] = "",
 ) -> Response:
-    """Turn a tool on or off: for everybody, or for the tenant that was chosen."""
+    """Turn a tool on or off, for all tenants or for the selected tenant."""
     person.check_operator()
     if enabled == "yes":
         await person.client.enable(name, tenant=person.tenant)
@@ -81,7 +82,9 @@ async def switch_tool(
 
 @router.get("/tenants")
 async def tenants(request: Request, person: Looking, done: str = "") -> Response:
-    """Shares, what is in flight and waits, and pausing. People of a tenant see their own."""
+    """Show the tenants with their limits and their running and waiting calls. A tenant's key shows only its own
+    tenant.
+    """
     parts, deployment = person.app_state.parts, person.app_state.settings.deployment
     viewer, overview = await person.viewer(), await OverviewReader(parts.pool.redis, deployment, parts.pool.keys).read()
     found = [look for look in overview.tenants if viewer.tenant in (None, look.tenant)]
@@ -100,7 +103,7 @@ async def tenants(request: Request, person: Looking, done: str = "") -> Response
 
 @router.post("/tenants/{name}/pause")
 async def pause_tenant(name: Name, person: Sending, reason: Annotated[str, Form(max_length=500)] = "") -> Response:
-    """Begin nothing of a tenant any more."""
+    """Pause a tenant."""
     person.check_operator()
     await person.app_state.parts.pool.tenants.acting_as(person.actor).pause(name, reason.strip())
     return back("tenants", tenant=person.tenant, done="paused")
@@ -108,7 +111,7 @@ async def pause_tenant(name: Name, person: Sending, reason: Annotated[str, Form(
 
 @router.post("/tenants/{name}/resume")
 async def resume_tenant(name: Name, person: Sending) -> Response:
-    """Let a tenant go on."""
+    """Resume a tenant."""
     person.check_operator()
     await person.app_state.parts.pool.tenants.acting_as(person.actor).resume(name)
     return back("tenants", tenant=person.tenant, done="resumed")
@@ -116,7 +119,7 @@ async def resume_tenant(name: Name, person: Sending) -> Response:
 
 @router.get("/hosts")
 async def hosts(request: Request, person: Looking, done: str = "") -> Response:
-    """Which workers live, with their load, and queues whose worker is gone."""
+    """Show the live workers with their load, and the queues without a worker."""
     person.check_operator()
     parts = person.app_state.parts
     known = HostStore(parts.pool.redis, person.app_state.settings.deployment)
@@ -130,7 +133,7 @@ async def hosts(request: Request, person: Looking, done: str = "") -> Response:
 
 @router.post("/hosts/{host}/drain")
 async def drain_host(host: str, person: Sending, lossy: Annotated[str, Form()] = "") -> Response:
-    """Take a host out of service."""
+    """Drain a host."""
     person.check_operator()
     app_state = person.app_state
     known = HostStore(app_state.parts.pool.redis, app_state.settings.deployment)
@@ -153,7 +156,7 @@ async def drain_host(host: str, person: Sending, lossy: Annotated[str, Form()] =
 
 @router.get("/sessions")
 async def sessions(person: Looking, cursor: str = "", done: str = "") -> Response:
-    """Sessions that are open."""
+    """Show the open sessions."""
     parts, viewer = person.app_state.parts, await person.viewer()
     page = await SessionList(parts.pool.redis, person.app_state.settings.deployment, parts.pool.keys).read(
         viewer.tenant, cursor or None, PAGE
@@ -164,7 +167,7 @@ async def sessions(person: Looking, cursor: str = "", done: str = "") -> Respons
 
 @router.get("/audit")
 async def audit(person: Looking, cursor: str = "", action: str = "") -> Response:
-    """Who changed what."""
+    """Show the audit log."""
     person.check_operator()
     wanted = tuple(name for name in ACTIONS if name == action)
     kept = Audit(person.app_state.parts.pool.redis, person.app_state.settings.deployment)
@@ -179,12 +182,12 @@ async def audit(person: Looking, cursor: str = "", action: str = "") -> Response
 
 
 def back(*path: str, **query: str | None) -> Response:
-    """To the page that shows what was done: loading it again does nothing again."""
+    """Redirect to the page that shows the change. Reloading that page does not repeat the change."""
     return RedirectResponse(address(*path, **query), status_code=303)
 
 
 async def _key_counts(person: Person) -> dict[str, int] | None:
-    """API keys by tenant, for administrators."""
+    """Return the number of API keys by tenant, for administrators only."""
     if not person.is_admin:
         return None
     counts: dict[str, int] = {}

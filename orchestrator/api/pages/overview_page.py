@@ -1,4 +1,4 @@
-"""The first page: what is worked now, what waits for somebody, and how full the hosts are."""
+"""The first page: running work, waiting approvals, and the load of the hosts."""
 
 import asyncio
 import json
@@ -26,7 +26,7 @@ _LIVE = (HostedState.WAITING_FOR_APPROVAL, HostedState.RUNNING)
 
 @router.get("/")
 async def overview(request: Request, person: Looking) -> Response:
-    """A deployment at a glance, or one tenant of it."""
+    """Show an overview of the deployment, or of one tenant."""
     parts, viewer = person.app_state.parts, await person.viewer()
     look = await OverviewReader(parts.pool.redis, person.app_state.settings.deployment, parts.pool.keys).read()
     mine = [one for one in look.tenants if viewer.tenant in (None, one.tenant)]
@@ -51,7 +51,7 @@ async def overview(request: Request, person: Looking) -> Response:
 
 
 async def _doing(person: Person, run: HostedRun) -> str:
-    """What its last event tells, in a few words."""
+    """Return what a run does now, from its last event, in a few words."""
     events = RunEventStore(person.app_state.parts.pool.redis, person.app_state.settings.deployment)
     text = await events.last(run.tenant, run.id)
     event = json.loads(text) if text else {}
@@ -75,6 +75,6 @@ async def _doing(person: Person, run: HostedRun) -> str:
 
 
 def _tool(event: Mapping[str, Any]) -> str:
-    """The name of the one that is called. Of an event that was too large to be kept it is not known any more."""
+    """Return the name of the called tool. An event that was too large to store has no name."""
     named = event.get("call") or event.get("result") or {}
     return str(named.get("name", "a tool"))

@@ -1,4 +1,7 @@
-"""Who looks at a page, and whether what he sends comes from a page of ours."""
+"""The person who requests a page, and protection against requests from other sites.
+
+Invariant: a form is accepted only from a page of this site, with the form token of the same login.
+"""
 
 import asyncio
 import hmac
@@ -21,15 +24,16 @@ from orchestrator.settings import OrchestratorSettings
 from store.audit import Actor
 
 MAX_CHOICE = 500
-"""Tenants that can be chosen from a list; of more the others are reached by their links."""
+"""Limit of tenants in the selection list. Other tenants are reached by links."""
 
 TenantName = Annotated[str, Query(pattern=r"^[A-Za-z0-9_-]{0,64}$")]
 
 
 @dataclass(frozen=True)
 class Person:
-    """Somebody who is logged in. `tenant`: whose things he looks at; None: everybody's. `owner`: whose the one thing is
-    that a page is about.
+    """A person who is logged in.
+
+    `tenant`: the tenant that the page shows; None: all tenants. `owner`: the tenant that owns the object of the page.
     """
 
     app_state: ApiState
@@ -39,7 +43,7 @@ class Person:
 
     @property
     def client(self) -> ToolClient:
-        """The pool as the owner has it."""
+        """Return a client of the pool for the owner."""
         return self.app_state.client(self.owner, self.login.credential)
 
     @property
@@ -56,11 +60,11 @@ class Person:
 
     @property
     def streams(self) -> Streams:
-        """Those that the key has open in this process."""
+        """Return the event streams that the key has open in this process."""
         return self.app_state.streams.of(self.login.identity.key_id)
 
     async def viewer(self) -> Viewer:
-        """As templates know him."""
+        """Return the person's data for templates."""
         identity = self.login.identity
         tenants: tuple[str, ...] = ()
         if self.is_operator:
@@ -74,15 +78,17 @@ class Person:
         return Viewer(identity.name or f"key {identity.key_id}", identity.role, shown, self.login.form_token, tenants)
 
     async def render(self, template: str, **values: Any) -> Response:
-        """A page that may be long, as whoever wrote what it shows liked: made beside the others' requests, and a few at
-        a time for each key.
+        """Render a page that may be long, because its length depends on stored data.
+
+        The page is rendered in a thread, so that a long page does not block other requests. Each key renders only a
+        few pages at a time.
         """
         viewer = await self.viewer()
         async with self.app_state.pages.turn(self.login.identity.key_id):
             return await asyncio.to_thread(render, template, viewer, **values)
 
     def check_operator(self) -> None:
-        """Raises ApiProblem for people of a tenant."""
+        """Raise ApiProblem for a key of the role tenant."""
         if not self.is_operator:
             raise ApiProblem(
                 ErrorCode.PERMISSION_DENIED, "this is for operators: log in with a key of the role operator or admin"
@@ -115,6 +121,7 @@ async def _sending(
     request: Request, person: Annotated[Person, Depends(_looking)], form_token: Annotated[str, Form(max_length=64)] = ""
 ) -> Person:
     check_origin(request, person.app_state.settings)
+    # Second protection next to the origin check: another site cannot read the token of this login.
     if not person.login.owns(form_token):
         raise ApiProblem(
             ErrorCode.PERMISSION_DENIED,
@@ -124,10 +131,12 @@ async def _sending(
 
 
 def check_origin(request: Request, settings: OrchestratorSettings) -> None:
-    """Raises ApiProblem for what another site has sent by way of somebody's browser, or what says of no site that it
-    comes from there.
+    """Raise ApiProblem for a form that another site sent through the browser, or that names no origin.
+
+    The check uses the headers Sec-Fetch-Site and Origin, which scripts of another site cannot set.
     """
     site, origin = request.headers.get("sec-fetch-site"), request.headers.get("origin")
+    # Behind a proxy the Host header may differ from the public address, so TOOLCREW_PAGE_URL also counts.
     ours = {request.headers.get("host", "")} | ({urlsplit(settings.page_url).netloc} if settings.page_url else set())
     is_ours = origin is not None and any(
         name and hmac.compare_digest(urlsplit(origin).netloc.encode(), name.encode()) for name in ours
@@ -145,7 +154,7 @@ def check_origin(request: Request, settings: OrchestratorSettings) -> None:
 
 
 def not_here(what: str) -> ApiProblem:
-    """The same for what there is not and for what is somebody else's."""
+    """Return the problem for a missing object. Another tenant's object gives the same problem."""
     return ApiProblem(
         ApiCode.NOT_FOUND,
         f"there is no such {what}, or it is not yours, or it is no longer remembered: go back to the list",

@@ -1,4 +1,4 @@
-"""Makes pages out of templates: whatever is put into one is escaped, and a name that a template misses is an error."""
+"""Renders pages from templates. All values are escaped, and a missing name is an error."""
 
 import hashlib
 import time
@@ -21,14 +21,15 @@ from orchestrator.batches.figures import format_count, format_seconds
 
 FOLDER = Path(__file__).parent
 _AGES = ((1, "s", 60), (60, "min", 3600), (3600, "h", 172_800), (86_400, "d", float("inf")))
-"""Seconds of a unit, its name, and the ages in seconds below which it is used."""
+"""Units of ages: the seconds of a unit, its name, and the age in seconds below which the unit is used."""
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 
 @dataclass(frozen=True)
 class Viewer:
-    """Who looks at a page. `tenant`: whose things are shown; None: everybody's, to operators. `tenants`: those that can
-    be chosen.
+    """Viewer of a page. `tenant`: the tenant that the page shows; None: all tenants, for operators.
+
+    `tenants`: the tenants that the viewer can select.
     """
 
     name: str
@@ -43,25 +44,25 @@ class Viewer:
 
 
 def render(template: str, viewer: Viewer | None, *, status: int = 200, **values: Any) -> HTMLResponse:
-    """A page, or a part of one."""
+    """Render a page, or a part of a page, as a response."""
     return HTMLResponse(build(template, viewer, **values), status_code=status)
 
 
 def build(template: str, viewer: Viewer | None, **values: Any) -> str:
-    """Its text. Half a surrogate pair, which no encoding carries, is shown as a question mark."""
+    """Render a template as text. An unpaired surrogate, which UTF-8 cannot encode, becomes a question mark."""
     text = environment().get_template(template).render(viewer=viewer, url=_Addresses(viewer), **values)
     return text.encode("utf-8", "replace").decode()
 
 
 def render_error(request: Request, status: int, code: str, sentence: str) -> Response:
-    """What went wrong, as a page. It names nobody: who asks may not be logged in."""
+    """Render an error as a page. The page names no person, because the client may not be logged in."""
     title = HTTPStatus(status).phrase
     return render("error.html", None, status=status, title=title, code=code, sentence=sentence[:2000], page="")
 
 
 @cache
 def environment() -> Environment:
-    """The templates, with what they may call."""
+    """Return the template environment with its filters and functions."""
     made = Environment(
         loader=FileSystemLoader(FOLDER / "templates"),
         autoescape=True,
@@ -97,20 +98,23 @@ def load_templates() -> None:
 
 @cache
 def static_files() -> Mapping[str, bytes]:
-    """What pages load beside themselves, by name."""
+    """Return the static files of the pages by name."""
     return {file.name: file.read_bytes() for file in sorted((FOLDER / "static").iterdir()) if file.is_file()}
 
 
 def static_address(name: str) -> str:
-    """Where a browser finds one of them: another address when it is another file, so that old ones can be kept for
-    long.
+    """Return the address of a static file.
+
+    The address contains a digest of the file, so that browsers may cache the file for a long time.
     """
     return f"/static/{name}?v={hashlib.sha256(static_files()[name]).hexdigest()[:12]}"
 
 
 class _Addresses:
-    """`url(part of the path, ..., name=value)`: an address of ours that keeps the tenant who was chosen. A value that
-    is None or "" is left out, and so is whose a thing is (`of`) for people who have one tenant only."""
+    """Function `url(path part, ..., name=value)` of templates: an address that keeps the selected tenant.
+
+    Values that are None or "" are left out. For viewers with only one tenant, `tenant` and `of` are left out too.
+    """
 
     def __init__(self, viewer: Viewer | None) -> None:
         self._viewer = viewer
@@ -124,14 +128,14 @@ class _Addresses:
 
 
 def address(*path: str, **query: Any) -> str:
-    """An address of ours, whatever its parts are made of."""
+    """Return an address of this site, with quoted parts."""
     kept = {name: value for name, value in query.items() if value not in (None, "")}
     where = "/" + "/".join(quote(part, safe="") for part in path)
     return f"{where}?{urlencode(kept)}" if kept else where
 
 
 def _ago(at: float | None) -> Markup:
-    """Show how long ago a moment was; its title is the moment itself. The script of the page keeps the age correct."""
+    """Show how long ago a time was. The title contains the time itself. The script of the page updates the age."""
     if not at:
         return Markup("")
     text = format_instant(at, "milliseconds")
@@ -139,7 +143,7 @@ def _ago(at: float | None) -> Markup:
 
 
 def _age(seconds: float) -> str:
-    """Return an age in whole units, as `formatAge` in page.js does."""
+    """Return an age in whole units, like `formatAge` in page.js."""
     size, unit = next((size, unit) for size, unit, below in _AGES if seconds < below)
     return f"{int(max(0.0, seconds) // size)} {unit} ago"
 

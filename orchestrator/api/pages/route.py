@@ -1,4 +1,4 @@
-"""What all pages have in common as routes: errors that people can read, and headers that keep others out."""
+"""Common behavior of page routes: error pages, and headers that protect against other sites."""
 
 from collections.abc import Callable, Coroutine
 from typing import Any
@@ -26,8 +26,8 @@ HEADERS = {
     "Content-Security-Policy": POLICY,
     "X-Content-Type-Options": "nosniff",
     "X-Frame-Options": "DENY",
-    # Nothing for other sites. Not no-referrer: with that browsers send `Origin: null` with our own forms, too, by which
-    # they are told from others'.
+    # Other sites get no referrer. The value is not `no-referrer`, because browsers would then send `Origin: null` with
+    # the forms of this site too, and the origin check would reject these forms.
     "Referrer-Policy": "same-origin",
     "Cross-Origin-Opener-Policy": "same-origin",
     "Cross-Origin-Resource-Policy": "same-origin",
@@ -36,7 +36,7 @@ HEADERS = {
 
 
 class PageRoute(APIRoute):
-    """A route whose answers are pages, those that tell of errors among them."""
+    """Route that responds with pages, also to errors."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handle = super().get_route_handler()
@@ -44,7 +44,7 @@ class PageRoute(APIRoute):
         async def answer(request: Request) -> Response:
             try:
                 if request.method == "POST" and request.url.path != LOGIN_PATH:
-                    # Before anything of the form is read: it lies in memory.
+                    # Set before the form is read, because the form occupies memory of its owner's share.
                     request.scope[BODY_OWNER] = name_body_owner(
                         (await find_login(request, get_app_state(request))).identity
                     )
@@ -67,7 +67,7 @@ class PageRoute(APIRoute):
 
 
 def is_fragment(request: Request) -> bool:
-    """Whether our script asks, for a part of a page that is open."""
+    """Return whether the script of an open page requests a part of the page."""
     return request.headers.get("x-fragment") == "1"
 
 

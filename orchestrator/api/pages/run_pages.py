@@ -1,4 +1,4 @@
-"""The pages of runs: all of them, and one as it goes on."""
+"""The pages of runs: the list, and one run with live updates."""
 
 import asyncio
 import json
@@ -27,11 +27,11 @@ router = APIRouter(route_class=PageRoute, include_in_schema=False)
 
 PAGE = 50
 MOST_TENANTS = 20
-"""Whose newest runs are shown together: to page through them one has to be chosen."""
+"""Limit of tenants on one page of runs. To see older runs, the person selects a tenant."""
 GATHER_S = 0.3
-"""How long changes are gathered: whoever looks reads no faster."""
+"""Time in seconds to collect changes before a page update. Faster updates would not be readable."""
 LOOK_AGAIN_S = 10.0
-"""How old it may be in a stream that its login holds."""
+"""Interval in seconds between checks in a stream that its login is still valid."""
 _EVENT_ID = re.compile(r"[0-9]{1,20}(-[0-9]{1,20})?")
 
 RunId = Annotated[str, Path(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
@@ -39,7 +39,7 @@ RunId = Annotated[str, Path(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
 
 @router.get("/runs")
 async def runs(request: Request, person: Looking, state: str = "", cursor: str = "") -> Response:
-    """Runs, the newest first."""
+    """Show the runs, the newest first."""
     viewer, wanted = await person.viewer(), next((one for one in HostedState if one.value == state), None)
     found: list[HostedRun] = []
     following, unseen = None, 0
@@ -65,7 +65,7 @@ async def runs(request: Request, person: Looking, state: str = "", cursor: str =
 
 @router.get("/runs/{run}")
 async def one_run(request: Request, run: RunId, person: Looking, done: str = "") -> Response:
-    """A run: its steps with their calls, as far as it is."""
+    """Show a run with its steps and calls so far."""
     viewer = await person.viewer()
     with _found():
         known = await _hosted(person).get(person.owner, run)
@@ -81,7 +81,7 @@ async def one_run(request: Request, run: RunId, person: Looking, done: str = "")
 
 @router.get("/runs/{run}/transcript")
 async def transcript(run: RunId, person: Looking) -> Response:
-    """Its messages, as the model has them."""
+    """Show the messages of a run, in the form that the model receives."""
     with _found():
         messages = await _hosted(person).transcript(person.owner, run)
     return await person.render(
@@ -91,28 +91,31 @@ async def transcript(run: RunId, person: Looking) -> Response:
 
 @router.get("/runs/{run}/stream")
 async def stream(request: Request, run: RunId, person: Looking, after: str = "") -> Response:
-    """The steps that change, as they do, each as the page shows it."""
+    """Stream the changed steps of a run, each rendered as on the page."""
     start = request.headers.get("last-event-id") or after
     if start and not _EVENT_ID.fullmatch(start):
         raise not_here("event")
     viewer, story = await person.viewer(), RunStory()
     with _found():
         await _hosted(person).get(person.owner, run)
-        # All of a step is shown anew when a part of it changes, so all that came before is needed.
+        # A change replaces the complete step on the page, so the stream needs all earlier events of the run.
         last = await _read_so_far(person, run, story, until=start)
     return EventStream(person.streams.counted(_parts(person, viewer, run, story, last)))
 
 
 @router.post("/runs/{run}/cancel")
 async def cancel(run: RunId, person: Sending) -> Response:
-    """End a run."""
+    """Cancel a run."""
     with _found():
         await _hosted(person).cancel(person.owner, run, actor=person.actor)
     return back("runs", run, of=person.owner, tenant=person.tenant, done="cancelled")
 
 
 def find_trace(person: Person, run: str) -> tuple[str, str | None] | None:
-    """The id of a run's trace, and where it is looked at, if that is known; None while nothing is traced."""
+    """Return the id of a run's trace and the address of the trace, or None without tracing.
+
+    The address is None when the settings contain no trace address.
+    """
     if person.app_state.parts.pool.tracer is None:
         return None
     trace, url = trace_id_of(person.owner, run), person.app_state.settings.trace_url
@@ -120,7 +123,7 @@ def find_trace(person: Person, run: str) -> tuple[str, str | None] | None:
 
 
 async def has_page(person: Person, tenant: str, run: str | None) -> bool:
-    """Whether a run has a page: items of batches, and what programs work by themselves, have none."""
+    """Return whether a run has a page. Items of batches and runs of other programs have no page."""
     try:
         return run is not None and (await _hosted(person).get(tenant, run)).id == run
     except ToolFailure:
@@ -130,7 +133,7 @@ async def has_page(person: Person, tenant: str, run: str | None) -> bool:
 async def newest_runs(
     person: Person, tenants: list[str], state: HostedState | None = None, most: int = PAGE
 ) -> list[HostedRun]:
-    """Of several tenants together, the newest first."""
+    """Return the newest runs of several tenants, the newest first."""
     pages = await asyncio.gather(*(_hosted(person).list(tenant, limit=most, state=state) for tenant in tenants))
     found = [run for page in pages for run in page.runs]
     return sorted(found, key=lambda run: -run.created_at)[:most]
@@ -145,6 +148,7 @@ async def _parts(person: Person, viewer: Viewer, run: str, story: RunStory, last
             await asyncio.wait((following,))
             until = time.monotonic() + GATHER_S
             while following is not None:
+                # `wait` does not cancel `following` at the timeout, so no event is lost between two updates.
                 done, _ = await asyncio.wait((following,), timeout=max(0.0, until - time.monotonic()))
                 if not done or (entry := following.result()) is None:
                     break
@@ -175,8 +179,9 @@ async def _parts(person: Person, viewer: Viewer, run: str, story: RunStory, last
 
 
 async def _read_so_far(person: Person, run: str, story: RunStory, until: str | None = None) -> str:
-    """Fold what is kept into the story; gives the id of the last event. What came up to the event `until` counts as
-    known.
+    """Add the stored events to the story, and return the id of the last event.
+
+    Changes up to the event `until` count as known to the page.
     """
     events = RunEventStore(person.app_state.parts.pool.redis, person.app_state.settings.deployment)
     last = "0-0"

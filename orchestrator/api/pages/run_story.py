@@ -1,4 +1,4 @@
-"""What a run has done so far, built from its event stream: steps with their text, calls, output and results."""
+"""Progress of a run, built from its event stream: steps with their text, calls, output and results."""
 
 import json
 from collections.abc import Mapping
@@ -32,12 +32,15 @@ _OF_STEPS = (
     | ApprovalDecided | OutputArrived | CallFinished
 )  # fmt: skip
 LIVE_CHARS = 16_384
-"""Of the output of a running call, only the end is shown, and how many characters came before it."""
+"""Limit of the shown output of a running call.
+
+Only the end of the output is shown, with the number of characters before it.
+"""
 
 
 @dataclass
 class CallView:
-    """One call. `result`: None while it runs; `seen`: how many characters of output have come."""
+    """A call. `result`: None while the call runs. `seen`: number of received characters of output."""
 
     id: str
     name: str
@@ -61,13 +64,13 @@ class CallView:
 
     @property
     def hidden(self) -> int:
-        """Return how many characters of live output came before those that are shown."""
+        """Return the number of output characters before the shown output."""
         return self.seen - len(self.output)
 
 
 @dataclass
 class StepView:
-    """One step. `at`: when it began."""
+    """A step. `at`: the start time."""
 
     attempt: int
     number: int
@@ -81,12 +84,12 @@ class StepView:
 
     @property
     def id(self) -> str:
-        """Of the element that shows it."""
+        """Return the id of the HTML element that shows the step."""
         return f"step-{self.attempt}-{self.number}"
 
 
 class RunStory:
-    """`changed`: steps that are not as they were when it was last taken."""
+    """Steps of a run so far, and which of them changed since the last `take_changed`."""
 
     def __init__(self) -> None:
         self.steps: dict[str, StepView] = {}
@@ -96,13 +99,13 @@ class RunStory:
         self._now: StepView | None = None
 
     def take_changed(self) -> list[StepView]:
-        """The changed ones, which then count as known."""
+        """Return the changed steps and reset the list of changes."""
         taken = list(self._changed.values())
         self._changed = {}
         return taken
 
     def add(self, text: str) -> None:
-        """Take one event of the stream. An event of a type that only a later release knows changes nothing."""
+        """Add one event of the stream. An event of an unknown type, from a later release, changes nothing."""
         data = json.loads(text)
         try:
             event = parse_event(data)
@@ -148,7 +151,7 @@ class RunStory:
 
     def _in_step(self, event: RunEvent, *, is_cut: bool) -> None:
         if self._now is None:
-            # Its begin is no longer kept.
+            # The event of the step's start is no longer stored.
             self._begin(event.attempt, getattr(event, "step", 0), event.at)
         step = self._now
         assert step is not None

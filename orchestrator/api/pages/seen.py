@@ -1,5 +1,7 @@
-"""Strangers' text as people see it: escaped for HTML, and with everything visible that would otherwise hide, turn or
-imitate.
+"""Display of untrusted text.
+
+Text is escaped for HTML. Invariant: characters that are invisible, change the text direction, or imitate other
+characters become visible, so that a person sees what a tool would run.
 """
 
 import json
@@ -16,12 +18,12 @@ _INVISIBLE = (
     "\ufff0-\ufffd\U0001d173-\U0001d17a\U000e0000-\U000e0fff"
 )
 _ODD = re.compile(f"[\x00-\x08\x0b-\x1f\x7f-\x9f{_INVISIBLE}\ud800-\udfff\ufdd0-\ufdef\ue000-\uf8ff]")
-"""What drives something, turns it round, or is not seen."""
+"""Control characters, characters that change the text direction, and invisible characters."""
 _LOOKALIKES = (
     # Letters of other scripts with the shape of a Latin one.
     "аеорсхуіјѕһԁԛԝкмтнвгпАВЕКМНОРСТХУІЈЅԌԚԜ"
     "αοινρτυχγκΑΒΕΖΗΙΚΜΝΟΡΤΥΧϲϳᎪᏴᏟᎬᎻᎫᏦᏞᎷᏢᏒᏚᎢᏙᎳ"
-    # Punctuation and spaces that a shell does not take for what they seem.
+    # Punctuation and spaces that look like ASCII but that a shell does not treat like ASCII.
     "\u00a0\u1680\u2000-\u200a\u202f\u205f\u3000"
     "\u2010-\u2015\u2018-\u201f\u2032-\u2037\u2043\u2044\u2212\u2215\u2216\u2223\u2236\u223c\u02b9-\u02bc\u02c8\u00b4\u037e\u0387\u29f5\u29f8\ua4fd\ua789"
     "\u0334-\u0338\u3014\u3015"
@@ -36,26 +38,28 @@ _LINE_END = '<span class="mark" title="end of line">\u21b5</span>\n'
 
 
 def reveal(text: str) -> Markup:
-    """Text with nothing in it that acts or hides: such characters stand as their escapes, marked."""
-    # Escaping for HTML makes and takes none of them.
+    """Return escaped text in which control and invisible characters are replaced with marked escapes."""
+    # Escaping for HTML neither adds nor removes such characters.
     return Markup(_ODD_RUN.sub(_marked, str(escape(text))))
 
 
 def reveal_exactly(text: str) -> Markup:
-    """As `reveal`, for who must decide by it: also ends of lines, tabs, spaces at ends, and characters that imitate
-    others, each marked.
+    """Return escaped text for a person who decides by it.
+
+    In addition to `reveal`, line ends, tabs, spaces at line ends, and characters that imitate others are marked.
     """
     return Markup("".join(_exact_line(line) for line in re.findall(r"[^\n]*\n|[^\n]+", text)))
 
 
 def count_odd(text: str) -> tuple[int, int]:
-    """How many characters of a text are not to be seen, and how many imitate others."""
+    """Return the number of invisible characters and the number of imitating characters of a text."""
     return len(_ODD.findall(text)), len(_imitations(text))
 
 
 def shorten(text: str, most: int = MAX_SHOWN_CHARS) -> tuple[str, str, int]:
-    """A text's begin and end, and how many characters lie between them, which are not shown: 0 when that is all of
-    it.
+    """Return the beginning and the end of a text, and the number of hidden characters between them.
+
+    The number is 0 when the text is complete.
     """
     if len(text) <= most:
         return text, "", 0
@@ -64,7 +68,7 @@ def shorten(text: str, most: int = MAX_SHOWN_CHARS) -> tuple[str, str, int]:
 
 
 def build_json(value: Any) -> str:
-    """A value as it is read: indented, with every character as itself, and keys in their order."""
+    """Format a value as indented JSON. Characters are not escaped, and keys keep their order."""
     return json.dumps(value, ensure_ascii=False, indent=2, default=str)
 
 
@@ -92,8 +96,9 @@ def _exact_line(line: str) -> str:
 
 
 def _imitations(text: str) -> set[int]:
-    """Where characters stand that are taken for others: shapes of ASCII, and letters of another script within a word of
-    Latin ones.
+    """Return the positions of imitating characters.
+
+    These are characters that look like ASCII, and letters of another script next to Latin letters.
     """
     found: set[int] = set()
     if text.isascii():
@@ -119,7 +124,10 @@ def _is_latin(letter: str) -> bool:
 
 
 def _marked(found: re.Match[str]) -> str:
-    """Several that stand together are marked together: whoever sends a page full of them makes it no slower."""
+    """Return the markup of adjacent odd characters.
+
+    Adjacent characters share one element, so that a page full of such characters does not become slow.
+    """
     run = found[0]
     return _odd(run) if len(run) == 1 else f'<span class="odd">{"".join(map(_escape, run))}</span>'
 

@@ -1,1 +1,1 @@
-"""Commands: one program under its supervisor, the shell's state, background jobs, long outputs."""
+"""Commands: programs under a supervisor, the shell state, background jobs, and long outputs."""

@@ -1,4 +1,7 @@
-"""One program under its supervisor: started, watched, ended with all that it started, and told about."""
+"""The execution of one program: start the program, watch it, and end it with everything that it started.
+
+Invariant: the done event is sent only after no process of the call lives, or the kill report counts the survivors.
+"""
 
 from __future__ import annotations
 
@@ -31,22 +34,23 @@ if TYPE_CHECKING:
     from guest.supervisors import CallPipes
 
 LEFTOVER_GRACE_S = 0.02
-"""What a program that ended left behind may take to end by itself: helpers that follow their parent do."""
+"""Time for the processes that a program left behind to end by themselves, in seconds. Helpers usually end right after
+their parent.
+"""
 BUSY_GRACE_S = 0.5
-"""The same while any of it is at work or waits for a processor and holds output of the call, in seconds of processor
-time: on a busy host a helper may not have begun after LEFTOVER_GRACE_S."""
+"""Longer grace for leftover processes that are busy and hold output of the call, in seconds of processor time.
+
+On a busy host, a helper may not have run at all within LEFTOVER_GRACE_S.
+"""
 BUSY_LIMIT_S = 2.0
-"""The longest that that is on a clock."""
-# Orphans of a long program are reaped at this pace: as zombies they would count against the limit of processes.
+"""Longest duration of the grace for busy leftover processes, in seconds of real time."""
+# Orphans of a long program are reaped at this interval. As zombies they would count against the limit of processes.
 _REAP_PACE_S = 0.1
 _NO_PIDFD_PACE_S = 0.005
 
 
 class Execution:
-    """One exec call, in a process that is a child subreaper. What it opens its supervisor closes.
-
-    `run` returns the fields of its done event, once nothing of it lives and its output is sent.
-    """
+    """An exec call. The process is a child subreaper. The supervisor closes what the execution opens."""
 
     def __init__(self, request: ExecRequest, pipes: CallPipes, paths: GuestPaths, oom_kills: int | None) -> None:
         self._request = request
@@ -60,11 +64,17 @@ class Execution:
         self._session: ShellSession | None = None
 
     def run(self) -> dict[str, object]:
-        """Raises Failure or OSError when the program could not be started."""
+        """Run the program to its end. Return the fields of the done event.
+
+        At the return, no process of the program lives and its output is sent. Raises Failure or OSError when the
+        program cannot be started.
+        """
         self._start()
         self._watch()
         run_s = time.monotonic() - self._started_at
         self._end_tree()
+        # From here on, the call waits only for the host to read its output. PID 1 must not kill a settled supervisor
+        # for being slow, or the output would be lost.
         self._pipes.settle()
         self._outputs.drain()
         self._outputs.send()
@@ -82,6 +92,7 @@ class Execution:
         }
 
     def _start(self) -> None:
+        """Start the program. Raises Failure or OSError."""
         script = self._pipes.read_body(self._request.script_bytes)
         further: list[int] = []
         if self._request.has_state:
@@ -96,10 +107,11 @@ class Execution:
         self._limit_at = self._started_at + self._request.timeout_s
         self._pid = spawn(argv, env, stdin, self._outputs.stdout, self._outputs.stderr, further)
         offer_to_oom_killer(self._pid)
+        # This process must not hold a write end, or the pipes would never reach their end.
         self._outputs.close_write_ends()
 
     def _watch(self) -> None:
-        """Returns at the program's exit, at the limit, or when the call is cancelled."""
+        """Wait until the program exits, the limit is reached, or the call is cancelled."""
         pidfd = self._open_pidfd()
         pace = _REAP_PACE_S if pidfd is not None else _NO_PIDFD_PACE_S
         reap_at = self._started_at + pace
@@ -117,7 +129,7 @@ class Execution:
                 reap_at = time.monotonic() + pace
 
     def _wait_for_events(self, pidfd: int | None, wait_s: float) -> set[int]:
-        """Wait, and read what has come on the output pipes."""
+        """Wait at most `wait_s` seconds and read the output pipes. Return the ready descriptors."""
         self._outputs.pause()
         poller = select.poll()
         outputs = self._outputs.readable_fds()
@@ -136,10 +148,11 @@ class Execution:
         return ready
 
     def _open_pidfd(self) -> int | None:
+        """Return a descriptor that becomes readable when the program exits, or None when there is none."""
         try:
             return os.pidfd_open(self._pid)
         except (AttributeError, OSError):
-            # Without it the program's end is looked for at a short pace.
+            # Without a pidfd, the program is polled at a short interval.
             return None
 
     def _on_exit(self, pid: int, status: int) -> None:
@@ -147,7 +160,10 @@ class Execution:
             self._status = status
 
     def _end_tree(self) -> None:
+        """End every process of the call. Processes that do not end by themselves are killed."""
         is_over = not (self._timed_out or self._cancelled)
+        # A program that has ended counts as finished, but its background children may still write output. They get a
+        # short grace and are then killed, so that nothing outlives the call.
         if is_over and self._helpers_end():
             return
         self._kill = KillReport()
@@ -157,7 +173,7 @@ class Execution:
         kill_below(self._kill, self._on_exit)
 
     def _helpers_end(self) -> bool:
-        """Whether nothing of a program that has ended lives, after what its helpers may take."""
+        """Return whether all processes that the program left behind end by themselves within their grace."""
         give_up_at, used_before = min(time.monotonic() + BUSY_LIMIT_S, self._limit_at), None
         while not self._leftovers_end(LEFTOVER_GRACE_S):
             try:
@@ -166,14 +182,14 @@ class Execution:
                 return False
             used_s = sum(process.used_s for process in left)
             used_before = used_s if used_before is None else used_before
-            # Without a pipe that one of them holds nothing more can come.
+            # When no process holds an output pipe, no more output can arrive.
             is_worth_it = self._outputs.open_fds and any(process.busy for process in left)
             if not is_worth_it or used_s - used_before >= BUSY_GRACE_S or time.monotonic() >= give_up_at:
                 return False
         return True
 
     def _leftovers_end(self, grace_s: float) -> bool:
-        """Whether nothing of the program lives, perhaps after the grace. Its output is read on meanwhile."""
+        """Wait up to `grace_s` seconds. Return whether no process of the program lives. Read output while waiting."""
         give_up_at = time.monotonic() + grace_s
         while not reap(self._on_exit):
             if time.monotonic() >= give_up_at:
@@ -194,6 +210,7 @@ class Execution:
 
 
 def build_argv(request: ExecRequest, script: bytes) -> list[bytes]:
+    """Return the arguments of the program. Raises Failure when an argument or the script is too long."""
     if request.argv is None:
         if len(script) > MAX_ARGUMENT_BYTES:
             raise Failure(
@@ -210,5 +227,6 @@ def build_argv(request: ExecRequest, script: bytes) -> list[bytes]:
 
 
 def build_environment(request: ExecRequest, paths: GuestPaths) -> dict[bytes, bytes]:
+    """Return the environment of the program: the sandbox's variables and the request's. Raises Failure."""
     merged = {**paths.environment, **request.env}
     return {encode_text(name, "env"): encode_text(value, "env") for name, value in merged.items()}

@@ -1,5 +1,8 @@
-"""The process that stays with one background job: takes its output, answers for it, ends it, and leaves when its end
-has been told.
+"""The job keeper: the supervisor that stays with one background job from its start to its end.
+
+Invariant: while the keeper lives, every process of the job is below the keeper, which is a child subreaper. The
+keeper reports the end of a job after the last process was reaped, or after a kill. The keeper stays until a request
+has received the end of the job, or LINGER_S seconds have passed.
 """
 
 from __future__ import annotations
@@ -22,19 +25,18 @@ if TYPE_CHECKING:
     from guest.supervisors import Assignment, SupervisorEnds
 
 GRACE_S = 2.0
-"""How long a job may take to end by itself when it is to be killed."""
+"""Time for a job to end by itself after a kill request, in seconds."""
 PENDING_INPUT_BYTES = 1_048_576
+"""Limit of the input that the job has not read yet, in bytes."""
 LINGER_S = 300.0
-"""How long the end of a job waits to be asked for, with the output that nobody has seen yet."""
+"""Time that the keeper keeps the end of a job and its unread output for a request, in seconds."""
 _READ_BYTES = 262_144
 _REAP_PACE_S = 0.25
 _LAST_READS_S = 0.25
 
 
 class JobKeeper:
-    """`serve` returns when there is nothing left to keep. While it lives the job's processes are below it, a child
-    subreaper.
-    """
+    """A background job: its processes, its pipes, its log, and its state."""
 
     def __init__(self, request: JobStartRequest, ends: SupervisorEnds, body: int | None, paths: GuestPaths) -> None:
         self._request = request
@@ -50,7 +52,10 @@ class JobKeeper:
         self._oom_kills = read_oom_kills()
 
     def serve(self) -> None:
-        """Raises Failure and OSError when the job could not be started; nothing of it then runs."""
+        """Start the job and serve its requests. Return when the end of the job is reported or nothing is left to do.
+
+        Raises Failure and OSError when the job cannot be started. No process of the job runs then.
+        """
         self._start()
         self._watch(time.monotonic() + self._request.wait_s, is_start=True)
         self._answer(self._told(self._request.max_bytes))
@@ -59,6 +64,7 @@ class JobKeeper:
                 return
 
     def _start(self) -> None:
+        """Start the job's shell. Raises Failure and OSError."""
         script = self._pipes.read_body(self._request.script_bytes)
         argv, env, further = build_shell(script, load_state(self._paths), self._paths, token=None)
         enter_session_folder(self._request.cwd, self._paths)
@@ -74,8 +80,11 @@ class JobKeeper:
             os.close(fd)
 
     def _watch(self, until: float | None, is_start: bool = False) -> bool:
-        """Until then, or the job's end; without an end given, until something was answered, too. False: there is no
-        more to do.
+        """Watch the job until the time `until`, or until the job ends. When `until` is None, also return after an
+        answer.
+
+        `is_start`: the start request is not answered yet, so a cancel kills the job. Return False when nothing is
+        left to do.
         """
         while self._state == RUNNING or until is None:
             now = time.monotonic()
@@ -84,6 +93,8 @@ class JobKeeper:
             if self._state != RUNNING and now >= self._ended_at + LINGER_S:
                 return False
             pace_s = _REAP_PACE_S if self._state == RUNNING else LINGER_S
+            # An exit without output does not wake the poll, so the wait is short while the job runs. Zombies would
+            # also count against the limit of processes.
             if self._serve_events(min(pace_s, until - now) if until is not None else pace_s):
                 received = self._ends.receive()
                 if received is None:
@@ -96,7 +107,7 @@ class JobKeeper:
         return True
 
     def _serve_events(self, wait_s: float) -> bool:
-        """Read what the job prints, feed it, see it end. Whether PID 1 has said something."""
+        """Read the job's output, write its input, and notice its end. Return whether PID 1 has sent a message."""
         poller = select.poll()
         channel = self._ends.channel.fileno()
         poller.register(channel, select.POLLIN)
@@ -109,6 +120,8 @@ class JobKeeper:
             self._read_output()
         if self._stdin in ready:
             self._feed()
+        # The job ends when its last process ends, not when its shell ends. A daemon of the job is still part of the
+        # job.
         if self._state == RUNNING and reap(self._on_exit):
             self._end(EXITED)
         return channel in ready
@@ -118,6 +131,7 @@ class JobKeeper:
             self._status = status
 
     def _read_output(self) -> bool:
+        """Move one piece of output to the log. Return False when there is none. Close the pipe at its end."""
         try:
             data = os.read(self._output, _READ_BYTES)
         except BlockingIOError:
@@ -130,7 +144,9 @@ class JobKeeper:
         return True
 
     def _end(self, state: str) -> None:
-        """Nothing of the job lives: what it has left in its pipe is the last of its output."""
+        """Record the end of the job, after its processes were reaped or killed. Read the rest of its output first."""
+        # The content of the pipe is the last output of the job. The time limit matters when a process has survived
+        # the kill.
         give_up_at = time.monotonic() + _LAST_READS_S
         while self._output >= 0 and time.monotonic() < give_up_at and self._read_output():
             pass
@@ -140,6 +156,8 @@ class JobKeeper:
 
     def _serve(self, assignment: Assignment) -> None:
         """Answer one request about the job."""
+        # A keeper that dies after this point may already have killed the job or fed it, so the request is not sent
+        # again.
         self._ends.progress.take()
         self._pipes = self._ends.open_call(assignment.body)
         request = assignment.request
@@ -162,12 +180,13 @@ class JobKeeper:
                 os.close(assignment.body)
 
     def _answer(self, fields: dict[str, object]) -> None:
+        """Send the done fields of the current request."""
         self._ends.progress.settle()
         self._is_told = self._is_told or (self._state != RUNNING and "streams" in fields)
         self._ends.writer.send_done(fields, is_free=False)
 
     def _told(self, most: int) -> dict[str, object]:
-        """Send what the job has printed since the last time; the fields that go with it."""
+        """Send at most `most` bytes of the output since the last request. Return the done fields that describe them."""
         while (
             self._output >= 0
             and self._state == RUNNING
@@ -183,6 +202,7 @@ class JobKeeper:
         return {"job": self._facts(), "streams": {"merged": {"total": total, "head": len(head), "tail": len(tail)}}}
 
     def _facts(self) -> dict[str, object]:
+        """Return the state of the job as a field of a done event."""
         code = os.waitstatus_to_exitcode(self._status) if self._status is not None else None
         return {
             "job": self._request.job,
@@ -198,6 +218,7 @@ class JobKeeper:
         }
 
     def _take_input(self, request: JobInputRequest) -> None:
+        """Add the body of a request to the job's input. Raises Failure when the job cannot read the input."""
         if self._state != RUNNING:
             raise Failure(INVALID_ARGUMENTS, f"{self._request.job} has ended: it reads nothing any more")
         if self._stdin < 0 or self._closes_input:
@@ -216,7 +237,7 @@ class JobKeeper:
             raise Failure(INVALID_ARGUMENTS, f"{self._request.job} has closed its standard input")
 
     def _feed(self) -> bool:
-        """Hand on what the job takes now; False when it has closed its end."""
+        """Write as much input as the job's pipe accepts now. Return False when the job has closed its end."""
         try:
             while self._input:
                 del self._input[: os.write(self._stdin, self._input)]
@@ -237,7 +258,7 @@ class JobKeeper:
         self._stdin = -1
 
     def _kill(self) -> KillReport | None:
-        """End the job, unless it has ended."""
+        """Kill the job. Return the report, or None when the job has already ended."""
         if self._state != RUNNING:
             return None
         report = KillReport()
@@ -245,6 +266,7 @@ class JobKeeper:
             ask_to_end(self._pid, report)
             give_up_at = time.monotonic() + GRACE_S
             while time.monotonic() < give_up_at and not reap(self._on_exit):
+                # Output is read while the job ends. A job that waits for room in its pipe could not end by itself.
                 if self._output < 0 or not self._read_output():
                     time.sleep(0.002)
         kill_below(report, self._on_exit)
@@ -253,7 +275,10 @@ class JobKeeper:
 
 
 def keep(assignment: Assignment, ends: SupervisorEnds, paths: GuestPaths) -> None:
-    """Serve a job from its start to its end. What fails before it runs is answered, and nothing is left."""
+    """Keep a job from its start to its end.
+
+    A failed start is answered with an error, and no process of the job is left.
+    """
     request = assignment.request
     try:
         JobKeeper(request, ends, assignment.body, paths).serve()  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""The log of a background job: a file of bounded size that begins anew, with its own second half, when it is full."""
+"""The log of a background job: a file of limited size. A full file is replaced by its own second half."""
 
 from __future__ import annotations
 
@@ -13,9 +13,11 @@ LOG_BYTES = 4_194_304
 
 
 class JobLog:
-    """Counts on one axis: `written` bytes came and were kept at first, those before `_base` have been dropped since.
+    """The log file of one job.
 
-    `dropped` tells of both those and what found no room at all. Raises OSError from the constructor only.
+    Positions count from the first byte of the job. `written` is the number of bytes that were written to the file.
+    Bytes before `_base` were dropped later. `dropped` also counts the bytes that could not be written. Only the
+    constructor raises OSError.
     """
 
     def __init__(self, paths: GuestPaths, job: str, most_bytes: int = LOG_BYTES) -> None:
@@ -34,10 +36,11 @@ class JobLog:
 
     @property
     def dropped(self) -> int:
+        """Return the number of bytes that are not in the file."""
         return self._base + self._refused
 
     def add(self, data: bytes) -> None:
-        """Keep what a job has printed. Never fails: what finds no room is counted."""
+        """Write output of the job to the file. Never fails: bytes that do not fit are counted."""
         if self.written - self._base + len(data) > self._most:
             self._begin_anew()
         view = memoryview(data)
@@ -50,7 +53,10 @@ class JobLog:
             self._refused += len(view)
 
     def read(self, start: int, most: int) -> tuple[bytes, bytes]:
-        """Of what came from `start` on: all of it, or its first quarter and last three of `most` bytes."""
+        """Return the output from position `start` on, as head and tail, at most `most` bytes.
+
+        Longer output is cut: the head gets a quarter of `most`, and the tail three quarters.
+        """
         head_bytes = most // 4
         if self.written - start <= most and start >= self._base:
             return self._pread(start, self.written - start), b""
@@ -65,11 +71,12 @@ class JobLog:
                 parts.append(part)
                 at, size = at + len(part), size - len(part)
         except OSError:
-            # A program of the sandbox has done something to the file: it is the session's own.
+            # A program of the sandbox has changed the file. The file belongs to the session, so this is allowed.
             return b"".join(parts)
         return b"".join(parts)
 
     def _begin_anew(self) -> None:
+        """Replace the file by a notice and the second half of the output."""
         keep_from = max(self._base, self.written - self._most // 2)
         kept = self._pread(keep_from, self.written - keep_from)
         notice = f"[... {keep_from} bytes of earlier output were dropped ...]\n".encode()
@@ -79,9 +86,10 @@ class JobLog:
                 os.unlink(temporary, dir_fd=self._directory)
             fd = self._create(temporary)
             self._write_all(fd, notice + kept)
+            # The rename replaces the file in one step, so that a program that reads the log never finds half a file.
             os.rename(temporary, self._name, src_dir_fd=self._directory, dst_dir_fd=self._directory)
         except OSError:
-            # No room for a second file: the first gives up all that it has.
+            # There is no room for a second file, so the content of the first file is dropped.
             with contextlib.suppress(OSError):
                 os.ftruncate(self._fd, 0)
             self._skip, self._base = 0, self.written

@@ -1,4 +1,4 @@
-"""Requests about background jobs: start one, look at it, feed it, end it, list them all."""
+"""Requests about background jobs: start, poll, send input, kill, and list."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ _LABEL_CHARS = 200
 
 
 class JobStartRequest:
-    """Run a script that goes on when this request is answered, `wait_ms` after its start or at its end.
+    """Run a script in the background.
 
-    It starts as a command of the session does, and leaves nothing to the next. `job` is given by PID 1.
+    The request is answered `wait_ms` after the start of the script, or at its end. The script starts from the
+    session's shell state and stores no state. PID 1 sets `job`.
     """
 
     lane = None
@@ -35,7 +36,7 @@ class JobStartRequest:
 
 
 class _OfJob:
-    """What is asked of one job; its requests are served one after the other."""
+    """A request about one job. The requests about a job run one after the other."""
 
     __slots__ = ("job", "timeout_s")
 
@@ -45,11 +46,12 @@ class _OfJob:
 
     @property
     def lane(self) -> str:
+        """Return the lane of the job."""
         return f"job {self.job}"
 
 
 class JobPollRequest(_OfJob):
-    """What the job has printed since it was last asked, at most `max_bytes` of it: the head and the tail."""
+    """Return the job's output since the last request, at most `max_bytes`, as head and tail."""
 
     __slots__ = ("max_bytes",)
 
@@ -60,13 +62,13 @@ class JobPollRequest(_OfJob):
 
 
 class JobKillRequest(JobPollRequest):
-    """End the job and all that it has started, and tell what it has printed."""
+    """Kill the job and everything that the job has started. Return the output since the last request."""
 
     __slots__ = ()
 
 
 class JobInputRequest(_OfJob):
-    """The body goes to the job's standard input, which is then closed, or not."""
+    """Write the body to the job's standard input. With `close`, close the input afterwards."""
 
     __slots__ = ("close",)
 
@@ -79,7 +81,7 @@ class JobInputRequest(_OfJob):
 
 
 class JobListRequest:
-    """Every job of the session."""
+    """List every job of the session."""
 
     lane = None
     __slots__ = ("timeout_s",)

@@ -1,4 +1,4 @@
-"""PID 1's record of the session's background jobs: who keeps each, and what was last heard of it."""
+"""PID 1's record of the session's background jobs: the keeper of each job, and its last reported state."""
 
 from __future__ import annotations
 
@@ -13,11 +13,15 @@ if TYPE_CHECKING:
 
 MAX_JOBS = 16
 RUNNING, EXITED, KILLED, LOST = "running", "exited", "killed", "lost"
-"""The states of a job. Lost: its keeper was killed by a program, and the rest of it by PID 1."""
+"""States of a job. Lost: a program has killed the keeper, and PID 1 has killed the rest of the job."""
 
 
 class Job:
-    """`keeper` is the supervisor that stays with the job, None once that has left. `facts` are its own words."""
+    """A background job.
+
+    `keeper`: the supervisor that stays with the job, or None after that supervisor has ended. `facts`: the last state
+    that the keeper reported.
+    """
 
     __slots__ = ("_started_at", "facts", "id", "keeper", "label")
 
@@ -30,9 +34,11 @@ class Job:
 
     @property
     def is_running(self) -> bool:
+        """Return whether the last reported state is running."""
         return self.facts["state"] == RUNNING
 
     def as_field(self) -> dict[str, object]:
+        """Return the job as a field of a done event."""
         return {
             **self.facts,
             "job": self.id,
@@ -42,7 +48,7 @@ class Job:
 
 
 class Jobs:
-    """By id, the oldest first. What has ended is remembered until there is no room."""
+    """The jobs of the session by id, oldest first. Ended jobs stay in the table until a new job needs their place."""
 
     def __init__(self) -> None:
         self._jobs: dict[str, Job] = {}
@@ -50,16 +56,16 @@ class Jobs:
 
     @property
     def are_kept(self) -> bool:
-        """Whether a keeper lives: processes that no other call's kill may meet."""
+        """Return whether any keeper lives. The kill of another call must spare the processes of a keeper."""
         return any(job.keeper is not None for job in self._jobs.values())
 
     @property
     def running(self) -> int:
-        """How many jobs run."""
+        """Return the number of running jobs."""
         return sum(job.is_running for job in self._jobs.values())
 
     def open(self, request: JobStartRequest) -> Job:
-        """A new job. Raises Failure when there are too many that run."""
+        """Create a job and set `request.job`. Raises Failure when MAX_JOBS jobs run already."""
         while len(self._jobs) >= MAX_JOBS:
             ended = next((job for job in self._jobs.values() if not job.is_running), None)
             if ended is None:
@@ -74,7 +80,7 @@ class Jobs:
         return job
 
     def find(self, job_id: str) -> Job:
-        """Raises Failure when there is none of that id."""
+        """Return the job with this id. Raises Failure when there is none."""
         job = self._jobs.get(job_id)
         if job is None:
             known = f"there are {', '.join(self._jobs)}" if self._jobs else "none has been started"
@@ -82,22 +88,25 @@ class Jobs:
         return job
 
     def note(self, keeper: SupervisorHandle, facts: object) -> None:
-        """What a job's keeper tells of it. An end is the last: an answer written before it may be read with it, and
-        noted after it.
+        """Store the state that a job's keeper reports.
+
+        An ended job never changes back to running. An answer that was written before the end may be read after the
+        end.
         """
         job = self._of(keeper)
         if job is not None and isinstance(facts, dict) and (job.is_running or facts["state"] != RUNNING):
             job.facts = facts
 
     def drop(self, keeper: SupervisorHandle) -> None:
-        """The job could not be started: it never was."""
+        """Remove a job that could not be started."""
         job = self._of(keeper)
         if job is not None:
             del self._jobs[job.id]
 
     def end_keeper(self, keeper: SupervisorHandle) -> tuple[bool, Job | None]:
-        """A supervisor has exited: whether it leaves a job behind that it did not see to its end, and the job it
-        kept.
+        """Record that a supervisor has exited.
+
+        Return whether the supervisor left a running job behind, and the job that the supervisor kept, or None.
         """
         job = self._of(keeper)
         if job is None:
@@ -105,15 +114,17 @@ class Jobs:
         job.keeper = None
         if not job.is_running:
             return False, job
+        # A program has killed the keeper. PID 1 now kills the rest of the job.
         job.facts = {**job.facts, "state": LOST}
         return True, job
 
     def as_fields(self) -> dict[str, object]:
-        """The done event of a list."""
+        """Return the fields of the done event of a list request."""
         return {"jobs": [job.as_field() for job in self._jobs.values()]}
 
     def _of(self, keeper: SupervisorHandle) -> Job | None:
         return next((job for job in self._jobs.values() if job.keeper is keeper), None)
 
     def forget(self, job: Job) -> None:
+        """Remove the job from the table."""
         del self._jobs[job.id]

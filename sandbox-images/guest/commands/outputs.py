@@ -1,4 +1,4 @@
-"""The output pipes of one program: read, counted, kept up to the caps, or sent on while the program runs."""
+"""The output pipes of one program: output is read, counted, kept up to a limit, or sent while the program runs."""
 
 from __future__ import annotations
 
@@ -14,17 +14,19 @@ if TYPE_CHECKING:
     from guest.supervisors import ReportWriter
 
 QUOTA_BYTES = 67_108_864
-"""Of all spill files of a session together, and so of one."""
+"""Limit of all spill files of a session together, in bytes. Also the limit of a single file."""
 COUNTED_BYTES = 8_388_608
-"""Of a longer file the lines are not counted: that would cost as much as writing it."""
+"""Size up to which the lines of a file are counted. Counting the lines of a longer file costs as much as writing it.
+"""
 _PREFIX, _SUFFIX = b"command-", b".txt"
 
 
 class Spill:
-    """Takes all that a command prints. Up to `limit_bytes` and `limit_lines` it is only remembered, beyond that it lies
-    in a file.
+    """The complete output of a command: in memory up to `limit_bytes` and `limit_lines`, in a file above these
+    limits.
 
-    It never fails its command: where there is no room the rest is not kept, which `is_whole` tells.
+    A spill never makes its command fail. When there is no room, the rest of the output is dropped and `is_whole` is
+    false.
     """
 
     __slots__ = (
@@ -53,6 +55,7 @@ class Spill:
         self.is_whole = True
 
     def add(self, data: bytes) -> None:
+        """Store the next part of the output. Never raises OSError."""
         if self._pending is not None:
             self.lines += data.count(b"\n")
             self._pending.append(data)
@@ -63,7 +66,7 @@ class Spill:
             self._write(data)
 
     def as_field(self) -> dict[str, object] | None:
-        """`spill` of the done event: None when no file was needed, or none could be made."""
+        """Return the `spill` field of the done event: None when no file was needed or no file could be created."""
         if self.name is None:
             return None
         path = os.path.join(self._output, self.name).decode()
@@ -72,13 +75,16 @@ class Spill:
 
     @property
     def is_missing(self) -> bool:
-        """Whether a file was needed and could not be made."""
+        """Return whether a file was needed and could not be created."""
         return self._pending is None and self.name is None
 
     def _begin(self, pending: list[bytes]) -> None:
+        """Create the file and write the pending output to the file."""
         self._pending = None
         self.lines = 0
         name = _PREFIX + os.urandom(4).hex().encode() + _SUFFIX
+        # Programs of the sandbox can write to this folder. The random name, O_EXCL and O_NOFOLLOW prevent a write
+        # through a file or link that a program has placed there.
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         self._room = QUOTA_BYTES - sum(size for _, size, _ in _list_spills(self._output))
         try:
@@ -90,13 +96,14 @@ class Spill:
         self._write(b"".join(pending))
 
     def _write(self, data: bytes) -> None:
+        """Write to the file. Remove older files while there is no room, and stop at the first gap."""
         whole, data = data, self._fit(data)
         view = memoryview(data)
         while view and self._fd is not None:
             try:
                 count = os.write(self._fd, view)
             except OSError:
-                # The place for outputs is full: of what else lies there only spills are ours to drop.
+                # The folder of outputs is full. The guest may remove only spill files from the folder.
                 if self._drop_oldest():
                     continue
                 self._stop()
@@ -108,16 +115,17 @@ class Spill:
             self.lines += done.count(b"\n")
         self._room -= len(done)
         if len(data) < len(whole):
-            # Room that others leave later is not for what comes then: it would follow a gap.
+            # Later output is not written, even if room becomes free: the output would follow a gap.
             self._stop()
 
     def _fit(self, data: bytes) -> bytes:
-        """The part of `data` that the quota has room for, once older files have made way."""
+        """Remove the oldest files until `data` fits the quota. Return the part of `data` that fits."""
         while len(data) > self._room and self._drop_oldest():
             pass
         return data if len(data) <= self._room else data[: max(0, self._room)]
 
     def _drop_oldest(self) -> bool:
+        """Remove the oldest file of another command. Return False when there is none."""
         spills = sorted(entry for entry in _list_spills(self._output) if entry[2] != self.name)
         for _, size, name in spills:
             with contextlib.suppress(OSError):
@@ -127,12 +135,13 @@ class Spill:
         return False
 
     def _stop(self) -> None:
+        """Write no more output to the file."""
         self.is_whole = False
         self._fd = None
 
 
 def _list_spills(output: bytes) -> list[tuple[int, int, bytes]]:
-    """When each was last written, its size, its name."""
+    """Return (modification time in ns, size in bytes, name) of every spill file."""
     found = []
     try:
         names = os.listdir(output)
@@ -148,13 +157,15 @@ def _list_spills(output: bytes) -> list[tuple[int, int, bytes]]:
 
 
 PACE_S = 0.05
-"""Pieces that come closer together than this are sent as one: each costs a frame."""
+"""Interval of live output, in seconds. Output within one interval is sent as one frame, because each frame has a
+cost.
+"""
 PIECE_BYTES = 32_768
 _FRAME_BYTES = 64
 _STREAMS = {"stdout": "live", "stderr": "live_stderr", "merged": "live"}
 READ_BYTES = 65_536
 MANY_BYTES = 1_048_576
-"""The most the kernel gives an unprivileged pipe, and what is read of it at once."""
+"""Largest pipe that the kernel gives an unprivileged process, and the largest read from such a pipe, in bytes."""
 _F_SETPIPE_SZ = 1031
 _PAUSE_S = 0.001
 _LITTLE_BYTES = MANY_BYTES // 4
@@ -162,9 +173,10 @@ DRAIN_WINDOW_S = 0.25
 
 
 class Capture:
-    """The first quarter of `cap` bytes and the last three quarters; what lies between is counted and dropped.
+    """The kept part of a stream: the first quarter of `cap` bytes and the last three quarters.
 
-    A stream of at most `cap` bytes is kept whole, as head and tail that join.
+    The bytes between the two parts are counted and dropped. A stream of at most `cap` bytes is kept completely, as a
+    head and a tail that join.
     """
 
     __slots__ = ("_end", "_head", "_head_cap", "_tail", "_tail_cap", "total")
@@ -173,12 +185,13 @@ class Capture:
         self._head_cap = cap // 4
         self._tail_cap = cap - self._head_cap
         self._head = bytearray()
-        # A ring: once it is full, `_end` is where the oldest byte is overwritten.
+        # A ring buffer. When the ring is full, `_end` is the position of the oldest byte.
         self._tail = bytearray()
         self._end = 0
         self.total = 0
 
     def add(self, data: bytes) -> None:
+        """Store the next part of the stream."""
         self.total += len(data)
         room = self._head_cap - len(self._head)
         if room > 0:
@@ -199,19 +212,22 @@ class Capture:
         self._end = rest if rest else (self._end + first) % self._tail_cap
 
     def head(self) -> bytes:
+        """Return the first kept bytes."""
         return bytes(self._head)
 
     def tail(self) -> bytes:
+        """Return the last kept bytes."""
         return bytes(self._tail[self._end :] + self._tail[: self._end])
 
     def sizes(self) -> dict[str, int]:
-        """The entry of `done`'s streams."""
+        """Return the stream's entry in `streams` of the done event."""
         return {"total": self.total, "head": len(self._head), "tail": len(self._tail)}
 
 
 class LiveFeed:
-    """`most_bytes` are what may be sent, frames included. What does not fit, or comes while PID 1 is busy, is counted
-    and dropped.
+    """Output that is sent while the program runs, at most `most_bytes`, including frames.
+
+    Output beyond this limit, and output that arrives while PID 1 is busy, is counted and dropped.
     """
 
     __slots__ = ("_buffers", "_left", "_writer", "dropped", "due_at", "sent")
@@ -225,6 +241,7 @@ class LiveFeed:
         self.dropped = 0
 
     def add(self, name: str, data: bytes, now: float) -> None:
+        """Buffer a piece of output for the next frame."""
         if self.due_at is None:
             self.due_at = now + PACE_S
         buffer = self._buffers.setdefault(_STREAMS[name], bytearray())
@@ -234,7 +251,9 @@ class LiveFeed:
             buffer += data[:room]
 
     def flush(self, now: float, is_last: bool = False) -> None:
-        """Send what is due. `is_last`: all of it, waiting where it must: the program has ended."""
+        """Send the output that is due. `is_last`: the program has ended, so send everything and wait while the pipe
+        is full.
+        """
         if self.due_at is None or (now < self.due_at and not is_last):
             return
         for stream, buffer in list(self._buffers.items()):
@@ -246,7 +265,7 @@ class LiveFeed:
         self.due_at = None
 
     def sizes(self) -> dict[str, int]:
-        """`live` of the done event."""
+        """Return the `live` field of the done event."""
         return {"sent": self.sent, "dropped": self.dropped}
 
     def _send(self, stream: str, data: bytes, is_last: bool) -> None:
@@ -263,17 +282,17 @@ class LiveFeed:
 
 
 class Outputs:
-    """Who asks for `merged` alone gets one pipe for stdout and stderr, which keeps the order of the program's own
-    writes.
+    """The output pipes of one program.
 
-    Otherwise there are two, and `merged` has their pieces in the order of arrival.
+    A request for `merged` alone gets one pipe for stdout and stderr, which keeps the order of the program's writes.
+    Other requests get two pipes. Their `merged` contains the pieces of both pipes in the order of arrival.
     """
 
     def __init__(self, request: ExecRequest, writer: ReportWriter, paths: GuestPaths) -> None:
         self._writer = writer
         self._live = LiveFeed(writer, request.live_bytes) if request.live_bytes else None
         self._spill = Spill(paths, *request.spill) if request.spill is not None else None
-        # Bytes read of each pipe until it was enlarged.
+        # The number of bytes read from each pipe, until the pipe is enlarged.
         self._counts: dict[int, int] = {}
         self._large: set[int] = set()
         self._is_ahead = False
@@ -282,7 +301,7 @@ class Outputs:
         self._stream_total = 0
         self._captures = {name: Capture(cap) for name, cap in request.caps.items() if cap or name != "merged"}
         self._one_pipe = bool(request.caps.get("merged")) and not (request.caps["stdout"] or request.caps["stderr"])
-        # Where what arrives on a pipe is kept: its own capture and, if asked for, the merged one.
+        # The name of the capture for each pipe.
         self.open_fds: dict[int, str] = {}
         read_fd, self.stdout = os.pipe()
         self._add_pipe(read_fd, "merged" if self._one_pipe else "stdout")
@@ -296,16 +315,17 @@ class Outputs:
         self.open_fds[read_fd] = name
 
     def close_write_ends(self) -> None:
+        """Close this process's copies of the write ends, after the program was started."""
         for fd in {self.stdout, self.stderr}:
             os.close(fd)
 
     def readable_fds(self) -> list[int]:
-        """The pipes to read now: a stream waits until PID 1 has taken its last piece."""
+        """Return the pipes to read now. A streamed pipe is not read until PID 1 has read its last piece."""
         blocked = self._stream_left is not None and self._writer.is_full
         return [fd for fd, name in self.open_fds.items() if not (blocked and name == "stdout")]
 
     def read(self, fd: int) -> bool:
-        """Take one piece from a pipe; False when there was none. A pipe that has ended is closed."""
+        """Read one piece from a pipe. Return False when there is none. Close the pipe at its end."""
         try:
             data = os.read(fd, MANY_BYTES if fd in self._large else READ_BYTES)
         except BlockingIOError:
@@ -319,9 +339,10 @@ class Outputs:
         return True
 
     def pause(self) -> None:
-        """Let a program that prints much fill its pipe: many small pieces cost more than the program itself.
+        """Wait briefly, so that a program with much output fills its pipe. Many small reads cost more than the
+        program.
 
-        Not when the last piece was large: it prints faster than it is read, and would only wait.
+        There is no wait after a large piece: such a program is faster than the reads and would only be delayed.
         """
         if self._is_ahead:
             self._is_ahead = False
@@ -336,9 +357,11 @@ class Outputs:
                 self._enlarge(fd)
 
     def _enlarge(self, fd: int) -> None:
-        """A program that prints much gets a pipe for much: it and this process then wait less for each other."""
+        """Enlarge the pipe of a program with much output, so that the program and this process wait less for each
+        other.
+        """
         self._large.add(fd)
-        # Only here: most programs never fill a pipe.
+        # Imported here, because most programs never fill a pipe.
         import fcntl
 
         with contextlib.suppress(OSError):
@@ -346,27 +369,30 @@ class Outputs:
 
     @property
     def due_at(self) -> float | None:
-        """When `flush_live` wants to be called, whatever comes."""
+        """Return the time at which `flush_live` must be called, or None."""
         return self._live.due_at if self._live is not None else None
 
     def flush_live(self) -> None:
-        """Send what is due to who watches, if anybody does."""
+        """Send the live output that is due, if the request asked for live output."""
         if self._live is not None:
             self._live.flush(time.monotonic())
 
     def drain(self) -> None:
-        """Take what is in the pipes. Who still holds them is not waited for, nor heard for more than the window."""
+        """Read the rest of the pipes, for at most DRAIN_WINDOW_S seconds.
+
+        Do not wait for the end of the pipes: a process that survived the kill may still hold a pipe open.
+        """
         give_up_at = time.monotonic() + DRAIN_WINDOW_S
         while time.monotonic() < give_up_at:
-            # PID 1 may not have taken the last piece of a stream yet: its pipe is not read until then, and is not empty
-            # for that.
+            # PID 1 may not have read the last piece of a stream yet. The streamed pipe is not read until then, so the
+            # waiting time does not count.
             give_up_at += self._writer.finish()
             took = [self.read(fd) for fd in self.readable_fds()]
             if not any(took):
                 return
 
     def send(self) -> None:
-        """Send the heads and tails that were kept."""
+        """Send the kept heads and tails."""
         if self._live is not None:
             self._live.flush(time.monotonic(), is_last=True)
         for name, capture in self._captures.items():
@@ -374,17 +400,17 @@ class Outputs:
             self._writer.send(name, capture.tail())
 
     def sizes(self) -> dict[str, dict[str, int]]:
-        """`streams` of the done event."""
+        """Return the `streams` field of the done event."""
         sizes = {name: capture.sizes() for name, capture in self._captures.items()}
         if self._one_pipe:
-            # What of the one pipe came by which descriptor nobody can tell.
+            # Stdout and stderr share the pipe, so their separate sizes are unknown.
             return {"merged": sizes["merged"]}
         if self._stream_left is not None:
             sizes["stdout"] = {"total": self._stream_total, "head": self._streamed, "tail": 0}
         return sizes
 
     def extras(self) -> dict[str, object]:
-        """`spill` and `live` of the done event, as far as they were asked for."""
+        """Return the `spill` and `live` fields of the done event, if the request asked for them."""
         fields: dict[str, object] = {}
         if self._spill is not None:
             fields["spill"] = self._spill.as_field()

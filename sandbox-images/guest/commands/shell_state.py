@@ -1,8 +1,9 @@
-"""The state of a session's shells: each command starts with the folder, exported variables and functions that the last
-one left.
+"""The state of a session's shells: the folder, the exported variables and the functions that the last command left.
 
-The shell writes them itself as it ends. A shell gets them by BASH_ENV, a script it runs before its own. Whatever the
-files hold was written by programs of the sandbox.
+The shell writes its state at its end. The next shell reads the state from BASH_ENV, a script that bash runs first.
+
+Invariant: the state files contain untrusted text, because programs of the sandbox can write them. A state is replaced
+completely or not at all. A shell that was killed does not change the state.
 """
 
 from __future__ import annotations
@@ -27,29 +28,30 @@ _RUN_LONG = b'eval "$BASH_EXECUTION_STRING"'
 SCRIPT_FD = 4
 _END = b"end"
 _MAX_STATUSES = 64
-# An EXIT trap, run by builtins alone: nothing is forked. What the script traces or traps goes into the file, in front
-# of the first NUL. No variable: any name may be the script's, readonly or a reference to another.
+# Code of an EXIT trap. It uses only builtins, so no process is forked. Output of the script's own traces and traps
+# lands in the file, before the first NUL. The code uses no variable: the script may use any name, also as a readonly
+# variable or as a reference.
 _SAVE = """{{ builtin set -- "${{PIPESTATUS[@]}}"; builtin trap - DEBUG ERR; builtin trap "" XFSZ; builtin set +exu
 builtin printf "\\0"; builtin printf "%s " "$@"; builtin printf "\\0"; builtin pwd -P; builtin printf "\\0"
 builtin export -n PWD; builtin declare -px; builtin printf "\\0"; builtin declare -f
 builtin printf "\\0"; builtin declare -F
 builtin printf "\\0%s" {token}; }} 2>/dev/null >|{next}"""
 _FIELDS = 7
-# What bash writes of a variable whose value has nothing to be quoted.
+# The text that bash writes for a variable when the value needs no quoting.
 _PLAIN_VARIABLE = re.compile(rb'declare -x ([A-Z_]+)="([^"\\$`]*)"')
 _OUR_NAMES = frozenset(name.encode() for name in ENVIRONMENT)
-# Every shell has these of its own: the folder it came from while there is none, and how deep it is.
+# Every shell sets these variables itself: its previous folder, if any, and its nesting depth.
 _OWN_VARIABLES = (b"declare -x OLDPWD", b"declare -x SHLVL=")
 
 
 def read_folder(paths: GuestPaths) -> bytes:
-    """Where relative paths start: what the last command left as its directory, at first the workspace."""
+    """Return the start of relative paths: the directory in which the last command ended, at first the workspace."""
     folder = read_state_file(paths, b"folder", _MAX_PATH)
     return folder if folder is not None and folder.startswith(b"/") and b"\0" not in folder else paths.workspace
 
 
 def write_state_file(paths: GuestPaths, name: bytes, content: bytes) -> None:
-    """Write a file of the state, whole or not at all. Raises OSError."""
+    """Write a file of the state in one step: the file is replaced completely or not at all. Raises OSError."""
     temporary = paths.state + b"/." + name
     with contextlib.suppress(FileNotFoundError):
         os.unlink(temporary)
@@ -64,8 +66,9 @@ def write_state_file(paths: GuestPaths, name: bytes, content: bytes) -> None:
 
 
 def read_state_file(paths: GuestPaths, name: bytes, most: int) -> bytes | None:
-    """At most that many bytes of a file of the state; None when it is missing or is no regular file: a pipe would never
-    end.
+    """Return at most `most` bytes of a file of the state.
+
+    Return None when the file is missing or is not a regular file. Reading a pipe would never end.
     """
     try:
         fd = os.open(
@@ -92,10 +95,10 @@ NONE, KEPT, REPLACED, TOO_LARGE, NO_ROOM = "none", "kept", "replaced", "too_larg
 
 
 class ShellState:
-    """What a shell starts with: `environment` as it is handed to a program; `variables` and `functions` in bash's own
-    words.
+    """The state with which a shell starts.
 
-    `raw`: the file it came from, None where there was none.
+    `environment`: variables that are passed to the program directly. `variables` and `functions`: bash source text.
+    `raw`: content of the state file, or None when there was no file.
     """
 
     __slots__ = ("environment", "functions", "raw", "variables")
@@ -110,11 +113,12 @@ class ShellState:
 
 
 class StateOutcome:
-    """What became of a shell's state. `outcome`: one of the words above.
+    """Result of storing a shell's state.
 
-    `folder`: the session's from now on; `moved`: it is another than before. `stray`: where the shell ended when that
-    cannot be kept, "" for a folder that is gone. `statuses`: of the members of its last pipeline, None when the shell
-    did not tell.
+    `outcome`: one of the constants above. `folder`: the session's folder from now on. `moved`: the folder has
+    changed. `stray`: the directory in which the shell ended, when the session cannot use the directory; "" when the
+    directory no longer exists. `statuses`: exit statuses of the last pipeline's members, or None when the shell did
+    not report them.
     """
 
     __slots__ = ("folder", "moved", "outcome", "statuses", "stray")
@@ -128,22 +132,25 @@ class StateOutcome:
 
 
 def load_state(paths: GuestPaths) -> ShellState:
-    """What the last shell left, or what a new session has when there is nothing, or nothing that holds together."""
+    """Return the state that the last shell left. Return the state of a new session when there is none, or when the
+    file is not complete.
+    """
     raw = read_state_file(paths, b"shell", MAX_STATE_BYTES)
     parts = raw.split(b"\0") if raw is not None else []
     if len(parts) != 3 or parts[2] != _END:
         return ShellState({name.encode(): value.encode() for name, value in paths.environment.items()}, b"", b"")
     environment, variables = _split_variables(parts[0])
     if b"PATH" not in environment:
-        # A shell that is started without one makes up its own.
+        # A shell that starts without PATH sets a default PATH.
         variables = b"builtin unset -v PATH\n" + variables
     return ShellState(environment, variables, parts[1], raw)
 
 
 def _split_variables(text: bytes) -> tuple[dict[bytes, bytes], bytes]:
-    """Those that can be handed over as they are, which costs a shell nothing, and those that it has to read.
+    """Return the variables that can be passed directly, and the source text of the others.
 
-    Only names of our own environment: bash takes others, like IFS, for something else when it finds them there.
+    Passing a variable directly costs the shell nothing. Only names of the guest's own environment are passed
+    directly. Bash gives other names, such as IFS, a different meaning when they are in its environment.
     """
     environment, rest = {}, []
     for line in text.splitlines(keepends=True):
@@ -156,23 +163,23 @@ def _split_variables(text: bytes) -> tuple[dict[bytes, bytes], bytes]:
 
 
 def forget_state(paths: GuestPaths) -> None:
-    """From here on a session starts as a new one does."""
+    """Remove the state, so that the next shell starts like the shell of a new session."""
     for name in (b"shell", b"folder"):
-        # A program may have put something else in its place: then that stays, and is no state.
+        # A program may have put something else under this name. Such an object stays and is not read as state.
         with contextlib.suppress(OSError):
             os.unlink(paths.state + b"/" + name)
 
 
 def leave_lost_folder(paths: GuestPaths) -> None:
-    """The session's folder is gone: it is in the workspace again."""
+    """Set the session's folder to the workspace, because the session's folder no longer exists."""
     with contextlib.suppress(OSError):
         os.unlink(paths.state + b"/folder")
 
 
 def prepare_saving(paths: GuestPaths) -> None:
-    """Make the folder for what the first shell is to leave, whatever a program has put in its place.
+    """Create the folder for the state. Replace any other object that a program has created under its name.
 
-    That it cannot be kept nevertheless is seen, and said, when the shell has ended.
+    An error is not reported here. When the shell has ended, the outcome reports that the state could not be stored.
     """
     with contextlib.suppress(OSError):
         try:
@@ -185,21 +192,22 @@ def prepare_saving(paths: GuestPaths) -> None:
 
 
 def build_preamble(state: ShellState, paths: GuestPaths, token: bytes | None, is_long: bool) -> bytes:
-    """The script that BASH_ENV names. `token`: what a shell that leaves its state ends that with.
+    """Return the script for BASH_ENV.
 
-    `is_long`: the command is no argument of the shell, but in SCRIPT_FD.
+    `token`: the text that ends the state that the shell writes, or None when the shell stores no state. `is_long`:
+    the command is read from SCRIPT_FD, because the command is too long for an argument.
     """
     lines = [f"exec {PREAMBLE_FD}<&-".encode(), b"builtin unset -v BASH_ENV"]
     if is_long:
         lines.append(f"IFS= builtin read -r -d '' -u {SCRIPT_FD} BASH_EXECUTION_STRING\nexec {SCRIPT_FD}<&-".encode())
     if token is not None:
-        # Before anything of the session's: a function of it may be called `trap`.
+        # The trap is set before the session's text is read: the session may define a function with the name `trap`.
         save = _SAVE.format(next=os.fsdecode(_quote(_path_of_next(paths, token))), token=token.decode())
         lines.append(b"builtin trap -- " + _quote(os.fsencode(save)) + b" EXIT")
     if state.variables:
         lines.append(b"builtin eval " + _quote(state.variables) + b" >/dev/null 2>&1")
     if state.functions:
-        # A function may have been written where extglob was on, and is not read again without.
+        # A function may have been defined with extglob on. Bash cannot parse its text with extglob off.
         lines.append(b"builtin shopt -s extglob")
         lines.append(b"builtin eval " + _quote(state.functions) + b" >/dev/null 2>&1")
         lines.append(b"builtin shopt -u extglob")
@@ -209,9 +217,7 @@ def build_preamble(state: ShellState, paths: GuestPaths, token: bytes | None, is
 def build_shell(
     script: bytes, state: ShellState, paths: GuestPaths, token: bytes | None
 ) -> tuple[list[bytes], dict[bytes, bytes], list[int]]:
-    """A shell of the session: its arguments, its environment, and what its descriptors from 3 on are to be. Raises
-    Failure, OSError.
-    """
+    """Return a shell's arguments, its environment, and its descriptors from 3 on. Raises Failure and OSError."""
     argv = build_bash_argv(script)
     is_long = len(script) > MAX_ARGUMENT_BYTES
     further = [open_in_memory(build_preamble(state, paths, token, is_long))]
@@ -223,7 +229,7 @@ def build_shell(
 
 
 def open_in_memory(text: bytes) -> int:
-    """A descriptor of it, in memory. Raises OSError."""
+    """Return the descriptor of a memory file with this content. Raises OSError."""
     fd = os.memfd_create("shell", os.MFD_CLOEXEC)
     view = memoryview(text)
     while view:
@@ -232,9 +238,10 @@ def open_in_memory(text: bytes) -> int:
 
 
 def commit_state(paths: GuestPaths, before: ShellState, folder: bytes, started_in: bytes, token: bytes) -> StateOutcome:
-    """Take over what a shell that ended by itself has written, whole or not at all: what `before` was stays.
+    """Store the state that a shell has written, completely or not at all.
 
-    `folder` is the session's until now; the one that the shell was only started in does not become it.
+    `before`: the state with which the shell started. `folder`: the session's folder until now. The directory
+    `started_in`, in which the shell was only started, does not become the session's folder.
     """
     result = StateOutcome(folder)
     raw = read_state_file(paths, b"next-" + token, MAX_STATE_BYTES + 1)
@@ -246,6 +253,7 @@ def commit_state(paths: GuestPaths, before: ShellState, folder: bytes, started_i
     if len(raw) > MAX_STATE_BYTES:
         result.outcome = TOO_LARGE
     elif len(parts) != _FIELDS or parts[6] != token:
+        # Only a complete state ends with the token. The shell may have been replaced (`exec`) or run out of room.
         result.outcome = REPLACED if _has_room(paths) else NO_ROOM
     else:
         result.outcome = KEPT
@@ -258,23 +266,24 @@ def commit_state(paths: GuestPaths, before: ShellState, folder: bytes, started_i
 
 
 def drop_next(paths: GuestPaths, token: bytes) -> None:
-    """Remove what a shell has written, if it has."""
+    """Remove the state that a shell has written, if the file exists."""
     with contextlib.suppress(OSError):
         os.unlink(_path_of_next(paths, token))
 
 
 def _path_of_next(paths: GuestPaths, token: bytes) -> bytes:
-    # Nobody can put a pipe in its place beforehand, which the shell would wait for.
+    # The token is random, so no program can create a pipe under this name in advance. The shell would wait for the
+    # pipe forever.
     return paths.state + b"/next-" + token
 
 
 def is_allowed(folder: bytes, paths: GuestPaths) -> bool:
-    """Whether a folder, its links resolved already, lies in one of the roots."""
+    """Return whether a folder lies in one of the roots. The links in the path must be resolved already."""
     return any(folder == root or folder.startswith(root + b"/") for root in paths.roots)
 
 
 def _has_room(paths: GuestPaths) -> bool:
-    """Whether it was not for want of room that a shell has written less than all."""
+    """Return whether the file system has room for a state. Without room, a shell may have written only a part."""
     try:
         status = os.statvfs(paths.state)
     except OSError:
@@ -283,6 +292,7 @@ def _has_room(paths: GuestPaths) -> bool:
 
 
 def _move(result: StateOutcome, paths: GuestPaths, started_in: bytes, folder: bytes) -> None:
+    """Change the session's folder to the directory in which the shell ended, if the directory is allowed."""
     if folder == started_in:
         return
     if not folder or not os.path.isdir(folder):
@@ -295,11 +305,13 @@ def _move(result: StateOutcome, paths: GuestPaths, started_in: bytes, folder: by
 
 
 def _keep(paths: GuestPaths, before: ShellState, content: bytes) -> None:
+    """Write the state file, unless the state is unchanged."""
     if before.raw != content:
         write_state_file(paths, b"shell", content)
 
 
 def _read_statuses(field: bytes) -> list[int] | None:
+    """Return the exit statuses in a field, or None when the field is invalid."""
     words = field.split()
     if not words or len(words) > _MAX_STATUSES or not all(word.isdigit() and len(word) <= 3 for word in words):
         return None
@@ -311,21 +323,22 @@ def _quote(text: bytes) -> bytes:
 
 
 class ShellSession:
-    """`prepare` before the command, `finish` after it."""
+    """The shell state of one command. Call `prepare` before the command and `finish` after it."""
 
     def __init__(self, request: ExecRequest, paths: GuestPaths) -> None:
         self._request = request
         self._paths = paths
         self._folder = paths.workspace
         self._started_in = b""
-        # The session's folder, where it was gone.
+        # The session's folder, if the folder no longer exists.
         self._lost: bytes | None = None
-        # What an earlier shell has left unfinished is not taken for this one's.
+        # The token separates this shell's state from an incomplete state of an earlier shell.
         self._token = os.urandom(8).hex().encode() if request.keeps_state else None
 
     def prepare(self, script: bytes) -> tuple[list[bytes], dict[bytes, bytes], list[int]]:
-        """Arguments, environment, and what its further descriptors are to be; we are then where it is to run. Raises
-        Failure, OSError.
+        """Return the shell's arguments, its environment, and its descriptors from 3 on. Raises Failure and OSError.
+
+        Afterwards, the working directory of this process is the directory in which the shell must run.
         """
         if self._request.state == "fresh":
             forget_state(self._paths)
@@ -340,7 +353,7 @@ class ShellSession:
         return shell
 
     def finish(self, ended_by_itself: bool) -> dict[str, object]:
-        """`state` and `pipe_status` of the done event. What a killed shell left is not the session's."""
+        """Return the `state` and `pipe_status` fields of the done event. The state of a killed shell is not stored."""
         result = StateOutcome(self._folder, NONE)
         if self._token is not None and ended_by_itself:
             result = commit_state(self._paths, self._before, self._folder, self._started_in, self._token)
@@ -357,9 +370,10 @@ class ShellSession:
 
 
 def enter_session_folder(cwd: str | None, paths: GuestPaths) -> tuple[bytes, bytes | None]:
-    """Go to `cwd`, or where the session is. Raises Failure when `cwd` is missing or not allowed.
+    """Change to `cwd`, or to the session's folder when `cwd` is None.
 
-    Gives the session's folder, which is the workspace when its own is gone, and that one.
+    Return the session's folder and None. When the session's folder no longer exists, return the workspace and the
+    lost folder. Raises Failure when `cwd` is missing or not allowed.
     """
     folder = read_folder(paths)
     if cwd is not None:

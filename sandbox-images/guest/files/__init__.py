@@ -1,1 +1,1 @@
-"""Files: read, written and edited as text, whatever their encoding; what the session has seen of them."""
+"""File tools: read, write and edit files as text in any encoding, and remember which content the session last saw."""

@@ -1,5 +1,6 @@
-"""The likeliest encoding of bytes that are neither UTF-8 nor UTF-16: by how common the characters are that each would
-make of them.
+"""Guess the encoding of bytes that are neither UTF-8 nor UTF-16.
+
+Each candidate codec decodes the bytes. The guess depends on how common the resulting characters are in real text.
 """
 
 from __future__ import annotations
@@ -12,16 +13,18 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 _LOOKED_AT = 2000
-"""Characters beyond ASCII that are judged."""
-# Short texts are ambiguous: below so many characters only GB18030 is taken for an encoding of East Asia.
+"""Maximum number of characters beyond ASCII that the guess examines."""
+# Short texts are ambiguous. With fewer characters than this, GB18030 is the only East Asian encoding that is
+# accepted.
 _ENOUGH = 4
 _ENOUGH_HANGUL = 8
 _LAST = ("cp1252", "latin-1")
 
 
 def guess_codec(sample: bytes) -> str | None:
-    """A codec's name; None for what looks like no text. The sample may end within a character, and a few bytes of it
-    may be wrong.
+    """Return the name of the most likely codec, or None if the sample does not look like text.
+
+    The sample may end in the middle of a character, and a few of its bytes may be wrong.
     """
     if _is_noise(sample):
         return None
@@ -40,14 +43,14 @@ def guess_codec(sample: bytes) -> str | None:
 
 
 def _is_noise(sample: bytes) -> bool:
-    """Whether more than a twentieth are control characters that no text has."""
+    """Return whether more than one byte in twenty is a control character that text files do not contain."""
     allowed = b"\t\n\r\f\b\x1b"
     controls = sum(sample.count(byte) for byte in range(32) if byte not in allowed)
     return controls * 20 > len(sample)
 
 
 def _is_damaged_utf8(sample: bytes) -> bool:
-    """Whether characters of several bytes are there, and far more of them than wrong bytes."""
+    """Return whether the sample has multi-byte UTF-8 characters, and more than three of them for each wrong byte."""
     signs = _beyond_ascii("utf-8", sample)
     wrong = signs.count("\ufffd")
     return len(signs) - wrong > 3 * wrong
@@ -59,15 +62,17 @@ def _beyond_ascii(codec: str, sample: bytes) -> str:
 
 
 def _share(codec: str, sample: bytes, is_common: Callable[[bytes], bool]) -> float:
-    """How many of the characters beyond ASCII are common ones, from 0 to 1."""
+    """Return the share of common characters among the characters beyond ASCII, from 0 to 1."""
     signs = _beyond_ascii(codec, sample)
     common = sum(1 for sign in signs if sign != "\ufffd" and is_common(sign.encode(codec)))
     return common / len(signs) if signs else 0.0
 
 
 def _is_common_gb(pair: bytes) -> bool:
-    """Punctuation, full-width forms, and the first level of Han characters, which is nearly all that modern Chinese
-    uses.
+    """Return whether the byte pair is a common GB18030 character.
+
+    Common characters are punctuation, full-width forms and the first level of Han characters. Modern Chinese uses
+    little else.
     """
     return len(pair) == 2 and pair[1] >= 0xA1 and (0xA1 <= pair[0] <= 0xA3 or 0xB0 <= pair[0] <= 0xD7)
 
@@ -77,20 +82,26 @@ def _is_common_big5(pair: bytes) -> bool:
 
 
 def _is_japanese(signs: str) -> bool:
-    """Whether kana are among the characters as in any Japanese text, and hardly any is wrong or a half-width form."""
+    """Return whether the text has as many kana as any Japanese text, and almost no wrong or half-width characters."""
     kana = sum(1 for sign in signs if "\u3041" <= sign <= "\u30ff")
     odd = sum(1 for sign in signs if sign == "\ufffd" or "\uff61" <= sign <= "\uff9f" or "\ue000" <= sign <= "\uf8ff")
     return len(signs) >= _ENOUGH and kana >= 0.2 * len(signs) and odd <= 0.05 * len(signs)
 
 
 def _is_korean(signs: str) -> bool:
-    """Whether nearly all is Hangul: half of a Chinese text would be, read so."""
+    """Return whether almost every character is Hangul.
+
+    The threshold is high because about half of a Chinese text also decodes to Hangul.
+    """
     hangul = sum(1 for sign in signs if "\uac00" <= sign <= "\ud7a3")
     return len(signs) >= _ENOUGH_HANGUL and hangul >= 0.95 * len(signs)
 
 
 def _western(sample: bytes) -> str:
-    """Windows' own characters where such bytes are used; where they are not, both codecs read alike."""
+    """Return cp1252 if the sample uses bytes that only cp1252 assigns to printable characters, else latin-1.
+
+    Both codecs decode all other bytes to the same characters.
+    """
     if any(0x80 <= byte < 0xA0 for byte in set(sample)):
         try:
             sample.decode(_LAST[0])

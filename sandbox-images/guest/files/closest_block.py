@@ -1,5 +1,6 @@
-"""The block of lines in a file that is most like some others: found by lines they share, else by groups of three
-letters.
+"""Find the block of lines in a file that is most similar to a given block.
+
+Candidate positions come from lines that both texts share, otherwise from shared groups of three characters.
 """
 
 from __future__ import annotations
@@ -13,19 +14,20 @@ from collections import Counter
 MIN_RATIO = 0.6
 _CANDIDATES = 8
 _STRIDE = 512
-# Beyond so many characters of a block words are compared, and only so many: the comparison takes time by the square of
-# it.
+# Longer blocks are compared word by word, and only up to a limit. The time of the comparison grows with the square of
+# its length.
 _MAX_SIGNS = 240
 _MAX_WORDS = 300
 _WORD = re.compile(r"\w+|[^\w\s]")
-# A line that stands everywhere tells nothing of where the block is.
+# A line that occurs very often does not help to locate the block.
 _MAX_TWINS = 200
 
 
 def find_closest(lines: list[str], wanted: list[str], until: float) -> tuple[int, int, float] | None:
-    """(first line from 0, line after the last, ratio) of the block most like `wanted`, or None below a ratio of 0.6.
+    """Return (first line from 0, line after the last line, ratio) of the block most similar to `wanted`.
 
-    It ends at `until`, on the monotonic clock, with the best that was found until then.
+    Returns None if no block reaches a ratio of 0.6. At `until`, a time on the monotonic clock, the search stops and
+    returns the best block so far.
     """
     best: tuple[int, int, float] | None = None
     parts = _parts("\n".join(line.strip() for line in wanted))
@@ -42,7 +44,7 @@ def find_closest(lines: list[str], wanted: list[str], until: float) -> tuple[int
 
 
 def _starts(lines: list[str], wanted: list[str], until: float) -> list[int]:
-    """Where a block like `wanted` may begin, likeliest first."""
+    """Return the lines where a block similar to `wanted` may begin, the most likely line first."""
     votes: Counter[int] = Counter()
     paths: dict[str, list[int]] = {}
     for offset, line in enumerate(wanted):
@@ -56,12 +58,15 @@ def _starts(lines: list[str], wanted: list[str], until: float) -> list[int]:
             votes.update(number - offset for offset in paths[key][:4])
     found = [start for start, _ in votes.most_common(_CANDIDATES)]
     longest = max((line.strip() for line in wanted), key=len)
-    # Where the line that tells most is there as it is, the votes have it.
+    # If the file contains the longest line unchanged, the votes are reliable and the slower search is not needed.
     return found if twins[longest] else [*_starts_like_longest(lines, wanted, until), *found]
 
 
 def _starts_like_longest(lines: list[str], wanted: list[str], until: float) -> list[int]:
-    """By the longest line: the file's lines that share most groups of three letters with it."""
+    """Return candidate start lines, the most likely first.
+
+    Candidates come from the lines of the file that share the most groups of three characters with the longest line.
+    """
     offset = max(range(len(wanted)), key=lambda number: len(wanted[number].strip()))
     longest = wanted[offset].strip()[:_MAX_SIGNS]
     groups = _groups(longest)

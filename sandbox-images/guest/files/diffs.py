@@ -1,4 +1,4 @@
-"""What changed between two versions of a text, as a unified diff of bounded length, made in bounded time and memory."""
+"""Build a unified diff of two versions of a text, with bounded length, time and memory."""
 
 from __future__ import annotations
 
@@ -6,21 +6,24 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    # (is it an insertion, line of the old text, line of the new text), from 0: where the change lies in both.
+    # (is an insertion, line of the old text, line of the new text). Both line numbers start at 0 and locate the
+    # change.
     Change = tuple[bool, int, int]
 
 MAX_LINES = 60
 _CONTEXT = 3
 _LINE_CHARS = 300
 _BLOCK = 65_536
-# Between the first and the last difference; what lies beyond is not compared.
+# Maximum size of the part between the first and the last difference. Bytes after this limit are not compared.
 _MAX_BYTES = 1_048_576
-# Single lines that went or came: the search takes time and memory by the square of it.
+# Maximum number of removed and added lines. Time and memory of the search grow with the square of this number.
 _MAX_CHANGES = 400
 
 
 class Diff:
-    """`text`: hunks with three lines around, empty when nothing differs. `is_whole`: whether it shows every
+    """Difference of two texts.
+
+    `text`: hunks with three lines of context, empty if nothing differs. `is_whole`: whether `text` shows every
     difference.
     """
 
@@ -34,8 +37,9 @@ class Diff:
 def build_diff(
     old: bytes, new: bytes, decode: Callable[[bytes], str], max_lines: int = MAX_LINES, max_chars: int = 32_768
 ) -> Diff:
-    """Compare by lines, which end at LF; CR before it is no difference. `decode` makes lines readable and must not
-    raise.
+    """Compare two texts by line and return the diff.
+
+    Lines end at LF. A CR before the LF is not a difference. `decode` converts a line to text and must not raise.
     """
     window = _Window(old, new)
     changes, reaches_end = find_changes(*window.core, window.cut)
@@ -56,11 +60,11 @@ def build_diff(
 def find_changes(
     old: Sequence[bytes], new: Sequence[bytes], cut: tuple[bool, bool] = (False, False)
 ) -> tuple[list[Change], bool]:
-    """The fewest lines to take away and to add, in order, and whether they lead to the end of both: there are at most
-    400 of them.
+    """Return (changes, reaches the end): the fewest removed and added lines that lead from `old` to `new`, in order.
 
-    After Myers, "An O(ND) Difference Algorithm and Its Variations". `cut`: which of both goes on after its last line;
-    the search ends where that one does.
+    The list has at most 400 changes, so it may stop before the end of the texts. The algorithm is from Myers, "An
+    O(ND) Difference Algorithm and Its Variations". `cut` says for each text whether it continues after its last line
+    here. The search ends where such a text ends.
     """
     furthest = {1: 0}
     trace: list[dict[int, int]] = []
@@ -70,7 +74,7 @@ def find_changes(
             at = _step(furthest, diagonal, distance)
             other = at - diagonal
             if at > len(old) or other > len(new):
-                # Beyond a text's end nothing leads back.
+                # A position after the end of a text cannot lead to a solution.
                 furthest[diagonal] = at
                 continue
             while at < len(old) and other < len(new) and old[at] == new[other]:
@@ -90,13 +94,14 @@ def find_changes(
 
 
 def _step(furthest: dict[int, int], diagonal: int, distance: int) -> int:
-    """Where in the old text the best way to this diagonal comes from, one change later."""
+    """Return the position in the old text after the best step to this diagonal."""
     if diagonal == -distance or (diagonal != distance and furthest[diagonal - 1] < furthest[diagonal + 1]):
         return furthest[diagonal + 1]
     return furthest[diagonal - 1] + 1
 
 
 def _walk_back(trace: list[dict[int, int]], diagonal: int, at: int) -> list[Change]:
+    """Return the changes of the path that reaches position `at` on the diagonal, from first to last."""
     changes: list[Change] = []
     for distance in range(len(trace) - 1, 0, -1):
         furthest = trace[distance]
@@ -112,7 +117,7 @@ def _walk_back(trace: list[dict[int, int]], diagonal: int, at: int) -> list[Chan
 
 
 class _Window:
-    """The lines of both texts from the first difference to the last, the `core`, with three lines around it."""
+    """Lines of both texts from the first difference to the last (`core`), with three lines of context on each side."""
 
     def __init__(self, old: bytes, new: bytes) -> None:
         start = _line_start(old, _common_prefix(old, new), 0)
@@ -128,13 +133,13 @@ class _Window:
 
 
 def _part(text: bytes, start: int, end: int) -> tuple[bytes, bool]:
-    """A part of a text, and whether it ends with a line that lacks its end."""
+    """Return a part of a text, and whether the part ends with a line that has no newline at the end of the text."""
     core = text[start : min(end, start + _MAX_BYTES)]
     return core, start + len(core) == len(text) and not text.endswith(b"\n")
 
 
 def _after(text: bytes, start: int) -> tuple[bytes, bool]:
-    """The three lines from there on, as _part gives them."""
+    """Return the three lines from `start` on, in the form that `_part` returns."""
     end = start
     for _ in range(_CONTEXT):
         end = text.find(b"\n", end) + 1 or len(text)
@@ -157,7 +162,7 @@ def _common_prefix(old: bytes, new: bytes) -> int:
 
 
 def _common_suffix(old: bytes, new: bytes, start: int) -> int:
-    """Bytes of the whole lines that both end with, from `start` on."""
+    """Return the size in bytes of the whole lines that end both texts. Bytes before `start` are not considered."""
     size = min(len(old), len(new)) - start
     at = 0
     while (
@@ -172,7 +177,7 @@ def _common_suffix(old: bytes, new: bytes, start: int) -> int:
 
 
 def _line_start(text: bytes, at: int, lines: int) -> int:
-    """Where the line with that byte begins, or one so many lines before it."""
+    """Return the start of the line with byte `at`, or of the line that many lines earlier."""
     for _ in range(lines + 1):
         at = text.rfind(b"\n", 0, at)
         if at < 0:
@@ -193,7 +198,7 @@ def _split(data: bytes, lacks_newline: bool) -> list[bytes]:
 
 
 def _group(changes: list[Change]) -> list[list[Change]]:
-    """Changes whose lines around would touch are shown together."""
+    """Group changes whose context lines would overlap or touch, so that one hunk shows them."""
     groups: list[list[Change]] = []
     for change in changes:
         if groups and change[1] - groups[-1][-1][1] <= 2 * _CONTEXT:

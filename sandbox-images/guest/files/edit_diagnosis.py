@@ -1,5 +1,6 @@
-"""Why a text was not found: the usual mistakes tried one after the other, then the block of the file that is most like
-it.
+"""Explain why an edit did not find its old text.
+
+The usual mistakes are tested one after the other. The explanation also shows the most similar block of the file.
 """
 
 from __future__ import annotations
@@ -40,10 +41,10 @@ _LOOK_ALIKE = str.maketrans(
 
 
 def explain_miss(edit: Edit, text: FileText, body: bytes, change: tuple[bytes, str] | None, until: float) -> str:
-    """What to tell about an edit whose old_string is not in `body`, at most about 3400 characters.
+    """Return the explanation for an edit whose old_string is not in `body`, at most about 3400 characters.
 
-    `change`: what the file was when the session last saw it, and how it changed since; None when it did not. After
-    `until`, on the monotonic clock, no further cause is tried.
+    `change`: the content that the session last saw and the diff from that content to the present one. None means that
+    the file did not change. After `until`, a time on the monotonic clock, no further cause is tested.
     """
     if body != text.body and text.encode(edit.old, "old_string") in text.body:
         return (
@@ -68,7 +69,7 @@ def explain_miss(edit: Edit, text: FileText, body: bytes, change: tuple[bytes, s
 
 
 class _Miss:
-    """One search for the cause. Line ends are LF in all its texts."""
+    """Search for the cause of one failed match. All texts have LF line ends."""
 
     def __init__(self, body: str, old: str, new: str, until: float) -> None:
         self._body = body
@@ -78,7 +79,7 @@ class _Miss:
         self._until = until
 
     def find_cause(self) -> str | None:
-        """The first cause that holds, as sentences."""
+        """Return a description of the first cause that applies, or None."""
         for test in (
             self._test_line_ends,
             self._test_line_numbers,
@@ -98,7 +99,7 @@ class _Miss:
         return None
 
     def describe_closest(self) -> str | None:
-        """The block that is most like old_string, with a diff from old_string to it; None when none is."""
+        """Return a diff from old_string to the most similar block, or None if no block is similar enough."""
         old = self._old.strip("\n")
         if not old.strip() or time.monotonic() >= self._until:
             return None
@@ -189,7 +190,7 @@ class _Miss:
         pairs = [
             (number, line, self._lines[number])
             for number, line in enumerate(self._old.split("\n"), start=found)
-            # The first line may begin within one of the file.
+            # The first line of old_string may begin in the middle of a line of the file.
             if line.strip()
             and number < len(self._lines)
             and (number > found or self._lines[number].strip() == line.strip())
@@ -244,7 +245,7 @@ class _Miss:
         )
 
     def _test_replaced(self) -> str | None:
-        # A word or two may stand anywhere and prove nothing.
+        # A short text may occur anywhere and proves nothing.
         at = self._body.find(self._new) if len(self._new.strip()) >= _TELLING_CHARS else -1
         return (
             f"new_string is in the file already, at {self._where(at)}: the edit may have been made before."
@@ -253,7 +254,9 @@ class _Miss:
         )
 
     def _find_by_line(self, change: Callable[[str], str]) -> int | None:
-        """The line, from 0, where old_string stands once each line of both is changed; None when it does not."""
+        """Return the line, from 0, where old_string occurs, or None. `change` is first applied to each line of both
+        texts.
+        """
         old = "\n".join(change(line) for line in self._old.split("\n"))
         if not old.strip():
             return None
@@ -267,7 +270,7 @@ def _decode(line: bytes) -> str:
 
 
 def _squeeze(line: str) -> str:
-    """With one blank for each run of them; other signs that look like blanks are none."""
+    """Return the line with one space for each run of spaces and tabs. Other characters that look like spaces stay."""
     return " ".join(part for part in line.replace("\t", " ").split(" ") if part)
 
 
@@ -284,7 +287,7 @@ def _fold(text: str) -> str:
 
 
 def _name_signs(text: str, other: str) -> str:
-    """Up to three characters of a text that the other lacks."""
+    """Return the names of up to three characters of `text` that `other` does not contain."""
     signs = sorted({sign for sign in text if not sign.isalnum() or not sign.isascii()} - set(other) - {"\n"})
     return ", ".join(f"{sign if sign.isprintable() else ' '} (U+{ord(sign):04X})" for sign in signs[:3])
 

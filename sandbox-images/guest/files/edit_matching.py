@@ -1,5 +1,6 @@
-"""Where a text occurs in a file's bytes, and what stands there afterwards. Exact, but that LF in the arguments matches
-CRLF in the file.
+"""Find the occurrences of a text in the bytes of a file, and adapt replacement text to the line ends of the file.
+
+Matches are exact, with one exception: LF in the arguments also matches CRLF in the file.
 """
 
 from __future__ import annotations
@@ -16,21 +17,22 @@ if TYPE_CHECKING:
     Span = tuple[int, int]
 
 _LONE_LF = re.compile(rb"(?<!\r)\n")
-# A byte of these may begin or end anywhere: UTF-8 because no character is within another, the others because each byte
-# is one.
+# In these encodings a match may begin or end at any byte. No UTF-8 character contains another one, and in the other
+# encodings each byte is one character.
 _ANYWHERE = ("utf-8", "ascii", "latin-1", "iso8859", "cp125", "cp437", "cp850", "koi8")
-# Below this no byte of any encoding is the rest of a character.
+# In every supported encoding, a byte below this value is never the second or a later byte of a character.
 _FIRST_REST_BYTE = 0x30
 
 
 class Needle:
-    """What is looked for in one state of a file's body, which has the encoding `codec`."""
+    """Search for `old` in one state of a file's body. `codec` is the encoding of both."""
 
     def __init__(self, body: bytes, old: bytes, codec: str) -> None:
         self._body = body
         self._old = old
         self._decoder = None if codec.startswith(_ANYWHERE) else codecs.getincrementaldecoder(codec)("replace")
-        # Where a character is known to begin: a long line without a low byte is not read from its start for each match.
+        # A position where a character is known to begin. Without it, each match in a long line without a low byte
+        # would decode the line from its start again.
         self._known = 0
         self._mixed: _MixedEnds | None = None
         if b"\n" in old and b"\r\n" in body and not old.endswith(b"\r"):
@@ -41,11 +43,11 @@ class Needle:
 
     @property
     def literal(self) -> bytes | None:
-        """The bytes of every match, when each occurrence of them is one."""
+        """The bytes of every match if each occurrence of these bytes is a match, otherwise None."""
         return None if self._mixed is not None or self._decoder is not None else self._old
 
     def find_next(self, at: int) -> Span | None:
-        """The first match that begins there or later."""
+        """Return the first match that begins at `at` or later."""
         while True:
             span = self._mixed.find_next(at) if self._mixed is not None else self._find_bytes(at)
             if span is None or self._is_character(span[0]):
@@ -53,7 +55,7 @@ class Needle:
             at = span[0] + 1
 
     def find_all(self) -> Iterator[Span]:
-        """Matches from the left, none within another."""
+        """Yield the matches from left to right, without overlaps."""
         span = self.find_next(0)
         while span is not None:
             yield span
@@ -64,7 +66,10 @@ class Needle:
         return None if start < 0 else (start, start + len(self._old))
 
     def _is_character(self, at: int) -> bool:
-        """Whether a character begins there, rather than that its second byte looks like one."""
+        """Return whether a character begins at `at`.
+
+        In some encodings the second byte of a character looks like a character of its own.
+        """
         if self._decoder is None:
             return True
         least = self._known if self._known <= at else 0
@@ -79,15 +84,16 @@ class Needle:
 
 
 class _MixedEnds:
-    """A search in a body with both line ends: it looks with all of them as LF, then back to where that is in the
-    body.
+    """Search in a body that contains both LF and CRLF.
+
+    The search runs on a copy with LF only. Positions of matches are then converted to positions in the body.
     """
 
     def __init__(self, body: bytes, old: bytes) -> None:
         self._body = body
         self._plain = body.replace(b"\r\n", b"\n")
         self._old = old.replace(b"\r\n", b"\n")
-        # CRLF in the arguments is meant: it matches no LF.
+        # CRLF in the arguments is deliberate and does not match LF.
         self._exact = re.compile(b"\r?\n".join(re.escape(part) for part in _LONE_LF.split(old)))
         self._pairs = array("Q", (found.start() for found in re.finditer(rb"\r\n", body)))
 
@@ -101,7 +107,10 @@ class _MixedEnds:
         return None
 
     def _to_body(self, plain_at: int) -> int:
-        """Every CRLF before made the plain text one byte shorter."""
+        """Convert a position in the LF-only copy to a position in the body.
+
+        Each earlier CRLF shortens the copy by one byte.
+        """
         low, high = 0, len(self._pairs)
         while low < high:
             middle = (low + high) // 2
@@ -113,14 +122,16 @@ class _MixedEnds:
 
 
 def to_crlf(text: bytes) -> bytes:
-    """With CRLF for each LF that stands alone."""
+    """Return the text with CRLF in place of each LF that has no CR before it."""
     return _LONE_LF.sub(b"\r\n", text)
 
 
 def fit_line_ends(new: bytes, body: bytes, span: Span) -> bytes:
-    """The new text with the line ends of what it replaces: each its own when there are as many, else the first one's.
+    """Return the new text with the line ends of the text that it replaces.
 
-    Where nothing replaced has one, the end of its line decides. CRLF in the new text stays.
+    If both texts have the same number of line ends, each line end is taken from its counterpart. Otherwise the first
+    replaced line end is used for all. If the replaced text has no line end, the end of its line decides. CRLF in the
+    new text stays.
     """
     if b"\n" not in new or b"\r\n" not in body:
         return new

@@ -1,4 +1,4 @@
-"""The new text of a file where it was changed: numbered lines, three around each place, in a bounded answer."""
+"""Show the changed places of an edited file as numbered lines with three lines of context, within a size limit."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ _LINE_CHARS = 500
 
 
 def show_places(edited: EditedText, decode: Callable[[bytes], str], max_chars: int) -> str:
-    """What the places of `edited` look like now. What is not shown is said below, with where to see it."""
+    """Return the present text of the changed places of `edited`.
+
+    Notes below the text name the places that are not shown and say how to see them.
+    """
     body, offset, first_line = edited.window()
     regions = _merge([_widen(body, (start - offset, end - offset)) for start, end in sorted(edited.places)])
     firsts = [first_line + body.count(b"\n", 0, start) for start, _ in regions]
@@ -37,13 +40,13 @@ def show_places(edited: EditedText, decode: Callable[[bytes], str], max_chars: i
 
 
 def _widen(body: bytes, place: Span) -> Span:
-    """Whole lines, with three around."""
+    """Extend a place to whole lines, with three lines of context on each side."""
     start, end = place
     for _ in range(_AROUND + 1):
         start = body.rfind(b"\n", 0, start)
         if start < 0:
             break
-    # A new text that ends with its line is not shown with another.
+    # A new text that ends with a newline does not include the line after that newline.
     end = max(place[0], end - 1) if body[place[0] : end].endswith(b"\n") else end
     for _ in range(_AROUND + 1):
         end = body.find(b"\n", end) + 1 or len(body)

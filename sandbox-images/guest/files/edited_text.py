@@ -1,4 +1,4 @@
-"""A file's body while edits are made to it, and the places that changed, at their true offsets."""
+"""Hold the body of a file while edits are applied, and track the positions of the changed places."""
 
 from __future__ import annotations
 
@@ -16,20 +16,24 @@ if TYPE_CHECKING:
     from guest.supervisors import Watch
 
 _KEPT_PLACES = 20
-"""Of further ones only their number is known."""
+"""Maximum number of changed places with a known position. Further places are only counted."""
 _WINDOW_BYTES = 65_536
 _AROUND = 5
-# Matches between two looks at the clock.
+# Number of matches between two checks of the time limit.
 _STRIDE = 128
 MAX_BYTES = 67_108_864
-"""What edits may make of a file: a short text many times over, replaced by a long one, would fill the memory."""
+"""Maximum size of an edited file, in bytes.
+
+Without a limit, replacing many occurrences of a short text by a long one could fill the memory.
+"""
 
 
 class EditedText:
-    """`body` as it is after the edits so far. `count` replacements made it; `places` are the first of them, as spans of
-    `body`.
+    """Body of a file after the edits so far.
 
-    `parts` are the same bytes, which the last replacement leaves apart: to join them takes as long as to write them.
+    `count` is the number of replacements. `places` holds the spans of the first replacements in `body`. `parts` holds
+    the same bytes as `body`. The last replacement leaves them in pieces, because joining takes as long as writing
+    them.
     """
 
     def __init__(self, body: bytes) -> None:
@@ -52,14 +56,16 @@ class EditedText:
         self.parts = (body,)
 
     def equals(self, body: bytes) -> bool:
-        """Whether it is these bytes, from which it was made. One replacement is of something else: nothing has to be
-        compared.
+        """Return whether the text equals `body`, the bytes it was made from.
+
+        Exactly one replacement always changes the text, so that case needs no comparison.
         """
         return not (self._body is None and self.count == 1) and self.body == body
 
     def window(self) -> tuple[bytes, int, int]:
-        """Enough of the body to see every place with the lines around it: these bytes, where they begin, and the line
-        they begin with.
+        """Return enough of the body to show every place with its context.
+
+        The result is (bytes, offset of the bytes in the body, number of their first line).
         """
         if self._body is None and len(self.places) == 1:
             before, new, after = self.parts
@@ -70,11 +76,11 @@ class EditedText:
         return self.body, 0, 1
 
     def line_of(self, at: int) -> int:
-        """The line, from 1, that a byte is in."""
+        """Return the line, from 1, that contains the byte at `at`."""
         return self.body.count(b"\n", 0, at) + 1
 
     def count_matches(self, needle: Needle, watch: Watch) -> int:
-        """Matches that do not overlap."""
+        """Return the number of matches that do not overlap."""
         if needle.literal is not None:
             return self.body.count(needle.literal)
         count = 0
@@ -84,6 +90,7 @@ class EditedText:
         return count
 
     def replace(self, span: Span, new: bytes) -> None:
+        """Replace one span. Raises Failure(FILE_TOO_LARGE) if the result is larger than MAX_BYTES."""
         start, end = span
         grown = len(new) - (end - start)
         _check_size(len(self.body) + grown)
@@ -95,7 +102,7 @@ class EditedText:
         self.count += 1
 
     def replace_all(self, needle: Needle, new: bytes, watch: Watch) -> None:
-        """Replace every match of a needle that was made for this body, and has one."""
+        """Replace every match of the needle. The needle must be made for this body and must have at least one match."""
         first = needle.find_next(0)
         if needle.literal is not None and first is not None and self._has_one_line_end(new):
             self._replace_literal(needle, needle.literal, fit_line_ends(new, self.body, first))

@@ -1,4 +1,7 @@
-"""The file request that replaces text: every edit or none, and not a byte outside of what was found."""
+"""Handle the file request that replaces text.
+
+Either all edits are made or none. Bytes outside the matched text never change.
+"""
 
 from __future__ import annotations
 
@@ -40,24 +43,24 @@ if TYPE_CHECKING:
 _BLANKS = b" \t\r"
 _MAX_BYTES = 262_144
 _ONLY_PARSE = 0x0400
-"""`ast.PyCF_ONLY_AST`; loading ast takes longer than to parse."""
+"""Value of `ast.PyCF_ONLY_AST`. Loading the ast module takes longer than parsing."""
 _MESSAGE_CHARS = 200
 _NAMES = {b".py": "Python", b".pyi": "Python", b".json": "JSON", b".toml": "TOML"}
 _MAX_EDITS = 100
 _LISTED_LINES = 10
 _FOOTER_BYTES = 1024
 _NOTES_CUT = "\n[notes cut; read the file with read_tool]"
-# To look for the cause of a miss, at most so many seconds, and this share of the limit.
+# Limits of the search for the cause of a failed match: seconds, and share of the time limit of the request.
 _DIAGNOSIS_S = 1.0
 _DIAGNOSIS_SHARE = 0.2
 _KEYS = {"old_string", "new_string", "replace_all"}
 
 
 def find_unindented(body: bytes, old: bytes) -> Span | None:
-    """The whole lines that equal those of `old` once each is stripped; None when there are none, or more than one such
-    place.
+    """Return the span of the only whole lines that equal the lines of `old` after all lines are stripped.
 
-    The span leaves out the line end of the last line unless `old` has it.
+    Returns None if there are no such lines or several. The span does not include the final line end, unless `old`
+    ends with one.
     """
     wanted = [line.strip(_BLANKS) for line in old.split(b"\n")]
     has_end = not wanted[-1] and len(wanted) > 1
@@ -74,13 +77,14 @@ def find_unindented(body: bytes, old: bytes) -> Span | None:
     end = start + sum(map(len, lines[at : at + len(wanted)])) + len(wanted)
     if has_end:
         return start, end
-    # CR belongs to the line end.
+    # A CR before the LF is part of the line end.
     return start, end - 1 - lines[at + len(wanted) - 1].endswith(b"\r")
 
 
 def _find_only(lines: list[bytes], wanted: list[bytes]) -> int | None:
-    """Where the run of lines stands that is the only one like `wanted`. The rarest line is looked for, as blank ones
-    are many.
+    """Return the start of the only run of lines that equals `wanted`, or None.
+
+    The search uses the rarest line of `wanted`, because blank lines are frequent.
     """
     counts = Counter(lines)
     anchor = min(range(len(wanted)), key=lambda number: counts[wanted[number]] if wanted[number] else len(lines) + 1)
@@ -99,7 +103,10 @@ def _find_only(lines: list[bytes], wanted: list[bytes]) -> int | None:
 
 
 def describe_syntax(name: bytes, before: bytes, parts: tuple[bytes | memoryview, ...]) -> str | None:
-    """A note when the new content, in parts, is no valid Python, JSON or TOML; None when it is, or cannot be judged."""
+    """Return a note if the new content is not valid Python, JSON or TOML.
+
+    `parts` is the new content in pieces. Returns None if the content is valid or cannot be checked.
+    """
     kind = name[name.rfind(b".") :]
     parse = _PARSERS.get(kind)
     if parse is None or max(len(before), sum(map(len, parts))) > _MAX_BYTES:
@@ -124,7 +131,7 @@ def _complain(parse: Callable[[bytes], object], data: bytes) -> str | None:
 
 
 def _parse_toml(data: bytes) -> object:
-    """Where Python has no parser for it, any file passes."""
+    """Parse TOML. Python before 3.11 has no TOML parser; every file is then accepted."""
     if sys.version_info >= (3, 11):
         import tomllib
 
@@ -149,7 +156,7 @@ _PARSERS: dict[bytes, Callable[[bytes], object]] = {
 
 
 class Edit:
-    """One replacement, as the arguments tell it. `name`: how to speak of it."""
+    """Replacement from the arguments of the call. `name` is the prefix of error messages about this edit."""
 
     __slots__ = ("name", "new", "old", "replace_all")
 
@@ -168,7 +175,7 @@ class Edit:
 
 
 def edit_text(request: EditTextRequest, context: RequestContext) -> dict[str, object]:
-    """Make the edits of the body. Raises Failure; then the file is as it was."""
+    """Apply the edits in the body of the request. Raises Failure: the file is then unchanged."""
     edits = _read_edits(context)
     creates = not edits[0].old
     try:
@@ -187,7 +194,7 @@ def edit_text(request: EditTextRequest, context: RequestContext) -> dict[str, ob
 
 
 def _missing(path: str, context: RequestContext) -> Failure:
-    # Loaded only for this: it takes longer than an edit.
+    # Imported only here, because the import takes longer than an edit.
     from guest.files.suggestions import missing_file
 
     return missing_file(path, context.paths)
@@ -224,6 +231,8 @@ class _FileEdit:
         pieces = text.join(edited.parts)
         self._note_text(text, edited)
         self._note_others_change(data, old)
+        # A thread computes the digest of a large content during the write. The `finally` clause waits for it, so that
+        # no thread runs on after a failure.
         digest = RunningDigest(pieces)
         try:
             status = Version(self._place, BytesContent(*pieces), self._context.watch).replace(old, is_known=True)
@@ -270,7 +279,7 @@ class _FileEdit:
             edited.replace(first, fit_line_ends(new, edited.body, first))
 
     def _unmatched(self, edit: Edit, text: FileText, edited: EditedText, data: bytes) -> Failure:
-        # Loaded only for this: it takes longer than an edit.
+        # Imported only here, because the import takes longer than an edit.
         from guest.files.edit_diagnosis import explain_miss
 
         until = time.monotonic() + min(_DIAGNOSIS_S, _DIAGNOSIS_SHARE * self._request.timeout_s)
@@ -291,7 +300,7 @@ class _FileEdit:
             edited.replace((0, 0), new)
 
     def _replace_unindented(self, edit: Edit, old: bytes, new: bytes, edited: EditedText) -> bool:
-        # Loaded only for this: a setting asks for it.
+        # Imported only here, because few requests ask for this tolerance.
         from guest.files.edits import find_unindented
 
         span = find_unindented(edited.body, old)
@@ -304,7 +313,10 @@ class _FileEdit:
         return True
 
     def _check_count(self, edit: Edit, needle: Needle, edited: EditedText, expected: int | None) -> None:
-        """A count that is expected also says that all of them are to be replaced."""
+        """Raise Failure unless the old text occurs as often as expected.
+
+        An expected count implies that all matches are replaced.
+        """
         if expected is not None and edited.count_matches(needle, self._context.watch) != expected:
             raise self._ambiguous(edit, needle, edited, expected)
 
@@ -314,7 +326,7 @@ class _FileEdit:
         at = needle.find_next(0)
         while at is not None and len(lines) < _LISTED_LINES:
             lines.append(str(edited.line_of(at[0])))
-            # Those that overlap are places where it could be meant, too.
+            # Overlapping matches are also possible places, so they are listed too.
             at = needle.find_next(at[0] + 1 if count < 2 else at[1])
         listed = list(dict.fromkeys(lines))
         where = f"line{'s' * (len(listed) > 1)} {', '.join(listed)}{' and more' if at is not None else ''}"

@@ -1,5 +1,7 @@
-"""Which encoding a text file has: its byte order mark, UTF-8 when it can be, UTF-16 and UTF-32 without a mark, else the
-likeliest guess.
+"""Find the encoding of a text file.
+
+The order is: byte order mark, UTF-16 or UTF-32 without a mark, UTF-8 if the bytes are valid, otherwise the most
+likely guess.
 """
 
 from __future__ import annotations
@@ -10,11 +12,14 @@ from guest.failures import BINARY_FILE, INVALID_ARGUMENTS, Failure
 from guest.files.file_types import find_type
 
 BINARY_SAMPLE = 8192
-"""A file with NUL in its first bytes, so many, is no text unless it is UTF-16 or UTF-32."""
+"""Number of bytes at the start of a file that are searched for NUL. With a NUL, only UTF-16 or UTF-32 count as text."""
 GUESS_BYTES = 65_536
-"""How much of a file that is no UTF-8 is looked at, from its first wrong byte on; and a quarter of it before that."""
+"""Number of bytes after the first invalid UTF-8 byte that the guess examines.
 
-# UTF-32 first: its little-endian mark begins with that of UTF-16.
+It also examines a quarter of that before it.
+"""
+
+# UTF-32 comes first, because its little-endian mark begins with the mark of UTF-16.
 _MARKS = (
     (codecs.BOM_UTF32_LE, "utf-32-le"),
     (codecs.BOM_UTF32_BE, "utf-32-be"),
@@ -24,20 +29,20 @@ _MARKS = (
     (b"\x84\x31\x95\x33", "gb18030"),
 )
 _MARK_OF_CODEC = {codec: mark for mark, codec in _MARKS}
-# Codecs that write a mark by themselves: the form keeps it apart, and the codec that is left writes none.
+# Codecs that write a mark themselves. The form stores the mark separately and uses a codec that writes no mark.
 _MARKING = {"utf-8-sig": "utf-8", "utf-16": "utf-16-le", "utf-32": "utf-32-le"}
 _BIG_ENDIAN = {"utf-16": "utf-16-be", "utf-32": "utf-32-be"}
-# Text codecs by name, but for host names, for source code, or for nothing.
+# Python calls these codecs text encodings, but they serve host names, source code or no data at all.
 _NOT_FOR_FILES = frozenset(("idna", "punycode", "undefined", "unicode_escape", "raw_unicode_escape", "mbcs", "oem"))
 _NAME_CHARS = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789-_")
 _MAX_NAME = 40
 
 
 class TextForm:
-    """How a file's text is written: a codec that neither reads nor writes a mark, and the mark in front (`b""` for
-    none).
+    """Form in which a file stores text: a codec that neither reads nor writes a mark, and the mark (`b""` for none).
 
-    `is_guess`: nothing in the file proves the codec. A guess of UTF-8 means that some bytes are no UTF-8 all the same.
+    `is_guess`: nothing in the file proves the codec. If the guess is UTF-8, some bytes of the file are not valid
+    UTF-8.
     """
 
     __slots__ = ("bom", "codec", "is_guess")
@@ -48,19 +53,22 @@ class TextForm:
         self.is_guess = is_guess
 
     def encode(self, text: str) -> bytes:
-        """The bytes of a text, without the mark. Raises UnicodeEncodeError."""
+        """Return the bytes of a text, without the mark. Raises UnicodeEncodeError."""
         return text.encode(self.codec)
 
     def decode(self, data: bytes) -> str:
-        """The text of a file or of a whole part of it, without the mark; what the codec cannot read becomes U+FFFD."""
+        """Return the text of a file or of a complete part of a file, without the mark. Invalid bytes become U+FFFD."""
         return data[len(self.bom) if data.startswith(self.bom) else 0 :].decode(self.codec, "replace")
 
 
 def find_form(data: bytes, asked: str = "auto", is_whole: bool = True) -> TextForm:
-    """The form of a file's content, or with `is_whole` False of its beginning, where a character may be cut at the end.
+    """Return the form of a file's content.
 
-    Raises Failure: BINARY_FILE with the size given, or INVALID_ARGUMENTS when `asked` is neither "auto" nor a codec for
-    text. A codec that is asked for is taken, whatever the content is.
+    With `is_whole` False, `data` is the beginning of the file and may end in the middle of a character. If `asked`
+    names a codec, that codec is always used.
+
+    Raises Failure: BINARY_FILE with the size of `data`, or INVALID_ARGUMENTS if `asked` is neither "auto" nor a text
+    codec.
     """
     form = find_sure_form(data, asked, is_whole)
     if form is not None:
@@ -73,7 +81,7 @@ def find_form(data: bytes, asked: str = "auto", is_whole: bool = True) -> TextFo
 
 
 def find_sure_form(data: bytes, asked: str = "auto", is_whole: bool = True) -> TextForm | None:
-    """As find_form; None when it is UTF-8 if all of it can be read so, and else to be guessed."""
+    """Return the form as `find_form` does, or None if the content must be UTF-8 or a guess."""
     if asked != "auto":
         return _asked_form(data, asked)
     marked = _marked_form(data)
@@ -83,7 +91,7 @@ def find_sure_form(data: bytes, asked: str = "auto", is_whole: bool = True) -> T
 
 
 def find_wrong_utf8(data: bytes, is_whole: bool = True) -> int | None:
-    """Where the first byte is that no UTF-8 begins or goes on with; None when there is none."""
+    """Return the position of the first byte that is not valid UTF-8, or None if all bytes are valid."""
     if data.isascii():
         return None
     try:
@@ -94,21 +102,24 @@ def find_wrong_utf8(data: bytes, is_whole: bool = True) -> int | None:
 
 
 def guess_window(wrong: int) -> tuple[int, int]:
-    """The part of a file to guess from, as (start, end), when `wrong` is where it stops to be UTF-8."""
+    """Return the part of a file to guess from, as (start, end).
+
+    `wrong` is the position of the first invalid UTF-8 byte.
+    """
     return max(0, wrong - GUESS_BYTES // 4), wrong + GUESS_BYTES
 
 
 def guess_form(sample: bytes, is_inner: bool) -> TextForm:
-    """The likeliest form of a part of a file that is no UTF-8. `is_inner`: it may begin within a character.
+    """Return the most likely form of a part of a file that is not UTF-8.
 
-    Raises Failure(BINARY_FILE) for what looks like no text at all.
+    `is_inner`: the part may begin in the middle of a character. Raises Failure(BINARY_FILE) if the part is not text.
     """
     if is_inner:
-        # No encoding of several bytes a character uses the low ones behind the first.
+        # A byte below 0x30 is never the second or a later byte of a character, so a character begins there.
         sample = sample[next((at for at, byte in enumerate(sample) if byte < 0x30), 0) :]
     elif find_type(sample) is not None:
         raise _binary(sample)
-    # Few files need it, and the process that reads one is often new.
+    # Imported only here: few files need a guess, and a new process often serves each call.
     from guest.files.charset_guess import guess_codec
 
     codec = guess_codec(sample)
@@ -118,14 +129,14 @@ def guess_form(sample: bytes, is_inner: bool) -> TextForm:
 
 
 def check_codec(name: str) -> str:
-    """The codec's own name. Raises Failure(INVALID_ARGUMENTS) for what is no codec of text files."""
+    """Return the canonical name of a codec. Raises Failure(INVALID_ARGUMENTS) if the codec is not for text files."""
     try:
         if not 0 < len(name) <= _MAX_NAME or not _NAME_CHARS.issuperset(name):
             raise LookupError(name)
         found = codecs.lookup(name)
     except LookupError:
         raise _unknown(name) from None
-    # The only place that says it: base64, hex and their like turn bytes into bytes.
+    # This attribute is the only way to exclude base64, hex and similar codecs, which convert bytes to bytes.
     is_text: bool = found._is_text_encoding
     if not is_text or found.name.replace("-", "_") in _NOT_FOR_FILES:
         raise _unknown(name)
@@ -157,7 +168,7 @@ def _marked_form(data: bytes) -> TextForm | None:
 
 
 def _wide_form(data: bytes, is_whole: bool) -> TextForm:
-    """UTF-32 or UTF-16 without a mark. Raises Failure(BINARY_FILE)."""
+    """Return the form of UTF-32 or UTF-16 text without a mark. Raises Failure(BINARY_FILE) if the data is neither."""
     sample = data[:BINARY_SAMPLE]
     if find_type(sample) is None:
         for codec, width in (("utf-32", 4), ("utf-16", 2)):
@@ -169,7 +180,10 @@ def _wide_form(data: bytes, is_whole: bool) -> TextForm:
 
 
 def _likelier_end(data: bytes, codec: str) -> str:
-    """Big-endian where more of the characters below 256 are one: these have their NULs in front."""
+    """Return the big-endian or the little-endian codec, whichever is more likely.
+
+    In big-endian text, characters below 256 begin with NUL bytes.
+    """
     width = 4 if codec == "utf-32" else 2
     sample = data[:BINARY_SAMPLE]
     first, last = sample[::width].count(0), sample[width - 1 :: width].count(0)
@@ -177,7 +191,7 @@ def _likelier_end(data: bytes, codec: str) -> str:
 
 
 def _is_wide_text(sample: bytes, codec: str) -> bool:
-    """Whether a sample that may be cut at its end can be read, and has no NUL character."""
+    """Return whether the codec can decode the sample without a NUL character. The sample may be cut at its end."""
     try:
         text = codecs.getincrementaldecoder(codec)().decode(sample)
     except UnicodeDecodeError:
@@ -186,14 +200,15 @@ def _is_wide_text(sample: bytes, codec: str) -> bool:
 
 
 def _reads_like_text(sample: bytes, codec: str) -> bool:
-    """Whether characters of the usual scripts, with ASCII among them, are nearly all there is."""
+    """Return whether at least 95 % of the characters belong to common scripts, and some of them are ASCII."""
     text = codecs.getincrementaldecoder(codec)().decode(sample)
     usual = sum(1 for sign in text if sign in "\t\n\r\f" or (sign.isprintable() and _is_usual(sign)))
     return any(" " <= sign <= "~" or sign == "\n" for sign in text) and usual >= 0.95 * len(text)
 
 
 def _is_usual(sign: str) -> bool:
-    # Up to the Semitic scripts; dashes and quotes; kana and Han; Hangul; full-width forms and all beyond.
+    # Ranges: scripts up to Hebrew and Arabic; dashes and quotes; kana and Han; Hangul; full-width forms and all
+    # above.
     return (
         sign < "\u0700"
         or "\u2010" <= sign <= "\u2044"

@@ -1,4 +1,4 @@
-"""The file request that reads a whole file, streamed and never loaded at once."""
+"""Handle the file request that reads a whole file. The file is streamed and never held in memory as a whole."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ _BLOCK = 262_144
 
 
 def read_file(request: ReadFileRequest, context: RequestContext) -> dict[str, object]:
-    """Send a whole file. Raises Failure; FILE_TOO_LARGE before anything is sent, unless the file grows meanwhile."""
+    """Send a whole file.
+
+    Raises Failure. FILE_TOO_LARGE is raised before any data is sent, unless the file grows during the read.
+    """
     fd, shown = _open_file(request.path, context.paths)
     declared = os.fstat(fd).st_size
     if declared > request.max_bytes:

@@ -1,4 +1,4 @@
-"""What the session knows of a file, held against what the file is: whole contents read, compared and noted."""
+"""Compare files with what the session last saw of them, and store what the session sees."""
 
 from __future__ import annotations
 
@@ -16,17 +16,20 @@ if TYPE_CHECKING:
     from guest.supervisors import Watch
 
 MAX_BYTES = 33_554_432
-"""A larger file is neither compared nor noted."""
+"""Maximum size of a file that is compared and remembered, in bytes."""
 _DIFF_CHARS = 2800
 _PATH_CHARS = 120
 
 
 def read_whole(fd: int, shown: str, watch: Watch) -> bytes:
-    """A file's content. Raises Failure(FILE_TOO_LARGE) before it is read, or when it grows beyond that."""
+    """Return the content of a file.
+
+    Raises Failure(FILE_TOO_LARGE) before the read, or if the file grows beyond the limit.
+    """
     size = os.fstat(fd).st_size
     blocks: list[bytes] = []
     read = 0
-    # At once when nothing changes it meanwhile: joining blocks takes as long as reading them.
+    # One read is enough if no other process changes the file. Joining several blocks takes as long as reading them.
     while size <= MAX_BYTES:
         watch.check()
         block = os.pread(fd, size - read or 1, read)
@@ -39,7 +42,7 @@ def read_whole(fd: int, shown: str, watch: Watch) -> bytes:
 
 
 class FileState:
-    """What this session remembers of the file at a place."""
+    """Stored knowledge of this session about the file at a place."""
 
     __slots__ = ("_known", "_path", "_paths")
 
@@ -54,20 +57,21 @@ class FileState:
 
     @property
     def known_data(self) -> bytes | None:
-        """The content that was last read or written, where it was kept."""
+        """The content that the session last read or wrote, or None if the content was not stored."""
         return self._known.data if self._known is not None else None
 
     def is_touched(self, status: os.stat_result) -> bool:
-        """Whether anything may have happened to the file since it was noted: far quicker to say than is_stale."""
+        """Return whether the file may have changed since it was noted. Much faster than `is_stale`."""
         return self._known is not None and status.st_ctime_ns != self._known.changed_ns
 
     def is_stale(self, data: bytes) -> bool:
-        """Whether the file has become `data` by somebody else's doing since this session read or wrote it."""
+        """Return whether another process changed the file to `data` since this session read or wrote it."""
         return self._known is not None and self._known.digest != digest_of(data)
 
     def describe_since(self, data: bytes) -> tuple[bytes, str] | None:
-        """What the file was when the session last saw it (empty when that was not kept), and what changed since; None
-        when nothing did.
+        """Return (content that the session last saw, diff to `data`), or None without a change.
+
+        The content is empty if it was not stored.
         """
         if not self.is_stale(data):
             return None
@@ -75,13 +79,15 @@ class FileState:
         return known or b"", describe_change(known, data)
 
     def note(self, data: bytes, status: os.stat_result) -> bool:
-        """The session knows the file as `data` now. False when something else would still be held against it: then
-        nothing may be.
+        """Record `data` as the content that the session knows.
+
+        Returns False if an older record remains in place. The caller must then not reject a call because of that
+        record.
         """
         return self.note_pieces((data,), digest_of(data), status)
 
     def note_pieces(self, pieces: tuple[bytes | memoryview, ...], digest: bytes, status: os.stat_result) -> bool:
-        """As `note`, for a content in pieces whose digest was made already."""
+        """Record a content that is in pieces and whose digest is already known. Otherwise the same as `note`."""
         size = sum(map(len, pieces))
         if size <= MAX_BYTES:
             data = b"".join(pieces) if size <= MAX_DATA_BYTES else None
@@ -94,7 +100,7 @@ class FileState:
 
 
 def describe_stale(shown: str, known: bytes | None, data: bytes) -> Failure:
-    """The failure for a file that is `data` now and was `known` when this session last saw it."""
+    """Return the failure for a file that is `data` now and was `known` when this session last saw it."""
     words = (
         f"{shorten(shown)}: changed since this session last read or wrote it, and was left as it is. Mind the change, "
         "then send the call again, adapted or as it is: it will be carried out."
@@ -104,7 +110,7 @@ def describe_stale(shown: str, known: bytes | None, data: bytes) -> Failure:
 
 
 def describe_change(known: bytes | None, data: bytes) -> str:
-    """What somebody else did to a file, short enough for an error."""
+    """Return a diff of a change by another process, short enough for an error message."""
     try:
         text = FileText(data, "")
         before = FileText(known, "", text.form) if known is not None else None
@@ -112,7 +118,7 @@ def describe_change(known: bytes | None, data: bytes) -> str:
         return "[not text: no diff]"
     if before is None:
         return "[its content then was not kept: no diff; read it with read_tool]"
-    # Few calls meet such a change, and the process that serves one is often new.
+    # Imported only here: few calls meet such a change, and a new process often serves each call.
     from guest.files.diffs import build_diff
 
     diff = build_diff(before.body, text.body, text.decode, max_chars=_DIFF_CHARS)
@@ -122,5 +128,5 @@ def describe_change(known: bytes | None, data: bytes) -> str:
 
 
 def shorten(shown: str) -> str:
-    """A path that leaves room for what is said about it."""
+    """Shorten a long path in the middle, so that an error message has room for the explanation."""
     return shown if len(shown) <= 2 * _PATH_CHARS else f"{shown[:_PATH_CHARS]}[...]{shown[-_PATH_CHARS:]}"

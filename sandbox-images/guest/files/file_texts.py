@@ -1,5 +1,6 @@
-"""A text file's content as bytes to search and change: in its own encoding where a line end is a byte of its own, else
-as UTF-8.
+"""Hold the content of a text file as bytes for searching and editing.
+
+The bytes are in the encoding of the file if a line end is one byte there. UTF-16 and UTF-32 are converted to UTF-8.
 """
 
 from __future__ import annotations
@@ -12,14 +13,15 @@ _BOM = "\ufeff"
 
 
 class FileText:
-    """`body`: the text without its mark, as bytes of `codec`. What is not changed in it comes back from `join` byte for
-    byte.
+    """Text of a file.
+
+    `body`: the text without its mark, as bytes of `codec`. `join` returns unchanged parts byte for byte.
     """
 
     __slots__ = ("_is_wide", "body", "codec", "form")
 
     def __init__(self, data: bytes, shown: str, form: TextForm | None = None) -> None:
-        """Raises Failure(BINARY_FILE)."""
+        """Find the form of `data` unless `form` is given. Raises Failure(BINARY_FILE) if the data is not text."""
         self.form = form or _find_form(data, shown)
         self._is_wide = self.form.codec.startswith(_WIDE)
         self.codec = "utf-8" if self._is_wide else self.form.codec
@@ -34,8 +36,9 @@ class FileText:
         self.body = body
 
     def encode(self, text: str, what: str) -> bytes:
-        """A text as bytes to be found in, or put into, the body. Raises Failure(INVALID_ARGUMENTS) for what the file
-        cannot hold.
+        """Return a text as bytes that can be searched in the body or inserted into the body.
+
+        Raises Failure(INVALID_ARGUMENTS) if the encoding of the file has no such character.
         """
         try:
             return text.encode(self.codec)
@@ -48,11 +51,11 @@ class FileText:
             ) from None
 
     def decode(self, part: bytes) -> str:
-        """A part of the body to show; what cannot be read becomes U+FFFD."""
+        """Return a part of the body as text. Invalid bytes become U+FFFD."""
         return part.decode(self.codec, "replace")
 
     def join(self, parts: tuple[bytes | memoryview, ...]) -> tuple[bytes | memoryview, ...]:
-        """The pieces of the file whose body has these parts."""
+        """Return the pieces of the file whose body has these parts."""
         if self._is_wide:
             parts = (b"".join(parts).decode("utf-8", "surrogatepass").encode(self.form.codec, "surrogatepass"),)
         return (self.form.bom, *parts)
@@ -68,5 +71,5 @@ def _find_form(data: bytes, shown: str) -> TextForm:
 
 
 def strip_mark(text: str) -> str:
-    """A text without the mark that a file of its own would begin with."""
+    """Return the text without a byte order mark at its start."""
     return text.removeprefix(_BOM)

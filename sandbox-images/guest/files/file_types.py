@@ -1,4 +1,4 @@
-"""Kinds of files that are no text, told by their first bytes; of pictures the size as well."""
+"""Recognize files that are not text by their first bytes. For images, the width and height are also read."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 HEAD_BYTES = 65_536
-"""How much of a file is enough to tell its kind; the size of a JPEG may lie further in and stays unknown then."""
+"""Number of bytes that are enough to recognize the type. The size of a JPEG may come later and is then unknown."""
 
 _KINDS = (
     (b"\x7fELF", "an ELF program or library"),
@@ -41,8 +41,10 @@ _KINDS = (
 
 
 class FileType:
-    """`medium` is "image" or "document" for what a model may be able to look at, "data" for the rest. `name` comes with
-    its article.
+    """Type of a file that is not text.
+
+    `medium` is "image" or "document" for files that a model may be able to view, and "data" for all others. `name`
+    includes its article. A `width` or `height` of 0 is unknown.
     """
 
     __slots__ = ("height", "medium", "name", "width")
@@ -55,7 +57,7 @@ class FileType:
 
 
 def find_type(head: bytes) -> FileType | None:
-    """The type of a file that begins with `head`; None when it may be text. A size of 0 is unknown."""
+    """Return the type of a file that begins with `head`, or None if the file may be text. A size of 0 is unknown."""
     for magic, name, measure in _IMAGES:
         if head.startswith(magic) and (name != "a WebP image" or head[8:12] == b"WEBP"):
             width, height = _measured(measure, head)
@@ -99,7 +101,7 @@ def _measure_webp(head: bytes) -> tuple[int, int]:
 
 
 def _measure_jpeg(head: bytes) -> tuple[int, int]:
-    """From segment to segment up to the frame's own."""
+    """Return the size of a JPEG image: skip segments up to the frame segment, which contains the size."""
     at = 2
     while head[at] == 0xFF:
         marker = head[at + 1]

@@ -1,4 +1,4 @@
-"""The file request that writes bytes as they are: a new version replaces the old one whole, or nothing changes."""
+"""Handle the file request that writes raw bytes. A new version replaces the old one completely, or nothing changes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def write_file(request: WriteFileRequest, context: RequestContext) -> dict[str, object]:
-    """Write the body to a file. Raises Failure; then the old content is intact and no temporary file is left."""
+    """Write the body to a file. Raises Failure: the old content is then intact and no temporary file remains."""
     place = find_place(request.path, context.paths, make_parents=True)
     try:
         return _write(str(request.mode), place, context)
@@ -44,9 +44,13 @@ def _write(mode: str, place: Place, context: RequestContext) -> dict[str, object
 
 
 def _note(state: FileState, appended: OldFile | None, content: BodyContent, status: os.stat_result) -> None:
-    """The session knows what it wrote. Of a file that it added to and did not know before it still knows nothing."""
+    """Record the content that the session wrote.
+
+    After an append to a file that the session did not know, the session still does not know the file.
+    """
     if appended is None and content.size <= MAX_BYTES:
         state.note(b"".join(content.blocks()), status)
     elif state.is_known:
-        # What else was added since is not known, and a later overwrite need not ask about what was added here.
+        # Another process may have changed the file before the append. The stored content no longer fits, and a later
+        # overwrite must not be rejected because of this session's own append.
         state.forget()

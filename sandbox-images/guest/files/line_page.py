@@ -1,4 +1,4 @@
-"""A page of lines, picked out of text that comes in pieces; what lies before and behind it is only counted."""
+"""Select one page of lines from text that arrives in pieces. Lines before and after the page are only counted."""
 
 from __future__ import annotations
 
@@ -13,11 +13,13 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 _MAX_CUTS = 100
-"""A page ends behind so many lines that were cut, because each of them is reported."""
+"""Maximum number of cut lines in one page. Each cut line is reported."""
 
 
 class LinePage:
-    """Lines end at LF, which CR may precede; the last may lack it. `column` counts within the first line of the
+    """Page of lines.
+
+    A line ends at LF, which a CR may precede. The last line may have no LF. `column` applies to the first line of the
     page.
     """
 
@@ -26,26 +28,26 @@ class LinePage:
         self._limit = limit
         self._skip = column - 1
         self._left = max_bytes
-        # Newlines seen, and the characters since the last one.
+        # Number of newlines so far, and number of characters after the last newline.
         self._newlines = 0
         self._length = 0
-        # What may be shown of the line that is still coming, and a character more: it may be the CR before the LF.
+        # The visible part of the current line, plus one character: that character may be the CR before the LF.
         self._begun: list[str] = []
         self._begun_chars = 0
         self._last_sign = ""
         self.shown: list[str] = []
         self.cuts: list[tuple[int, int, int]] = []
-        """(line, last character shown, characters of the line)"""
+        """(line, last character shown, characters of the line) of each cut line."""
         self.first_length = 0
-        """Characters of the first line of the page, once it has come."""
+        """Number of characters of the first line of the page, once that line has arrived."""
         self.is_out_of_room = False
-        """A further line of the page did not fit."""
+        """True if a further line of the page did not fit."""
         self.crlf = 0
         self.has_cr = False
 
     @property
     def lines(self) -> int:
-        """Lines so far."""
+        """Number of lines so far."""
         return self._newlines + (self._length > 0)
 
     @property
@@ -54,21 +56,21 @@ class LinePage:
 
     @property
     def has_final_newline(self) -> bool:
-        """Whether nothing is missing at the end: an empty file lacks no newline."""
+        """Return whether no newline is missing at the end of the text. An empty file counts as complete."""
         return self._length == 0
 
     @property
     def is_complete(self) -> bool:
-        """Whether nothing that may still come is shown."""
+        """Return whether the page is full, so that no later text is shown."""
         return self.is_out_of_room or len(self.shown) >= self._limit
 
     @property
     def is_reached(self) -> bool:
-        """Whether the page has begun."""
+        """Return whether the page has begun."""
         return self._newlines + 1 >= self._offset
 
     def take(self, text: str) -> None:
-        """The next piece."""
+        """Process the next piece of the text."""
         if "\r" in text or self._last_sign == "\r":
             self._count_returns(text)
         newlines = text.count("\n")
@@ -79,7 +81,10 @@ class LinePage:
         self._last_sign = text[-1:] or self._last_sign
 
     def finish(self) -> None:
-        """The text ends here, or nobody will look further: a line that has begun is shown as far as it came."""
+        """End the page. An unfinished line is shown as far as it has arrived.
+
+        The text has ended, or the caller reads no further.
+        """
         if self._length and self.is_reached and not self.is_complete:
             self._end_line(is_whole=False)
 
@@ -94,7 +99,7 @@ class LinePage:
     def _show(self, text: str) -> None:
         before = self._offset - 1 - self._newlines
         if before > 0:
-            # The text behind so many newlines; the pieces before it are dropped at once.
+            # Skip to the first line of the page. Earlier parts of the text are dropped at once.
             text = text.split("\n", before)[-1]
             self._newlines += before
             self._length = 0
@@ -116,12 +121,13 @@ class LinePage:
         self._pass(rest, rest.count("\n"))
 
     def _show_run(self, text: str, at: int) -> int:
-        """Show many lines at once, as far as they are whole, short enough and fit; gives how many characters they
-        are.
+        """Show many lines at once, up to the first line that is incomplete, too long or does not fit.
+
+        Returns the number of characters that were consumed.
         """
         if self._length or (self._skip and not self.shown):
             return 0
-        # A character is at least a byte: what lies further on cannot fit.
+        # A character is at least one byte, so text beyond this limit cannot fit.
         chunk = text[at : at + self._left + 1]
         run = chunk.split("\n", self._limit - len(self.shown))[:-1]
         if max(map(len, run), default=0) > LINE_CHARS:
@@ -143,7 +149,7 @@ class LinePage:
         return sum(map(len, run[:count])) + count
 
     def _begin(self, part: str) -> None:
-        """More of the line that is coming."""
+        """Add a part to the current line."""
         skip = self._skip if not self.shown else 0
         wanted = LINE_CHARS + 1 - self._begun_chars
         kept = part[max(0, skip - self._length) :][:wanted] if wanted > 0 else ""
@@ -172,17 +178,17 @@ class LinePage:
 
 
 def _frames(first: int, count: int) -> Iterator[int]:
-    """Bytes that come with each of the lines where they are shown: the number, a tab and a newline."""
+    """Yield the extra bytes of each shown line: the line number, a tab and a newline."""
     return chain.from_iterable(repeat(size, alike) for size, alike in _frame_runs(first, count))
 
 
 def _frame_bytes(first: int, count: int) -> int:
-    """The sum of `_frames`."""
+    """Return the sum of `_frames`."""
     return sum(size * alike for size, alike in _frame_runs(first, count))
 
 
 def _frame_runs(first: int, count: int) -> Iterator[tuple[int, int]]:
-    """(bytes, how many lines one after the other)"""
+    """Yield (extra bytes per line, number of consecutive lines with that size)."""
     while count > 0:
         digits = len(str(first))
         alike = min(count, 10**digits - first)

@@ -1,4 +1,4 @@
-"""Lines that stand for text that was left out, as models write them: `// ... rest of the code ...`."""
+"""Find lines that models write in place of text that they left out, for example `// ... rest of the code ...`."""
 
 from __future__ import annotations
 
@@ -17,17 +17,18 @@ _WHAT = (
     r"\b[^.…]{0,20}?"
     r"|[^.…]{0,20}?(?:其余|剩余|省略|保持不变|同上|原有代码)[^.…]{0,20}?"
 )
-# The dots are what makes it a placeholder, before the words or behind them; a comment about "the rest" is none.
+# The dots before or after the words make the line a placeholder. A comment about "the rest" without dots is not one.
 _LINE = rf"{_MARKS}(?:{_DOTS}\s*(?:{_WHAT})\s*{_DOTS}?|(?:{_WHAT})\s*{_DOTS}){_MARKS}"
 _MAX_LINE = 120
 _MAX_INDENT = 200
-# Lines with dots that are looked at, and those of them that the old text may have: few texts have as many.
+# Maximum number of lines with dots that are examined, and maximum number of placeholders that the old text may
+# already contain. Few texts reach either limit.
 _MAX_LOOKS = 1000
 _MAX_KNOWN = 20
 
 
 def find_placeholder(text: str, old: bytes = b"") -> tuple[int, str] | None:
-    """The first line, from 1, that looks like one and that `old` does not have; None when there is none."""
+    """Return (line from 1, text) of the first placeholder line that `old` does not contain, or None."""
     if "..." not in text and "\u2026" not in text:
         return None
     known = 0
@@ -43,7 +44,7 @@ def find_placeholder(text: str, old: bytes = b"") -> tuple[int, str] | None:
 
 
 def _lines_with_dots(text: str) -> Iterator[tuple[int, str]]:
-    """(where it begins, stripped) of each line that may be one, each once."""
+    """Yield (start, stripped text) of each line that may be a placeholder. Each line is yielded once."""
     dots = re.compile(_DOTS)
     at = 0
     while hint := dots.search(text, at):

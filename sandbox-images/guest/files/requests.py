@@ -1,4 +1,4 @@
-"""The requests that read, write and edit files."""
+"""Requests that read, write and edit files."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ if TYPE_CHECKING:
     from typing import Any
 
 LINE_CHARS = 2000
-"""Of a longer line so many characters are sent; `column` names the first of them."""
+"""Maximum number of characters sent of one line. `column` names the first character to send."""
 MIN_BYTES = 8192
-"""What one such line fits into, whatever its characters are."""
+"""Smallest limit for a page, in bytes. One line of LINE_CHARS characters always fits."""
 MAX_BYTES = 1_048_576
-"""A page is in memory before it is sent."""
+"""Largest limit for a page, in bytes. The whole page is in memory before it is sent."""
 MAX_LINES = 1_000_000
 EMPTY_ANSWER: dict[str, object] = {
     "kind": "text",
@@ -34,14 +34,14 @@ EMPTY_ANSWER: dict[str, object] = {
     "height": 0,
     "entries": 0,
 }
-"""The done fields of the request; every answer has all of them."""
+"""Fields of the done event of a text read, with default values. Every answer has all of these fields."""
 MIN_ANSWER_BYTES = 8192
 _MODES = ("overwrite", "append", "create")
 _TOLERANCES = ("none", "whitespace")
 
 
 class ReadFileRequest:
-    """A whole file of at most `max_bytes`."""
+    """Request for a whole file of at most `max_bytes`."""
 
     __slots__ = ("max_bytes", "path", "timeout_s")
 
@@ -53,7 +53,7 @@ class ReadFileRequest:
 
 
 class WriteFileRequest:
-    """The body becomes a file's content, or its end."""
+    """Request to write the body to a file, or to append the body."""
 
     __slots__ = ("mode", "path", "timeout_s")
     lane = "files"
@@ -68,10 +68,10 @@ class WriteFileRequest:
 
 
 class ReadTextRequest:
-    """Lines `offset` to `offset + limit - 1` of a text file, the first one from `column` on, as far as `max_bytes` of
-    UTF-8 go.
+    """Request for lines `offset` to `offset + limit - 1` of a text file.
 
-    `encoding` is "auto" or the codec to read with.
+    The first line starts at `column`. The answer has at most `max_bytes` bytes of UTF-8. `encoding` is "auto" or a
+    codec.
     """
 
     __slots__ = ("column", "encoding", "limit", "max_bytes", "offset", "path", "timeout_s")
@@ -90,7 +90,10 @@ class ReadTextRequest:
 
 
 class WriteTextRequest:
-    """The body, UTF-8, becomes a file's text or its end; at most `max_bytes` tell what changed."""
+    """Request to write or append the body, which is UTF-8 text.
+
+    The answer describes the change in at most `max_bytes`.
+    """
 
     __slots__ = ("encoding", "max_bytes", "mode", "path", "timeout_s")
     lane = "files"
@@ -105,7 +108,10 @@ class WriteTextRequest:
 
 
 class EditTextRequest:
-    """The edits of the body, made one after the other, all or none; at most `max_bytes` show the new text."""
+    """Request to apply the edits in the body in order: all of them or none.
+
+    The answer shows the new text in at most `max_bytes`.
+    """
 
     __slots__ = ("expected_count", "max_bytes", "path", "timeout_s", "tolerance")
     lane = "files"

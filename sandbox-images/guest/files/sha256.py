@@ -1,5 +1,6 @@
-"""sha256 of contents: by the interpreter's own code for what is small, because OpenSSL's library takes longer to load
-than that.
+"""Compute SHA-256 digests.
+
+Small contents use the interpreter's own code, because loading the OpenSSL library takes longer than the digest.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ if TYPE_CHECKING:
     from typing import Protocol
 
     class Digest(Protocol):
-        """A digest under way."""
+        """Digest to which data can still be added."""
 
         def update(self, data: bytes | memoryview, /) -> None: ...
 
@@ -19,15 +20,18 @@ if TYPE_CHECKING:
 
 
 _LARGE = 1_048_576
-"""From here on OpenSSL, several times as fast and with other threads beside it, makes up for its loading."""
+"""Size in bytes from which OpenSSL is used.
+
+OpenSSL is several times as fast and lets other threads run at the same time.
+"""
 
 
 OWN_CODE = ("_sha2", "_sha256")
-"""The module of the interpreter's own code: since Python 3.12, and before."""
+"""Modules with the interpreter's own code: `_sha2` since Python 3.12, `_sha256` before."""
 
 
 def new_digest(size: int) -> Digest:
-    """A sha256 that is to take about so many bytes."""
+    """Return a new SHA-256 digest object for about `size` bytes of data."""
     digest: Digest
     for library in (*OWN_CODE, "hashlib") if size < _LARGE else ("hashlib",):
         try:
@@ -39,7 +43,7 @@ def new_digest(size: int) -> Digest:
 
 
 def digest_of(*parts: bytes | memoryview) -> bytes:
-    """The sha256 of a content that is in one part or in several."""
+    """Return the SHA-256 digest of a content in one or several parts."""
     digest = new_digest(sum(map(len, parts)))
     for part in parts:
         digest.update(part)
@@ -47,10 +51,12 @@ def digest_of(*parts: bytes | memoryview) -> bytes:
 
 
 class RunningDigest:
-    """The sha256 of some bytes, of a large content made while that is written: both take about as long, and neither
-    needs the interpreter.
+    """SHA-256 digest of some bytes.
 
-    Who starts one asks for its `result` also when it is not needed any more: then nothing runs on.
+    For a large content, a thread computes the digest while the caller writes the content.
+
+    The digest and the write take about the same time, and neither holds the interpreter lock. The caller must always
+    call `result`, even if the digest is no longer needed; otherwise the thread may still run when the call ends.
     """
 
     __slots__ = ("_done", "_parts", "_result")
@@ -65,11 +71,13 @@ class RunningDigest:
         try:
             _thread.start_new_thread(self._run, ())
         except RuntimeError:
-            # The sandbox has no room for another thread.
+            # The sandbox has no room for another thread. `result` then computes the digest.
             self._done.release()
 
     def result(self) -> bytes:
+        # The thread releases the lock when it ends, so acquiring the lock waits for the thread.
         with self._done:
+            # There is no result yet for a small content, without a thread, or after an error in the thread.
             self._result = self._result or digest_of(*self._parts)
             return self._result
 

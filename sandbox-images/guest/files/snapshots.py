@@ -1,7 +1,7 @@
-"""What this session last read or wrote of each file, kept so that a change by somebody else is noticed.
+"""Store what this session last read or wrote of each file, to detect changes by other processes.
 
-The folder belongs to the sandbox's user: a program may delete, fill or forge it. Then there is nothing to compare with,
-and no request fails for it.
+The folder belongs to the user of the sandbox, so a program may delete, fill or forge the records. Without a valid
+record there is nothing to compare with. No request fails because of a missing or invalid record.
 """
 
 from __future__ import annotations
@@ -21,24 +21,26 @@ if TYPE_CHECKING:
     from guest.paths import GuestPaths
 
 MAX_DATA_BYTES = 1_048_576
-"""Content of a larger file is not kept, only its digest."""
+"""Maximum size of a stored content, in bytes. For a larger file only the digest is stored."""
 MAX_TOTAL_BYTES = 16_777_216
 _KEPT_BYTES = 12_582_912
 _PAGE = 4096
-# Between two sweeps; with what a sweep keeps it makes the total.
+# Number of pages written between two sweeps. With the records that a sweep keeps, this makes up the maximum total.
 _SWEEP_PAGES = (MAX_TOTAL_BYTES - _KEPT_BYTES) // _PAGE
 _MAX_ENTRIES = 8192
 _DIGEST_BYTES = 32
 _LEDGER = b"ledger"
 _HAS_DATA = b"\1"
 _FOLDER = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-# A name that was swapped for a FIFO or a link must neither wait nor lead away.
+# A program may replace a record by a FIFO or a link. Opening such a name must neither block nor leave the folder.
 _PLAIN = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
 
 
 class Snapshot:
-    """A file as this session knows it: the sha256 of its whole content, the content unless it was too large, and the
-    time of its last change.
+    """Record of a file as this session knows it.
+
+    The record has the SHA-256 digest of the whole content, the time of the last change (ctime, in nanoseconds), and
+    the content unless it was too large.
     """
 
     __slots__ = ("_data", "changed_ns", "digest")
@@ -50,20 +52,23 @@ class Snapshot:
 
     @property
     def data(self) -> bytes | None:
-        """The content; None when it was not kept, or is not what it was."""
+        """The content, or None if the content was not stored or does not match the digest."""
         return self._data if self._data is not None and digest_of(self._data) == self.digest else None
 
 
 def key_of(place: Place) -> bytes:
-    """The path that a place's file is remembered by: links and `..` are resolved, so that every spelling agrees."""
+    """Return the path under which a file is remembered.
+
+    Links and `..` are resolved, so every spelling gives the same key.
+    """
     return os.readlink(f"/proc/self/fd/{place.directory}".encode()) + b"/" + place.name
 
 
 def remember(paths: GuestPaths, path: bytes, digest: bytes, data: bytes | None, changed_ns: int) -> bool:
-    """Keep what a file is that was last changed (its ctime) at `changed_ns`. Where that fails what was known before is
-    dropped, and nothing is known.
+    """Store the state of a file that was last changed (its ctime) at `changed_ns`.
 
-    False when even that fails: what was known before is still held against the file, and always would be.
+    If the write fails, the earlier record is deleted and nothing is known about the file. Returns False if the
+    deletion fails too: the earlier record then stays and would make every later comparison report a change.
     """
     kept = data if data is not None and len(data) <= MAX_DATA_BYTES else None
     record = digest + (_HAS_DATA + kept if kept is not None else b"")
@@ -78,7 +83,7 @@ def remember(paths: GuestPaths, path: bytes, digest: bytes, data: bytes | None, 
 
 
 def recall(paths: GuestPaths, path: bytes) -> Snapshot | None:
-    """What `remember` kept of a file; None when there is nothing that can be believed."""
+    """Return what `remember` stored about a file, or None if there is no valid record."""
     try:
         with _open_folder(paths) as folder:
             record, changed_ns = _get(folder, _name_of(path))
@@ -91,14 +96,14 @@ def recall(paths: GuestPaths, path: bytes) -> Snapshot | None:
 
 
 def forget(paths: GuestPaths, path: bytes) -> None:
-    """Know nothing of a file any more, as far as the folder lets go."""
+    """Delete the record of a file. Errors are ignored."""
     with contextlib.suppress(OSError), _open_folder(paths) as folder:
         os.unlink(_name_of(path), dir_fd=folder)
 
 
 @contextlib.contextmanager
 def _open_folder(paths: GuestPaths) -> Iterator[int]:
-    """The folder of the records, made when it is missing."""
+    """Open the folder of the records. Create the folder if it does not exist."""
     state = _enter(paths.state, None)
     try:
         folder = _enter(b"files", state)
@@ -124,7 +129,8 @@ def _name_of(path: bytes) -> bytes:
 
 
 def _put(folder: int, name: bytes, record: bytes, changed_ns: int) -> None:
-    """Write a record whole or not at all. Its own time of change is that of the file it is of."""
+    """Write a record completely or not at all. The mtime of the record stores the ctime of the file it describes."""
+    # The rename replaces an older record in one step, so a reader never sees a record that is half written.
     temporary = b"new-" + os.urandom(8).hex().encode()
     fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _PLAIN, 0o600, dir_fd=folder)
     try:
@@ -141,10 +147,12 @@ def _put(folder: int, name: bytes, record: bytes, changed_ns: int) -> None:
 
 
 def _get(folder: int, name: bytes) -> tuple[bytes, int]:
-    """A record, and when the file it is of was changed."""
+    """Return (record, ctime of the file that the record describes)."""
     fd = os.open(name, os.O_RDONLY | _PLAIN, dir_fd=folder)
     try:
         status = os.fstat(fd)
+        # Only a regular file is read. The file behind the name may be a FIFO or a device that another program put
+        # there.
         is_plain = stat.S_ISREG(status.st_mode)
         return os.read(fd, _DIGEST_BYTES + 1 + MAX_DATA_BYTES) if is_plain else b"", status.st_mtime_ns
     finally:
@@ -152,14 +160,16 @@ def _get(folder: int, name: bytes) -> tuple[bytes, int]:
 
 
 def _count(folder: int, size: int) -> None:
-    """Add to what was written since the last sweep, and sweep when that is enough.
+    """Add `size` to the amount written since the last sweep, and sweep if the limit is reached.
 
-    The ledger has a byte for each page: appending counts right for any number of processes, and nothing has to be read.
+    The ledger has one byte for each page written. Appends of several processes are counted correctly, and nothing is
+    read.
     """
     fd = os.open(_LEDGER, os.O_WRONLY | os.O_CREAT | os.O_APPEND | _PLAIN, 0o600, dir_fd=folder)
     try:
         os.write(fd, b"." * (size // _PAGE + 1))
         if os.fstat(fd).st_size > _SWEEP_PAGES:
+            # The ledger is emptied before the sweep, so that other processes do not start the same sweep.
             os.ftruncate(fd, 0)
             _sweep(folder)
     finally:
@@ -167,11 +177,12 @@ def _count(folder: int, size: int) -> None:
 
 
 def _sweep(folder: int) -> None:
-    """Drop the oldest records until the rest is small enough."""
+    """Delete the oldest records until the remaining records are small enough."""
     found = []
     listing = os.open(b".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=folder)
     try:
         with os.scandir(listing) as entries:
+            # The limit bounds the work if a program has filled the folder with many entries.
             for entry in itertools.islice(entries, _MAX_ENTRIES):
                 status = entry.stat(follow_symlinks=False)
                 found.append((status.st_ctime_ns, status.st_size // _PAGE * _PAGE + _PAGE, entry.name))
@@ -181,5 +192,6 @@ def _sweep(folder: int) -> None:
     for _, size, name in sorted(found, reverse=True):
         total += size
         if total > _KEPT_BYTES and name != _LEDGER.decode():
+            # A parallel sweep may have deleted the same record.
             with contextlib.suppress(OSError):
                 os.unlink(name, dir_fd=folder)

@@ -1,5 +1,6 @@
-"""What a path that leads nowhere may have meant: names like its last one, from a bounded look through the places that
-may be read.
+"""Suggest existing paths for a path that does not exist.
+
+A search of limited size and time looks for similar names in the folders that may be read.
 """
 
 from __future__ import annotations
@@ -24,13 +25,14 @@ MAX_S = 0.3
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 _NOT_ENTERED = frozenset((b".git", b".hg", b".svn", b"__pycache__"))
 _MAX_SHOWN = 240
-# Entries between two looks at the clock.
+# Number of entries between two checks of the time limit.
 _STRIDE = 128
 
 
 def missing_file(path: str, paths: GuestPaths) -> Failure:
-    """The failure for a path that was looked for and is not there: the path tried, the session's folder, and up to five
-    paths like it.
+    """Return the failure for a path that does not exist.
+
+    The message names the path, the working directory and up to five similar paths.
     """
     cwd = read_folder(paths)
     tried = os.path.normpath(os.path.join(cwd, encode_text(path, "'path'")))
@@ -44,7 +46,7 @@ def missing_file(path: str, paths: GuestPaths) -> Failure:
 
 
 def escaped(name: bytes) -> str:
-    """A path on one line: what is no printable character is shown as an escape."""
+    """Return a path as one line of text. Characters that are not printable appear as escapes."""
     text = printable(name)
     if text.isprintable():
         return text
@@ -52,7 +54,10 @@ def escaped(name: bytes) -> str:
 
 
 class _Search:
-    """One look for names like the last one of `tried`, its own directory first, then each root from the top down."""
+    """Search for names similar to the last name of `tried`.
+
+    The search starts in the directory of `tried`. Then it walks each root from the top down.
+    """
 
     def __init__(self, tried: bytes, paths: GuestPaths) -> None:
         self._paths = paths
@@ -63,7 +68,7 @@ class _Search:
         self.is_complete = True
 
     def run(self) -> list[bytes]:
-        """The paths, the likeliest first."""
+        """Return the similar paths, the most likely first."""
         found: dict[bytes, tuple[object, ...]] = {}
         for root in self._ordered_roots():
             for parent, name, is_folder in self._walk(root):
@@ -78,7 +83,7 @@ class _Search:
         return sorted(self._paths.readable, key=lambda root: not (tried + b"/").startswith(root + b"/"))
 
     def _walk(self, root: bytes) -> Iterator[tuple[list[bytes], bytes, bool]]:
-        """(directories below the root, name, whether it is a directory), breadth first and never over a link."""
+        """Yield (directories below the root, name, is a directory), breadth first. Links are never followed."""
         nearest = self._nearest(root)
         for name, is_folder in self._list(root, nearest):
             yield nearest, name, is_folder
@@ -91,7 +96,7 @@ class _Search:
                 yield parent, name, is_folder
 
     def _nearest(self, root: bytes) -> list[bytes]:
-        """The deepest directory of the path that is there, as names below the root."""
+        """Return the deepest existing directory of the path, as names below the root."""
         parts = root.strip(b"/").split(b"/")
         below = self._parts[len(parts) : -1] if self._parts[: len(parts)] == parts else []
         try:
@@ -110,7 +115,7 @@ class _Search:
         except OSError:
             return
         try:
-            # What is taken away meanwhile is nothing to suggest.
+            # An entry that is removed during the search is no suggestion.
             with contextlib.suppress(OSError), os.scandir(fd) as entries:
                 for entry in entries:
                     if self.seen >= MAX_ENTRIES or (self.seen % _STRIDE == 0 and time.monotonic() > self._give_up_at):
@@ -122,7 +127,7 @@ class _Search:
             os.close(fd)
 
     def _shared(self, root: bytes, parent: list[bytes]) -> int:
-        """How many directories the path that was tried and one that was found have in common, from both ends."""
+        """Return how many directories the tried path and a found path share, counted from both ends."""
         tried, found = self._parts[:-1], [*root.strip(b"/").split(b"/"), *parent]
         shortest = min(len(tried), len(found))
         front = next((at for at in range(shortest) if tried[at] != found[at]), shortest)
@@ -131,7 +136,10 @@ class _Search:
 
 
 class Likeness:
-    """How a name may be meant for another: the same elsewhere, other case, a slip of the keys, another suffix."""
+    """Similarity of names to a wanted name.
+
+    A name is similar if it is equal, differs only in case, has a typing error or has another suffix.
+    """
 
     def __init__(self, wanted: str) -> None:
         self._wanted = wanted
@@ -141,7 +149,7 @@ class Likeness:
         self._signs = set(self._folded)
 
     def judge(self, name: str) -> tuple[int, int] | None:
-        """(kind, distance), less is likelier; None for a name that is not alike."""
+        """Return (kind, distance) of a similar name, or None. Smaller values are more likely."""
         if not self._wanted:
             return None
         if name == self._wanted:
@@ -155,8 +163,9 @@ class Likeness:
         return (3, 0) if _stem(folded) == self._stem else None
 
     def _distance(self, name: str) -> int | None:
-        """Letters to add, drop, change or swap with the next; None beyond what is a slip. Cheap for a name that is
-        quite another.
+        """Return the number of letters to add, remove, change or swap, or None if there are too many differences.
+
+        Names that differ a lot are rejected before the expensive comparison.
         """
         most = self._slips
         if (
@@ -181,7 +190,7 @@ class Likeness:
 
 
 def _open_folder(root: bytes, parts: list[bytes]) -> int:
-    """A directory below a root, with no link on the way. Raises OSError."""
+    """Open a directory below a root without following links. Raises OSError."""
     fd, count = _open_deepest(root, parts)
     if count < len(parts):
         os.close(fd)
@@ -190,7 +199,11 @@ def _open_folder(root: bytes, parts: list[bytes]) -> int:
 
 
 def _open_deepest(root: bytes, parts: list[bytes]) -> tuple[int, int]:
-    """The last directory on a path below a root that is there, and how many of the names lead to it. Raises OSError."""
+    """Open the last existing directory on a path below a root.
+
+    Returns (file descriptor, number of names that lead to the directory). Raises OSError if the root cannot be
+    opened.
+    """
     fd = os.open(root, _FOLDER)
     for count, part in enumerate(parts):
         try:
@@ -215,7 +228,7 @@ def _shown_from(cwd: bytes, path: bytes) -> str:
 
 
 def _shorten(text: str) -> str:
-    """A path that would crowd out the rest of the sentence loses its middle."""
+    """Return the path, shortened in the middle if it would take up too much of the message."""
     return text if len(text) <= _MAX_SHOWN else f"{text[: _MAX_SHOWN // 2]} [...] {text[-_MAX_SHOWN // 2 :]}"
 
 

@@ -1,5 +1,7 @@
-"""The file request that reads text: a page of lines as UTF-8, in whatever encoding the file is, and never more of it in
-memory.
+"""Handle the file request that reads text.
+
+The result is a page of lines as UTF-8 for any encoding of the file. The file is never held in memory as a
+whole.
 """
 
 from __future__ import annotations
@@ -35,17 +37,18 @@ if TYPE_CHECKING:
 MAX_NAMES = 100
 _STRIDE = 1024
 SEEK_BYTES = 1_073_741_824
-"""How far into a file a page is looked for."""
+"""Maximum number of bytes that are read to find the start of a page."""
 COUNT_BYTES = 67_108_864
-"""How much further, once nothing more is found for the page, the lines are counted."""
+"""Maximum number of bytes that are read after the last line of the page, only to count the lines of the file."""
 DIGEST_BYTES = 33_554_432
-"""A larger file is not remembered: that would take longer than to read a page of it."""
+"""Maximum size of a file that is remembered, in bytes. A digest of a larger file would take longer than the read."""
 _BLOCK = 262_144
 
 
 def list_folder(place: Place, max_bytes: int, context: RequestContext) -> dict[str, object]:
-    """Send the first names in order, one a line, a slash behind directories: at most MAX_NAMES, and `max_bytes`. Raises
-    OSError.
+    """Send the first names of a directory in order, one per line, with a slash after directories.
+
+    At most MAX_NAMES names and `max_bytes` bytes are sent. Raises OSError.
     """
     fd = os.open(place.name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=place.directory)
     seen = _Seen(context)
@@ -68,7 +71,7 @@ def list_folder(place: Place, max_bytes: int, context: RequestContext) -> dict[s
 
 
 class _Seen:
-    """Counts the entries that go by, and asks for the limit now and then."""
+    """Counter of directory entries. It also checks the time limit at intervals."""
 
     def __init__(self, context: RequestContext) -> None:
         self._context = context
@@ -87,7 +90,10 @@ def _order(entry: os.DirEntry[str]) -> bytes:
 
 
 def read_text(request: ReadTextRequest, context: RequestContext) -> dict[str, object]:
-    """Send a page of a text file, or the names in a directory; tell what a picture or document is. Raises Failure."""
+    """Send a page of a text file, or the names in a directory.
+
+    For an image or a document, only the type and size are returned. Raises Failure.
+    """
     if request.encoding != "auto":
         check_codec(request.encoding)
     try:
@@ -106,7 +112,7 @@ def read_text(request: ReadTextRequest, context: RequestContext) -> dict[str, ob
         place.close()
 
 
-# A supervisor lives for one call or a few: what only a slip needs is loaded when there is one.
+# A supervisor often serves only a few calls, so modules that only error cases need are imported on demand.
 
 
 def _missing(request: ReadTextRequest, context: RequestContext) -> Failure:
@@ -121,7 +127,7 @@ def _list_folder(place: Place, request: ReadTextRequest, context: RequestContext
 
 
 class _WrongUtf8(Exception):
-    """The byte at `position` of the file is where it stops to be UTF-8."""
+    """Raised when the file stops being valid UTF-8 at the byte `position`."""
 
     def __init__(self, position: int) -> None:
         super().__init__(position)
@@ -138,7 +144,8 @@ class _TextRead:
         self._size = status.st_size
         self._changed_ns = status.st_ctime_ns
         self._key = key_of(place)
-        # What a command printed is text to whoever was shown the rest of it, and reads as that did.
+        # Output of a command was shown as UTF-8 with replacement characters. Its file is read the same way, also if
+        # it is binary.
         self._is_output = self._key.startswith(context.paths.output + b"/")
 
     def run(self) -> dict[str, object]:
@@ -175,7 +182,7 @@ class _TextRead:
         return form or TextForm("utf-8")
 
     def _guess_form(self, wrong: int) -> TextForm:
-        """As find_form would from the whole file, which is not in memory."""
+        """Return the form that `find_form` would find for the whole file, without loading the file."""
         if self._is_output:
             return TextForm("utf-8", is_guess=True)
         start, end = guess_window(wrong)
@@ -190,7 +197,10 @@ class _TextRead:
         return Failure(BINARY_FILE, f"{self._place.shown}: {failure.message}, {self._size} bytes", size=self._size)
 
     def _remember(self, scan: _Scan) -> None:
-        """For the check whether somebody else has changed the file since. What is too large to keep is not checked."""
+        """Record the content, so that later calls can detect a change by another process.
+
+        Very large files are not recorded.
+        """
         digest = scan.memory.digest() if scan.has_ended else None
         if digest is None:
             forget(self._context.paths, self._key)
@@ -206,13 +216,13 @@ class _TextRead:
             try:
                 scan.take(block)
             except UnicodeError:
-                # Some codecs give up on bytes that are quite another encoding, though told to replace them.
+                # Some codecs raise an error for bytes of a very different encoding, even in "replace" mode.
                 raise Failure(INVALID_ARGUMENTS, f"{self._place.shown}: cannot be read as {form.codec}") from None
         scan.page.finish()
         return scan
 
     def _check_page(self, scan: _Scan) -> None:
-        """Raises Failure when there is nothing to show where the page was to begin."""
+        """Raise Failure if the file has nothing at the requested line and column."""
         page, offset, column = scan.page, self._request.offset, self._request.column
         shown = self._place.shown
         if not page.shown and not scan.has_ended:
@@ -256,7 +266,7 @@ class _TextRead:
 
 
 class _Scan:
-    """One way through a file from its start, in blocks. Raises _WrongUtf8 from `take` when UTF-8 was only expected."""
+    """Pass through a file from its start, in blocks."""
 
     def __init__(self, request: ReadTextRequest, form: TextForm, size: int) -> None:
         self.page = LinePage(request.offset, request.limit, request.column, request.max_bytes)
@@ -271,13 +281,16 @@ class _Scan:
 
     @property
     def is_over(self) -> bool:
-        """Whether the file has ended, or enough of it was looked at."""
+        """Return whether the file has ended or enough of it has been read."""
         if self.page.is_reached:
             return self.has_ended or self.bytes - self._found_at > COUNT_BYTES
         return self.has_ended or self.bytes > SEEK_BYTES
 
     def take(self, block: bytes) -> None:
-        """The next block, empty at the end."""
+        """Process the next block; an empty block means the end.
+
+        Raises _WrongUtf8 if UTF-8 was only assumed and is not valid.
+        """
         self.memory.take(block)
         self.has_ended = not block
         if self._bom:
@@ -296,7 +309,7 @@ class _Scan:
 
 
 class _Memory:
-    """The digest of what was read, and the content while it is small."""
+    """Digest of the bytes read so far, and the bytes themselves while they are few."""
 
     def __init__(self, size: int) -> None:
         self.data: bytes | None = b""
@@ -315,7 +328,7 @@ class _Memory:
 
 
 def _newline_style(page: LinePage) -> str:
-    """As one word: "none", "lf", "crlf", "cr" (CR alone, which ends no line here) or "mixed"."""
+    """Return "none", "lf", "crlf", "mixed" or "cr". "cr" means CR alone, which does not end a line here."""
     if page.newlines == 0:
         return "cr" if page.has_cr else "none"
     if page.crlf == 0:

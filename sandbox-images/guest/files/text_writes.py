@@ -1,5 +1,7 @@
-"""The file request that writes text: in the file's own encoding, with what changed told, and never over a change that
-was not seen.
+"""Handle the file request that writes text.
+
+The text is written in the encoding of the file, and the answer describes the change. A write never replaces a change
+that the session has not seen.
 """
 
 from __future__ import annotations
@@ -27,8 +29,9 @@ _UTF8 = "utf-8"
 
 
 def write_text(request: WriteTextRequest, context: RequestContext) -> dict[str, object]:
-    """Write the body, UTF-8 text, to a file. Raises Failure; then the old content is intact and no temporary file is
-    left.
+    """Write the body, UTF-8 text, to a file.
+
+    Raises Failure: the old content is then intact and no temporary file remains.
     """
     text = _read_body(context)
     if request.encoding != "auto":
@@ -134,7 +137,7 @@ class _TextWrite:
         if data is None:
             self._state.forget()
         elif self._state.is_known and not is_stale:
-            # What the session did not see before it still has not seen.
+            # The session still has not seen what it did not know before the append.
             self._state.note(data + content, status)
         return status, form, len(content)
 
@@ -142,7 +145,7 @@ class _TextWrite:
         return strip_mark(self._text) if form.bom else self._text
 
     def _choose_form(self, data: bytes, is_whole: bool) -> TextForm:
-        """The old file's, unless another is asked for or the text does not fit into it."""
+        """Return the form of the old file, unless the request names another encoding or the text does not fit."""
         if self._request.encoding != "auto":
             return find_form(data if not data or is_whole else b"", self._request.encoding)
         try:
@@ -195,9 +198,14 @@ class _TextWrite:
             ) from None
 
     def _compare(self, data: bytes, content: bytes, status: os.stat_result) -> None:
-        """Raises Failure(STALE_FILE) when something would be written over that this session has not seen."""
+        """Compare the old and the new content, and write the diff.
+
+        Raises Failure(STALE_FILE) if the write would replace a change that this session has not seen.
+        """
         if data != content and self._state.is_stale(data):
             message = describe_stale(self._place.shown, self._state.known_data, data)
+            # Record the present content first: the same call succeeds when the client sends it again. If the record
+            # fails, every repeated call would be rejected, so the write goes ahead.
             if self._state.note(data, status):
                 raise message
         if data == content:
@@ -230,7 +238,7 @@ class _TextWrite:
 
 
 def _as_utf8(data: bytes) -> bytes | None:
-    """A file's text without its mark; None when it is none."""
+    """Return the text of a file as UTF-8 without its mark, or None if the file is not text."""
     try:
         text = FileText(data, "")
     except Failure:

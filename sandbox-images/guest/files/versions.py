@@ -1,5 +1,7 @@
-"""A file's next version: written beside the old one and put in its place in one step, or into the old one where that
-has to stay.
+"""Write the next version of a file.
+
+The new version is written next to the old one and replaces it in one step. If the old file must stay (hard links or
+another owner), its content is overwritten.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ if TYPE_CHECKING:
     from guest.supervisors import Watch
 
     class Content(Protocol):
-        """What is to be written. `blocks` gives it in pieces, from its beginning each time."""
+        """Content to write. Each call of `blocks` returns all pieces from the start."""
 
         size: int
 
@@ -30,13 +32,13 @@ if TYPE_CHECKING:
 _BLOCK = 262_144
 _NEW_MODE = 0o644
 _FULL = (errno.ENOSPC, errno.EDQUOT)
-# Where a folder takes no new name, a file in it may still be written.
+# Errors of a folder that accepts no new names. An existing file in it may still be writable.
 _NO_NEW_NAMES = (errno.EACCES, errno.EPERM, errno.EROFS)
 _NO_NAMELESS_FILES = (errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT, errno.EINVAL)
 
 
 class BodyContent:
-    """The body of a request, which stays where it is."""
+    """Body of a request. It stays in its file and is read in blocks."""
 
     __slots__ = ("_fd", "size")
 
@@ -52,7 +54,7 @@ class BodyContent:
 
 
 class BytesContent:
-    """Bytes in memory, in one piece or in several."""
+    """Content in memory, in one or several pieces."""
 
     __slots__ = ("_pieces", "size")
 
@@ -68,7 +70,7 @@ class BytesContent:
 
 
 class OldFile:
-    """The version that is there, open for reading and writing or for writing only."""
+    """Existing version of a file, open for reading and writing or for writing only."""
 
     __slots__ = ("fd", "status")
 
@@ -78,7 +80,7 @@ class OldFile:
 
     @property
     def must_stay(self) -> bool:
-        """Whether a new file in its place would lose what this one has: other names, or an owner that we are not."""
+        """Return whether a replacement file would lose hard links or the owner of this file."""
         return self.status.st_nlink > 1 or (self.status.st_uid, self.status.st_gid) != (os.geteuid(), os.getegid())
 
     def close(self) -> None:
@@ -86,9 +88,9 @@ class OldFile:
 
 
 def open_old(place: Place, flags: int) -> OldFile | None:
-    """The regular file at a place; None when there is none. Raises Failure and OSError.
+    """Open the regular file at a place. Returns None if there is no file. Raises Failure and OSError.
 
-    Opened for writing also where it is replaced: a file that may not be written stays as it is.
+    The file is opened for writing even if it will be replaced, so that a write-protected file is never changed.
     """
     try:
         pinned = pin_file(place)
@@ -106,9 +108,7 @@ def open_old(place: Place, flags: int) -> OldFile | None:
 
 
 class Version:
-    """A new content on its way to a place. Each method raises Failure, and then the old content is whole and nothing is
-    left over.
-    """
+    """New content for a place. If a method raises Failure, the old content is intact and no temporary file remains."""
 
     def __init__(self, place: Place, content: Content, watch: Watch) -> None:
         self._place = place
@@ -116,19 +116,22 @@ class Version:
         self._watch = watch
 
     def create(self) -> os.stat_result:
-        """Make the file. Raises Failure(FILE_EXISTS) when its name is taken, should it be a moment before."""
+        """Create the file. Raises Failure(FILE_EXISTS) if the name exists, even if it was created a moment before."""
         if self._place.is_link_target:
             raise self._exists()
         with self._described():
             return self._write_beside(_NEW_MODE, self._take_free_name)
 
     def replace(self, old: OldFile | None, is_known: bool = False) -> os.stat_result:
-        """Take the place of `old`, keeping its mode. `is_known`: what is written builds on what was there, which must
-        still be the same.
+        """Replace `old` and keep its mode.
+
+        `is_known`: the new content is based on the old content. Raises Failure(STALE_FILE) if the old file has
+        changed.
         """
         with self._described():
             if old is None:
                 return self._write_beside(_NEW_MODE, self._take_free_name if is_known else self._take_name)
+            # A folder that accepts no new names is not an error yet: the old file is then overwritten.
             if not old.must_stay:
                 try:
                     return self._write_beside(
@@ -140,12 +143,13 @@ class Version:
             return self._write_over(old, is_known)
 
     def append(self, old: OldFile) -> os.stat_result:
-        """Add to `old`, which is open to append."""
+        """Append to `old`, which must be open for appending."""
         with self._described():
             try:
                 self._copy(old.fd)
                 os.fsync(old.fd)
             except BaseException:
+                # A partial append is removed, so that the file has its old content again.
                 os.ftruncate(old.fd, old.status.st_size)
                 raise
             return os.fstat(old.fd)
@@ -155,6 +159,8 @@ class Version:
         try:
             self._copy(fd)
             os.fchmod(fd, mode)
+            # The data must be on disk before the name points to it. Otherwise a crash could leave an empty file under
+            # that name.
             os.fsync(fd)
             publish(fd)
             return os.fstat(fd)
@@ -164,8 +170,9 @@ class Version:
                 self._drop(temporary)
 
     def _open_beside(self) -> tuple[int, bytes | None]:
-        """A new file in the folder: without a name, so that a death on the way leaves nothing; where that cannot be,
-        its name, too.
+        """Create a new file in the folder, without a name if the file system supports that.
+
+        A file without a name disappears if the process dies. Returns the name only if the file needs one.
         """
         directory = self._place.directory
         try:
@@ -179,18 +186,22 @@ class Version:
         ), name
 
     def _take_free_name(self, fd: int) -> None:
-        # Unlike rename, link refuses a name that was taken meanwhile.
+        # Unlike rename, link fails if another process has taken the name.
         try:
             os.link(f"/proc/self/fd/{fd}".encode(), self._place.name, dst_dir_fd=self._place.directory)
         except FileExistsError:
             raise self._exists() from None
 
     def _take_name(self, fd: int, known: OldFile | None = None) -> None:
+        # The file gets a temporary name, because link cannot replace a name. The rename then replaces the old file in
+        # one step.
         directory = self._place.directory
         name = _build_name()
         os.link(f"/proc/self/fd/{fd}".encode(), name, dst_dir_fd=directory)
         try:
             if known is not None:
+                # The check comes directly before the rename, to keep the time short in which another process can
+                # change the file.
                 self._check_unchanged(known, os.stat(self._place.name, dir_fd=directory, follow_symlinks=False))
             os.rename(name, self._place.name, src_dir_fd=directory, dst_dir_fd=directory)
         except BaseException:
@@ -202,8 +213,8 @@ class Version:
             self._check_unchanged(old, os.fstat(old.fd))
         try:
             if self._content.size:
-                # All space is taken, holes included, before the first old byte is touched; from there on nothing
-                # interrupts.
+                # Reserve all space, including holes, before the first old byte changes. From here on nothing
+                # interrupts the write: an interruption would leave a mix of both versions.
                 os.posix_fallocate(old.fd, 0, self._content.size)
         except BaseException:
             os.ftruncate(old.fd, old.status.st_size)
@@ -242,7 +253,7 @@ class Version:
             if error.errno in _FULL:
                 raise self._no_space() from None
             if error.errno == errno.EPERM and not os.fstat(self._place.directory).st_nlink:
-                # As some file systems call it.
+                # Some file systems report a removed folder with EPERM.
                 error = FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
             if error.errno == errno.EFBIG:
                 raise Failure(

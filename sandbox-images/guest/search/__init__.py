@@ -1,1 +1,1 @@
-"""Search: names by glob, contents by regular expression."""
+"""Search tools: find names by glob and contents by regular expression."""

@@ -1,4 +1,4 @@
-"""How long a search may take: when the time is up, what was found until then is given, and said to be a part."""
+"""Limit the time of a search. When the time is up, the search returns a partial result and marks it as partial."""
 
 from __future__ import annotations
 
@@ -10,14 +10,16 @@ if TYPE_CHECKING:
 
 SEARCH_S = 20.0
 ENTRIES_A_CHECK = 512
-"""Of one folder, so many entries may be looked at between two questions."""
+"""Maximum number of entries of one folder between two checks of the clock."""
 _SHARE_OF_LIMIT = 0.9
 _SHARE_TO_FIND = 0.8
 
 
 class Clock:
-    """Asked between two pieces of work. The request's own limit ends it with nothing, so the search stops a little
-    before.
+    """Time limit of one search.
+
+    The time limit of the request would end the search without any result. The search therefore stops a little
+    earlier.
     """
 
     def __init__(self, watch: Watch, timeout_s: float) -> None:
@@ -27,13 +29,16 @@ class Clock:
 
     @property
     def is_over(self) -> bool:
-        """Whether the search must stop. Raises Failure when the call is cancelled."""
+        """Return whether the search must stop. Raises Failure if the call is cancelled."""
         self._watch.check()
         return time.monotonic() >= self._started_at + self._total_s
 
     @property
     def is_too_late_to_find(self) -> bool:
-        """Whether what is left is needed to tell of what was found. Raises Failure when the call is cancelled."""
+        """Return whether the remaining time is needed to report the matches so far.
+
+        Raises Failure if the call is cancelled.
+        """
         self._watch.check()
         return time.monotonic() >= self._started_at + _SHARE_TO_FIND * self._total_s
 

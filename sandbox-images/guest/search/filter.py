@@ -1,4 +1,4 @@
-"""Which files a search of contents looks into: include, exclude and type, by name."""
+"""Select the files of a content search by name, with include, exclude and type."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ _PLAIN = re.compile(r"[A-Za-z0-9_.*?-]+")
 
 
 class NameFilter:
-    """What a file's path below the start must look like. Nothing given: any."""
+    """Conditions for the path of a file below the start folder. Without any condition, every file is accepted."""
 
     def __init__(self, include: str | None, exclude: str | None, type_name: str | None) -> None:
-        """Raises Failure for a glob that is none and an unknown type."""
+        """Compile the globs. Raises Failure for an invalid glob or an unknown type."""
         included, excluded = _read_globs(include, "include"), _read_globs(exclude, "exclude")
         excluded += [glob[1:] for glob in included if glob.startswith("!")]
         included = [glob for glob in included if not glob.startswith("!")]
@@ -26,7 +26,7 @@ class NameFilter:
         self._typed = _Names(typed, "type")
 
     def takes(self, prefix: str, name: str) -> bool:
-        """Whether to look into the file `name` in the folder `prefix`, which is not excluded itself."""
+        """Return whether to search the file `name` in the folder `prefix`. The folder itself must not be excluded."""
         if self._typed.has_any and not self._typed.match(prefix, name):
             return False
         if self._included.has_any and not self._included.match(prefix, name):
@@ -34,22 +34,25 @@ class NameFilter:
         return not self.excludes(prefix, name)
 
     def excludes(self, prefix: str, name: str) -> bool:
-        """Whether the file or folder itself is excluded: with a folder goes all that is below it."""
+        """Return whether the file or folder itself is excluded. An excluded folder excludes everything below it."""
         return self._excluded.has_any and bool(self._excluded.match(prefix, name))
 
     def names_at_most(self) -> list[str]:
-        """Globs of names that hold for every file taken, for an engine that filters first; empty: no such are known."""
+        """Return name globs of which every accepted file matches at least one, for an engine that filters first.
+
+        An empty list means that no such globs are known.
+        """
         return next((names.last_parts() for names in (self._included, self._typed) if names.last_parts()), [])
 
     def names_left_out(self) -> list[str]:
-        """Globs of names of which every file and folder is left out."""
+        """Return name globs for which every matching file and folder is excluded."""
         return [
             glob.parts[0] for glob in self._excluded.globs if len(glob.parts) == 1 and _PLAIN.fullmatch(glob.parts[0])
         ]
 
 
 class _Names:
-    """Alternatives of globs: one of one part is about names, at any depth."""
+    """Alternative globs. A glob with one part applies to names at any depth."""
 
     def __init__(self, texts: list[str], what: str) -> None:
         self.globs: list[Glob] = []
@@ -71,7 +74,11 @@ class _Names:
 
 
 def _build_glob(text: str) -> Glob:
-    """A slash at the front ties a glob to the start of the search; one at its end means all that is in the folder."""
+    """Compile a glob.
+
+    A slash at the front anchors the glob at the start of the search. A slash at the end selects everything in the
+    folder.
+    """
     if text.endswith("/"):
         text = f"{text}**" if "/" in text.rstrip("/") else f"**/{text}**"
     glob = Glob(text, any_depth=not text.startswith("/"))

@@ -1,7 +1,7 @@
-"""Glob patterns as regular expressions that match in time linear to a name's length, as good as always.
+"""Translate glob patterns to regular expressions.
 
-`*`, `?`, `[...]` stay within one part of a path, `**` as a part stands for any number of parts, `{a,b}` is expanded
-before.
+The regular expressions match in almost always linear time in the length of a name. `*`, `?` and `[...]` match within
+one part of a path. `**` as a part matches any number of parts. `{a,b}` is expanded before the translation.
 """
 
 from __future__ import annotations
@@ -22,16 +22,17 @@ MAX_PATTERN_CHARS = 4096
 _MAX_ALTERNATIVES = 512
 _MAX_EXPANDED_CHARS = 65_536
 MAX_REGEX_CHARS = 131_072
-"""One of more takes seconds to compile."""
-# What a class takes to compile, in characters.
+"""Maximum length of a regular expression, in characters. A longer expression takes seconds to compile."""
+# Cost of compiling a character class, expressed as a number of characters.
 _CLASS_COST = 500
-# An atomic group. Before Python 3.11 a plain one: it is come back to, which costs time and finds nothing else.
+# An atomic group is never backtracked into. Python before 3.11 has no atomic groups and uses a plain group, which
+# only costs time: backtracking finds no further matches.
 _ONCE = "(?>" if sys.version_info >= (3, 11) else "(?:"
 _MAGIC = re.compile(r"[*?\[{\\]")
 
 
 class BadGlob(Exception):
-    """A pattern that is none. `position` counts characters from 1."""
+    """Raised for an invalid pattern. `position` counts characters from 1."""
 
     def __init__(self, reason: str, position: int) -> None:
         super().__init__(reason)
@@ -48,18 +49,22 @@ class BadGlob(Exception):
 
 
 class TooLarge(BadGlob):
-    """A pattern that would be one, were there time for it."""
+    """Raised for a valid pattern that would take too much time."""
 
 
 class Glob:
-    """One pattern without braces. `name_only`: it is about the last part of a path, at any depth; else about a whole
-    path.
+    """Glob pattern without braces.
+
+    `name_only`: the pattern applies to the last part of a path, at any depth. Otherwise it applies to the whole path.
     """
 
     __slots__ = ("name_only", "parts", "regex")
 
     def __init__(self, pattern: str, any_depth: bool) -> None:
-        """`any_depth`: a pattern of one part holds at any depth, as in a gitignore file. Raises BadGlob."""
+        """Translate the pattern. Raises BadGlob.
+
+        `any_depth`: a pattern with one part matches at any depth, as in a gitignore file.
+        """
         self.parts = [part for part in pattern.split("/") if part not in ("", ".")]
         wide = self.parts[0] == "**" if len(self.parts) == 2 else any_depth and len(self.parts) == 1
         self.name_only = wide and self.parts[-1:] != ["**"]
@@ -68,12 +73,12 @@ class Glob:
 
 
 def has_magic(text: str) -> bool:
-    """Whether a part of a pattern stands for more than its own letters."""
+    """Return whether a part of a pattern contains special characters."""
     return _MAGIC.search(text) is not None
 
 
 def expand_braces(pattern: str) -> list[str]:
-    """The patterns that `{a,b}` stands for; braces may hold braces. Raises BadGlob."""
+    """Return the patterns that `{a,b}` stands for. Braces may be nested. Raises BadGlob."""
     done, left = [], [pattern]
     while left:
         text = left.pop()
@@ -92,8 +97,9 @@ def expand_braces(pattern: str) -> list[str]:
 
 
 def compile_any(regexes: list[str], what: str) -> Match | None:
-    """What tells whether a text matches one of the regular expressions of globs; None when there are none. Raises
-    Failure for too many.
+    """Return a function that tests whether a text matches any of the regular expressions, or None without any.
+
+    Raises Failure if the regular expressions are too large together.
     """
     joined = "|".join(f"(?:{regex})" for regex in regexes)
     if len(joined) + _CLASS_COST * (joined.count("[") - joined.count("[^/]")) > MAX_REGEX_CHARS:
@@ -105,7 +111,7 @@ def compile_any(regexes: list[str], what: str) -> Match | None:
 
 
 def split_list(text: str) -> list[str]:
-    """The items of a list at its commas; those in braces, or after a backslash, belong to an item."""
+    """Return the items of a comma-separated list. A comma in braces or after a backslash does not separate items."""
     items, depth, start, at = [], 0, 0, 0
     while at < len(text):
         char = text[at]
@@ -122,7 +128,7 @@ def split_list(text: str) -> list[str]:
 
 
 def translate_part(part: str) -> str:
-    """The regular expression of one part. Raises BadGlob."""
+    """Return the regular expression for one part of a path. Raises BadGlob."""
     pieces = [""]
     at = 0
     while at < len(part):
@@ -142,13 +148,13 @@ def translate_part(part: str) -> str:
         pieces[-1] += regex
     if len(pieces) == 1:
         return pieces[0]
-    # Each piece between two stars is as well placed where it first fits: no need to come back to it.
+    # The first possible position of each piece between two stars is always sufficient, so backtracking is not needed.
     middle = "".join(f"{_ONCE}[^/]*?{piece})" for piece in pieces[1:-1] if piece)
     return f"{pieces[0]}{middle}[^/]*{pieces[-1]}"
 
 
 def _translate_in(pattern: str, part: str) -> str:
-    """As `translate_part`, with a fault's place counted from the start of the pattern."""
+    """Return the result of `translate_part`. Positions in errors count from the start of the pattern."""
     try:
         return translate_part(part)
     except BadGlob as error:
@@ -156,8 +162,9 @@ def _translate_in(pattern: str, part: str) -> str:
 
 
 def _join(parts: list[str], regexes: list[str]) -> str:
-    """A whole path, groups of parts with `**` between them. Here, too, each group but the last is well placed where it
-    first fits.
+    """Return the regular expression for a whole path, from groups of parts separated by `**`.
+
+    The first possible position of each group except the last is always sufficient, so those groups are atomic.
     """
     groups: list[list[str]] = [[]]
     for part, regex in zip(parts, regexes):
@@ -174,7 +181,7 @@ def _join(parts: list[str], regexes: list[str]) -> str:
 
 
 def _translate_class(part: str, opening: int) -> tuple[str, int]:
-    """The class that opens at `opening`, and where it ends."""
+    """Return the regular expression of the class that opens at `opening`, and the position after the class."""
     at = opening + 1
     is_negated = part[at : at + 1] in ("!", "^")
     at += is_negated
@@ -201,7 +208,10 @@ def _read_member(part: str, at: int, opening: int) -> tuple[str, int]:
 
 
 def _find_braces(text: str) -> tuple[int, list[int], int] | None:
-    """The first outer pair of braces with the commas that are its own. Raises BadGlob when it is not closed."""
+    """Return the first outer pair of braces and the commas directly inside.
+
+    Raises BadGlob if the braces are not closed.
+    """
     depth, opening, at = 0, -1, 0
     commas: list[int] = []
     while at < len(text):
@@ -226,7 +236,7 @@ def _find_braces(text: str) -> tuple[int, list[int], int] | None:
 
 
 def _skip_class(text: str, opening: int) -> int:
-    """The index of the bracket that closes a class; the opening one's own when none does."""
+    """Return the index of the bracket that closes a class, or `opening` if no bracket does."""
     at = opening + 1
     at += text[at : at + 1] in ("!", "^")
     closing = text.find("]", at + 1)

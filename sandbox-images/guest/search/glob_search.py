@@ -1,4 +1,4 @@
-"""Serves glob: the names below a directory that match a pattern, the newest first."""
+"""Handle glob requests: find names below a directory that match a pattern, the newest first."""
 
 from __future__ import annotations
 
@@ -31,8 +31,9 @@ if TYPE_CHECKING:
 
 
 def glob(request: GlobRequest, context: RequestContext) -> dict[str, object]:
-    """Send the paths, one a line. Raises Failure for a pattern that is none, and for a path that is not there or not
-    allowed.
+    """Send the matching paths, one per line.
+
+    Raises Failure for an invalid pattern, and for a path that does not exist or is not allowed.
     """
     clock = Clock(context.watch, request.timeout_s)
     pattern = GlobPattern(request.pattern, request.kind, request.path)
@@ -49,7 +50,7 @@ def glob(request: GlobRequest, context: RequestContext) -> dict[str, object]:
     return finder.send(request.limit, request.max_bytes, context.writer)
 
 
-# Links count as files, wherever they lead: they are listed and not followed.
+# A link counts as a file, even if its target is a directory. Links are listed and never followed.
 _KINDS: dict[str, Callable[[os.DirEntry[str]], bool]] = {
     "file": lambda entry: entry.is_file(follow_symlinks=False) or entry.is_symlink(),
     "dir": lambda entry: entry.is_dir(follow_symlinks=False),
@@ -59,12 +60,13 @@ _MODES = {"file": (stat.S_IFREG, stat.S_IFLNK), "dir": (stat.S_IFDIR,)}
 
 
 class GlobPattern:
-    """A pattern and the directory it counts from, taken apart. `kind`: what it is to match, a slash at its end asks for
-    directories.
+    """Parsed pattern and the directory that it is relative to.
+
+    `kind` is the kind of entry to match. A slash at the end of the pattern selects directories.
     """
 
     def __init__(self, text: str, kind: str, path: str) -> None:
-        """Raises Failure."""
+        """Parse the pattern. Raises Failure if the text is empty, too long, or contains NUL or `..`."""
         if not text.strip() or "\0" in text or len(text) > MAX_PATTERN_CHARS:
             raise Failure(
                 INVALID_PATTERN,
@@ -76,10 +78,11 @@ class GlobPattern:
         self.is_absolute = text.startswith("/")
         self.path = "/" if self.is_absolute else path
         self.text = text.strip("/") or "**"
-        # What is wrong with it as a pattern: it may still be a name.
+        # The error in the pattern. It is not raised yet, because the text may still be the literal name of an
+        # existing file.
         self.failure: Failure | None = None
         try:
-            # An absolute pattern of one part is not one for any depth.
+            # An absolute pattern with one part does not match at any depth.
             self._globs = [Glob(part, any_depth=not self.is_absolute) for part in expand_braces(self.text)]
         except BadGlob as error:
             self._globs = []
@@ -89,9 +92,7 @@ class GlobPattern:
             self.path = "/" + "/".join(self._prefix)
 
     def _find_prefix(self) -> list[str]:
-        """The parts before the first that is a pattern, if all alternatives have them in common: there the walk can
-        start.
-        """
+        """Return the leading literal parts that all alternatives share. The walk can start there."""
         heads = [glob.parts[:-1] if not glob.name_only else [] for glob in self._globs]
         prefix = []
         for parts in zip(*heads):
@@ -101,19 +102,24 @@ class GlobPattern:
         return prefix
 
     def open_start(self, above: Start, paths: GuestPaths) -> Start | None:
-        """The directory to walk; None when the pattern begins with parts that are not there. Raises Failure."""
+        """Open the directory to walk, or return None if the literal parts of the pattern do not exist.
+
+        Raises Failure.
+        """
         return above if self.is_absolute else _open_below(self.path, self._prefix, above, paths)
 
     def open_literal(self, above: Start, paths: GuestPaths) -> tuple[Start | None, str]:
-        """The directory of what has the pattern's text as its path, None when that is not there, and its name there.
-        Raises Failure.
+        """Open the directory for the pattern read as a literal path. Raises Failure.
+
+        Returns (directory or None if it does not exist, name in the directory).
         """
         *parts, name = self.text.split("/")
         return _open_below(self.path, parts[len(self._prefix) :] if self.is_absolute else parts, above, paths), name
 
     def matchers(self) -> tuple[Match | None, Match | None]:
-        """What tells whether a name, and whether a path below the start, matches; None where no alternative is about
-        it. Raises Failure.
+        """Return a function that tests names and a function that tests paths below the start. Raises Failure.
+
+        A function is None if no alternative of the pattern needs it.
         """
         skip = len(self._prefix)
         globs = [Glob("/".join(glob.parts[skip:]), any_depth=False) if skip else glob for glob in self._globs]
@@ -125,7 +131,10 @@ class GlobPattern:
 
 
 def _open_below(path: str, parts: list[str], above: Start, paths: GuestPaths) -> Start | None:
-    """The directory `parts` below `path`, which is open as `above`; None when it is not there. Raises Failure."""
+    """Open the directory `parts` below `path`, which is open as `above`.
+
+    Returns None if it does not exist. Raises Failure.
+    """
     if not parts:
         return above
     try:
@@ -137,14 +146,14 @@ def _open_below(path: str, parts: list[str], above: Start, paths: GuestPaths) ->
 
 
 class _Finder:
-    """The matches of one request, and what was left out of them."""
+    """Matches of one request, and counts of what was left out."""
 
     def __init__(self, request: GlobRequest, pattern: GlobPattern, clock: Clock) -> None:
         self._use_rules = not request.include_ignored
         self._kind = pattern.kind
         self._clock = clock
         self._by_name, self._by_path = pattern.matchers()
-        # Newest first, then by path: that is how they sort.
+        # The tuples sort newest first, then by path.
         self._found: list[tuple[int, bytes]] = []
         self._literal: bytes | None = None
         self._ignored = 0
@@ -153,8 +162,9 @@ class _Finder:
         self._is_partial = False
 
     def add_literal(self, folder: Start, name: str, paths: GuestPaths) -> None:
-        """What has the very name of the pattern matches it, whatever its characters stand for, and though a rule
-        ignores it.
+        """Add the entry whose name is literally the pattern.
+
+        Such an entry matches even if the pattern contains special characters or a rule ignores the entry.
         """
         try:
             status = os.stat(name, dir_fd=folder.fd, follow_symlinks=False)
@@ -202,12 +212,12 @@ class _Finder:
         try:
             changed = os.stat(name, dir_fd=fd, follow_symlinks=False).st_mtime_ns
         except OSError:
-            # Gone since it was listed.
+            # The entry was removed after it was listed.
             return
         self._found.append((-changed, path))
 
     def send(self, limit: int, max_bytes: int, writer: ReportWriter) -> dict[str, object]:
-        """Send the first of what was found. Returns the fields of the done event."""
+        """Send the first matches. Returns the fields of the done event."""
         self._found.sort()
         lines, left = [], max_bytes
         for _, path in self._found[:limit]:

@@ -1,5 +1,6 @@
-"""The process that does the searching: started, read as it writes, ended when the time is up. It has no terminal, no
-input, no shell.
+"""Start the search process, read its output while it runs, and kill it when the time is up.
+
+The process has no terminal, no input and no shell.
 """
 
 from __future__ import annotations
@@ -20,25 +21,27 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 _READ_BYTES = 65_536
-# The exit status of who could not do all: read some file, understand the pattern.
+# Exit status of an engine that could not read a file or did not accept the pattern.
 _FAULT = 2
 _POLL_MS = 50
 _MANY_PIECES = 16
-# Room for tens of thousands of names.
+# Maximum size of the stored error output: enough for tens of thousands of names.
 _KEPT_BYTES = 4 << 20
 _SIGNALS = tuple(number for number in range(1, 65) if number not in (9, 19, 32, 33))
-# A name may hold line ends.
+# Matches an error about a file. The name may contain line ends.
 _OS_ERROR = re.compile(rb"^(?:rg: )?\./(.*?): [^:\n]*\(os error \d+\)$", re.MULTILINE | re.DOTALL)
 
 
 class Child:
-    """One process. Who has it leaves its `with` block: then it has ended, by itself or not."""
+    """Search process. Use it as a context manager: the process has ended when the block ends."""
 
     def __init__(self, start: Callable[[int, int], int], rest_s: float = 0.0) -> None:
-        """`start` gets descriptors for stdout and stderr, and returns the process's number. Raises OSError.
+        """Start the process.
 
-        `rest_s`: how long to let its output gather, once it has come in many pieces; each costs more than what is in
-        it.
+        `start` receives descriptors for stdout and stderr and returns the process ID. Raises OSError.
+
+        `rest_s`: pause between reads in seconds, used after many small pieces of output. Reading a small piece costs
+        more than its content is worth.
         """
         self._rest_s = rest_s
         self._out, out = os.pipe()
@@ -61,10 +64,10 @@ class Child:
         os.close(self._errors)
 
     def read(self, is_late: Callable[[], bool]) -> Iterator[bytes]:
-        """What it writes, piece by piece, to its end or until it is late: it is asked between pieces, and raises
-        Failure on cancel.
+        """Yield the output piece by piece until the process ends or `is_late` returns True.
 
-        While the caller does not ask for the next piece the process waits, as soon as the pipe is full.
+        `is_late` is called between pieces and raises Failure if the call is cancelled. When the pipe is full, the
+        process waits until the caller reads on.
         """
         poller = select.poll()
         poller.register(self._out, select.POLLIN)
@@ -91,7 +94,7 @@ class Child:
             self.status = os.waitpid(pid, 0)[1]
 
     def read_records(self, separator: bytes, is_late: Callable[[], bool]) -> Iterator[bytes]:
-        """As `read`, cut at `separator`."""
+        """Yield the output of `read`, split at `separator`."""
         rest = b""
         for data in self.read(is_late):
             *records, rest = (rest + data).split(separator)
@@ -101,32 +104,33 @@ class Child:
 
     @property
     def was_late(self) -> bool:
-        """Whether it was ended by the clock."""
+        """Return whether the process was killed because the time was up."""
         return self.status is None
 
     @property
     def was_cut_off(self) -> bool:
-        """Whether it did not come to its end: for the clock, for whoever kills processes, or for want of memory or
-        threads.
-        """
+        """Return whether the process ended early: at the time limit, by a signal, or for lack of memory or threads."""
         return self.status is None or os.waitstatus_to_exitcode(self.status) not in (0, 1, _FAULT)
 
     @property
     def has_refused(self) -> bool:
-        """Whether it ended itself with a complaint that is not about files: then it is about the pattern."""
+        """Return whether the process failed with an error that is not about files.
+
+        Such an error is about the pattern.
+        """
         return self.status is not None and os.waitstatus_to_exitcode(self.status) == _FAULT and not self.unreadable()
 
     @property
     def complaint(self) -> str:
-        """What it wrote to its stderr, as far as it was kept, without the lines on files that could not be read."""
+        """The stored error output, without the lines about unreadable files."""
         return _OS_ERROR.sub(b"", bytes(self._complaints)).decode("utf-8", "replace").strip()
 
     def unreadable(self) -> list[bytes]:
-        """Names of what could not be read."""
+        """Return the names of the files that could not be read."""
         return [found[1] for found in _OS_ERROR.finditer(bytes(self._complaints))]
 
     def end(self) -> None:
-        """Kill it unless it has ended."""
+        """Kill the process if it still runs."""
         if self._pid is not None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self._pid, signal.SIGKILL)
@@ -135,8 +139,9 @@ class Child:
 
 
 def start_program(argv: list[bytes], inherited: tuple[int, ...] = ()) -> Callable[[int, int], int]:
-    """For Child: a program in the directory that this process is in, with these descriptors of ours under their own
-    numbers.
+    """Return a start function for Child that runs a program in the current directory.
+
+    The program inherits the descriptors in `inherited` under the same numbers.
     """
 
     def start(out: int, errors: int) -> int:
@@ -145,6 +150,8 @@ def start_program(argv: list[bytes], inherited: tuple[int, ...] = ()) -> Callabl
         try:
             for fd in inherited:
                 os.set_inheritable(fd, True)
+            # The new session detaches the program from any terminal. All signals get their default action, because an
+            # ignored signal would stay ignored in the program.
             return os.posix_spawn(
                 argv[0], argv, ENVIRONMENT, file_actions=actions, setsid=True, setsigmask=(), setsigdef=_SIGNALS
             )
@@ -155,8 +162,9 @@ def start_program(argv: list[bytes], inherited: tuple[int, ...] = ()) -> Callabl
 
 
 def start_function(work: Callable[[int, int], None]) -> Callable[[int, int], int]:
-    """For Child: a fork that does `work` (stdout, stderr) and nothing else; an exception ends it like a signal would, a
-    Failure as a fault.
+    """Return a start function for Child that calls `work(stdout, stderr)` in a fork of this process.
+
+    A Failure ends the fork with the exit status of a fault. Any other exception ends it by a signal.
     """
 
     def start(out: int, errors: int) -> int:
@@ -170,13 +178,14 @@ def start_function(work: Callable[[int, int], None]) -> Callable[[int, int], int
             write_all(errors, failure.message.encode("utf-8", "replace"))
             os._exit(_FAULT)
         finally:
+            # The fork must never return into the code of its parent, so SIGKILL ends it after any other exception.
             os.kill(os.getpid(), signal.SIGKILL)
 
     return start
 
 
 def write_all(fd: int, data: bytes) -> None:
-    """Write all of it to a pipe. Raises OSError."""
+    """Write all data to a pipe. Raises OSError."""
     view = memoryview(data)
     while view:
         view = view[os.write(fd, view) :]

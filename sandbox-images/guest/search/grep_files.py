@@ -1,4 +1,4 @@
-"""One file to search: opened so that nothing can be put in its place, and its text as UTF-8."""
+"""Open one file for a search, so that no other file can take its place, and read its text as UTF-8."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from guest.confinement import open_pinned
 from guest.kernel import open_beneath
 
 MAX_NAMED_BYTES = 64 << 20
-"""A file that is named itself is searched up to this size, one that is found up to MAX_FOUND_BYTES."""
+"""Maximum size of a file that the request names. Files found by the walk have the limit MAX_FOUND_BYTES."""
 MAX_FOUND_BYTES = 10 << 20
 _PIN = os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC
 HEAD_BYTES = 8192
@@ -20,7 +20,9 @@ _BLOCK = 1 << 20
 
 
 def open_file(folder: int, path: bytes, use_openat2: bool) -> int:
-    """Open a regular file below a directory to read it; links may not lead out of the directory. Raises OSError."""
+    """Open a regular file below a directory for reading. Links may not lead out of the directory. Raises OSError."""
+    # The file is pinned first and its type is checked on the pinned descriptor. A swapped FIFO or device is never
+    # opened.
     pinned = open_beneath(folder, path, os.O_PATH | os.O_NOFOLLOW) if use_openat2 else _step_to(folder, path)
     try:
         if not stat.S_ISREG(os.fstat(pinned).st_mode):
@@ -31,8 +33,9 @@ def open_file(folder: int, path: bytes, use_openat2: bool) -> int:
 
 
 def has_binary_head(path: bytes) -> bool:
-    """Whether the file, relative to where this process is, has a NUL near its start and no mark of UTF-16. A file that
-    is gone has not.
+    """Return whether the file has a NUL near its start and no UTF-16 mark. A missing file counts as not binary.
+
+    `path` is relative to the current directory.
     """
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
@@ -51,8 +54,9 @@ def is_binary(head: bytes) -> bool:
 
 
 def read_text(fd: int) -> bytes:
-    """The text of an open file as UTF-8, as the engines see it: without a mark of the encoding, bytes that are no UTF-8
-    as they are.
+    """Return the text of an open file as UTF-8, in the same form in which the engines read it.
+
+    The byte order mark is removed. Bytes that are not valid UTF-8 stay unchanged.
     """
     blocks = []
     at = 0
@@ -67,7 +71,7 @@ def read_text(fd: int) -> bytes:
 
 
 def _step_to(folder: int, path: bytes) -> int:
-    """A descriptor of the path, reached part by part, over no link at all. Raises OSError."""
+    """Return a descriptor of the path, opened part by part without following any link. Raises OSError."""
     *parts, name = path.split(b"/")
     fd = os.dup(folder)
     try:

@@ -1,4 +1,4 @@
-"""Matching lines as text: `path:N: text`, lines around them as `path-N- text`, within what the caller takes."""
+"""Format matching lines as `path:N: text` and context lines as `path-N- text`, within the limits of the request."""
 
 from __future__ import annotations
 
@@ -7,13 +7,16 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
 MAX_LINE_CHARS = 500
-# No character has more bytes.
+# Maximum number of bytes of one character in UTF-8.
 _CHAR_BYTES = 4
 _GAP = "--\n"
 
 
 class Mark:
-    """A line that matches. `offset` is where it begins, `column` the byte of it that the match begins at, from 1."""
+    """Position of a matching line.
+
+    `offset` is the start of the line in the file. `column` is the first byte of the match in the line, from 1.
+    """
 
     __slots__ = ("column", "line", "offset")
 
@@ -24,7 +27,7 @@ class Mark:
 
 
 class Page:
-    """The lines to send, at most so many and of so many bytes. Once `is_full` nothing more is taken."""
+    """Lines to send, limited in number and bytes. When `is_full` is set, no further line is accepted."""
 
     def __init__(self, max_lines: int, max_bytes: int) -> None:
         self._lines_left = max_lines
@@ -35,7 +38,7 @@ class Page:
         self.cut_lines = 0
 
     def add(self, line: str) -> bool:
-        """Whether a line, with its end, still fits."""
+        """Add a line with its line end. Returns whether the line fits."""
         data = line.encode("utf-8", "replace")
         if self.is_full or len(data) > self._bytes_left or not self._lines_left:
             self.is_full = True
@@ -47,14 +50,14 @@ class Page:
         return True
 
     def take(self) -> bytes:
-        """What was added since the last time."""
+        """Return the lines that were added since the last call."""
         data = b"".join(self._pending)
         self._pending = []
         return data
 
 
 class FilePrinter:
-    """Prints the marks of one file with the lines around them."""
+    """Printer for the marks of one file and the lines around them."""
 
     def __init__(self, page: Page, shown: str, text: bytes, before: int, after: int) -> None:
         self._page = page
@@ -62,14 +65,15 @@ class FilePrinter:
         self._text = text
         self._before = before
         self._after = after
-        # The line after the last that was printed, where it begins, and how many lines after a match are due.
+        # The line after the last printed line, the offset of that line, and the number of context lines still to
+        # print.
         self._next_line = 0
         self._next_offset = 0
         self._due = 0
         self.matches = 0
 
     def print_marks(self, marks: Iterable[Mark]) -> None:
-        """Marks in order of lines. `matches` says afterwards how many of them are shown."""
+        """Print marks, which must be in the order of their lines. `matches` then has the number of printed marks."""
         for mark in marks:
             if not self._print_until(mark):
                 return
@@ -84,7 +88,7 @@ class FilePrinter:
             self._due -= 1
 
     def _print_until(self, mark: Mark) -> bool:
-        """What stands before a matching line: the rest of the context of the last one, a gap, its own."""
+        """Print what precedes a matching line: the context of the last match, a gap, and the context of this match."""
         while self._due and self._next_line < mark.line and self._print_context():
             self._due -= 1
         start = max(mark.line - self._before, self._next_line, 1)
@@ -104,7 +108,7 @@ class FilePrinter:
         return not self._page.is_full
 
     def _print_context(self) -> bool:
-        """Print the next line as one around a match; False at the end of the file, or when the page is full."""
+        """Print the next line as a context line. Returns False at the end of the file or if the page is full."""
         if self._next_offset >= len(self._text):
             return False
         is_cut, text = cut_line(self._line_at(self._next_offset), 1)
@@ -120,7 +124,7 @@ class FilePrinter:
         self._next_offset = len(self._text) if end < 0 else end + 1
 
     def _find_back(self, mark: Mark, lines: int) -> int:
-        """Where the line begins that is so many lines before a mark."""
+        """Return the start of the line that is `lines` lines before a mark."""
         offset = mark.offset
         for _ in range(lines):
             offset = self._text.rfind(b"\n", 0, offset - 1) + 1
@@ -132,7 +136,10 @@ class FilePrinter:
 
 
 def cut_line(line: bytes, column: int) -> tuple[bool, str]:
-    """A line as text, and whether it was cut: to MAX_LINE_CHARS with the byte `column`, from 1, in the middle."""
+    """Return whether the line was cut, and its text.
+
+    A long line is cut to MAX_LINE_CHARS, with the byte `column`, from 1, in the middle.
+    """
     if len(line) <= MAX_LINE_CHARS:
         return False, line.decode("utf-8", "replace")
     reach = _CHAR_BYTES * MAX_LINE_CHARS
@@ -155,7 +162,7 @@ def _without_torn_start(data: bytes) -> bytes:
 
 
 def _without_torn_end(data: bytes, is_torn: bool) -> bytes:
-    """Without the last few bytes, when they may be the beginning of a character."""
+    """Return the data without an incomplete character at its end."""
     if is_torn:
         for back in range(1, min(_CHAR_BYTES, len(data)) + 1):
             if data[-back] & 0xC0 == 0xC0:

@@ -1,8 +1,8 @@
-"""Regular expressions as they were asked for: which engine is to have them, and what is wrong with one that is none.
+r"""Check the regular expression of a request, choose the engine and explain errors in the pattern.
 
-Both engines take: letters, `.`, classes with ranges and negation, `\\d \\w \\s \\b` and their opposites, groups, `|`,
-`^`, `$`, and the repetitions `* + ? {n} {n,} {n,m}`, lazy ones too. Look-around, references back, atomic groups and
-possessive repetitions are Python's own.
+Both engines accept letters, `.`, groups, `|`, `^`, `$`, and classes with ranges and negation. Both accept
+`\d \w \s \b` and their opposites, and the repetitions `* + ? {n} {n,} {n,m}`, also lazy. Only Python accepts
+look-around, backreferences, atomic groups and possessive repetitions.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from guest.failures import INVALID_PATTERN, Failure
 from guest.files.suggestions import escaped
 
 MAX_PATTERN_BYTES = 131_000
-"""What fits into one argument of a program."""
-# For a pattern that is longer ripgrep would make tables without end.
+"""Maximum size of a pattern, in bytes. It must fit into one argument of a program."""
+# Maximum length of a pattern for ripgrep. For longer patterns ripgrep would build very large tables.
 _RIPGREP_CHARS = 8192
 _TOKEN = re.compile(
     r"\\(?P<escape>.)|(?P<group>\(\?(?:<?[=!]|>|\(|P=))|(?P<open>\[)|(?P<dot>\.)|(?P<possessive>[*+?}]\+)|.", re.DOTALL
 )
-# A byte that is no UTF-8 is decoded to one of these, and is no character to any class.
+# A byte that is not valid UTF-8 is decoded to one of these characters. No class may match such a character.
 _NO_TEXT = "\\udc80-\\udcff"
 _OPERATORS = re.compile(r"\\[wdsbWDSB.]|\.[*+?]|[\])][*+?]|\||^\^|\$$|\[\^|\(\?")
 _CARET = re.compile(r"^ {4}( *)\^+$", re.MULTILINE)
@@ -27,7 +27,7 @@ _REASON = re.compile(r"^error: (.+)$", re.MULTILINE)
 
 
 class GrepPattern:
-    """A pattern that has been looked at. Raises Failure from the constructor when no engine could take it."""
+    """Checked pattern. The constructor raises Failure if no engine can accept the pattern."""
 
     def __init__(self, text: str, fixed_strings: bool, ignore_case: bool, multiline: bool) -> None:
         self.text = text
@@ -54,7 +54,7 @@ class GrepPattern:
         self.needs_python = self._find_python_syntax() or len(text) > _RIPGREP_CHARS
 
     def compile(self) -> re.Pattern[str]:
-        """For the Python engine. Raises Failure."""
+        """Compile the pattern for the Python engine. Raises Failure."""
         flags = (re.IGNORECASE if self.ignore_case else 0) | (re.MULTILINE | re.DOTALL if self.multiline else 0)
         try:
             return re.compile(self._translate(), flags)
@@ -64,7 +64,7 @@ class GrepPattern:
             raise self._bad("nested too deeply, or repeated too often", None) from None
 
     def _find_error(self, at: int | None) -> int | None:
-        """Where the error is in the pattern as it was given, which is a little shorter than as Python spells it."""
+        """Return the position of the error in the original pattern. The translated pattern is longer."""
         try:
             re.compile(self.text)
         except re.error as error:
@@ -72,14 +72,14 @@ class GrepPattern:
         return None if at is None else min(at, len(self.text)) + 1
 
     def explain(self, complaint: str) -> Failure:
-        """The failure that ripgrep's words about this pattern mean."""
+        """Convert an error message of ripgrep about this pattern to a failure."""
         caret, reason = _CARET.search(complaint), _REASON.search(complaint)
         lines = [line.strip() for line in complaint.splitlines() if line.strip()]
         words = reason[1] if reason else (lines[0] if lines else "not understood")
         return self._bad(words[:300], len(caret[1]) + 1 if caret and "\n" not in self.text else None)
 
     def _find_python_syntax(self) -> bool:
-        """Whether only Python can take it. Raises Failure when no line can match it."""
+        """Return whether only Python can accept the pattern. Raises Failure if no line can match the pattern."""
         only_python = False
         in_class = 0
         for found in self._tokens:
@@ -94,7 +94,7 @@ class GrepPattern:
         return only_python
 
     def _translate(self) -> str:
-        """The pattern as Python spells it."""
+        """Return the pattern in Python syntax."""
         if self.fixed_strings:
             return re.escape(self.text)
         parts, at = [], 0
@@ -144,7 +144,7 @@ def _shorten(text: str) -> str:
 
 
 def _end_of_class(text: str, start: int) -> int:
-    """Where the class that opens at `start` is over; the text's end when it is not closed."""
+    """Return the position after the class that opens at `start`, or the end of the text if the class is not closed."""
     at = start + 1
     at += text[at : at + 1] == "^"
     at += text[at : at + 1] == "]"

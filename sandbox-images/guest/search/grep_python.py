@@ -1,8 +1,7 @@
-"""Python's own regular expressions as the engine: where there is no ripgrep, and for patterns that only Python
-understands.
+"""Search with Python's regular expressions.
 
-It works in a process of its own, which can be killed: such a pattern may take longer than the world lasts, to be
-compiled, too.
+This engine is used without ripgrep, and for patterns that only Python accepts. It runs in a process of its own that
+can be killed, because compiling or matching such a pattern may take an unlimited time.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class PythonEngine:
-    """One search by Python. It tells what it finds in the same form as ripgrep."""
+    """Python engine of one search. Its output has the same format as the output of ripgrep."""
 
     name = "python"
 
@@ -34,6 +33,8 @@ class PythonEngine:
     def start_counting(
         self, names_only: bool, folder: int, paths: list[bytes], use_openat2: bool
     ) -> Callable[[int, int], int]:
+        """Return a start function that counts the matching lines of all files, for `read_counting`."""
+
         def work(out: int, errors: int) -> None:
             regex = self._pattern.compile()
             for path in paths:
@@ -50,11 +51,17 @@ class PythonEngine:
         return start_function(work)
 
     def start_counting_one(self, fd: int, names_only: bool) -> Callable[[int, int], int]:
+        """Return a start function that counts the matching lines of one open file."""
         return start_function(
             lambda out, _: self._count(self._pattern.compile(), out, fd, b"/proc/self/fd/%d" % fd, names_only)
         )
 
     def start_marking(self, fds: list[int], most: int | None) -> Callable[[int, int], int]:
+        """Return a start function that lists the matching lines of open files, for `group_marks`.
+
+        Each file has at most `most` lines.
+        """
+
         def work(out: int, _: int) -> None:
             regex = self._pattern.compile()
             for fd in fds:
@@ -67,13 +74,13 @@ class PythonEngine:
 
     @staticmethod
     def read_counting(child: Child, names_only: bool, is_late: Callable[[], bool]) -> Iterator[tuple[bytes, int]]:
-        """Path and count of each file that matches, from a process of `start_counting`."""
+        """Yield (path, count) of each matching file, from a process of `start_counting`."""
         records = child.read_records(b"\0", is_late)
         return read_names(records) if names_only else read_counts(records)
 
     @staticmethod
     def explain(complaint: str) -> Failure:
-        """The failure that its complaint about the pattern means."""
+        """Convert an error message about the pattern to a failure."""
         return Failure(INVALID_PATTERN, complaint)
 
     def _count(self, regex: re.Pattern[str], out: int, fd: int, path: bytes, names_only: bool) -> None:
@@ -90,18 +97,18 @@ class PythonEngine:
             write_all(out, b"%s\0%d\n" % (path, count))
 
     def _find(self, regex: re.Pattern[str], text: bytes) -> Iterator[tuple[int, int, int]]:
-        """Line, column and offset of each line that matches, or that a part of a match lies in."""
+        """Yield (line, column, offset) of each line that contains a match or a part of a match."""
         if not self._pattern.multiline:
             yield from _find_lines(text, regex)
             return
         starts = [0, *(found.end() for found in re.finditer(b"\n", text))]
         if starts[-1] == len(text):
-            # What follows the last line end is no line.
+            # The text after the last line end is empty and is not a line.
             starts.pop()
         told = 0
         for start, end in _find_spans(text, regex):
             first = bisect.bisect_right(starts, start)
-            # The line end that a match ends with begins no further line.
+            # A line end at the end of a match belongs to the line before it.
             last = bisect.bisect_right(starts, max(start, end - 1))
             if start == len(text) and text.endswith(b"\n"):
                 return
@@ -111,7 +118,7 @@ class PythonEngine:
 
 
 def _find_spans(text: bytes, regex: re.Pattern[str]) -> Iterator[tuple[int, int]]:
-    """Where in the bytes each match of a multiline search begins and ends."""
+    """Yield (start, end) of each match of a multiline search, in bytes."""
     decoded = text.decode("utf-8", "surrogateescape")
     at = size = 0
     for found in regex.finditer(decoded):

@@ -1,4 +1,4 @@
-"""What an engine writes, read: counts of files, and the places of their matching lines."""
+"""Parse the output of the engines: counts per file, and positions of matching lines."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ SEPARATOR = b"::"
 
 
 def read_names(records: Iterable[bytes]) -> Iterator[tuple[bytes, int]]:
-    """`path NUL path NUL ...`, cut at its NULs. A file that is only named counts once."""
+    """Parse `path NUL path NUL ...`, split at NUL. Each file has the count 1."""
     return ((record, 1) for record in records)
 
 
 def read_counts(records: Iterable[bytes]) -> Iterator[tuple[bytes, int]]:
-    """`path NUL count LF path NUL ...`, cut at its NULs."""
+    """Parse `path NUL count LF path NUL ...`, split at NUL."""
     path = b""
     for record in records:
         if path:
@@ -29,14 +29,15 @@ def read_counts(records: Iterable[bytes]) -> Iterator[tuple[bytes, int]]:
 
 
 def count_marks(records: Iterable[bytes]) -> Iterator[tuple[bytes, int]]:
-    """`path NUL mark LF path NUL ...`, cut at its LFs, a file's marks one after the other: each file and how many it
-    has.
+    """Parse `path NUL mark LF path NUL ...`, split at LF, and yield each file with its number of marks.
+
+    All marks of a file must be consecutive.
     """
     current, count, torn = b"", 0, b""
     for record in records:
         path, nul, _ = record.partition(b"\0")
         if not nul:
-            # The name of the file holds a line end.
+            # The file name contains a line end.
             torn += record + b"\n"
             continue
         path, torn = torn + path, b""
@@ -49,10 +50,10 @@ def count_marks(records: Iterable[bytes]) -> Iterator[tuple[bytes, int]]:
 
 
 def group_marks(records: Iterator[bytes]) -> Iterator[tuple[bytes, Iterator[Mark]]]:
-    """`name NUL line::column::offset::text LF ...`, cut at its LFs: each name and its marks, which are read as far as
-    they are wanted.
+    """Parse `name NUL line::column::offset::text LF ...`, split at LF, and yield each name with its marks.
 
-    ripgrep leaves the column out when it cannot tell it, as of an empty match at the very end.
+    Marks that the caller does not read are skipped. ripgrep omits the column if it is unknown, for example for an
+    empty match at the very end.
     """
     current = next(records, None)
 

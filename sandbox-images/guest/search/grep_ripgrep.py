@@ -1,4 +1,4 @@
-"""ripgrep as the engine: the arguments it is started with, and where it is."""
+"""Search with ripgrep: find the program and build its arguments."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from guest.search.filter import NameFilter
     from guest.search.grep_patterns import GrepPattern
 
-# No file of the sandbox configures it, all files are text to it, a line ends before its \r\n, too, and a file that is
-# cut short while it is searched does not end it.
+# No file of the sandbox configures ripgrep. All files count as text. A line ends before its \r\n. Without memory
+# mapping, a file that is truncated during the search does not end the process.
 _ALWAYS = [
     b"--no-config",
     b"--color=never",
@@ -33,7 +33,7 @@ _ALWAYS = [
     b"--case-sensitive",
 ]
 
-# A line by its number and places, and of its text one byte at most: too short to hold a separator.
+# The output has the positions of each line and at most one byte of its text: too short to contain a separator.
 _MARKING = [
     b"--line-number",
     b"--column",
@@ -48,7 +48,7 @@ def find_ripgrep() -> bytes | None:
 
 
 class Ripgrep:
-    """One search by ripgrep. It works in the directory that this process is in."""
+    """ripgrep engine of one search. It runs in the current directory of this process."""
 
     name = "ripgrep"
 
@@ -59,9 +59,9 @@ class Ripgrep:
     def start_counting(
         self, names_only: bool, names: NameFilter, rules: bool, rules_above: bool, kept_out: str, has_large: bool
     ) -> Callable[[int, int], int]:
-        """Count the matching lines of all files, for `read_counting`."""
+        """Return a start function that counts the matching lines of all files, for `read_counting`."""
         options = [*self._counting(names_only), b"--hidden", b"--max-depth=%d" % MAX_DEPTH]
-        # It would look every file's size up.
+        # This option makes ripgrep query the size of every file, so it is set only if there are large files.
         options += [b"--max-filesize=%d" % MAX_FOUND_BYTES] if has_large else []
         options += [b"--no-require-git", b"--no-ignore-global", b"--no-ignore-exclude"]
         options += [] if rules else [b"--no-ignore"]
@@ -73,7 +73,7 @@ class Ripgrep:
         return start_program([*self._argv, *options, b"--regexp", self._raw_pattern(), b"--", b"./"])
 
     def start_counting_one(self, fd: int, names_only: bool) -> Callable[[int, int], int]:
-        """As `start_counting`, of one open file."""
+        """Return a start function that counts the matching lines of one open file."""
         return start_program(
             [
                 *self._argv,
@@ -87,17 +87,19 @@ class Ripgrep:
         )
 
     def start_marking(self, fds: list[int], most: int | None) -> Callable[[int, int], int]:
-        """Tell the matching lines of open files, one file after the other: for `group_marks`.
+        """Return a start function that lists the matching lines of open files, for `group_marks`.
 
-        Columns count from 1, and so do lines; `offset` is the line's. At most `most` lines of each file, or a few more.
+        The files are processed one after the other. Lines and columns count from 1. `offset` is the start of the
+        line. Each file has at most `most` lines, or a few more.
         """
+        # One thread keeps the files in order. Line buffering makes each mark available at once.
         options = [b"--threads=1", b"--line-buffered", *_MARKING]
         options += [f"--max-count={most}".encode()] if most is not None and not self._pattern.multiline else []
         files = [b"/proc/self/fd/%d" % fd for fd in fds]
         return start_program([*self._argv, *options, b"--regexp", self._raw_pattern(), b"--", *files], tuple(fds))
 
     def read_counting(self, child: Child, names_only: bool, is_late: Callable[[], bool]) -> Iterator[tuple[bytes, int]]:
-        """Path and count of each file that matches, from a process of `start_counting`."""
+        """Yield (path, count) of each matching file, from a process of `start_counting`."""
         if names_only:
             return read_names(child.read_records(b"\0", is_late))
         if self._pattern.multiline:
@@ -105,12 +107,14 @@ class Ripgrep:
         return read_counts(child.read_records(b"\0", is_late))
 
     def explain(self, complaint: str) -> Failure:
-        """The failure that its complaint about the pattern means."""
+        """Convert an error message about the pattern to a failure."""
         return self._pattern.explain(complaint)
 
     def _counting(self, names_only: bool) -> list[bytes]:
-        """In a multiline search ripgrep would count matches, and not the lines they lie in: those are listed
-        instead.
+        """Return the options that count matches.
+
+        In a multiline search ripgrep counts matches instead of lines. The lines are then listed and counted by the
+        caller.
         """
         if names_only:
             return [b"--files-with-matches"]

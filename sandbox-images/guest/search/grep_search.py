@@ -1,5 +1,7 @@
-"""Serves grep: first which files match and how often, then, in the order of their times, the lines of as many as are
-wanted.
+"""Handle grep requests.
+
+The first step finds the matching files and their counts. The second step sends lines, from the newest file to the
+oldest, up to the limit.
 """
 
 from __future__ import annotations
@@ -44,14 +46,16 @@ _LAST_BATCH = 64
 
 
 def grep(request: GrepRequest, context: RequestContext) -> dict[str, object]:
-    """Send the lines. Raises Failure for a pattern that is none, a path that is not there or not allowed, and when
-    nothing was found in time.
+    """Send the matching lines.
+
+    Raises Failure for an invalid pattern, for a path that does not exist or is not allowed, and if the time ends
+    before anything is found.
     """
     clock = Clock(context.watch, request.timeout_s)
     pattern = GrepPattern(request.pattern, request.fixed_strings, request.ignore_case, request.multiline)
     names = NameFilter(request.include, request.exclude, request.type)
     start = open_start(request.path, context.paths)
-    # The engine works from here, and so do the names it tells.
+    # The engine runs in this directory, and its output has names relative to it.
     try:
         os.fchdir(start.fd)
     except OSError as error:
@@ -66,7 +70,10 @@ def grep(request: GrepRequest, context: RequestContext) -> dict[str, object]:
 
 
 class _Match:
-    """A file that matches. They sort newest first, then by path: `changed` is its negative time."""
+    """File that matches.
+
+    `changed` is the negative modification time, so that matches sort newest first, then by path.
+    """
 
     __slots__ = ("changed", "count", "path")
 
@@ -77,17 +84,17 @@ class _Match:
 
 
 class _Survey:
-    """What a walk tells of the files before any is searched."""
+    """Result of the walk over the files, before any file is searched."""
 
     def __init__(self) -> None:
-        # Of each file to search its time, negative: so the newest sort first.
+        # Negative modification time of each file to search, so that the newest sorts first.
         self.files: dict[bytes, int] = {}
         self.ignored = 0
         self.large: list[bytes] = []
 
 
 class _Search:
-    """One request."""
+    """Search for one request."""
 
     def __init__(
         self, request: GrepRequest, pattern: GrepPattern, start: Start, context: RequestContext, clock: Clock
@@ -101,7 +108,7 @@ class _Search:
         self._survey = _Survey()
         self._page = Page(request.max_lines, request.max_bytes)
         self._matches: list[_Match] = []
-        # Of so many matches, from the first on, it is known whether they are binary.
+        # The first `_judged` matches have been checked for binary content.
         self._judged = 0
         self._binary: set[bytes] = set()
         self._unreadable: set[bytes] = set()
@@ -116,11 +123,12 @@ class _Search:
     # --- which files --------------------------------------------------------------------------------------------------
 
     def find_files(self, names: NameFilter) -> None:
-        """Of all that is below the start. Raises Failure."""
+        """Find the matching files below the start. Raises Failure."""
         walk = Walk(self._start, self._paths, not self._request.include_ignored, names.excludes)
         self._survey_tree(walk, names)
         if walk.has_odd_rules and isinstance(self._engine, Ripgrep):
-            # It would wait for a pipe that has the name of a rule file, and apply rules that the walk does not.
+            # ripgrep would wait for a FIFO with the name of a rule file, and would apply rules that the walk does not
+            # apply.
             self._engine = PythonEngine(self._pattern)
             walk = Walk(self._start, self._paths, True, names.excludes)
             self._survey_tree(walk, names)
@@ -130,7 +138,10 @@ class _Search:
         self._matches.sort(key=lambda match: (match.changed, match.path))
 
     def find_in_file(self, name: bytes) -> None:
-        """Of the one file that was named: no filter, no rule and a larger limit apply to it. Raises Failure."""
+        """Search the one file that the request names.
+
+        No filter and no ignore rule applies, and the size limit is larger. Raises Failure.
+        """
         shown = self._start.show(name)
         try:
             fd = open_file(self._start.fd, name, self._paths.use_openat2)
@@ -195,17 +206,18 @@ class _Search:
             path = raw[2:]
             changed = files.get(path)
             if changed is None:
-                # Ripgrep filters by less than the whole of include and exclude.
+                # The filter of ripgrep covers only a part of include and exclude.
                 continue
             self._matches.append(_Match(changed, path, count))
 
     def _run_counting(self, start: Callable[[int, int], int]) -> list[tuple[bytes, int]]:
-        """Path and count of each file that matches. Raises Failure when the engine does not take the pattern, or found
-        nothing in time.
+        """Return (path, count) of each matching file.
+
+        Raises Failure if the engine rejects the pattern, or if it found nothing in time.
         """
         with Child(start, _REST_S) as child:
             found = list(self._engine.read_counting(child, self._names_only, lambda: self._clock.is_too_late_to_find))
-            # It looks into files that are not wanted, too.
+            # The engine also reads files that the request excludes. Errors about those files are not reported.
             self._unreadable.update(
                 path for path in child.unreadable() if path in self._survey.files or not os.path.isfile(path)
             )
@@ -230,8 +242,9 @@ class _Search:
     # --- which lines --------------------------------------------------------------------------------------------------
 
     def send(self) -> None:
-        """Send what was found, each part as soon as it is known; only then are the others judged, which takes a while
-        for many.
+        """Send each part of the result as soon as it is known.
+
+        The remaining matches are checked for binary content only afterwards, because many checks take a while.
         """
         if self._request.mode == "content":
             self._send_lines()
@@ -275,7 +288,7 @@ class _Search:
                 return
 
     def _send_files(self, matches: list[_Match], limit: int) -> int:
-        """Send the lines of some files, at most `limit` matches; returns how many it were."""
+        """Send the lines of some files, at most `limit` matches. Returns the number of matches sent."""
         shown = 0
         with contextlib.ExitStack() as opened:
             by_name: dict[bytes, tuple[_Match, int]] = {}
@@ -313,7 +326,7 @@ class _Search:
         return printer.matches
 
     def fields(self) -> dict[str, object]:
-        """The fields of the done event."""
+        """Return the fields of the done event."""
         return {
             "engine": self._engine.name,
             "is_file": self._start.file is not None,

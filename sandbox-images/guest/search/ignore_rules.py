@@ -1,6 +1,6 @@
-"""The rules of gitignore files: .gitignore, .ignore and .rgignore, in the way git and ripgrep read them.
+"""Apply the rules of .gitignore, .ignore and .rgignore files in the same way as git and ripgrep.
 
-Names are bytes here, because so they are to git: a `?` is one byte.
+Names are bytes here, as in git: a `?` matches one byte.
 """
 
 from __future__ import annotations
@@ -16,7 +16,10 @@ if TYPE_CHECKING:
     from collections.abc import Collection
 
 RULE_FILES = (".rgignore", ".ignore", ".gitignore")
-"""The first that has a rule for a path decides, and of each kind the file that is nearest to it."""
+"""Names of rule files in order of priority. The first kind with a rule for a path decides.
+
+Among files of one kind, the file nearest to the path decides.
+"""
 _GIT = len(RULE_FILES) - 1
 _MAX_FILE_BYTES = 1 << 20
 _OPEN = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
@@ -24,8 +27,9 @@ _EXTENSION = re.compile(r"\*(\.[^.*?\[\\{}/]+)")
 
 
 class Complaint(Exception):
-    """What is wrong with a rule file. `is_odd`: nobody should apply its rules, so that all who look for files find the
-    same.
+    """Problem with a rule file.
+
+    `is_odd`: no engine may apply the rules of this file, so that all engines find the same files.
     """
 
     def __init__(self, words: str, is_odd: bool = False) -> None:
@@ -35,11 +39,13 @@ class Complaint(Exception):
 
 
 class RuleSet:
-    """The rules of one file. The last one that matches decides."""
+    """Rules of one file. The last rule that matches decides."""
 
     def __init__(self, text: bytes) -> None:
-        """`complaint` says which part of the text was not understood; empty when all was. Raises Complaint for one that
-        takes too long.
+        """Parse the rules.
+
+        `complaint` names the part of the text that is invalid; it is empty if all rules are valid. Raises Complaint
+        if the rules would take too long.
         """
         self.complaint = ""
         self._regex_chars = 0
@@ -57,7 +63,7 @@ class RuleSet:
                 self.complaint = self.complaint or f"line {number} is not applied: {error.reason}"
 
     def decide(self, path: bytes, name: bytes, is_directory: bool) -> bool | None:
-        """Whether a path, relative to the file's folder, is ignored; None when no rule is about it."""
+        """Return whether a path, relative to the folder of the file, is ignored. Returns None if no rule applies."""
         return (self._for_directories if is_directory else self._for_files).decide(path, name)
 
     def _add(self, number: int, line: str) -> None:
@@ -74,13 +80,13 @@ class RuleSet:
                 self._for_files.add(number, glob, is_ignored)
 
 
-# The number of a line, and what its rule says.
+# (line number of a rule, whether the rule ignores the path).
 _Verdict = tuple[int, "bool | None"]
 _NO_VERDICT: _Verdict = (0, None)
 
 
 class _Matcher:
-    """Rules by what is cheapest to ask: plain names, extensions, and only then regular expressions."""
+    """Rules sorted by cost: plain names first, then extensions, and regular expressions last."""
 
     def __init__(self) -> None:
         self._names: dict[bytes, _Verdict] = {}
@@ -112,7 +118,7 @@ class _Matcher:
 
 
 class _Alternatives:
-    """Regular expressions tried as one, the last added first."""
+    """Regular expressions joined to one. The last added expression is tried first."""
 
     def __init__(self) -> None:
         self._regexes: list[str] = []
@@ -135,23 +141,24 @@ class _Alternatives:
 
 
 class RuleChain:
-    """The rules that hold in a folder: its own files' and those of the folders above. Never changed: `enter` makes the
-    next.
+    """Rules that apply in a folder, from its own files and the folders above.
+
+    A chain never changes; `enter` returns a new one.
     """
 
     __slots__ = ("_levels", "_ordered", "is_empty")
 
     def __init__(self, levels: tuple[tuple[tuple[int, RuleSet], ...], ...] = ((), (), ())) -> None:
-        # For each kind of file, nearest first: how long the path of its folder is, and the rules.
+        # For each kind of file, nearest first: (length of the path of its folder, rules).
         self._levels = levels
         self._ordered = [level for kind in levels for level in kind]
         self.is_empty = not self._ordered
 
     def enter(self, fd: int, prefix: bytes, names: Collection[str]) -> tuple[RuleChain, list[Complaint]]:
-        """The chain in a folder open as `fd` that has these names, and what was wrong with its rule files.
+        """Return the chain for a folder and the problems of its rule files.
 
-        `prefix`: the folder's path, with a slash at its end unless it is empty. Paths of `hides` count from the same
-        place.
+        The folder is open as `fd` and contains `names`. `prefix` is its path, with a slash at the end unless it is
+        empty. Paths of `hides` are relative to the same folder as `prefix`.
         """
         found = [name for name in RULE_FILES if name in names]
         if not found and ".git" not in names:
@@ -174,7 +181,7 @@ class RuleChain:
         return RuleChain(tuple(levels)), complaints
 
     def hides(self, path: bytes, name: bytes, is_directory: bool) -> bool:
-        """Whether the rules hide a path; `name` is its last part."""
+        """Return whether the rules hide a path. `name` is the last part of the path."""
         for skip, rules in self._ordered:
             verdict = rules.decide(path[skip:] if skip else path, name, is_directory)
             if verdict is not None:
@@ -183,8 +190,10 @@ class RuleChain:
 
 
 def _read_rules(fd: int, name: str) -> bytes:
-    """The text of a rule file: a regular one and no link, nothing else is opened for reading. Raises Complaint."""
+    """Return the text of a rule file. Raises Complaint. Only a regular file is opened; links are not followed."""
     try:
+        # The type is checked before the open: opening a FIFO or a device could block or have side effects. `_OPEN`
+        # covers a name that is swapped after the check.
         if not stat.S_ISREG(os.stat(name, dir_fd=fd, follow_symlinks=False).st_mode):
             raise Complaint("not a regular file, its rules are not applied", is_odd=True)
         file = os.open(name, _OPEN, dir_fd=fd)
@@ -203,8 +212,10 @@ def _rule_lines(text: bytes) -> list[bytes]:
 
 
 def _parse_rule(line: str) -> tuple[list[Glob], bool, bool] | None:
-    """Globs, whether what they match is ignored, and whether it must be a directory; None for a line that is no rule.
-    Raises BadGlob.
+    """Parse one line of a rule file. Raises BadGlob.
+
+    Returns (globs, whether matches are ignored, whether matches must be directories), or None if the line has no
+    rule.
     """
     if line.startswith("#"):
         return None
@@ -217,7 +228,7 @@ def _parse_rule(line: str) -> tuple[list[Glob], bool, bool] | None:
     only_directories = line.endswith("/")
     line = line.removesuffix("/")
     any_depth = "/" not in line
-    # So that a regular expression over bytes comes out of it.
+    # As Latin-1, each byte is one character. The resulting regular expression can then be compiled for bytes.
     line = line.encode("utf-8").decode("latin-1").removeprefix("/")
     if not line:
         return None

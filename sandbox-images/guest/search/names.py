@@ -1,4 +1,4 @@
-"""A few names to tell of, of what may be many."""
+"""Show a few names of a possibly long list."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MAX_NAME_CHARS = 300
 
 
 def build_names(names: Iterable[bytes]) -> list[str]:
-    """The first MAX_NAMES as text on one line each, shortened in the middle to MAX_NAME_CHARS."""
+    """Return the first MAX_NAMES names as single lines, each shortened in the middle to MAX_NAME_CHARS."""
     shown: list[str] = []
     for name in names:
         if len(shown) == MAX_NAMES:

@@ -1,4 +1,4 @@
-"""Requests that search: names by a glob, contents by a regular expression."""
+"""Requests that search: names by glob, contents by regular expression."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MAX_CONTEXT = 20
 
 
 class GlobRequest:
-    """Names below `path` that match `pattern`: the newest `limit` of them, at most `max_bytes` of text."""
+    """Request for names below `path` that match `pattern`: the newest `limit` names, at most `max_bytes` of text."""
 
     __slots__ = ("include_ignored", "kind", "limit", "max_bytes", "path", "pattern", "timeout_s")
 
@@ -30,8 +30,9 @@ class GlobRequest:
 
 
 class GrepRequest:
-    """Lines of the files below `path` that match `pattern`: at most `limit` matches, `max_lines` lines and `max_bytes`
-    of text.
+    """Request for lines that match `pattern` in files below `path`.
+
+    The answer has at most `limit` matches, `max_lines` lines and `max_bytes` bytes of text.
     """
 
     __slots__ = (
@@ -92,7 +93,10 @@ def _read_choice(header: dict[str, Any], name: str, choices: tuple[str, ...]) ->
 
 
 def _read_any_text(header: dict[str, Any], name: str) -> str:
-    """A pattern: what is wrong with one that is empty, or has a NUL, is said where patterns are judged."""
+    """Return a pattern as text.
+
+    A pattern that is empty or contains NUL is reported later, where patterns are checked.
+    """
     value = header.get(name)
     if not isinstance(value, str):
         raise Failure(INVALID_ARGUMENTS, f"{name!r} must be a string")

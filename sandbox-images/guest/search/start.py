@@ -1,4 +1,4 @@
-"""Where a search begins: one directory, held open, so that no swap of a name leads it elsewhere."""
+"""Open the directory where a search starts. The descriptor stays open, so a swapped name cannot redirect the search."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 class Start:
-    """An open directory below a root. `file`: the one name in it to search, None for all that is below.
+    """Open directory below a root.
 
-    `real` is its path without links; `above` are the names from its root down to it.
+    `file`: the only name to search in the directory, or None for everything below. `real`: the path without links.
+    `above`: the names from the root to the directory.
     """
 
     __slots__ = ("above", "fd", "file", "real", "root", "shown")
@@ -35,15 +36,18 @@ class Start:
         self.shown = _shown_prefix(self.real, os.path.realpath(read_folder(paths)))
 
     def show(self, path: bytes) -> str:
-        """A path below it as text on one line: relative to the session's folder where it lies in it."""
+        """Return a path below the directory as one line of text.
+
+        A path in the session's folder is relative to that folder.
+        """
         return escaped(self.shown + path)
 
 
 def open_start(path: str, paths: GuestPaths, may_miss: bool = False) -> Start:
-    """Resolve where to search. Raises Failure: what the guest keeps for itself is not allowed, as anything beyond the
-    roots.
+    """Open the start of a search.
 
-    `may_miss`: that the path is not there is no surprise, and no path like it is looked for.
+    Raises Failure for a path outside the roots or inside the private folder of the sandbox program. `may_miss`: a
+    missing path is expected, so no similar paths are suggested.
     """
     try:
         place = find_place(path, paths, to_read=True)
@@ -53,6 +57,7 @@ def open_start(path: str, paths: GuestPaths, may_miss: bool = False) -> Start:
             place.close()
     except Failure as failure:
         raise missing_file(path, paths) if failure.code == FILE_NOT_FOUND and not may_miss else failure from None
+    # The check uses the path of the open descriptor. A swapped name or a link cannot bypass this check.
     if _is_below(start.real, os.path.realpath(paths.state)):
         os.close(start.fd)
         raise Failure(PATH_NOT_ALLOWED, f"{place.shown}: kept by the sandbox for itself")
@@ -60,7 +65,7 @@ def open_start(path: str, paths: GuestPaths, may_miss: bool = False) -> Start:
 
 
 def open_folder(path: str, paths: GuestPaths, may_miss: bool = False) -> Start:
-    """As `open_start`, for a directory only."""
+    """Open a directory as the start of a search. Raises Failure as `open_start` does, and for a file."""
     start = open_start(path, paths, may_miss)
     if start.file is not None:
         os.close(start.fd)
@@ -75,6 +80,7 @@ def _open_place(place: Place, paths: GuestPaths) -> Start:
     try:
         return Start(os.open(place.name, _DIRECTORY, dir_fd=place.directory), None, paths)
     except NotADirectoryError:
+        # `pin_file` raises unless the name is a regular file. The search then covers this one file in its folder.
         os.close(pin_file(place))
         return Start(os.open(b".", _DIRECTORY, dir_fd=place.directory), place.name, paths)
     except OSError as error:

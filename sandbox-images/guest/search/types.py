@@ -1,6 +1,4 @@
-"""Types of files by name: globs of what a file's own name looks like. Both engines get them from here, so that they
-mean the same.
-"""
+"""Define file types by name globs. Both engines use this table, so a type means the same for both."""
 
 from __future__ import annotations
 
@@ -199,14 +197,15 @@ _OTHER_NAMES = {
 
 
 def find_globs(name: str) -> list[str]:
-    """The globs of a type, for the last part of a path. Raises Failure for a type that is not known, with names like
-    it.
+    """Return the globs of a type, which apply to the last part of a path.
+
+    Raises Failure for an unknown type and suggests similar names.
     """
     table = {line.partition(": ")[0]: line.partition(": ")[2].split(", ") for line in _TABLE.strip().splitlines()}
     wanted = name.strip().removeprefix(".").lower()
     globs = table.get(_OTHER_NAMES.get(wanted, wanted))
     if globs is None:
-        # Only now: it takes longer to load than many a search.
+        # Imported only here, because the import takes longer than many searches.
         import difflib
 
         similar = difflib.get_close_matches(wanted, [*table, *_OTHER_NAMES], 3)

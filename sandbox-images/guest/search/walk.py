@@ -1,4 +1,4 @@
-"""A walk over all names below a directory, by descriptors: no link is followed, nothing but directories is opened."""
+"""Walk over all names below a directory with descriptors. Links are never followed, and only directories are opened."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ if TYPE_CHECKING:
     from guest.search.start import Start
 
 VCS_NAMES = frozenset((".git", ".hg", ".svn"))
-"""Never walked into, unless the search begins in one."""
+"""Directories that a walk never enters, unless the search starts inside."""
 MAX_DEPTH = 400
-"""Folders that lie deeper are told of as unreadable."""
+"""Maximum depth of a walk. Deeper folders are reported as unreadable."""
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 class Folder:
-    """One directory: `fd` is open while it is looked at, `prefix` its path below the start with a slash at the end, or
-    empty.
+    """Directory of a walk.
 
-    `is_ignored`: a rule hides the whole of it.
+    `fd` is open while the caller processes the folder. `prefix` is the path below the start, with a slash at the end,
+    or empty. `is_ignored`: a rule hides the whole folder.
     """
 
     __slots__ = ("_chain", "_full", "entries", "fd", "is_ignored", "prefix")
@@ -40,7 +40,7 @@ class Folder:
         self._full = full
 
     def hides(self, entry: os.DirEntry[str]) -> bool:
-        """Whether a rule hides an entry, or all of this folder."""
+        """Return whether a rule hides an entry or this whole folder."""
         if self.is_ignored or self._chain.is_empty:
             return self.is_ignored
         name = entry.name.encode("utf-8", "surrogateescape")
@@ -48,21 +48,23 @@ class Folder:
 
 
 class Walk:
-    """One walk. When it is over, `unreadable` names the directories that could not be read, `bad_rules` the rule files
-    that hold in part.
+    """Walk over a directory tree.
 
-    `has_odd_rules`: one of those is no plain file, which nothing should open. `is_start_ignored`: a rule above hides
-    the directory it starts from. Who names it wants it searched, so those rules are left out.
+    After the walk, `unreadable` has the directories that could not be read, and `bad_rules` has the rule files with
+    invalid rules.
+
+    `has_odd_rules`: at least one rule file must not be opened or applied by any engine. `is_start_ignored`: a rule
+    above the start hides the start. The request names the start explicitly, so the rules above are then not applied.
     """
 
     def __init__(
         self, start: Start, paths: GuestPaths, use_rules: bool, is_pruned: Callable[[str, str], bool] | None = None
     ) -> None:
-        """`is_pruned` is asked (prefix, name) of each directory whether to leave it out, as if it were not there."""
+        """Prepare the walk. `is_pruned(prefix, name)` returns whether to skip a directory completely."""
         self._start = start
         self._use_rules = use_rules
         self._is_pruned = is_pruned
-        # What the guest keeps for itself, as a name in the start.
+        # Private folder of the sandbox program, as a name in the start folder, or an empty string.
         self.kept_out = (
             os.fsdecode(os.path.relpath(paths.state, paths.output))
             if start.real == os.path.realpath(paths.output)
@@ -76,11 +78,17 @@ class Walk:
         self._chain = self._rules_above() if use_rules else RuleChain()
 
     def folders(self) -> Iterator[Folder]:
-        """Every directory, the start first. What the caller does with one ends before the next is opened."""
-        # Of each level the directory it is in and those still to visit: (name, is ignored).
+        """Yield every directory, the start first.
+
+        The caller must finish with a folder before it asks for the next one.
+        """
+        # One item per level: the open directory, its prefix, its rules, and the subdirectories to visit as (name, is
+        # ignored).
         levels: list[tuple[int, str, RuleChain, list[tuple[str, bool]]]] = []
         try:
             fd = os.dup(self._start.fd)
+            # The descriptor is in `levels` before the folder is read, so that the `finally` clause closes it after
+            # any error.
             levels.append((fd, "", self._chain, []))
             folder, chain = self._enter(fd, "", self._chain, False)
             yield folder
@@ -147,7 +155,7 @@ class Walk:
         return chain
 
     def _rules_above(self) -> RuleChain:
-        """The rules of the directories above the start, none when they hide it."""
+        """Return the rules of the directories above the start, or no rules if they hide the start."""
         chain, full = RuleChain(), b""
         fd = os.open(self._start.root, _DIRECTORY)
         try:
@@ -161,7 +169,7 @@ class Walk:
                 fd, above = os.open(part, _DIRECTORY, dir_fd=fd), fd
                 os.close(above)
         except OSError:
-            # Moved or closed to us meanwhile: what was read of the rules holds.
+            # A directory was moved or access was removed. The rules that were read so far apply.
             return chain
         finally:
             os.close(fd)

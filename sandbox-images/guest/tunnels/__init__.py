@@ -1,1 +1,1 @@
-"""Connections of programs to the proxy port, relayed over the channel: a sandbox has no other way out."""
+"""Connections of programs to the proxy port. The channel relays them: a sandbox has no other network access."""

@@ -1,5 +1,7 @@
-"""Which programs have left their connections: an end that was said by a program's death looks like one that it said
-itself.
+"""The search for connections after the death of their program.
+
+A socket shows the same end of input when a program ends its output and when the program dies. The kernel's table of
+sockets shows the difference.
 """
 
 from __future__ import annotations
@@ -22,19 +24,20 @@ _NO_INODE = "0"
 
 
 def find_left(connections: list[Ends]) -> list[Ends]:
-    """Of the connections, each (our end, the program's), those whose other end no process has any more; none where that
-    cannot be told.
+    """Return the connections that no program holds open any more.
+
+    A connection is the pair (our end, the program's end). Return an empty list when the table cannot be read.
     """
     inodes = _read_table()
     if inodes is None:
         return []
-    # A kernel that does not show even our own end's owner shows nobody's.
+    # A kernel that does not show the owner of our own end shows no owners at all. Such a table proves nothing.
     shown = [(ours, theirs) for ours, theirs in connections if inodes.get((ours, theirs), _NO_INODE) != _NO_INODE]
     return [(ours, theirs) for ours, theirs in shown if inodes.get((theirs, ours), _NO_INODE) == _NO_INODE]
 
 
 def _read_table() -> dict[Ends, str] | None:
-    """(local, remote) -> inode of every TCP socket of the sandbox; None when they are too many to be looked at."""
+    """Return (local, remote) -> inode of every TCP socket of the sandbox, or None when the table is too large."""
     table = {}
     for path in _FILES:
         text = _read(path)
@@ -49,6 +52,7 @@ def _read_table() -> dict[Ends, str] | None:
 
 
 def _read(path: str) -> str | None:
+    """Return the text of the file, "" when the file does not exist, or None on an error or beyond _MAX_BYTES."""
     parts: list[bytes] = []
     size = 0
     try:
@@ -73,7 +77,10 @@ def _read(path: str) -> str | None:
 
 
 def _parse_end(text: str) -> End | None:
-    """`0100007F:0C38`, words in the machine's own order. The last word of an IPv6 address is what it embeds of IPv4."""
+    """Parse an address such as `0100007F:0C38`. Return None when the address is invalid.
+
+    The words have the byte order of the machine. The last word of an IPv6 address contains the embedded IPv4 address.
+    """
     address, _, port = text.partition(":")
     try:
         word = int(address[-8:], 16).to_bytes(4, sys.byteorder)

@@ -1,8 +1,12 @@
-"""One program's connection: what it says goes up as frames, what the host sends is kept until the program takes it."""
+"""A connection of a program to the proxy port.
+
+The program's bytes go to the host as frames. The host's bytes wait in memory until the program reads them. Invariant:
+at most WINDOW bytes wait in each direction, so that a slow program or a slow host cannot fill PID 1's memory.
+"""
 
 from __future__ import annotations
 
-# Not `socket`, which imports more than all of the guest.
+# `_socket`, because `socket` imports more than all of the guest.
 import _socket
 import select
 import struct
@@ -14,16 +18,16 @@ if TYPE_CHECKING:
     from guest.tunnels.orphans import Ends
 
 WINDOW = 65_536
-"""Bytes that may be on their way in one direction: sent, and not yet taken at the other end."""
+"""Limit of the bytes that are sent in one direction and not yet read at the other end."""
 PIECE = 32_768
-"""The most that one frame carries: what a call's frame may have to wait for."""
+"""Largest body of one frame, in bytes. A frame of a call may have to wait for one such frame."""
 _GRANT = WINDOW // 2
 _RESET = struct.pack("ii", 1, 0)
 _GONE = select.POLLERR | select.POLLHUP
 
 
 class Tunnel:
-    """A connection from its accept to its close. It never waits; raises HostGone as the outbox does."""
+    """A connection from its accept to its close. Never blocks. Raises HostGone like the outbox."""
 
     __slots__ = (
         "_data_header",
@@ -49,7 +53,7 @@ class Tunnel:
         self.program_ended = False
         self.host_ended = False
         self.host_closed = False
-        # Our close has been said: what the host still sends is dropped.
+        # The guest has sent its close. Later bytes of the host are dropped.
         self.is_closed = False
         self._socket = connection
         self._outbox = outbox
@@ -61,8 +65,10 @@ class Tunnel:
         self._say("net_open")
 
     def interest(self, may_read: bool) -> int | None:
-        """The events to wait for; 0: only its end; None: none at all, since an end that is known would be told for
-        ever.
+        """Return the events to wait for.
+
+        0: wait only for the end of the connection. None: wait for nothing, because poll would report the known end
+        without pause.
         """
         events = select.POLLIN if may_read and self.wants_to_speak else 0
         if self._pending:
@@ -71,10 +77,11 @@ class Tunnel:
 
     @property
     def wants_to_speak(self) -> bool:
+        """Return whether bytes of the program may be read and sent now."""
         return self._room > 0 and not self.program_ended and not self.host_closed
 
     def serve(self, events: int, may_read: bool) -> bool:
-        """Do what the events let be done; says whether a data frame was sent."""
+        """Process the events. Return whether a data frame was sent."""
         if events & select.POLLOUT and not self.is_closed:
             self._flush()
         if self.is_closed or not events & (select.POLLIN | _GONE):
@@ -86,6 +93,7 @@ class Tunnel:
         return False
 
     def _read(self) -> bool:
+        """Read from the program and send one frame. Return whether a data frame was sent."""
         try:
             data = self._socket.recv(min(self._room, PIECE))
         except (BlockingIOError, InterruptedError):
@@ -103,7 +111,7 @@ class Tunnel:
         return False
 
     def take_data(self, data: bytes) -> None:
-        """Bytes for the program. Raises FrameError when they are more than was granted."""
+        """Accept bytes for the program. Raises FrameError when the host sends more bytes than it may."""
         if self.host_ended or self.host_closed or len(self._pending) + self._owed + len(data) > WINDOW:
             raise FrameError("data of a connection that has ended, or more than there is room for")
         if not self.is_closed:
@@ -111,19 +119,23 @@ class Tunnel:
             self._flush()
 
     def take_room(self, count: int) -> None:
-        """The host will take as many bytes more. Raises FrameError."""
+        """Record that the host can receive `count` more bytes. Raises FrameError when the count is too large."""
         self._room += count
         if self._room > WINDOW:
             raise FrameError("more room than a connection has")
 
     def take_end(self) -> None:
-        """The host has nothing more to say."""
+        """Record that the host sends no more bytes."""
         self.host_ended = True
         if not self.is_closed:
             self._shut_when_said()
 
     def take_close(self) -> None:
-        """The host has let go: what it said to an end is still handed over, anything else is cut off."""
+        """Record that the host has closed the connection.
+
+        When the host has ended its output before, the program still gets the rest. Otherwise the connection is
+        aborted.
+        """
         self.host_closed = True
         if self.is_closed:
             return
@@ -133,11 +145,14 @@ class Tunnel:
             self.abort()
 
     def abort(self) -> None:
-        """Close so that the program gets an error, and not an end that looks like one."""
+        """Close the connection with a reset. The program gets an error, and cannot mistake the close for a normal
+        end.
+        """
         self._socket.setsockopt(_socket.SOL_SOCKET, _socket.SO_LINGER, _RESET)
         self._close()
 
     def _flush(self) -> None:
+        """Send pending bytes to the program. Grant the host new room when enough bytes were sent."""
         sent = 0
         try:
             if self._pending:
@@ -149,12 +164,14 @@ class Tunnel:
             return
         del self._pending[:sent]
         self._owed += sent
+        # Room is granted in large steps, so that small writes do not cost one frame each.
         if self._owed >= _GRANT and not self.host_ended:
             self._outbox.put(encode_frame({"ev": "net_room", "conn": self.number, "bytes": self._owed}))
             self._owed = 0
         self._shut_when_said()
 
     def _shut_when_said(self) -> None:
+        """End the output to the program when the host has ended and nothing is pending."""
         if self._pending or not self.host_ended or self._has_shut:
             return
         self._has_shut = True
@@ -166,6 +183,7 @@ class Tunnel:
         self._close_when_done()
 
     def _close_when_done(self) -> None:
+        """Close the connection when both directions have ended."""
         if self._has_shut and (self.program_ended or self.host_closed):
             self._close()
 
@@ -176,4 +194,5 @@ class Tunnel:
         self._say("net_close")
 
     def _say(self, event: str) -> None:
+        """Send an event about this connection to the host."""
         self._outbox.put(encode_frame({"ev": event, "conn": self.number}))

@@ -1,4 +1,8 @@
-"""The proxy port of a sandbox: PID 1 listens there, and relays each connection to the host, at a bounded rate."""
+"""The proxy port of a sandbox: PID 1 listens there and relays each connection to the host, at a limited rate.
+
+Invariant: traffic of connections never delays the calls. Frames per second, connections, and bytes in memory have
+limits, and connections are read only while few bytes wait for the host.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +17,7 @@ from guest.tunnels.tunnel import WINDOW, Tunnel
 
 NET_OPS = frozenset(("net_data", "net_room", "net_end", "net_close"))
 MAX_TUNNELS = 64
-# Calls' reports are read until far more waits for the host: bulk data yields to them.
+# Reports of calls are read until far more bytes wait for the host. Connections therefore stop before the calls do.
 _OUTBOX_BYTES = 65_536
 _FRAMES_PER_S = 2000.0
 _OPEN_COST = 20.0
@@ -24,7 +28,7 @@ _RESET = struct.pack("ii", 1, 0)
 
 
 class Pace:
-    """A store of tokens that fills with time, up to one second's worth."""
+    """A rate limit: tokens that refill with time, up to the tokens of one second."""
 
     def __init__(self, per_s: float) -> None:
         self._per_s = per_s
@@ -32,44 +36,48 @@ class Pace:
         self._counted_at = time.monotonic()
 
     def has(self, tokens: float) -> bool:
+        """Return whether this number of tokens is available now."""
         now = time.monotonic()
         self._tokens = min(self._per_s, self._tokens + (now - self._counted_at) * self._per_s)
         self._counted_at = now
         return self._tokens >= tokens
 
     def take(self, tokens: float) -> None:
+        """Remove tokens. The number may become negative."""
         self._tokens -= tokens
 
     def ready_at(self, tokens: float) -> float:
-        """When there will be as many, on the clock of time.monotonic()."""
+        """Return the time at which this number of tokens is available, on the clock of time.monotonic()."""
         return self._counted_at + max(tokens - self._tokens, 0.0) / self._per_s
 
 
 class Tunnels:
-    """The listener, and every connection that is not over on both sides."""
+    """The listening socket, and every connection that is not closed on both sides."""
 
     def __init__(self, outbox: Outbox, port: int) -> None:
         self._outbox = outbox
         self._listener = _listen(port)
         self._by_number: dict[int, Tunnel] = {}
-        # The open ones; those that had their turn last are last.
+        # The open connections. The connections that were served last are at the end.
         self._by_fd: dict[int, Tunnel] = {}
         self._last = 0
         self._pace = Pace(_FRAMES_PER_S)
         self._look_at: float | None = None
 
     def register(self, poller: select.poll) -> None:
+        """Register the listening socket and the connections with the poller."""
         may_read = self._may_read()
         for fd, tunnel in self._by_fd.items():
             events = tunnel.interest(may_read)
             if events is not None:
                 poller.register(fd, events)
-        # Last, and so served last: a new connection may get the descriptor of one that word has just come of.
+        # The listener is registered last, so it is served last. A new connection may get the descriptor of a
+        # connection that was closed in the same round.
         if self._pace.has(_OPEN_COST):
             poller.register(self._listener.fileno(), select.POLLIN)
 
     def serve(self, fd: int, events: int) -> None:
-        """One event of the poller, of whatever descriptor."""
+        """Process one event of the poller. Ignore an event of another descriptor."""
         if fd == self._listener.fileno():
             self._accept()
             return
@@ -82,7 +90,9 @@ class Tunnels:
         self._settle(tunnel)
 
     def take(self, frame: Frame) -> None:
-        """A frame of the host about a connection. Raises FrameError when there is no such, or it breaks its rules."""
+        """Process a host's frame about a connection. Raises FrameError when there is no such connection, or for
+        invalid content.
+        """
         number, op = frame.header.get("conn"), frame.header["op"]
         tunnel = self._by_number.get(number) if isinstance(number, int) else None
         if tunnel is None:
@@ -98,14 +108,14 @@ class Tunnels:
         self._settle(tunnel)
 
     def find_wake_at(self) -> float | None:
-        """When to look after the connections, should nothing happen until then."""
+        """Return the time of the next duty without an event, or None."""
         times = [] if self._look_at is None else [self._look_at]
         if not self._pace.has(_OPEN_COST):
             times.append(self._pace.ready_at(_OPEN_COST))
         return min(times) if times else None
 
     def look_after(self) -> None:
-        """Cut off those whose program has left without waiting for the answer."""
+        """Abort the connections of programs that have ended without waiting for the answer."""
         if self._look_at is None or time.monotonic() < self._look_at:
             return
         waiting = [tunnel for tunnel in self._by_fd.values() if _may_be_left(tunnel)]
@@ -117,10 +127,12 @@ class Tunnels:
         self._look_at = time.monotonic() + _LOOK_S if any(map(_may_be_left, self._by_fd.values())) else None
 
     def _may_read(self) -> bool:
+        """Return whether connections may be read now."""
         return self._outbox.size < _OUTBOX_BYTES and self._pace.has(1.0)
 
     def _accept(self) -> None:
-        # Also when it fails, or a want of descriptors would keep PID 1 busy.
+        """Accept one connection. Reset the connection when MAX_TUNNELS connections exist."""
+        # A failed accept costs tokens too. Otherwise a lack of descriptors would keep PID 1 busy.
         self._pace.take(_OPEN_COST)
         try:
             fd, program = self._listener._accept()  # type: ignore[attr-defined]
@@ -138,8 +150,9 @@ class Tunnels:
         self._by_number[tunnel.number] = self._by_fd[fd] = tunnel
 
     def _settle(self, tunnel: Tunnel) -> None:
+        """Remove a closed connection from the tables."""
         if tunnel.is_closed:
-            # The host's close may come when a later connection has the descriptor.
+            # A later connection may already use the descriptor when the host's close arrives.
             if self._by_fd.get(tunnel.fd) is tunnel:
                 del self._by_fd[tunnel.fd]
             if tunnel.host_closed:
@@ -153,10 +166,10 @@ def _may_be_left(tunnel: Tunnel) -> bool:
 
 
 def _listen(port: int) -> _socket.socket:
-    """Raises OSError."""
+    """Return the listening socket. Raises OSError."""
     listener = _socket.socket(_socket.AF_INET, _socket.SOCK_STREAM)
     listener.setblocking(False)
-    # Inherited by every connection: what waits in the kernel is bounded, too.
+    # Every connection inherits these limits, so the bytes that wait in the kernel are limited too.
     for option in (_socket.SO_RCVBUF, _socket.SO_SNDBUF):
         listener.setsockopt(_socket.SOL_SOCKET, option, _SOCKET_BYTES)
     listener.bind(("127.0.0.1", port))

@@ -17,11 +17,13 @@ from workers.sandboxd.archives.packing import ROOTS, Guest, Packing, pack_roots,
 
 MAX_ARCHIVE_BYTES = 16 * 1024**3
 WHOLE_S = 500.0
-"""Limit for the whole operation in guest and store. It is a little shorter than workers wait for an answer."""
+"""Time limit for the whole operation in the guest and the store, in seconds. It is shorter than the time that workers
+wait for an answer.
+"""
 MOST_CHECKPOINTS = 100
 """Maximum checkpoints of one tenant in one store. They use the operator's disk."""
 AUTOMATIC_KEPT_S = 7 * 86_400.0
-"""Lifetime of an automatic checkpoint whose session makes no newer one."""
+"""Lifetime of an automatic checkpoint, in seconds, if its session makes no newer one."""
 _ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _AUTOMATIC_ID = re.compile(r"auto-([0-9a-f]{8,12})-[A-Za-z0-9_-]{24}")
 
@@ -40,8 +42,8 @@ class Checkpoint:
 
 
 class Checkpoints:
-    """Saves sandboxes and loads them into others. `most`: how many checkpoints a tenant may have; None for no limit.
-    `save_s`: limit for one save.
+    """Saves the files of sandboxes and loads them into others. `most`: maximum number of checkpoints of a tenant;
+    None for no limit. `save_s`: time limit of one save, in seconds.
 
     All methods raise SandboxUnavailable when the store fails or the sandbox is lost.
     """
@@ -105,8 +107,8 @@ class Checkpoints:
         return len(names)
 
     async def forget_all_but(self, kept: Set[tuple[str, str]]) -> int:
-        """Delete every archive whose tenant and id are not in `kept`, and return how many. Only for a store that a
-        single sandboxd uses.
+        """Delete every archive whose tenant and id are not in `kept`, and return the number. Use this only for a
+        store of a single sandboxd.
         """
         names = {f"{tenant}/{checkpoint}" for tenant, checkpoint in kept}
         return await self._forget_all([name for name in await self._store.list() if name not in names])

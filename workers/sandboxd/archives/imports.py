@@ -15,7 +15,8 @@ TAR_OPTIONS: Mapping[str, tuple[str, ...]] = {
 }
 KINDS = (*TAR_OPTIONS, "zip", "bundle")
 
-# After the first file that has no room tar would go on to the end, and of a bomb that is far away.
+# The script stops at the first file that does not fit. tar itself would read the archive to its end, which takes very
+# long for a decompression bomb.
 _UNTAR = """
 tar -x "${@:2}" -f - -C "$1" --no-same-owner --no-same-permissions --delay-directory-restore 2>&1 >/dev/null |
 while IFS= read -r line; do
@@ -26,7 +27,7 @@ exit "${PIPESTATUS[0]}"
 """
 _OUTSIDE = 65
 _FILE_TOO_LARGE = 128 + signal.SIGXFSZ
-"""A program was killed at the limit of one file."""
+"""Exit code of a program that was killed at the size limit of a file."""
 _UNZIP = f"""
 exec 3<&0 </dev/null
 if unzip -Z1 /dev/fd/3 | grep -qaE '^/|(^|/)\\.\\.(/|$)'; then exit {_OUTSIDE}; fi
@@ -67,7 +68,7 @@ def build_import(kind: str, folder: str) -> list[str]:
 
 
 def check_import(kind: str, exit_code: int | None, words: str, *, timed_out: bool, timeout_s: float) -> None:
-    """Raises ToolFailure unless everything is there. `words`: what its stderr said."""
+    """Raise ToolFailure unless the import is complete. `words`: the text on stderr."""
     if exit_code == _FILE_TOO_LARGE or (exit_code != 0 and any(sign in words for sign in _NO_ROOM)):
         raise ToolFailure(ErrorCode.NO_SPACE, f"the {kind} does not fit into the workspace: give a smaller one")
     if timed_out:

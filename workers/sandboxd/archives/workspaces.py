@@ -1,5 +1,5 @@
-"""Workspaces that begin with a file of the store, and artifacts that end in it: streamed by the host that has the
-session.
+"""Import of workspaces from files of the store, and export of artifacts to the store. The host of the session streams
+both.
 """
 
 import asyncio
@@ -16,10 +16,10 @@ from workers.sandboxd.archives.imports import build_import, check_import
 from workers.sandboxd.archives.packing import Guest, Packing, pack_list, run_with_file, stream_in
 
 WHOLE_S = 500.0
-"""Limit for one workspace, in seconds: a little less than workers wait for an answer."""
+"""Time limit for one workspace, in seconds. It is shorter than the time that workers wait for an answer."""
 _FOLDER = "/workspace"
 _SEEKING_KINDS = ("zip", "bundle")
-"""Kinds whose programs cannot read a pipe."""
+"""Archive kinds whose programs cannot read a pipe."""
 
 
 @dataclass(frozen=True)
@@ -31,8 +31,8 @@ class _Source:
 
 
 class WorkspaceFiles:
-    """Copies between sandboxes and the store. `setting`: the store's own, None: it is not shared; `max_bytes`: limit of
-    one workspace and of the artifacts of one session.
+    """Copies files between sandboxes and the store. `setting`: the store's setting; None if hosts do not share the
+    store. `max_bytes`: limit of one workspace, and of the artifacts of one session.
 
     All methods raise SandboxUnavailable when the store fails or the sandbox is lost.
     """
@@ -61,10 +61,10 @@ class WorkspaceFiles:
                 await _load(workspace, source.size, chunks, sandbox)
 
     async def save(self, tenant: str, file: str, names: str, sandbox: Guest) -> StoredFacts:
-        """Store files of the workspace as the archive `file`. `names`: a file in the sandbox that lists them, each with
-        a NUL at its end.
+        """Store files of the workspace as the archive `file`. `names`: a file in the sandbox that lists the names,
+        each with a NUL at its end.
 
-        Raises ToolFailure: FILE_TOO_LARGE, TIMEOUT, and as `Packing.chunks`.
+        Raises ToolFailure: FILE_TOO_LARGE, TIMEOUT. Also raises the errors of `Packing.chunks`.
         """
         if not is_file_id(file):
             raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, "this is not the id of a file")
@@ -124,7 +124,7 @@ async def _joined(head: bytes, rest: AsyncIterator[bytes]) -> AsyncIterator[byte
 
 @contextlib.contextmanager
 def _errors(file: str) -> Iterator[None]:
-    """Translate errors of the store for the tenant."""
+    """Translate errors of the store to a ToolFailure for the tenant."""
     try:
         yield
     except NotStored:

@@ -1,1 +1,1 @@
-"""Workspaces: where the files of a session are. Each kind is separate from the container that uses it."""
+"""Workspaces: the storage of a session's files. Each kind is separate from the container that uses it."""

@@ -7,7 +7,7 @@ from typing import Final, Literal, Protocol
 
 Kind = Literal["image", "tmpfs", "folder"]
 UID: Final = 1000
-"""The uid of all sandboxes. It owns the files of a workspace."""
+"""Uid of all sandboxes and owner of the files of a workspace."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Workspace(Protocol):
 
     @property
     def name(self) -> str:
-        """Unique on this host. Records use it to find the workspace again."""
+        """Return the name, which is unique on this host. Records use the name to find the workspace again."""
         ...
 
     @property
@@ -43,19 +43,20 @@ class Workspace(Protocol):
 
     @property
     def outlives_container(self) -> bool:
-        """True when the files exist after the container was removed."""
+        """Return whether the files still exist after the container was removed."""
         ...
 
     def mounted(self) -> AbstractAsyncContextManager[WorkspaceMount]:
-        """Hold from before the container is created until it runs. Afterwards only the container has the mount.
+        """Mount the workspace for a new container. Enter the block before the container is created and leave it when
+        the container runs. Afterwards only the container has the mount.
 
-        Waits until an earlier container has released it. Raises SandboxUnavailable, which says what to do.
+        Waits until an earlier container has released the workspace. Raises SandboxUnavailable, with advice.
         """
         ...
 
     async def remove(self) -> None:
-        """Delete the files, after the container was removed. A repeated call is allowed. Raises SandboxUnavailable;
-        then try again later.
+        """Delete the files after the container was removed. A repeated call is allowed. Raises SandboxUnavailable:
+        the caller then tries again later.
         """
         ...
 
@@ -68,7 +69,7 @@ class Workspaces(Protocol):
 
     @property
     def is_hard(self) -> bool:
-        """True when the kernel enforces the size; False when it is only watched (a soft quota)."""
+        """Return whether the kernel enforces the size. False: the size is only watched (a soft quota)."""
         ...
 
     async def make(self, name: str, size: WorkspaceSize) -> Workspace:

@@ -16,24 +16,25 @@ from workers.sandboxd.disks.workspace_store import WorkspaceStore, refused
 WantedKind = Literal["auto", "image", "tmpfs", "folder"]
 
 LARGEST_TMPFS_BYTES: Final = 256 * 1024 * 1024
-"""Larger workspaces are not put into memory by default."""
+"""Maximum size of a workspace that is put into memory by default, in bytes."""
 _PROBE_SIZE: Final = WorkspaceSize(1024 * 1024, 256)
 
 
 @dataclass(frozen=True)
 class Choice:
-    """The workspaces, and why they are weaker than the best kind. The note is None for the best kind."""
+    """The chosen workspaces. `note`: the reason why they are weaker than the best kind; None for the best kind."""
 
     workspaces: Workspaces
     note: str | None = None
 
 
 def choose_workspaces(requested: WantedKind, state: Path, workspace_bytes: int, host_free_bytes: int) -> Choice:
-    """Return images where this process may mount, else tmpfs for small workspaces, else a watched folder. A kind that
-    the setting names is not replaced.
+    """Return images if this process may mount, otherwise tmpfs for small workspaces, otherwise a watched folder. A
+    kind that the setting names is not replaced.
 
-    Makes and mounts an image as a test, which blocks for some tens of milliseconds. Images and folders are below
-    `state`/workspaces. Raises SandboxUnavailable when the requested kind is impossible; the text says what is missing.
+    Creates and mounts an image as a test, which blocks for some tens of milliseconds. Images and folders are below
+    `state`/workspaces. Raises SandboxUnavailable: when the requested kind is impossible; the text says what is
+    missing.
     """
     folder = state / "workspaces"
     if requested == "tmpfs":

@@ -73,6 +73,7 @@ class Templates:
                 os.fsync(fd)
             finally:
                 os.close(fd)
+            # The rename comes after fsync: a template that exists is complete, even after a crash.
             (work / "image").rename(template)
 
 
@@ -88,7 +89,7 @@ def open_work(folder: Path) -> Iterator[Path]:
 
 
 def clear_work(folder: Path) -> None:
-    """Delete what a killed process left below `folder` while it made an image, including mounts. Raises OSError."""
+    """Delete the unfinished work of killed processes below `folder`, including mounts. Raises OSError."""
     for work in folder.glob(f"{_WORK}*"):
         _clear(work)
 
@@ -99,10 +100,10 @@ def _clear(work: Path) -> None:
 
 
 def make_image(image: Path, place: Path, size: WorkspaceSize) -> None:
-    """Make an empty image that has all of `size` usable, and little more. It is mounted for that time at `place`, a
-    folder that this function makes.
+    """Make an empty image in which all of `size` is usable, and little more. The image is mounted for a moment at
+    `place`, a folder that this function creates.
 
-    Raises OSError, and SandboxUnavailable when mkfs.ext4 is missing or fails.
+    Raises OSError; also SandboxUnavailable when mkfs.ext4 is missing or fails.
     """
     place.mkdir(mode=0o700)
     data_blocks = -(-size.bytes // _BLOCK)
@@ -124,8 +125,8 @@ def make_image(image: Path, place: Path, size: WorkspaceSize) -> None:
 
 
 def is_clean(image: int) -> bool:
-    """Return True when the image, which is not mounted, was unmounted cleanly. Raises OSError, also when it is not an
-    ext4 image.
+    """Return whether the image was unmounted cleanly. The image must not be mounted now. Raises OSError, also when
+    the file is not an ext4 image.
     """
     magic, state = struct.unpack("<HH", os.pread(image, 4, _SUPERBLOCK + 0x38).ljust(4, b"\0"))
     if magic != _MAGIC:
@@ -134,8 +135,8 @@ def is_clean(image: int) -> bool:
 
 
 def repair(image: Path) -> None:
-    """Repair the file system after a sudden end of the host. A file that was just being created may lose its name; it
-    is then in `lost+found`, and the damage is logged.
+    """Repair the file system after a crash of the host. A file that was being created may lose its name; the file is
+    then in `lost+found`, and the damage is logged.
 
     Raises SandboxUnavailable.
     """
@@ -151,8 +152,8 @@ def repair(image: Path) -> None:
 
 
 def clear_found(top: Path) -> None:
-    """Remove the folder `lost+found` that a repair has made in a mounted image. When it contains files without names,
-    give it to the sandbox's user instead.
+    """Remove the folder `lost+found` that a repair has made in a mounted image. A folder with files that lost their
+    names is given to the sandbox's user instead.
 
     Raises OSError.
     """

@@ -22,7 +22,7 @@ _SLICE_S = 0.05
 
 @dataclass(frozen=True)
 class FolderWorkspace:
-    """`<folder>/<name>/files`, inside a folder that only sandboxd's user may enter."""
+    """A workspace in `<folder>/<name>/files`, inside a folder that only sandboxd's user may enter."""
 
     name: str
     size: WorkspaceSize
@@ -45,8 +45,8 @@ class FolderWorkspace:
 
 
 class FolderWorkspaces:
-    """Workspaces below `folder`. None is made when its disk has less than `host_free_bytes` free. sandboxd's user must
-    be root or the sandboxes' uid.
+    """Workspaces below `folder`. No workspace is created while its disk has less than `host_free_bytes` free. The
+    user of sandboxd must be root or the sandboxes' uid.
     """
 
     def __init__(self, folder: Path, host_free_bytes: int) -> None:
@@ -76,10 +76,10 @@ class FolderWorkspaces:
         return await self._store.sweep(keep)
 
     async def find_overfull(self) -> Mapping[str, int]:
-        """Return overfull workspaces among those that a container has used since this sandboxd started. The time is
-        limited: what could not be counted comes first next time.
+        """Return the overfull workspaces that a container has used since this sandboxd started. The time is limited;
+        uncounted workspaces come first in the next round.
 
-        Raises SandboxUnavailable when a workspace cannot be read and no other is overfull.
+        Raises SandboxUnavailable: when a workspace cannot be read and no other is overfull.
         """
         async with self._watching:
             watched = dict(self._watched)

@@ -18,17 +18,19 @@ from workers.sandboxd.disks.workspace_store import MOUNT, WorkspaceStore, refuse
 IMAGE = "image"
 TEMPLATES = ".templates"
 RELEASE_S = 30.0
-"""Limit for a removed container to release its workspace. A later release is not expected."""
+"""Time limit in seconds for a removed container to release its workspace."""
 _FIRST_PAUSE_S = 0.002
 _LONGEST_PAUSE_S = 0.05
 
 
 @dataclass(frozen=True)
 class ImageWorkspace:
-    """`<folder>/<name>/image`, a sparse file that only this user may open, with a folder `mount` next to it.
+    """A workspace in `<folder>/<name>/image`, a sparse file that only this user may open, with a folder `mount` next
+    to it.
 
-    The mount exists only while a container is created. The container keeps the file system by its own mount, and at its
-    end the kernel frees mount and loop device. So no death of a process can leave them behind.
+    The mount exists only while a container is created. The running container keeps the file system by its own mount.
+    When the container ends, the kernel frees the mount and the loop device. So the death of any process leaves
+    nothing behind.
     """
 
     name: str
@@ -91,8 +93,8 @@ class ImageWorkspace:
 
 
 class ImageWorkspaces:
-    """Images below `folder`. They are sparse, so together they may promise more than the disk has. None is made when
-    the disk has less than `host_free_bytes` free.
+    """Images below `folder`. The images are sparse, so their total size may exceed the disk. No image is created
+    while the disk has less than `host_free_bytes` free.
     """
 
     def __init__(self, folder: Path, host_free_bytes: int) -> None:
@@ -156,8 +158,8 @@ def _open_image(image: Path) -> int:
 
 
 def _mount(image: int, place: Path) -> None:
-    """Mount the locked image, after a check if it needs one. Closes the descriptor: from then on the mount holds the
-    lock.
+    """Mount the locked image, after a repair if the last unmount was not clean. Closes the descriptor; from then on
+    the mount holds the lock.
     """
     try:
         was_clean = is_clean(image)

@@ -1,8 +1,9 @@
-"""Mounts of file system images. Each has one loop device, which the kernel frees with its last mount.
+"""Mounts of file system images. Each mount has one loop device, which the kernel frees with the last mount.
 
-The lock of an image (`try_lock`) belongs to its open file, and the loop device keeps that file open. So the lock is
-held exactly as long as the device lives, in any mount namespace, whichever process dies, and even when the image has
-been deleted or renamed. Only the holder of the lock makes a device. Two devices over one file would corrupt it.
+Invariant: a file never has two loop devices, because two devices would corrupt the file. The lock of an image
+(`try_lock`) belongs to its open file, and the loop device keeps this file open. So the lock is held exactly as long
+as the device exists: in any mount namespace, after the death of any process, and after the image was deleted or
+renamed. Only the holder of the lock creates a device.
 """
 
 import ctypes
@@ -16,7 +17,7 @@ _LOOP_CONFIGURE = 0x4C0A
 _LOOP_CTL_GET_FREE = 0x4C82
 _AUTOCLEAR = 4
 _DIRECT_IO = 16
-"""Do not cache the image's pages twice. A file system without direct I/O ignores the flag."""
+"""Flag that avoids a second cache of the image's pages. A file system without direct I/O ignores the flag."""
 _CONFIG = struct.Struct("=II 5Q 4I 64s 64s 32s 2Q 64x")  # struct loop_config of linux/loop.h
 _TRIES = 64
 
@@ -32,8 +33,8 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 def try_lock(image: int) -> bool:
-    """Take the lock of the image for this open file without waiting. Returns False when a loop device or another open
-    file has it. Raises OSError.
+    """Lock the image for this open file without waiting. Returns False if a loop device or another open file has the
+    lock. Raises OSError.
     """
     try:
         fcntl.flock(image, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -43,10 +44,10 @@ def try_lock(image: int) -> bool:
 
 
 def mount_image(image: int, place: Path) -> None:
-    """Mount the ext4 image, locked and open for writing, with nosuid and nodev. Afterwards only the mount holds device
-    and lock.
+    """Mount the ext4 image with nosuid and nodev. The image must be locked and open for writing. Afterwards only the
+    mount holds the device and the lock.
 
-    Raises OSError; then nothing is left.
+    Raises OSError; nothing is then left behind.
     """
     device, path = _attach(image, place)
     try:
@@ -61,8 +62,8 @@ def mount_image(image: int, place: Path) -> None:
 
 
 def unmount(place: Path) -> bool:
-    """Remove every mount at `place` now. A container that uses it keeps it. Returns False when there was none. Raises
-    OSError.
+    """Remove every mount at `place` now. A container that uses the file system keeps it. Returns False if there was
+    no mount. Raises OSError.
     """
     was_mounted = False
     while True:
@@ -76,7 +77,9 @@ def unmount(place: Path) -> bool:
 
 
 def _attach(image: int, place: Path) -> tuple[int, str]:
-    """Open a loop device over the image. It is freed when it is closed here and mounted nowhere."""
+    """Open a loop device over the image. The kernel frees the device when it is closed here and not
+    mounted anywhere.
+    """
     label = os.fsencode(place)[-63:]
     config = _CONFIG.pack(image, 0, 0, 0, 0, 0, 0, 0, 0, 0, _AUTOCLEAR | _DIRECT_IO, label, b"", b"", 0, 0)
     for _ in range(_TRIES):

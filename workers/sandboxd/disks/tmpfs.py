@@ -1,4 +1,4 @@
-"""Workspaces in the container's own memory. They need nothing from the host, and their files are lost with the
+"""Workspaces in the container's own memory. They need no storage of the host, and their files are lost with the
 container.
 """
 
@@ -11,7 +11,9 @@ from workers.sandboxd.disks.base import Kind, WorkspaceMount, WorkspaceSize
 
 @dataclass(frozen=True)
 class TmpfsWorkspace:
-    """Only a size. The engine mounts it with the container, and it counts as the container's memory."""
+    """A workspace without files of its own: only a size. The engine mounts the tmpfs with the container, and the
+    files count as the container's memory.
+    """
 
     name: str
     size: WorkspaceSize
@@ -33,7 +35,7 @@ class TmpfsWorkspace:
 
 
 class TmpfsWorkspaces:
-    """The kernel enforces bytes and inodes."""
+    """Workspaces in memory. The kernel enforces bytes and inodes."""
 
     @property
     def kind(self) -> Kind:

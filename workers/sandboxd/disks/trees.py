@@ -1,7 +1,7 @@
-"""Deletes and measures folders whose content a hostile user made, with any depth, names and modes.
+"""Deletion and measurement of folders whose content an untrusted user created, with any depth, names and modes.
 
-No symbolic link is ever followed: every step opens a name relative to a folder descriptor with O_NOFOLLOW. Depth must
-not cost memory, stack or descriptors.
+Invariant: no operation leaves the folder. Every step opens a name relative to a folder descriptor with O_NOFOLLOW, so
+no symbolic link is ever followed. The depth costs no memory, stack or descriptors.
 """
 
 import errno
@@ -18,7 +18,7 @@ from workers.sandboxd.disks.base import WorkspaceSize
 
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _TIMES = 4
-"""The count stops at this multiple of the allowed files. It limits time and memory."""
+"""Multiple of the allowed files at which the count stops. It limits the time and the memory of a count."""
 
 
 def remove_tree(folder: Path) -> None:
@@ -127,8 +127,8 @@ class TreeCount:
 
     @property
     def held_bytes(self) -> int:
-        """The size of an overfull folder; it grows with the content. A file weighs at least its share of the size, so
-        that many empty files count.
+        """Return the size of an overfull folder, which grows with the content. A file counts as at least its share of
+        the size, so that many empty files count too.
         """
         return max(self.bytes, self.inodes * self.most.bytes // self.most.inodes, 1)
 
@@ -137,8 +137,8 @@ class TreeCount:
         return self.inodes >= self.most.inodes * _TIMES
 
     def advance(self, until: float) -> bool:
-        """Continue the count until that time of the monotonic clock, by at least one folder. Returns True when the
-        count is complete.
+        """Continue the count until the time `until` of the monotonic clock, by at least one folder. Returns whether
+        the count is complete.
 
         A missing folder counts as complete. Raises OSError.
         """
@@ -169,7 +169,7 @@ class TreeCount:
         above = self._open_child("..")
         if above is not None:
             self._move_to(above)
-        # The `..` of a moved folder is not the parent we came from, and might be outside.
+        # The `..` of a folder that was moved during the count may be another folder, even outside of the tree.
         if above is None or _identify(os.fstat(above)) != levels[-1].identity:
             self._descend()
 

@@ -1,4 +1,4 @@
-"""The folder of a sandboxd's workspaces, with a private folder for each workspace, of its name."""
+"""The folder of a sandboxd's workspaces. Each workspace has a private subfolder with its name."""
 
 import asyncio
 import errno
@@ -49,15 +49,15 @@ async def run_to_end(work: Callable[[], T], undo: Callable[[], object] | None = 
 
 
 class WorkspaceStore:
-    """The folders of all workspaces. All methods but `of` block. It belongs to one event loop and may be used from its
-    threads.
+    """The folders of all workspaces. The store belongs to one event loop; `make`, `remove` and `sweep` run their file
+    operations in threads.
     """
 
     def __init__(self, folder: Path, host_free_bytes: int) -> None:
         self.folder = folder
         self._host_free_bytes = host_free_bytes
         self._making: set[str] = set()
-        # The lock of a name lives as long as a task uses it.
+        # A weak dictionary: the lock of a name exists only while a task uses it.
         self._removing: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
     def of(self, name: str) -> Path:
@@ -179,7 +179,7 @@ class WorkspaceStore:
 
 
 def refused(what: str, error: OSError) -> SandboxUnavailable:
-    """Return the host's error and what to do about it."""
+    """Return the failure for an error of the host, with advice."""
     next_step = {
         errno.ENOSPC: "the host's disk is full: free space on it",
         errno.EDQUOT: "the quota of sandboxd's user is used up: raise it, or free space",

@@ -25,7 +25,7 @@ _READ_BYTES = 32_768
 
 ProxyStreams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 WINDOW = 65_536
-"""Bytes in one direction that were sent and not yet read at the other end."""
+"""Maximum number of bytes in one direction that were sent and not yet read at the other end."""
 GRANT = WINDOW // 2
 """Freed window space is reported in steps of at least this size."""
 PIECE = 32_768
@@ -77,8 +77,8 @@ async def connect_proxy(path: Path, uids: frozenset[int]) -> ProxyStreams:
 
 
 class Wire:
-    """The parts that all connections of a sandbox share: the channel, which they use in turn, and the way to
-    the proxy.
+    """The parts that all connections of a sandbox share: the channel, which they use in turn, and the connection
+    function of the proxy.
     """
 
     def __init__(
@@ -97,7 +97,9 @@ class Wire:
         self._send({"op": op, "conn": number, **fields}, b"")
 
     async def send_data(self, number: int, data: bytes) -> None:
-        """Send one piece at a time, and none while the guest is behind. So a frame of a call waits only briefly."""
+        """Send one piece at a time, and none while the guest reads slowly. A frame of a call then
+        waits only briefly.
+        """
         async with self._turn:
             await self._drain()
             self._send({"op": "net_data", "conn": number}, data)
@@ -136,18 +138,18 @@ class Relay:
             self._arrived.set()
 
     def take_room(self, count: int) -> None:
-        """Note that the guest can receive that many bytes more."""
+        """Add window space: the guest can receive `count` more bytes."""
         self.room += count
         self._has_room.set()
 
     def take_end(self) -> None:
-        """Note that the program sends no more."""
+        """Accept the end of the program's data."""
         self.guest_ended = True
         self._arrived.set()
 
     def take_close(self) -> None:
-        """Note that the guest has closed. If the program ended its data before, the data is still relayed; otherwise
-        both directions are cut.
+        """Accept that the guest has closed the connection. If the program ended its data before, the remaining data
+        is still relayed; otherwise both directions are cut.
         """
         self.guest_closed = True
         if self._closed:
@@ -183,6 +185,7 @@ class Relay:
         upward = asyncio.get_running_loop().create_task(self._send_up(writer))
         try:
             await self._send_down(reader)
+            # The program's end may never come, so the proxy's state is checked too.
             while not upward.done():
                 await asyncio.wait({upward}, timeout=LINGER_S)
                 if _has_left(writer):
@@ -274,7 +277,7 @@ class Relay:
 
 
 def _has_left(writer: asyncio.StreamWriter) -> bool:
-    """Return True when the proxy has closed the connection, not only ended its data."""
+    """Return whether the proxy has closed the connection, not only ended its data."""
     if writer.is_closing():
         return True
     poller = select.poll()

@@ -14,9 +14,9 @@ from workers.sandboxd.frames import Frame
 
 MAX_TUNNELS = 64
 _FRAMES_PER_S = 4000.0
-"""Twice the rate of a genuine guest."""
+"""Maximum rate of frames per second: twice the rate of a correct guest."""
 _FRAMES_AT_ONCE = 32_000.0
-"""More frames than can wait between a guest and sandboxd while sandboxd does not read."""
+"""Maximum burst of frames. Fewer frames can wait between a guest and sandboxd while sandboxd does not read."""
 _OPEN_COST = 20.0
 _FIELDS: Mapping[str, frozenset[str]] = {
     "net_open": frozenset({"ev", "conn"}),
@@ -28,7 +28,7 @@ _FIELDS: Mapping[str, frozenset[str]] = {
 
 
 class _Violation(Exception):
-    """The guest sent what no genuine guest sends."""
+    """Violation of the protocol by the guest."""
 
 
 class Tunnels:
@@ -121,8 +121,8 @@ class Tunnels:
         self._relays.pop(relay.number, None)
 
     def _count(self, event: str) -> None:
-        """Raise _Violation when frames arrive faster than a genuine guest sends them. One event loop serves all
-        sandboxes.
+        """Raise _Violation when frames arrive faster than a correct guest sends them. One event loop serves all
+        sandboxes, so a flood would delay the other sandboxes.
         """
         now = time.monotonic()
         self._tokens = min(_FRAMES_AT_ONCE, self._tokens + (now - self._counted_at) * _FRAMES_PER_S)

@@ -31,21 +31,23 @@ log = structlog.get_logger(__name__)
 PAUSES_S: Final = (0.0, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0)
 """Pauses before each attempt; the last value repeats."""
 ABSENT_ENOUGH: Final = 5
-"""Attempts in a row that found no container while the engine answered; then it counts as never created. A container
-that appears even later is removed at its deadline.
+"""Number of consecutive attempts without a container after which the container counts as never created. Only attempts
+that the engine answered count. A container that appears even later is removed at its deadline.
 """
 LABEL_PRODUCT: Final = "toolcrew.product"
 LABEL_DEPLOYMENT: Final = "toolcrew.deployment"
 LABEL_SANDBOXD: Final = "toolcrew.sandboxd"
 LABEL_CREATED_AT: Final = "toolcrew.created_at"
 LABEL_DEADLINE: Final = "toolcrew.deadline"
-"""Epoch seconds in decimal. After it any sandboxd of the deployment may remove the container."""
+"""Label with the deadline in epoch seconds, in decimal. After the deadline any sandboxd of the deployment may remove
+the container.
+"""
 LABEL_LEASE: Final = "toolcrew.lease"
 LABEL_GUEST: Final = "toolcrew.guest"
 """Label of an image that contains its own guest."""
 PRODUCT: Final = "sandbox"
 _REMOVAL_S: Final = 20
-"""Limit for the engine's own removal of a container."""
+"""Time limit of the engine for the removal of a container, in seconds."""
 _TIMEOUT_TEXTS: Final = ("timeout", "timed out", "deadline exceeded")
 T = TypeVar("T")
 
@@ -110,7 +112,7 @@ class EngineFacts:
     kernel: str
     components: Mapping[str, str] = field(default_factory=dict)
     security: frozenset[str] = frozenset()
-    """A subset of apparmor, selinux, userns, rootless, cgroupns, seccomp."""
+    """Active security options: a subset of apparmor, selinux, userns, rootless, cgroupns, seccomp."""
     storage_driver: str = ""
     has_memory_limit: bool = True
     has_swap_limit: bool = True
@@ -160,7 +162,7 @@ class Engine:
         return None if found is None else str(found["Id"])
 
     async def has_guest(self, image: str) -> bool:
-        """Return True when the image's label says that it contains a guest. False for an image that the engine does not
+        """Return whether the image's label says that it contains a guest. False for an image that the engine does not
         have.
 
         Raises SandboxUnavailable for an image that would exceed the profile.

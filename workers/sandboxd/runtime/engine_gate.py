@@ -89,7 +89,7 @@ class Breaker:
         return Admission.PROBE
 
     def failed(self, error: str) -> bool:
-        """Note a call without an answer. Returns True when this opened the breaker. Calls that were in progress when it
+        """Note a call without an answer. Returns whether this opened the breaker. Calls that were in progress when it
         opened do not lengthen the pause.
         """
         self._count(error)
@@ -100,7 +100,7 @@ class Breaker:
         return True
 
     def answered(self) -> bool:
-        """Note an answer, even a refusal. Returns True when this closed the breaker."""
+        """Note an answer, even a refusal. Returns whether this closed the breaker."""
         was_open = self.is_open
         self.is_open = self._is_probing = False
         self.failures = 0
@@ -116,7 +116,7 @@ class Breaker:
 
     def probe_answered(self) -> bool:
         """Note that the engine answers again. The next call without an answer opens the breaker at once, with a longer
-        pause. Returns True when this closed the breaker.
+        pause. Returns whether this closed the breaker.
 
         An engine may answer a probe and nothing else. Only the answer to a call resets the pause.
         """

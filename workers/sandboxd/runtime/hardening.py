@@ -21,7 +21,7 @@ SKILLS_FOLDER: Final = "/skills"
 GUEST_COMMAND: Final = ("-I", "-S", "-u", GUEST_FOLDER)
 OWN_PYTHON: Final = "/usr/bin/python3"
 PROXY_PORT: Final = 3128
-"""The port of the proxy on the loopback of a sandbox with `egress`."""
+"""Port of the proxy on the loopback interface of a sandbox with `egress`."""
 ENVIRONMENT: Final[Mapping[str, str]] = {
     "PATH": "/usr/local/bin:/usr/bin:/bin",
     "HOME": "/workspace",  # the only folder that is large, executable and kept
@@ -375,7 +375,7 @@ def _is_same_in_any_order(requested: object, found: object) -> bool:
 
 
 def _are_our_labels(requested: object, found: object) -> bool:
-    """An image may have its own labels; ours override them."""
+    """Compare labels. An image may have labels of its own; the labels of the profile override them."""
     return isinstance(requested, Mapping) and requested.items() <= (found if isinstance(found, Mapping) else {}).items()
 
 

@@ -1,4 +1,4 @@
-"""What a search provider is asked and what it gives, whoever it is."""
+"""Interface of search providers: the query, the results, and the parsing of a provider's results."""
 
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
@@ -17,7 +17,7 @@ MAX_SCORE = 1e9
 
 @dataclass(frozen=True)
 class SearchQuery:
-    """Domains are lower case and mean themselves and all below them."""
+    """A search. Each domain is lower case and includes all of its subdomains."""
 
     words: str
     max_results: int
@@ -28,7 +28,9 @@ class SearchQuery:
 
 @dataclass(frozen=True)
 class SearchResult:
-    """One hit. Every text is one line, bounded; `url` is http or https. `published`: as the provider spells it."""
+    """A search result. Every text is one bounded line; `url` is http or https. `published`: in the
+    provider's format.
+    """
 
     title: str
     url: str
@@ -43,17 +45,17 @@ class SearchProvider(Protocol):
     name: str
 
     def search(self, query: SearchQuery, deadline: Deadline) -> tuple[SearchResult, ...]:
-        """Hits, the best first, at most as many as asked for or as the service gives on one page.
+        """Return results, the best first: at most the requested number, or one page of the service.
 
-        Domains are wishes here: the tool filters. Raises ToolFailure: NETWORK_ERROR, TIMEOUT, HTTP_ERROR,
-        CONFIG_MISSING for a refused key.
+        Providers may ignore the domains; the tool filters the results. Raises ToolFailure: NETWORK_ERROR, TIMEOUT,
+        HTTP_ERROR, CONFIG_MISSING for a refused key.
         """
         ...
 
 
 def parse_results(entries: Any, *, snippet: str, published: str | None = None) -> tuple[SearchResult, ...]:
-    """The results in a provider's list of objects; `snippet` and `published`: how it calls them. What is no result is
-    left out.
+    """Return the results in a provider's list of objects. `snippet`, `published`: the provider's names of these
+    fields. Invalid entries are omitted.
     """
     parsed = (_parse_result(entry, snippet, published) for entry in entries) if isinstance(entries, list) else ()
     return tuple(result for result in parsed if result is not None)
@@ -76,16 +78,17 @@ def _parse_result(entry: Any, snippet: str, published: str | None) -> SearchResu
 
 
 def _parse_score(told: Any) -> float | None:
-    """None for what is no number, and for numbers that JSON has only by mistake."""
+    """Return the score; None for a value that is not a number, or a number that is not finite and plausible."""
     if not isinstance(told, int | float) or isinstance(told, bool) or not abs(told) <= MAX_SCORE:
         return None
     return float(told)
 
 
 def with_sites(query: SearchQuery, limit: int) -> str:
-    """The words with the domains as search operators, for a provider that has no fields for them.
+    """Return the query with the domains as search operators, for a provider without fields for domains.
 
-    The words alone when that would be more than `limit` characters: then only the tool's own filter heeds the domains.
+    If the result is longer than `limit` characters, only the words are returned. Then only the tool's own filter
+    applies the domains.
     """
     wanted = " OR ".join(f"site:{domain}" for domain in query.include_domains)
     wanted = f"({wanted})" if len(query.include_domains) > 1 else wanted

@@ -16,7 +16,7 @@ _MARKUP = re.compile(r"</?strong>")
 
 
 class Brave:
-    """SearchProvider over the Brave Search API. Domains go as operators within the query."""
+    """SearchProvider for the Brave Search API. The query contains the domains as operators."""
 
     name = "brave"
 
@@ -36,7 +36,7 @@ class Brave:
         return parse_results(entries, snippet="description", published="age")
 
     def _plain(self, entry: object) -> object:
-        """Descriptions come with the words marked up as HTML."""
+        """Return the entry as plain text: Brave marks the matching words in HTML."""
         if not isinstance(entry, dict):
             return entry
         texts = {name: entry[name] for name in ("title", "description") if isinstance(entry.get(name), str)}

@@ -1,4 +1,6 @@
-"""One request to a search service: bounded like every other, a busy one asked once more, its key never told."""
+"""Requests to a search service, with the same limits as every other request. A busy service is tried a second time.
+Error messages never contain the key.
+"""
 
 import email.utils
 import json
@@ -21,18 +23,18 @@ from workers.web.resolver import Resolver
 from workers.web.urls import parse_url
 
 MAX_WAIT_S = 5.0
-"""A service that wants a longer pause is passed over."""
+"""Maximum pause in seconds. A service that asks for a longer pause is skipped."""
 DEFAULT_WAIT_S = 1.0
 MAX_VALUES = 50_000
-"""Values in an answer: some hundred results have a few thousand."""
+"""Maximum number of values in a response. A response with some hundred results has a few thousand values."""
 _SECONDS = re.compile(r"[0-9]{1,12}(\.[0-9]{1,9})?")
 
 
 @dataclass(frozen=True)
 class Endpoint:
-    """Where a service is and how it is reached. The operator wrote the address, so no address rule holds for it.
+    """Address and access of a search service. The operator configures the address, so the address rules do not apply.
 
-    `setting`: what the operator would have to mend. `pause` waits so many seconds.
+    `setting`: the setting that an error message names. `pause`: waits for a number of seconds.
     """
 
     name: str
@@ -47,11 +49,13 @@ class Endpoint:
     def get(
         self, path: str, parameters: Mapping[str, str], deadline: Deadline, key: Mapping[str, SecretStr] | None = None
     ) -> Any:
-        """The JSON of a GET. Raises ToolFailure as SearchProvider says."""
+        """Send a GET request and return the JSON of the response. Raises ToolFailure as SearchProvider does."""
         return self._ask("GET", f"{path}?{urlencode(parameters)}", {}, b"", key or {}, deadline)
 
     def post(self, path: str, content: Mapping[str, Any], deadline: Deadline, key: Mapping[str, SecretStr]) -> Any:
-        """The JSON of a POST of JSON. Raises ToolFailure as SearchProvider says."""
+        """Send a POST request with JSON and return the JSON of the response. Raises ToolFailure as SearchProvider
+        does.
+        """
         return self._ask(
             "POST", path, {"Content-Type": "application/json"}, json.dumps(content).encode(), key, deadline
         )
@@ -92,7 +96,9 @@ class Endpoint:
         )
 
     def _wait_s(self, headers: Mapping[str, str]) -> float:
-        """How long the service wants to be left alone: Retry-After, else the first window of X-RateLimit-Reset."""
+        """Return the pause in seconds that the service asks for: Retry-After, or the first window of
+        X-RateLimit-Reset.
+        """
         told = headers.get("retry-after") or headers.get("x-ratelimit-reset", "").partition(",")[0]
         if _SECONDS.fullmatch(told.strip()):
             return float(told)
@@ -108,7 +114,7 @@ class Endpoint:
                 status=status,
             )
         if status != 200:
-            # Not the body: a service may repeat the key in it.
+            # The body is not shown: a service may repeat the key in it.
             raise ToolFailure(ErrorCode.HTTP_ERROR, f"{self.name} answered {answer.head.phrase}", status=status)
         try:
             text = answer.body.decode()

@@ -14,7 +14,7 @@ _DAYS = {"day": 1, "week": 7, "month": 31, "year": 366}
 
 
 class Exa:
-    """SearchProvider over the Exa API. Knows domains, and a date for a time range."""
+    """SearchProvider for the Exa API. Supports domains; a time range becomes a start date."""
 
     name = "exa"
 

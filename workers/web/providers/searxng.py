@@ -1,4 +1,4 @@
-"""SearXNG: GET /search of an instance of the operator's own; no key, but its settings must list the json format."""
+"""SearXNG: GET /search of the operator's own instance, without a key. The instance must allow the json format."""
 
 from workers.web.limits import Deadline
 from workers.web.providers.base import SearchQuery, SearchResult, parse_results, with_sites
@@ -8,8 +8,8 @@ MAX_QUERY_CHARS = 1000
 
 
 class Searxng:
-    """SearchProvider over a SearXNG instance. Domains go as operators, which not every engine behind it heeds; it
-    decides how many come.
+    """SearchProvider for a SearXNG instance. Domains are search operators, which some engines ignore. The instance
+    decides the number of results.
     """
 
     name = "searxng"

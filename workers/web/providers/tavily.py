@@ -10,7 +10,7 @@ from workers.web.providers.endpoint import Endpoint
 
 
 class Tavily:
-    """SearchProvider over the Tavily API. Knows domains and time ranges."""
+    """SearchProvider for the Tavily API. Supports domains and time ranges."""
 
     name = "tavily"
 
