@@ -16,8 +16,8 @@ MAX_ERROR_CHARS = 16 * 1024
 MAX_NAME_CHARS = 128
 NO_OUTPUT = "(no output)"
 """The output of a command that printed nothing."""
-_FAILED = "The command failed. Read its output, correct the command and run it again."
-_FOUND_NOTHING = "The command failed or found nothing. Check it, or try another command."
+COMMAND_FAILED = "The command failed. Read its output, correct the command and run it again."
+FOUND_NOTHING = "The command failed or found nothing. Check it, or try another command."
 MAX_BLOB_BYTES = 64 * 1024 * 1024
 """Limit of the data of one call that is stored in Redis outside the envelope."""
 BLOB_TTL_S = 600
@@ -238,7 +238,7 @@ class ToolResult(Record):
         if not isinstance(code, int) or code == 0:
             return output
         # grep, diff and test end with 1 when they worked and found nothing.
-        return f"{output}\n{_FOUND_NOTHING if code == 1 else _FAILED}"
+        return f"{output}\n{FOUND_NOTHING if code == 1 else COMMAND_FAILED}"
 
 
 class ExecResult(Record):

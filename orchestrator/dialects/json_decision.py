@@ -15,7 +15,7 @@ from orchestrator.dialects.decisions import (
     parse_tool_decision,
 )
 from orchestrator.dialects.model import Chunk, Message, ModelRequest
-from orchestrator.dialects.observations import UNKNOWN_TOOL, build_wire_messages
+from orchestrator.dialects.observations import UNKNOWN_TOOL, build_wire_messages, is_failure
 from orchestrator.dialects.profiles import STANDARD, Profile
 from orchestrator.dialects.prompts import NO_TOOLS, build_examples, build_system_prompt, describe_tools
 from orchestrator.dialects.reader import BROKEN, CUT, StreamReader, build_call_event
@@ -23,6 +23,8 @@ from orchestrator.dialects.reader import BROKEN, CUT, StreamReader, build_call_e
 __all__ = ["JsonDecisionDialect", "build_tool_system_prompt"]
 
 RESULT_HEAD = "[Tool result for "
+RESULT_HINT = 'Now reply to the user in one plain sentence, with "tool": null.'
+"""The hint of the profile in words that do not make a small model repeat its call."""
 
 _HOW_TO_DECIDE = f"""\
 Every reply of yours is one JSON object and nothing else.
@@ -73,9 +75,10 @@ class JsonDecisionDialect:
 
     def _with_hint(self, message: Message) -> Message:
         # Every result has the hint: the beginning of a conversation stays the same, so servers can cache it.
-        if not (self._profile.result_hint and str(message.get("content")).startswith(RESULT_HEAD)):
+        text = str(message.get("content"))
+        if not self._profile.result_hint or not text.startswith(RESULT_HEAD) or is_failure(text.partition("\n")[2]):
             return message
-        return {**message, "content": f"{message['content']}\n\n{self._profile.result_hint}"}
+        return {**message, "content": f"{text}\n\n{RESULT_HINT}"}
 
     def open_reader(self, run: str, step: int, *, reads_tags: bool = True) -> ReplyReader:
         parse = self._parse

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from contract.calls import ToolResult
+from contract.calls import COMMAND_FAILED, FOUND_NOTHING, ToolResult
 from orchestrator.dialects.model import Message
 
 UNKNOWN_TOOL = "unknown"
@@ -24,7 +24,7 @@ def build_wire_messages(messages: Sequence[Message], closing_hint: str = "") -> 
 
     Servers reject a tool message without a preceding native call, and many chat templates reject two user messages in a
     row. Therefore results of calls by tag, and tool messages whose call is not in the history, are joined into one user
-    message. `closing_hint` ends it.
+    message. `closing_hint` ends it, unless the last result is a failure.
     """
     wire: list[Message] = []
     native_ids: set[str] = set()
@@ -47,7 +47,13 @@ def build_wire_messages(messages: Sequence[Message], closing_hint: str = "") -> 
     return wire
 
 
+def is_failure(text: str) -> bool:
+    """Return whether the text of a result says that the call or its command failed."""
+    return text.startswith("Error [") or text.endswith((COMMAND_FAILED, FOUND_NOTHING))
+
+
 def _flush(wire: list[Message], sections: list[str], closing_hint: str) -> None:
     if sections:
-        wire.append({"role": "user", "content": "\n\n".join([*sections, closing_hint] if closing_hint else sections)})
+        has_hint = closing_hint and not is_failure(sections[-1].partition("\n")[2])
+        wire.append({"role": "user", "content": "\n\n".join([*sections, closing_hint] if has_hint else sections)})
         sections.clear()

@@ -19,10 +19,10 @@ class Profile:
 
     `dialect`: the dialect when none is configured. `tools`: the tools that are offered when the caller names none.
     `is_brief`: the model sees the first sentence of each text, and only required parameters; calls may still use the
-    others. `shows_examples`: the prompt has worked examples. `result_hint` ends the message with results.
-    `repairs_replies`: a command in a code block counts as a call, and an answer without any call is answered with a
-    reminder, each only until the model has called a tool itself. `sampling`: fields of each request that does not set
-    them.
+    others. `shows_examples`: the prompt has worked examples. `result_hint` ends a message with results, unless the
+    call failed. `repairs_replies`: a command in a code block counts as a call, and an answer without any call is
+    answered with a reminder, each only until the model has called a tool itself. `sampling`: fields of each request
+    that does not set them.
     """
 
     name: Literal["small", "standard"]
@@ -47,10 +47,11 @@ SMALL = Profile(
     # A model with 0.5 billion parameters cannot choose between tools. With a second tool it calculates without tools,
     # and wrongly.
     tools=("bash_tool",),
-    instruction="You are an assistant with a Linux shell in the folder /workspace.",
+    instruction="You are an assistant with a Linux shell. Use bash_tool to answer.",
     is_brief=True,
     shows_examples=True,
-    result_hint="If the request is done, answer in one plain sentence. If not, call the tool again.",
+    # A hint that leaves the choice ("answer, or call the tool again") makes a small model repeat its call, or the hint.
+    result_hint="Now answer the user in one plain sentence.",
     repairs_replies=True,
     # Sampling makes a small model write wrong commands. The limit ends a reply that repeats itself.
     sampling={"temperature": 0, "max_tokens": 1024},

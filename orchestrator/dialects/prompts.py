@@ -23,13 +23,9 @@ NO_TOOLS = "No tools are currently available. Answer without calling a tool."
 EXAMPLES_STOP = "\nUser:"
 """Stops a reply in which the model continues like the examples, with an invented result."""
 _EXAMPLES = (
-    ("How many lines does poem.txt have?", "wc -l < poem.txt", "14", "The file poem.txt has 14 lines."),
-    (
-        "Replace cat by dog in pets.txt.",
-        "sed -i 's/cat/dog/g' pets.txt && cat pets.txt",
-        "dog and bird",
-        "I replaced cat by dog in pets.txt.",
-    ),
+    ("What does /etc/motd say?", "cat /etc/motd", "Welcome to the lab.", "The file says: Welcome to the lab."),
+    # Otherwise a small model calls a program that a request names as if it were a tool.
+    ("Use uname to print the kernel's name.", "uname -s", "Linux", "The kernel is Linux."),
 )
 """Request, command, output and answer."""
 

@@ -159,7 +159,7 @@ def test_call_of_an_unknown_tool_fails_in_the_agreed_words(shell: Shell) -> None
     done = shell.toolcrew("call", "bash_tol", "x=1")
 
     assert done.returncode == 1
-    assert "Tool not found: bash_tol; there are bash_tool" in done.stderr
+    assert "Tool not found: bash_tol; similar names: bash_tool" in done.stderr
     assert done.stdout == ""
 
 

@@ -170,5 +170,5 @@ def test_a_configuration_is_a_file_or_a_mapping_and_unknown_fields_are_named(tmp
     file = tmp_path / "toolcrew.yaml"
     file.write_text("network: none\nttl_s: 60\n")
     assert load_config(str(file)) == ToolcrewSandboxConfig(network="none", ttl_s=60)
-    with pytest.raises(ConfigError, match=r"imagine: .*there are image, network, tenant, ttl_s"):
+    with pytest.raises(ConfigError, match=r"imagine: .*image, network, tenant, ttl_s"):
         parse_config({"imagine": "x"})
