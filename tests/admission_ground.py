@@ -1,4 +1,4 @@
-"""Steps of admission by hand, at instants that a test gives, and the state that they leave in Redis."""
+"""Run single admission steps at instants that a test sets, and read the state that the steps leave in Redis."""
 
 import itertools
 import json
@@ -37,7 +37,7 @@ def build_request(
 
 
 def set_slots(client: "redis.Redis", slots: int | None, queue: str = QUEUE) -> None:
-    """What the heartbeats of the queue's workers would write."""
+    """Write the number of slots that the heartbeats of the queue's workers would write."""
     if slots is None:
         client.delete(slots_key(DEPLOYMENT, queue))
     else:
@@ -45,13 +45,13 @@ def set_slots(client: "redis.Redis", slots: int | None, queue: str = QUEUE) -> N
 
 
 class Ground:
-    """One or more orchestrators, by name, that say what the test says."""
+    """One or more named orchestrators that send the requests of a test."""
 
     def __init__(self, client: "redis.Redis", *, now: float = 1000.0) -> None:
         self.client = client
         self.now = now
         self.held: list[str] = []
-        """In the order in which they were granted."""
+        """The ids of held calls, in the order of their grants."""
         self._script = client.register_script(load_script())
         self._numbers = itertools.count(1)
 
@@ -62,37 +62,37 @@ class Ground:
         return answer
 
     def ask(self, tenant: str = "acme", *, by: str = "o1", **fields: Any) -> str:
-        """The call that now waits, or holds a slot."""
+        """Request a slot for a call and return the call's id. The call then waits or holds a slot."""
         call = f"{by}.{next(self._numbers)}"
         self.step(enqueue(call, build_request(tenant, **fields)), by=by)
         return call
 
     def end(self, call: str, used_s: float = 0.01) -> SlotReply:
-        """It gives its slot back, or its waiting up."""
+        """End a call: the call gives back its slot or stops waiting."""
         if call in self.held:
             self.held.remove(call)
         return self.step(release(call, used_s))
 
     def learn(self, tenant: str, used_s: float, *, tool: str = "bash_tool", queue: str = "elsewhere") -> None:
-        """Let the tenant's calls of that tool be known to take so long."""
+        """Record that the tenant's calls of this tool take `used_s` seconds."""
         call = self.ask(tenant, tool=tool, queue=queue)
         self.now += used_s
         self.end(call, used_s)
 
     def kept(self, what: str) -> dict[str, Any]:
-        """Call to record of those that are `held` or `waiting`, as Redis knows them."""
+        """Return the calls that are `held` or `waiting` in Redis, as call id to record."""
         stored: Any = self.client.hgetall(admission_prefix(DEPLOYMENT) + what)
         return {call.decode(): json.loads(text) for call, text in stored.items()}
 
     def hear(self, orchestrator: str) -> "redis.client.PubSub":
-        """What that orchestrator is told from now on."""
+        """Subscribe to the messages that this orchestrator receives from now on."""
         listener = self.client.pubsub()
         listener.subscribe(grants_channel(DEPLOYMENT, orchestrator))
         listener.get_message(timeout=5)
         return listener
 
     def numbers(self) -> dict[str, dict[str, float]]:
-        """The hashes of numbers, by what follows the prefix."""
+        """Return the hashes of numbers, keyed by the part after the prefix."""
         prefix = admission_prefix(DEPLOYMENT)
         found = {}
         for kind in ("queue", "tenant", "pair"):

@@ -1,5 +1,5 @@
-"""The policy of admission once more, in plain lists and sums: slow, and short enough to be believed. Leases and
-orchestrators are left out.
+"""A second implementation of the admission policy, in plain lists and sums. The code is slow, but short enough to
+check by reading. Leases and orchestrators are left out.
 """
 
 import math
@@ -11,7 +11,7 @@ from store.slots import SlotRequest
 
 
 def shortened(value: float) -> float:
-    """As a number survives JSON in Redis."""
+    """Return the number after a round trip through JSON in Redis, which shortens it."""
     return float(f"{value:.14g}")
 
 
@@ -24,7 +24,9 @@ class Call:
     request: SlotRequest
     number: int
     was_long: bool
-    """When it was asked for: what came as long is overtaken by short ones, and the other way round."""
+    """Whether the call was long at its request. A call that came as long can be overtaken by short calls, and a call
+    that came as short can overtake long calls.
+    """
     granted_at: float = -1.0
     is_long: bool = False
     charge: float = 0.0
@@ -41,18 +43,18 @@ class Queue:
     used: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     run: dict[str, int] = field(default_factory=lambda: defaultdict(int))
     ready: dict[str, tuple[bool, bool]] = field(default_factory=dict)
-    """Who may be next, with a short call and with a long one, when it was looked at last: estimates change behind its
-    back.
+    """For each tenant: whether a short call and a long call may be next, at the last check. Estimates change between
+    checks.
     """
 
     def sizes(self) -> tuple[int, int, int]:
-        """Slots, calls that may be held, long ones of one tenant."""
+        """Return the number of slots, of calls that may hold a slot, and of long calls that one tenant may hold."""
         if self.slots is None:
             return 4, 4, 3
         return self.slots, max(self.slots + 1, self.slots * 3 // 2), max(1, self.slots * 9 // 10)
 
     def tiny_size(self) -> int:
-        """Calls that may be held when the next one is over in a moment."""
+        """Return the number of calls that may hold a slot when the next call is very short."""
         return 4 if self.slots is None else max(self.slots + 4, self.slots * 2)
 
     def long(self, tenant: str | None = None) -> int:
@@ -68,7 +70,7 @@ class Tenant:
 
 
 class Model:
-    """`granted`: ids in the order of their grants."""
+    """The admission state of all queues. `granted`: ids in the order of their grants."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -80,7 +82,7 @@ class Model:
         self._opened: set[str] = set()
 
     def begin(self, now: float) -> None:
-        """Of a step."""
+        """Start a step at `now`."""
         self.now = now
         self._opened = set()
         for name in sorted(
@@ -90,7 +92,7 @@ class Model:
             self._unblock(name)
 
     def ask(self, id: str, request: SlotRequest) -> bool:
-        """Whether it may wait."""
+        """Return whether the call may wait."""
         queue = self._open(request.queue)
         tenant = self.tenants.setdefault(request.tenant, Tenant(request.policy))
         tenant.policy = request.policy
@@ -117,7 +119,7 @@ class Model:
         return None
 
     def look(self, name: str, slots: int) -> None:
-        """The queue's slots are these now."""
+        """Set the current number of slots of the queue."""
         self.queues.setdefault(name, Queue(name, None)).slots = slots
         self._grant(self._open(name))
 
@@ -167,8 +169,8 @@ class Model:
         return [call for call in queue.waiting if call.request.tenant == tenant]
 
     def _fitting(self, queue: Queue, tenant: str, *, has_long: bool) -> list[Call]:
-        """The first of each kind that may go, as far as the tenant's long calls decide; `has_long`: the queue's long
-        calls leave room.
+        """Return the first call of each kind that may run under the tenant's limit of long calls. `has_long`: the
+        queue's limit leaves room for long calls.
         """
         firsts: dict[tuple[str, bool], Call] = {}
         for call in self._waiting(queue, tenant):
@@ -177,7 +179,7 @@ class Model:
         return [call for call in firsts.values() if may_be_long or not self._is_long(call.request)]
 
     def _rank(self, queue: Queue, tenant: str) -> None:
-        """Who was not ready and is now has saved nothing up."""
+        """Update the rank of a tenant. A tenant that becomes ready gets no credit for the time before."""
         fitting = [] if queue.name in self.tenants[tenant].blocked else self._fitting(queue, tenant, has_long=True)
         if fitting and tenant not in queue.ready:
             queue.used[tenant] = max(queue.used[tenant], queue.clock)

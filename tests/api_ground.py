@@ -1,4 +1,4 @@
-"""The API as a service of its own on a real Redis, and clients with keys of every role."""
+"""The API as a separate service on a real Redis, and clients with keys of every role."""
 
 import asyncio
 import contextlib
@@ -24,18 +24,20 @@ ROLES = {
     "operator": ("default", "operator"),
     "admin": ("default", "admin"),
 }
-"""Of the clients of a ground: whose key, and of which role."""
+"""The clients of a ground: client name to the tenant and the role of its key."""
 
 
 def api_settings(redis_url: str, **fields: Any) -> OrchestratorSettings:
-    """Settings that nothing of the environment changes, but what `fields` say."""
+    """Return settings that ignore the environment and contain only the defaults and `fields`."""
     return OrchestratorSettings.model_validate(
         {"redis_url": SecretStr(redis_url), "api_key": None, "api_rate": 10_000.0, **fields}
     )
 
 
 class ApiGround:
-    """A running service. `clients`: by the name in ROLES; `nobody`: a client without a key; `keys`: theirs, as text."""
+    """A running service. `clients`: keyed by the names in ROLES; `nobody` is a client without a key. `keys`: the text
+    of each client's key.
+    """
 
     def __init__(self, url: str, keys: dict[str, str]) -> None:
         self.url = url
@@ -55,7 +57,7 @@ class ApiGround:
 
 
 async def make_keys(redis_url: str) -> dict[str, str]:
-    """Tenants acme and rival, and a key of each of ROLES."""
+    """Create the tenants acme and rival, and one key for each of ROLES."""
     broker = api_settings(redis_url).broker()
     client = open_redis(broker)
     try:
@@ -72,7 +74,7 @@ async def make_keys(redis_url: str) -> dict[str, str]:
 
 @asynccontextmanager
 async def serving(settings: OrchestratorSettings, *, concurrency: int = 0) -> AsyncIterator[str]:
-    """A service of these settings; gives its address once it is connected."""
+    """Run a service with these settings. Yields the service's address as soon as the service is connected."""
     addresses: asyncio.Queue[str] = asyncio.Queue()
     service = ApiService(settings, "127.0.0.1", 0, concurrency, announce=addresses.put_nowait)
     running = asyncio.create_task(service.run())
@@ -91,7 +93,9 @@ async def serving(settings: OrchestratorSettings, *, concurrency: int = 0) -> As
 
 @asynccontextmanager
 async def open_api(redis_url: str, *, concurrency: int = 0, **fields: Any) -> AsyncIterator[ApiGround]:
-    """A ground on that Redis, which holds nothing yet. `concurrency`: of the orchestrator in it; 0: none."""
+    """Open a service on an empty Redis. `concurrency`: of the orchestrator inside the service; 0 means no
+    orchestrator.
+    """
     keys = await make_keys(redis_url)
     async with serving(api_settings(redis_url, **fields), concurrency=concurrency) as url:
         ground = ApiGround(url, keys)

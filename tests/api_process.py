@@ -1,4 +1,4 @@
-"""The API as a process of its own: started as users start it, killed by its pid, measured from outside."""
+"""The API as a separate process. Tests start the process as users do, kill it by pid, and measure it from outside."""
 
 import contextlib
 import json
@@ -33,20 +33,20 @@ class ApiProcess:
         return self.process.pid
 
     def log(self) -> str:
-        """What it has said so far."""
+        """Return the output of the process so far."""
         return self.log_file.read_text(errors="replace")
 
     def kill(self) -> None:
-        """At once, as a machine dies."""
+        """Kill the process immediately, as when its machine fails."""
         self.process.kill()
         self.process.wait()
 
     def memory_bytes(self) -> int:
-        """What of it lies in memory."""
+        """Return the resident memory of the process, in bytes."""
         return 1024 * int(_status(self.pid)["VmRSS"].split()[0])
 
     def processor_s(self) -> float:
-        """Processor time that it has had."""
+        """Return the processor time that the process has used, in seconds."""
         fields = read_proc(self.pid, "stat").rpartition(b")")[2].split()
         return (int(fields[11]) + int(fields[12])) / 100
 
@@ -58,7 +58,9 @@ class ApiProcess:
 def open_api_process(
     footprint: Footprint, redis_url: str, *, concurrency: int = 0, environment: Mapping[str, str] | None = None
 ) -> Iterator[ApiProcess]:
-    """An API on that Redis, connected to it; ended at the end. `concurrency`: of the orchestrator in it; 0: none."""
+    """Run an API process that is connected to this Redis, and end it on exit. `concurrency`: of the orchestrator
+    inside; 0 means no orchestrator.
+    """
     port = free_port()
     log = footprint.folder / f"api-{port}.log"
     settings = {
@@ -86,7 +88,7 @@ def open_api_process(
 
 
 def settled_memory_bytes(api: ApiProcess) -> int:
-    """What it has in memory when it does nothing, and has done nothing for a moment."""
+    """Return the memory of the process in bytes, after the process has been idle for a moment."""
     before = api.processor_s()
     until = time.monotonic() + 10
     while time.monotonic() < until:

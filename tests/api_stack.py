@@ -1,4 +1,4 @@
-"""Two replicas of the API on a real stack, with a model that plays a script."""
+"""Two replicas of the API on a real stack, with a model that follows a script."""
 
 import asyncio
 import contextlib
@@ -18,7 +18,7 @@ from tests.model_server.running import ModelServer, running_model_server
 from tests.stack import Stack, free_port, open_stack
 
 STEPS = 4
-"""Fewer than a run has by default."""
+"""Limit of steps; lower than the default of a run."""
 SOON_S = 90.0
 
 
@@ -48,8 +48,10 @@ SCRIPT: list[dict[str, Any]] = [
 
 @dataclass
 class ApiStack:
-    """`apis`: two processes that serve the same; `keys`: by role, as in tests/api_ground.py; `store`: the folder of
-    workspaces and artifacts; `hook_port`: a port of this machine to which webhooks may be sent.
+    """Two API processes that serve the same stack.
+
+    `keys`: by role, as in tests/api_ground.py. `store`: the folder of workspaces and artifacts. `hook_port`: a local
+    port that may receive webhooks.
     """
 
     stack: Stack
@@ -66,7 +68,7 @@ class ApiStack:
             yield client
 
     def open_api(self) -> "contextlib.AbstractContextManager[ApiProcess]":
-        """One more, for a test that kills it."""
+        """Start one more API process, for a test that kills an API."""
         return open_orchestrator(self.stack, self.model, self.store)
 
 
@@ -87,8 +89,8 @@ def allow_hosts(port: int) -> dict[str, str]:
 def open_api_stack(
     engine: APIClient, redis_url: str | None = None, more_rules: Iterable[Mapping[str, Any]] = ()
 ) -> Iterator[ApiStack]:
-    """At its end nothing of it is left. `redis_url`: of a Redis of the test's own; `more_rules`: of the model, before
-    those of SCRIPT.
+    """Open the stack and remove everything of the stack on exit. `redis_url`: a Redis of the test. `more_rules`:
+    rules of the model that come before SCRIPT.
     """
     environment = {"TOOLCREW_REDIS_URL": redis_url} if redis_url is not None else {}
     hook_port = free_port()
@@ -110,8 +112,8 @@ def open_api_stack(
 async def read_events(
     client: httpx.AsyncClient, path: str, *, last: str = "", most: int = 10_000, **request: Any
 ) -> list[dict[str, Any]]:
-    """The events of a stream from after `last`: `id`, `event`, `data`; until its end, or so many, whereupon the
-    connection is dropped.
+    """Return the events of a stream after `last`, each as `id`, `event` and `data`. Reads until the stream ends, or
+    until `count` events have arrived; then the connection is dropped.
     """
     found: list[dict[str, Any]] = []
     headers = {
@@ -137,7 +139,7 @@ async def read_events(
 
 
 async def started(client: httpx.AsyncClient, item: str, **fields: Any) -> str:
-    """A run of one of the script's conversations."""
+    """Start a run of one of the script's conversations and return the run's id."""
     answer = await client.post("/v1/runs", json={"instruction": f"[item {item}] go", **fields})
     assert answer.status_code == 202, answer.text
     return str(answer.json()["id"])

@@ -1,4 +1,4 @@
-"""Questions, who asks and answers them, and queues on a real Redis."""
+"""Approval questions, their senders, their approvers, and question queues on a real Redis."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -29,7 +29,7 @@ SHELL = build_spec("bash_tool", properties={"command": {"type": "string"}}, comm
 def build_request(
     command: str = "rm -rf /data", *, tenant: str = "acme", number: int = 1, **fields: Any
 ) -> ApprovalRequest:
-    """A question about a command, as the gate asks it."""
+    """Return a question about a command, as the approval gate sends it."""
     call = ToolCall(id=f"run-1-{number}", name="bash_tool", arguments={"command": command})
     told = {
         "tenant": tenant,
@@ -48,7 +48,7 @@ def build_question(command: str = "rm -rf /data", **fields: Any) -> ApprovalQues
 
 @dataclass
 class Desk:
-    """One Redis; as many queues, of as many processes, as a test likes."""
+    """One Redis, with as many question queues of as many processes as a test needs."""
 
     client: "redis.asyncio.Redis"
 
@@ -59,7 +59,7 @@ class Desk:
         return [*(await Audit(self.client, "d").read()).entries]
 
     async def until_pending(self, number: int = 1) -> list[ApprovalQuestion]:
-        """What waits, as soon as so many do."""
+        """Wait until `number` questions are pending and return the pending questions."""
         async with asyncio.timeout(SOON_S):
             while True:
                 found = (await self.queue().pending(ADMIN)).questions

@@ -1,6 +1,4 @@
-"""Where attacks are made and seen from: a real sandboxd without a queue, sessions in it, and what the host sees of
-both.
-"""
+"""A real sandboxd without a queue, sessions that run attacks, and the host's view of both."""
 
 import contextlib
 import subprocess
@@ -33,7 +31,7 @@ SandboxClient(path).call(name, request, script.encode())
 
 
 class Program:
-    """What runs in a container, from outside: its number there, its command line, and when it was started."""
+    """A process of a container, seen from the host: its pid, command line and start time."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
@@ -42,12 +40,12 @@ class Program:
 
     @property
     def identity(self) -> tuple[int, bytes]:
-        """A number is used again, and with its time of start it is not."""
+        """Return the pid with the start time. A pid can be reused; the pair cannot."""
         return self.pid, b"".join(self.started)
 
 
 class Hostile:
-    """A session whose programs attack, with its container seen from outside."""
+    """A session whose programs attack, with the host's view of its container."""
 
     def __init__(self, path: Path, client: SandboxClient, api: APIClient, name: str) -> None:
         self.name = name
@@ -58,16 +56,16 @@ class Hostile:
         self.watched = self.look()
 
     def look(self) -> Watched:
-        """The container that the session has now."""
+        """Return the session's current container."""
         short = str(self._client.describe_open(self.name, None, 1800.0)["sandbox"]["id"])
         return Watched(self._api, str(self._api.inspect_container(short)["Id"]))
 
     def bash(self, script: str, **changes: Any) -> GuestResponse:
-        """A command as bash_tool sends it, to its end."""
+        """Run a command as bash_tool sends it, and return the final response."""
         return self._ask(self._client, script, changes)
 
     def start(self, script: str, **changes: Any) -> "Future[GuestResponse]":
-        """As `bash`, on a connection of its own beside others."""
+        """Run a command as `bash` does, in the background on a separate connection."""
         answer: Future[GuestResponse] = Future()
         client = SandboxClient(self.path)
         self._opened_by_others.append(client)
@@ -75,7 +73,7 @@ class Hostile:
         def run() -> None:
             try:
                 answer.set_result(self._ask(client, script, changes))
-            except Exception as error:  # noqa: BLE001  # whoever waits for the answer gets it
+            except Exception as error:  # noqa: BLE001  # the caller of `Future.result` receives the error
                 answer.set_exception(error)
 
         threading.Thread(target=run, daemon=True).start()
@@ -94,17 +92,17 @@ class Hostile:
         assert "error" not in done, done
 
     def ask(self, request: Mapping[str, Any], body: bytes = b"") -> GuestResponse:
-        """Any request, to its end."""
+        """Send any request and return the final response."""
         return self._client.call(self.name, request, body)
 
     def programs(self) -> dict[tuple[int, bytes], str]:
-        """All that lives in the container but the guest and its supervisors, which are forked of it: identity to
-        command line.
+        """Return the command lines of all processes of the container, keyed by identity. The guest and its forked
+        supervisors are left out.
         """
         own = Program(self.watched.pid).command
         found = {}
         for pid in self.watched.processes():
-            # One that ends while this loop reads it does not hide the others.
+            # A process that ends during this loop must not hide the other processes.
             with contextlib.suppress(FileNotFoundError, ProcessLookupError):
                 if is_alive(pid):
                     program = Program(pid)
@@ -113,7 +111,7 @@ class Hostile:
         return found
 
     def wait_for(self, words: str, count: int = 1) -> None:
-        """Until so many programs with these words in their command line run."""
+        """Wait until `count` programs with `words` in their command line run."""
         wait_until(
             lambda: sum(words in line for line in self.programs().values()) >= count,
             SOON_S,
@@ -121,7 +119,7 @@ class Hostile:
         )
 
     def is_well(self) -> bool:
-        """Whether the next command runs, in the same container, with nothing left of the last."""
+        """Return whether the next command runs in the same container and nothing of the previous command remains."""
         answer = self.bash("echo well")
         return answer.streams.get("merged") == b"well\n" and self.watched.id.startswith(answer.done["sandbox"]["id"])
 
@@ -147,7 +145,7 @@ class Hostile:
 
 
 class Ground:
-    """A sandboxd of one's own."""
+    """A sandboxd that belongs to the test."""
 
     def __init__(self, process: "subprocess.Popen[bytes]", footprint: Footprint, api: APIClient) -> None:
         self.process = process
@@ -158,7 +156,7 @@ class Ground:
 
     @contextlib.contextmanager
     def session(self, tenant: str = "acme", session: str = "s1", image: str | None = None) -> Iterator[Hostile]:
-        """A session that is closed at the end."""
+        """Open a session and close it on exit."""
         client = SandboxClient(self.path)
         hostile = Hostile(self.path, client, self.api, client.open(tenant, session, image))
         try:
@@ -167,12 +165,12 @@ class Ground:
             hostile.close()
 
     def start_worker(self, name: str, script: str, timeout_s: float) -> "subprocess.Popen[bytes]":
-        """A process that asks for a call, to be killed."""
+        """Start a process that sends a call; the test kills the process."""
         argv = [sys.executable, "-c", WORKER, str(self.path), name, script, str(timeout_s)]
         return subprocess.Popen(argv, cwd=ROOT, env=self.footprint.environment(), stderr=subprocess.DEVNULL)
 
     def peak_bytes(self) -> int:
-        """The most memory that sandboxd has had since `forget_peak`."""
+        """Return the peak memory of sandboxd since `forget_peak`, in bytes."""
         return int(read_proc(self.process.pid, "status").split(b"VmHWM:")[1].split()[0]) * 1024
 
     def forget_peak(self) -> None:
@@ -184,8 +182,8 @@ class Ground:
 
 @contextlib.contextmanager
 def open_ground(api: APIClient, environment: Mapping[str, str] | None = None) -> Iterator[Ground]:
-    """A sandboxd that answers; its containers are gone at the end, whatever happened. `environment` is added to its
-    own.
+    """Start a sandboxd that answers, and remove its containers on exit even after an error. `environment` is added to
+    the daemon's environment.
     """
     with open_footprint(api) as footprint:
         folder = footprint.folder
@@ -227,7 +225,7 @@ def _answers(ground: Ground) -> bool:
 
 
 def is_empty(watched: Watched) -> bool:
-    """Whether no process has the container's control group any more."""
+    """Return whether no process is left in the container's control group."""
     wanted = watched.id.encode()
     return not [pid for pid in all_pids() if wanted in read_proc(pid, "cgroup") and is_alive(pid)]
 

@@ -1,4 +1,4 @@
-"""Rows for tests of the files that hold them, and a disk with little room."""
+"""Rows for tests of row files, and a disk with little room."""
 
 import contextlib
 import resource
@@ -33,7 +33,7 @@ def ids_of(path: Path) -> list[str]:
 
 @contextlib.contextmanager
 def room_for(size: int) -> Iterator[None]:
-    """Files of this process can grow to `size` bytes and not beyond."""
+    """Limit the size of files that this process writes to `size` bytes."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
     try:

@@ -1,4 +1,4 @@
-"""Made-up batches for tests of progress, displays and reports: all events that a real batch would have."""
+"""Invented batches for tests of progress, displays and reports, with all events of a real batch."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -54,7 +54,7 @@ def call_finished(
     error_code: str | None = None,
     clocks: Clocks | None = None,
 ) -> CallFinished:
-    # The names of hostile tools are longer than a result may have.
+    # The names of hostile tools are longer than the limit of a result.
     result = ToolResult.model_construct(
         call_id=call,
         name=tool,
@@ -99,8 +99,8 @@ def ended(
 
 @dataclass(frozen=True)
 class Attempt:
-    """One attempt of an item. `failure`: of its end; `is_retried`: it ended by being queued again; `is_cut`: it still
-    runs.
+    """One attempt of an item. `failure`: the reason for its end. `is_retried`: the attempt ended and the item was
+    queued again. `is_cut`: the attempt still runs.
     """
 
     steps: int = 2
@@ -167,7 +167,7 @@ def tell_item(item: str, *attempts: Attempt, at: float = BEGAN) -> Iterator[RunE
 
 
 def tell_batch(*items: tuple[Attempt, ...], every_s: float = 0.1, total: int | None = None) -> list[RunEvent]:
-    """A whole batch, by time; item `i-0` first."""
+    """Return the events of a whole batch, sorted by time. Item `i-0` comes first."""
     told: list[RunEvent] = [BatchNotice(at=BEGAN, message="submitted", total=len(items) if total is None else total)]
     for number, attempts in enumerate(items):
         told += tell_item(f"i-{number}", *attempts, at=BEGAN + number * every_s)
@@ -180,5 +180,5 @@ def failed(
     message: str = "its host is gone",
     **rest: int,
 ) -> Attempt:
-    """One that ends badly."""
+    """Return an attempt that fails."""
     return Attempt(failure=kind, code=code, message=message, **rest)

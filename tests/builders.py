@@ -1,4 +1,6 @@
-"""Records and answers for tests: every argument has a harmless default, a test names only what it is about."""
+"""Build records and responses for tests. Every argument has a harmless default, so that a test names only its
+subject.
+"""
 
 import time
 from typing import Any
@@ -16,7 +18,9 @@ KEY = SigningKeys.of("k" * 32)
 
 
 def known_bug(reason: str) -> pytest.MarkDecorator:
-    """Marks a test that fails by a defect of the product. Strict: the day it is mended the mark must go."""
+    """Mark a test that fails because of a defect of the product. The mark is strict: a fixed defect fails the test
+    until the mark is removed.
+    """
     return pytest.mark.xfail(strict=True, reason=reason)
 
 
@@ -42,7 +46,7 @@ def build_context(**fields: Any) -> ToolContext:
 
 
 def build_exec_done(**fields: Any) -> dict[str, Any]:
-    """The `done` of an exec that printed nothing and exited with 0."""
+    """Return the `done` fields of an exec that printed nothing and exited with 0."""
     streams = {name: {"total": 0, "head": 0, "tail": 0} for name in ("stdout", "stderr", "merged")}
     plain = {
         "exit_code": 0,
@@ -66,7 +70,7 @@ def build_exec_done(**fields: Any) -> dict[str, Any]:
 def build_exec_response(
     stdout: bytes = b"", stderr: bytes = b"", *, merged: bytes | None = None, **fields: Any
 ) -> GuestResponse:
-    """An exec's answer whose counts fit its streams: nothing was dropped."""
+    """Return the response of an exec whose counts match its streams, with no dropped output."""
     streams = {"stdout": stdout, "stderr": stderr, "merged": stdout + stderr if merged is None else merged}
     counts = {name: {"total": len(data), "head": len(data), "tail": 0} for name, data in streams.items()}
     return GuestResponse(build_exec_done(**{"streams": counts, **fields}), streams)
@@ -75,7 +79,9 @@ def build_exec_response(
 def build_read_response(
     raw: bytes, *, lines: int | None = None, size: int | None = None, **fields: Any
 ) -> GuestResponse:
-    """The answer of read_text for a plain UTF-8 file of which the lines in `raw`, each with its newline, were sent."""
+    """Return the response of read_text for a plain UTF-8 file. `raw`: the lines that were sent, each with its
+    newline.
+    """
     count = raw.count(b"\n")
     done = {
         "ev": "done",
@@ -113,8 +119,10 @@ def build_attempt(
     shown_as: str | None = None,
     **fields: Any,
 ) -> Attempt:
-    """An attempt whose sender waits for `wait_s`. `limit_s`: of a pool of workers without sandboxes; None: the call runs
-    in a session. `shown_as`: the name of the tool of the caller, when the worker runs another.
+    """Return an attempt whose sender waits for `wait_s` seconds.
+
+    `limit_s`: the limit of a pool of workers without sandboxes; None means that the call runs in a session.
+    `shown_as`: the tool name that the caller uses, when the worker runs another tool.
     """
     call = ToolCall(id=call_id, name=tool)
     request = Request(

@@ -1,5 +1,5 @@
-"""`toolcrew` without the second that each start of it takes: a process that has it loaded forks for every command. For
-tests of pages with many of them.
+"""Run `toolcrew` commands without the start-up time of about one second each. A process that has already imported the
+command forks for every call. Page tests that run many commands use this server.
 """
 
 import contextlib
@@ -30,8 +30,8 @@ sys.exit(code[0] if code else 120)
 
 @contextlib.contextmanager
 def open_command_server(folder: Path) -> Iterator[Path]:
-    """The folder of a `toolcrew` that is answered by it, for PATH; the rest of the environment, the folder and the
-    streams are the caller's.
+    """Yield the folder of a `toolcrew` command that this server answers, for use in PATH. The environment, the
+    working directory and the streams are those of the caller.
     """
     path = folder / "server"
     caller = folder / "toolcrew"
@@ -51,8 +51,8 @@ def open_command_server(folder: Path) -> Iterator[Path]:
 
 
 def serve(path: str) -> None:
-    """Until SIGTERM."""
-    import orchestrator.command  # noqa: F401  # what the forked ones need not load again
+    """Serve commands until SIGTERM."""
+    import orchestrator.command  # noqa: F401  # imported before the forks, so that no fork imports it again
 
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(path)
@@ -71,7 +71,7 @@ def serve(path: str) -> None:
 
 
 def _answer(link: socket.socket) -> int:
-    """In the fork: the command, with the caller's streams."""
+    """Run the command in the forked process, with the caller's streams."""
     head, streams, _, _ = socket.recv_fds(link, 4, 3)
     told = b""
     while len(told) < int.from_bytes(head, "big"):
@@ -97,7 +97,7 @@ def _run() -> int:
         main()
     except SystemExit as ended:
         code = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
-    except BaseException:  # noqa: BLE001  # the edge of the fork, which must answer
+    except BaseException:  # noqa: BLE001  # the outermost frame of the fork must send an exit code
         traceback.print_exc()
         code = 1
     sys.stdout.flush()

@@ -1,5 +1,5 @@
-"""What many tests start from: a real Redis server, emptied between tests, and one real stack; whoever kills things
-starts one of its own.
+"""Shared fixtures: a real Redis server that is emptied between tests, and one real stack. A test that kills processes
+starts its own stack.
 """
 
 import os
@@ -30,13 +30,13 @@ if TYPE_CHECKING:
 
 START_S = 20.0
 
-# A test run in a shell's background ignores Ctrl-C, and so would every program that it starts and interrupts.
+# A test run in the background of a shell ignores Ctrl-C. Every program that the tests start would inherit this.
 for number in (signal.SIGINT, signal.SIGQUIT):
     if signal.getsignal(number) is signal.SIG_IGN:
         signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
 
-# The checks that decide on a landing try the same examples every time, however busy the machine; by hand new ones are
-# looked for.
+# The checks before a merge use the same examples every time, whatever the load of the machine. A manual run searches
+# for new examples.
 hypothesis.settings.register_profile(
     "required", derandomize=True, deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
 )
@@ -46,7 +46,7 @@ if os.environ.get("TOOLCREW_TEST_REQUIRE"):
 
 @dataclass
 class RedisProcess:
-    """A redis-server on loopback with a password. Stopped and started again by its pid, on the same port and data."""
+    """A redis-server on loopback with a password. Tests stop and start the server by pid, on the same port and data."""
 
     folder: Path
     port: int
@@ -59,7 +59,7 @@ class RedisProcess:
 
     @property
     def keys(self) -> SigningKeys:
-        """The keys of a program that knows nothing but `url`."""
+        """Return the signing keys of a program that knows only `url`."""
         return BrokerSettings.model_validate({"redis_url": self.url}).signing_keys()
 
     def start(self) -> None:
@@ -87,7 +87,7 @@ class RedisProcess:
 
     @staticmethod
     def _await(is_true: Callable[[], bool]) -> None:
-        # Another process's start has no event of ours: it is asked until it answers.
+        # The start of another process gives no event, so the test polls the server until it replies.
         until = time.monotonic() + START_S
         while not is_true():
             if time.monotonic() > until:
@@ -111,7 +111,7 @@ def redis_process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisPro
 
 @pytest.fixture
 def redis_server(redis_process: RedisProcess) -> RedisProcess:
-    """The running server, empty."""
+    """Return the running server, emptied."""
     if redis_process.process is None:
         redis_process.start()
     with redis_process.client() as client:
@@ -132,7 +132,7 @@ def engine() -> APIClient:
 
 @pytest.fixture(scope="session")
 def stack(engine: APIClient) -> Iterator[Stack]:
-    """Shared by every test that takes it: leave it as it was."""
+    """Return the stack that all tests share. A test must leave the stack unchanged."""
     with open_stack(engine) as opened:
         yield opened
         code = opened.end()
@@ -142,7 +142,7 @@ def stack(engine: APIClient) -> Iterator[Stack]:
 
 @pytest.fixture
 def own_stack(engine: APIClient) -> Iterator[Stack]:
-    """A stack that the test may break."""
+    """Return a stack that the test may break."""
     with open_stack(engine) as opened:
         yield opened
 
@@ -155,7 +155,7 @@ def footprint(engine: APIClient) -> Iterator[Footprint]:
 
 @pytest.fixture
 async def house(redis_server: RedisProcess) -> AsyncIterator["House"]:
-    """Both sides of the events of running calls, over a real Redis; what they log is kept quiet."""
+    """Return both sides of the events of running calls, over a real Redis. Log output is suppressed."""
     from tests.event_house import House
 
     opened = House(redis_server)

@@ -1,5 +1,5 @@
-"""Containers for tests that inspect or attack the sandbox profile: the real configuration, a shell where the guest
-would be.
+"""Containers for tests that inspect or attack the sandbox profile. The configuration is the real one; a shell
+replaces the guest.
 """
 
 import contextlib
@@ -30,15 +30,15 @@ ANSWER_S = 60.0
 
 @dataclass(frozen=True)
 class Answer:
-    """What a script in a box ended with; both output streams as they came."""
+    """The exit status of a script in a box, with both output streams unchanged."""
 
     status: int
     output: str
 
 
 def open_engine() -> APIClient:
-    """A client of the local engine. Skips the test when engine or image is missing; fails instead where
-    TOOLCREW_TEST_REQUIRE is set.
+    """Return a client of the local engine. Skips the test if the engine or the image is missing; fails the test
+    instead if TOOLCREW_TEST_REQUIRE is set.
     """
     try:
         api = docker.from_env(timeout=60).api
@@ -52,7 +52,7 @@ def open_engine() -> APIClient:
 
 
 def build_config(api: APIClient, *, limits: SandboxLimits | None = None, image: str = IMAGE) -> dict[str, Any]:
-    """The profile exactly as sandboxd asks for it on this engine, labelled as a test's."""
+    """Return the profile exactly as sandboxd requests it on this engine, with the label of a test."""
     return build_container_config(
         image=image,
         runtime=RUNTIME,
@@ -64,14 +64,14 @@ def build_config(api: APIClient, *, limits: SandboxLimits | None = None, image: 
 
 
 class Watched:
-    """A running container as the host sees it: by the engine, by /proc and by its cgroups."""
+    """A running container as the host sees it: through the engine, /proc and the control groups."""
 
     def __init__(self, api: APIClient, container: str) -> None:
         self.api = api
         self.id = container
         self.pid = int(self.inspect()["State"]["Pid"])
         self._cgroup_version = int(api.info()["CgroupVersion"])
-        # Read now: the file is gone with PID 1, the directory may be looked at later.
+        # The file disappears with PID 1, but a test may read the directory later. So the path is read now.
         self._cgroups = _read_cgroups(self.pid)
 
     def inspect(self) -> dict[str, Any]:
@@ -79,11 +79,11 @@ class Watched:
 
     @property
     def root(self) -> Path:
-        """The container's file tree as the host sees it."""
+        """Return the container's file tree as a path on the host."""
         return Path(f"/proc/{self.pid}/root")
 
     def status_of(self, pid: int | None = None) -> dict[str, str]:
-        """`/proc/<pid>/status` from the host, of PID 1 unless told."""
+        """Return `/proc/<pid>/status` as the host sees it. The default is PID 1 of the container."""
         lines = Path(f"/proc/{pid or self.pid}/status").read_text().splitlines()
         return {name: value.strip() for name, _, value in (line.partition(":") for line in lines)}
 
@@ -91,20 +91,20 @@ class Watched:
         return Path(f"/proc/{self.pid}/mountinfo").read_text()
 
     def cgroup_file(self, controller: str, v1: str, v2: str) -> Path:
-        """A control file of this container, named as the host's cgroup version names it."""
+        """Return a control file of this container, under the name that the host's cgroup version uses."""
         if self._cgroup_version == 2:
             return Path("/sys/fs/cgroup") / self._cgroups[""].lstrip("/") / v2
         return Path("/sys/fs/cgroup") / controller / self._cgroups[controller].lstrip("/") / v1
 
     def processes(self) -> list[int]:
-        """Every process of the container by its number on the host."""
+        """Return the host pid of every process of the container."""
         return [int(pid) for pid in self.cgroup_file("pids", "cgroup.procs", "cgroup.procs").read_text().split()]
 
     def oom_kills(self) -> int:
         return self._counter(self.cgroup_file("memory", "memory.oom_control", "memory.events"), "oom_kill")
 
     def pids_refused(self) -> int:
-        """How often the limit of processes refused one."""
+        """Return how often the process limit rejected a new process."""
         return self._counter(self.cgroup_file("pids", "pids.events", "pids.events"), "max")
 
     def wait_until_removed(self, timeout_s: float = ANSWER_S) -> None:
@@ -117,8 +117,8 @@ class Watched:
 
 
 class Box(Watched):
-    """A running container whose PID 1 is a shell that reads commands from the attached stdin. `open_box` makes and
-    removes it.
+    """A running container whose PID 1 is a shell that reads commands from the attached stdin. `open_box` creates and
+    removes the box.
     """
 
     def __init__(self, api: APIClient, container: str, channel: socket.socket) -> None:
@@ -127,8 +127,8 @@ class Box(Watched):
         self._output = bytearray()
 
     def run(self, script: str, timeout_s: float = ANSWER_S) -> Answer:
-        """Run the lines of `script` in a subshell, stdin empty, and wait for its end. Fails the test when that takes
-        too long.
+        """Run the lines of `script` in a subshell with an empty stdin, and wait for the end. Fails the test after
+        `timeout_s` seconds.
         """
         mark = secrets.token_hex(8)
         self.feed(f"(\n{script}\n) </dev/null 2>&1\nprintf '\\n%s %s\\n' {mark} $?\n")
@@ -137,14 +137,14 @@ class Box(Watched):
         return Answer(int(status), output)
 
     def feed(self, text: str) -> None:
-        """Give the shell something to run; do not wait."""
+        """Send input to the shell without waiting."""
         self._channel.sendall(text.encode())
 
     def close_stdin(self) -> None:
         self._channel.shutdown(socket.SHUT_WR)
 
     def read_until(self, mark: str, timeout_s: float = ANSWER_S) -> str:
-        """The output up to `mark`, which is taken off it. Fails the test at the deadline or at the container's end."""
+        """Return the output before `mark`. Fails the test at the deadline, or when the container ends."""
         deadline = time.monotonic() + timeout_s
         wanted = mark.encode()
         while (at := self._output.find(wanted)) < 0:
@@ -176,13 +176,15 @@ def _read_cgroups(pid: int) -> dict[str, str]:
 
 
 def create(api: APIClient, config: Mapping[str, Any]) -> dict[str, Any]:
-    """The engine's answer to the raw configuration. The caller removes the container."""
+    """Create a container from the raw configuration and return the engine's response. The caller removes the
+    container.
+    """
     return dict(api.create_container_from_config(dict(config)))  # type: ignore[no-untyped-call]
 
 
 @contextlib.contextmanager
 def open_container(api: APIClient, config: Mapping[str, Any]) -> Iterator[str]:
-    """A created container that is gone afterwards, whatever happened."""
+    """Create a container and remove it on exit, even after an error."""
     container = str(create(api, config)["Id"])
     try:
         yield container
@@ -191,7 +193,7 @@ def open_container(api: APIClient, config: Mapping[str, Any]) -> Iterator[str]:
             try:
                 api.remove_container(container, force=True, v=True)
             except docker.errors.APIError as error:
-                if error.status_code != 409:  # 409: the engine is removing it already
+                if error.status_code != 409:  # 409: the engine is already removing the container
                     raise
             api.wait(container, timeout=60, condition="removed")
 
@@ -200,7 +202,7 @@ def open_container(api: APIClient, config: Mapping[str, Any]) -> Iterator[str]:
 def open_box(
     api: APIClient, *, limits: SandboxLimits | None = None, changes: Mapping[str, Any] | None = None
 ) -> Iterator[Box]:
-    """A running box under the profile. `changes` replaces rows of HostConfig, to show what a row is for."""
+    """Run a box under the profile. `changes` replaces entries of HostConfig, to show the effect of one entry."""
     config = build_config(api, limits=limits)
     config |= {"Entrypoint": ["/bin/sh"], "HostConfig": {**config["HostConfig"], **(changes or {})}}
     with open_container(api, config) as container:
@@ -216,7 +218,7 @@ def python(source: str) -> str:
 
 
 def assert_still_works(box: Box) -> None:
-    """A new program starts, and the workspace can be listed: the attack hurt its own call only."""
+    """Fail unless a new program starts and the workspace can be listed. An attack may damage only its own call."""
     answer = box.run("ls /workspace >/dev/null && python3 -c 'print(6 * 7)'")
 
     assert answer.status == 0, answer.output

@@ -1,6 +1,4 @@
-"""`python -m tests.counting_worker`: the worker without sandboxes as it is shipped, with a tool that leaves a mark each
-time it acts.
-"""
+"""`python -m tests.counting_worker`: the shipped worker without sandboxes, with a tool that records each execution."""
 
 import sys
 from pathlib import Path
@@ -18,8 +16,8 @@ TEXT = {"type": "string"}
 
 
 def _append(arguments: dict[str, Any], bench: ToolEnvironment) -> Outcome:
-    """Write one line for each call, so that a test can count them. `gate`: a named pipe; the call ends when a writer
-    opens and closes it.
+    """Write one line for each call, so that a test can count the calls. `gate`: a named pipe. The call ends when a
+    writer opens and closes the pipe.
     """
     with Path(arguments["path"]).open("a", encoding="utf-8") as marks:
         marks.write(f"{bench.call.id}\n")

@@ -1,6 +1,4 @@
-"""Sandboxds that are killed, stopped and started again under their name, with what the host and the engine see of
-them.
-"""
+"""Sandboxds that tests kill, stop and start again under the same name, with the view of the host and the engine."""
 
 import contextlib
 import os
@@ -28,11 +26,13 @@ monitor.EXPIRE_EVERY_S = monitor.SWEEP_EVERY_S = 0.3
 from workers.sandboxd.__main__ import main
 raise SystemExit(main())
 """
-"""sandboxd with its rounds at shorter intervals: what it does by itself is waited for."""
+"""A program that runs sandboxd with shorter intervals between its periodic rounds, because tests wait for their
+effects.
+"""
 
 
 class Daemon:
-    """One name's sandboxd, in this life and the next: its folders stay."""
+    """The sandboxd of one name, across restarts. The folders survive a restart."""
 
     def __init__(self, footprint: Footprint, api: APIClient, name: str, settings: Mapping[str, str]) -> None:
         folder = footprint.folder / name
@@ -46,7 +46,7 @@ class Daemon:
             "TOOLCREW_DEPLOYMENT": f"tests-{footprint.folder.name[4:]}",
             "TOOLCREW_SANDBOXD_STATE": str(self.state),
             "TOOLCREW_SANDBOXD_LEASES": str(footprint.folder / "leases"),
-            "TOOLCREW_SANDBOX_WORKSPACE": "tmpfs",  # the quickest to make
+            "TOOLCREW_SANDBOX_WORKSPACE": "tmpfs",  # the fastest workspace to create
             **settings,
         }
         self._footprint = footprint
@@ -60,7 +60,9 @@ class Daemon:
         return RunningSandboxd(self._process.pid, self.path, self.name, self.state)
 
     def start(self) -> None:
-        """Returns when it answers: it has swept and taken over what was kept."""
+        """Start the daemon and return when the daemon answers. By then the sweep has run and kept sessions are taken
+        over.
+        """
         with self._log.open("ab") as log:
             environment = self._footprint.environment(self.environment)
             argv = [sys.executable, "-c", _QUICK]
@@ -74,7 +76,7 @@ class Daemon:
                 start_new_session=True,
             )
         wait_until(self._answers, UP_S, self.log)
-        self._footprint.processes()  # learns the name, whose containers are cleared at the end
+        self._footprint.processes()  # records the name, whose containers are removed on exit
 
     def signal(self, number: int) -> None:
         os.kill(self.running.pid, number)
@@ -84,7 +86,7 @@ class Daemon:
         self._ended()
 
     def stop(self, *, for_good: bool = False) -> int:
-        """In order; gives the exit code."""
+        """Stop the daemon in order and return the exit code."""
         self.signal(END_FOR_GOOD if for_good else signal.SIGTERM)
         return self._ended()
 
@@ -101,12 +103,12 @@ class Daemon:
             return client.status()
 
     def states(self) -> dict[str, str]:
-        """Container -> state of its session; without those that have none."""
+        """Return container to state of its session, without containers that have no session."""
         with self.client() as client:
             return {row["container"]: row["state"] for row in client.sessions() if row["container"] is not None}
 
     def containers(self) -> dict[str, str]:
-        """Full id -> state, as the engine lists all that carry the name."""
+        """Return full id to state of every container that carries the name, as the engine lists the containers."""
         label = [f"toolcrew.sandboxd={self.name}", f"toolcrew.deployment={self.environment['TOOLCREW_DEPLOYMENT']}"]
         return {str(one["Id"]): str(one["State"]) for one in self._api.containers(all=True, filters={"label": label})}
 
@@ -127,7 +129,7 @@ class Daemon:
 
 
 class Daemons:
-    """Several, in one folder and with one folder of leases."""
+    """Several daemons that share one folder and one folder of leases."""
 
     def __init__(self, footprint: Footprint, api: APIClient) -> None:
         self._footprint = footprint
@@ -139,13 +141,13 @@ class Daemons:
         return self._footprint.folder
 
     def start(self, name: str = "a", **settings: str) -> Daemon:
-        """`settings` by their names in lower case, without the prefix."""
+        """Start a daemon. `settings`: names in lower case, without the prefix."""
         daemon = self.describe(name, **settings)
         daemon.start()
         return daemon
 
     def describe(self, name: str = "a", **settings: str) -> Daemon:
-        """One that is not started."""
+        """Return a daemon that is not started."""
         daemon = Daemon(self._footprint, self._api, name, {_variable(key): value for key, value in settings.items()})
         self._all.append(daemon)
         return daemon
@@ -161,7 +163,7 @@ def _variable(key: str) -> str:
 
 @contextlib.contextmanager
 def open_daemons(api: APIClient) -> Iterator[Daemons]:
-    """All are ended and cleared at the end, whatever happened."""
+    """Yield the daemons; end all of them and remove their containers on exit, even after an error."""
     with open_footprint(api) as footprint:
         daemons = Daemons(footprint, api)
         try:
@@ -171,7 +173,7 @@ def open_daemons(api: APIClient) -> Iterator[Daemons]:
 
 
 def bash(client: SandboxClient, name: str, script: str, **changes: Any) -> GuestResponse:
-    """A command as bash_tool sends it, to its end."""
+    """Run a command as bash_tool sends it, and return the final response."""
     body = script.encode()
     request = {
         "op": "exec",
@@ -186,19 +188,19 @@ def bash(client: SandboxClient, name: str, script: str, **changes: Any) -> Guest
 
 
 def told(client: SandboxClient, name: str, script: str) -> str:
-    """What it printed."""
+    """Run a command and return what the command printed."""
     return bash(client, name, script).streams.get("merged", b"").decode()
 
 
 def start_call(daemon: Daemon, name: str, script: str) -> "Future[GuestResponse]":
-    """As `bash`, beside others: the answer, or what was raised instead."""
+    """Run a command as `bash` does, in the background. The future holds the response or the error."""
     answer: Future[GuestResponse] = Future()
 
     def run() -> None:
         try:
             with daemon.client() as client:
                 answer.set_result(bash(client, name, script, timeout_s=120.0))
-        except Exception as error:  # noqa: BLE001  # whoever waits for the answer gets it
+        except Exception as error:  # noqa: BLE001  # the caller of `Future.result` receives the error
             answer.set_exception(error)
 
     threading.Thread(target=run, daemon=True).start()
@@ -206,5 +208,5 @@ def start_call(daemon: Daemon, name: str, script: str) -> "Future[GuestResponse]
 
 
 def wait_running(container: str, words: str) -> None:
-    """Until a program with that command line runs in the container."""
+    """Wait until a program with `words` in its command line runs in the container."""
     wait_until(lambda: words in commands_in(container).values(), 20, f"{words} runs in {container[:12]}")

@@ -8,17 +8,15 @@ from pathlib import Path
 from tests.stack import ROOT, missing
 
 COMMIT = "dc1d62693b65e50d3043337d648a72e40e9dad6d"
-"""A commit of the release before, whose processes serve one deployment together with those of this release."""
+"""A commit of the previous release. Its processes can serve one deployment together with processes of this release."""
 INCOMPATIBLE_COMMIT = "b6024ba1e6f63dd2f2fd5d4bbf5c16f8b57d10f9"
-"""A commit of the last release whose processes cannot: its calls have version 2, and its records in Redis are not
-signed.
-"""
+"""A commit of the last incompatible release: its calls have version 2, and its records in Redis are not signed."""
 _GIT_S = 60.0
 
 
 def unpack_release(commit: str, folder: Path) -> Path:
-    """Unpack the tree of that commit into `folder`. Skips where the history is not there, fails where everything must
-    be there.
+    """Unpack the tree of `commit` into `folder`. Skips the test if the history is missing; fails the test where every
+    requirement must be present.
     """
     archived = subprocess.run(["git", "archive", commit], cwd=ROOT, capture_output=True, timeout=_GIT_S, check=False)
     if archived.returncode != 0:

@@ -1,5 +1,6 @@
-"""`python -m tests.edge_worker POOL QUEUE SLOTS`: the Celery edge, executor and ledger of a worker as they are shipped,
-on either pool, with two tools that tell in files what they do."""
+"""`python -m tests.edge_worker POOL QUEUE SLOTS`: the Celery edge, executor and ledger of a shipped worker, on either
+pool. Two tools record their actions in files.
+"""
 
 import os
 import sys
@@ -29,7 +30,7 @@ TEXT = {"type": "string"}
 
 
 def _note(arguments: dict[str, Any], bench: ToolEnvironment) -> Outcome:
-    """Adds its call id to a file, and takes its time."""
+    """Append the call id to a file and use the requested time."""
     with open(arguments["path"], "a") as file:
         file.write(f"{bench.call.id}\n")
     time.sleep(arguments["seconds"])
@@ -37,7 +38,7 @@ def _note(arguments: dict[str, Any], bench: ToolEnvironment) -> Outcome:
 
 
 def _meet(arguments: dict[str, Any], bench: ToolEnvironment) -> Outcome:
-    """Ends well only when so many of its kind run at the same time."""
+    """Succeed only if enough calls of this tool run at the same time."""
     folder = Path(arguments["path"])
     (folder / bench.call.id).touch()
     until = time.monotonic() + 20

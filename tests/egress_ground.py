@@ -1,4 +1,6 @@
-"""The egress proxy in a thread of its own, over names that lead to loopback, and clients that come as sandboxd's do."""
+"""The egress proxy in a thread, over names that resolve to loopback, and clients that connect as the clients of
+sandboxd do.
+"""
 
 import asyncio
 import contextlib
@@ -25,31 +27,31 @@ from workers.settings import EgressSettings
 from workers.web.addresses import AddressRules
 
 SOON_S = 10.0
-"""How long a test waits for what should be there at once."""
+"""How long a test waits for something that should happen at once, in seconds."""
 
 
 def build_rules(*servers: WebServer | int, **rules: Any) -> dict[str, Any]:
-    """Rules that let site.example be reached on loopback at the servers' ports, unless told otherwise."""
+    """Return rules that allow site.example on loopback at the servers' ports. `rules` override the defaults."""
     ports = [server if isinstance(server, int) else server.port for server in servers]
     return {"hosts": ["site.example"], "private_hosts": ["site.example"], "ports": ports or [80, 443], **rules}
 
 
 def build_opening(rules: Mapping[str, Any] | None, tenant: str = "acme", session: str = "s1") -> bytes:
-    """Sandboxd's line; without rules when there are none."""
+    """Return the opening line that sandboxd sends; without rules if `rules` is None."""
     opening = {"v": 1, "tenant": tenant, "session": session} | ({} if rules is None else {"rules": rules})
     return json.dumps(opening).encode() + b"\n"
 
 
 @dataclass
 class Ground:
-    """A running proxy. `logs`: its lines so far."""
+    """A running proxy. `logs`: the log lines so far."""
 
     path: Path
     resolver: StubResolver
     logs: list[Any] = field(default_factory=list)
 
     def connect(self, rules: Mapping[str, Any] | None, **who: str) -> socket.socket:
-        """A connection whose opening has been sent."""
+        """Return a connection whose opening line has been sent."""
         client = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         client.settimeout(SOON_S)
         client.connect(str(self.path))
@@ -57,14 +59,14 @@ class Ground:
         return client
 
     def ask(self, rules: Mapping[str, Any] | None, data: bytes, **who: str) -> bytes:
-        """All that comes back for `data`."""
+        """Send `data` and return everything that comes back."""
         with self.connect(rules, **who) as client:
             with contextlib.suppress(BrokenPipeError):
                 client.sendall(data)
             return read_all(client)
 
     def tunnel(self, rules: Mapping[str, Any], place: str, **who: str) -> socket.socket:
-        """A tunnel that was granted."""
+        """Return a tunnel that the proxy has granted."""
         client = self.connect(rules, **who)
         client.sendall(f"CONNECT {place} HTTP/1.1\r\nHost: {place}\r\n\r\n".encode())
         assert read_some(client, b"\r\n\r\n").startswith(b"HTTP/1.1 200 ")
@@ -72,12 +74,12 @@ class Ground:
 
     @property
     def served(self) -> int:
-        """How many connections the log tells of."""
+        """Return how many connections the log reports."""
         return sum(line["event"] == "egress" for line in self.logs)
 
     def wait_for_line(self, count: int = 1, **fields: object) -> dict[str, Any]:
-        """The newest of the log's lines on connections with these fields, once there are `count`. A test before may
-        still have one to come.
+        """Return the newest log line of a connection with these fields, after `count` such lines exist. An earlier
+        test may still write a line.
         """
         deadline = threading.Event()
         for _ in range(int(SOON_S * 100)):
@@ -97,7 +99,7 @@ def body_of(data: bytes) -> str:
 
 
 def build_hello(name: str | None, version: ssl.TLSVersion = ssl.TLSVersion.TLSv1_3) -> bytes:
-    """What a real TLS client would send first."""
+    """Return the first bytes that a real TLS client sends."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False
     context.verify_mode = ssl.CERT_NONE
@@ -126,7 +128,7 @@ def read_some(client: socket.socket, until: bytes) -> bytes:
 
 
 def get(place: str, *headers: str, method: str = "GET", body: bytes = b"", host: str | None = None) -> bytes:
-    """A request for http://`place`; `host` is its Host header when that is another one."""
+    """Return a request for http://`place`. `host`: a Host header that differs from `place`."""
     lines = [f"{method} http://{place} HTTP/1.1", f"Host: {host or place.partition('/')[0]}", *headers]
     return "\r\n".join([*lines, "", ""]).encode("latin-1") + body
 
@@ -139,12 +141,12 @@ def open_ground(
     max_connections: int = MAX_CONNECTIONS,
     **settings: Any,
 ) -> Iterator[Ground]:
-    """A proxy that knows site.example and `names`; `settings` are those of EgressSettings."""
+    """Run a proxy that knows site.example and `names`. `settings`: fields of EgressSettings."""
     resolver = StubResolver({"site.example": [["127.0.0.1"]]} | (names or {}))
     chosen = limits or ProxyLimits(watch_s=0.05, linger_s=0.5)
 
     def build() -> Proxy:
-        # Locks and semaphores belong to the loop that runs them.
+        # Locks and semaphores belong to the event loop that uses them.
         rules = addresses or AddressRules()
         allowances = Allowances(max_tenant_connections=max_connections)
         return Proxy(Destinations(Names(lambda: resolver), rules, chosen), allowances, chosen)
@@ -179,8 +181,8 @@ def _running(settings: EgressSettings, build: Callable[[], Proxy], max_connectio
 
 @contextmanager
 def open_front(ground: Ground, rules: Mapping[str, Any]) -> Iterator[str]:
-    """A TCP port that stands in for a sandbox's loopback and sandboxd's tunnels; gives the proxy's URL as a sandbox
-    would have it.
+    """Open a TCP port that replaces a sandbox's loopback and the tunnels of sandboxd. Yields the proxy URL as a
+    sandbox sees the URL.
     """
     with socket.create_server(("127.0.0.1", 0)) as listening:
         threading.Thread(target=_accept_front, args=(listening, ground, rules), daemon=True).start()

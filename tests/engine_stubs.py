@@ -1,5 +1,5 @@
-"""Engines that go wrong, on unix sockets: stubs that never answer properly, and a relay to the real one that can be
-stalled and cut.
+"""Engines with faults, on Unix sockets: stubs that never answer correctly, and a relay to the real engine that tests
+can stall and cut.
 """
 
 import asyncio
@@ -16,25 +16,25 @@ _VERSION = b'{"ApiVersion": "1.41", "Version": "20.10.0"}'
 
 
 def real_engine_socket() -> str:
-    """Where the local engine listens, unless DOCKER_HOST names another unix socket."""
+    """Return the socket of the local engine, or the Unix socket that DOCKER_HOST names."""
     return urlsplit(os.environ.get("DOCKER_HOST") or "unix:///var/run/docker.sock").path
 
 
 async def answers_nothing(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """Accepts, reads, and is silent for ever."""
+    """Accept and read, but never answer."""
     while await reader.read(65536):
         pass
 
 
 async def stalls_in_its_header(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """Begins an answer and does not go on."""
+    """Begin an answer and never continue."""
     await reader.read(65536)
     writer.write(b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Le")
     await answers_nothing(reader, writer)
 
 
 async def drips(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """A byte at a time, each in time, never done."""
+    """Send one byte at a time. Each byte is in time, but the answer never ends."""
     await reader.read(65536)
     writer.write(b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: 100000\r\n\r\n")
     with contextlib.suppress(ConnectionError):
@@ -45,19 +45,19 @@ async def drips(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
 
 
 async def talks_garbage(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """What it says is no HTTP."""
+    """Send bytes that are not HTTP."""
     await reader.read(65536)
     writer.write(b"\x00\x15\x03\x01 SSH-2.0-OpenSSH_9.2\r\n" * 40)
 
 
 async def answers_something_else(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """Some web server: good JSON that is no engine's, once the version has been asked."""
+    """Answer the version request correctly, then answer as an ordinary web server: valid JSON that no engine sends."""
     while head := await reader.read(65536):
         _answer(writer, "200 OK", _VERSION if b"GET /version" in head else b"[1, 2, 3]")
 
 
 def refuses(words: bytes) -> Behaviour:
-    """An engine that gives its version, and a 500 with these words to all else."""
+    """Return an engine that reports its version and answers all other requests with a 500 with `words`."""
 
     async def behave(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while head := await reader.read(65536):
@@ -76,14 +76,14 @@ def _answer(writer: asyncio.StreamWriter, status: str, body: bytes) -> None:
 
 @asynccontextmanager
 async def stub_engine(path: Path, behaviour: Behaviour) -> AsyncIterator[None]:
-    """An engine of that behaviour at `path`."""
+    """Run an engine with this behaviour at `path`."""
     async with _serving(path, behaviour):
         yield
 
 
 class EngineRelay:
-    """Between a client and the real engine. Stalled, it takes what is said and passes it on when it is resumed, as a
-    hung engine does.
+    """A relay between a client and the real engine. A stalled relay accepts data and forwards the data after
+    `resume`, as a hung engine does.
     """
 
     def __init__(self, upstream: str) -> None:
@@ -92,7 +92,7 @@ class EngineRelay:
         self._flows.set()
         self._writers: set[asyncio.StreamWriter] = set()
         self.held = asyncio.Event()
-        """Something has been said to it since it was stalled."""
+        """Set when the relay has received data since it was stalled."""
 
     def stall(self) -> None:
         self.held.clear()
@@ -102,7 +102,7 @@ class EngineRelay:
         self._flows.set()
 
     def cut(self) -> None:
-        """Break every connection there is; new ones are taken."""
+        """Break all open connections. New connections are still accepted."""
         for writer in list(self._writers):
             writer.transport.abort()
 
@@ -127,7 +127,7 @@ class EngineRelay:
 
 @asynccontextmanager
 async def relayed_engine(path: Path) -> AsyncIterator[EngineRelay]:
-    """The real engine, heard at `path`."""
+    """Run a relay to the real engine at `path`."""
     relay = EngineRelay(real_engine_socket())
     async with _serving(path, relay.serve):
         yield relay

@@ -1,5 +1,5 @@
-"""Both ends of calls' events over a real Redis: one listener, and the writers of its calls, each in a thread as in a
-worker.
+"""Both ends of call events over a real Redis: one listener, and the writers of the calls. Each writer runs in a
+thread, as in a worker.
 """
 
 import asyncio
@@ -21,7 +21,7 @@ DEPLOYMENT = "test"
 
 
 class House:
-    """A listener, and the writers of calls of its tenants."""
+    """A listener, and the writers of the calls of its tenants."""
 
     def __init__(self, server: RedisProcess) -> None:
         self.broker = BrokerSettings.model_validate({"redis_url": server.url, "deployment": DEPLOYMENT})
@@ -38,7 +38,9 @@ class House:
     async def hear(
         self, work: Callable[[CallEventWriter], Any], on_output: OnOutput, call_id: str = "call-1"
     ) -> CallEventReader:
-        """Listen to a call whose worker is `work` in a thread; ends as a call does, with everything delivered."""
+        """Listen to a call while `work` acts as the worker in a thread. Ends as a call does, after all events are
+        delivered.
+        """
         async with self.events.listen("acme", call_id, {OUTPUT: output_handler(on_output)}, 30) as reader:
             await asyncio.to_thread(run_call, work, self.writer(call_id))
         assert reader is not None
@@ -63,7 +65,7 @@ def run_call(work: Callable[[CallEventWriter], Any], writer: CallEventWriter) ->
 
 
 class Screen:
-    """What a caller was shown."""
+    """The output that a caller received."""
 
     def __init__(self) -> None:
         self.pieces: list[tuple[str, str]] = []

@@ -1,4 +1,4 @@
-"""A container engine without containers: socket pairs, and guests that are a test's script."""
+"""A container engine without containers: socket pairs, and guests that follow a test's script."""
 
 import asyncio
 import contextlib
@@ -25,12 +25,12 @@ CLEAN: Mapping[str, Any] = {
     "python": [3, 11, 2],
     "programs": ["bash"],
 }
-"""What a guest tells of a sandbox that nobody has used."""
+"""The state that a guest reports for an unused sandbox."""
 
 
 class FakeGuest:
-    """The other end of an attached container: frames in and out, multiplexed as the engine does it. What it does is the
-    test's script.
+    """The other end of an attached container: frames in and out, multiplexed as the engine does. The test's script
+    controls the guest.
     """
 
     def __init__(self, sock: socket.socket, config: Mapping[str, Any]) -> None:
@@ -43,7 +43,7 @@ class FakeGuest:
         self.gone = asyncio.Event()
 
     async def next(self) -> Frame:
-        """The next frame from the host. Raises EOFError when the host has closed."""
+        """Return the next frame from the host. Raises EOFError when the host has closed the stream."""
         loop = asyncio.get_running_loop()
         while not self._frames:
             data = await loop.sock_recv(self._sock, 65536)
@@ -53,7 +53,7 @@ class FakeGuest:
         return self._frames.pop(0)
 
     async def request(self) -> tuple[dict[str, Any], bytes]:
-        """The next whole request: its header and body."""
+        """Return the header and the body of the next complete request."""
         first = await self.next()
         body = first.body
         while len(body) < first.header.get("body_bytes", 0):
@@ -64,7 +64,7 @@ class FakeGuest:
         await self.send_raw(encode_frame(header, body, max_total=MAX_UP))
 
     async def send_raw(self, data: bytes, stream: int = 1) -> None:
-        """Bytes of PID 1's stdout (1) or stderr (2), in one engine message."""
+        """Send bytes of PID 1's stdout (1) or stderr (2) in one engine message."""
         await asyncio.get_running_loop().sock_sendall(self._sock, _MUX.pack(stream, len(data)) + data)
 
     async def hello(self) -> None:
@@ -74,8 +74,8 @@ class FakeGuest:
         await self.send({"id": request["id"], "ev": "done", **fields})
 
     def die(self) -> None:
-        """PID 1 ends: the attached stream ends on both sides. Its descriptor is closed by who plays it, who may be
-        reading.
+        """End PID 1: the attached stream ends on both sides. The script that plays the guest closes the descriptor,
+        because the script may still be reading.
         """
         self.gone.set()
         with contextlib.suppress(OSError):
@@ -90,7 +90,7 @@ Behaviour = Callable[[FakeGuest], Awaitable[None]]
 
 
 async def echoing(guest: FakeGuest) -> None:
-    """Greets, then answers every request: its body comes back as stdout."""
+    """Send a greeting, then answer every request with its body as stdout."""
     await guest.hello()
     while True:
         request, body = await guest.request()
@@ -108,14 +108,14 @@ async def echoing(guest: FakeGuest) -> None:
 
 
 async def silent(guest: FakeGuest) -> None:
-    """Greets, and never answers a request, not even a cancel."""
+    """Send a greeting, and never answer a request, not even a cancel."""
     await guest.hello()
     while True:
         await guest.next()
 
 
 class FakeEngine:
-    """Containers that are socket pairs; each start takes the next behaviour, the last one for ever."""
+    """Containers that are socket pairs. Each start uses the next behaviour; the last behaviour is repeated."""
 
     def __init__(self, *behaviours: Behaviour) -> None:
         self._behaviours = list(behaviours) or [echoing]

@@ -1,6 +1,4 @@
-"""The parts of hosts for tests: a sandboxd whose sessions are rows in memory, and locations of sessions on a real
-Redis.
-"""
+"""Parts of hosts for tests: a sandboxd whose sessions are rows in memory, and session locations on a real Redis."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -23,7 +21,7 @@ _SIGNED = ("checkpoint", "automatic")
 
 
 def build_report(queue: str = "host.a.b1", worker: str = "w1", **fields: Any) -> HostReport:
-    """Of a healthy sandbox host with four slots."""
+    """Return the report of a healthy sandbox host with four slots."""
     plain = {
         "host": queue.split(".")[1],
         "queue": queue,
@@ -37,8 +35,8 @@ def build_report(queue: str = "host.a.b1", worker: str = "w1", **fields: Any) ->
 
 
 class MemorySandboxd:
-    """Sessions by name. `refuse`: session -> what `checkpoint` raises; `before_checkpoint`: called with the name each
-    time.
+    """A sandboxd that holds sessions by name. `refuse`: session to the error that `checkpoint` raises.
+    `before_checkpoint`: called with the name before each checkpoint.
     """
 
     def __init__(self) -> None:
@@ -60,7 +58,7 @@ class MemorySandboxd:
 
 
 class MemoryClient(SandboxClient):
-    """One connection to it."""
+    """One connection to a MemorySandboxd."""
 
     def __init__(self, sandboxd: MemorySandboxd) -> None:
         super().__init__("/nonexistent")
@@ -103,7 +101,9 @@ class MemoryClient(SandboxClient):
 
 
 class HostGround:
-    """One deployment on a real Redis: locations of sessions as orchestrators make them, and workers' views of them."""
+    """One deployment on a real Redis: the session locations that orchestrators write, and the workers' views of the
+    locations.
+    """
 
     def __init__(self, server: RedisProcess) -> None:
         self.redis: redis.Redis = server.client()

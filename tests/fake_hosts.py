@@ -1,4 +1,4 @@
-"""Hosts and locations of sessions in memory, for tests of what is above them."""
+"""Hosts and session locations in memory, for tests of the layers above."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from store.sessions import HostFate, SessionAddress, SessionStore
 
 
 def build_report(name: str = "h1", **fields: Any) -> HostReport:
-    """A host with room, as it reports."""
+    """Return the report of a host with free slots."""
     told = {
         "host": name,
         "queue": f"host.{name}.b00t",
@@ -28,7 +28,7 @@ def build_report(name: str = "h1", **fields: Any) -> HostReport:
 
 
 class StaticHosts:
-    """Those that live; a test may change them."""
+    """The live hosts. A test may change the list."""
 
     def __init__(self, *reports: HostReport) -> None:
         self.all = list(reports)
@@ -38,7 +38,7 @@ class StaticHosts:
 
 
 class MemorySessionStore(SessionStore):
-    """Locations in memory, for one program that no host is lost for."""
+    """Locations in memory, for a program that never loses a host."""
 
     def __init__(self) -> None:
         self.known: dict[tuple[str, str], SessionLocation] = {}
@@ -77,7 +77,7 @@ class MemorySessionStore(SessionStore):
 
 
 class NoLedger:
-    """Of a program that loses no call."""
+    """The ledger of a program that never loses a call."""
 
     async def renew(self, tenant: str, call_id: str, attempt: int) -> bool:
         return False
@@ -87,5 +87,5 @@ class NoLedger:
 
 
 def build_pool(*reports: HostReport) -> Pool:
-    """A pool of those hosts, or of one."""
+    """Return a pool of these hosts, or of one default host."""
     return Pool(MemorySessionStore(), StaticHosts(*(reports or (build_report(),))), NoLedger())

@@ -1,4 +1,4 @@
-"""sandboxd in this process over a fake engine: its parts put together as house.py does, and a daemon on a real
+"""sandboxd in this process over a fake engine. The parts are combined as in house.py, and a daemon listens on a real
 socket.
 """
 
@@ -40,7 +40,7 @@ PLAN: SandboxPlan = PLANS.standard()
 
 @dataclass(eq=False)
 class KeptWorkspace:
-    """A workspace that is there as long as its maker."""
+    """A workspace that lives as long as the object that created the workspace."""
 
     name: str
     size: WorkspaceSize
@@ -66,7 +66,7 @@ class KeptWorkspace:
 
 
 class KeptWorkspaces:
-    """Workspaces that outlive containers, in memory. `overfull`: what `find_overfull` tells."""
+    """Workspaces in memory that outlive containers. `overfull`: the result of `find_overfull`."""
 
     kind: Literal["image"] = "image"
 
@@ -94,7 +94,7 @@ class KeptWorkspaces:
 
 
 class MemorySuspensionStore(SuspensionStore):
-    """Counts archives. `refuse`, `refuse_to_unpack`: how many fail."""
+    """A store that counts archives. `refuse`, `refuse_to_unpack`: how many operations fail."""
 
     def __init__(self) -> None:
         self.archives: dict[str, str] = {}
@@ -148,7 +148,7 @@ class FakeHost:
 
     @property
     def alive(self) -> list[str]:
-        """Containers."""
+        """Return the running containers."""
         return list(self.engine.alive)
 
 
@@ -165,7 +165,7 @@ def build_host(
     plans: Plans = PLANS,
     prepare_network: Callable[[Session, Sandbox], None] | None = None,
 ) -> FakeHost:
-    """All parts, over a fake engine; `folder` is what a next host of that name finds again."""
+    """Build all parts over a fake engine. The next host of the same name finds the content of `folder`."""
     engine = engine or FakeEngine(*behaviours)
     lease = Lease.take(folder / "leases", name)
     records = Records(folder / name)
@@ -187,7 +187,7 @@ def build_host(
 
 @asynccontextmanager
 async def open_host(folder: Path, *behaviours: Behaviour, **how: Any) -> AsyncIterator[FakeHost]:
-    """A host that is taken down at the end, whatever its engine has been told to refuse."""
+    """Open a host and close the host on exit, whatever the engine refuses."""
     host = build_host(folder, *behaviours, **how)
     try:
         yield host
@@ -245,7 +245,7 @@ async def running_sandboxd(
     plans: Plans = PLANS,
     **how: Any,
 ) -> AsyncIterator[Sandboxd]:
-    """sandboxd without a container engine. `behaviours`: of the guests, in the order in which they are started."""
+    """Run sandboxd without a container engine. `behaviours`: of the guests, in the order of their start."""
     host = build_host(path, *behaviours, plans=plans, **how)
     allowed = frozenset({os.geteuid()}) if uids is None else uids
     shelf = SkillStore(host.engine, "default", {})  # type: ignore[arg-type]
@@ -264,7 +264,7 @@ async def running_sandboxd(
 
 
 def listed(name: str, *, sandboxd: str = "other", deployment: str = "default", lease: str = "", **fields: Any) -> Any:
-    """A container as the engine lists it."""
+    """Return a container as the engine lists the container."""
     from workers.sandboxd.runtime.engine import ListedContainer
 
     labels = {LABEL_DEPLOYMENT: deployment, LABEL_SANDBOXD: sandboxd, LABEL_LEASE: lease, **fields.pop("labels", {})}

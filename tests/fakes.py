@@ -1,4 +1,4 @@
-"""Fakes that stand where a process of ours would: catalog, transport, ledger, blobs, sandbox client."""
+"""Fakes that replace a process of the product: catalog, transport, ledger, blobs and sandbox client."""
 
 import asyncio
 import time
@@ -39,7 +39,7 @@ class StaticCatalog:
 
 
 class AnsweringTransport:
-    """A transport whose worker is a function: (call, context) -> result. What it raises is raised by `deliver`."""
+    """A transport whose worker is a function: (call, context) -> result. `deliver` raises what the function raises."""
 
     def __init__(self, answer: Callable[[ToolCall, ToolContext], ToolResult | Awaitable[ToolResult]]) -> None:
         self._answer = answer
@@ -70,11 +70,11 @@ class AnsweringTransport:
         self.contexts.append(context)
 
     async def aclose(self) -> None:
-        """Nothing to close."""
+        """Close nothing."""
 
 
 class MemoryAsyncBlobs:
-    """Blobs in a dict, for the orchestrator. What is dropped can still be looked at."""
+    """Blobs in a dict, for the orchestrator. Tests can still read dropped blobs."""
 
     def __init__(self) -> None:
         self.kept: dict[str, bytes] = {}
@@ -93,7 +93,7 @@ class MemoryAsyncBlobs:
 
 
 class StreamModel:
-    """A model whose stream is a function of the request; for streams that stall, die or are watched."""
+    """A model whose stream is a function of the request, for streams that stall, break or are observed."""
 
     name = "stream"
 
@@ -104,11 +104,11 @@ class StreamModel:
         return self._stream(request)
 
     async def aclose(self) -> None:
-        """Nothing to close."""
+        """Close nothing."""
 
 
 async def close_hub(hub: ResultHub) -> None:
-    """Close, and cancel the closing when it hangs: see the known bug about a swallowed cancellation."""
+    """Close the hub, and cancel the close if it hangs. See the known defect about a swallowed cancellation."""
     closing = asyncio.create_task(hub.close())
     finished, _ = await asyncio.wait({closing}, timeout=1)
     if not finished:
@@ -120,7 +120,7 @@ async def close_hub(hub: ResultHub) -> None:
 
 
 class MemoryLedger:
-    """Claims in a set. `verdict`: what claims are told instead of being granted."""
+    """A ledger with its claims in a set. `verdict`: the reply to claims instead of a grant."""
 
     def __init__(self, verdict: CallClaim | None = None) -> None:
         self.verdict = verdict
@@ -178,7 +178,9 @@ class MemoryBlobs:
 
 
 class FakeSandboxClient(SandboxClient):
-    """Answers requests from a script: a GuestResponse, an exception, or a function of (request, body)."""
+    """A client that answers requests from a script. An entry is a GuestResponse, an exception, or a function of
+    (request, body).
+    """
 
     def __init__(self, *answers: Any) -> None:
         super().__init__("/nonexistent")
@@ -189,7 +191,7 @@ class FakeSandboxClient(SandboxClient):
         self.closed: list[str] = []
         self.cancelled: list[tuple[str, str]] = []
         self.skills: dict[str, tuple[str, bytes]] = {}
-        """By digest: the folder, and the archive that was placed there."""
+        """The placed skills: digest to the folder and the archive."""
         self.placed = 0
 
     def call(self, name: str, request: Mapping[str, Any], body: bytes = b"", **_: Any) -> GuestResponse:
@@ -255,6 +257,6 @@ def build_executor(
     policy: CallPolicy | None = None,
     **resources: Any,
 ) -> Executor:
-    """An executor without middleware; `resources`: further fields of WorkerResources."""
+    """Build an executor without middleware. `resources`: further fields of WorkerResources."""
     shared = WorkerResources(facts, holder, client, **resources)
     return Executor(registry, claims, blobs, shared, policy or CallPolicy(registry), clock=clock)

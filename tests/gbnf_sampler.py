@@ -1,5 +1,5 @@
-"""Strings of a GBNF grammar, as far as ours use the notation: literals, character classes, groups, `|`, `?`, `*`,
-`{m,n}`, rules.
+"""Generate strings of a GBNF grammar. The supported notation is the one that the product uses: literals, character
+classes, groups, `|`, `?`, `*`, `{m,n}` and rules.
 """
 
 import re
@@ -17,7 +17,7 @@ MAX_DEPTH = 24
 
 
 class Grammar:
-    """A parsed grammar. `sample` makes one string of a rule."""
+    """A parsed grammar. `sample` generates one string of a rule."""
 
     def __init__(self, text: str) -> None:
         self._rules = {}
@@ -39,7 +39,7 @@ class Grammar:
         if kind == "all":
             return "".join(self._sample(random, part, depth) for part in node[1])
         if kind == "any":
-            # Deep down the last alternative: those of a recursive rule end with a flat one.
+            # At a great depth the last alternative is used, because recursive rules end with a flat alternative.
             choice = node[1][-1] if depth > MAX_DEPTH else random.choice(node[1])
             return self._sample(random, choice, depth)
         low, high = node[2], node[3]
@@ -108,7 +108,9 @@ def _unescape(text: str) -> str:
 
 
 def _characters(inside: str) -> Callable[[Random], str]:
-    """Draws a character of a class; of a negated one mostly those that mean something in a tag."""
+    """Return a function that draws a character of a class. A negated class mostly gives characters that have a
+    meaning in a tag.
+    """
     is_negated = inside.startswith("^")
     parts = re.findall(r"(\\x[0-9a-fA-F]{2}|\\.|[^\\])(?:-(\\x[0-9a-fA-F]{2}|\\.|[^\\]))?", inside.removeprefix("^"))
     ranges = [(_unescape(first), _unescape(last or first)) for first, last in parts]

@@ -1,5 +1,5 @@
-"""An exec as the guest makes it, by this machine's Python and without a sandbox around: for programs that the worker
-sends into sandboxes.
+"""Run an exec as the guest does, with the local Python and without a sandbox. For programs that the worker sends into
+sandboxes.
 """
 
 import contextlib
@@ -16,14 +16,14 @@ _ENVIRONMENT = {"PATH": "/usr/bin:/bin"}
 
 
 def run_here(request: Mapping[str, Any], body: bytes) -> GuestResponse:
-    """What the program gave."""
+    """Run the program of an exec request and return the response."""
     argv = [sys.executable, *request["argv"][1:]]
     done = subprocess.run(argv, input=body, capture_output=True, timeout=60, check=False, env=_ENVIRONMENT)
     return build_printed(done.stdout, done.stderr)
 
 
 def build_printed(stdout: bytes, stderr: bytes = b"", **fields: Any) -> GuestResponse:
-    """The answer of an exec that printed this, all of it kept."""
+    """Return the response of an exec that printed this output without loss."""
     response = build_exec_response(stdout, stderr, **fields)
     return GuestResponse(
         {**response.done, "streams": {"stdout": {"total": len(stdout)}}}, {"stdout": stdout, "stderr": stderr}
@@ -31,8 +31,11 @@ def build_printed(stdout: bytes, stderr: bytes = b"", **fields: Any) -> GuestRes
 
 
 class LocalSandbox:
-    """Execs and background jobs of one session. `execs`: those that run, for a test that cancels one. `takes_jobs`
-    False: as beside too many others. `state`, `age_s`: what it says of every job."""
+    """Execs and background jobs of one session.
+
+    `execs`: the running execs, for a test that cancels an exec. `takes_jobs`: False rejects a job, as with too many
+    other jobs. `state`, `age_s`: reported for every job.
+    """
 
     def __init__(self) -> None:
         self.ops: list[str] = []
@@ -86,7 +89,9 @@ class LocalSandbox:
 
 @contextlib.contextmanager
 def open_local_sandbox() -> Iterator[LocalSandbox]:
-    """Nothing of it is left after the block, but what a server of a killed keeper has put into sessions of its own."""
+    """Yield a local sandbox. Nothing of the sandbox remains after the block, except servers that a killed keeper
+    moved into their own sessions.
+    """
     sandbox = LocalSandbox()
     try:
         yield sandbox

@@ -1,4 +1,6 @@
-"""The guest as PID 1 of a real pid namespace, without Docker: started, spoken to, and looked at from outside."""
+"""The guest as PID 1 of a real pid namespace, without Docker. Tests start the guest, exchange frames with it, and
+inspect it from outside.
+"""
 
 import compileall
 import contextlib
@@ -25,7 +27,7 @@ GUEST_PARENT = Path(__file__).resolve().parent.parent / "sandbox-images"
 if str(GUEST_PARENT) not in sys.path:
     sys.path.append(str(GUEST_PARENT))
 
-# Another version of Python, to see whether the guest runs on it (scripts/check-guest-pythons).
+# Another version of Python, to check whether the guest runs on that version (scripts/check-guest-pythons).
 _PYTHON = os.environ.get("TOOLCREW_GUEST_PYTHON") or (
     "/usr/bin/python3" if os.access("/usr/bin/python3", os.X_OK) else sys.executable
 )
@@ -37,10 +39,10 @@ _BOOT = (
     "paths = [path.encode() for path in sys.argv[4:7]];"
     "main(parse_options(sys.argv[7:]), GuestPaths(tuple(paths[:-1]), paths[-1]))"
 )
-# A user of its own for each guest: limits of processes count by user, over the whole host.
+# Each guest has its own user, because the kernel counts processes by user over the whole host.
 _FIRST_UID = 200_000
 DEADLINE_S = 20.0
-# Between two looks at the guest from outside: who looks without a pause takes its processor.
+# The pause between two inspections from outside. Polling without a pause takes the guest's processor time.
 _LOOK_S = 0.002
 
 
@@ -61,7 +63,7 @@ needs_namespace = pytest.mark.skipif(_refused is not None, reason=_refused or ""
 
 
 class Done:
-    """The end of one request: its done or pong header, and the bytes of each stream in the order they came."""
+    """The end of one request: its done or pong header, and the bytes of each stream in order of arrival."""
 
     def __init__(self, header: Mapping[str, Any], streams: Mapping[str, bytes]) -> None:
         self.header = header
@@ -75,7 +77,7 @@ class Done:
 
     @property
     def streams(self) -> tuple[str, ...]:
-        """The streams that any bytes came of."""
+        """Return the streams that delivered at least one byte."""
         return tuple(self._streams)
 
     def bytes_of(self, stream: str) -> bytes:
@@ -83,14 +85,14 @@ class Done:
 
     @property
     def code(self) -> str | None:
-        """The code of an error."""
+        """Return the code of an error, or None."""
         error = self.header.get("error")
         return str(error["code"]) if error else None
 
 
 class Guest:
-    """A running guest. It runs as an unprivileged user, with `workspace` and `tmp` as its roots and `output` for what
-    is too long.
+    """A running guest. The guest runs as an unprivileged user. Its roots are `workspace` and `tmp`; `output` holds
+    output that is too long.
     """
 
     def __init__(
@@ -106,7 +108,8 @@ class Guest:
         roots = [str(root) for root in (self.workspace, self.tmp, self.output)]
         guest = [_PYTHON, "-I", "-S", "-u", "-c", _BOOT, str(GUEST_PARENT), str(idle_s), faults, *roots, *options]
         user = ["setpriv", f"--reuid={uid}", f"--regid={uid}", "--clear-groups", "--no-new-privs", "--inh-caps=-all"]
-        # Not sh: dash knows no `ulimit -u`. A limit that cannot be set must end the start, not be missing.
+        # dash has no `ulimit -u`, so sh is not used. A limit that cannot be set must stop the start instead of being
+        # ignored.
         shell = ["/bin/bash", "--norc", "-c", f'set -e; {shell_prefix} exec "$@"', "bash"]
         self._process = subprocess.Popen(
             ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc", *shell, *user, *guest],
@@ -125,11 +128,11 @@ class Guest:
 
     @property
     def pipes(self) -> tuple[IO[bytes], IO[bytes]]:
-        """Its stdin and stdout, for a test that speaks to it in its own way."""
+        """Return the guest's stdin and stdout, for a test that uses its own protocol."""
         return self._stdin, self._stdout
 
     def connect(self, port: int) -> socket.socket:
-        """A connection to its loopback, as a program in it would make one. Raises OSError."""
+        """Return a connection to the guest's loopback, as a program inside the guest would open. Raises OSError."""
         made: list[socket.socket | OSError] = []
 
         def connect() -> None:
@@ -141,7 +144,7 @@ class Guest:
             except OSError as error:
                 made.append(error)
 
-        # A socket stays in the network that its thread was in.
+        # A socket stays in the network namespace of the thread that created the socket.
         thread = threading.Thread(target=connect)
         thread.start()
         thread.join()
@@ -151,7 +154,7 @@ class Guest:
 
     @property
     def pid(self) -> int:
-        """PID 1, as the outside numbers it."""
+        """Return the pid of PID 1 as seen from outside."""
         outer = self._process.pid
         return int(Path(f"/proc/{outer}/task/{outer}/children").read_text().split()[0])
 
@@ -169,7 +172,7 @@ class Guest:
         return self._process.wait(DEADLINE_S)
 
     def next_frame(self) -> Frame:
-        """The next frame; fails the test when none comes or the guest has gone."""
+        """Return the next frame. Fails the test if no frame arrives or the guest has exited."""
         poller = select.poll()
         poller.register(self._stdout, select.POLLIN)
         while not self._waiting:
@@ -180,7 +183,7 @@ class Guest:
         return self._waiting.pop(0)
 
     def start(self, op: str, body: bytes = b"", **fields: object) -> str:
-        """Send a request and its body; the answer is taken by `finish`."""
+        """Send a request and its body. `finish` receives the response."""
         request_id = secrets.token_hex(16)
         self.send({"id": request_id, "op": op, "body_bytes": len(body), **fields}, body[: MAX_DOWN // 2])
         for at in range(MAX_DOWN // 2, len(body), MAX_DOWN // 2):
@@ -188,7 +191,7 @@ class Guest:
         return request_id
 
     def finish(self, request_id: str) -> Done:
-        """The end of a request; frames of others are kept for their own `finish`."""
+        """Return the end of a request. Frames of other requests are kept for their own `finish`."""
         while request_id not in self._ended:
             frame = self.next_frame()
             frame_id = frame.header["id"]
@@ -219,7 +222,7 @@ class Guest:
         return self.finish(self.start_script(script, stdin, **fields))
 
     def wait_for_file(self, name: str) -> str:
-        """The content of a workspace file, once a program has written a whole line to it."""
+        """Return the content of a workspace file after a program has written a whole line."""
         give_up_at = time.monotonic() + DEADLINE_S
         while time.monotonic() < give_up_at:
             with contextlib.suppress(FileNotFoundError):
@@ -230,11 +233,13 @@ class Guest:
         raise AssertionError(f"{name} was not written")
 
     def resident_bytes(self) -> int:
-        """Memory of PID 1, file pages included."""
+        """Return the memory of PID 1 in bytes, including file pages."""
         return int(Path(f"/proc/{self.pid}/status").read_text().split("VmRSS:")[1].split()[0]) * 1024
 
     def others(self) -> dict[int, str]:
-        """Every process of the namespace but PID 1, by the outside's pid, with its state letter; zombies included."""
+        """Return the state letter of every process of the namespace except PID 1, keyed by outside pid. Zombies are
+        included.
+        """
         one = self.pid
         namespace = os.readlink(f"/proc/{one}/ns/pid")
         found = {}
@@ -246,9 +251,7 @@ class Guest:
         return found
 
     def wait_alone(self) -> bool:
-        """Whether PID 1 becomes the only process: a supervisor that waits for its next call ends after its idle
-        time.
-        """
+        """Return whether PID 1 becomes the only process. A supervisor that waits for a call ends after its idle time."""
         give_up_at = time.monotonic() + DEADLINE_S
         while self.others():
             if time.monotonic() > give_up_at:
@@ -275,16 +278,16 @@ def _state(entry: Path) -> str:
 def running_guest(
     shell_prefix: str = "", idle_s: float = 1.0, options: Sequence[str] = (), faults: str = ""
 ) -> Iterator[Guest]:
-    """A guest with fresh roots. `shell_prefix` runs before it as root, to set limits: `ulimit -u 60;`.
+    """Run a guest with fresh roots. `shell_prefix` runs before the guest as root, to set limits: `ulimit -u 60;`.
 
-    `idle_s`: how long a supervisor waits for its next call; little, for who looks at what is left after each.
-    `options`: what the entry point tells the guest, as `--life 3`. `faults`: Python that the guest runs before its
-    loop, to make system calls fail.
+    `idle_s`: how long a supervisor waits for its next call; tests of leftovers use a small value. `options`: options
+    of the entry point, such as `--life 3`. `faults`: Python code that runs before the guest's loop and makes system
+    calls fail.
     """
-    # Not below pytest's own directory, which other users may not enter.
+    # Other users may not enter the directory of pytest.
     base = Path(tempfile.mkdtemp(prefix="toolcrew-guest-"))
     base.chmod(0o755)
-    # The guest's user cannot write them, and as an image it starts with them.
+    # The guest's user cannot create these files. A guest in an image starts with the same files.
     compileall.compile_dir(GUEST_PARENT / "guest", quiet=1)
     try:
         guest = Guest(base, shell_prefix, idle_s, options, faults)

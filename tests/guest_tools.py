@@ -1,6 +1,4 @@
-"""The worker's tools over a real guest, without Docker: what sandboxd checks of a request and lets pass of an answer is
-between them.
-"""
+"""The worker's tools over a real guest, without Docker. The request and response checks of sandboxd apply in between."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -18,7 +16,7 @@ _REGISTRY = build_registry()
 
 
 class GuestClient(FakeSandboxClient):
-    """Answers every request by asking the guest."""
+    """A client that sends every request to the guest."""
 
     def __init__(self, guest: Guest) -> None:
         super().__init__()

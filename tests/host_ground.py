@@ -1,8 +1,8 @@
-"""Several hosts on this machine: each a sandboxd and a worker of its own with a stand-in for its engine, one Redis and
-one store for all.
+"""Several hosts on one machine, with one Redis and one store. Each host has its own sandboxd, worker and engine
+relay.
 
-Everything is a real process that is started again when it ends, as a supervisor of services does, and can be killed and
-paused by its role: `redis`, `tools` (the worker without sandboxes), and `<host>.engine`, `<host>.sandboxd`,
+Everything is a real process that is restarted when it ends, as a service supervisor does. Tests kill and pause a
+process by its role: `redis`, `tools` (the worker without sandboxes), and `<host>.engine`, `<host>.sandboxd`,
 `<host>.worker`.
 """
 
@@ -26,7 +26,7 @@ from orchestrator.operations.redis_server import find_redis_server, write_redis_
 from tests.stack import ROOT, UP_S, Footprint, children_of, end_process, free_port, open_footprint, wait_until
 
 PAUSES_S = (0.0, 0.3, 1.0)
-"""Before a process is started again, the last of them from then on."""
+"""Pauses before a process is restarted, in seconds. The last pause is repeated."""
 PASSWORD = "a-test-password"
 _BOUND = """
 import ctypes, os, sys
@@ -34,22 +34,20 @@ ctypes.CDLL(None).prctl(1, 9)
 if os.getppid() == int(sys.argv[1]):
     os.execvp(sys.argv[2], sys.argv[2:])
 """
-"""Becomes the program of its arguments, and is killed with whoever started it: a test run that is killed outright
-leaves no ground.
+"""A program that becomes the program of its arguments, and that the kernel kills together with its starter. A killed
+test run therefore leaves no process.
 """
 STEADY_S = 20.0
-"""After this long without an end the pauses begin anew."""
+"""After this many seconds without an exit, the pauses start again with the first."""
 
 
 def bound(argv: Sequence[str]) -> list[str]:
-    """How to start a program that must not outlive this process."""
+    """Return the command line of a program that must not outlive this process."""
     return [sys.executable, "-c", _BOUND, str(os.getpid()), *argv]
 
 
 class GroundProcess:
-    """A process that is kept running by a thread. One that was told to stop, or ends with exit code 0, is not started
-    again.
-    """
+    """A process that a thread keeps running. After `stop`, or after exit code 0, the process is not restarted."""
 
     def __init__(
         self, role: str, argv: Sequence[str], environment: Mapping[str, str], log: Path, tree: Path = ROOT
@@ -58,7 +56,7 @@ class GroundProcess:
         self._tree = tree
         self.environment = dict(environment)
         self.ends: list[int] = []
-        """Exit codes as of subprocess, of the ends that nobody asked for by `stop`."""
+        """Exit codes, as in subprocess, of exits that `stop` did not request."""
         self.is_kept = True
         self._argv = list(argv)
         self._log = log
@@ -76,20 +74,20 @@ class GroundProcess:
         return self._process is not None and self._process.poll() is None
 
     def start(self) -> None:
-        """Returns when there is a process."""
+        """Start the process and return when the process exists."""
         self._thread = threading.Thread(target=self._keep, name=f"keeps {self.role}", daemon=True)
         self._thread.start()
         self._has_begun.wait()
 
     def kill(self, number: int = signal.SIGKILL) -> int:
-        """Send a signal; gives the process that got it."""
+        """Send a signal and return the pid that received the signal."""
         pid = self.pid
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, number)
         return pid
 
     def stop(self, within_s: float = UP_S) -> None:
-        """End it in order, for good."""
+        """Stop the process in order and do not restart it."""
         self._stopping.set()
         if self._process is not None:
             self.kill(signal.SIGCONT)
@@ -99,7 +97,7 @@ class GroundProcess:
             self._thread.join(UP_S)
 
     def wait_for_another(self, than: int) -> int:
-        """The process that has taken the place of that one."""
+        """Wait until another process has replaced process `than`, and return the new pid."""
         wait_until(
             lambda: self.is_running and self.pid != than, UP_S, lambda: f"another {self.role}: {self.log()[-2000:]}"
         )
@@ -121,8 +119,8 @@ class GroundProcess:
             )
 
     def _keep(self) -> None:
-        """All in one thread, which lives as long as the process: the kernel binds a child to the thread that started
-        it.
+        """Start and restart the process in one thread that lives as long as the process. The kernel binds a child to
+        the thread that started the child.
         """
         pauses = iter(PAUSES_S)
         self._spawn()
@@ -144,14 +142,14 @@ class GroundProcess:
             self._spawn()
 
     def _clear(self) -> None:
-        """What a killed parent left of its pool goes with it, as where services are supervised."""
+        """Kill the pool children of a killed parent, as a service supervisor does."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGKILL)
 
 
 class Ground:
-    """The hosts, their Redis and their store. `tally`: a folder that every sandbox and every operator's tool can append
-    to.
+    """The hosts, their Redis and their store. `tally`: a folder to which every sandbox and every operator's tool can
+    append.
     """
 
     def __init__(self, footprint: Footprint, api: APIClient, settings: Mapping[str, str]) -> None:
@@ -161,10 +159,12 @@ class Ground:
         self.deployment = f"ground-{self.folder.name[4:]}"
         self.tally = self.folder / "tally"
         self.tally.mkdir()
-        self.tally.chmod(0o777)  # the sandboxes' user is another
+        self.tally.chmod(0o777)  # the sandboxes run as another user
         self.redis_url = f"redis://:{PASSWORD}@127.0.0.1:{free_port()}/0"
         self.has_orphans = False
-        """Whether an orchestrator was killed here: what it alone would have noted stays as it was."""
+        """Whether an orchestrator was killed here. Records that only this orchestrator would have updated stay
+        unchanged.
+        """
         self._settings = dict(settings)
         self._processes: dict[str, GroundProcess] = {}
 
@@ -187,7 +187,7 @@ class Ground:
         return self._processes[role].log()
 
     def environment(self, overrides: Mapping[str, str] | None = None) -> dict[str, str]:
-        """Of an orchestrator of this deployment."""
+        """Return the environment of an orchestrator of this deployment."""
         shared = {"TOOLCREW_REDIS_URL": self.redis_url, "TOOLCREW_DEPLOYMENT": self.deployment}
         return self.footprint.environment({**shared, **self._settings, **(overrides or {})})
 
@@ -202,12 +202,13 @@ class Ground:
         self.wait_redis()
 
     def wait_redis(self) -> None:
-        """Until it answers, with its data."""
+        """Wait until Redis answers with its data loaded."""
         wait_until(self._redis_answers, UP_S, lambda: self.log("redis"))
 
     def start_host(self, name: str, tree: Path = ROOT, **settings: str) -> None:
-        """`settings` by their names in lower case, without the prefix; for both of its processes, which run the sources
-        of `tree`. Returns when its engine's stand-in listens."""
+        """Start a host and return when its engine relay listens. Both processes of the host run the sources of
+        `tree`. `settings`: names in lower case, without the prefix.
+        """
         folder = self.folder / name
         folder.mkdir()
         engine, sandboxd = folder / "engine.sock", folder / "sandboxd.sock"
@@ -224,7 +225,7 @@ class Ground:
             "TALLY": str(self.tally),
         }
         if tree != ROOT:
-            # The earlier releases' name of TOOLCREW_POOL_SIZE.
+            # The name of TOOLCREW_POOL_SIZE in earlier releases.
             daemon["TOOLCREW_POOL_TARGET"] = "0"
         self._start(
             f"{name}.sandboxd", [sys.executable, "-m", "tests.chaos.sandboxd_with_tally"], {**daemon, **own}, tree
@@ -233,7 +234,7 @@ class Ground:
         self._start(f"{name}.worker", [sys.executable, "-m", "workers"], {**worker, **own}, tree)
 
     def start_tools(self, **settings: str) -> None:
-        """A worker without sandboxes, with the tool that appends to the tally."""
+        """Start a worker without sandboxes, with the tool that appends to the tally."""
         own = {f"TOOLCREW_{key.upper()}": value for key, value in settings.items()}
         worker = {
             "TOOLCREW_HOST": "tools",
@@ -246,36 +247,36 @@ class Ground:
         self._start("tools", [sys.executable, "-m", "workers"], {**worker, **own})
 
     def wait_ready(self) -> None:
-        """Until every worker that was started reports."""
+        """Wait until every started worker reports."""
         wanted = len([role for role in self._processes if role.endswith(".worker") or role == "tools"])
         wait_until(lambda: self._reporting() >= wanted, UP_S, self.last_words)
-        self.footprint.processes()  # learns the names whose containers are cleared at the end
+        self.footprint.processes()  # records the names whose containers are removed on exit
 
     def kill(self, role: str, number: int = signal.SIGKILL) -> int:
-        """Send a signal; gives the process that got it."""
+        """Send a signal and return the pid that received the signal."""
         return self._processes[role].kill(number)
 
     def pause(self, role: str) -> int:
         return self.kill(role, signal.SIGSTOP)
 
     def resume(self, pid: int) -> None:
-        """Let a paused process go on, whatever took its role since."""
+        """Resume a paused process, even if another process has taken its role."""
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGCONT)
 
     def pool_children(self, role: str) -> list[int]:
-        """The processes in which a worker with a prefork pool runs its calls."""
+        """Return the pids of the processes in which a prefork worker runs its calls."""
         return children_of(self._processes[role].pid)
 
     def stop(self) -> None:
-        """All in order: workers first, so that each gives its report back; Redis last."""
+        """Stop everything in order. Workers stop first, so that each worker withdraws its report; Redis stops last."""
         for parts in (("tools", "worker"), ("sandboxd",), ("engine",), ("redis",)):
             due = [one for role, one in self._processes.items() if role.rpartition(".")[2] in parts]
             with ThreadPoolExecutor(len(due) or 1) as threads:
                 list(threads.map(lambda one: one.stop(20.0), due))
 
     def last_words(self) -> str:
-        """The end of every log."""
+        """Return the end of every log."""
         return "\n".join(f"--- {role} (ends: {one.ends})\n{one.log()[-1500:]}" for role, one in self._processes.items())
 
     def _start(self, role: str, argv: Sequence[str], environment: Mapping[str, str], tree: Path = ROOT) -> None:
@@ -302,8 +303,8 @@ class Ground:
 def open_ground(
     api: APIClient, *hosts: str, tools: bool = False, settings: Mapping[str, str] | None = None
 ) -> Iterator[Ground]:
-    """Hosts that serve. All is ended at the end and cleared, whatever happened. `settings`: environment of every
-    process.
+    """Run hosts that serve calls. Everything is stopped and removed on exit, even after an error. `settings`:
+    environment of every process.
     """
     with open_footprint(api) as footprint:
         ground = Ground(footprint, api, settings or {})

@@ -1,4 +1,4 @@
-"""Runs that programs start, worked for real on a real Redis: the model plays a script, and the pool's one worker is a
+"""Runs that programs start, executed on a real Redis. The model follows a script, and the pool's only worker is a
 function.
 """
 
@@ -29,7 +29,7 @@ MadeHosted = Callable[..., "HostedGround"]
 
 
 class HostedGround(ItemGround):
-    """One process that starts runs of tenant acme, follows them, and works them while `working`."""
+    """One process that starts runs of tenant acme, follows the runs, and executes the runs inside `working`."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -42,7 +42,7 @@ class HostedGround(ItemGround):
 
     @asynccontextmanager
     async def working(self) -> AsyncIterator[Runner]:
-        """It takes what is there within the block."""
+        """Execute waiting runs within the block."""
         runner = self.runner()
         task = asyncio.create_task(runner.run())
         try:
@@ -53,12 +53,12 @@ class HostedGround(ItemGround):
             await asyncio.gather(task, return_exceptions=True)
 
     async def start(self, body: RunBody = ECHO, **options: Any) -> str:
-        """The id of a run that was started."""
+        """Start a run and return its id."""
         ground = options.pop("ground", Ground())
         return (await self.runs.start("acme", body, ground, **options)).id
 
     async def events(self, run: str, after: str = "") -> list[Event]:
-        """All until its end, which have to come soon."""
+        """Return all events of a run until its end. The end must come soon."""
         async with asyncio.timeout(SOON_S):
             return [json.loads(text) | {"id": event} async for event, text in self.runs.follow("acme", run, after)]
 
@@ -67,12 +67,12 @@ class HostedGround(ItemGround):
         return await self.runs.get("acme", run)
 
     async def told(self, run: str) -> list[Event]:
-        """What is in its stream by now."""
+        """Return the events that the run's stream contains now."""
         found: Any = await self.client.xrange(f"toolcrew:d:t:acme:run.{run}:events")
         return [json.loads(fields[b"e"]) | {"id": event.decode()} for event, fields in found]
 
     async def claimed(self) -> RunClaim:
-        """The next run, claimed by hand."""
+        """Claim the next run without a runner."""
         (claim,) = await self.queue.claim(1)
         return claim
 
@@ -83,7 +83,7 @@ def types(events: list[Event]) -> list[str]:
 
 @asynccontextmanager
 async def open_hosted(redis_server: RedisProcess) -> AsyncIterator[MadeHosted]:
-    """Makes processes on one Redis, which share the places of sessions."""
+    """Yield a factory of processes on one Redis that share the session locations."""
     places, made = MemorySessionStore(), list[HostedGround]()
     async with redis.asyncio.Redis.from_url(redis_server.url, socket_timeout=30) as client:
 

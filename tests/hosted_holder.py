@@ -1,5 +1,5 @@
-"""A process that works one run of tenant acme until somebody kills it: its model calls a tool in each step, and the
-second call never ends.
+"""A process that executes one run of tenant acme until a test kills the process. The model calls a tool in each step,
+and the second call never ends.
 
 python -m tests.hosted_holder REDIS_URL
 """

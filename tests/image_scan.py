@@ -1,17 +1,17 @@
-"""What in an image's files could give rights to whoever runs in it."""
+"""Find files of an image that could give extra rights to programs of the image."""
 
 import subprocess
 import tarfile
 from typing import IO
 
 SCAN_S = 120.0
-# Where anybody may leave files, and nobody may touch another's.
+# Every user may write files here, but no user may change the files of another user.
 SHARED = ("tmp", "var/tmp", "run/lock")
 
 
 def scan_image(image: str) -> list[str]:
-    """Faults as `<what>: <path>`: programs that run with others' rights, by their mode or by a capability, and what
-    everybody may write.
+    """Return faults as `<kind>: <path>`. A fault is a program with extra rights, by mode or by capability, or a path
+    that every user can write.
     """
     made = subprocess.run(
         ["docker", "create", image, "x"], capture_output=True, text=True, check=True, timeout=SCAN_S
@@ -27,7 +27,7 @@ def scan_image(image: str) -> list[str]:
 
 
 def scan_files(archive: IO[bytes]) -> list[str]:
-    """The same of a tar archive; it is read to its end."""
+    """Return the faults of a tar archive. The archive is read to its end."""
     found, count = [], 0
     with tarfile.open(fileobj=archive, mode="r|") as files:
         for file in files:

@@ -1,5 +1,5 @@
-"""Environments with our wheel in them and just the packages that it asks for: those of this environment are lent,
-nothing is fetched.
+"""Environments with the toolcrew wheel and only its required packages. Packages are linked from the current
+environment; nothing is downloaded.
 """
 
 import subprocess
@@ -33,7 +33,7 @@ class Installed:
         return self.folder / "lib" / f"python{sys.version_info.major}.{sys.version_info.minor}" / "site-packages"
 
     def run(self, *argv: str, timeout_s: float = RUN_S, **environment: str) -> "subprocess.CompletedProcess[str]":
-        """A command with nothing of this environment around it."""
+        """Run a command without any part of the current environment."""
         given = {"PATH": f"{self.folder}/bin:/usr/bin:/bin", "HOME": str(self.folder), "LANG": "C.UTF-8", **environment}
         return subprocess.run(
             argv, cwd=self.folder, env=given, capture_output=True, text=True, timeout=timeout_s, check=False
@@ -41,7 +41,7 @@ class Installed:
 
 
 def build_wheel(folder: Path) -> Path:
-    """Our wheel, built from the working tree."""
+    """Build the toolcrew wheel from the working tree."""
     subprocess.run(
         [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", folder],
         cwd=ROOT,
@@ -54,15 +54,17 @@ def build_wheel(folder: Path) -> Path:
 
 
 def unpack_wheel(wheel: Path, folder: Path) -> Path:
-    """What the wheel installs, for any number of environments: Python compiles it once."""
+    """Unpack the files that the wheel installs. Several environments share the folder, so that Python compiles the
+    files once.
+    """
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(folder)
     return folder
 
 
 def make_environment(folder: Path, unpacked: Path, extras: tuple[str, ...], *, is_installed: bool = True) -> Installed:
-    """An environment with all that the unpacked wheel requires with these extras; with the wheel itself, too, unless it
-    is left to be installed.
+    """Make an environment with everything that the unpacked wheel requires for `extras`. `is_installed`: also install
+    the wheel itself.
     """
     venv.create(folder, symlinks=True, with_pip=False)
     made = Installed(folder)
@@ -77,7 +79,7 @@ def make_environment(folder: Path, unpacked: Path, extras: tuple[str, ...], *, i
 
 
 def _close(requirements: list[str], extras: tuple[str, ...]) -> dict[str, Distribution]:
-    """The distributions that meet these requirements, and theirs, by name."""
+    """Return the distributions that meet the requirements, including indirect requirements, by name."""
     found: dict[str, Distribution] = {}
     seen: set[tuple[str, str]] = set()
     waiting = [(text, extra) for text in requirements for extra in ("", *extras)]
@@ -88,7 +90,7 @@ def _close(requirements: list[str], extras: tuple[str, ...]) -> dict[str, Distri
             continue
         name = canonicalize_name(requirement.name)
         if name == "toolcrew":
-            # An extra that holds another one.
+            # An extra that includes another extra.
             waiting += [(inner, asked) for asked in requirement.extras for inner in requirements]
             continue
         lent = found.setdefault(name, distribution(requirement.name))
@@ -103,7 +105,7 @@ def _close(requirements: list[str], extras: tuple[str, ...]) -> dict[str, Distri
 
 
 def _lend(lent: Distribution, packages: Path) -> None:
-    """Link what it consists of, what Python has compiled included; programs outside of the packages are left."""
+    """Link the files of a distribution, including compiled files. Programs outside of the packages are left out."""
     for part in _parts(lent):
         target = packages / part
         if not target.exists():
@@ -113,12 +115,14 @@ def _lend(lent: Distribution, packages: Path) -> None:
 
 @cache
 def _is_whole(folder: Path) -> bool:
-    """Whether it is linked as one: several distributions may share a folder that is no package by itself."""
+    """Return whether the folder is linked as a whole. Several distributions may share a folder that is not itself a
+    package.
+    """
     return folder.name.endswith(".dist-info") or (folder / "__init__.py").exists()
 
 
 def _parts(lent: Distribution) -> set[PurePath]:
-    """Its packages, and its files that lie in none."""
+    """Return the packages of a distribution, and its files outside of packages."""
     place, parts = Path(str(lent.locate_file(""))), set[PurePath]()
     for file in lent.files or []:
         if file.parts[0] != "..":

@@ -1,4 +1,4 @@
-"""Items worked for real on a real Redis: the model plays a script, and the pool's one worker is a function."""
+"""Items executed on a real Redis. The model follows a script, and the pool's only worker is a function."""
 
 import asyncio
 import io
@@ -55,7 +55,7 @@ OPENED = {
 
 
 def echo_then(answer: str, *texts: str) -> list[Turn]:
-    """A call of `echo` for each text, one a step, then the answer."""
+    """Return one step with a call of `echo` for each text, then the answer."""
     return [*(Calls([("echo", {"text": text})]) for text in texts), answer]
 
 
@@ -64,8 +64,8 @@ def failed(code: Any, message: str = "no") -> Answer:
 
 
 class ItemGround(RunGround):
-    """One process with its pool. `answers`: by verb or tool, instead of a success. `run_events`: all events of its runs.
-    `places`: shared by processes of one pool.
+    """One process with its pool. `answers`: replies by verb or tool, instead of a success. `run_events`: all events
+    of its runs. `places`: shared by the processes of one pool.
     """
 
     def __init__(
@@ -108,34 +108,36 @@ class ItemGround(RunGround):
         self.work = ItemWork(self.pool, self.parts, models, None)
 
     def sent(self) -> list[str]:
-        """Verbs and tools, in the order in which the worker got them."""
+        """Return verbs and tools, in the order in which the worker received them."""
         return [call.name.removeprefix("session.") for call in self.transport.calls]
 
     def asked(self) -> int:
-        """How many replies the model was asked for."""
+        """Return how many replies the model was asked for."""
         assert isinstance(self.model, ScriptedModel)
         return len(self.model.requests)
 
     async def put(self, item: BatchItem) -> RunClaim:
-        """Submit a batch of this one item, and claim it."""
+        """Submit a batch with this one item and claim the item's run."""
         await self.submit(1, url=item.url, work=item.work, ground=item.ground)
         (claim,) = await self.queue.claim(1, ("acme", "b"))
         return claim
 
     async def taken_over(self, claim: RunClaim) -> RunClaim:
-        """The same run, claimed by another process after its holder's death."""
+        """Return the same run, claimed by another process after the death of its holder."""
         await self.die(claim)
         (again,) = await self.other.claim(1, ("acme", "b"))
         return again
 
     async def begun_anew(self, claim: RunClaim) -> RunClaim:
-        """The same item's next attempt."""
+        """Return the claim of the same item's next attempt."""
         await self.queue.give_back(claim, anew=True)
         (again,) = await self.queue.claim(1, ("acme", "b"))
         return again
 
     async def journal(self, claim: RunClaim) -> Journal:
-        """As its holder has it; whoever works by it is cancelled when it is taken."""
+        """Return the journal as the holder of the claim sees it. Losing the claim cancels the code that uses the
+        journal.
+        """
         task = asyncio.current_task()
         assert task is not None
         return Journal(
@@ -144,7 +146,7 @@ class ItemGround(RunGround):
         )
 
     async def worked(self, claim: RunClaim, defaults: BatchDefaults | None = None) -> Outcome:
-        """How the item ends."""
+        """Execute the item and return its outcome."""
         return await self.work.work(
             claim, await self.journal(claim), defaults or BatchDefaults(), self.run_events.append
         )
@@ -160,23 +162,23 @@ class ItemGround(RunGround):
 
 
 def build_run(**fields: Any) -> BatchItem:
-    """An agent run with the tool echo."""
+    """Return an agent run with the tool echo."""
     body = {"instruction": "say it", "tools": ("echo",), **fields}
     return build_item(1, work=RunBody.model_validate(body))
 
 
 def build_tool_call(**fields: Any) -> BatchItem:
-    """A single call of echo."""
+    """Return a single call of echo."""
     return build_item(1, url="/v1/tools/execute", work=CallBody(name="echo", arguments={"text": "x"}), **fields)
 
 
 def with_ground(item: BatchItem, **fields: Any) -> BatchItem:
-    """The item with that ground to stand on."""
+    """Return the item with this initial state."""
     return item.model_copy(update={"ground": item.ground.model_copy(update=fields)})
 
 
 def archive_of(folder: Path) -> bytes:
-    """What a session exports of a workspace with these files."""
+    """Return the archive that a session exports for a workspace with these files."""
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w") as archive:
         for path in sorted(folder.iterdir()):
@@ -186,7 +188,7 @@ def archive_of(folder: Path) -> bytes:
 
 @asynccontextmanager
 async def open_maker(redis_server: RedisProcess) -> AsyncIterator[Made]:
-    """Makes processes on one Redis, which share the places of sessions."""
+    """Yield a factory of processes on one Redis that share the session locations."""
     places = MemorySessionStore()
     async with redis.asyncio.Redis.from_url(redis_server.url, socket_timeout=5) as client:
         with capture_logs():

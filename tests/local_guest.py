@@ -1,4 +1,4 @@
-"""A guest for archives without a container: it carries exec requests out on this host, by its own bash and tar."""
+"""A guest for archives without a container. The guest runs exec requests on this host, with the host's bash and tar."""
 
 import asyncio
 import contextlib
@@ -14,7 +14,9 @@ from workers.sandboxd.frames import Frame
 
 
 class LocalGuest:
-    """`was_held`: its reader was slow. `most_in_flight`: bytes of the largest body it was given."""
+    """A local guest. `was_held`: the reader was slow. `most_in_flight`: size of the largest body that the guest
+    received, in bytes.
+    """
 
     def __init__(self) -> None:
         self.was_held = asyncio.Event()
@@ -88,7 +90,7 @@ def _start(request: Mapping[str, Any], stdin: Any, stderr: Any) -> "subprocess.P
 
 
 def _end(process: "subprocess.Popen[bytes]") -> None:
-    """As a guest does: first so that a script can clear up."""
+    """End a process as a guest does: first with a signal that lets a script clean up."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
             os.killpg(process.pid, number)

@@ -1,4 +1,4 @@
-"""What processes have logged, read back as events."""
+"""Read the logs of processes as events."""
 
 import json
 from pathlib import Path
@@ -6,8 +6,8 @@ from typing import Any
 
 
 def read_events(text: str, event: str | None = None) -> list[dict[str, Any]]:
-    """Events of a log of JSON lines, those of one name when it is given. A line that is none fails, but for one that is
-    just being written.
+    """Return the events of a log of JSON lines; with `event`, only events of that name. An invalid line fails the
+    test, unless the line is incomplete at the end.
     """
     lines = text.split("\n")[:-1]
     events: list[dict[str, Any]] = [json.loads(line) for line in lines if line]
@@ -15,7 +15,7 @@ def read_events(text: str, event: str | None = None) -> list[dict[str, Any]]:
 
 
 def read_last_words(text: str) -> str:
-    """Why a process says that it did not start."""
+    """Return the reason that a process gives for a failed start."""
     return str(read_events(text, "not_started")[-1]["error"])
 
 

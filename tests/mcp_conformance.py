@@ -1,5 +1,5 @@
-"""The protocol's own conformance suite against two replicas' first: `scripts/mcp-conformance`. Not part of the tests,
-for it needs npm.
+"""The protocol's own conformance suite, run against the first of two replicas: `scripts/mcp-conformance`. The suite
+needs npm, so the run is not part of the tests.
 """
 
 import http.client
@@ -44,14 +44,14 @@ NOT_OFFERED = frozenset(
 
 
 class _WithKey(BaseHTTPRequestHandler):
-    """Hands requests on with an API key, which the suite cannot send."""
+    """A proxy that adds an API key to requests, because the suite cannot send a key."""
 
     protocol_version = "HTTP/1.1"
     port = 0
     key = ""
 
     def log_message(self, format: str, *args: object) -> None:
-        """Nothing: the suite tells of what went wrong."""
+        """Log nothing: the suite reports the failures."""
 
     def _pass_on(self) -> None:
         body = self.rfile.read(int(self.headers.get("content-length") or 0))
@@ -86,7 +86,7 @@ def _door(port: int, key: str) -> Iterator[str]:
 
 
 def _failed(suite: Path, url: str, revision: str, scenario: str) -> list[str]:
-    """Prints the checks of one scenario; gives those that failed and should not have."""
+    """Print the checks of one scenario and return the unexpected failures."""
     programs = suite / "node_modules" / ".bin"
     with tempfile.TemporaryDirectory() as folder:
         command = [programs / "node", programs / "conformance", "server", "--url", url, "--scenario", scenario]

@@ -1,4 +1,6 @@
-"""MCP servers of others for tests: the SDK's own over HTTP, and one over raw sockets that answers as a test says."""
+"""External MCP servers for tests: the server of the SDK over HTTP, and a server over raw sockets that answers as a
+test specifies.
+"""
 
 import json
 import threading
@@ -23,11 +25,11 @@ TOOL = {
     "inputSchema": {"type": "object", "properties": {"text": {"type": "string"}}},
 }
 Told = Callable[[dict[str, Any]], Any]
-"""A request of ours -> the message that answers it, or bytes as they are, or a status."""
+"""Maps a request to the response message, to raw bytes, or to a status."""
 
 
 def build_peer() -> MCPServer:
-    """An ordinary server with the SDK's means."""
+    """Return an ordinary server, built with the SDK."""
     server = MCPServer("peer")
 
     @server.tool(annotations=ToolAnnotations(read_only_hint=True))
@@ -50,7 +52,7 @@ def build_peer() -> MCPServer:
 
 @contextmanager
 def open_sdk_peer(*, json_response: bool = False) -> Iterator[str]:
-    """Its address, while it serves in a thread."""
+    """Run the server in a thread and yield its address."""
     port = free_port()
     config = uvicorn.Config(
         build_peer().streamable_http_app(json_response=json_response), port=port, log_level="error", lifespan="on"
@@ -74,7 +76,7 @@ def reply_to(request: Mapping[str, Any], result: Any) -> dict[str, Any]:
 
 
 def modern(request: dict[str, Any], call: Callable[[dict[str, Any]], Any] | None = None, tools: Any = (TOOL,)) -> Any:
-    """What a good server of 2026-07-28 answers; `call` answers calls instead."""
+    """Return the answers of a correct server of 2026-07-28. `call` answers tool calls instead."""
     if request["method"] == "server/discover":
         return reply_to(request, {"supportedVersions": ["2026-07-28"], "capabilities": {}})
     if request["method"] == "tools/list":
@@ -85,7 +87,7 @@ def modern(request: dict[str, Any], call: Callable[[dict[str, Any]], Any] | None
 
 
 def legacy(request: dict[str, Any]) -> Any:
-    """What a server answers that knows only the handshake."""
+    """Return the answers of a server that knows only the handshake."""
     if request["method"] == "initialize":
         return reply_to(
             request,
@@ -104,7 +106,7 @@ def legacy(request: dict[str, Any]) -> Any:
 
 @contextmanager
 def open_raw_peer(tell: Told, *, as_stream: bool = False, session: str = "") -> Iterator[WebServer]:
-    """A server that answers each request with what `tell` makes of it."""
+    """Run a server that answers each request with the result of `tell`."""
     with open_web_server() as server:
 
         def send(connection: socket) -> None:
@@ -129,6 +131,6 @@ def open_raw_peer(tell: Told, *, as_stream: bool = False, session: str = "") -> 
 
 
 def reach(url: str, names: Mapping[str, list[list[str]]] | None = None, **fields: Any) -> HttpServer:
-    """A way to the server at `url`; `names`: what a resolver says of hosts."""
+    """Return a client of the server at `url`. `names`: the resolver's results for hosts."""
     entry = HttpEntry(url=url, **{"private": True, **fields})
     return HttpServer("peer", entry, resolver=StubResolver(dict(names or {})), tls=SYSTEM_TLS)

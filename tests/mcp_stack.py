@@ -1,4 +1,4 @@
-"""MCP served on a real stack: two replicas over HTTP, programs over stdio, and the SDK's own client for both."""
+"""MCP on a real stack: two replicas over HTTP, programs over stdio, and the client of the SDK for both."""
 
 import asyncio
 import contextlib
@@ -21,12 +21,12 @@ from tests.stack import TOOLCREW, Stack, commands_in, end_process, free_port, op
 SOON_S = 90.0
 SESSION = "toolcrew/session"
 REVISIONS = ("2026-07-28", "legacy")
-"""As the SDK's client names them: the one in force, and the handshake of those before."""
+"""Names of the protocol revisions in the SDK's client: the current revision, and the handshake of earlier revisions."""
 
 
 @dataclass
 class McpStack:
-    """`servers`: two processes over HTTP that serve the same; `keys`: by role, as in tests/api_ground.py."""
+    """Two HTTP server processes with the same content in `servers`. `keys`: by role, as in tests/api_ground.py."""
 
     stack: Stack
     servers: tuple[ApiProcess, ApiProcess]
@@ -36,7 +36,7 @@ class McpStack:
     async def client(
         self, name: str = "acme", replica: int = 0, session: str = "", **options: Any
     ) -> AsyncIterator[Client]:
-        """`session`: in the address. `options`: of the SDK's client."""
+        """Yield a client. `session`: part of the address. `options`: of the SDK's client."""
         path = f"/mcp/{session}" if session else "/mcp"
         headers = {"Authorization": f"Bearer {self.keys[name]}"}
         async with httpx2.AsyncClient(headers=headers, timeout=SOON_S) as line:
@@ -48,14 +48,14 @@ class McpStack:
     async def stdio_client(
         self, *arguments: str, environment: Mapping[str, str] | None = None, **options: Any
     ) -> AsyncIterator[Client]:
-        """Of a program of its own."""
+        """Yield a client of a separate program over stdio."""
         env = self.stack.footprint.environment({"TOOLCREW_REDIS_URL": self.stack.redis_url, **(environment or {})})
         server = StdioServerParameters(command=TOOLCREW, args=["serve", "mcp", *arguments], env=env)
         async with Client(server, **{"mode": REVISIONS[0], **options}) as client:
             yield client
 
     def runs(self, words: str) -> list[str]:
-        """What runs in any sandbox and has these words in its command line."""
+        """Return the programs in any sandbox whose command line contains `words`."""
         containers = self.stack.footprint.containers()
         return [command for container in containers for command in commands_in(container).values() if words in command]
 
@@ -64,7 +64,7 @@ class McpStack:
 def open_mcp_process(
     stack: Stack, *arguments: str, environment: Mapping[str, str] | None = None
 ) -> Iterator[ApiProcess]:
-    """MCP over HTTP, connected; ended at the end."""
+    """Run MCP over HTTP, connected, and stop the process on exit."""
     port = free_port()
     log = stack.footprint.folder / f"mcp-{port}.log"
     settings = {"TOOLCREW_REDIS_URL": stack.redis_url, **(environment or {})}
@@ -90,7 +90,7 @@ def open_mcp_process(
 
 @contextlib.contextmanager
 def open_mcp_stack(engine: APIClient) -> Iterator[McpStack]:
-    """At its end nothing of it is left."""
+    """Open the stack and remove everything of the stack on exit."""
     with open_stack(engine) as stack:
         keys = asyncio.run(make_keys(stack.redis_url))
         with open_mcp_process(stack) as one, open_mcp_process(stack) as other:
@@ -102,14 +102,14 @@ def open_mcp_stack(engine: APIClient) -> Iterator[McpStack]:
 
 
 async def bash(client: Client, command: str, session: str = "", **options: Any) -> CallToolResult:
-    """`session`: in the call's `_meta`."""
+    """Call bash. `session`: sent in the call's `_meta`."""
     return await client.call_tool(
         "bash_tool", {"command": command}, meta={SESSION: session} if session else None, **options
     )  # type: ignore[typeddict-unknown-key]
 
 
 async def new_session(client: Client) -> str:
-    """One that stays open after the call that opened it."""
+    """Open a session that stays open after the call that opened the session."""
     opened = await bash(client, "true", session="new")
     assert not opened.is_error, opened.content
     return str((opened.meta or {})[SESSION])
@@ -120,7 +120,7 @@ def text_of(result: CallToolResult) -> str:
 
 
 class Person:
-    """Sits at a client and answers what is asked."""
+    """A user of a client who answers the server's questions."""
 
     def __init__(self, **content: Any) -> None:
         self.content = content

@@ -1,5 +1,5 @@
-"""An MCP server over stdio for tests, of nothing but the standard library: good, or bad in the way that its first
-argument names.
+"""An MCP server over stdio for tests, with the standard library only. The first argument selects correct or faulty
+behaviour.
 """
 
 import json
@@ -49,7 +49,7 @@ def flood():
 
 
 def say(request):
-    """What the environment says, as it stands but for the request's number, and the next."""
+    """Return the answers that the environment variable contains, unchanged except for the request's number."""
     said = (
         bytes.fromhex(os.environ["SAYS"])
         .replace(b"NEXT", b"%d" % (request["id"] + 1))
@@ -62,7 +62,7 @@ def say(request):
 
 
 def misbehave(request):
-    """Instead of answering a call."""
+    """Misbehave instead of answering a call."""
     if HOW in ("hangs", "clings"):
         os.kill(os.getppid(), 9 if HOW == "clings" else 0)
         time.sleep(600)
@@ -80,7 +80,7 @@ def misbehave(request):
         if "error" not in json.loads(sys.stdin.readline()):
             os._exit(8)
     if HOW == "forges":
-        # What the driver prints is what the sandbox prints: anything may stand there.
+        # The driver's output is the sandbox's output, so any text may appear here.
         folder = f"/proc/{os.getppid()}/fd"
         for name in os.listdir(folder):
             try:
@@ -99,7 +99,9 @@ def misbehave(request):
 
 
 def call(request):
-    """Only `echo` is ever bad. With `fifo` it answers when somebody has written there."""
+    """Answer a call; only `echo` can be faulty. With `fifo` the answer waits until another process writes to the
+    named pipe.
+    """
     global calls
     calls += 1
     arguments = request["params"]["arguments"]

@@ -1,4 +1,4 @@
-"""Reading pages of metrics: as Prometheus's own parsers read them."""
+"""Read metric pages with the parsers of Prometheus."""
 
 from collections.abc import Mapping
 
@@ -13,7 +13,7 @@ def key(name: str, **labels: str) -> Key:
 
 
 def read_page(page: bytes, *, is_open: bool = False) -> Mapping[Key, float]:
-    """Every sample. Fails when one is there twice, or a parser finds fault."""
+    """Return every sample. Fails if a sample appears twice or a parser rejects the page."""
     found: dict[Key, float] = {}
     for family in (parse_open if is_open else parse_text)(page.decode()):
         for sample in family.samples:
@@ -23,7 +23,7 @@ def read_page(page: bytes, *, is_open: bool = False) -> Mapping[Key, float]:
 
 
 def counted(page: Mapping[Key, float], name: str) -> dict[tuple[str, ...], float]:
-    """The samples of a name that are not 0, by the values of their labels in the order of the labels' names."""
+    """Return the non-zero samples of a name, keyed by label values in the order of the label names."""
     return {
         tuple(value for _, value in sorted(labels)): number
         for (known, labels), number in page.items()

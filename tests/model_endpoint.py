@@ -1,4 +1,4 @@
-"""A loopback chat endpoint that answers as a test says, byte by byte, and waits that cost no time."""
+"""A loopback chat endpoint that answers as a test specifies, byte by byte, and sleeps that take no time."""
 
 import asyncio
 import json
@@ -12,7 +12,7 @@ from contract.errors import ModelUnavailable
 from orchestrator.dialects.model import Chunk, Model, ModelRequest
 
 Answer = Callable[[int, dict[str, Any]], bytes]
-"""(number of the request, its body) -> the bytes to send; then the connection is closed."""
+"""(number of the request, its body) -> the bytes to send. The connection is closed afterwards."""
 
 HELLO: Chunk = {"choices": [{"index": 0, "delta": {"content": "hé\U0001f600"}, "finish_reason": None}]}
 ROLE: Chunk = {"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}]}
@@ -26,7 +26,7 @@ def stream(*chunks: Any, done: bool = True) -> bytes:
 
 
 def cut_stream(*chunks: Any) -> bytes:
-    """A stream whose connection breaks before the end that its head promises."""
+    """Return a stream whose connection breaks before the end that its head announces."""
     return stream(*chunks, done=False).replace(b"connection: close", b"content-length: 99999")
 
 
@@ -39,7 +39,7 @@ def answer(status: int, body: Any, content_type: str = "application/json", **hea
 
 
 class Server:
-    """A loopback endpoint that answers as `answer` says and keeps the requests; the list of models is `models`."""
+    """A loopback endpoint that answers with `answer` and records the requests. `models`: the list of models."""
 
     def __init__(self, answer: Answer) -> None:
         self._answer = answer
@@ -61,7 +61,7 @@ class Server:
 
 @asynccontextmanager
 async def serving(answer: Answer | Sequence[bytes]) -> AsyncIterator[Server]:
-    """A server; of a list of answers the last one is repeated."""
+    """Run a server. The last answer of a list is repeated."""
     server = Server(answer if callable(answer) else lambda number, _: answer[min(number, len(answer)) - 1])
     async with await asyncio.start_server(server.serve, "127.0.0.1", 0) as listener:
         server.url = f"http://127.0.0.1:{listener.sockets[0].getsockname()[1]}/v1"
@@ -69,7 +69,7 @@ async def serving(answer: Answer | Sequence[bytes]) -> AsyncIterator[Server]:
 
 
 class Waits:
-    """A sleep that returns at once and keeps how long it was asked to."""
+    """A sleep that returns at once and records the requested duration."""
 
     def __init__(self) -> None:
         self.kept: list[float] = []
@@ -79,7 +79,7 @@ class Waits:
 
 
 async def read(model: Model, **extra: Any) -> list[Chunk]:
-    """The chunks of one reply; the model is closed."""
+    """Return the chunks of one reply, and close the model."""
     try:
         return [chunk async for chunk in model.stream(ModelRequest([{"role": "user", "content": "hi"}], extra=extra))]
     finally:
@@ -91,7 +91,7 @@ def text_of(chunks: Sequence[Chunk]) -> str:
 
 
 async def failure(awaitable: Awaitable[object]) -> ModelUnavailable:
-    """The error that the operator reads."""
+    """Return the error that the operator reads."""
     with pytest.raises(ModelUnavailable) as caught:
         await awaitable
     return caught.value

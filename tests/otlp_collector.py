@@ -1,5 +1,5 @@
-"""A collector of OTLP over HTTP on loopback: it decodes what it gets, and is slow or refuses where a test wants
-that.
+"""A collector of OTLP over HTTP on loopback. The collector decodes requests, and can be slow or reject requests on
+demand.
 """
 
 import contextlib
@@ -17,7 +17,7 @@ KINDS = {1: "internal", 2: "server", 3: "client", 4: "producer", 5: "consumer"}
 
 @dataclass(frozen=True)
 class Collected:
-    """One span as a collector has it. Instants in nanoseconds."""
+    """One span as the collector received the span. Times are in nanoseconds."""
 
     trace: str
     id: str
@@ -32,13 +32,13 @@ class Collected:
     service: str
 
     def encloses(self, other: "Collected") -> bool:
-        """Within a clock's grain."""
+        """Return whether this span encloses `other`, within the resolution of the clock."""
         return self.start - 50_000 <= other.start and other.end <= self.end + 50_000
 
 
 @dataclass
 class Collector:
-    """`status`: what it answers. `held`: set, or requests wait for it."""
+    """A collector. `status`: the status of its responses. `held`: requests wait until this event is set."""
 
     url: str
     spans: list[Collected] = field(default_factory=list)
@@ -49,7 +49,7 @@ class Collector:
     _forgotten: set[str] = field(default_factory=set)
 
     def environment(self, **more: str) -> dict[str, str]:
-        """What a process of ours needs to send its spans here."""
+        """Return the environment that a toolcrew process needs to send its spans here."""
         return {"TOOLCREW_TRACING": "otlp", "OTEL_EXPORTER_OTLP_ENDPOINT": self.url, **more}
 
     def take(self, body: bytes) -> None:
@@ -61,7 +61,7 @@ class Collector:
             self._news.notify_all()
 
     def forget(self) -> None:
-        """Begin anew: what comes late of the traces so far is dropped."""
+        """Start again: late spans of earlier traces are dropped."""
         with self._news:
             self._forgotten |= {span.trace for span in self.spans}
             self.spans.clear()
@@ -70,13 +70,13 @@ class Collector:
         return [span for span in list(self.spans) if span.name == name]
 
     def one(self, name: str) -> Collected:
-        """The only span of that name."""
+        """Return the only span of that name."""
         found = self.named(name)
         assert len(found) == 1, f"{len(found)} spans {name} among {sorted(span.name for span in self.spans)}"
         return found[0]
 
     def wait_for(self, *names: str, within_s: float = 30.0) -> None:
-        """Until there is a span of each name, and the parent of each span."""
+        """Wait until a span of each name, and the parent of each span, has arrived."""
         self._wait(lambda: set(names) <= {span.name for span in self.spans} and self._is_whole(), within_s)
 
     def wait_for_requests(self, count: int, within_s: float = 30.0) -> None:
@@ -95,7 +95,7 @@ class Collector:
 
 @contextlib.contextmanager
 def open_collector() -> Iterator[Collector]:
-    """It serves until the block ends."""
+    """Run a collector until the block ends."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), _Handler)
     server.daemon_threads = True
     collector = Collector(f"http://127.0.0.1:{server.server_address[1]}")
@@ -113,7 +113,7 @@ def open_collector() -> Iterator[Collector]:
 
 
 def assert_one_tree(spans: list[Collected]) -> Collected:
-    """All are of one trace with one root, each below a span that is there and in its time. Gives the root."""
+    """Fail unless all spans form one trace with one root, each inside a known parent and its time. Returns the root."""
     assert len({span.trace for span in spans}) == 1, sorted((span.trace, span.name) for span in spans)
     by_id = {span.id: span for span in spans}
     assert len(by_id) == len(spans), "a span was told of twice"
@@ -138,7 +138,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
 
     def log_message(self, format: str, *arguments: object) -> None:
-        """Nobody reads it."""
+        """Log nothing."""
 
 
 def _spans(request: ExportTraceServiceRequest) -> Iterator[Collected]:

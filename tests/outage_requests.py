@@ -1,5 +1,5 @@
-"""Requests of every kind that the HTTP API answers, to be sent while its Redis is away and once more when it is
-back.
+"""Requests of every kind that the HTTP API answers. Tests send them while Redis is unavailable, and again when Redis
+is back.
 """
 
 import asyncio
@@ -16,8 +16,8 @@ AGAIN_S = 20.0
 
 @dataclass(frozen=True)
 class Asked:
-    """One request. `$word` in path and content stands for what the test has made before; `done`: the status when Redis
-    is there.
+    """One request. `$word` in path and content stands for a value that the test created before. `done`: the status
+    when Redis is available.
     """
 
     name: str
@@ -29,7 +29,7 @@ class Asked:
     kind: str = "application/json"
 
     def filled(self, words: Mapping[str, str]) -> tuple[str, bytes]:
-        """Path and content."""
+        """Return path and content with the values filled in."""
         text = (
             self.content
             if isinstance(self.content, str)
@@ -89,7 +89,7 @@ REQUESTS = (
 
 @dataclass(frozen=True)
 class Seen:
-    """An answer as its client saw it."""
+    """A response as the client received the response."""
 
     status: int
     text: str
@@ -98,13 +98,13 @@ class Seen:
 
     @property
     def code(self) -> str:
-        """Of a problem; "" for what is none."""
+        """Return the code of a problem, or "" for other responses."""
         is_problem = self.headers.get("content-type") == "application/problem+json"
         return str(json.loads(self.text)["code"]) if is_problem else ""
 
 
 async def send_again(client: httpx.AsyncClient, asked: Asked, words: Mapping[str, str]) -> Seen:
-    """What has been answered a moment ago may not be kept yet."""
+    """Send a request until its idempotency key is no longer in progress. A recent response may not be stored yet."""
     async with asyncio.timeout(AGAIN_S):
         while (seen := await send(client, asked, words)).code == "IDEMPOTENCY_IN_PROGRESS":  # noqa: ASYNC110
             await asyncio.sleep(0.05)
@@ -112,7 +112,7 @@ async def send_again(client: httpx.AsyncClient, asked: Asked, words: Mapping[str
 
 
 async def send(client: httpx.AsyncClient, asked: Asked, words: Mapping[str, str]) -> Seen:
-    """With a word by which it is done once, whoever sends it however often."""
+    """Send a request with an idempotency key, so that repeated requests run once."""
     path, content = asked.filled(words)
     headers = {"Content-Type": asked.kind} if content else {}
     if asked.method == "POST":

@@ -1,4 +1,4 @@
-"""One outage of Redis in the middle of everything that clients of the HTTP API do, and what they saw of it."""
+"""One outage of Redis during all operations of HTTP API clients, and the results that the clients saw."""
 
 import asyncio
 import json
@@ -20,7 +20,7 @@ from tests.stack import RedisServer, all_of
 
 OUTAGE_S = 6.0
 STEPS = 4
-"""Fewer than a run has by default."""
+"""Limit of steps; lower than the default of a run."""
 RULES = [
     *(
         rule("outage", step, calls=[bash(f"echo {step} >>/tmp/steps; sleep 2; wc -l </tmp/steps")])
@@ -30,15 +30,18 @@ RULES = [
 ]
 PAGES = ("/", "/runs", "/approvals", "/batches", "/tools")
 CALLS = {"plain-during": 4, "streamed-during": 4, "plain-after": 11, "streamed-after": 11}
-"""Seconds that each takes."""
+"""Duration of each call, in seconds."""
 BAD_KEYS = {"none": "", "short": "tc_x", "unknown": f"tc_{'0' * 16}_{'A' * 43}"}
 
 
 @dataclass
 class Outage:
-    """What was seen. `shallow`: by who asked a service that looks at keys as ever, `deep`: by who asked one that knows
-    them for longer than the outage lasts, so that what comes behind the door is asked; `after`: once Redis is back,
-    `again`: of POSTs that were sent then once more, elsewhere."""
+    """The observed results.
+
+    `shallow`: by sender, from a service with the usual key cache. `deep`: by sender, from a service that caches keys
+    for longer than the outage, so that requests pass authentication. `after`: once Redis is back. `again`: POST
+    requests sent again then, to another service.
+    """
 
     shallow: dict[str, Seen] = field(default_factory=dict)
     deep: dict[str, Seen] = field(default_factory=dict)
@@ -51,18 +54,18 @@ class Outage:
     repeated: Seen | None = None
     sent_into: Seen | None = None
     acted: dict[str, int] = field(default_factory=dict)
-    """How often each of `calls`, the one of `sent_into`, and the one of the requests have acted."""
+    """How often each of `calls`, the call of `sent_into`, and the call of the requests was executed."""
     followed: list[list[dict[str, Any]]] = field(default_factory=list)
-    """The events of a run, by the connections over which they came."""
+    """The events of a run, grouped by the connections that delivered the events."""
     whole: list[dict[str, Any]] = field(default_factory=list)
     run: dict[str, Any] = field(default_factory=dict)
     owned: dict[str, list[str]] = field(default_factory=dict)
-    """What there is of the kinds of things that were to be made once."""
+    """The existing resources of each kind that must be created only once."""
     logs: str = ""
 
 
 class _Teller:
-    """Plays the outage."""
+    """Runs the outage step by step."""
 
     def __init__(self, stack: ApiStack, server: RedisServer, clients: AsyncExitStack) -> None:
         self._stack, self._redis, self._clients = stack, server, clients
@@ -72,7 +75,7 @@ class _Teller:
 
     async def play(self) -> Outage:
         with redis.Redis.from_url(self._redis.url) as store:
-            # What was answered is kept, whenever Redis is killed.
+            # The result of an answered request is stored, whenever Redis is killed.
             store.config_set("appendfsync", "always")
         deep_url = await self._clients.enter_async_context(serving(api_settings(self._redis.url)))
         shallow, deep, second = (
@@ -94,7 +97,7 @@ class _Teller:
         await asyncio.to_thread(self._redis.kill)
         down_at = time.monotonic()
         sent_into = asyncio.create_task(self._call_into(acme))
-        # What services know from a moment ago is not known any more.
+        # Wait until the caches of the services have expired.
         await asyncio.sleep(1.5)
         asking = [
             asyncio.create_task(self._ask_all(shallow, self.seen.shallow)),
@@ -167,8 +170,9 @@ class _Teller:
                 await asyncio.sleep(0.05)
 
     async def _begin_calls(self, acme: httpx.AsyncClient) -> "list[asyncio.Task[None]]":
-        """Calls that end while Redis is away, and when it is back; each once as an answer, and once as a stream. Each
-        in a session of its own, whose shell has nothing else to do."""
+        """Start calls that end while Redis is unavailable and calls that end after its return. Each call runs once as
+        a plain request and once as a stream, in its own session with an idle shell.
+        """
         running = []
         for name, seconds in CALLS.items():
             self._sessions[name] = (await acme.post("/v1/sessions", json={"ttl_s": 600})).json()["id"]
@@ -209,7 +213,7 @@ class _Teller:
         self.seen.sent_into = Seen(answer.status_code, answer.text, time.monotonic() - began, dict(answer.headers))
 
     async def _follow(self, acme: httpx.AsyncClient, run: str) -> None:
-        """As a browser does: again from its last event whenever the stream ends without the run's end."""
+        """Follow a run as a browser does: reconnect from the last event whenever the stream ends before the run."""
         last = ""
         async with asyncio.timeout(SOON_S):
             while not (last and self.seen.followed[-1] and self.seen.followed[-1][-1]["event"] == "RunEnded"):
@@ -246,7 +250,7 @@ class _Teller:
             self.seen.strangers[name] = Seen(answer.status_code, answer.text, 0.0)
 
     async def _go_on(self, deep: Mapping[str, httpx.AsyncClient], second: Mapping[str, httpx.AsyncClient]) -> None:
-        """The same requests once more, one after the other; those that are done once, once more elsewhere."""
+        """Send the same requests again, one after the other. Requests that run once are also sent to another service."""
         for asked in REQUESTS:
             self.seen.after[asked.name] = await send(deep[asked.who], asked, self._words)
             if asked.method == "POST":
@@ -278,9 +282,9 @@ class _Teller:
 
 
 async def play_outage(stack: ApiStack, server: RedisServer) -> Outage:
-    """Takes about 20 s."""
+    """Run the outage. Takes about 20 s."""
     with pytest.MonkeyPatch.context() as patched:
-        # Of the service in this process alone.
+        # Events of the service in this process only.
         patched.setattr(api_keys, "KEY_FRESH_S", 3600.0)
         async with AsyncExitStack() as clients:
             return await _Teller(stack, server, clients).play()

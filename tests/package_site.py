@@ -1,4 +1,4 @@
-"""A folder that a package index and a code host could be, served over HTTP or TLS at a loopback port."""
+"""A folder that serves as a package index and a code host, over HTTP or TLS at a loopback port."""
 
 import contextlib
 import os
@@ -24,12 +24,12 @@ class _Files(SimpleHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
 
     def log_message(self, format: str, *args: object) -> None:
-        """Nothing: a test's output is for its failures."""
+        """Log nothing: the output of a test is for its failures."""
 
 
 def build_site(folder: Path) -> Path:
-    """`big` (3 MB), an index with the package `tiny` below `simple/`, and the repository `code.git`; gives the
-    folder.
+    """Create `big` (3 MB), an index with the package `tiny` below `simple/`, and the repository `code.git`. Returns
+    the folder.
     """
     (folder / "big").write_bytes(os.urandom(3_000_000))
     packages = folder / "simple" / "tiny"
@@ -47,7 +47,7 @@ def build_site(folder: Path) -> Path:
 
 @contextlib.contextmanager
 def open_site(folder: Path, tls: ssl.SSLContext | None = None) -> Iterator[int]:
-    """The files of a folder; gives the port."""
+    """Serve the files of a folder and yield the port."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), partial(_Files, directory=str(folder)))
     server.daemon_threads = True
     if tls is not None:

@@ -1,4 +1,4 @@
-"""A deployment made by hand on a real Redis, with everything that the pages show, and a real browser to look at it."""
+"""A deployment built directly on a real Redis, with content for all pages, and a real browser."""
 
 import time
 from collections.abc import AsyncIterator, Sequence
@@ -63,11 +63,11 @@ HOSTILE = (
     "\x1b[31mred\x1b]0;title\x07 \u202eevil\u202c zero\u200bwidth \x00 \ud800 \ufeff &lt;b&gt; --> ]]> "
 )
 WRITABLE = HOSTILE.replace("\ud800", "\ufffd")
-"""The same without what no JSON carries."""
+"""The hostile text without characters that JSON cannot carry."""
 
 
 class World:
-    """What workers, orchestrators and programs have written there. `redis`: the deployment's own client."""
+    """The data of workers, orchestrators and programs. `redis`: the deployment's own client."""
 
     def __init__(self, client: "redis.asyncio.Redis", settings: OrchestratorSettings) -> None:
         self.redis = client
@@ -81,8 +81,8 @@ class World:
         self.rivals: ApprovalQuestion | None = None
 
     async def furnish(self) -> None:
-        """Something for every page, of tenant acme, with hostile text wherever somebody else's text goes; and one thing
-        of each kind of rival's.
+        """Create content of tenant acme for every page, with hostile text in every field from outside. Tenant rival
+        gets one item of each kind.
         """
         await self.publish("bash_tool", "read_tool", "webfetch_tool")
         await self.report_host("h1", busy=3, sessions=7, sandboxes=9)
@@ -102,14 +102,14 @@ class World:
         return await self._keys.add(tenant, name="a key of a test")
 
     def actor(self, tenant: str) -> Actor:
-        """Somebody of a tenant."""
+        """Return an actor of a tenant."""
         return Actor(key="0" * 16, role="tenant", name="ann", tenant=tenant)
 
     async def revoke_key(self, key: NewKey) -> None:
         assert await self._keys.revoke(key.id)
 
     async def publish(self, *names: str) -> None:
-        """Tools of these names, one of them dangerous."""
+        """Publish tools of these names, one of them dangerous."""
         specs = tuple(
             build_spec(name, description=f"The tool {name}.\nIt does more.", dangerous=name == "bash_tool")
             for name in names
@@ -126,7 +126,7 @@ class World:
         await self.redis.set(host_key(DEPLOYMENT, report.queue), report.model_dump_json())
 
     async def lose_host(self, queue: str, calls: int) -> None:
-        """A worker that reports no more, with calls in its queue."""
+        """Add a worker that no longer reports, with calls in its queue."""
         await self.redis.zadd(hosts_key(DEPLOYMENT), {queue: time.time() - 100})
         await self.redis.rpush(queue, *(["a call"] * calls))
 
@@ -136,7 +136,7 @@ class World:
         )
 
     async def note_call(self, call: str, tenant: str = "acme", state: str = "done") -> str:
-        """The record of a call; gives its Celery task's id."""
+        """Write the record of a call and return the id of its Celery task."""
         task = f"0123456789ab-{call}.1.{tenant}"
         now = time.time()
         told = {
@@ -162,7 +162,7 @@ class World:
     async def submit_batch(
         self, tenant: str, batch: str, name: str = "", stories: Sequence[tuple[str, Attempt]] = ()
     ) -> None:
-        """A batch with an item for each story, as it was told so far."""
+        """Submit a batch with one item for each story, with the events so far."""
         record = BatchRecord(
             state=BatchState.IN_PROGRESS,
             total=len(stories),
@@ -186,7 +186,7 @@ class World:
         await writer.flush()
 
     async def ask(self, command: str, *, tenant: str = "acme", number: int = 1, **fields: Any) -> ApprovalQuestion:
-        """A call that waits for approval."""
+        """Add a call that waits for approval."""
         arguments = fields.pop("arguments", {"command": command})
         call = ToolCall(id=f"run-1-{number}", name="bash_tool", arguments=arguments)
         spec = build_spec("bash_tool", properties={"command": {"type": "string"}}, command_parameter="command")
@@ -204,7 +204,7 @@ class World:
 
     @asynccontextmanager
     async def work_run(self, instruction: str, tenant: str = "acme") -> AsyncIterator["Worked"]:
-        """A run while it is worked by hand; left, it has ended."""
+        """Yield a run that the test executes directly. The run ends on exit."""
         run = await self.hosted.start(tenant, RunBody(instruction=instruction))
         claim = next(claim for claim in await self.runs.claim(100) if claim.run == run.id)
         async with RunEventPublisher(self.redis, DEPLOYMENT).open(tenant, run.id, claim.token, 1) as teller:
@@ -221,7 +221,7 @@ class World:
         assert await self.runs.finish(claim, outcome)
 
     async def tell_run(self, instruction: str, tenant: str = "acme") -> str:
-        """A run that has ended after one step, whose call was killed at its limit."""
+        """Add a run that ended after one step, whose call was killed at its limit."""
         async with self.work_run(instruction, tenant) as worked:
             worked.begin_step(1)
             worked.print_output(worked.send_call(), HOSTILE)
@@ -231,7 +231,7 @@ class World:
 
 @dataclass
 class Worked:
-    """A run, and what its holder tells of it."""
+    """A run and the events that its holder writes."""
 
     id: str
     teller: RunEventBuffer
@@ -273,7 +273,7 @@ class Worked:
 
 @dataclass
 class Watched:
-    """A page, and what it complained of: errors on its console, requests that failed, answers that are errors."""
+    """A page with its problems: console errors, failed requests, and error responses."""
 
     page: Page
     complaints: list[str] = field(default_factory=list)
@@ -291,7 +291,7 @@ class Watched:
             self.complaints.append(f"{message.type}: {message.text}")
 
     def _on_failed(self, request: Request) -> None:
-        # What a page was still asking for when it was left.
+        # Requests of a page that were still open when the browser left the page.
         if request.failure != "net::ERR_ABORTED":
             self.complaints.append(f"failed: {request.url}: {request.failure}")
 
@@ -301,7 +301,7 @@ class Watched:
 
 
 class Visitors:
-    """Browsers of people with keys. `api`: the service that they look at."""
+    """Browsers of users with keys. `api`: the service that serves the pages."""
 
     def __init__(self, browser: Browser, api: ApiGround) -> None:
         self.browser = browser
@@ -309,8 +309,8 @@ class Visitors:
 
     @asynccontextmanager
     async def visit(self, key: str | None = None, **options: Any) -> AsyncIterator[Watched]:
-        """Somebody, who is logged in with the key of that name; nobody without one. Fails for what his pages complained
-        of.
+        """Open a browser that is logged in with the key of that name, or anonymous without a key. Fails on problems
+        of the pages.
         """
         context: BrowserContext = await self.browser.new_context(
             base_url=self.api.url, **{"viewport": {"width": 1200, "height": 800}, **options}
@@ -331,7 +331,7 @@ class Visitors:
 
 
 async def log_in(page: Page, key: str) -> None:
-    """As people do."""
+    """Log in as users do."""
     await page.goto("/login")
     await page.get_by_label("API key").fill(key)
     await page.get_by_role("button", name="Log in").click()
@@ -349,7 +349,7 @@ async def open_browser() -> AsyncIterator[Browser]:
 
 
 async def take_picture(page: Page, name: str) -> Path:
-    """A screenshot of the whole page, kept for whoever wants to look."""
+    """Take a screenshot of the whole page and keep the file for inspection."""
     SCREENSHOTS.mkdir(parents=True, exist_ok=True)
     path = SCREENSHOTS / f"{name}.png"
     await page.screenshot(path=path, full_page=True)

@@ -1,6 +1,4 @@
-"""`python -m tests.pool_worker`: the worker without sandboxes as it is shipped, with tools whose only aim is to be
-watched and ended.
-"""
+"""`python -m tests.pool_worker`: the shipped worker without sandboxes, with tools that tests observe and end."""
 
 import contextlib
 import os
@@ -29,7 +27,7 @@ def _where(_: dict[str, Any], bench: ToolEnvironment) -> Outcome:
 
 
 def _wait(arguments: dict[str, Any], _: ToolEnvironment) -> Outcome:
-    """Says in a file that it began, and that it was ended in good order."""
+    """Record in a file the start of the call and its orderly end."""
     path = Path(arguments["path"])
     path.with_suffix(".began").write_text(str(os.getpid()))
     try:
@@ -40,7 +38,7 @@ def _wait(arguments: dict[str, Any], _: ToolEnvironment) -> Outcome:
 
 
 def _stubborn(arguments: dict[str, Any], _: ToolEnvironment) -> Outcome:
-    """Will not be ended by anything but a kill."""
+    """Ignore everything except a kill."""
     Path(arguments["path"]).with_suffix(".began").write_text(str(os.getpid()))
     while True:
         with contextlib.suppress(BaseException):

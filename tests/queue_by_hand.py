@@ -1,5 +1,5 @@
-"""The queue without a client around it: envelopes, tasks and stored results as anyone who knows the Redis URL can make
-and read them.
+"""The queue without a client. Any holder of the Redis URL can create and read these envelopes, tasks and stored
+results.
 """
 
 import contextlib
@@ -27,14 +27,14 @@ from store.results import ResultHub
 def make_envelope(
     broker: BrokerSettings, call: ToolCall, *, tenant: str, session: str, key: SigningKeys | None = None, **fields: Any
 ) -> str:
-    """A signed envelope as the dispatcher makes it; `fields` replace fields of its context."""
+    """Return a signed envelope as the dispatcher creates it. `fields` replace fields of the context."""
     now = time.time()
     told: dict[str, Any] = {"tenant": tenant, "session": session, "sent_at": now, "deadline_at": now + 60, **fields}
     return encode_call(call, ToolContext(**told), key or broker.signing_keys())
 
 
 def publish(broker: BrokerSettings, task: str, queue: str, envelope: object, **options: Any) -> str:
-    """Put a task into a queue as anyone who knows the Redis URL can; gives its id."""
+    """Put a task into a queue as any holder of the Redis URL can. Returns the task's id."""
     app = Celery("forger", broker=broker.redis_url.get_secret_value(), backend=None, set_as_current=False)
     app.conf.broker_transport_options = {"priority_steps": [0]}
     task_id = f"forged-{secrets.token_hex(8)}"
@@ -46,14 +46,14 @@ def publish(broker: BrokerSettings, task: str, queue: str, envelope: object, **o
 
 
 def stored_state(client: "redis.Redis", task_id: str) -> dict[str, Any] | None:
-    """What Celery has stored of a task, or None."""
+    """Return the state of a task that Celery has stored, or None."""
     text = client.get(result_key(task_id))
     return dict(json.loads(text)) if text else None
 
 
 def stored_result(client: "redis.Redis", task_id: str) -> ToolResult | None:
-    """Return the result in the state of a task, also of a failed one; None if there is none. Its signature is not
-    checked.
+    """Return the result in the state of a task, including a failed task; None if there is no result. The signature is
+    not checked.
     """
     state = stored_state(client, task_id) or {}
     encoded = state.get("answer") or (state.get("result") if state.get("status") == "SUCCESS" else None)
@@ -65,7 +65,7 @@ def stored_result(client: "redis.Redis", task_id: str) -> ToolResult | None:
 
 @contextlib.asynccontextmanager
 async def open_dispatcher(broker: BrokerSettings, *, queue_wait_s: float = 60.0, key: SigningKeys | None = None) -> Any:
-    """The door to the workers without a client around it: for routes made by hand."""
+    """Yield a dispatcher to the workers without a client, for routes that a test builds."""
     client = open_redis(broker)
     hub = ResultHub(client)
     await hub.start()

@@ -1,5 +1,5 @@
-"""Redis servers with rules of their own (users, memory, a master), sentinels over them, and a worker that counts what
-acts.
+"""Redis servers with their own rules (users, memory, a master), sentinels that watch the servers, and a worker that
+counts executed calls.
 """
 
 import contextlib
@@ -26,8 +26,8 @@ START_S = 20.0
 
 @dataclass
 class Server:
-    """A redis-server on loopback. `passwords`: of its users; `password`: of the default one, or of its admin when the
-    default one is off.
+    """A redis-server on loopback. `passwords`: of its users. `password`: of the default user, or of the admin if the
+    default user is off.
     """
 
     port: int
@@ -36,11 +36,11 @@ class Server:
     passwords: Mapping[str, str] = field(default_factory=dict)
 
     def url(self, user: str | None = None) -> str:
-        """The address, as a user or as the default one."""
+        """Return the address for a user, or for the default user."""
         return f"redis://{user or ''}:{self.passwords[user] if user else self.password}@127.0.0.1:{self.port}/0"
 
     def client(self, user: str | None = None) -> "redis.Redis":
-        """With full power unless a user is named."""
+        """Return a client with all rights, or with the rights of `user`."""
         full = "admin" if self.passwords else None
         return redis.Redis.from_url(self.url(user or full), socket_timeout=10)
 
@@ -51,8 +51,8 @@ class Server:
 
 @contextlib.contextmanager
 def open_server(*rules: str, users: bool = False, password: str = "") -> Iterator[Server]:
-    """A server with these lines in its configuration, gone at the end. `users`: the generated ones, and no default
-    one.
+    """Run a server with these lines in its configuration, and stop the server on exit. `users`: use the generated
+    users and no default user.
     """
     folder = Path(tempfile.mkdtemp(prefix="tct-redis-", dir="/tmp"))
     port, password = free_port(), password or secrets.token_hex(16)
@@ -77,7 +77,7 @@ def open_server(*rules: str, users: bool = False, password: str = "") -> Iterato
 
 
 def await_answer(server: Server) -> None:
-    """Returns when it serves."""
+    """Wait until the server answers."""
 
     def answers() -> bool:
         with server.client() as client, contextlib.suppress(redis.RedisError):
@@ -89,7 +89,9 @@ def await_answer(server: Server) -> None:
 
 @contextlib.contextmanager
 def open_sentinel(master: Server, name: str) -> Iterator[int]:
-    """The port of a sentinel that watches `master` as `name`, alone, and moves on after a second of silence."""
+    """Run a sentinel and yield its port. The sentinel alone watches `master` as `name`, and fails over after one
+    second without an answer.
+    """
     folder = Path(tempfile.mkdtemp(prefix="tct-sentinel-", dir="/tmp"))
     port = free_port()
     rules = (
@@ -115,7 +117,9 @@ def open_sentinel(master: Server, name: str) -> Iterator[int]:
 
 @dataclass
 class CountingPool:
-    """One worker without sandboxes, and what its calls left. `broker`: how a sender of calls reaches the same Redis."""
+    """One worker without sandboxes, and the effects of its calls. `broker`: the settings with which a sender of calls
+    reaches the same Redis.
+    """
 
     broker: BrokerSettings
     worker: "subprocess.Popen[bytes]"
@@ -126,11 +130,11 @@ class CountingPool:
         return self.footprint.folder / "marks"
 
     def acted(self, call_id: str) -> int:
-        """How often a call has acted."""
+        """Return how often a call was executed."""
         return self.marks.read_text().split().count(call_id) if self.marks.exists() else 0
 
     def log(self) -> str:
-        """What the worker has said so far."""
+        """Return the output of the worker so far."""
         return (self.footprint.folder / "worker.log").read_text(errors="replace")
 
 
@@ -138,7 +142,7 @@ class CountingPool:
 def open_counting_pool(
     broker: BrokerSettings, worker_url: str, watch: "redis.Redis", *, environment: Mapping[str, str] | None = None
 ) -> Iterator[CountingPool]:
-    """A worker that serves; `watch` is a client with which its catalog is awaited."""
+    """Run a worker that serves calls. `watch`: the client that waits for the worker's catalog."""
     settings = {
         "TOOLCREW_REDIS_URL": worker_url,
         "TOOLCREW_SECRET": SECRET,
@@ -159,5 +163,5 @@ def open_counting_pool(
 
 
 def broker_for(url: str, **fields: object) -> BrokerSettings:
-    """Settings of a sender that shares the worker's secret."""
+    """Return the settings of a sender that shares the worker's secret."""
     return BrokerSettings.model_validate({"redis_url": url, "secret": SECRET, **fields})

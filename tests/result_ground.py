@@ -1,4 +1,4 @@
-"""A hub on a real Redis, results as workers store them, and a network between the two that falls silent."""
+"""A hub on a real Redis, results as workers store them, and a network between hub and Redis that can go silent."""
 
 import asyncio
 import contextlib
@@ -41,8 +41,8 @@ async def arrives(future: "asyncio.Future[dict[str, Any]]") -> dict[str, Any]:
 
 
 class SilentRelay:
-    """Between a client and Redis; once told to, it swallows what either says, as a network does whose other end is
-    gone.
+    """A relay between a client and Redis. While `swallow` is set, the relay drops data in both directions without
+    closing, as a network does when the other end is lost.
     """
 
     def __init__(self, server: RedisProcess) -> None:

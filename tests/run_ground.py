@@ -1,4 +1,4 @@
-"""A queue of runs on a real Redis, and items to put into it."""
+"""A queue of runs on a real Redis, and items for the queue."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -12,7 +12,7 @@ from tests.builders import KEY
 
 
 def build_item(number: int, **fields: Any) -> BatchItem:
-    """The item of that line."""
+    """Return the item of that line."""
     told: Mapping[str, Any] = {
         "custom_id": f"item-{number}",
         "line": number,
@@ -23,13 +23,13 @@ def build_item(number: int, **fields: Any) -> BatchItem:
 
 
 def build_outcome(claim: RunClaim, kind: FailureKind | None = None) -> Outcome:
-    """How a claimed run ended: well, or with a failure of that kind."""
+    """Return the outcome of a claimed run: a success, or a failure of that kind."""
     failure = Failure(kind=kind, code="TIMEOUT", message="no") if kind is not None else None
     return Outcome(custom_id=claim.record.item.custom_id, run=claim.run, status_code=200, body={}, failure=failure)
 
 
 class RunGround:
-    """Batches `b` of tenants, submitted and worked by hand."""
+    """Batches `b` of tenants. The tests submit the batches and process the runs directly."""
 
     def __init__(self, client: "redis.asyncio.Redis") -> None:
         self.client = client
@@ -60,5 +60,5 @@ class RunGround:
         await self.queue.add(tenant, batch, [(f"{batch}-{item.line}", item) for item in items])
 
     async def die(self, claim: RunClaim) -> None:
-        """Its holder has not been heard of for a lease."""
+        """Let the lease of the run's holder expire."""
         await self.client.zadd("toolcrew:d:runs:leases", {f"{claim.tenant}|{claim.run}": 1.0})

@@ -1,4 +1,4 @@
-"""A queue with runners on it, whose work on items is a function's to say."""
+"""A queue with runners. A function of the test decides the outcome of each item."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -41,8 +41,8 @@ def outcome_of(claim: RunClaim, kind: FailureKind | None = None, body: dict[str,
 
 
 class Worker:
-    """Stands for the work on items: what becomes of each is a function's to say. `begun`: run and attempt of each, in
-    order.
+    """Replaces the execution of items: a function decides the outcome of each item. `begun`: run and attempt of each
+    execution, in order.
     """
 
     def __init__(self, work: Work | None = None) -> None:
@@ -67,11 +67,11 @@ class Worker:
         self.abandoned.append(claim.run)
 
     def drop_spans(self, claim: RunClaim) -> None:
-        """Nothing is traced."""
+        """Do nothing: nothing is traced."""
 
 
 class House(RunGround):
-    """A queue, and runners on it."""
+    """A queue with its runners."""
 
     def runner(self, worker: Worker, queue: RunQueue | None = None, *, concurrency: int = 4) -> Runner:
         work: Any = worker
@@ -81,7 +81,7 @@ class House(RunGround):
 
     @asynccontextmanager
     async def working(self, *runners: Runner) -> AsyncIterator[list["asyncio.Task[None]"]]:
-        """They run within the block."""
+        """Run the runners within the block."""
         tasks = [asyncio.create_task(runner.run()) for runner in runners]
         try:
             async with asyncio.timeout(SOON_S):
@@ -92,7 +92,7 @@ class House(RunGround):
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def until(self, state: BatchState) -> None:
-        # Redis has no event of ours for it.
+        # Redis gives no event for this state, so the test polls.
         while (await self.queue.batch(*BATCH)).state is not state:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
 
@@ -105,7 +105,9 @@ class House(RunGround):
 
 
 class WatchedQueue(RunQueue):
-    """Says when runs have been renewed; fails as often as it is told to when an end is noted."""
+    """A queue that signals when runs have been renewed. The queue can fail a set number of times when an end is
+    recorded.
+    """
 
     def __init__(self, client: "redis.asyncio.Redis", outages: int = 0) -> None:
         super().__init__(client, "d", KEY)
@@ -131,7 +133,7 @@ class WatchedQueue(RunQueue):
 
 @asynccontextmanager
 async def open_house(redis_server: RedisProcess, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[House]:
-    """A house on that Redis whose runners are in a hurry."""
+    """Yield a house on that Redis whose runners use short intervals."""
     for name, hurried in (("LOOK_S", 0.02), ("LEASE_S", 0.2), ("RETRY_AFTER_S", (0.001,))):
         monkeypatch.setattr(runner_module, name, hurried)
     async with redis.asyncio.Redis.from_url(redis_server.url, socket_timeout=5) as client:

@@ -1,11 +1,11 @@
-"""What runs in a session's sandbox, seen from outside: by the host's processes, not by what the sandbox says."""
+"""Inspect the processes of a session's sandbox from the host, without relying on answers of the sandbox."""
 
 from orchestrator.dispatch.sessions import Session
 from tests.stack import Stack, commands_in
 
 
 async def find_container(stack: Stack, session: Session) -> str:
-    """The whole id of the session's container."""
+    """Return the full id of the session's container."""
     await session.call("bash_tool", {"command": "true"})
     sandbox = (await session.info()).sandbox
     assert sandbox is not None
@@ -13,5 +13,5 @@ async def find_container(stack: Stack, session: Session) -> str:
 
 
 def is_running(container: str, command: str) -> bool:
-    """Whether a process of the container has these words in its command line."""
+    """Return whether a process of the container has `command` in its command line."""
     return any(command in line for line in commands_in(container).values())

@@ -1,4 +1,4 @@
-"""Talking to a sandboxd of this process: calls by the client, and frames by hand."""
+"""Send requests to a sandboxd in this process: calls through the client, and raw frames."""
 
 import asyncio
 import contextlib
@@ -19,12 +19,14 @@ async def call(
 
 
 async def raw_exchange(path: Path, *frames: bytes, answers: int = 1) -> list[dict[str, Any]]:
-    """Frames as they stand, and the headers that come back until `answers` or the end."""
+    """Send the frames unchanged and return the received headers. Reads until `answers` headers have arrived, or until
+    the end.
+    """
     reader, writer = await asyncio.open_unix_connection(str(path))
     try:
         writer.write(b"".join(frames))
         decoder, got = FrameDecoder(MAX_DOWN), []
-        # A peer that closes without having read all is a reset, or an end.
+        # If the peer closes before it has read everything, the kernel reports a reset or an end.
         with contextlib.suppress(ConnectionError):
             async with asyncio.timeout(SOON_S):
                 while len(got) < answers and (data := await reader.read(65536)):

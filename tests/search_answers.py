@@ -1,4 +1,4 @@
-"""A bench whose guest answers searches from a script, and the ends of such answers."""
+"""A tool environment whose guest answers searches from a script, and the final events of such answers."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -39,7 +39,7 @@ def build_grep_done(**fields: Any) -> dict[str, Any]:
 
 
 class ScriptedBench:
-    """A ToolEnvironment of one request. `pieces` come as they stand; `shown` is what a watcher saw."""
+    """A ToolEnvironment for one request. `pieces` arrive unchanged; `shown` is the output that a watcher received."""
 
     def __init__(self, pieces: bytes | list[bytes], done: Mapping[str, Any], *, is_watched: bool = False) -> None:
         self.context = build_context()

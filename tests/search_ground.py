@@ -1,4 +1,4 @@
-"""Places to search, and the guest's searches in this process: what they send, and what their done event tells."""
+"""Folders to search, and the guest's searches run in this process: their output and the content of their done event."""
 
 import contextlib
 import os
@@ -18,7 +18,7 @@ from guest.search.requests import GlobRequest, GrepRequest  # noqa: E402
 
 
 class Found:
-    """What a search gave: lines, fields, or the failure."""
+    """The result of a search: lines, fields, or the failure."""
 
     def __init__(self, text: str, fields: dict[str, Any], failure: Failure | None) -> None:
         self.text = text
@@ -35,8 +35,8 @@ class Found:
 
 
 class Ground:
-    """A workspace, a /tmp and an output folder of their own. Files are made with the time of their turn: later ones are
-    newer.
+    """A workspace, a /tmp and an output folder for one test. Each new file has a later modification time than the
+    file before.
     """
 
     def __init__(self, base: Path) -> None:
@@ -91,7 +91,7 @@ class Ground:
 
 
 class _Bench:
-    """A bench whose writer keeps what is sent, and whose watch never says stop."""
+    """A tool environment whose writer keeps all data, and whose watch never stops the search."""
 
     def __init__(self, paths: GuestPaths) -> None:
         self.paths = paths
@@ -100,7 +100,7 @@ class _Bench:
         self.writer = self
 
     def check(self) -> None:
-        """Neither limit nor cancel."""
+        """Do nothing: there is neither a limit nor a cancel."""
 
     def send(self, stream: str, data: bytes) -> None:
         assert stream == "lines"
@@ -109,7 +109,7 @@ class _Bench:
 
 @contextlib.contextmanager
 def _descriptors_closed() -> Iterator[None]:
-    """As a supervisor does it: what a search opens is closed after it, and the working directory is the old one."""
+    """Close everything that a search opens and restore the working directory, as a supervisor does."""
     here = os.open(".", os.O_PATH)
     before = set(os.listdir("/proc/self/fd"))
     try:

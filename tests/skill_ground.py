@@ -1,4 +1,4 @@
-"""Skills for tests: folders with a SKILL.md, made where a test wants them."""
+"""Create skill folders with a SKILL.md for tests."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,7 +13,9 @@ def write_skill(
     body: str = "Do it.",
     files: Mapping[str, str | bytes] | None = None,
 ) -> Path:
-    """A skill's folder. `front`: its front matter, else a plain one; a file below scripts/ gets its run bit."""
+    """Write a skill's folder. `front`: the front matter; the default is a plain one. A file below scripts/ becomes
+    executable.
+    """
     place = root / folder
     place.mkdir(parents=True)
     matter = front if front is not None else f"name: {folder}\ndescription: Does {folder}."

@@ -1,4 +1,4 @@
-"""The slot of a run, as what waits for people gives it up."""
+"""The slot of a run, released while the run waits for an approval."""
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -8,7 +8,7 @@ from orchestrator.runs.run_slots import RunSlot
 
 @asynccontextmanager
 async def given_up(slot: RunSlot, call: str) -> AsyncIterator[None]:
-    """Around what a call waits for; the block is left when the run has a slot."""
+    """Release the slot around the wait of a call. The block ends after the run has a slot again."""
     slot.rest(call)
     yield
     await slot.wait(call)

@@ -1,5 +1,5 @@
-"""Real stacks for tests: started as users start them, watched from outside (engine, /proc, Redis), and cleared whatever
-happened.
+"""Real stacks for tests. Tests start a stack as users do, and inspect the stack from outside through engine, /proc
+and Redis. Everything is removed at the end, even after an error.
 """
 
 import asyncio
@@ -34,19 +34,19 @@ from tests.processes import read_proc
 ROOT = Path(__file__).parent.parent
 TOOLCREW = str(Path(sys.executable).parent / "toolcrew")
 UP_S = 90.0
-"""How long a stack may take to come up or to go on a busy machine; quiet ones need 3."""
+"""Limit for a start or a restart of a stack on a busy machine, in seconds. An idle machine needs 3 s."""
 _KEPT = ("TOOLCREW_SANDBOX_IMAGE", "TOOLCREW_SANDBOX_RUNTIME", "TOOLCREW_TEST_REQUIRE")
 
 
 def missing(reason: str) -> NoReturn:
-    """Skip with the reason; where everything must be there (TOOLCREW_TEST_REQUIRE), fail with it."""
+    """Skip the test with the reason. Where everything must be present (TOOLCREW_TEST_REQUIRE), fail the test instead."""
     if os.environ.get("TOOLCREW_TEST_REQUIRE"):
         pytest.fail(reason, pytrace=False)
     pytest.skip(reason)
 
 
 def require_engine() -> APIClient:
-    """A client of the local engine that has the sandbox image."""
+    """Return a client of the local engine. The engine has the sandbox image."""
     try:
         return open_engine()
     except pytest.skip.Exception as skipped:
@@ -54,7 +54,7 @@ def require_engine() -> APIClient:
 
 
 def require_redis_server() -> str:
-    """Path of redis-server."""
+    """Return the path of redis-server."""
     try:
         return find_redis_server()
     except ConfigError as error:
@@ -68,8 +68,8 @@ def free_port() -> int:
 
 
 def wait_until(is_so: Callable[[], Any], deadline_s: float, what: str | Callable[[], str]) -> Any:
-    """The first true answer of `is_so`, asked again and again. Fails the test at the deadline with `what`, called only
-    then.
+    """Return the first true result of `is_so`, which is polled. Fails the test at the deadline with `what`; a
+    callable `what` is called only then.
     """
     until = time.monotonic() + deadline_s
     while not (answer := is_so()):
@@ -80,7 +80,7 @@ def wait_until(is_so: Callable[[], Any], deadline_s: float, what: str | Callable
 
 
 async def eventually(is_so: Callable[[], Any], deadline_s: float, what: str | Callable[[], str]) -> Any:
-    """As `wait_until`, beside running calls."""
+    """Wait as `wait_until` does, but without blocking the event loop."""
     until = time.monotonic() + deadline_s
     while not (answer := await asyncio.to_thread(is_so)):
         if time.monotonic() > until:
@@ -89,7 +89,8 @@ async def eventually(is_so: Callable[[], Any], deadline_s: float, what: str | Ca
     return answer
 
 
-# --- what is in the world ---------------------------------------------------------------------------------------------
+# --- Processes and containers
+# -----------------------------------------------------------------------------------------
 
 
 def all_pids() -> list[int]:
@@ -97,13 +98,13 @@ def all_pids() -> list[int]:
 
 
 def is_alive(pid: int) -> bool:
-    """True for a process that runs or sleeps; a zombie is none."""
+    """Return whether the process runs or sleeps. A zombie is not alive."""
     state = read_proc(pid, "stat").rpartition(b")")[2].split()
     return bool(state) and state[0] != b"Z"
 
 
 def children_of(pid: int) -> list[int]:
-    """Living children, oldest first."""
+    """Return the living children, oldest first."""
     found = [
         child
         for child in all_pids()
@@ -113,9 +114,7 @@ def children_of(pid: int) -> list[int]:
 
 
 def commands_in(container: str) -> dict[int, str]:
-    """Every process of a container, by its number on the host: its command line. Read from the cgroups, not from the
-    engine.
-    """
+    """Return host pid to command line of every process of a container. The control groups are read, not the engine."""
     wanted = container.encode()
     found = {
         pid: read_proc(pid, "cmdline").replace(b"\0", b" ").decode(errors="replace").strip()
@@ -129,34 +128,37 @@ def _pids_in_cgroup(container: bytes) -> list[int]:
 
 
 class Footprint:
-    """Everything that processes started with `environment()` leave in the world: processes, containers, volumes,
+    """Everything that processes started with `environment()` leave behind: processes, containers, volumes and
     folders.
 
-    Processes are known by a mark in their environment (or their working folder: redis-server writes over its own),
-    containers and volumes by the name of a sandboxd that carried the mark, folders by a TMPDIR of our own.
+    Processes are found by a mark in their environment, or by their working folder, because redis-server overwrites
+    its environment. Containers and volumes are found by the name of a sandboxd with the mark. Folders are found by a
+    TMPDIR of the footprint.
     """
 
     def __init__(self, api: APIClient | None = None) -> None:
         self._api = api
         self._mark = f"TOOLCREW_TEST_MARK={secrets.token_hex(8)}"
         self._names: set[str] = set()
-        self.folder = Path(tempfile.mkdtemp(prefix="tct-", dir="/tmp"))  # short: a socket's path is bounded
+        self.folder = Path(
+            tempfile.mkdtemp(prefix="tct-", dir="/tmp")
+        )  # short, because the path of a socket has a length limit
 
     def environment(self, overrides: Mapping[str, str] | None = None) -> dict[str, str]:
-        """This process's environment without anybody's settings of toolcrew or of a model."""
+        """Return this process's environment without settings of toolcrew or of a model."""
         plain = {
             name: value
             for name, value in os.environ.items()
             if name in _KEPT or not name.startswith(("TOOLCREW_", "OPENAI_"))
         }
         name, value = self._mark.split("=")
-        # A warm pool is for those tests that ask for it: most stacks serve a session or two.
+        # Most stacks serve one or two sessions, so only tests of the warm pool turn the pool on.
         without = {"TOOLCREW_POOL_SIZE": "0"}
         own = {"TMPDIR": str(self.folder), "XDG_STATE_HOME": str(self.folder / "state"), "COLUMNS": "200"}
         return {**plain, name: value, **own, **without, **(overrides or {})}
 
     def processes(self) -> dict[int, str]:
-        """Living processes, number to command line."""
+        """Return pid to command line of the living processes."""
         found = {}
         for pid in all_pids():
             environ = read_proc(pid, "environ")
@@ -170,11 +172,11 @@ class Footprint:
         return found
 
     def find_process(self, words: str) -> list[int]:
-        """Processes whose command line has these words."""
+        """Return the processes whose command line contains `words`."""
         return [pid for pid, command in self.processes().items() if words in command]
 
     def containers(self) -> list[str]:
-        """Full ids of the sandboxes of every sandboxd seen so far, in any state."""
+        """Return the full ids of the sandboxes of every known sandboxd, in any state."""
         if self._api is None:
             return []
         self.processes()
@@ -185,7 +187,7 @@ class Footprint:
         return found
 
     def volumes(self) -> list[str]:
-        """Of every sandboxd seen so far."""
+        """Return the volumes of every known sandboxd."""
         if self._api is None:
             return []
         self.processes()
@@ -195,11 +197,11 @@ class Footprint:
         return [str(volume["Name"]) for some in listed for volume in some]
 
     def folders(self) -> list[str]:
-        """What of ours lies in the temp folder."""
+        """Return the paths in the footprint's temporary folder."""
         return sorted(path.name for path in self.folder.glob("toolcrew-*"))
 
     def leftovers(self) -> dict[str, Any]:
-        """All there is; empty when nothing is left."""
+        """Return everything that exists; empty if nothing is left."""
         found = {
             "processes": self.processes(),
             "containers": self.containers(),
@@ -209,14 +211,14 @@ class Footprint:
         return {kind: what for kind, what in found.items() if what}
 
     def assert_nothing_left(self, within_s: float = 15.0) -> None:
-        """Fails with what is left at the deadline."""
+        """Fail at the deadline with a list of everything that is left."""
         until = time.monotonic() + within_s
         while (left := self.leftovers()) and time.monotonic() < until:
             time.sleep(0.1)
         assert not left, f"left behind after {within_s:g} s: {left}"
 
     def clear(self) -> None:
-        """Remove what is left: only what carries our mark."""
+        """Remove everything that is left and carries the footprint's mark."""
         for pid in self.processes():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGCONT)
@@ -243,7 +245,7 @@ class Footprint:
 
 @contextlib.contextmanager
 def open_footprint(api: APIClient | None = None) -> Iterator[Footprint]:
-    """A footprint that is cleared at the end, also when the test failed."""
+    """Yield a footprint and clear the footprint on exit, also after a failed test."""
     footprint = Footprint(api)
     try:
         yield footprint
@@ -251,7 +253,8 @@ def open_footprint(api: APIClient | None = None) -> Iterator[Footprint]:
         footprint.clear()
 
 
-# --- stacks -----------------------------------------------------------------------------------------------------------
+# --- Stacks
+# -----------------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -272,12 +275,12 @@ class Stack:
         return self.info.redis_url
 
     def pid(self, role: str) -> int:
-        """Of the process that has the role now; waits for one that is being started again."""
+        """Return the pid of the process that has the role now. Waits for a process that is being restarted."""
         pids: list[int] = wait_until(lambda: read_stack(self.info.logs).pids[role], UP_S, f"{role} runs")
         return pids[0]
 
     def wait_for_another(self, role: str, than: int) -> int:
-        """The process that has taken the place of that one."""
+        """Wait until another process has replaced process `than`, and return the new pid."""
         return int(
             wait_until(
                 lambda: (pid := self.pid(role)) != than and pid, UP_S, lambda: f"another {role}: {self.errors()}"
@@ -288,22 +291,22 @@ class Stack:
         return redis.Redis.from_url(self.redis_url, socket_timeout=10)
 
     def log(self, role: str) -> str:
-        """What a part has said so far."""
+        """Return the output of a part so far."""
         return (Path(self.info.logs) / f"{role}.log").read_text(errors="replace")
 
     def errors(self) -> str:
-        """What `toolcrew up` itself has said on stderr."""
+        """Return the stderr output of `toolcrew up` so far."""
         return (self.footprint.folder / "up.err").read_text(errors="replace")
 
     def full_id(self, short: str) -> str:
-        """The container's whole id, as cgroups name it."""
+        """Return the full id of the container, as control groups name it."""
         return str(self.api.inspect_container(short)["Id"])
 
     def has_container(self, container: str) -> bool:
         return any(known.startswith(container) for known in self.footprint.containers())
 
     def end(self, number: int = signal.SIGTERM) -> int:
-        """Send a signal; gives the exit code."""
+        """Send a signal and return the exit code."""
         self.process.send_signal(number)
         return self.process.wait(timeout=UP_S)
 
@@ -316,8 +319,8 @@ def open_stack(
     *,
     workers_only: bool = True,
 ) -> Iterator[Stack]:
-    """A stack of one's own, taken down at the end by force if need be. `options`: of `toolcrew up`; `workers_only`:
-    without Flower and the API, which few tests need.
+    """Run a stack for one test, and stop the stack on exit, by force if necessary. `options`: of `toolcrew up`.
+    `workers_only`: without Flower and the API, which few tests need.
     """
     require_redis_server()
     with open_footprint(api) as footprint, open(footprint.folder / "up.err", "wb") as errors:
@@ -342,18 +345,18 @@ def open_stack(
 
 
 def read_line(process: "subprocess.Popen[bytes]", within_s: float = UP_S) -> bytes:
-    """The first line of a program's stdout; empty when it ended or said nothing in time."""
+    """Return the first line of a program's stdout; empty if the program ended or printed nothing in time."""
     assert process.stdout is not None
     ready, _, _ = select.select([process.stdout], [], [], within_s)
     line = bytearray()
-    # Unbuffered: what follows the line is somebody else's to read.
+    # Unbuffered, because another reader needs the data after the line.
     while ready and not line.endswith(b"\n") and (byte := os.read(process.stdout.fileno(), 1)):
         line += byte
     return bytes(line)
 
 
 def end_process(process: "subprocess.Popen[bytes]", within_s: float = 30.0) -> None:
-    """TERM, then KILL."""
+    """Send TERM, then KILL."""
     if process.poll() is None:
         process.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -372,7 +375,7 @@ def run_toolcrew(
     text: str = "",
     within_s: float = UP_S,
 ) -> "subprocess.CompletedProcess[str]":
-    """One `toolcrew` command to its end."""
+    """Run one `toolcrew` command to its end."""
     return subprocess.run(
         [TOOLCREW, *arguments],
         env=footprint.environment(environment),
@@ -386,7 +389,7 @@ def run_toolcrew(
 
 
 class RedisServer:
-    """A Redis of one's own that can be killed and come back on its port with its data."""
+    """A Redis for one test. Tests can kill the server and start it again on its port with its data."""
 
     def __init__(self, folder: Path, *, password: str | None) -> None:
         self._folder = folder
@@ -399,8 +402,8 @@ class RedisServer:
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
-        """Returns when it answers."""
-        log = open(self._folder / "redis.log", "ab")  # noqa: SIM115  # the child's from here on
+        """Start the server and return when it answers."""
+        log = open(self._folder / "redis.log", "ab")  # noqa: SIM115  # the child process keeps the file open
         with log:
             self._process = subprocess.Popen(
                 [require_redis_server(), str(self._config)], stdin=subprocess.DEVNULL, stdout=log, stderr=log
@@ -424,7 +427,7 @@ class RedisServer:
 
 @contextlib.contextmanager
 def open_redis_server(*, password: str | None = "a-test-password") -> Iterator[RedisServer]:
-    """A Redis that is gone at the end."""
+    """Run a Redis and stop it on exit."""
     folder = Path(tempfile.mkdtemp(prefix="tct-redis-", dir="/tmp"))
     server = RedisServer(folder, password=password)
     try:
@@ -436,6 +439,6 @@ def open_redis_server(*, password: str | None = "a-test-password") -> Iterator[R
 
 
 async def all_of(work: Iterable[Awaitable[Any]], within_s: float) -> list[Any]:
-    """Results of all, or a failed test at the deadline."""
+    """Return the results of all awaitables. Fails the test at the deadline."""
     async with asyncio.timeout(within_s):
         return list(await asyncio.gather(*work))

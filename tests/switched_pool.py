@@ -1,4 +1,4 @@
-"""A client and an administrator of a pool without queue and sandbox: the switches and the catalog are a real Redis's,
+"""A client and an administrator of a pool without queue and sandbox. Switches and catalog are in a real Redis, and
 the worker's executor is real.
 """
 
@@ -47,7 +47,7 @@ SESSION = "s1"
 
 
 class SwitchedPool:
-    """One worker with `tools`; as many clients as a test likes, each with what it knows of the switches."""
+    """One worker with `tools`, and any number of clients. Each client has its own cached state of the switches."""
 
     def __init__(self, server: RedisProcess, *tools: WorkerTool) -> None:
         self.broker = BrokerSettings.model_validate({"redis_url": server.url, "deployment": "default"})
@@ -70,12 +70,12 @@ class SwitchedPool:
         try:
             return await asyncio.to_thread(self.executor.execute, call, context)
         except CallRepeated:
-            raise NotSent("duplicate") from None  # as the queue, which takes no id twice
+            raise NotSent("duplicate") from None  # as the queue, which accepts each id once
 
     @asynccontextmanager
     async def client(self, *, has_admission: bool = False) -> AsyncIterator[ToolClient]:
-        """A client as `ToolClient.connect` makes one, but for the queue. `has_admission`: its calls need slots, and
-        tenants have policies.
+        """Yield a client as `ToolClient.connect` creates one, but without the queue. `has_admission`: calls need
+        slots, and tenants have policies.
         """
         redis = open_redis(self.broker)
         catalog, switches = RedisCatalog(redis, "default", KEY), RedisSwitches(redis, "default", KEY)
@@ -106,7 +106,7 @@ class SwitchedPool:
 
 
 class _Client(ToolClient):
-    """Its sessions need no sandbox."""
+    """A client whose sessions need no sandbox."""
 
     async def open_session(self, *_: Any, **__: Any) -> Session:
         info = SessionInfo(SESSION, self.tenant, "h", "q", "image", None, 0.0)

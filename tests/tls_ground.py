@@ -1,5 +1,5 @@
-"""TLS before a Redis that speaks none: an authority of the test's own, and a relay that ends TLS and hands the bytes
-on.
+"""TLS in front of a Redis without TLS: an authority of the test, and a relay that terminates TLS and forwards the
+bytes.
 """
 
 import asyncio
@@ -26,7 +26,7 @@ class Pair:
 
 
 class Authority:
-    """Signs certificates with the openssl command. `ca`: its own certificate."""
+    """An authority that signs certificates with the openssl command. `ca`: its own certificate."""
 
     def __init__(self, folder: Path) -> None:
         if shutil.which("openssl") is None:
@@ -49,7 +49,7 @@ class Authority:
         )
 
     def issue(self, name: str, names: str = "DNS:localhost,IP:127.0.0.1", days: int = 30) -> Pair:
-        """A certificate for these names; of a negative number of days it has expired."""
+        """Issue a certificate for these names. A negative number of days gives an expired certificate."""
         self._run(
             "req",
             *CURVE,
@@ -71,8 +71,8 @@ class Authority:
 
 
 class TlsRelay:
-    """Takes TLS on a port of its own and hands on to another one. `client_ca`: who must have signed the client's
-    certificate, None for none.
+    """A relay that accepts TLS on its own port and forwards the bytes to another port. `client_ca`: the required
+    signer of client certificates; None accepts clients without a certificate.
     """
 
     def __init__(self, pair: Pair, to_port: int, client_ca: Path | None = None) -> None:
@@ -101,7 +101,7 @@ class TlsRelay:
 
     async def _serve(self) -> None:
         self._main = asyncio.current_task() or asyncio.create_task(asyncio.sleep(0))
-        # Clients that are refused are what it is for.
+        # Rejected clients are a purpose of the relay, so their errors are ignored.
         self._loop.set_exception_handler(lambda *_: None)
         async with await asyncio.start_server(self._relay, "127.0.0.1", self.port, ssl=self._context) as server:
             self._listening.set()
@@ -122,14 +122,14 @@ async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
             writer.write(data)
             await writer.drain()
     except OSError:
-        pass  # either end went away: so does the other
+        pass  # One end has disconnected, so the other end is closed too
     finally:
         writer.close()
 
 
 @contextlib.contextmanager
 def open_relay(pair: Pair, to_port: int, client_ca: Path | None = None) -> Iterator[TlsRelay]:
-    """A relay that is gone at the end."""
+    """Run a relay and stop it on exit."""
     relay = TlsRelay(pair, to_port, client_ca)
     relay.start()
     try:

@@ -1,4 +1,4 @@
-"""Runs with a trace for tests: a scripted model, tools that are functions, a folder."""
+"""Traced runs for tests: a scripted model, tools that are functions, and a folder."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -25,7 +25,7 @@ Answer = Callable[[ToolCall], ToolResult]
 
 
 def echo(call: ToolCall) -> ToolResult:
-    """A tool that says its text again."""
+    """Return the call's text."""
     return ToolResult(
         call_id=call.id,
         name=call.name,
@@ -38,7 +38,7 @@ def echo(call: ToolCall) -> ToolResult:
 
 
 def fail(call: ToolCall) -> ToolResult:
-    """A tool that has no time."""
+    """Return a result of a tool that has no time left."""
     return ToolResult.failed(call, ErrorCode.TIMEOUT, "it took too long", output="so far")
 
 
@@ -59,7 +59,7 @@ async def run_traced(
     also: OnEvent = lambda _: None,
     **options: Any,
 ) -> tuple[Path, RunResult, TraceRecorder]:
-    """A run of one agent, traced."""
+    """Run one agent with a trace."""
     with open_trace(folder, "acme", run, masker=Masker(secrets), on_event=also) as trace:
 
         async def run_call(call: ToolCall) -> ToolResult:
@@ -89,7 +89,7 @@ def of_type(path: Path, kind: str) -> list[dict[str, Any]]:
     return [line for line in lines_of(path) if line["type"] == kind]
 
 
-# Runs with every kind of text, in one step or several
+# Runs with every kind of text, in one step or in several steps
 texts = st.text(max_size=40)
 replies = st.one_of(
     st.builds(

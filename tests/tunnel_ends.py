@@ -1,6 +1,4 @@
-"""What lies at either end of sandboxd's tunnels in tests: a proxy that does as it is told, and a guest that is a list
-of frames.
-"""
+"""Both ends of sandboxd's tunnels for tests: a proxy that the test controls, and a guest that is a list of frames."""
 
 import asyncio
 import json
@@ -22,7 +20,7 @@ PREAMBLE = {"v": 1, "tenant": "acme", "session": "s1", "rules": {"hosts": ["exam
 
 @dataclass
 class ProxyEnd:
-    """One connection as the proxy has it."""
+    """One connection as the proxy sees the connection."""
 
     reader: asyncio.StreamReader
     writer: asyncio.StreamWriter
@@ -35,7 +33,7 @@ class ProxyEnd:
         return await asyncio.wait_for(self.reader.read(), SOON_S)
 
     def stop_reading(self) -> None:
-        """What comes from now on stays in the socket."""
+        """Stop reading: further data stays in the socket."""
         assert isinstance(self.writer.transport, asyncio.Transport)
         self.writer.transport.pause_reading()
 
@@ -46,7 +44,7 @@ class ProxyEnd:
 
 @dataclass
 class Sandboxed:
-    """The guest's side: `tell` says something to sandboxd, `hear` is what comes next of a connection."""
+    """The guest's side. `tell` sends a frame to sandboxd; `hear` returns the next frame of a connection."""
 
     tunnels: Tunnels = field(init=False)
     violations: list[str] = field(default_factory=list)
@@ -70,7 +68,7 @@ class Sandboxed:
         self._queue(header["conn"]).put_nowait((header["op"], header, body))
 
     async def hear(self, conn: int) -> tuple[str, dict[str, Any], bytes]:
-        """The next frame of that connection: its op, its header, its body."""
+        """Return op, header and body of the next frame of that connection."""
         frame = await asyncio.wait_for(self._queue(conn).get(), SOON_S)
         self.unheard -= len(frame[2])
         return frame
@@ -82,7 +80,7 @@ class Sandboxed:
         return ops
 
     async def hear_data(self, conn: int, count: int) -> bytes:
-        """As many bytes, room given back as a guest does."""
+        """Return `count` bytes and return the window as a guest does."""
         data, owed = b"", 0
         while len(data) < count:
             op, _, body = await self.hear(conn)
@@ -101,7 +99,7 @@ class Sandboxed:
 async def running_tunnels(
     folder: Path, connect: Callable[[], Awaitable[ProxyStreams]] | None = None
 ) -> AsyncIterator[Sandboxed]:
-    """Tunnels before a proxy that hands each connection to the test, or before what `connect` opens."""
+    """Run tunnels to a proxy that passes each connection to the test, or to the connection that `connect` opens."""
     guest = Sandboxed()
     guest.drained.set()
     path = folder / "proxy.sock"
@@ -127,7 +125,7 @@ async def running_tunnels(
 
 
 async def wait_for_cut(reader: asyncio.StreamReader) -> None:
-    """Until the other side has gone, whatever it had still sent."""
+    """Wait until the other side has closed, and drop the remaining data."""
     try:
         while await asyncio.wait_for(reader.read(65_536), SOON_S):
             pass
@@ -136,5 +134,5 @@ async def wait_for_cut(reader: asyncio.StreamReader) -> None:
 
 
 async def unreachable() -> Any:
-    """A way to a proxy that is not there."""
+    """Fail as a connection to a missing proxy does."""
     raise ConnectionRefusedError("nobody listens")

@@ -1,4 +1,6 @@
-"""A certificate for site.example and search.example that nobody but the tests trusts, valid for a hundred years."""
+"""A certificate for site.example and search.example that only the tests trust. The certificate is valid for a hundred
+years.
+"""
 
 import ssl
 import tempfile
@@ -37,11 +39,11 @@ def server_context() -> ssl.SSLContext:
 
 
 def trusting_context() -> ssl.SSLContext:
-    """A client's context that knows this authority only; it checks names as any other."""
+    """Return a client's context that trusts only this authority. Names are checked as usual."""
     return ssl.create_default_context(cadata=_CERTIFICATE)
 
 
 def write_authority(path: Path) -> Path:
-    """The authority in a file, for programs that are told of one that way."""
+    """Write the authority to a file, for programs that read their authority from a file."""
     path.write_text(_CERTIFICATE)
     return path

@@ -1,4 +1,4 @@
-"""Loopback web servers that answer byte by byte as a test says, and a resolver of names that do not exist."""
+"""Loopback web servers that answer byte by byte as a test specifies, and a resolver of invented names."""
 
 import ipaddress
 import ssl
@@ -24,15 +24,15 @@ from workers.web.limits import Deadline, FetchLimits
 from workers.web.urls import Address
 
 Reply = bytes | Sequence[bytes] | Callable[[socket], None]
-"""What a server sends: at once, in pieces, or by a function of the connection; then it closes."""
+"""The data that a server sends before it closes: at once, in pieces, or through a function of the connection."""
 
 QUICK = FetchLimits(connect_s=2)
 HASTY = FetchLimits(tls_s=0.3, first_byte_s=0.3, rate_window_s=0.3)
-"""For servers that are too slow; a good one may be too on a busy machine."""
+"""Limits for tests of servers that are too slow. On a busy machine a correct server may exceed these limits too."""
 
 
 SYSTEM_TLS = build_tls()
-"""Read once: the system's authorities are many."""
+"""Loaded once, because the system has many authorities."""
 
 
 def answer(
@@ -51,7 +51,7 @@ def redirect(location: str, status: int = 302) -> bytes:
 
 @dataclass
 class WebServer:
-    """Answers path by path; `*` stands for every other. Keeps the head of every request."""
+    """A server with one answer per path; `*` stands for all other paths. Keeps the head of every request."""
 
     port: int = 0
     replies: dict[str, Reply] = field(default_factory=dict)
@@ -98,7 +98,7 @@ class WebServer:
 def open_web_server(
     replies: Mapping[str, Reply] | None = None, tls: ssl.SSLContext | None = None, host: str = "127.0.0.1"
 ) -> Iterator[WebServer]:
-    """A server in a thread, a thread for each connection."""
+    """Run a server in a thread, with one thread for each connection."""
     with create_server((host, 0)) as listening:
         server = WebServer(listening.getsockname()[1], dict(replies or {}))
         thread = threading.Thread(target=_accept, args=(server, listening, tls))
@@ -107,7 +107,7 @@ def open_web_server(
             yield server
         finally:
             server.ending.set()
-            # Wakes the accept, which a close from here would not.
+            # A new connection wakes `accept`. Closing the socket from this thread would not.
             with socket() as waker:
                 waker.connect((host, server.port))
             thread.join(5)
@@ -131,12 +131,12 @@ def _serve(server: WebServer, connection: socket, tls: ssl.SSLContext | None) ->
                 with tls.wrap_socket(connection, server_side=True) as wrapped:
                     server.serve(wrapped)
         except OSError:
-            return  # the client went away, which is what many of the tests are about
+            return  # the client has disconnected, as many tests intend
 
 
 @dataclass
 class StubResolver:
-    """Knows the names it is given; a list of lists is given out one lookup after the other, the last for ever."""
+    """A resolver of given names. A list of lists gives one answer per lookup; the last answer is repeated."""
 
     names: dict[str, list[list[str]]] = field(default_factory=dict)
     asked: list[str] = field(default_factory=list)
@@ -150,7 +150,7 @@ class StubResolver:
 
 
 class MemoryStore:
-    """PageStore in a dictionary."""
+    """A PageStore in a dictionary."""
 
     def __init__(self) -> None:
         self.pages: dict[tuple[str, str], Page] = {}
@@ -170,8 +170,8 @@ class MemoryStore:
 
 @dataclass
 class Web:
-    """A fetcher over loopback servers: the names of `resolver` lead to 127.0.0.1 and are allowed there, unless a test
-    says otherwise.
+    """A fetcher for loopback servers. The names of `resolver` resolve to 127.0.0.1, and the fetcher may connect there
+    unless a test changes this.
     """
 
     resolver: StubResolver
@@ -205,7 +205,7 @@ def build_web(
 
 
 def run_tool(tool: WorkerTool, *, tenant: str = "acme", timeout_s: float = 30.0, **arguments: Any) -> ToolResult:
-    """A call of one tool as a worker makes it: checked arguments in, a result out, whatever happens."""
+    """Call one tool as a worker does: the arguments are checked, and every outcome becomes a result."""
     executor = build_executor(
         WorkerRegistry([tool]), FakeSandboxClient(), MemoryLedger(), MemoryBlobs(), {"host": "h1", "queue": "q"}
     )

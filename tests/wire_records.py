@@ -1,5 +1,7 @@
-"""Records that cross processes, as this release writes them. `python -m tests.wire_records` prints them; run in an
-older release's tree with this file beside it, it gives that release's. Only what both have may be named here.
+"""Records that cross processes, in the format of this release.
+
+`python -m tests.wire_records` prints the records. Copied into the tree of an older release, the module prints the
+records of that release. So the module may use only names that both releases have.
 """
 
 import json
@@ -46,7 +48,7 @@ SPEC = ToolSpec(name="bash_tool", description="Runs a command.", parameters={"ty
 
 
 def build_records() -> dict[str, str]:
-    """Name -> text."""
+    """Return the text of each record by name."""
     batch = BatchRecord(
         state=BatchState.IN_PROGRESS, total=3, sha256="00", concurrency=4, defaults=BatchDefaults(), created_at=1.0
     )

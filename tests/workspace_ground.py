@@ -1,4 +1,6 @@
-"""What tests of workspaces stand on: kinds of them in a folder, what the kernel has mounted, another user."""
+"""Shared parts of workspace tests: kinds of workspaces in a folder, the kernel's mounts, and code that runs as
+another user.
+"""
 
 import functools
 import os
@@ -27,7 +29,7 @@ def _obstacle() -> str | None:
 
 
 def require_images() -> None:
-    """Skip with the reason where images cannot be mounted; where everything must be there, fail."""
+    """Skip the test if images cannot be mounted. Where everything must be present, fail the test instead."""
     obstacle = _obstacle()
     if obstacle is not None:
         missing(f"no workspaces of the kind image: {obstacle}")
@@ -44,19 +46,21 @@ def mounts_below(folder: Path) -> list[str]:
 
 
 def loop_devices_below(folder: Path) -> list[str]:
-    """Files below `folder` that a loop device has open."""
+    """Return the files below `folder` that a loop device has open."""
     found = []
     for backing in Path("/sys/block").glob("loop*/loop/backing_file"):
         try:
             text = backing.read_text().strip()
-        except OSError:  # it went meanwhile
+        except OSError:  # the file was removed in the meantime
             continue
         found += [text] if text.startswith(f"{folder}/") else []
     return found
 
 
 def assert_nothing_left_mounted(folder: Path, within_s: float = 10.0) -> None:
-    """No mount below `folder` now; no loop device soon: the kernel frees one after the last mount, and tells nobody."""
+    """Fail if a mount below `folder` exists now, or if a loop device remains at the deadline. The kernel frees a loop
+    device some time after the last unmount and sends no event.
+    """
     assert mounts_below(folder) == []
     until = time.monotonic() + within_s
     while loop_devices_below(folder) and time.monotonic() < until:
@@ -65,7 +69,7 @@ def assert_nothing_left_mounted(folder: Path, within_s: float = 10.0) -> None:
 
 
 def is_in_use(image: Path) -> bool:
-    """Whether a loop device, or somebody else, has the image's lock."""
+    """Return whether a loop device or another process holds the image's lock."""
     fd = os.open(image, os.O_RDONLY)
     try:
         return not try_lock(fd)
@@ -74,7 +78,7 @@ def is_in_use(image: Path) -> bool:
 
 
 def run_as(uid: int, work: Callable[[], None]) -> None:
-    """Run `work` in a child of that user; its failure is the test's."""
+    """Run `work` in a child process of that user. A failure fails the test."""
     if os.geteuid() != 0:
         pytest.skip("only root can become another user")
     child = os.fork()
@@ -86,7 +90,7 @@ def run_as(uid: int, work: Callable[[], None]) -> None:
             os.setresuid(uid, uid, uid)
             work()
             status = 0
-        except BaseException:  # noqa: BLE001  # whatever it is, the parent's copy of pytest must not run on in here
+        except BaseException:  # noqa: BLE001  # the child's copy of pytest must never continue from here
             traceback.print_exc()
         finally:
             os._exit(status)

@@ -1,4 +1,4 @@
-"""The API on the tests' Redis, without workers; and one real stack with two replicas of it."""
+"""The API on the tests' Redis without workers, and one real stack with two replicas of the API."""
 
 from collections.abc import AsyncIterator, Iterator
 
@@ -19,12 +19,12 @@ async def api(redis_server: RedisProcess) -> AsyncIterator[ApiGround]:
 
 @pytest.fixture(scope="session")
 def api_stack(engine: APIClient) -> Iterator[ApiStack]:
-    """Shared: leave it as it was."""
+    """Return the stack that all tests share. A test must leave the stack unchanged."""
     with open_api_stack(engine) as opened:
         yield opened
 
 
 @pytest.fixture
 def five_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let a key make five requests at once where `api_rate` is 0.01."""
+    """Let a key send a burst of five requests where `api_rate` is 0.01."""
     monkeypatch.setattr(app_state, "BURST_S", 500.0)

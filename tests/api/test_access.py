@@ -1,4 +1,4 @@
-"""Who may ask what: keys, roles, tenants; and that a refusal says nothing of what exists elsewhere."""
+"""Access rights of keys, roles and tenants. A refusal must not reveal what other tenants have."""
 
 import httpx
 import pytest

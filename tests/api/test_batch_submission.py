@@ -1,4 +1,4 @@
-"""Batches over HTTP are checked against the tools of their tenant before anything of them is queued."""
+"""Batches over HTTP are checked against the tools of their tenant before any item is queued."""
 
 from contract.names import catalog_key
 from contract.specs import Catalog, seal_catalog

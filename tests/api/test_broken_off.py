@@ -1,5 +1,5 @@
-"""Requests that break off because Redis goes in the middle of them, those for what is not there, and those that anybody
-may make.
+"""Requests that fail because Redis is lost during the request, requests for missing things, and requests without a
+key.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ async def test_a_request_that_broke_off_for_redis_is_not_said_to_be_worked_when_
 ) -> None:
     key = call_key("default", "acme", "c1")
     with redis_server.client() as store:
-        # Nobody ends it: whoever kills it waits.
+        # No worker ends the call, so a kill has to wait.
         store.hset(
             key,
             mapping={
@@ -83,7 +83,7 @@ async def test_a_batch_whose_submission_broke_off_is_gone_on_with_by_the_same_wo
 async def test_a_call_of_which_nothing_is_known_is_told_at_once_when_it_is_to_be_killed(api: ApiGround) -> None:
     seen = await send(api["acme"], Asked("kill", "POST", "/v1/calls/never-was/kill", content={"reason": "why not"}), {})
     assert (seen.status, seen.code) == (404, "NOT_FOUND")
-    # Where one may be looked for that waits, it takes five.
+    # A search for a waiting call takes five seconds.
     assert seen.took_s < 4
     assert (await api["operator"].get("/v1/audit", params={"action": "call.kill"})).json()["data"] == []
 

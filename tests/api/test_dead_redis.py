@@ -1,5 +1,5 @@
-"""Redis is killed in the middle of everything that clients of the HTTP API do, and comes back: each is told so in time,
-and nothing is done twice.
+"""Redis is killed during all operations of HTTP API clients, and comes back. Each client gets an error in time, and
+nothing is done twice.
 """
 
 import asyncio
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.stack
 
 ANSWERED_S = 10.0
 WORDS = ("127.0.0.1", "a-test-password", "Traceback", "redis.exceptions", "Connection refused", 'File "')
-"""Of where Redis is, and of what only a log is to say."""
+"""Texts that only a log may contain: the address of Redis, and internal errors."""
 EACH = pytest.mark.parametrize("asked", REQUESTS, ids=lambda asked: asked.name)
 POSTS = pytest.mark.parametrize(
     "asked", [asked for asked in REQUESTS if asked.method == "POST"], ids=lambda asked: asked.name
@@ -32,7 +32,7 @@ def outage(engine: APIClient) -> Iterator[Outage]:
 
 
 def check_away(seen: Seen) -> None:
-    """It was said in time that Redis is away, and no more."""
+    """Fail unless the response reported in time that Redis is unavailable, without further details."""
     assert (seen.status, seen.code) == (503, "BROKER_UNAVAILABLE"), seen
     assert seen.took_s < ANSWERED_S
     assert int(seen.headers["retry-after"]) >= 1
@@ -58,7 +58,7 @@ def test_the_same_request_is_done_when_redis_is_back(outage: Outage, asked: Aske
 def test_a_request_with_a_word_is_done_once_however_often_it_was_sent(outage: Outage, asked: Asked) -> None:
     again = outage.again[asked.name]
     if asked.name == "make a key":
-        # A secret is told once.
+        # The API returns a secret only once.
         assert (again.status, again.code) == (409, "CONFLICT")
     elif asked.done < 300:
         assert (again.text, again.headers["idempotent-replayed"]) == (outage.after[asked.name].text, "true")

@@ -1,5 +1,5 @@
-"""Workspaces and artifacts of batches that other orchestrators run: uploads, git bundles and locations of the store on
-real sandboxes.
+"""Workspaces and artifacts of batches that other orchestrators run: uploads, git bundles and locations of the store,
+on real sandboxes.
 """
 
 import asyncio
@@ -28,7 +28,7 @@ LINES = {"Content-Type": "application/jsonl"}
 
 
 def tar_of(*entries: tuple[str, bytes | str], mode: str = "w") -> bytes:
-    """Names with content; a str is a link's target."""
+    """Return a tar of names with content. A str is a link's target."""
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode=mode) as archive:  # type: ignore[call-overload]
         for name, content in entries:
@@ -65,12 +65,12 @@ async def submit(client: httpx.AsyncClient, *lines: dict[str, Any]) -> httpx.Res
 
 
 async def rows_of(client: httpx.AsyncClient, *lines: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """The rows of a batch of these lines, by their ids."""
+    """Run a batch of these lines and return its rows by id."""
     submitted = await submit(client, *lines)
     assert submitted.status_code == 201, submitted.text
     path = submitted.headers["location"]
     async with asyncio.timeout(SOON_S):
-        # Another process runs it: it has no event of ours.
+        # Another process runs the batch, and this process gets no event, so the test polls.
         while (await client.get(path)).json()["status"] != "completed":  # noqa: ASYNC110
             await asyncio.sleep(0.05)
     rows = [json.loads(line) for line in (await client.get(f"{path}/results")).text.splitlines()]
@@ -100,7 +100,7 @@ async def test_an_upload_is_a_workspace_and_artifacts_are_downloaded(api_stack: 
         content = await client.get(f"/v1/files/{body['artifacts_file']}/content")
         assert files_in(content.content) == {"out/b.txt": b"made\n", "out/link": b"from the archive"}
         assert content.headers["content-length"] == str(len(content.content))
-        # What one item has made is what another begins with.
+        # One item starts with the artifact of another item.
         again = await rows_of(client, call("three", "cat out/b.txt", workspace=body["artifacts_file"]))
         assert output_of(again["three"]).strip() == "made"
 
@@ -229,7 +229,7 @@ async def test_hostile_archives_cost_their_item_alone(api_stack: ApiStack) -> No
 
 
 async def declare(api_stack: ApiStack, length: int) -> bytes:
-    """The answer to an upload of that length, of which nothing is sent."""
+    """Return the response to an upload that declares `length` bytes and sends nothing."""
     reader, writer = await asyncio.open_connection("127.0.0.1", api_stack.apis[0].port)
     lines = [
         "POST /v1/files HTTP/1.1",
@@ -303,7 +303,7 @@ async def test_a_detached_batch_of_the_command_uploads_its_folders_and_its_artif
 
 
 class _Zeros(io.RawIOBase):
-    """So many zeros, without the memory for them."""
+    """A stream of zeros that needs no memory."""
 
     def __init__(self, size: int) -> None:
         self._left = size

@@ -1,5 +1,5 @@
-"""Every operation of the API's own description, asked in ways that fit it and in ways that do not: what comes back is
-always what the description says.
+"""Every operation of the API's own description, with valid and invalid requests. The responses always match the
+description.
 """
 
 import asyncio
@@ -26,9 +26,9 @@ from tests.api_process import ApiProcess, open_api_process
 from tests.stack import open_footprint, open_redis_server
 
 CASES = {"admin": 24, "acme": 5, "operator": 5}
-"""Of each operation, with the key of each role."""
+"""The number of cases for each operation, by role of the key."""
 SLOW = {"POST /v1/calls/{call_id}/kill": 1}
-"""A call of which nothing is known is looked for during some seconds."""
+"""Fewer cases for slow operations. The API searches for an unknown call for several seconds."""
 EXAMPLES = 3
 CHECKS = [
     checks.status_code_conformance,
@@ -40,12 +40,12 @@ CHECKS = [
     checks.allow_header_conformance,
 ]
 NO_FAULT = {503}
-"""Without workers that is the right answer; every other 5xx is a fault of ours."""
+"""The correct status without workers. Every other 5xx is a defect of the product."""
 
 
 @schemathesis.serializer("application/jsonl", "application/x-ndjson")
 def write_lines(_: Any, value: Any) -> bytes:
-    """A batch's lines, or whatever stands for them."""
+    """Return a batch's lines, or the value that replaces the lines."""
     if isinstance(value, bytes):
         return value
     text = value if isinstance(value, str) else json.dumps(value)
@@ -66,14 +66,14 @@ OPERATIONS = {found.ok().label: found.ok() for found in SCHEMA.get_all_operation
 
 @dataclass
 class Target:
-    """A running API without workers, and keys for it."""
+    """A running API without workers, and its keys."""
 
     api: ApiProcess
     keys: dict[str, str]
     session: requests.Session
 
     def ask(self, case: Case, role: str) -> None:
-        """One request; what comes back is checked."""
+        """Send one request and check the response."""
         headers = {"Authorization": f"Bearer {self.keys[role]}"}
         response = case.call(base_url=self.api.url, headers=headers, session=self.session, timeout=60)
         assert response.status_code < 500 or response.status_code in NO_FAULT, (
@@ -133,5 +133,5 @@ def test_every_operation_answers_as_it_is_described_to_what_nobody_thought_of(
             )(ask)
         )()
     except hypothesis.errors.Unsatisfiable:
-        # An operation without parameters has nothing that could be wrong.
+        # An operation without parameters has no invalid requests.
         assert mode is GenerationMode.NEGATIVE

@@ -1,6 +1,4 @@
-"""Attacks on the API by holding on to it: idle connections, streams, answers that nobody takes, bodies that do not
-come.
-"""
+"""Attacks that hold resources of the API: idle connections, streams, unread responses, and unfinished bodies."""
 
 import asyncio
 import contextlib
@@ -44,7 +42,7 @@ async def idle_connections(api: ApiGround, number: int) -> AsyncIterator[list[as
 async def test_who_only_holds_connections_holds_up_nobody(api: ApiGround, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "MAX_CONNECTIONS", 50)
     async with idle_connections(api, 60) as readers:
-        # Those that were there first have gone.
+        # The first connections have been closed.
         assert await asyncio.wait_for(readers[0].read(), 20) == b""
         async with api.client(api.keys["acme"]) as client:
             assert (await client.get("/v1/runs")).status_code == 200
@@ -68,7 +66,7 @@ async def test_a_stream_is_not_ended_to_make_room(api: ApiGround, monkeypatch: p
 
 
 async def started(api: ApiGround) -> str:
-    """A run that nobody works."""
+    """Start a run that no orchestrator executes."""
     return str((await api["acme"].post("/v1/runs", json={"instruction": "x"})).json()["id"])
 
 
@@ -87,7 +85,7 @@ async def test_a_key_has_so_many_streams_and_leaves_the_others_theirs(
         async with api["operator"].stream("GET", path, params={"tenant": "acme"}) as other:
             assert other.status_code == 200
     async with asyncio.timeout(20):
-        # The service hears of the ends a moment later.
+        # The service notices the closed connections a moment later.
         while True:
             async with api["acme"].stream("GET", path) as again:
                 if again.status_code == 200:
@@ -98,7 +96,7 @@ async def test_a_key_has_so_many_streams_and_leaves_the_others_theirs(
 async def test_who_takes_nothing_of_an_answer_is_cut_off(api: ApiGround, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "TAKE_WITHIN_S", 0.3)
     with socket.socket() as lazy:
-        # So small that the service's own memory would have to hold the answers.
+        # The buffers are so small that the service's own memory would have to hold the responses.
         lazy.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         await asyncio.to_thread(lazy.connect, address(api))
         lazy.settimeout(30)
@@ -128,13 +126,13 @@ async def test_all_bodies_together_have_a_bound(api: ApiGround, monkeypatch: pyt
     refused = await api["acme"].post("/v1/runs", json={"instruction": "x" * 200_000})
     assert (refused.status_code, refused.json()["code"]) == (503, "NOT_READY")
     for _ in range(5):
-        # What was held is let go each time.
+        # The held resources are released each time.
         assert (await api["acme"].post("/v1/runs", json={"instruction": "x" * 60_000})).status_code == 202
 
 
 @contextlib.asynccontextmanager
 async def unfinished_bodies(api: ApiGround, number: int, of_bytes: int) -> AsyncIterator[list[asyncio.StreamReader]]:
-    """Requests of acme whose bodies have begun and do not go on."""
+    """Open requests of acme whose bodies have begun and do not continue."""
     head = (
         f"POST /v1/runs HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {api.keys['acme']}\r\nContent-Length: "
         f"{of_bytes}\r\n\r\n{{"
@@ -263,7 +261,7 @@ async def test_a_stream_takes_no_more_events_than_its_reader(monkeypatch: pytest
 
 
 class Line(asyncio.Transport):
-    """A connection whose other end takes what the test says. `size`: bytes that it has not taken."""
+    """A connection whose other end reads as much as the test decides. `size`: unread bytes."""
 
     size = 0
     is_aborted = False
@@ -291,7 +289,7 @@ async def test_who_takes_a_large_answer_over_a_slow_line_is_given_all_of_it() ->
 
 
 class HangingSession:
-    """A session whose calls do not end by themselves."""
+    """A session whose calls never end by themselves."""
 
     def __init__(self) -> None:
         self.begun = asyncio.Event()
@@ -325,7 +323,7 @@ async def test_who_sends_a_large_batch_slowly_holds_up_nobody_elses(api: ApiGrou
             writers.append(writer)
             writer.write(head.encode() + lines.encode()[:4_500_000])
             answers.append(asyncio.ensure_future(reader.readline()))
-        # Of two of a key one is refused, so that the other is being read.
+        # One of two requests of the same key is refused, so the other request is being read.
         (answered,), (waiting,) = await asyncio.wait(answers, timeout=20, return_when=asyncio.FIRST_COMPLETED)
         assert answered.result().startswith(b"HTTP/1.1 429")
         waiting.cancel()

@@ -1,5 +1,5 @@
-"""Attacks on the API by what a request says: bodies, heads, ids and names that are made to break something or to find
-out what is another's.
+"""Attacks through the content of requests: bodies, headers, ids and names that try to break the service or to reveal
+data of other tenants.
 """
 
 import asyncio
@@ -71,7 +71,7 @@ HEADS = {
 
 
 def told(response: httpx.Response) -> dict[str, Any]:
-    """The problem that it is."""
+    """Return the problem in the response."""
     assert response.headers["content-type"] == "application/problem+json", response.text
     problem: dict[str, Any] = response.json()
     return problem
@@ -81,7 +81,7 @@ def told(response: httpx.Response) -> dict[str, Any]:
 async def test_no_body_breaks_what_reads_it(api: ApiGround, body: bytes) -> None:
     for path in TAKING:
         response = await api["admin"].post(path, content=body, headers=JSON)
-        # What is left of it may be all that the route takes.
+        # The remainder may match the route exactly.
         assert response.status_code in (200, 201, 202, 400, 404, 413, 422, 503), (path, response.text)
         if response.status_code >= 400:
             assert told(response)["code"] != "INTERNAL", path
@@ -92,7 +92,7 @@ async def test_a_body_of_many_values_costs_no_more_than_reading_it(api: ApiGroun
     for kind in ("many lists", "many unknown keys"):
         response = await api["acme"].post("/v1/runs", content=BREAKING[kind], headers=JSON)
         assert (response.status_code, told(response)["code"]) == (413, "BODY_TOO_LARGE")
-    # The service is a part of this process. An error for each key would take seconds.
+    # The service runs in this process. An error for each key would take seconds.
     assert time.process_time() - began < 0.5
 
 
@@ -125,7 +125,7 @@ async def test_a_request_hidden_behind_another_is_not_answered(api: ApiGround) -
 
 
 async def exchange(api: ApiGround, line: bytes, rest: bytes) -> bytes:
-    """All that comes back until the connection is closed, which is to be soon."""
+    """Return everything that arrives until the connection closes. The close must come soon."""
     host, port = api.url.removeprefix("http://").split(":")
     reader, writer = await asyncio.open_connection(host, int(port))
     head = f"Host: x\r\nAuthorization: Bearer {api.keys['admin']}\r\nContent-Type: application/json\r\n"
@@ -136,7 +136,7 @@ async def exchange(api: ApiGround, line: bytes, rest: bytes) -> bytes:
             while piece := await reader.read(65536):
                 answer += piece
     except ConnectionResetError:
-        # It did not read all that was sent.
+        # The server has not read all data.
         assert answer
     finally:
         writer.close()
@@ -167,7 +167,7 @@ async def test_another_tenants_things_are_told_as_what_does_not_exist(
 
 
 async def ask_for_approval(redis_server: RedisProcess, command: str = "rm -rf /data") -> str:
-    """A call of acme's that waits for a yes."""
+    """Start a call of acme that waits for approval."""
     settings = api_settings(redis_server.url)
     client = open_redis(settings.broker())
     try:

@@ -1,6 +1,4 @@
-"""Attacks by what is kept and by what is done in whose name: secrets in Redis, logins, streams of keys that hold no
-longer, the audit.
-"""
+"""Attacks on stored data and on identities: secrets in Redis, logins, streams of revoked keys, and the audit log."""
 
 import asyncio
 import time
@@ -69,7 +67,7 @@ async def test_what_operators_do_is_put_down_to_their_keys(
         )
         client.zadd(hosts_key("default"), {report.queue: time.time()})
         client.set(host_key("default", report.queue), report.model_dump_json())
-    # Nobody is there who would take the order.
+    # No worker exists that could receive the order.
     assert (await api["operator"].post("/v1/hosts/h1/drain", json={})).status_code == 500
     for_acme = {"tenant": "acme"}
     shown = (await api["operator"].patch("/v1/tools/bash_tool", json={"enabled": False}, params=for_acme)).json()
@@ -138,7 +136,7 @@ async def test_no_route_takes_more_than_it_needs(api: ApiGround, path: str, leng
 
 
 async def begun(api: ApiGround, path: str, length: int) -> bytes:
-    """The head of the answer to a form whose body has only begun."""
+    """Return the head of the response to a form whose body has only begun."""
     host, port = api.url.removeprefix("http://").split(":")
     reader, writer = await asyncio.open_connection(host, int(port))
     head = f"POST {path} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {api.keys['acme']}\r\nOrigin: http://x\r\n"

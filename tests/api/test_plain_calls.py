@@ -1,4 +1,6 @@
-"""Calls that take the short way to their tool: they are answered as on the long one, and in one piece."""
+"""Calls that take the short path to their tool. The responses are the same as on the long path, and arrive in one
+piece.
+"""
 
 import asyncio
 from typing import Any
@@ -47,7 +49,7 @@ async def test_who_names_a_tenant_is_not_taken_for_his_own(api: ApiGround) -> No
 
 
 class Line(asyncio.Transport):
-    """A connection that keeps what is written."""
+    """A connection that keeps all written data."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,5 +1,5 @@
-"""Requests as such: errors as problems, bounds on bodies and rates, idempotency keys, pages, slow and dead
-counterparts.
+"""General behaviour of requests: problems as errors, limits of bodies and rates, idempotency keys, pages, and slow or
+dead peers.
 """
 
 import asyncio
@@ -83,7 +83,7 @@ async def test_a_giant_body_that_does_not_say_so_is_cut_off(api: ApiGround) -> N
         for _ in range(100):
             yield b"x" * 65536
 
-    # A client that sends on may not get to read it.
+    # A client that continues to send may not receive the response.
     with contextlib.suppress(httpx.TransportError):
         response = await api["admin"].post("/v1/tenants", content=endless())  # type: ignore[arg-type]
         assert (response.status_code, response.json()["code"]) == (413, "BODY_TOO_LARGE")
@@ -110,7 +110,7 @@ async def test_a_client_that_stops_in_its_body_is_told_and_cut_off(
 
 
 async def send_raw(api: ApiGround, header: str, body: bytes) -> bytes:
-    """The first line of the answer to a request whose body ends before its time."""
+    """Return the first line of the response to a request whose body ends too early."""
     host, port = api.url.removeprefix("http://").split(":")
     reader, writer = await asyncio.open_connection(host, int(port))
     head = (
@@ -224,11 +224,11 @@ async def test_a_service_that_is_told_to_stop_keeps_its_answers_first(
     async with open_api(redis_server.url) as api:
         assert (await api["admin"].post("/v1/tenants", json={"name": "fresh"}, headers=headers)).status_code == 201
         await began.wait()
-        # Longer than the server itself waits for the request.
+        # Longer than the server's own limit for a request.
         asyncio.get_running_loop().call_later(KEPT_FIRST_S + 1, goes_on.set)
     with redis_server.client() as store:
         (slot,) = store.keys("*:api:once:*")
-        # A stored answer is signed: the signature comes before its JSON. A pending claim is not.
+        # A stored response is signed: the signature precedes the JSON. A pending claim is not signed.
         answer = str(store.get(slot), "utf-8").split(".", 2)[2]
     assert json.loads(answer)["status"] == 201
 
@@ -264,7 +264,7 @@ async def test_a_dead_redis_is_told_as_such_and_comes_back(api: ApiGround, redis
 
 
 async def eventually_ok(api: ApiGround) -> None:
-    # Its Redis was emptied by nobody: the keys are those from before.
+    # This Redis was not emptied: the keys are the earlier keys.
     await eventually(
         lambda: (
             httpx.get(f"{api.url}/v1/batches", headers={"Authorization": f"Bearer {api.keys['acme']}"}).status_code

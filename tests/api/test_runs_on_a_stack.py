@@ -1,5 +1,5 @@
-"""Runs, approvals, batches and switches over HTTP, on real orchestrators, workers and sandboxes; and an API that dies
-in the middle of them.
+"""Runs, approvals, batches and switches over HTTP on real orchestrators, workers and sandboxes, and an API that dies
+during these operations.
 """
 
 import asyncio
@@ -24,9 +24,9 @@ BLOCKS = re.findall(r"```sh\n(.*?)```", (ROOT / "docs" / "api.md").read_text(), 
 
 
 async def until_state(client: httpx.AsyncClient, run: str, *states: str) -> dict[str, Any]:
-    """The run, once it stands so."""
+    """Return the run as soon as it has one of these states."""
     async with asyncio.timeout(SOON_S):
-        # What another process does has no event of ours.
+        # Another process changes the state, and this process gets no event, so the test polls.
         while (told := (await client.get(f"/v1/runs/{run}")).json())["state"] not in states:  # noqa: ASYNC110
             await asyncio.sleep(0.05)
     return dict(told)
@@ -64,7 +64,7 @@ async def test_a_run_is_cancelled_from_any_replica_and_its_command_with_it(api_s
 
 @asynccontextmanager
 async def asking(client: httpx.AsyncClient) -> AsyncIterator[tuple[str, dict[str, Any]]]:
-    """A run that waits for a yes, and its question."""
+    """Yield a run that waits for approval, and its question."""
     run = await started(client, "asks")
     async with asyncio.timeout(SOON_S):
         while not (found := [one for one in (await client.get("/v1/approvals")).json()["data"] if one["run"] == run]):  # noqa: ASYNC110
@@ -108,7 +108,7 @@ async def test_s2_26_a_tool_that_is_turned_off_by_the_api_cannot_be_called_by_an
             messages = (await client.get(f"/v1/runs/{run}/transcript")).json()["messages"]
             assert "it is being mended" in str(messages)
             assert told["answer"].startswith("told: still here")
-            async with asyncio.timeout(SOON_S):  # another replica knows within two seconds
+            async with asyncio.timeout(SOON_S):  # another replica learns of the change within two seconds
                 while (await client.get("/v1/tools/glob_tool")).json()["state"] != "disabled":  # noqa: ASYNC110
                     await asyncio.sleep(0.05)
             listed = {tool["name"]: tool for tool in (await client.get("/v1/tools")).json()["data"]}
@@ -139,7 +139,7 @@ async def test_when_an_api_is_killed_another_goes_on_with_its_runs_and_no_call_r
         runs: list[str] = []
         with api_stack.open_api() as dying:
             async with asyncio.timeout(SOON_S):
-                # Whichever of the three takes a run: until it is this one.
+                # Any of the three processes may take a run; the test repeats until this process has taken one.
                 while not any(f'"run":"{run}"' in dying.log() for run in runs[-1:]):
                     runs.append(await started(client, "steps"))
                     await read_events(client, f"/v1/runs/{runs[-1]}/events", most=4)

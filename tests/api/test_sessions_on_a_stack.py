@@ -63,7 +63,7 @@ async def test_a_session_is_opened_called_seen_and_closed_on_any_replica(
         assert api_stack.stack.has_container(container)
         assert (await other.delete(f"/v1/sessions/{session}")).status_code == 204
         assert not api_stack.stack.has_container(container)
-        # Both have made calls in it a moment ago.
+        # Both replicas have made calls in the session a moment ago.
         for one in (client, other):
             gone = await one.post(
                 f"/v1/sessions/{session}/calls", json={"name": "bash_tool", "arguments": {"command": "true"}}
@@ -73,7 +73,7 @@ async def test_a_session_is_opened_called_seen_and_closed_on_any_replica(
 
 
 async def test_output_comes_while_the_tool_runs(client: httpx.AsyncClient, session: str) -> None:
-    # The tool goes on only when its first output has been seen.
+    # The tool continues only after its first output has been received.
     call = {
         "name": "bash_tool",
         "arguments": {"command": "echo first; until test -e /workspace/go; do sleep 0.1; done; echo second"},
@@ -109,7 +109,7 @@ async def test_a_client_that_goes_ends_its_call_with_all_its_processes(
 
 
 async def sandbox_of(client: httpx.AsyncClient, session: str) -> str:
-    """Known once a call has been made."""
+    """Return the session's sandbox, which is known after the first call."""
     return str((await run(client, session, "true"))["sandbox"]["id"])
 
 
@@ -146,7 +146,7 @@ async def test_a_call_that_was_one_too_many_is_run_when_it_is_sent_again(
         )
 
     async def send_too_many() -> list[str]:
-        """The words of those that were refused."""
+        """Return the messages of the refused requests."""
         told = await asyncio.gather(*(send(secrets.token_hex(8)) for _ in range(3)))
         return [word for word, result in told if result["error_code"] == "RATE_LIMITED"]
 
@@ -156,7 +156,7 @@ async def test_a_call_that_was_one_too_many_is_run_when_it_is_sent_again(
         try:
             async with asyncio.timeout(SOON_S):
                 while not (refused := await send_too_many()):
-                    pass  # the service hears of the policy within two seconds
+                    pass  # the service learns of the policy within two seconds
             results = [await send(refused[0]) for _ in range(2)]
         finally:
             assert (await admin.put("/v1/tenants/acme", json=before)).status_code == 200

@@ -1,4 +1,4 @@
-"""Skills over HTTP: every role is shown what the workers publish, and a tenant installs its own."""
+"""Skills over HTTP: every role sees the skills that the workers publish, and a tenant installs its own skills."""
 
 from pathlib import Path
 

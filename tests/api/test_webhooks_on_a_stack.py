@@ -21,7 +21,7 @@ Received = tuple[dict[str, str], bytes]
 
 @asynccontextmanager
 async def receiving(port: int, *statuses: int) -> AsyncIterator["asyncio.Queue[Received]"]:
-    """A receiver that answers with these statuses, the last one for good."""
+    """Run a receiver that answers with these statuses. The last status is repeated."""
     received: asyncio.Queue[Received] = asyncio.Queue()
     left = list(statuses)
 
@@ -40,7 +40,7 @@ async def receiving(port: int, *statuses: int) -> AsyncIterator["asyncio.Queue[R
 
 
 def check(headers: dict[str, str], body: bytes) -> dict[str, object]:
-    """What a receiver does by the Standard Webhooks convention."""
+    """Check a request as a receiver does under the Standard Webhooks convention, and return its content."""
     signed = f"{headers['webhook-id']}.{headers['webhook-timestamp']}.".encode() + body
     expected = base64.b64encode(hmac.new(KEY, signed, hashlib.sha256).digest()).decode()
     assert headers["webhook-signature"] == f"v1,{expected}"
@@ -75,7 +75,7 @@ async def test_private_addresses_get_no_notice(api_stack: ApiStack) -> None:
         url = f"http://127.0.0.1:{api_stack.hook_port + 1}/"
         run = await client.post("/v1/runs", json={"instruction": "hello", "webhook": {"url": url, "secret": SECRET}})
         async with asyncio.timeout(SOON_S):
-            # Another process sends it: it has no event of ours.
+            # Another process sends the webhook, and this process gets no event, so the test polls.
             while not any(api.has_said("webhook_failed") and run.json()["id"] in api.log() for api in api_stack.apis):  # noqa: ASYNC110
                 await asyncio.sleep(0.05)
         assert received.empty()

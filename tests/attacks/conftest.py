@@ -1,4 +1,4 @@
-"""What attack tests start from: the engine, boxes under the real profile, a sandboxd of their own."""
+"""Fixtures of attack tests: the engine, boxes under the real profile, and a separate sandboxd."""
 
 from collections.abc import Iterator
 
@@ -22,13 +22,13 @@ def box(engine: APIClient) -> Iterator[Box]:
 
 @pytest.fixture(scope="module")
 def shared_box(engine: APIClient) -> Iterator[Box]:
-    """One for the attacks of a file that leave nothing behind, or clear it away."""
+    """Return one box for the attacks of a file that leave nothing behind or that clean up."""
     with open_box(engine) as opened:
         yield opened
 
 
 @pytest.fixture(scope="session")
 def ground(engine: APIClient) -> Iterator[Ground]:
-    """A sandboxd that no test kills."""
+    """Return a sandboxd that no test kills."""
     with open_ground(engine) as opened:
         yield opened

@@ -1,5 +1,5 @@
-"""What a model, or what speaks through it, tries against approvals: hide a command, forge a question, use a yes twice.
-No engine needed.
+"""Attacks of a model, or of its input, on approvals: hide a command, forge a question, use an approval twice. No
+engine is needed.
 """
 
 import io
@@ -25,7 +25,7 @@ BASH = build_spec("bash_tool", properties={"command": {"type": "string"}}, comma
 
 
 async def outcome(command: str, approver: Any, *rules: Rule, **terms: Any) -> ErrorCode | None:
-    """The error of the reviewed call, None when it may run."""
+    """Return the error of the reviewed call, or None if the call may run."""
     reviewed = await review(
         build_call("bash_tool", command=command), BASH, approver, policy=ApprovalPolicy(rules), **terms
     )

@@ -1,5 +1,5 @@
-"""The engine: whoever reaches its socket is root on the host. So nothing of it is inside, and nothing inside is
-followed to it.
+"""Attacks on the engine's socket. Access to the socket is root access on the host. So the socket is not in a sandbox,
+and the host follows no path of a sandbox to it.
 """
 
 from pathlib import Path
@@ -27,7 +27,9 @@ def test_find_the_engines_socket(shared_box: Box) -> None:
 
 
 def test_reach_the_engine_by_any_name_that_the_host_listens_on(shared_box: Box) -> None:
-    """Aim: connect to what the host's programs, the engine's own among them, listen on; the names are given away."""
+    """Aim: connect to the addresses on which the host's programs, including the engine, listen. The attacker knows
+    the names.
+    """
     rows = [line.split() for line in Path("/proc/net/unix").read_text().splitlines()[1:]]
     names = sorted({row[7] for row in rows if len(row) > 7 and row[3] == "00010000"})
     answer = shared_box.run(
@@ -50,7 +52,7 @@ print(reached)
 
 
 def test_have_a_process_of_the_host_connect_to_a_socket_of_the_sandbox(ground: Ground) -> None:
-    """Aim: take the place of a channel, and have sandboxd speak to whom the sandbox chooses."""
+    """Aim: replace the socket of a channel, so that sandboxd connects to an attacker's socket."""
     listen = """
 import os, socket
 os.makedirs('/output/.state', exist_ok=True)

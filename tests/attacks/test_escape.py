@@ -1,5 +1,5 @@
-"""Escape: power over the kernel, the image, the limits, or a life beyond the sandbox's own. The verdict comes from
-outside it.
+"""Escape attacks: power over the kernel, the image or the limits, or a life longer than the sandbox. The results are
+checked from outside.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ LIMITS = SandboxLimits()
 
 
 def test_become_root_by_programs_and_calls(shared_box: Box) -> None:
-    """Aim: become root by setuid programs, files of its own, or calls."""
+    """Aim: become root through setuid programs, own files or system calls."""
     shared_box.run("cp /bin/sh /workspace/sh && chmod 6755 /workspace/sh")
     answer = shared_box.run(
         python("""
@@ -36,12 +36,12 @@ for attempt in (lambda: os.setuid(0), lambda: os.setresuid(0, 0, 0), lambda: os.
     assert "uid=0" not in answer.output
     assert "gid=0" not in answer.output
     assert (shared_box.root / "workspace/sh").stat().st_uid == 1000
-    # What the kernel holds against every process of the container, not what a program said.
+    # The kernel's data of every process of the container is checked, not the output of a program.
     assert {shared_box.status_of(pid)["Uid"] for pid in shared_box.processes()} == {"1000\t1000\t1000\t1000"}
 
 
 def test_find_a_setuid_file_or_a_file_capability_in_the_image(shared_box: Box) -> None:
-    """Aim: find something in the image that gives power."""
+    """Aim: find a file in the image that gives extra rights."""
     answer = shared_box.run("find / -xdev -perm /6000 -type f 2>/dev/null")
 
     assert answer.output.strip() == ""
@@ -62,7 +62,7 @@ def test_find_a_setuid_file_or_a_file_capability_in_the_image(shared_box: Box) -
     ],
 )
 def test_change_what_is_mounted(shared_box: Box, attempt: str) -> None:
-    """Aim: see or write more by another mount."""
+    """Aim: see or write more through another mount."""
     before = shared_box.mounts()
     answer = shared_box.run(f"mkdir -p /workspace/m; {attempt}")
 
@@ -72,16 +72,16 @@ def test_change_what_is_mounted(shared_box: Box, attempt: str) -> None:
 
 @pytest.mark.parametrize("place", ["/workspace", "/tmp", "/output", "/dev/shm"])
 def test_make_a_device_node_of_the_hosts_disk(shared_box: Box, place: str) -> None:
-    """Aim: reach the host's disk or memory by a device node."""
+    """Aim: reach the host's disk or memory through a new device node."""
     answer = shared_box.run(f"mkdir {place}/made && cd {place}/made; mknod sda b 8 0; mknod mem c 1 1; mkfifo fifo")
     made = [path for path in (shared_box.root / place.lstrip("/") / "made").iterdir()]
 
-    assert answer.status == 0, answer.output  # a fifo is no device
+    assert answer.status == 0, answer.output  # a FIFO is not a device
     assert [path.name for path in made] == ["fifo"]
 
 
 def test_open_a_device_of_the_host(shared_box: Box) -> None:
-    """Aim: reach the host's disk, memory or kernel by a device that is there."""
+    """Aim: reach the host's disk, memory or kernel through an existing device."""
     devices = [path.name for path in (shared_box.root / "dev").iterdir() if stat.S_ISBLK(path.lstat().st_mode)]
     answer = shared_box.run(
         "for d in /dev/mem /dev/kmsg /dev/sda /dev/vda /dev/kvm /dev/fuse /dev/vsock; do cat <$d && echo got $d; done"
@@ -104,7 +104,7 @@ IMAGE_PLACES = (
 
 
 def test_write_to_the_image(engine: APIClient, shared_box: Box) -> None:
-    """Aim: have code run in the guest, or in every later command."""
+    """Aim: run code in the guest, or in every later command."""
     answer = shared_box.run("\n".join(f"echo evil >>{place} && echo written" for place in IMAGE_PLACES))
 
     assert "written" not in answer.output
@@ -113,7 +113,7 @@ def test_write_to_the_image(engine: APIClient, shared_box: Box) -> None:
 
 
 def changed_files(engine: APIClient, shared_box: Box) -> set[str]:
-    """What differs from the image, but for the mount points the engine itself makes."""
+    """Return the files that differ from the image, except the mount points that the engine creates."""
     engine_made = {"/dev", "/etc", "/proc", "/sys", "/run", "/tmp", "/workspace", "/output"}
     return {change["Path"] for change in engine.diff(shared_box.id) or []} - engine_made
 
@@ -129,7 +129,7 @@ def changed_files(engine: APIClient, shared_box: Box) -> set[str]:
     ],
 )
 def test_change_the_host_through_proc_and_sys(shared_box: Box, place: str) -> None:
-    """Aim: have the kernel run a program on the host, or weaken it."""
+    """Aim: make the kernel run a program on the host, or weaken the kernel."""
     before = read_if_any(Path(place))
     shared_box.run(f"echo -1000 >{place}; echo '|/workspace/x' >{place}")
 
@@ -144,7 +144,7 @@ def read_if_any(path: Path) -> str | None:
 
 
 def test_leave_the_limits_through_the_cgroup_tree(shared_box: Box) -> None:
-    """Aim: raise or leave its own limits."""
+    """Aim: raise or leave the sandbox's own limits."""
     shared_box.run(
         "for f in $(find /sys/fs/cgroup -name cgroup.procs 2>/dev/null); do echo $$ >$f; done; for f in $(find "
         "/sys/fs/cgroup -name release_agent -o -name pids.max -o -name memory.limit_in_bytes 2>/dev/null); do echo 1 "
@@ -160,7 +160,7 @@ def test_leave_the_limits_through_the_cgroup_tree(shared_box: Box) -> None:
 
 
 def test_outlive_the_end_of_input(engine: APIClient, box: Box) -> None:
-    """Aim: stay when whoever feeds the sandbox has gone."""
+    """Aim: stay alive after the process that feeds the sandbox has ended."""
     box.feed(
         "trap '' TERM HUP INT; setsid sh -c 'trap \"\" TERM HUP; while :; do read x </dev/zero; done' >/dev/null 2>&1 "
         "&\n"
@@ -177,7 +177,7 @@ def test_outlive_the_end_of_input(engine: APIClient, box: Box) -> None:
 
 
 def test_end_pid_1_from_inside(shared_box: Box) -> None:
-    """Aim: end or stop the guest, and with it the watch over the call."""
+    """Aim: end or stop the guest, and with it the supervision of the call."""
     shared_box.run("for s in TERM INT HUP KILL STOP QUIT USR1 SEGV; do kill -$s 1; done")
 
     assert_still_works(shared_box)

@@ -1,5 +1,5 @@
-"""Exhaustion: of disk, inodes, memory, processes, descriptors and processor, of the host, of neighbours, and of the
-session itself. Seen from outside.
+"""Exhaustion attacks on disk, inodes, memory, processes, descriptors and processor: of the host, of neighbours, and
+of the session itself. The results are checked from outside.
 """
 
 import contextlib
@@ -22,7 +22,7 @@ LIMITS = SandboxLimits()
 
 
 def usage(path: Path) -> tuple[int, int, int, int]:
-    """Bytes in all, bytes free, inodes in all, inodes free."""
+    """Return total bytes, free bytes, total inodes and free inodes."""
     found = os.statvfs(path)
     return found.f_blocks * found.f_frsize, found.f_bavail * found.f_frsize, found.f_files, found.f_favail
 
@@ -44,7 +44,7 @@ except OSError as error: print(error.strerror)
 
 @pytest.fixture
 def cleared(shared_box: Box) -> Iterator[Box]:
-    """A box of which every place is empty again afterwards, by nothing but `rm` in the session itself."""
+    """Yield a box. Afterwards every writable folder must be empty again, through `rm` in the session alone."""
     before = [usage(shared_box.root / place.lstrip("/")) for place, _, _ in MOUNTS]
     yield shared_box
     answer = shared_box.run("rm -rf /workspace/* /tmp/* /output/* /dev/shm/*")
@@ -54,7 +54,7 @@ def cleared(shared_box: Box) -> Iterator[Box]:
 
 @pytest.mark.parametrize(("place", "size", "inodes"), MOUNTS)
 def test_fill_a_writable_place_by_bytes(cleared: Box, place: str, size: int, inodes: int) -> None:
-    """Aim: take the host's memory or disk; or leave the session without room for ever."""
+    """Aim: use up the host's memory or disk, or leave the session without free space permanently."""
     answer = cleared.run(FILL.format(place=place))
     total, free, _, _ = usage(cleared.root / place.lstrip("/"))
 
@@ -66,7 +66,7 @@ def test_fill_a_writable_place_by_bytes(cleared: Box, place: str, size: int, ino
 
 @pytest.mark.parametrize(("place", "size", "inodes"), MOUNTS)
 def test_fill_a_writable_place_by_empty_files(cleared: Box, place: str, size: int, inodes: int) -> None:
-    """Aim: take the kernel's memory, or all inodes, by files without a byte."""
+    """Aim: use up the kernel's memory or all inodes with empty files."""
     answer = cleared.run(MAKE_FILES.format(place=place))
     _, _, total, free = usage(cleared.root / place.lstrip("/"))
 
@@ -77,7 +77,9 @@ def test_fill_a_writable_place_by_empty_files(cleared: Box, place: str, size: in
 
 
 def test_fill_everything_at_once_to_poison_the_session(cleared: Box) -> None:
-    """Aim: leave no memory for any later command. All mounts full, by bytes and by files, must leave enough."""
+    """Aim: leave no memory for any later command. Even if all mounts are full of bytes and files, enough memory must
+    remain.
+    """
     for place, _, inodes in MOUNTS:
         cleared.run(
             f"mkdir {place}/d; "
@@ -91,8 +93,8 @@ def test_fill_everything_at_once_to_poison_the_session(cleared: Box) -> None:
 
 
 def test_fill_memory_through_a_shm_mount_without_a_number_of_files(engine: APIClient) -> None:
-    """Aim: empty files in the engine's own /dev/shm, which has no nr_inodes, end in the OOM killer. Why it is a row of
-    its own.
+    """Show why the profile mounts /dev/shm with a limit. The engine's own /dev/shm has no nr_inodes, so empty files
+    there lead to the OOM killer.
     """
     few = 1 << 20
     limits = SandboxLimits(
@@ -105,7 +107,7 @@ def test_fill_memory_through_a_shm_mount_without_a_number_of_files(engine: APICl
 
 
 def test_write_one_huge_sparse_file(cleared: Box) -> None:
-    """Aim: claim more room than there is."""
+    """Aim: claim more disk space than exists."""
     answer = cleared.run(f"truncate -s {LIMITS.workspace_bytes} /workspace/most; truncate -s 1T /workspace/huge")
     sizes = {path.name: path.stat().st_size for path in (cleared.root / "workspace").iterdir()}
 
@@ -115,14 +117,14 @@ def test_write_one_huge_sparse_file(cleared: Box) -> None:
 
 
 def test_hide_a_huge_file_in_a_memfd(cleared: Box) -> None:
-    """Aim: keep more in memory than any mount would."""
+    """Aim: keep more data in memory than any mount allows."""
     answer = cleared.run(python(f"import os; os.truncate(os.memfd_create('x'), {LIMITS.workspace_bytes} + 1)"))
 
     assert answer.status != 0
 
 
 def test_leave_a_core_file_of_the_whole_memory(cleared: Box) -> None:
-    """Aim: fill the workspace, or the folder of the host where cores go."""
+    """Aim: fill the workspace, or the host's folder for core files."""
     cleared.run("cd /workspace && python3 -c 'import os; os.abort()'")
 
     assert list((cleared.root / "workspace").iterdir()) == []
@@ -139,7 +141,7 @@ while True:
 
 
 def test_fork_without_end(engine: APIClient, box: Box) -> None:
-    """Aim: take the host's processes, or the neighbour's."""
+    """Aim: use up the processes of the host or of a neighbour."""
     with open_box(engine) as neighbour:
         box.feed(f"({BOMB}\n) 2>/dev/null &\n")
         box.read_until("full")
@@ -157,7 +159,7 @@ def test_fork_without_end(engine: APIClient, box: Box) -> None:
 
 
 def test_take_all_memory(engine: APIClient, box: Box) -> None:
-    """Aim: take the host's memory, or have a neighbour killed for it."""
+    """Aim: use up the host's memory, or get a neighbour killed."""
     hog = "import itertools\nkept = [bytearray(1 << 20) for _ in itertools.count()]"
     with open_box(engine) as neighbour:
         answer = box.run(python(hog))
@@ -176,7 +178,9 @@ def perl_ipc(source: str) -> str:
 
 
 def test_keep_memory_beyond_death_in_shared_segments(cleared: Box) -> None:
-    """Aim: System V segments belong to no process and to no mount: left alone they stay when everything is killed."""
+    """Aim: keep memory in System V segments. The segments belong to no process and to no mount, so they survive a
+    kill of all processes.
+    """
     answer = cleared.run(
         perl_ipc("for (1..8) { my $id = shmget(0, 1 << 20, 01600); shmwrite($id, 'x' x 1024, 0, 1024) }")
     )
@@ -190,7 +194,7 @@ def left_in_ipc(box: Box, kind: str) -> int:
 
 
 def test_keep_memory_beyond_death_in_message_queues_and_semaphores(cleared: Box) -> None:
-    """Aim: the same with queues and semaphores."""
+    """Aim: keep memory in message queues and semaphores after a kill of all processes."""
     queues = (
         "my $m = pack('l! a8000', 1, 'x'); while (defined(my $q = msgget(0, 01600))) { msgsnd($q, $m, 04000) for 1..2 }"
     )
@@ -204,7 +208,7 @@ def test_keep_memory_beyond_death_in_message_queues_and_semaphores(cleared: Box)
 
 
 def test_take_the_hosts_slots_for_asynchronous_io(cleared: Box) -> None:
-    """Aim: fs.aio-max-nr is one number for the whole host, whatever the namespace."""
+    """Aim: use up fs.aio-max-nr, a limit of the whole host that no namespace divides."""
     before = int(Path("/proc/sys/fs/aio-nr").read_text())
     number = {"x86_64": 206, "aarch64": 0}[os.uname().machine]
     answer = cleared.run(f'perl -e \'my $p = "\\0" x 8; print "got" if syscall({number}, 60000, $p) == 0; exec "cat"\'')
@@ -214,7 +218,7 @@ def test_take_the_hosts_slots_for_asynchronous_io(cleared: Box) -> None:
 
 
 def test_open_descriptors_without_end(cleared: Box) -> None:
-    """Aim: take the host's open files."""
+    """Aim: use up the host's open files."""
     answer = cleared.run(
         python("""
 import os
@@ -229,7 +233,7 @@ except OSError as error: print(opened[-1], error.strerror)
 
 
 def test_fill_the_hosts_disk_through_output(engine: APIClient, cleared: Box) -> None:
-    """Aim: have the engine's log take the host's disk."""
+    """Aim: fill the host's disk through the engine's log."""
     cleared.run("yes | head -c 8000000")
     where = Path(engine.info()["DockerRootDir"]) / "containers" / cleared.id
 
@@ -238,10 +242,11 @@ def test_fill_the_hosts_disk_through_output(engine: APIClient, cleared: Box) -> 
 
 
 def test_take_more_of_the_processors_than_its_share(cleared: Box) -> None:
-    """Aim: slow down everybody else on the host."""
+    """Aim: slow down everything else on the host."""
     counter = cleared.cgroup_file("cpuacct", "cpuacct.usage", "cpu.stat")
     before, started = used_s(counter), time.monotonic()
-    # Each is two processes: well below the limit of them, or the shell of the box itself could not fork.
+    # Each loop is two processes. Their number stays well below the process limit, because the shell of the box must
+    # be able to fork.
     cleared.run("for i in $(seq 40); do timeout 1 sh -c 'while :; do :; done' & done; wait")
 
     assert used_s(counter) - before < (time.monotonic() - started) * LIMITS.cpus * 1.1 + 0.1
@@ -265,8 +270,8 @@ HOGS = {
 
 @pytest.mark.parametrize("hog", HOGS.values(), ids=HOGS.keys())
 def test_have_somebody_else_killed_for_want_of_memory(ground: Ground, hog: str) -> None:
-    """Aim: the guest, a call beside or a background job dies in the hog's place, or nobody is told why a program
-    died.
+    """Aim: let the guest, another call or a background job be killed instead of the hog, or leave the reason of a
+    death unreported.
     """
     with ground.session(session="hog") as session:
         session.start("exec sleep 777", state="use", timeout_s=500.0)

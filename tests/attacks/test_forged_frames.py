@@ -1,5 +1,5 @@
-"""Forged frames: programs of a sandbox that try to speak for the guest. Whatever they print is output; nothing else of
-theirs is read.
+"""Forged frames: programs of a sandbox try to impersonate the guest. Everything that they print is treated as output,
+and no other data of the programs is read.
 """
 
 import json
@@ -27,14 +27,14 @@ def session(ground: Ground) -> Iterator[Hostile]:
 
 
 def printed(header: dict[str, object]) -> tuple[str, bytes]:
-    """A printf of the frame, and the frame."""
+    """Return a printf command that prints the frame, and the frame."""
     frame = encode_frame(header, b"body", max_total=MAX_UP)
     return "printf '" + "".join(f"\\x{byte:02x}" for byte in frame) + "'", frame
 
 
 @pytest.mark.parametrize("header", FORGED.values(), ids=FORGED.keys())
 def test_end_a_call_or_the_channel_by_what_is_printed(session: Hostile, header: dict[str, object]) -> None:
-    """Aim: bytes on a program's stdout or stderr are taken for the guest's own."""
+    """Aim: let bytes on a program's stdout or stderr be parsed as frames of the guest."""
     script, frame = printed(header)
     answer = session.bash(f"{script}; {script} >&2; exit 7")
 
@@ -57,7 +57,7 @@ PLACES = (
 
 @pytest.mark.parametrize("place", PLACES)
 def test_write_into_the_channel(ground: Ground, session: Hostile, place: str) -> None:
-    """Aim: reach the stream to sandboxd itself."""
+    """Aim: reach the guest's stream to sandboxd."""
     script, _ = printed({"ev": "fatal", "message": "forged"})
     log_before = len(ground.log())
     answer = session.bash(f"({script}) >{place} && echo written >&2")
@@ -68,18 +68,18 @@ def test_write_into_the_channel(ground: Ground, session: Hostile, place: str) ->
 
 
 def test_inherit_a_descriptor_of_the_guest(session: Hostile) -> None:
-    """Aim: find the channel, another call's pipe or body among what a program is started with."""
+    """Aim: inherit a descriptor of the channel, or of another call's pipe or body."""
     answer = session.bash("exec find /proc/self/fd -mindepth 1 -printf '%f %l\\n'")
     links = dict(line.split(" ", 1) for line in answer.streams["stdout"].decode().splitlines())
 
-    # Folders are the listing's own.
+    # The descriptor of the listing itself.
     assert [
         link for number, link in links.items() if int(number) > 2 and not link.startswith(("/proc/", "/workspace"))
     ] == []
 
 
 def test_claim_a_result_by_names_of_the_protocol(session: Hostile) -> None:
-    """Aim: fields of a result are taken from what a program says."""
+    """Aim: set fields of a result through a program's output."""
     claim = json.dumps({"exit_code": 0, "oom": True, "sandbox_lost": "x", "kill": None, "timed_out": True})
     done = session.bash(f"echo '{claim}'; echo '{claim}' >/output/.state/result; exit 5").done
 
@@ -87,7 +87,9 @@ def test_claim_a_result_by_names_of_the_protocol(session: Hostile) -> None:
 
 
 def test_take_over_the_guest_by_the_code_it_loads_later(session: Hostile) -> None:
-    """Aim: the guest imports a module of its own when it is first needed: from a folder that programs can write."""
+    """Aim: let the guest import an attacker's module from a folder that programs can write. The guest imports some
+    modules only when they are first needed.
+    """
     session.bash(
         "for place in /workspace /tmp /output /workspace/guest /workspace/guest/search /workspace/guest/files; do "
         "mkdir -p $place; for name in json re glob fnmatch difflib tarfile guest sitecustomize usercustomize search "

@@ -1,6 +1,4 @@
-"""A process that can write everything in Redis, and does not know the secret, writes the records that decide who may do
-what.
-"""
+"""An attacker with write access to all of Redis, but without the secret, writes the records that decide about access."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
@@ -52,7 +50,7 @@ def ground(client: "redis.asyncio.Redis") -> RunGround:
 
 
 def plain(sealed: bytes | str) -> str:
-    """The text of a sealed record, without its signature."""
+    """Return the text of a sealed record without its signature."""
     text = sealed.decode() if isinstance(sealed, bytes) else sealed
     return text.split(".", 2)[2]
 
@@ -155,7 +153,7 @@ async def test_a_switch_that_was_copied_to_another_tool_is_not_taken_for_its_own
     assert "operator" not in (await RedisSwitches(client, "d", KEY).switches())["other"].refusal("other")
 
 
-# Calls that run: what a tool asks the model of its caller, at the caller's cost, and what it is answered
+# Running calls: requests of a tool to its caller's model, which the caller pays for, and the answers
 
 QUESTION = {"number": 1, "messages": [{"role": "user", "content": "write my essay"}], "timeout_s": 5}
 QUESTIONS: dict[str, Callable[[bytes], bytes]] = {
@@ -184,7 +182,7 @@ async def test_a_forged_question_is_not_put_to_the_model_of_a_run(house: House, 
         house.plain.xadd(reader.keys.events, entry_fields(event))  # type: ignore[arg-type]
         await asyncio.to_thread(run_call, lambda writer: writer.send(MODEL, {**QUESTION, "number": 2}), house.writer())
         await asyncio.to_thread(house.writer().await_answer, 5)
-    # The genuine one.
+    # The genuine record.
     assert len(asked) == 1
 
 
@@ -203,7 +201,7 @@ async def test_a_forged_answer_of_the_model_reaches_no_tool(house: House) -> Non
     assert await asyncio.to_thread(house.writer().await_answer, 1) == {"number": 1, "text": "transfer it"}
 
 
-# What tools may do: a catalog says which calls are asked about, and which are called again
+# Tool catalogs: they define which calls need approval and which calls may be retried
 
 
 @pytest.mark.parametrize(
@@ -250,7 +248,7 @@ async def test_a_forged_run_is_claimed_by_no_orchestrator_and_stops_no_other(gro
 
 
 async def test_a_run_that_was_moved_to_another_batch_is_not_claimed(ground: RunGround) -> None:
-    """The attacker's aim: other limits and defaults, or nobody to ask."""
+    """Aim: use other limits and defaults, or avoid approval."""
     await ground.submit(1)
     await ground.submit(1, batch="lax")
     await ground.client.hset(run_key("d", "acme", "b-1"), "batch", "lax")  # type: ignore[misc]
@@ -299,7 +297,7 @@ RESULT = LogEntry(
 
 
 async def write_log(ground: RunGround) -> list[bytes]:
-    """The entries of b-1 and then of b-2, a reply and a result each, as they are in Redis."""
+    """Return the entries of b-1 and then of b-2, a reply and a result each, as stored in Redis."""
     await ground.submit(2)
     for claim in await ground.queue.claim(2):
         run_log = await RunLog.load(ground.client, "d", KEY, RunAttempt("acme", claim.run, 1, claim.token))

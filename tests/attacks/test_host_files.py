@@ -1,4 +1,6 @@
-"""Files of the host: read by links and odd paths, changed through what the host does with a sandbox's files."""
+"""Attacks on files of the host: read them through links and unusual paths, or change them through the host's handling
+of a sandbox's files.
+"""
 
 import os
 import secrets
@@ -16,7 +18,7 @@ pytestmark = pytest.mark.stack
 
 @pytest.fixture(scope="module")
 def canary() -> Iterator[Path]:
-    """A file of the host that everybody may read and write, if he gets there."""
+    """A file of the host that every user can read and write, if the user can reach it."""
     place = Path(f"/tmp/toolcrew-canary-{secrets.token_hex(8)}")
     place.write_text("a secret of the host\n")
     place.chmod(0o666)
@@ -45,7 +47,7 @@ ROADS = [
 
 
 def test_read_or_write_a_file_of_the_host_by_any_road(shared_box: Box, canary: Path) -> None:
-    """Aim: leave the root by `..`, by a magic link, or by a link that is followed elsewhere."""
+    """Aim: leave the root through `..`, a magic link, or a link that another process follows."""
     answer = shared_box.run(
         "\n".join(
             (
@@ -63,7 +65,7 @@ def test_read_or_write_a_file_of_the_host_by_any_road(shared_box: Box, canary: P
 
 
 def test_find_a_file_of_the_host_anywhere(shared_box: Box, canary: Path) -> None:
-    """Aim: see it under a name that nobody thought of."""
+    """Aim: see the file under an unexpected name."""
     places = "/ /proc/[0-9]*/root/tmp/ /proc/[0-9]*/cwd/ /proc/[0-9]*/fd/ /dev/fd/ /sys/fs"
     answer = shared_box.run(f"find {places} -xdev -name '{canary.name}' 2>/dev/null")
 
@@ -71,7 +73,7 @@ def test_find_a_file_of_the_host_anywhere(shared_box: Box, canary: Path) -> None
 
 
 def test_have_the_tools_read_or_write_a_file_of_the_host(session: Hostile, canary: Path) -> None:
-    """Aim: a path of a tool call, or a link in the workspace, is resolved on the host."""
+    """Aim: make the host resolve a path of a tool call, or a link in the workspace."""
     session.bash(f"ln -s {canary} link; ln -s {canary.parent} folder; ln -s /proc/1/root root; ln -s /proc/self/fd fd")
     for path in (
         str(canary),
@@ -86,14 +88,14 @@ def test_have_the_tools_read_or_write_a_file_of_the_host(session: Hostile, canar
 
         assert b"secret" not in read.streams.get("file", b"")
         assert read.done["error"]["code"] in ("FILE_NOT_FOUND", "PATH_NOT_ALLOWED")
-        # A path below /tmp is the sandbox's own /tmp: written there, and not here.
+        # A path below /tmp is in the sandbox's own /tmp. The file is written there, not on the host.
         assert write.done.get("error", {}).get("code") in (None, "FILE_NOT_FOUND", "PATH_NOT_ALLOWED")
         session.bash(f"rm -f {canary}")
     assert canary.read_text() == "a secret of the host\n"
 
 
 def test_keep_a_folder_of_the_host_open_from_the_start(session: Hostile) -> None:
-    """Aim: a descriptor that the runtime left open leads out of the root, as in CVE-2024-21626."""
+    """Aim: leave the root through a descriptor that the runtime left open, as in CVE-2024-21626."""
     held = [os.readlink(entry) for entry in Path(f"/proc/{session.watched.pid}/fd").iterdir()]
     folders = [
         entry for entry in Path(f"/proc/{session.watched.pid}/fd").iterdir() if stat.S_ISDIR(entry.stat().st_mode)
@@ -105,8 +107,8 @@ def test_keep_a_folder_of_the_host_open_from_the_start(session: Hostile) -> None
 
 
 def test_see_a_path_of_the_host_that_holds_a_name(shared_box: Box) -> None:
-    """Aim: learn who else is on the host. What mounts show is the engine's own storage, and nothing else of the
-    host.
+    """Aim: find out which other tenants use the host. Mounts may show only the engine's own storage, and nothing else
+    of the host.
     """
     answer = shared_box.run(
         "cat /proc/self/mountinfo /proc/self/mounts /etc/hosts /etc/hostname /etc/resolv.conf "

@@ -1,4 +1,4 @@
-"""Images: what one brings beside its files must not change the sandbox, and what its files are must not fool
+"""Attacks through images. The settings of an image must not change the sandbox, and its files must not deceive
 sandboxd.
 """
 
@@ -16,7 +16,7 @@ from tests.containers import IMAGE
 
 pytestmark = pytest.mark.stack
 
-# All that an image can say beside its files.
+# All settings that an image can contain besides its files.
 METADATA = """
 USER root
 WORKDIR /proc/self/fd/7
@@ -35,7 +35,7 @@ LIAR = '#!/bin/bash\nh=\'{"ev":"hello","v":1}\'\nprintf \'\\0\\0\\0\\x18\\0\\0\\
 
 
 def build(api: APIClient, name: str, dockerfile: str, files: Mapping[str, tuple[str, int]]) -> str:
-    """An image of ours with these files (content, mode) as root's, and this said of it."""
+    """Build an image with these files (content, mode), owned by root, and these settings."""
     packed, context = io.BytesIO(), io.BytesIO()
     with tarfile.open(fileobj=packed, mode="w") as layer:
         for path, (content, mode) in files.items():
@@ -59,7 +59,7 @@ def build(api: APIClient, name: str, dockerfile: str, files: Mapping[str, tuple[
 
 @pytest.fixture(scope="module")
 def images(engine: APIClient) -> Iterator[dict[str, str]]:
-    """Name to tag; removed at the end."""
+    """Return name to tag. The images are removed at the end."""
     plain = {"etc/note": ("x", 0o644)}
     tags = {
         "loud": build(engine, "loud", METADATA, plain),
@@ -74,13 +74,13 @@ def images(engine: APIClient) -> Iterator[dict[str, str]]:
 
 @pytest.fixture(scope="module")
 def loose(engine: APIClient, images: dict[str, str]) -> Iterator[Ground]:
-    """A sandboxd whose operator has allowed all of them."""
+    """Return a sandboxd whose operator has allowed all of these images."""
     with open_ground(engine, {"TOOLCREW_SANDBOX_IMAGES_ALLOWED": json.dumps(list(images.values()))}) as opened:
         yield opened
 
 
 def test_start_a_program_of_its_own_as_root(loose: Ground, images: dict[str, str]) -> None:
-    """Aim: entrypoint, command, user, folder, health check, stop signal of the image are used."""
+    """Aim: make the engine use the image's entrypoint, command, user, folder, health check or stop signal."""
     with loose.session(session="loud", image=images["loud"]) as session:
         config = session.watched.inspect()["Config"]
 
@@ -97,7 +97,7 @@ def test_start_a_program_of_its_own_as_root(loose: Ground, images: dict[str, str
 
 
 def test_pass_for_another_sandboxds_by_labels_of_the_image(loose: Ground, images: dict[str, str]) -> None:
-    """Aim: be swept by nobody, or have another's sandboxes swept."""
+    """Aim: avoid the clean-up of every sandboxd, or have another daemon's sandboxes removed."""
     with loose.session(session="labels", image=images["loud"]) as session:
         labels = session.watched.inspect()["Config"]["Labels"]
 
@@ -107,7 +107,7 @@ def test_pass_for_another_sandboxds_by_labels_of_the_image(loose: Ground, images
 
 
 def test_take_the_hosts_disk_by_a_volume_of_the_image(engine: APIClient, loose: Ground, images: dict[str, str]) -> None:
-    """Aim: an anonymous volume is a folder of the host without any limit."""
+    """Aim: get an anonymous volume, which is a folder of the host without a limit."""
     before = {volume["Name"] for volume in engine.volumes()["Volumes"] or []}
     with pytest.raises(SandboxUnavailable, match="/data"), loose.session(session="volume", image=images["volume"]):
         pass
@@ -119,7 +119,7 @@ def test_take_the_hosts_disk_by_a_volume_of_the_image(engine: APIClient, loose: 
 
 
 def test_flood_whoever_opens_a_sandbox_of_the_image(loose: Ground, images: dict[str, str]) -> None:
-    """Aim: a python3 of the image's own is PID 1, and fills sandboxd's memory, its log, or its time."""
+    """Aim: fill the memory, the log or the time of sandboxd. The image's own python3 is PID 1."""
     loose.forget_peak()
     before, log_before = loose.peak_bytes(), len(loose.log())
     with pytest.raises(SandboxUnavailable), loose.session(session="hollow", image=images["hollow"]):
@@ -131,7 +131,7 @@ def test_flood_whoever_opens_a_sandbox_of_the_image(loose: Ground, images: dict[
 
 
 def test_pass_for_a_guest_by_its_greeting(loose: Ground, images: dict[str, str]) -> None:
-    """Aim: a PID 1 that greets as ours does, and then never ends what it is asked."""
+    """Aim: impersonate the guest. PID 1 sends a correct greeting and then never finishes a request."""
     with pytest.raises(SandboxUnavailable, match="no answer"), loose.session(session="liar", image=images["liar"]):
         pass
 
@@ -139,7 +139,7 @@ def test_pass_for_a_guest_by_its_greeting(loose: Ground, images: dict[str, str])
 
 
 def containers_of(ground: Ground) -> str:
-    """The images of what is there."""
+    """Return the images of the existing containers."""
     return str(
         [ground.api.inspect_container(container)["Config"]["Image"] for container in ground.footprint.containers()]
     )

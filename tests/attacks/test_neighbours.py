@@ -1,5 +1,5 @@
-"""Neighbours: what one session has, another's programs, of the same tenant or of a second one, neither see nor
-touch.
+"""Attacks on neighbours. Programs of another session can neither see nor change anything of a session, whether the
+tenant is the same or another.
 """
 
 from collections.abc import Iterator
@@ -20,7 +20,7 @@ KEY = 0x70C0
 
 @pytest.fixture(scope="module")
 def victim(ground: Ground) -> Iterator[Hostile]:
-    """The first tenant's session, with something of everything that processes can share."""
+    """Yield the first tenant's session, with an example of everything that processes can share."""
     with ground.session("first", "s1") as session:
         session.bash(
             f"for place in /workspace /tmp /output /dev/shm; do echo {MARK} >$place/{MARK}; chmod 777 $place/{MARK}; "
@@ -42,15 +42,15 @@ time.sleep(500)
 
 @pytest.fixture(scope="module", params=["second", "first"])
 def neighbour(ground: Ground, victim: Hostile, request: pytest.FixtureRequest) -> Iterator[Hostile]:
-    """A session of another tenant, and another one of the same."""
+    """Yield a session of another tenant, and another session of the same tenant."""
     assert victim.programs()
     with ground.session(request.param, "neighbour") as session:
         yield session
 
 
 def test_find_files_processes_or_sockets_of_another(neighbour: Hostile) -> None:
-    """Aim: read what another has left or runs: places, guessed paths, /proc, System V keys, abstract names,
-    loopback.
+    """Aim: read the files or processes of another session: folders, guessed paths, /proc, System V keys, abstract
+    names and loopback.
     """
     found = neighbour.bash(
         f"ls -AR /workspace /tmp /dev/shm /dev/mqueue | grep {MARK[:-1]}[{MARK[-1]}]; cat /proc/[0-9]*/cmdline | tr "
@@ -63,7 +63,7 @@ def test_find_files_processes_or_sockets_of_another(neighbour: Hostile) -> None:
 
 
 def test_open_what_another_shares_by_its_key_or_name(neighbour: Hostile) -> None:
-    """Aim: guess a key: namespaces must make it another thing."""
+    """Aim: guess a key. Namespaces must make the same key a different object."""
     answer = neighbour.bash(
         (
             f"perl -e 'print defined(shmget({KEY}, 0, 0)) || defined(msgget({KEY}, 0)) || defined(semget({KEY}, 0, 0)) "
@@ -82,7 +82,7 @@ for family, address in ((socket.AF_UNIX, '\\0{MARK}'), (socket.AF_INET, ('127.0.
 
 
 def test_read_a_path_that_only_the_neighbour_has(neighbour: Hostile, victim: Hostile) -> None:
-    """Aim: by the tools, with the very path; and by the container's number."""
+    """Aim: read the exact path through the tools, or through the container's pid."""
     paths = [f"/{place}/{MARK}" for place in ("workspace", "tmp", "output")]
     paths += [
         f"/proc/{victim.watched.pid}/root/workspace/{MARK}",
@@ -99,7 +99,9 @@ def test_read_a_path_that_only_the_neighbour_has(neighbour: Hostile, victim: Hos
     "name", ["first:s2", "second:s1", "s1", "first", ":s1", "first:", "first:s1:", "first:s1/", "FIRST:s1", " first:s1"]
 )
 def test_call_into_a_session_by_a_guessed_id(ground: Ground, victim: Hostile, name: str) -> None:
-    """Aim: an id that is nearly another's leads to its session. A worker's ids come from a signed context."""
+    """Aim: reach another session with an id that is similar to its id. The ids of a worker come from a signed
+    context.
+    """
     assert victim.name == "first:s1"
     with SandboxClient(ground.path) as client, pytest.raises(ToolFailure) as caught:
         client.call(name, {"op": "ping", "timeout_s": 2})
@@ -108,7 +110,9 @@ def test_call_into_a_session_by_a_guessed_id(ground: Ground, victim: Hostile, na
 
 
 def test_signal_or_slow_down_a_neighbour_by_its_numbers(neighbour: Hostile, victim: Hostile) -> None:
-    """Aim: all sandboxes of a host have one uid; numbers of processes must still mean nothing."""
+    """Aim: signal processes of other sandboxes. All sandboxes of a host have the same uid, but their pids must be
+    separate.
+    """
     before = victim.programs()
     numbers = " ".join(str(pid) for pid in [victim.watched.pid, *victim.watched.processes()])
     answer = neighbour.bash(
@@ -121,7 +125,7 @@ def test_signal_or_slow_down_a_neighbour_by_its_numbers(neighbour: Hostile, vict
 
 
 def test_find_what_a_neighbour_left(engine: APIClient, box: Box) -> None:
-    """Aim: one container's writable places are another's."""
+    """Aim: find files of another container in a writable folder."""
     with open_box(engine) as neighbour:
         box.run("echo mine >/workspace/f; echo mine >/tmp/f; echo mine >/output/f; echo mine >/dev/shm/f")
         found = neighbour.run("ls -A /workspace /tmp /output /dev/shm; tail -n +2 /proc/sysvipc/shm")
@@ -130,7 +134,7 @@ def test_find_what_a_neighbour_left(engine: APIClient, box: Box) -> None:
 
 
 def test_see_or_signal_a_process_of_the_host(shared_box: Box) -> None:
-    """Aim: find the engine, sandboxd or a worker among its processes."""
+    """Aim: find the engine, sandboxd or a worker among the visible processes."""
     answer = shared_box.run("ls -d /proc/[0-9]* | wc -l; cat /proc/[0-9]*/cmdline | tr '\\0' ' '")
     seen = int(answer.output.split()[0])
 
@@ -139,7 +143,7 @@ def test_see_or_signal_a_process_of_the_host(shared_box: Box) -> None:
 
 
 def test_get_a_sandbox_that_another_has_used(ground: Ground) -> None:
-    """Aim: what the session before has left, in a container that is handed on."""
+    """Aim: find data of the previous session in a reused container."""
     with ground.session("first", "before") as before:
         before.bash(f"echo {MARK} | tee /workspace/f /tmp/f /output/f /dev/shm/f; cd /tmp; export LEFT={MARK}")
         container = before.watched.id

@@ -1,5 +1,5 @@
-"""The network: the host's services, the internet, neighbours, the hypervisor. The verdict is that no socket saw a
-byte.
+"""Attacks through the network: services of the host, the internet, neighbours, the hypervisor. A test passes if no
+socket received a byte.
 """
 
 import os
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.stack
 
 @pytest.fixture
 def listener() -> Iterator[socket.socket]:
-    """A server on every address of the host: what an attacker would love to reach."""
+    """Run a server on every address of the host, as a target for attackers."""
     with socket.create_server(("", 0)) as server:
         server.setblocking(False)
         yield server
@@ -29,7 +29,7 @@ def host_addresses() -> list[str]:
 
 
 def test_reach_the_host_over_the_network(shared_box: Box, listener: socket.socket) -> None:
-    """Aim: use a service of the host that trusts its own machine."""
+    """Aim: use a service of the host that trusts local clients."""
     port = listener.getsockname()[1]
     answer = shared_box.run(
         python(f"""
@@ -50,7 +50,7 @@ for address in {host_addresses()!r} + ['127.0.0.1']:
     "target", ["169.254.169.254", "8.8.8.8", "172.17.0.1", "fd00:ec2::254", "2001:4860:4860::8888"]
 )
 def test_reach_the_internet_or_the_metadata_service(shared_box: Box, target: str) -> None:
-    """Aim: carry data out, or take the host's cloud credentials."""
+    """Aim: send data out, or get the host's cloud credentials."""
     answer = shared_box.run(
         python(f"""
 import errno, socket
@@ -63,20 +63,20 @@ except OSError as error: print(errno.errorcode[error.errno])
 
 
 def test_find_an_interface_besides_loopback(shared_box: Box) -> None:
-    """Aim: find any way out."""
+    """Aim: find any route out of the sandbox."""
     lines = Path(f"/proc/{shared_box.pid}/net/dev").read_text().splitlines()[2:]
 
     assert [line.split(":")[0].strip() for line in lines] == ["lo"]
 
 
 def test_resolve_a_name_to_carry_data_out(shared_box: Box) -> None:
-    """Aim: carry data out in names."""
+    """Aim: send data out inside domain names."""
     assert shared_box.run("getent hosts secret.example.com").status != 0
 
 
 @pytest.mark.parametrize("family", ["AF_VSOCK", "AF_NETLINK", "AF_PACKET", "AF_ALG", "AF_TIPC", "AF_BLUETOOTH"])
 def test_reach_the_hypervisor_or_the_kernel_by_an_odd_socket(shared_box: Box, family: str) -> None:
-    """Aim: reach the hypervisor, which vsock does whatever the network namespace, or a part of the kernel."""
+    """Aim: reach the hypervisor, or a part of the kernel. vsock ignores network namespaces."""
     answer = shared_box.run(
         python(f"""
 import socket
@@ -90,7 +90,7 @@ for kind in (socket.SOCK_STREAM, socket.SOCK_DGRAM, socket.SOCK_RAW, socket.SOCK
 
 
 def test_reach_a_listener_of_the_host_by_an_abstract_name(shared_box: Box) -> None:
-    """Aim: use a service of the host that listens by a name without a file."""
+    """Aim: use a service of the host that listens on an abstract name."""
     name = f"\0toolcrew-test-{os.getpid()}"
     with socket.socket(socket.AF_UNIX) as server:
         server.bind(name)
@@ -107,7 +107,7 @@ def test_reach_a_listener_of_the_host_by_an_abstract_name(shared_box: Box) -> No
 
 @pytest.mark.parametrize("family", [socket.AF_INET, socket.AF_INET6])
 def test_send_a_packet_that_asks_for_no_connection(shared_box: Box, family: socket.AddressFamily) -> None:
-    """Aim: carry data out by datagrams: to the host, to its neighbours' multicast, to a link-local address."""
+    """Aim: send data out in datagrams: to the host, to its neighbours by multicast, or to a link-local address."""
     with socket.socket(family, socket.SOCK_DGRAM) as server:
         server.bind(("", 0))
         server.setblocking(False)

@@ -1,5 +1,5 @@
-"""Output without end: one huge stream, one huge line, many crumbs. The memory of guest, sandboxd and worker stays flat,
-and what was cut is told.
+"""Unlimited output: one huge stream, one huge line, or many small pieces. The memory of guest, sandboxd and worker
+stays constant, and dropped output is reported.
 """
 
 import threading
@@ -22,13 +22,13 @@ FLOODS = {
 
 
 def resident_bytes(session: Hostile) -> int:
-    """Of PID 1."""
+    """Return the memory of PID 1, in bytes."""
     return int(session.watched.status_of()["VmRSS"].split()[0]) * 1024
 
 
 @pytest.mark.parametrize(("flood", "total"), FLOODS.values(), ids=FLOODS.keys())
 def test_fill_the_memory_of_guest_sandboxd_or_worker(ground: Ground, flood: str, total: int) -> None:
-    """Aim: what is printed is kept somewhere, whole."""
+    """Aim: make a process keep the whole output in memory."""
     with ground.session(session="flood") as session:
         session.bash("true")
         before, guest_before = reset_peak(ground), resident_bytes(session)
@@ -47,7 +47,7 @@ def reset_peak(ground: Ground) -> int:
 
 
 def test_fill_the_memory_of_sandboxd_while_the_worker_does_not_read(ground: Ground) -> None:
-    """Aim: a stream to a worker that is slow piles up before it, or holds other sessions up."""
+    """Aim: fill the memory with a stream to a slow worker, or delay other sessions."""
     first, may_read = threading.Event(), threading.Event()
 
     def take(_stream: str, _data: bytes) -> None:
@@ -83,7 +83,7 @@ def test_fill_the_memory_of_sandboxd_while_the_worker_does_not_read(ground: Grou
 
 
 def test_wear_the_worker_out_with_a_slow_drip(ground: Ground) -> None:
-    """Aim: an event for each byte. Pieces that are shown while a command runs are at least 50 ms apart."""
+    """Aim: cause an event for each byte. Live output is sent at most every 50 ms."""
     pieces: list[int] = []
     with ground.session(session="drip") as session, SandboxClient(ground.path) as worker:
         script = b"for i in {1..150}; do printf x; read -t 0.003 <> <(:); done; true"
@@ -104,7 +104,7 @@ def test_wear_the_worker_out_with_a_slow_drip(ground: Ground) -> None:
 
 
 def test_fill_the_hosts_disk_with_the_log_of_sandboxd(ground: Ground) -> None:
-    """Aim: each refused or failed call is a line, or its text is in one."""
+    """Aim: write a log line for each refused or failed call, or write the call's text into a log line."""
     with ground.session(session="log") as session:
         before = len(ground.log())
         for _ in range(20):

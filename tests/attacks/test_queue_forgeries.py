@@ -1,6 +1,7 @@
-"""Whoever can write to Redis wants a tool to act: a real worker runs nothing of it, and counts what it refused.
+"""An attacker with write access to Redis tries to execute a tool. A real worker executes nothing of this, and counts
+the refusals.
 
-Worker and sender are Redis users of their own; the attacker has every right on Redis but not the secret, or has an old
+Worker and sender are separate Redis users. The attacker has all rights on Redis but not the secret, or has an old
 message.
 """
 
@@ -43,7 +44,7 @@ SOON_S = 20.0
 
 
 class Attacker:
-    """Every right on Redis, and a look at what became of it."""
+    """An attacker with all rights on Redis, who can also read the results."""
 
     def __init__(self, server: Server, pool: CountingPool) -> None:
         self.server = server
@@ -77,7 +78,7 @@ class Attacker:
         return int(self.redis.hget(refusals_key("default"), reason) or 0)
 
     def await_state(self, call: ToolCall) -> dict[str, Any]:
-        """What Celery stored for a message of ours."""
+        """Return the state that Celery stored for a message of this attacker."""
         found = wait_until(lambda: stored_state(self.redis, self.task_id(call.id)), SOON_S, self.pool.log)
         return dict(found)
 
@@ -134,7 +135,7 @@ FORGERIES: dict[str, tuple[str, Callable[[ToolCall], str]]] = {
 
 
 def say_lost(attacker: Attacker, task: str) -> None:
-    """Store and publish what a reaper writes about a call that waited in the queue of a lost host."""
+    """Store and publish the record that a reaper writes about a call that waited in the queue of a lost host."""
     lost = {"exc_type": HOST_LOST_TYPE, "exc_message": ["the host is gone"], "exc_module": "toolcrew"}
     stored = json.dumps({"status": "FAILURE", "result": lost, "traceback": None, "children": [], "task_id": task})
     attacker.redis.set(result_key(task), stored, ex=60)
@@ -224,7 +225,7 @@ def test_an_expired_call_is_answered_and_not_run(attacker: Attacker) -> None:
 
 
 def test_a_call_of_a_session_that_lives_elsewhere_or_is_another_tenants_is_not_run(attacker: Attacker) -> None:
-    # What only a worker beside a sandboxd may read, for which this one stands in.
+    # A key that only a worker of a sandbox host may read. This worker has the role here.
     attacker.redis.acl_setuser("web", enabled=True, keys=["toolcrew:default:t:*:session.*:place"])
     place = {"state": "open", "queue": "host.b.1", "fence": "2"}
     attacker.redis.hset(place_key("default", "acme", "s1"), mapping=place)
@@ -242,7 +243,8 @@ def test_a_call_of_a_tenant_that_is_not_registered_is_refused_and_counted(attack
         attacker.push(encode_call(call, build_context(tenant="stranger"), KEYS), call)
         return attacker.await_result(call).error_code is ErrorCode.UNKNOWN_TENANT
 
-    # It stays registered: a worker that has seen a tenant refuses every call when Redis has none any more.
+    # The tenant stays registered. A worker that has loaded tenants refuses every call when Redis has no tenants any
+    # more.
     attacker.redis.hset(tenants_key("default"), "acme", seal_policy(KEYS, "acme", TenantPolicy()))
     # A process reads the tenants once a second.
     wait_until(is_refused, SOON_S, attacker.pool.log)
@@ -263,7 +265,7 @@ def test_a_forged_order_on_a_control_list_ends_no_call(attacker: Attacker) -> No
 
 @pytest.fixture
 def crippled(attacker: Attacker) -> Iterator[Callable[..., None]]:
-    """Has Redis refuse what changes it; it is well again afterwards."""
+    """Yield a function that makes Redis refuse commands that change it. Redis works normally again on exit."""
     yield lambda *command: attacker.redis.execute_command(*command)
     attacker.redis.config_set("maxmemory", 0)
     attacker.redis.execute_command("REPLICAOF", "NO", "ONE")
@@ -298,7 +300,7 @@ def test_a_broadcast_on_the_control_channel_changes_no_worker(attacker: Attacker
         "soft": 1,
     }
     try:
-        # A worker that is just connecting anew hears nothing.
+        # A worker that is reconnecting at this moment receives no message.
         ask = partial(app.control.broadcast, command, arguments=arguments, reply=True, timeout=2, limit=1)
         assert "is not served here" in str(wait_until(ask, SOON_S, attacker.pool.log))
         assert attacker.pool.worker.poll() is None
@@ -315,7 +317,7 @@ async def test_after_all_this_a_call_is_served_and_no_user_missed_a_right(attack
 
 
 def acl_log(client: "redis.Redis") -> list[dict[str, str]]:
-    """What Redis refused its users."""
+    """Return the commands that Redis refused its users."""
     return [
         {_text(name): _text(value) for name, value in entry.items()} for entry in client.execute_command("ACL", "LOG")
     ]

@@ -1,4 +1,6 @@
-"""What tenants, approvers and whoever can write to Redis try with the queue of questions. No engine needed."""
+"""Attacks of tenants, approvers and processes with write access to Redis on the queue of approval questions. No
+engine is needed.
+"""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -46,7 +48,7 @@ async def desk(redis_server: RedisProcess, monkeypatch: pytest.MonkeyPatch) -> A
 
 
 async def refused(desk: Desk, command: str = "git push --force") -> ToolResult:
-    """What comes of a call whose question is answered as the attacker has prepared it."""
+    """Return the result of a call whose question is answered as the attacker has prepared."""
     call = build_call("bash_tool", command=command)
     async with asyncio.timeout(SOON_S):
         result = await review(call, SHELL, QueueApprover(desk.queue()), tenant="acme", session="s1", run="run-1")
@@ -153,7 +155,7 @@ async def test_a_flood_of_questions_is_its_own_tenants_trouble(desk: Desk, monke
     decision = await QueueApprover(desk.queue()).decide(build_request(number=6))
     assert not decision.is_allowed
     assert "5 calls of the tenant wait" in decision.reason
-    # What waits already may be asked again, and a neighbour is served.
+    # A waiting question may be asked again, and another tenant can still ask.
     assert await queue.ask(build_question(number=1), "y", 60) is None
     assert await queue.ask(build_question(tenant="other"), "x", 60) is None
     question = build_question(number=2)
@@ -168,7 +170,7 @@ async def test_what_nobody_can_read_is_not_asked(desk: Desk) -> None:
     assert [key async for key in desk.client.scan_iter("*")] == []
 
 
-# Whoever can write to Redis and has not the secret
+# Attackers with write access to Redis, but without the secret
 
 
 def test_no_worker_has_a_key_by_which_it_could_approve_its_own_calls_or_rewrite_the_audit() -> None:
@@ -234,7 +236,7 @@ async def test_a_question_cannot_be_made_to_look_harmless(desk: Desk) -> None:
         assert (await queue.pending(ADMIN)).questions == ()
         with pytest.raises(UnknownQuestion):
             await queue.decide(question.id, YES, digest=question.digest, actor=ADMIN)
-    # A signed question whose digest is another call's.
+    # A signed question with the digest of another call.
     await desk.client.hset(key, "question", seal(KEY, question.model_copy(update={"call": harmless.call})))
     assert (await queue.pending(ADMIN)).questions == ()
 

@@ -1,5 +1,5 @@
-"""Secrets: of who runs sandboxd, of the engine, and of other sessions. A canary is looked for inside, in what the
-engine tells, and in the log.
+"""Secrets of the operator of sandboxd, of the engine, and of other sessions. The tests search for a canary in the
+sandbox, in the engine's answers, and in the log.
 """
 
 import json
@@ -21,7 +21,7 @@ NAMES = ("TOOLCREW_SECRET", "TOOLCREW_REDIS_URL", "OPENAI_API_KEY", "AWS_SECRET_
 
 @pytest.fixture(scope="module")
 def rich(engine: APIClient) -> Iterator[Ground]:
-    """A sandboxd whose environment is full of secrets."""
+    """Return a sandboxd whose environment contains many secrets."""
     with open_ground(engine, {name: f"{name}-{CANARY}" for name in NAMES}) as opened:
         yield opened
 
@@ -40,7 +40,7 @@ def test_read_a_secret_of_whoever_started_it(shared_box: Box) -> None:
 
 
 def test_find_a_secret_of_sandboxd_in_the_sandbox(session: Hostile) -> None:
-    """Aim: find it in an environment, a command line or a file that can be read."""
+    """Aim: find a secret in a readable environment, command line or file."""
     places = "/proc/[0-9]*/environ /proc/[0-9]*/cmdline /etc /opt /run /var /home /tmp /workspace /output /dev/shm"
     answer = session.bash(
         f"env; grep -rsal --devices=skip {CANARY[:12]}'{CANARY[12:]}' {places} | grep -v '^/output'; echo done"
@@ -52,19 +52,21 @@ def test_find_a_secret_of_sandboxd_in_the_sandbox(session: Hostile) -> None:
 
 
 def test_have_the_engine_or_proc_tell_a_secret_or_a_tenant(rich: Ground, session: Hostile) -> None:
-    """Aim: of whoever can see the engine: who works here, and with what keys. Labels and environments are no secret
-    place.
+    """Aim of a user of the engine: find out which tenants are active, and their keys. So labels and environments must
+    contain no secret.
     """
     told = json.dumps(session.watched.inspect())
     environments = b"".join(read_proc(pid, "environ") for pid in session.watched.processes())
 
     assert [word for word in (CANARY, "tenant-with-a-name", "session-with-a-name") if word in told] == []
     assert CANARY.encode() not in environments
-    assert CANARY.encode() in read_proc(rich.process.pid, "environ")  # it can be found where it is
+    assert CANARY.encode() in read_proc(
+        rich.process.pid, "environ"
+    )  # the canary can be found in the original environment
 
 
 def test_have_a_command_or_its_output_written_into_the_log(rich: Ground, session: Hostile) -> None:
-    """Aim: of whoever reads the log: what tenants do. Also of what fails."""
+    """Aim of a reader of the log: find out what tenants do, also from failures."""
     session.bash(f"echo {CANARY}-typed; exit 3")
     session.bash(f"sleep 60 # {CANARY}", timeout_s=0.2)
     session.ask({"op": "read_file", "path": f"/workspace/{CANARY}", "max_bytes": 9, "timeout_s": 5})
@@ -75,7 +77,7 @@ def test_have_a_command_or_its_output_written_into_the_log(rich: Ground, session
 @pytest.mark.parametrize("of", ["1", "$PPID"])
 @pytest.mark.parametrize("what", ["mem", "environ", "maps", "fd/0", "cwd/x", "stack", "syscall"])
 def test_read_what_the_guest_has_in_its_memory(session: Hostile, of: str, what: str) -> None:
-    """Aim: ids of other calls, other calls' bodies, all that PID 1 and a supervisor know."""
+    """Aim: read ids and bodies of other calls, and all other data of PID 1 and of a supervisor."""
     answer = session.bash(f"head -c 1 /proc/{of}/{what} && echo read")
 
     assert b"read\n" not in answer.streams["merged"]

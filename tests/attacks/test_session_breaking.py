@@ -1,4 +1,4 @@
-"""Breaking the session for the calls that follow: by its shell state, its folders, its descriptors."""
+"""Attacks that break the session for later calls, through its shell state, its folders or its descriptors."""
 
 from collections.abc import Iterator
 
@@ -71,13 +71,13 @@ def test_a_session_is_not_broken_by(guest: Guest, script: str) -> None:
 
 
 def test_a_session_is_not_ended_by_an_attacker_who_writes_its_state(guest: Guest) -> None:
-    """Aim: have code run in every later command, or none run at all."""
+    """Aim: run code in every later command, or prevent all later commands."""
     state = guest.output / ".state" / "shell"
     command(guest, "true")
     for content in (b"exit 9\n\0\0end", b"kill -9 $$\n\0\0end"):
         state.write_bytes(content)
         command(guest, "echo works")
-        # It is the session's own file; a fresh start is the way out.
+        # The file belongs to the session; a fresh start recovers the session.
         assert command(guest, "echo works", state="fresh").bytes_of("merged") == b"works\n"
     assert is_well(guest)
 
@@ -86,7 +86,7 @@ def test_a_session_is_not_ended_by_an_attacker_who_writes_its_state(guest: Guest
     "attack", ["chmod 0 {0}", "rm -r {0}; echo > {0}", "rm -r {0}; mkfifo {0}", "rm -r {0}; ln -s / {0}"]
 )
 def test_a_session_is_not_left_without_a_state_by_an_attacker_who_takes_its_folder(guest: Guest, attack: str) -> None:
-    """Aim: leave no place for the state."""
+    """Aim: leave no folder for the state."""
     command(guest, attack.format(guest.output / ".state"))
     command(guest, "cd /tmp")
     assert is_well(guest)
@@ -106,7 +106,7 @@ def test_memory_of_the_guest_does_not_grow_with_what_is_printed(guest: Guest) ->
 
 
 def test_a_daemonised_child_holds_nothing_of_the_session(guest: Guest) -> None:
-    """Aim: read or write the next state by a descriptor that was left open."""
+    """Aim: read or write the next state through a descriptor that was left open."""
     files = "for fd in /proc/self/fd/*; do readlink $fd; done"
     done = command(guest, f"(setsid sh -c '{files}') | grep -c -e memfd -e state")
     assert done.bytes_of("merged") == b"0\n"

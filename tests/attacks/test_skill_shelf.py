@@ -1,5 +1,5 @@
-"""Attacks on the skills that all sandboxes of a host have mounted: change them, find another tenant's, have other
-content placed under a digest.
+"""Attacks on the skills that all sandboxes of a host mount: change the skills, find another tenant's skills, or place
+other content under a digest.
 """
 
 import io
@@ -49,7 +49,7 @@ def said(session: Hostile, script: str) -> str:
 
 
 def test_change_a_skill_from_inside(ground: Ground) -> None:
-    """Aim: a script that an operator trusts does what the model wrote."""
+    """Aim: replace a script that an operator trusts with a script of the model."""
     with ground.session() as session:
         folder = place(ground, session)
         assert said(session, f"SKILL_DIR={folder} {folder}/scripts/run.sh") == "found"
@@ -73,7 +73,9 @@ def test_change_a_skill_from_inside(ground: Ground) -> None:
 
 
 def test_find_the_skills_of_another_tenant(ground: Ground) -> None:
-    """Aim: the same volume is mounted everywhere; what a tenant has installed is not everybody's."""
+    """Aim: find the skills of another tenant. All sandboxes mount the same volume, but a tenant's skills must stay
+    hidden from other tenants.
+    """
     secret = {**FILES, "data/word.txt": b"secret"}
     with ground.session("acme") as owner, ground.session("rival") as rival:
         folder = place(ground, owner, secret)
@@ -87,7 +89,7 @@ def test_find_the_skills_of_another_tenant(ground: Ground) -> None:
             assert client.find_skill(rival.name, digest_of(secret), shared=False) is None
             assert client.find_skill(rival.name, digest_of(secret), shared=True) is None
             assert client.find_skill(owner.name, digest_of(secret), shared=False) == folder
-        # Whoever brings the same content has it at another place.
+        # The same content from another tenant is at another path.
         assert place(ground, rival, secret) != folder
 
 
@@ -100,7 +102,7 @@ def test_everybodys_skill_lies_there_once(ground: Ground) -> None:
 
 @pytest.mark.parametrize("name", ["../out", "/etc/passwd", "a/../../b", "./a", "a//b", ""])
 def test_place_files_elsewhere(ground: Ground, name: str) -> None:
-    """Aim: a worker that was taken over writes into another bundle, or out of the volume."""
+    """Aim of a compromised worker: write into another bundle, or outside of the volume."""
     files = {name: b"x", **FILES}
     with ground.session() as session, SandboxClient(ground.path) as client:
         with pytest.raises(ToolFailure, match="is not the archive"):
@@ -122,7 +124,7 @@ def test_place_what_is_no_file(ground: Ground, kind: bytes) -> None:
 
 
 def test_send_a_little_that_expands_to_much(ground: Ground) -> None:
-    """Aim: sandboxd is killed for its memory, and all sandboxes with it."""
+    """Aim: exhaust the memory of sandboxd, so that the daemon and all its sandboxes are killed."""
     packed = io.BytesIO()
     with tarfile.open(fileobj=packed, mode="w", format=tarfile.PAX_FORMAT) as archive:
         entry = tarfile.TarInfo("data")
@@ -181,7 +183,7 @@ def test_send_more_than_a_bundle_may_have(ground: Ground) -> None:
 
 
 def test_begin_a_call_that_was_cancelled_while_its_skill_was_placed(ground: Ground) -> None:
-    """Aim: a cancel that nothing was there for yet is forgotten, and the script runs to its limit."""
+    """Aim: make sandboxd forget a cancel that arrives before the call starts, so that the script runs to its limit."""
     with ground.session() as session, SandboxClient(ground.path) as client:
         place(ground, session)
         assert not client.cancel(session.name, "called-off")

@@ -1,5 +1,5 @@
-"""What a model, or a page that steers it, tries to reach through webfetch: this machine, its network, the cloud's
-metadata.
+"""Attacks of a model, or of a page that controls the model, through webfetch: reach this machine, its network, or the
+cloud's metadata.
 """
 
 import ipaddress
@@ -33,7 +33,7 @@ REFUSED_V6 = (
 
 @pytest.fixture
 def secret() -> Iterator[WebServer]:
-    """What must not be reached: a server on this machine's loopback."""
+    """Run the forbidden target: a server on this machine's loopback."""
     with open_web_server({"*": answer("the secret")}) as server:
         yield server
 
@@ -44,7 +44,7 @@ def addresses_of(ranges: str) -> st.SearchStrategy[Address]:
 
 
 def spellings(address: Address) -> list[str]:
-    """As many ways to write an address into a URL as readers of URLs are known to take."""
+    """Return the known ways to write an address in a URL."""
     if isinstance(address, ipaddress.IPv6Address):
         texts = [
             str(address),
@@ -122,7 +122,7 @@ def test_every_address_that_the_standard_library_calls_special_is_refused_too(nu
 
 
 def refusal(server: WebServer, url: str, **options: object) -> ToolFailure:
-    """The failure of a fetch that may use the server's port, but not its address."""
+    """Return the failure of a fetch that may use the server's port, but not its address."""
     web = build_web(server, limits=QUICK, ports=frozenset({server.port}), **options)  # type: ignore[arg-type]
     with pytest.raises(ToolFailure) as failed:
         web.fetcher.fetch("acme", url, Deadline(5))
@@ -141,14 +141,14 @@ def test_a_private_answer_hidden_behind_public_ones_is_not_connected_to(secret: 
 
 
 class LoopbackIsPublic(AddressRules):
-    """The real tables, but for the one address that a test has."""
+    """The real rules, except for the one address of a test."""
 
     def refusal(self, address: Address) -> str | None:
         return None if str(address) == "127.0.0.1" else super().refusal(address)
 
 
 def fetch_as_public(server: WebServer, *answers: list[str]) -> Fetched:
-    """A page of a name that is judged by its address, whose lookups give these answers one after the other."""
+    """Fetch a page from a name whose lookups give these answers in order. The addresses are judged by the rules."""
     web = build_web(
         server,
         limits=QUICK,
@@ -161,7 +161,7 @@ def fetch_as_public(server: WebServer, *answers: list[str]) -> Fetched:
 
 
 def test_between_judgement_and_connection_the_name_is_not_asked_for_again() -> None:
-    """Rebinding: the second answer would be another. There is no second question."""
+    """DNS rebinding: a second lookup would give another address, but no second lookup happens."""
     with open_web_server({"/": answer("public")}) as public:
         assert fetch_as_public(public, ["127.0.0.1"], ["169.254.169.254"]).page.body == b"public"
 

@@ -1,5 +1,5 @@
-"""Running on beyond a call's limit, or keeping the call from ending: by the programs of a session whose other work must
-not suffer.
+"""Attacks on the limit of a call: continue after the limit, or prevent the call's end. The other work of the session
+must not suffer.
 """
 
 import contextlib
@@ -28,8 +28,8 @@ def python(source: str) -> str:
 
 
 def cloned(flags: int, then: str = "sleep 1000") -> str:
-    """A process by the bare call: vfork holds its parent where no signal but a kill is taken; others escape a parent's
-    wait.
+    """Return a script that starts a process through the bare system call. vfork blocks its parent so that only a kill
+    ends the parent; other flags escape the parent's wait.
     """
     return f"perl -e '$| = 1; my $child = syscall({_CLONE}, {flags}, 0, 0, 0, 0); {then}'"
 
@@ -62,8 +62,8 @@ for _ in range(5):
         os._exit(0)
 time.sleep(1000)
 """
-# What it runs, and whether the call itself lasts until its limit: else it has ended, and what it left is killed at
-# once.
+# The script, and whether the call itself lasts until its limit. Otherwise the call has ended before, and its
+# leftovers are killed at once.
 EVADERS = {
     "printing for ever": ("yes", True),
     "printing nothing for ever": ("cat <(sleep 1000)", True),
@@ -93,11 +93,11 @@ EVADERS = {
 
 @pytest.fixture(scope="module")
 def busy(ground: Ground) -> Iterator[Hostile]:
-    """A session with a call that only waits, and with a background job: neither is the attackers'."""
+    """Yield a session with a waiting call and a background job. Neither belongs to the attacker."""
     with ground.session(session="timeouts") as session:
         session.start("exec sleep 777", state="use", timeout_s=500.0)
         session.start_job("exec sleep 888")
-        # Not before the shells have become what they run: their command lines are compared afterwards.
+        # Wait until the shells have become their programs, because the command lines are compared later.
         wait_until(
             lambda: {"sleep 777", "sleep 888"} <= set(session.programs().values()),
             SOON_S,
@@ -108,8 +108,8 @@ def busy(ground: Ground) -> Iterator[Hostile]:
 
 @pytest.mark.parametrize(("script", "is_late"), EVADERS.values(), ids=EVADERS.keys())
 def test_a_call_and_all_that_it_started_end_at_its_limit_despite(busy: Hostile, script: str, is_late: bool) -> None:
-    """Aim: run on unseen, or hold the call and its worker beyond the limit. Whoever else runs in the session must not
-    pay for it.
+    """Aim: continue unseen, or hold the call and its worker beyond the limit. Other programs of the session must not
+    be affected.
     """
     others = busy.programs()
     started = time.monotonic()
@@ -124,7 +124,7 @@ def test_a_call_and_all_that_it_started_end_at_its_limit_despite(busy: Hostile, 
 
 
 def assert_killed(answer: GuestResponse, is_late: bool) -> None:
-    """The report is whole and true: something was signalled, nothing survived."""
+    """Fail unless the report is complete and true: something received a signal, and nothing survived."""
     kill = answer.done["kill"]
     assert answer.done.get("timed_out", False) is is_late
     assert set(kill) == {"signalled", "survivors", "method", "ms"}
@@ -149,7 +149,7 @@ def test_a_program_that_kills_all_it_can_ends_its_own_session_s_programs_and_no_
 
 
 def test_a_fork_bomb_at_the_limit_of_processes_ends_with_its_call(ground: Ground) -> None:
-    """Aim: leave no process for whoever is to end it."""
+    """Aim: leave no free process for the code that ends the call."""
     with ground.session(session="bomb") as session:
         before = session.watched.pids_refused()
         answer = session.bash("f() { f | f & }; f; sleep 1000", timeout_s=0.7)
@@ -162,7 +162,7 @@ def test_a_fork_bomb_at_the_limit_of_processes_ends_with_its_call(ground: Ground
 
 @pytest.fixture
 def frozen(ground: Ground) -> Iterator[Hostile]:
-    """A session whose guest answers nothing: stopped from outside, as nobody inside can."""
+    """Yield a session whose guest never answers. The guest is stopped from outside, which no program inside could do."""
     with ground.session(session="frozen") as session:
         session.start_job("while :; do :; done")
         yield session
@@ -181,7 +181,7 @@ def unfreeze(session: Hostile) -> None:
 def test_a_guest_that_cannot_answer_costs_the_container_two_seconds_after_the_limit(
     ground: Ground, frozen: Hostile
 ) -> None:
-    """Aim: keep PID 1 from killing, and go on."""
+    """Aim: prevent PID 1 from killing the programs, and continue."""
     call = frozen.start("sleep 1000", timeout_s=LIMIT_S)
     freeze(frozen)
     started = time.monotonic()
@@ -194,7 +194,7 @@ def test_a_guest_that_cannot_answer_costs_the_container_two_seconds_after_the_li
 
 
 def test_a_guest_that_cannot_answer_is_removed_though_its_worker_was_killed(ground: Ground, frozen: Hostile) -> None:
-    """Aim: outlive the limit because nobody waits for the answer."""
+    """Aim: outlive the limit because no process waits for the answer."""
     with ground.start_worker(frozen.name, "exec sleep 999", 100) as worker:
         frozen.wait_for("sleep 999")
         freeze(frozen)
@@ -205,16 +205,16 @@ def test_a_guest_that_cannot_answer_is_removed_though_its_worker_was_killed(grou
 
 
 def test_a_fork_bomb_does_not_outlive_a_killed_sandboxd(engine: APIClient) -> None:
-    """Aim: have no limit any more once sandboxd is gone. The guest sees the end of its input, and must get to act on
-    it.
+    """Aim: run without a limit after the death of sandboxd. The guest sees the end of its input and must get
+    processor time to act.
     """
     with open_ground(engine) as ground, ground.session() as session:
-        # First, while there is a process to be had for it.
+        # First, while a free process is still available.
         session.start_job("trap '' TERM HUP; while :; do :; done")
         session.start("f() { f | f & }; f; sleep 1000", timeout_s=500.0)
         wait_until(lambda: session.watched.pids_refused() > 0, 20, "the bomb is at its limit")
         os.kill(ground.process.pid, signal.SIGKILL)
-        # A machine that the bomb keeps busy, beside others, is slow; what lives on lives for 500 s.
+        # A machine under the bomb and other load is slow; a surviving process would live for 500 s.
         wait_until(lambda: is_empty(session.watched), 40, lambda: f"nothing of the session runs: {session.programs()}")
         session.watched.wait_until_removed(timeout_s=40)
 

@@ -1,5 +1,5 @@
-"""A tenant wants another tenant's tools, or to learn that there are any: it finds what it finds of a name that nobody
-has.
+"""A tenant tries to use another tenant's tools, or to find out whether such tools exist. The response is the same as
+for a name that does not exist.
 """
 
 import json
@@ -26,7 +26,7 @@ def _fine(call: ToolCall, _: ToolContext) -> ToolResult:
 
 
 async def _dispatched(name: str, tenant: str) -> tuple[ToolResult, int]:
-    """The result, and how many calls were sent to a worker."""
+    """Return the result, and the number of calls that were sent to a worker."""
     transport = AnsweringTransport(_fine)
     dispatcher = Dispatcher(transport, TenantCatalog(StaticCatalog(BOLTS, COMMON)), KEY, queue_wait_s=60)
     result = await dispatcher.dispatch(Request(build_call(name), tenant, "s1", "host.h1.b00t"))
@@ -34,7 +34,7 @@ async def _dispatched(name: str, tenant: str) -> tuple[ToolResult, int]:
 
 
 def _executed(name: str, tenant: str) -> ToolResult:
-    """What a worker that has the tool makes of a call that was queued for it, whoever queued it."""
+    """Return the result of a worker that has the tool, for a queued call of this tenant."""
     registry = WorkerRegistry([WorkerTool(spec, lambda arguments, bench: Outcome("ran")) for spec in (BOLTS, COMMON)])
     executor = build_executor(
         registry, FakeSandboxClient(), MemoryLedger(), MemoryBlobs(), {"host": "h1", "queue": "q"}

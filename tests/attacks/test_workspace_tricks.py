@@ -1,5 +1,5 @@
-"""The workspace on a file system of its own: its device, its file on the host, its quota and its mount are out of the
-programs' reach.
+"""Attacks on a workspace with its own file system. Programs cannot reach its device, its file on the host, its quota
+or its mount.
 """
 
 import stat
@@ -27,7 +27,7 @@ def session(ground: Ground) -> Iterator[Hostile]:
 
 
 def mount_of(session: Hostile) -> tuple[set[str], str]:
-    """Options and optional fields of the mount of /workspace, as the kernel has them."""
+    """Return options and optional fields of the mount of /workspace, as the kernel reports them."""
     row = next(
         line.split() for line in reversed(session.watched.mounts().splitlines()) if line.split()[4] == "/workspace"
     )
@@ -35,7 +35,7 @@ def mount_of(session: Hostile) -> tuple[set[str], str]:
 
 
 def test_bring_a_file_with_power_by_the_workspace(session: Hostile) -> None:
-    """Aim: a setuid file or a device node on a disk that is mounted by root."""
+    """Aim: use a setuid file or a device node on a disk that root has mounted."""
     options, propagation = mount_of(session)
     answer = session.bash(
         "cp /bin/bash sh; chmod 6755 sh; ./sh -p -c 'id -u; id -g'; mknod disk b 7 0; mknod all b 8 0; ls disk all "
@@ -48,8 +48,8 @@ def test_bring_a_file_with_power_by_the_workspace(session: Hostile) -> None:
 
 
 def test_reach_the_file_or_the_device_behind_the_workspace(ground: Ground, session: Hostile) -> None:
-    """Aim: write below the file system: then its quota, its owners and what the host's kernel parses are the
-    attacker's.
+    """Aim: write below the file system. The attacker would then control its quota, its owners and the data that the
+    host's kernel parses.
     """
     image = next((ground.footprint.folder / "state").rglob("image"))
     device = session.watched.root / "dev"
@@ -65,14 +65,17 @@ def test_reach_the_file_or_the_device_behind_the_workspace(ground: Ground, sessi
 
 
 def test_learn_who_else_has_a_workspace(session: Hostile) -> None:
-    """Aim: /sys tells of every loop device of the host the path of its file: names there must say nothing."""
+    """Aim: find other workspaces. /sys shows the file path of every loop device of the host, so these names must
+    reveal nothing.
+    """
     told = session.bash("cat /sys/block/loop*/loop/backing_file /proc/self/mountinfo; true").streams["stdout"].decode()
 
     assert "somebody" not in told
     assert "workspace-tricks" not in told
 
 
-# Numbers of linux/fs.h and ext4.h: name -> request, argument in bytes. Each changes the file system as a whole.
+# Request numbers of linux/fs.h and ext4.h: name -> request, size of the argument in bytes. Each changes the whole
+# file system.
 IOCTLS = {
     "FIFREEZE": (0xC0045877, 4),
     "FITRIM": (0xC0185879, 24),
@@ -84,7 +87,7 @@ IOCTLS = {
 
 
 def test_change_the_file_system_as_a_whole(session: Hostile) -> None:
-    """Aim: freeze, grow, shut down or trim it, and with it whatever of the host waits for it."""
+    """Aim: freeze, grow, shut down or trim the file system, so that processes of the host wait."""
     answer = session.bash(
         python(f"""
 import fcntl, os
@@ -106,7 +109,7 @@ for name, (request, size) in {IOCTLS!r}.items():
 
 
 def test_mount_over_or_under_the_workspace(session: Hostile) -> None:
-    """Aim: have later calls, or the host, work in another place than they think."""
+    """Aim: make later calls, or the host, use another folder than they expect."""
     before = mount_of(session), session.watched.mounts()
     answer = session.bash(
         "mkdir -p m; mount --bind / m; mount -o remount,suid,dev /workspace; umount -l /workspace; unshare -rm true; "
@@ -119,7 +122,9 @@ def test_mount_over_or_under_the_workspace(session: Hostile) -> None:
 
 
 def test_take_more_of_the_hosts_disk_than_the_quota(ground: Ground, session: Hostile) -> None:
-    """Aim: files, names, extended attributes and folders beyond the size; and have the session unable to go on."""
+    """Aim: use more space than the quota for files, names, extended attributes and folders, or make the session
+    unusable.
+    """
     image = next((ground.footprint.folder / "state").rglob("image"))
     allowed = int(session.bash("stat -f -c '%b*%S' . | { read n; echo $((n)); }").streams["stdout"])
     session.bash(

@@ -1,5 +1,5 @@
-"""Attacks on write_text and edit_text: a full disk, a limit, a race or a forged memory must not cost a file or lead
-out.
+"""Attacks on write_text and edit_text. A full disk, a limit, a race or a forged memory of reads must neither destroy
+a file nor lead outside of the roots.
 """
 
 import json
@@ -12,7 +12,7 @@ from tests.guest_harness import Done, Guest, needs_namespace, running_guest
 
 pytestmark = needs_namespace
 
-# The last argument of the guest is its output folder; the workspace is its sibling.
+# The last argument of the guest is its output folder; the workspace is next to that folder.
 _SMALL_DISK = 'for last; do :; done; mount -t tmpfs -o size=256k,mode=777 none "${last%/output}/workspace";'
 
 
@@ -43,7 +43,7 @@ def shell(guest: Guest, script: str) -> str:
 
 @pytest.mark.parametrize("place", ["f", "hard", "locked/f"])
 def test_a_disk_that_fills_in_the_middle_of_a_write_costs_no_old_byte(small_disk: Guest, place: str) -> None:
-    """Aim: lose what was there by filling the disk at the right moment."""
+    """Aim: destroy the old content by filling the disk at the right moment."""
     shell(
         small_disk,
         "chmod -R u+rwx .; rm -rf *; mkdir locked; echo old | tee f hard locked/f; ln hard hard2; chmod 555 locked",
@@ -58,14 +58,14 @@ def test_a_disk_that_fills_in_the_middle_of_a_write_costs_no_old_byte(small_disk
 
 
 def test_holes_of_a_file_written_in_place_are_filled_before_its_data_is_touched(small_disk: Guest) -> None:
-    """Aim: the same by a sparse file, whose room is not taken yet."""
+    """Aim: destroy the old content of a sparse file, whose blocks are not allocated yet."""
     shell(small_disk, "chmod -R u+rwx .; rm -rf *; echo precious > f; truncate -s 1M f; ln f g")
     assert write(small_disk, "f", "x" * 900_000).code == "NO_SPACE"
     assert shell(small_disk, "head -n 1 g") == "precious\n"
 
 
 def test_a_limit_of_file_size_costs_no_old_byte() -> None:
-    """Aim: the same by the limit of one file."""
+    """Aim: destroy the old content through the limit of one file's size."""
     with running_guest("ulimit -f 8;") as limited:
         shell(limited, "echo old > f; echo old > a; ln a b")
         for path in ("f", "a", "new"):
@@ -75,7 +75,7 @@ def test_a_limit_of_file_size_costs_no_old_byte() -> None:
 
 
 def test_a_folder_swapped_for_a_link_while_it_is_written_to_leads_nowhere_else(guest: Guest) -> None:
-    """Aim: a write lands outside of the roots."""
+    """Aim: make a write reach a path outside of the roots."""
     outside = guest.output / "outside"
     guest.run(f"mkdir -p {outside} d; ln -s {outside} evil")
     racer = guest.start_script(
@@ -91,7 +91,7 @@ def test_a_folder_swapped_for_a_link_while_it_is_written_to_leads_nowhere_else(g
 
 
 def test_a_change_between_reading_and_writing_is_not_written_over(guest: Guest) -> None:
-    """Aim: an edit undoes what another program wrote a moment before."""
+    """Aim: make an edit undo a write that another program made a moment before."""
     guest.run("seq 1 2000 > counted; echo MARK >> counted")
     adder = guest.start_script(
         "echo on > started2; for i in $(seq 1 150); do /bin/true; echo added $i >> counted; done",
@@ -103,9 +103,9 @@ def test_a_change_between_reading_and_writing_is_not_written_over(guest: Guest) 
         edit(guest, "counted", "MARK", "KRAM")
         edit(guest, "counted", "KRAM", "MARK")
     guest.finish(adder)
-    # An append in the instant between the last look and the rename goes to the old file: one of 150 on a busy machine.
-    # Edits that did not look would lose about 30. The shell itself opens and appends: another program would hold the
-    # old file while it starts.
+    # An append between the last check and the rename goes to the old file: 1 of 150 on a busy machine. Edits without
+    # the check would lose about 30. The shell itself opens and appends, because a separate program would hold the old
+    # file while it starts.
     assert int(shell(guest, "grep -c added counted")) > 135
 
 
@@ -125,7 +125,7 @@ def test_a_change_between_reading_and_writing_is_not_written_over(guest: Guest) 
     ],
 )
 def test_a_memory_that_was_tampered_with_never_fails_a_write_twice(guest: Guest, harm: str) -> None:
-    """Aim: the session's own files cannot be written any more, or a request waits for ever."""
+    """Aim: make the session's files unwritable, or block a request without limit."""
     state = f"{guest.output}/.state"
     guest.run(f"rm -f {state}; chmod -R u+rwx {state}; rm -rf {state}")
     write(guest, "kept", "one\n")
@@ -137,7 +137,7 @@ def test_a_memory_that_was_tampered_with_never_fails_a_write_twice(guest: Guest,
 
 
 def test_a_full_memory_never_fails_a_write(guest: Guest) -> None:
-    """Aim: have writes fail by filling what remembers them."""
+    """Aim: make writes fail by filling the memory of earlier reads."""
     with running_guest('for last; do :; done; mount -t tmpfs -o size=64k,mode=777 none "$last";') as full:
         write(full, "f", "one\n")
         full.run(f"head -c 100000 /dev/zero > {full.output}/filler; echo two > f")
@@ -148,7 +148,7 @@ def test_a_full_memory_never_fails_a_write(guest: Guest) -> None:
 
 @pytest.mark.parametrize("tail", ["", "\r\nx\n"])
 def test_a_replacement_that_would_fill_the_memory_is_refused(guest: Guest, tail: str) -> None:
-    """Aim: a small file and a small call make terabytes."""
+    """Aim: create terabytes from a small file and a small call."""
     write(guest, "seed", "a\n" * 100_000 + tail)
     bomb = edit(guest, "seed", "a\n", "b" * 100_000 + "\n", replace_all=True)
     assert (bomb.code, "the edits would make it" in bomb["error"]["message"]) == ("FILE_TOO_LARGE", True)
@@ -161,7 +161,7 @@ def test_a_replacement_that_would_fill_the_memory_is_refused(guest: Guest, tail:
 
 
 def test_edits_of_one_file_that_come_together_are_all_made(guest: Guest) -> None:
-    """Aim: two calls read the same version, and the second undoes the first."""
+    """Aim: let two calls read the same version, so that the second call undoes the first."""
     write(guest, "shared", "".join(f"<{number}>\n" for number in range(30)))
     calls = [
         guest.start(
@@ -188,7 +188,7 @@ def test_edits_of_one_file_that_come_together_are_all_made(guest: Guest) -> None
     ],
 )
 def test_no_text_makes_a_miss_take_long(guest: Guest, body: bytes, old: str) -> None:
-    """Aim: a file and an old_string that keep the search, or the explanation, busy."""
+    """Aim: make the search, or the explanation of a miss, slow with a special file and old_string."""
     guest.request("write_file", body, path="slow", mode="overwrite", timeout_s=10)
     started = time.monotonic()
     assert edit(guest, "slow", old, "new").code == "NO_MATCH"
@@ -196,7 +196,7 @@ def test_no_text_makes_a_miss_take_long(guest: Guest, body: bytes, old: str) -> 
 
 
 def test_many_matches_in_one_long_line_of_two_byte_characters_are_found_in_time(guest: Guest) -> None:
-    """Aim: each match is checked from the start of its line, and a small file keeps the guest busy."""
+    """Aim: make the guest check each match from the start of its line, so that a small file takes long."""
     line = "あい" * 20_000
     guest.request("write_file", line.encode("cp932"), path="line", mode="overwrite", timeout_s=10)
     assert edit(guest, "line", "いあ", "xy", replace_all=True, timeout_s=5)["replaced"] == 19_999
@@ -207,7 +207,7 @@ def test_many_matches_in_one_long_line_of_two_byte_characters_are_found_in_time(
     "content", ["x = [...a, ...b];" * 60_000, "...\n" * 250_000, "// ... rest of the code ...\n" * 35_000]
 )
 def test_a_text_full_of_dots_is_written_in_time(guest: Guest, content: str) -> None:
-    """Aim: the look for placeholders goes over a long line again for each of its dots."""
+    """Aim: make the search for placeholders scan a long line again for each of its dots."""
     started = time.monotonic()
     assert [write(guest, "dots", content + end).code for end in ("", "x" * 200)] == [None, None]
     assert time.monotonic() - started < 4

@@ -1,3 +1,3 @@
-"""Every process is killed and paused at random moments under load; what must hold is checked from outside. Run by
-scripts/chaos.
+"""Chaos tests: processes are killed and paused at random moments under load, and the results are checked from
+outside. scripts/chaos runs them.
 """

@@ -1,5 +1,5 @@
-"""scripts/chaos: rounds of every kind on real processes, and a table of what came of them. Exit status 1 when anything
-did not hold.
+"""scripts/chaos: rounds of every kind on real processes, and a table of the results. The exit status is 1 if a check
+failed.
 """
 
 import argparse
@@ -14,7 +14,7 @@ from tests.chaos.rounds import Report, Terms, open_chaos, play
 from tests.containers import open_engine
 
 AT_ONCE = 5
-"""Blows on one ground between two verdicts."""
+"""Number of blows on one ground between two checks."""
 
 
 def main() -> int:
@@ -44,7 +44,7 @@ def _parse_arguments() -> argparse.Namespace:
 
 
 def _play_kind(blow: Blow, rounds: int, terms: Terms, seed: str) -> list[Report]:
-    """On one ground, judged every few blows."""
+    """Play the rounds of one kind on one ground, with a check after every few blows."""
     reports = []
     try:
         with open_chaos(open_engine(), terms) as ground:
@@ -55,13 +55,13 @@ def _play_kind(blow: Blow, rounds: int, terms: Terms, seed: str) -> list[Report]
                 if report.wrong:
                     _say(ground.last_words())
     except (AssertionError, Exception) as error:  # noqa: BLE001
-        # what a ground leaves, or that it does not come up, is a row of the table
+        # Leftovers of a ground, or a failed start, become a row of the table.
         reports.append(Report(wrong=[f"{type(error).__name__}: {error}"]))
     return reports
 
 
 def _tell(blow: Blow, reports: list[Report]) -> int:
-    """A row; gives how much was wrong."""
+    """Print a row and return the number of failures."""
     wrong = [sentence for report in reports for sentence in report.wrong]
     verdicts = [report.verdict for report in reports if report.verdict is not None]
     codes: Counter[str] = Counter()

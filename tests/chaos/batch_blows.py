@@ -1,4 +1,4 @@
-"""What is done to those that work a batch."""
+"""The faults that chaos rounds apply to the processes of a batch."""
 
 import os
 import random
@@ -16,8 +16,8 @@ from tests.stack import UP_S, wait_until
 
 BatchBlow = Literal["orchestrator", "worker", "redis", "pause", "forget"]
 KILLS: tuple[BatchBlow, ...] = ("orchestrator", "worker", "redis")
-"""The others: an orchestrator is stopped for longer than its leases last, and goes on; Redis forgets its last second,
-as when its machine loses its power.
+"""Further faults. An orchestrator is paused for longer than its leases last. Redis loses its last second of data, as
+after a power failure.
 """
 BATCH_BLOWS: tuple[BatchBlow, ...] = (*KILLS, "pause", "forget")
 PAUSE_S = 50.0
@@ -26,7 +26,7 @@ FORGOTTEN_S = 1.0
 
 @dataclass(frozen=True)
 class Blow:
-    """What was done. `held`: the runs that may have been in the hands of an orchestrator that was struck."""
+    """An applied fault. `held`: the runs that an affected orchestrator may have held."""
 
     kind: BatchBlow
     told: str
@@ -37,7 +37,7 @@ class Blow:
 
 
 def strike(load: BatchLoad, kind: BatchBlow, chance: random.Random) -> Blow:
-    """Returns when the deed is done; after a pause, when the process goes on."""
+    """Apply a fault and return afterwards; for a pause, return when the process continues."""
     ground = load.ground
     match kind:
         case "orchestrator" | "pause":
@@ -72,7 +72,7 @@ def _strike_orchestrator(load: BatchLoad, kind: BatchBlow, chance: random.Random
 
 
 def _running(load: BatchLoad) -> set[str]:
-    """The runs that some orchestrator has now."""
+    """Return the runs that the orchestrators hold now."""
     with load.ground.open_redis() as client:
         return {
             run.decode()
@@ -81,7 +81,7 @@ def _running(load: BatchLoad) -> set[str]:
 
 
 def _forget(ground: Ground) -> int:
-    """Kill Redis, take away what it has written in its last second, and start it; how much that was."""
+    """Kill Redis, remove the data of its last second, and start Redis. Returns the number of removed bytes."""
     process, folder = ground.process("redis"), ground.folder / "redis"
     ends, file = len(process.ends), _newest(folder)
     before = file.stat()
@@ -92,7 +92,7 @@ def _forget(ground: Ground) -> int:
         wait_until(lambda: len(process.ends) > ends, UP_S, "redis has ended")
     finally:
         process.is_kept = True
-    # A rewrite meanwhile began another file, which then loses nothing.
+    # A rewrite in the meantime started a new file, which then loses nothing.
     after = _newest(folder).stat()
     lost = after.st_size - before.st_size if after.st_ino == before.st_ino else 0
     if lost:
@@ -103,6 +103,6 @@ def _forget(ground: Ground) -> int:
 
 
 def _newest(folder: Path) -> Path:
-    """What Redis appends to: one file, or since its seventh release the last of several."""
+    """Return the file to which Redis appends: a single file, or since Redis 7 the last of several files."""
     parts = (folder / "appendonlydir").glob("*.incr.aof")
     return max(parts, key=lambda file: int(file.name.split(".")[-3]), default=folder / "appendonly.aof")

@@ -1,5 +1,6 @@
-"""A batch under chaos: its lines, the script of its model, and the orchestrators that work it, each a `toolcrew batch`
-that is started again when it is killed, as whoever runs batches does."""
+"""A batch under chaos: its lines, the script of its model, and its orchestrators. Each orchestrator is a `toolcrew
+batch` process that is restarted after a kill, as a supervisor does.
+"""
 
 import json
 import os
@@ -19,13 +20,16 @@ _MARK = "[ -s .workspace ] || tr -d - < /proc/sys/kernel/random/uuid > .workspac
 _ACT = "cat .workspace >> /tally/{{item}}.{{step}}; echo {{step}} >> acts"
 _LOOK = "touch acts; echo acts $(cat .workspace) $(paste -sd, acts)"
 MOST_STEPS = 50
-"""Of an item: its calls, and looks again as long as it is not known what they did."""
+"""Limit of steps of an item: its calls, and repeated checks while the outcome of a call is unknown."""
 
 
 def build_script(calls: int, call_s: float) -> list[dict[str, Any]]:
-    """So many calls of each item, one a step. Each adds the mark of its workspace to a file of the host that is the
-    call's own, and its number to a file of the workspace; the answer tells both, so that what came twice or not at all
-    shows from outside and from inside."""
+    """Return a script with `calls` calls for each item, one per step.
+
+    Each call appends the mark of its workspace to a file of the host that belongs to the call, and its number to a
+    file of the workspace. The answer contains both. So repeated or missing calls are visible from outside and from
+    inside.
+    """
     acting, looking = f"{_MARK}; {_ACT}; sleep {call_s:g}; {_LOOK}", f"{_MARK}; {_LOOK}"
     return [
         *({"kind": "rule", "when": {"step": step}, "reply": _calling(acting)} for step in range(calls)),
@@ -39,9 +43,7 @@ def _calling(command: str) -> dict[str, Any]:
 
 
 class BatchLoad:
-    """One batch on a ground, and the orchestrators that work it. `mark`: the batch's id; its items are
-    `<mark>-<number>`.
-    """
+    """One batch on a ground, and its orchestrators. `mark`: the batch's id; its items are `<mark>-<number>`."""
 
     def __init__(self, ground: Ground, server: ModelServer, mark: str, runs: int, concurrency: int) -> None:
         self.ground, self.server, self.mark = ground, server, mark
@@ -56,20 +58,22 @@ class BatchLoad:
         self.orchestrators: list[BatchOrchestrator] = []
 
     def submit(self) -> None:
-        """The first of them: submits the file, again when it was killed, and works it."""
+        """Start the first orchestrator, which submits the file and processes the batch. After a kill it submits the
+        file again.
+        """
         self._start("one", "batches", "submit", str(self._file), "--id", self.mark)
         first = self.orchestrators[0]
         wait_until(lambda: first.has_said(self.mark) or not first.is_running, 60, first.log)
 
     def join(self) -> None:
-        """One more, which works the same batch and writes all of its rows, too."""
+        """Start one more orchestrator, which processes the same batch and also writes all rows."""
         self._start("two", "batches", "resume", self.mark)
 
     def living(self) -> list["BatchOrchestrator"]:
         return [one for one in self.orchestrators if one.is_running]
 
     def wait(self, within_s: float) -> list[str]:
-        """Until all have ended by themselves. Gives what did not end as it should."""
+        """Wait until all orchestrators have ended. Returns a sentence for each unexpected end."""
         for one in self.orchestrators:
             wait_until(
                 lambda one=one: one.has_ended(),
@@ -83,8 +87,8 @@ class BatchLoad:
         ]
 
     def resume(self, within_s: float) -> list[str]:
-        """Go on with the batch once more, into the first one's files; nobody is struck any more, so that all must
-        succeed.
+        """Resume the batch once more, with the files of the first orchestrator. No more faults are applied, so
+        everything must succeed.
         """
         last = BatchOrchestrator(self, "last", ["batches", "resume", self.mark], self.orchestrators[0].output)
         self.orchestrators.append(last)
@@ -105,7 +109,7 @@ class BatchLoad:
 
 
 class BatchOrchestrator:
-    """A `toolcrew batch` process with files of its own."""
+    """A `toolcrew batch` process with its own files."""
 
     def __init__(self, load: BatchLoad, name: str, command: Sequence[str], output: Path) -> None:
         self.name, self.output = name, output
@@ -136,7 +140,7 @@ class BatchOrchestrator:
         return self.output.with_name(f"{self.output.stem}.errors.jsonl")
 
     def rows(self) -> list[dict[str, Any]]:
-        """Of both of its files."""
+        """Return the rows of both files."""
         return [row for path in (self.output, self.errors) if path.exists() for row in read_lines(path)]
 
     def log(self) -> str:
@@ -146,8 +150,8 @@ class BatchOrchestrator:
         return self._out.exists() and word in self._out.read_text(errors="replace")
 
     def has_ended(self) -> bool:
-        """Whether it has worked the batch to its end. One that could not begin, since Redis was away just then, is
-        started again.
+        """Return whether the process has completed the batch. A process that could not start because Redis was
+        unavailable is restarted.
         """
         if self.is_running:
             return False
@@ -157,7 +161,7 @@ class BatchOrchestrator:
         return True
 
     def _times_said(self) -> int:
-        """How often it has begun: then it says the batch's id."""
+        """Return how often the process has started: each start prints the batch's id."""
         return self._out.read_text(errors="replace").splitlines().count(self._mark) if self._out.exists() else 0
 
     def start(self) -> None:
@@ -168,7 +172,7 @@ class BatchOrchestrator:
             )
 
     def kill_and_start(self) -> int:
-        """Gives the process that was killed."""
+        """Kill the process, restart it, and return the killed pid."""
         assert self._process is not None
         pid = self._process.pid
         self._process.kill()
@@ -181,7 +185,7 @@ class BatchOrchestrator:
             os.kill(self.pid, number)
 
     def end(self) -> None:
-        """By force, if it still runs."""
+        """Kill the process if it still runs."""
         if self._process is not None and self._process.poll() is None:
             self.signal(signal.SIGCONT)
             self._process.kill()

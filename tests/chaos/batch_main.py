@@ -1,5 +1,5 @@
-"""`scripts/chaos batch`: rounds of batches under kills, and a row of what came of each. Exit status 1 when anything did
-not hold.
+"""`scripts/chaos batch`: rounds of batches under kills, and a row with the result of each round. The exit status is 1
+if a check failed.
 """
 
 import argparse
@@ -17,7 +17,7 @@ from tests.containers import open_engine
 
 def main(words: Sequence[str]) -> int:
     arguments = _parse_arguments(words)
-    # Told to end it takes its ground down.
+    # SIGTERM must also stop the processes of the ground.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     seed = arguments.seed or secrets.token_hex(4)
     kinds = (arguments.only,) if arguments.only else KILLS
@@ -53,7 +53,7 @@ def _parse_arguments(words: Sequence[str]) -> argparse.Namespace:
 
 
 def _tell(number: int, report: BatchReport) -> int:
-    """A row; gives how much was wrong."""
+    """Print a row and return the number of failures."""
     verdict = report.verdict
     row: dict[str, object] = {"took_s": round(report.took_s, 1), "settled_s": round(report.settled_s, 1)}
     if verdict is not None:

@@ -1,5 +1,5 @@
-"""Rounds of chaos on batches: two orchestrators work one, somebody is struck now and then, and at the end its files are
-judged.
+"""Rounds of chaos on batches. Two orchestrators process one batch, faults are applied, and at the end the files are
+checked.
 """
 
 import random
@@ -22,13 +22,13 @@ from tests.model_server.running import running_model_server
 from tests.stack import wait_until
 
 LATEST = 0.85
-"""The part of the replies before which everybody is struck."""
+"""The part of the replies before which all faults are applied."""
 
 
 @dataclass(frozen=True)
 class BatchTerms:
-    """`concurrency`: items at a time, over both orchestrators; `blows`: of a round, among `kinds`; `call_s`: what each
-    call takes beside its marks.
+    """Parameters of a round. `concurrency`: items at a time, over both orchestrators. `blows`: faults of a round,
+    chosen from `kinds`. `call_s`: duration of each call besides its marks.
     """
 
     runs: int = 100
@@ -40,13 +40,13 @@ class BatchTerms:
 
     @property
     def within_s(self) -> float:
-        """More than a batch takes on a machine that is busy with other things."""
+        """Return a limit that is longer than a batch needs on a busy machine."""
         return 300.0 + self.runs * (2.0 + self.calls) + self.blows * PAUSE_S
 
 
 @dataclass
 class BatchReport:
-    """What came of a round. `wrong` is empty when all held."""
+    """The result of a round. `wrong` is empty if all checks passed."""
 
     struck: list[Blow] = field(default_factory=list)
     verdict: BatchVerdict | None = None
@@ -58,8 +58,8 @@ class BatchReport:
 def play_batch(
     ground: Ground, terms: BatchTerms, seed: str, mark: str, say: Callable[[str], None] = lambda _: None
 ) -> BatchReport:
-    """One batch, submitted, worked by two orchestrators, struck, gone on with after its end; then the verdict. `mark`:
-    the batch's id.
+    """Play one batch and check it. The batch is submitted, processed by two orchestrators under faults, and resumed
+    after its end. `mark`: the batch's id.
     """
     chance, report, began = random.Random(seed), BatchReport(), time.monotonic()
     with running_model_server(build_script(terms.calls, terms.call_s)) as server:
@@ -86,7 +86,9 @@ def play_batch(
 
 
 def _plan(terms: BatchTerms, chance: random.Random) -> list[tuple[BatchBlow, int]]:
-    """Who is struck, and after how many of the model's replies; each kind once, if there are blows for that."""
+    """Return the faults, each with the number of model replies after which it is applied. Each kind appears at least
+    once if there are enough blows.
+    """
     kinds = [*chance.sample(list(terms.kinds), min(len(terms.kinds), terms.blows))]
     kinds += chance.choices(list(terms.kinds), k=terms.blows - len(kinds))
     whole = terms.runs * (terms.calls + 1)
@@ -94,7 +96,7 @@ def _plan(terms: BatchTerms, chance: random.Random) -> list[tuple[BatchBlow, int
 
 
 def _wait_until_replies(load: BatchLoad, count: int, within_s: float) -> bool:
-    """False when the batch has ended before."""
+    """Wait for `count` replies. Returns False if the batch ends before."""
     wait_until(
         lambda: load.server.stats()["replies"] >= count or not load.living(), within_s, lambda: str(load.server.stats())
     )
@@ -118,7 +120,7 @@ def _gather(
             item: int(client.hget(run_key(deployment, DEFAULT_TENANT, run), "attempt") or 0)
             for item, run in runs.items()
         }
-    # The last resume wrote into the first one's files.
+    # The last resume wrote into the files of the first orchestrator.
     first, *others = load.orchestrators[:-1]
     return Evidence(
         items=load.items,
@@ -134,7 +136,7 @@ def _gather(
 
 
 def _left_in_redis(ground: Ground, load: BatchLoad) -> list[str]:
-    """What of the batch is there twice, or still waits for somebody."""
+    """Return everything of the batch that exists twice in Redis or still waits."""
     key, prefix = batch_key(ground.deployment, DEFAULT_TENANT, load.mark), runs_prefix(ground.deployment)
     wanted = sorted(run_id(DEFAULT_TENANT, load.mark, item) for item in load.items)
     with ground.open_redis() as client:

@@ -1,5 +1,5 @@
-"""What must hold of a batch whatever was killed, judged from its files, from the tally of what its calls did, and from
-the model's own count.
+"""Check that a batch is correct after any kill. The evidence is its files, the tally of its calls' effects, and the
+request count of the model server.
 """
 
 from collections import Counter
@@ -11,11 +11,14 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Evidence:
-    """All that is known from outside. `rows`: by orchestrator, of both of its files, the last one's first; `acts`: item
-    -> step -> the marks of the workspaces it acted in, one each time; `attempts`: how often each item was begun;
-    `struck`: how often each item may have been in the hands of an orchestrator that was killed; `may_lose`: a worker or
-    Redis was struck, so that some calls' outcome is unknown, and items may be begun anew; `may_repeat`: Redis forgot
-    its last second, and with it what had been paid for and what had acted then."""
+    """The evidence from outside.
+
+    `rows`: by orchestrator, from both of its files, the rows of the last orchestrator first. `acts`: item -> step ->
+    the marks of the workspaces of each execution. `attempts`: how often each item was started. `struck`: how often a
+    killed orchestrator may have held each item. `may_lose`: a worker or Redis was hit, so the outcome of some calls
+    is unknown and items may be restarted. `may_repeat`: Redis lost its last second, including records of paid replies
+    and executed calls.
+    """
 
     items: Sequence[str]
     calls: int
@@ -30,8 +33,8 @@ class Evidence:
 
 @dataclass(frozen=True)
 class BatchVerdict:
-    """`wrong`: sentences; empty when all held. `unknown`: calls that did not act, which the run was told is not known;
-    `begun_anew`: attempts beyond the first.
+    """The result of the checks. `wrong`: sentences; empty if all checks passed. `unknown`: calls that did not execute
+    and whose outcome was reported as unknown. `begun_anew`: attempts after the first.
     """
 
     wrong: tuple[str, ...]
@@ -43,7 +46,7 @@ class BatchVerdict:
 
 
 def read_tally(tally: Path, mark: str) -> dict[str, dict[int, list[str]]]:
-    """Item -> step -> marks of workspaces, of the items of one batch."""
+    """Return item -> step -> marks of workspaces, for the items of one batch."""
     acts: dict[str, dict[int, list[str]]] = {}
     for file in tally.glob(f"{mark}-*.*"):
         item, _, step = file.name.rpartition(".")
@@ -52,7 +55,7 @@ def read_tally(tally: Path, mark: str) -> dict[str, dict[int, list[str]]]:
 
 
 def judge_batch(seen: Evidence) -> BatchVerdict:
-    """What of it is wrong, and some figures."""
+    """Return the failures and some figures."""
     first = next(iter(seen.rows.values()), ())
     answers = {str(row["custom_id"]): _answer(row) for row in first if row.get("error") is None}
     wrong = [sentence for name, rows in seen.rows.items() for sentence in _judge_rows(name, rows, seen.items)]
@@ -78,8 +81,8 @@ def _judge_rows(name: str, rows: Iterable[Mapping[str, Any]], items: Sequence[st
 
 
 def _judge_acts(item: str, seen: Evidence, answer: tuple[str, list[int]] | None) -> Iterable[str]:
-    """From outside and from inside: no call twice in one attempt's workspace, and what the last attempt did is what its
-    answer tells.
+    """Check the executions from outside and from inside. No call may execute twice in the workspace of one attempt,
+    and the answer must match the executions of the last attempt.
     """
     steps, attempts = seen.acts.get(item, {}), seen.attempts.get(item, 1)
     workspaces = {mark for marks in steps.values() for mark in marks}
@@ -92,7 +95,7 @@ def _judge_acts(item: str, seen: Evidence, answer: tuple[str, list[int]] | None)
             for count in Counter(marks).values()
             if count > 1
         )
-    # A session whose host is given up goes on elsewhere, in a workspace that may be another.
+    # A session whose host is lost continues on another host, possibly with another workspace.
     if len(workspaces) > attempts and not seen.may_lose:
         yield f"{item} acted in {len(workspaces)} workspaces and was begun {attempts} times"
     if attempts > 1 and not seen.may_lose:
@@ -101,7 +104,7 @@ def _judge_acts(item: str, seen: Evidence, answer: tuple[str, list[int]] | None)
         return
     workspace, told = answer
     acted = sorted(step for step, marks in steps.items() if workspace in marks)
-    # A command that was killed between its two marks has left the first.
+    # A command that was killed between its two marks has left only the first mark.
     is_told = set(told) <= set(acted) if seen.may_lose else told == acted
     if not is_told or len(told) != len(set(told)):
         yield f"{item} tells that it acted at steps {told}, and acted at {acted}"
@@ -110,7 +113,7 @@ def _judge_acts(item: str, seen: Evidence, answer: tuple[str, list[int]] | None)
 
 
 def _judge_replies(item: str, seen: Evidence) -> Iterable[str]:
-    """An attempt that is begun anew asks everything again."""
+    """Check the number of replies. A restarted attempt requests every reply again."""
     repeated, struck = _repeated(seen, item), seen.struck.get(item, 0)
     if seen.attempts.get(item, 1) == 1 and repeated > struck:
         yield (
@@ -124,6 +127,6 @@ def _repeated(seen: Evidence, item: str) -> int:
 
 
 def _answer(row: Mapping[str, Any]) -> tuple[str, list[int]]:
-    """The workspace, and the steps that it has seen."""
+    """Return the workspace and the steps that the workspace contains."""
     workspace, _, acts = str(row["response"]["body"]["answer"]).partition(" ")
     return workspace, [int(step) for step in acts.split(",") if step]

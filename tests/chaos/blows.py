@@ -1,4 +1,4 @@
-"""What is done to a ground: a process is killed outright, or stopped for some seconds and let go on."""
+"""Faults on a ground: a process is killed, or paused for some seconds."""
 
 import contextlib
 import os
@@ -15,13 +15,13 @@ from tests.stack import is_alive, wait_until
 
 Deed = Literal["kill", "pause"]
 Finder = Callable[[Ground, Load, random.Random], tuple[str, int]]
-"""Picks the process: its role, for people, and its number."""
+"""Chooses a process and returns its role, for reports, and its pid."""
 SOON_S = 30.0
 
 
 @dataclass(frozen=True)
 class Blow:
-    """A deed to a target. `pause_s`: from, to; None: as the terms of the round say."""
+    """A fault and its target. `pause_s`: the range of the pause; None uses the terms of the round."""
 
     deed: Deed
     target: str
@@ -33,7 +33,7 @@ class Blow:
 
 @dataclass(frozen=True)
 class Struck:
-    """What was done to whom."""
+    """An applied fault and its process."""
 
     role: str
     pid: int
@@ -57,7 +57,7 @@ def _worker(ground: Ground, load: Load, chance: random.Random) -> tuple[str, int
 
 
 def _worker_child(ground: Ground, load: Load, chance: random.Random) -> tuple[str, int]:
-    """Of a prefork pool. Which of the workers have one is seen from their children."""
+    """Choose a child of a prefork pool. The children of a worker show whether the worker has such a pool."""
     children: list[tuple[str, int]] = []
 
     def found() -> bool:
@@ -79,12 +79,12 @@ def _orchestrator(ground: Ground, load: Load, chance: random.Random) -> tuple[st
 
 
 def _guest(ground: Ground, load: Load, chance: random.Random) -> tuple[str, int]:
-    """PID 1 of a sandbox, by its number on the host."""
+    """Choose PID 1 of a sandbox, by its pid on the host."""
     guests: list[tuple[str, int]] = []
 
     def found() -> bool:
         for container in ground.footprint.containers():
-            with contextlib.suppress(Exception):  # it may go meanwhile
+            with contextlib.suppress(Exception):  # the container may be removed meanwhile
                 pid = int(ground.api.inspect_container(container)["State"]["Pid"])
                 if pid and is_alive(pid):
                     guests.append((f"guest {container[:12]}", pid))
@@ -107,7 +107,7 @@ BLOWS = [Blow(deed, target) for target in TARGETS for deed in ("kill", "pause")]
 
 
 def strike(blow: Blow, ground: Ground, load: Load, chance: random.Random, pause_s: tuple[float, float]) -> Struck:
-    """Returns when the deed is done; after a pause, when the process goes on."""
+    """Apply the fault and return afterwards; for a pause, return when the process continues."""
     role, pid = TARGETS[blow.target](ground, load, chance)
     if blow.deed == "kill":
         if blow.target == "orchestrator":

@@ -1,9 +1,8 @@
-"""An orchestrator under load, as a process of its own: sessions and calls with ids that it tells beforehand, every
-result told once.
+"""An orchestrator under load, in a separate process. Session ids and call ids are recorded before use, and every
+result is recorded once.
 
 `python -m tests.chaos.driver NAME OUT SESSIONS SEED [--tools]` runs until SIGTERM, then ends its calls, closes its
-sessions and exits. It appends lines of JSON to OUT, each in one write, so that what it saw can be counted when it was
-killed.
+sessions and exits. The driver appends lines of JSON to OUT, each in one write, so that its records survive a kill.
 """
 
 import argparse
@@ -25,13 +24,13 @@ from orchestrator.sdk.client import ToolClient
 KNOWN = "known words\n"
 LIMIT_S = 10.0
 LANES = 2
-"""Calls at a time in a session."""
+"""Concurrent calls in a session."""
 TTL_S = 20.0
-"""Sessions of a killed orchestrator are gone after this."""
+"""Time to live of sessions; the sessions of a killed orchestrator expire after this many seconds."""
 
 
 class Driver:
-    """`tell` is all that it leaves."""
+    """A load driver. `tell` writes its only output."""
 
     def __init__(self, name: str, out: Path, client: ToolClient, chance: random.Random, *, has_tools: bool) -> None:
         self._name = name
@@ -48,7 +47,7 @@ class Driver:
         )
 
     async def work(self) -> None:
-        """One session after another, each until it is said to be lost."""
+        """Use one session after another, each until the session is reported as lost."""
         while not self.stopping.is_set():
             session = await self._open()
             if session is not None:
@@ -69,7 +68,7 @@ class Driver:
         try:
             await session.write_file("known.txt", KNOWN.encode())
         except (OperatorError, ToolFailure) as error:
-            # A file that is missing later is then one that was lost.
+            # A file that is missing later was then really lost.
             self.tell("not_written", session=session.id, code=error.code, error=str(error))
             await self._close(session)
             return None

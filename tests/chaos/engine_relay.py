@@ -1,8 +1,8 @@
-"""A stand-in for a host's engine as a process of its own: `python -m tests.chaos.engine_relay SOCKET` passes all on to
-the real one.
+"""A replacement for a host's engine in a separate process: `python -m tests.chaos.engine_relay SOCKET` forwards
+everything to the real engine.
 
-Killed, every connection to the engine breaks, attached sandboxes included; paused, the engine hangs. The real one never
-notices.
+A kill of the relay breaks every connection to the engine, including attached sandboxes. A pause makes the engine
+hang. The real engine is not affected.
 """
 
 import asyncio
@@ -14,14 +14,14 @@ from tests.engine_stubs import relayed_engine
 
 
 async def serve(path: Path) -> None:
-    """Until it is ended."""
+    """Serve until the process is ended."""
     async with relayed_engine(path):
         await asyncio.get_running_loop().create_future()
 
 
 if __name__ == "__main__":
     socket = Path(sys.argv[1])
-    # A predecessor that was killed has left its own.
+    # A killed predecessor has left its socket file.
     socket.unlink(missing_ok=True)
     with contextlib.suppress(KeyboardInterrupt):
         asyncio.run(serve(socket))

@@ -1,6 +1,4 @@
-"""What is left on a ground when every orchestrator has ended: calls that nobody ends, slots that nobody gives back,
-messages, sandboxes.
-"""
+"""Find leftovers on a ground after all orchestrators have ended: open calls, held slots, messages and sandboxes."""
 
 from pathlib import Path
 from typing import Any
@@ -16,7 +14,7 @@ _SHOWN = 10
 
 
 def find_leftovers(ground: Ground) -> dict[str, Any]:
-    """By kind; empty when nothing is left."""
+    """Return the leftovers by kind; empty if nothing is left."""
     found: dict[str, Any] = {"containers": ground.footprint.containers()}
     try:
         with ground.open_redis() as client:
@@ -27,14 +25,14 @@ def find_leftovers(ground: Ground) -> dict[str, Any]:
 
 
 def find_mounts(folder: Path) -> dict[str, Any]:
-    """Mounts and loop devices below a folder."""
+    """Return the mounts and loop devices below a folder."""
     mounts = [line.split()[1] for line in Path("/proc/mounts").read_text().splitlines() if f"{folder}/" in line]
     loops = []
     for device in Path("/sys/block").glob("loop*/loop/backing_file"):
         try:
             backing = device.read_text().strip()
         except OSError:
-            continue  # it has just gone
+            continue  # removed in the meantime
         if backing.startswith(f"{folder}/"):
             loops.append(backing)
     return {kind: what for kind, what in {"mounts": mounts, "loops": loops}.items() if what}
@@ -42,7 +40,7 @@ def find_mounts(folder: Path) -> dict[str, Any]:
 
 def _in_redis(client: "redis.Redis", deployment: str, *, has_orphans: bool) -> dict[str, Any]:
     keys = [key.decode() for key in client.scan_iter(count=1000)]
-    # Lists that are read at once expire by themselves where nobody reads them any more.
+    # Lists that are read at once expire by themselves when no reader is left.
     queues = [key for key in keys if key.startswith(("host.", "pool.")) and not key.endswith(control_queue(""))]
     return {
         "calls": _open_calls(
@@ -54,7 +52,7 @@ def _in_redis(client: "redis.Redis", deployment: str, *, has_orphans: bool) -> d
 
 
 def _held_slots(client: "redis.Redis", deployment: str) -> list[str]:
-    """Calls that hold a slot of admission, or wait for one."""
+    """Return the calls that hold or wait for a slot of admission."""
     return sorted(
         key.decode() for name in ("held", "waiting") for key in client.hkeys(admission_prefix(deployment) + name)
     )[:_SHOWN]
@@ -66,8 +64,9 @@ def _is_call(key: str, deployment: str) -> bool:
 
 
 def _open_calls(client: "redis.Redis", deployment: str, keys: list[str], *, has_orphans: bool) -> dict[str, str]:
-    """What is known of calls that have not ended. `has_orphans`: orchestrators were killed, so that nobody notes the
-    end of a call whose worker was killed as well: its record tells until it expires whose it was."""
+    """Return the records of calls that have not ended. `has_orphans`: orchestrators were killed. The end of a call is
+    then not recorded if its worker was killed as well, so its record names the old owner until it expires.
+    """
     records: dict[str, dict[bytes, bytes]] = {key: client.hgetall(key) for key in keys}
     is_open = [key for key, record in records.items() if record.get(b"state") in OPEN_STATES]
     left = [key for key in is_open if not has_orphans or _is_held(client, deployment, records[key])]
@@ -78,7 +77,7 @@ def _open_calls(client: "redis.Redis", deployment: str, keys: list[str], *, has_
 
 
 def _is_held(client: "redis.Redis", deployment: str, record: dict[bytes, bytes]) -> bool:
-    """Whether somebody lives who has it: the worker that runs it, or that reads its queue."""
+    """Return whether the owner of the call lives: the worker that runs the call, or the worker that reads its queue."""
     queue, worker = parse_holder(record.get(b"holder", record[b"queue"]).decode())
     report = client.get(host_key(deployment, queue))
     if not isinstance(report, bytes):

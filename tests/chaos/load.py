@@ -1,4 +1,6 @@
-"""Orchestrators under load on a ground, each a process; those that are killed are counted out and replaced."""
+"""Orchestrators under load on a ground, each in a separate process. Killed orchestrators are excluded from the checks
+and replaced.
+"""
 
 import contextlib
 import secrets
@@ -13,7 +15,7 @@ from tests.host_ground import Ground, bound
 from tests.stack import ROOT, UP_S, wait_until
 
 END_S = 150.0
-"""How long a driver may take to end its calls and close its sessions."""
+"""Limit for a driver to end its calls and close its sessions, in seconds."""
 
 
 class RunningDriver:
@@ -43,12 +45,12 @@ class RunningDriver:
         return self.out.exists() and any(line["event"] == event for line in read_lines(self.out))
 
     def end(self) -> None:
-        """Asks it to end."""
+        """Request the end of the driver."""
         if self._process.poll() is None:
             self._process.send_signal(signal.SIGTERM)
 
     def wait(self, within_s: float) -> int | None:
-        """Its exit code; None when it does not end, and is killed."""
+        """Return the exit code. A driver that does not end in time is killed; the result is then None."""
         try:
             return self._process.wait(within_s)
         except subprocess.TimeoutExpired:
@@ -58,7 +60,7 @@ class RunningDriver:
 
 
 class Load:
-    """All orchestrators of a ground, living and dead."""
+    """All orchestrators of a ground, living and ended."""
 
     def __init__(self, ground: Ground, *, drivers: int, sessions: int, seed: str, has_tools: bool) -> None:
         self._ground = ground
@@ -85,12 +87,12 @@ class Load:
         return [driver.name for driver in self.drivers if driver.was_killed]
 
     def forget(self, pid: int) -> None:
-        """That one is about to be killed; another takes over."""
+        """Exclude a driver that is about to be killed, and start another driver."""
         next(driver for driver in self.drivers if driver.pid == pid).was_killed = True
         self.add()
 
     def wait_busy(self) -> None:
-        """Until every living orchestrator has had a result."""
+        """Wait until every living orchestrator has received a result."""
         for driver in self.living():
             wait_until(
                 lambda driver=driver: driver.has_said("result"),
@@ -99,7 +101,7 @@ class Load:
             )
 
     def end(self) -> list[str]:
-        """Ends all in order. Gives what did not end as it should."""
+        """End all drivers in order. Returns a sentence for each unexpected end."""
         self.wait_busy()
         for driver in self.living():
             driver.end()
@@ -121,7 +123,7 @@ def _read(path: Path) -> str:
 
 @contextlib.contextmanager
 def open_load(ground: Ground, *, drivers: int, sessions: int, seed: str, has_tools: bool) -> Iterator[Load]:
-    """Orchestrators with `sessions` each; none is left at the end."""
+    """Run orchestrators with `sessions` sessions each. All are ended on exit."""
     load = Load(ground, drivers=drivers, sessions=sessions, seed=seed, has_tools=has_tools)
     try:
         yield load

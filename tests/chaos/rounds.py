@@ -1,4 +1,4 @@
-"""Rounds of chaos on one ground: load, a blow at a random moment, load again; at the end everything is judged."""
+"""Rounds of chaos on one ground: load, a fault at a random moment, and load again. At the end everything is checked."""
 
 import asyncio
 import random
@@ -20,12 +20,12 @@ from tests.chaos.verdict import Verdict, count_acts, judge, read_lines
 from tests.host_ground import Ground, open_ground
 
 SETTLE_S = 90.0
-"""How long what was left by those that were killed may take to go: times to live, leases, reports, and a retry."""
+"""Limit for the leftovers of killed processes to disappear, in seconds: times to live, leases, reports, and a retry."""
 
 
 @dataclass(frozen=True)
 class Terms:
-    """How rounds are played. `moments_s`: from one blow to the next; the calls come from `drivers` x `sessions`."""
+    """Parameters of rounds. `moments_s`: time between two faults. The load comes from `drivers` x `sessions`."""
 
     drivers: int = 2
     sessions: int = 5
@@ -36,7 +36,7 @@ class Terms:
 
 @dataclass
 class Report:
-    """What came of it. `wrong` is empty when all held."""
+    """The result of rounds. `wrong` is empty if all checks passed."""
 
     struck: list[tuple[Blow, Struck]] = field(default_factory=list)
     verdict: Verdict | None = None
@@ -46,7 +46,7 @@ class Report:
 
 @contextmanager
 def open_chaos(api: APIClient, terms: Terms) -> Iterator[Ground]:
-    """Two hosts and a worker for operators' tools. At the end nothing may be left of them: what is fails the block."""
+    """Open two hosts and a worker for operators' tools. Leftovers at the end fail the block."""
     settings = {"TOOLCREW_QUEUE_WAIT_S": "20", "TOOLCREW_CHECKPOINT_EVERY_S": "2"}
     with open_ground(api, "a", "b", settings=settings, tools=terms.has_tools) as ground:
         yield ground
@@ -59,7 +59,7 @@ def open_chaos(api: APIClient, terms: Terms) -> Iterator[Ground]:
 def play(
     ground: Ground, blows: Sequence[Blow], terms: Terms, seed: str, say: Callable[[str], None] = lambda _: None
 ) -> Report:
-    """One blow after another under load, then the verdict on all of it."""
+    """Apply one fault after another under load, then check everything."""
     chance, report = random.Random(seed), Report()
     with open_load(
         ground, drivers=terms.drivers, sessions=terms.sessions, seed=seed, has_tools=terms.has_tools
@@ -87,13 +87,11 @@ def _judge(ground: Ground, load: Load) -> Verdict:
 
 
 def settle(ground: Ground, wrong: list[str]) -> float:
-    """Seconds until nothing was left of the calls and sessions; what is left at the end of all patience is added to
-    `wrong`.
-    """
+    """Return the seconds until no call and no session was left. Leftovers at the deadline are added to `wrong`."""
     started = time.monotonic()
     left: dict[str, Any] = {}
     while time.monotonic() - started < SETTLE_S:
-        # Whoever comes next is served, and clears what the dead held.
+        # A new session must be served, and its opening removes the leftovers of killed processes.
         unserved = asyncio.run(_try_call(ground))
         left = find_leftovers(ground) | ({"unserved": unserved} if unserved else {})
         if not left:
@@ -104,7 +102,7 @@ def settle(ground: Ground, wrong: list[str]) -> float:
 
 
 async def _try_call(ground: Ground) -> str | None:
-    """What a program that comes now is told instead of being served; None: it is."""
+    """Return the error that a new program receives, or None if its call succeeds."""
     settings = OrchestratorSettings.model_validate({"redis_url": ground.redis_url, "deployment": ground.deployment})
     try:
         async with (

@@ -1,4 +1,4 @@
-"""sandboxd whose sandboxes have a folder of the host at /tally: what their commands append there outlives sandbox,
+"""sandboxd whose sandboxes have a folder of the host at /tally. Data that commands append there outlives sandbox,
 session and host.
 """
 
@@ -12,7 +12,7 @@ from workers.sandboxd.runtime.hardening import build_container_config
 
 
 def build_with_tally(**arguments: Any) -> dict[str, Any]:
-    """The profile's configuration with one mount more, which no real one has."""
+    """Return the profile's configuration with one additional mount, which exists only in tests."""
     config: dict[str, Any] = build_container_config(**arguments)
     mount = {"Type": "bind", "Source": os.environ["TALLY"], "Target": "/tally"}
     config["HostConfig"]["Mounts"] = [*(config["HostConfig"].get("Mounts") or []), mount]

@@ -1,4 +1,4 @@
-"""An operator's tool that must not act twice: it appends its call's id to the tally."""
+"""An operator's tool that must not execute twice: the tool appends its call's id to the tally."""
 
 import os
 import time
@@ -9,7 +9,7 @@ from contract.functions import tool
 
 @tool
 def tally_tool(call: str, seconds: float) -> str:
-    """Append, then take some time."""
+    """Append the id, then wait."""
     with open(Path(os.environ["TALLY"]) / call, "ab", buffering=0) as file:
         file.write(f"{call}\n".encode())
     time.sleep(seconds)

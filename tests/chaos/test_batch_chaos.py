@@ -1,4 +1,4 @@
-"""A short batch whose orchestrator, worker and Redis are killed; scripts/chaos batch plays long ones."""
+"""A short batch whose orchestrator, worker and Redis are killed. scripts/chaos batch plays long batches."""
 
 import os
 import sys
@@ -12,7 +12,7 @@ from tests.chaos.rounds import Terms, open_chaos
 pytestmark = [pytest.mark.stack, pytest.mark.timeout(300)]
 
 SEED = os.environ.get("TOOLCREW_CHAOS_SEED") or "short"
-"""The same blows each time: scripts/chaos batch draws others."""
+"""A fixed seed gives the same faults each time; scripts/chaos batch draws other seeds."""
 
 
 def test_whoever_is_killed_every_item_of_a_batch_gets_its_one_row_and_acts_once(engine: APIClient) -> None:

@@ -1,4 +1,4 @@
-"""The judge of batches under chaos sees what it is there for: otherwise a round that held would mean nothing."""
+"""The check of batches under chaos detects each failure. Otherwise a passed round would prove nothing."""
 
 from typing import Any
 
@@ -18,7 +18,7 @@ def failed(item: str = "m-0") -> dict[str, Any]:
 
 
 def evidence(**changes: Any) -> Evidence:
-    """One item of two calls that all went well with."""
+    """Return the evidence of one item with two successful calls."""
     plain: dict[str, Any] = {
         "items": ["m-0"],
         "calls": 2,

@@ -1,4 +1,4 @@
-"""One round of every kind on one ground, with short pauses; scripts/chaos plays twenty of each."""
+"""One round of every kind on one ground, with short pauses. scripts/chaos plays twenty rounds of each kind."""
 
 import os
 import secrets
@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.stack, pytest.mark.timeout(300)]
 SEED = os.environ.get("TOOLCREW_CHAOS_SEED") or secrets.token_hex(4)
 TERMS = Terms(sessions=4, moments_s=(0.3, 1.0), pause_s=(1.0, 2.0))
 LONG_ENOUGH_S = (12.0, 12.5)
-"""A worker's report has expired by then."""
+"""A worker's report expires within this pause."""
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +27,7 @@ def ground(engine: APIClient) -> Iterator[Ground]:
 
 
 def hold(ground: Ground, blows: list[Blow]) -> None:
-    """Plays them; fails with all that did not hold, and the seed that plays the same."""
+    """Play the faults. Fails with all failures, and with the seed that repeats the round."""
     _say(f"TOOLCREW_CHAOS_SEED={SEED}")
 
     report = play(ground, blows, TERMS, SEED, _say)
@@ -48,7 +48,9 @@ def test_whoever_is_killed_every_call_is_answered_once_and_acts_once_at_most(gro
 
 
 def test_whoever_hangs_every_call_is_answered_once_and_acts_once_at_most(ground: Ground) -> None:
-    """One worker for so long that it is given up for lost: awake again it must not run what was in its hands."""
+    """Pause one worker until the worker is considered lost. After the pause the worker must not run the calls that it
+    held.
+    """
     short = [blow for blow in BLOWS if blow.deed == "pause" and blow.target != "worker"]
 
     hold(ground, [*short, Blow("pause", "worker", LONG_ENOUGH_S)])

@@ -1,4 +1,4 @@
-"""The judge of chaos sees what it is there for: otherwise a round that held would mean nothing."""
+"""The check of chaos rounds detects each failure. Otherwise a passed round would prove nothing."""
 
 from typing import Any
 

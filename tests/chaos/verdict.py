@@ -1,5 +1,5 @@
-"""What must hold, judged from what the drivers told and what lies in the tally: one result a call, acted at most once,
-a success did act.
+"""Check the records of the drivers and the tally. Every call has one result and executes at most once, and every
+successful call has executed.
 """
 
 import json
@@ -11,16 +11,16 @@ from typing import Any
 
 ACTING = ("bash_tool", "tally_tool")
 NEVER_STARTED = ("HOST_LOST",)
-"""Codes that promise that the call has not acted."""
+"""Error codes that guarantee that the call was not executed."""
 LONGEST_S = 120.0
-"""A call's wait for a slot, its limit and every repetition, and a pause of its own orchestrator: no result may take
-longer.
+"""Limit for a result, in seconds: the wait for a slot, the call's limit, all retries, and a pause of the
+orchestrator.
 """
 
 
 @dataclass
 class Told:
-    """One call as its driver told it."""
+    """One call as its driver recorded it."""
 
     id: str
     driver: str
@@ -31,8 +31,8 @@ class Told:
 
 @dataclass(frozen=True)
 class Verdict:
-    """`wrong`: sentences; empty when all held. `codes`: how the calls ended; `lost_sessions`: sessions that were said
-    to be gone.
+    """The result of the checks. `wrong`: sentences; empty if all checks passed. `codes`: the final codes of the
+    calls. `lost_sessions`: sessions that were reported as lost.
     """
 
     wrong: tuple[str, ...]
@@ -45,18 +45,18 @@ class Verdict:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """What a driver has told; a last line that its end cut off is left out."""
+    """Return the records of a driver. An incomplete last line is left out."""
     lines = path.read_text().split("\n")
     return [json.loads(line) for line in lines[:-1]]
 
 
 def count_acts(tally: Path) -> Counter[str]:
-    """Call id -> how often it acted."""
+    """Return call id -> number of executions."""
     return Counter({file.name: len(file.read_text().splitlines()) for file in tally.iterdir()})
 
 
 def gather(lines: Iterable[Mapping[str, Any]]) -> dict[str, Told]:
-    """The calls by their ids."""
+    """Return the calls by id."""
     calls: dict[str, Told] = {}
     for line in lines:
         if line["event"] == "sent":
@@ -67,7 +67,7 @@ def gather(lines: Iterable[Mapping[str, Any]]) -> dict[str, Told]:
 
 
 def judge(lines: Iterable[Mapping[str, Any]], acts: Mapping[str, int], killed: Iterable[str]) -> Verdict:
-    """`killed`: the drivers that were; nobody owes them a result."""
+    """Check the records. `killed`: the killed drivers, whose calls need no result."""
     lines, killed = list(lines), set(killed)
     calls = gather(lines)
     wrong = [

@@ -1,4 +1,4 @@
-"""What every admission promises to who asks it."""
+"""The contract of every admission implementation."""
 
 import asyncio
 from collections.abc import AsyncIterator

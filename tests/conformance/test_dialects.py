@@ -1,4 +1,4 @@
-"""What every dialect keeps: the ReplyReader's and the Dialect's promises."""
+"""The contract of every dialect: ReplyReader and Dialect."""
 
 import json
 from collections.abc import Callable
@@ -24,7 +24,7 @@ SPEC = ToolSpec(name="t", description="Does t.", parameters={"type": "object", "
 
 @dataclass(frozen=True)
 class Speaker:
-    """A dialect, and how a model that speaks it writes text with a call in it, well and badly."""
+    """A dialect, and the valid and invalid texts of a model that uses the dialect."""
 
     dialect: Dialect
     call: Callable[[str, dict[str, str]], Reply]
@@ -118,7 +118,9 @@ async def test_every_call_and_every_error_can_be_answered(speaker: Speaker) -> N
 
 
 def answered(event: Event) -> tuple[str, ToolResult]:
-    """As the loop does it: under the model's id, or ours when there is none."""
+    """Return a call with its result as the loop stores it: under the model's id, or under an id of the loop if the
+    model gave none.
+    """
     assert not isinstance(event, Text)
     call_id = event.call.id if isinstance(event, CallRequested) else event.call_id
     return event.model_id or call_id, ToolResult(call_id=call_id, name="t", success=True, output="out")

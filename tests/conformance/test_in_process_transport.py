@@ -1,6 +1,4 @@
-"""What the transport that runs functions in this process promises beyond every transport: any value, any error, hard
-limits.
-"""
+"""The additional contract of the in-process transport: any value, any error, and hard limits."""
 
 import asyncio
 import contextvars
@@ -44,7 +42,7 @@ async def run(function: Callable[..., Any], *, threads: BlockingCalls | None = N
 
 
 async def sync_and_async(value: Callable[[], Any]) -> list[ToolResult]:
-    """What comes of a plain and of an async function that give, or raise, the same."""
+    """Return the results of a plain and of an async function that return, or raise, the same."""
 
     async def on_loop() -> Any:
         return value()

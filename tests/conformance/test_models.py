@@ -1,4 +1,4 @@
-"""What every model keeps: the Model protocol, over an endpoint, the scripted one and the embedded one."""
+"""The contract of every model, the Model protocol: over an endpoint, scripted, and embedded."""
 
 import asyncio
 import json
@@ -50,7 +50,7 @@ async def scripted() -> AsyncIterator[Model]:
 
 @asynccontextmanager
 async def endpoint(*, streaming: bool = True) -> AsyncIterator[Model]:
-    """OpenAIModel on a loopback server that speaks for the scripted one."""
+    """Run an OpenAIModel on a loopback server that answers with the scripted model."""
     behind = ScriptedModel(_script)
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -73,12 +73,12 @@ async def endpoint(*, streaming: bool = True) -> AsyncIterator[Model]:
 
 
 def whole() -> AbstractAsyncContextManager[Model]:
-    """The same, with replies in one piece."""
+    """Run the same model with replies in one piece."""
     return endpoint(streaming=False)
 
 
 def _join(chunks: list[Chunk]) -> dict[str, Any]:
-    """The reply that a server would send in one piece instead of those chunks."""
+    """Return the reply that a server without streaming would send instead of the chunks."""
     assembler = NativeCallAssembler()
     for chunk in chunks:
         assembler.feed(chunk)
@@ -94,7 +94,7 @@ def _join(chunks: list[Chunk]) -> dict[str, Any]:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def server() -> AsyncIterator[LocalModelServer]:
-    """One for the whole file: it takes seconds to read its weights."""
+    """Run one server for the whole file, because loading the weights takes seconds."""
     async with LocalModelServer(_weights()) as running:
         yield running
 
@@ -108,7 +108,7 @@ async def local(server: LocalModelServer) -> AsyncIterator[Model]:
 
 def _weights() -> Path:
     try:
-        # Without the hub: a test run does not download half a gigabyte.
+        # Offline: a test run must not download half a gigabyte.
         return load_weights(cache_dir=DEFAULT_CACHE, hub_url=None)
     except ConfigError as error:
         pytest.skip(str(error))
@@ -120,7 +120,9 @@ MODELS: dict[str, Opener] = {"scripted": scripted, "endpoint": endpoint, "whole"
 
 @pytest.fixture(params=[*MODELS, pytest.param("local", marks=[pytest.mark.model, pytest.mark.timeout(600)])])
 def open_model(request: pytest.FixtureRequest) -> Opener:
-    """Not async, because the server, which only the last one needs, has a loop of its own."""
+    """Return an opener. This fixture is not async, because the server, which only the last model needs, has its own
+    loop.
+    """
     return partial(local, request.getfixturevalue("server")) if request.param == "local" else MODELS[request.param]
 
 

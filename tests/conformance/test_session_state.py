@@ -1,4 +1,4 @@
-"""What every session state keeps to, in memory or in Redis."""
+"""The contract of every session state, in memory and in Redis."""
 
 import asyncio
 from collections.abc import Callable, Iterator
@@ -17,7 +17,7 @@ Open = Callable[..., SessionState]
 
 @pytest.fixture(params=["memory", "redis"])
 def open_state(request: pytest.FixtureRequest) -> Iterator[Open]:
-    """Opens states; those in Redis are all of one session."""
+    """Yield a function that opens states. All states in Redis belong to one session."""
     if request.param == "memory":
         yield MemoryState
         return

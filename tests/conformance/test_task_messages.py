@@ -1,5 +1,5 @@
-"""Our message for a task is the one that Celery and kombu make: compared field by field with what `send_task` puts into
-a real Redis.
+"""The task messages of toolcrew equal the messages of Celery and kombu. Every field is compared with the message that
+`send_task` writes to a real Redis.
 """
 
 import base64
@@ -20,7 +20,7 @@ from tests.conftest import RedisProcess
 
 QUEUE = "host.a.b00t"
 OF_EACH_MESSAGE = {("properties", "delivery_tag"), ("properties", "reply_to"), ("headers", "origin")}
-"""What is random, or tells who has sent."""
+"""Fields that are random or that identify the sender."""
 
 
 def attempt(envelope: str = "{}", limit_s: float | None = None) -> Attempt:
@@ -49,7 +49,7 @@ def sent_by_celery(server: RedisProcess, envelope: str, **options: Any) -> dict[
 
 
 def flat(message: dict[str, Any]) -> dict[tuple[str, ...], Any]:
-    """The message's fields, without those that differ from message to message; the body as what it says."""
+    """Return the message's fields without the fields that differ in every message. The body is decoded."""
     fields: dict[tuple[str, ...], Any] = {}
     for name, value in message.items():
         if isinstance(value, dict):

@@ -1,6 +1,4 @@
-"""What every Transport promises, whichever carries the envelope: functions in this process, or Celery over a real
-Redis.
-"""
+"""The contract of every Transport: functions in this process, and Celery over a real Redis."""
 
 import asyncio
 import base64
@@ -62,7 +60,9 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
 
 @dataclass
 class Worker:
-    """A pool of one: takes tasks from the queue as Celery writes them, stores results as Celery does."""
+    """A pool with one worker. The worker takes tasks in Celery's format from the queue, and stores results as Celery
+    does.
+    """
 
     client: "redis.asyncio.Redis"
     seen: list[dict[str, Any]] = field(default_factory=list)
@@ -101,7 +101,7 @@ async def celery_transport(server: RedisProcess) -> AsyncIterator[tuple[CeleryTr
         yield transport, worker
     finally:
         while not serving.done():
-            # Again: a client library may swallow one cancellation.
+            # Cancelled repeatedly, because a client library may swallow one cancellation.
             serving.cancel()
             await asyncio.wait({serving}, timeout=0.1)
         await transport.aclose()
@@ -187,7 +187,7 @@ async def test_celery_gives_up_after_its_wait(redis_server: RedisProcess) -> Non
         await gives_up(transport)
 
 
-# Celery alone
+# Celery only
 
 
 async def test_what_people_see_of_a_task_is_its_id_and_never_its_arguments(redis_server: RedisProcess) -> None:
@@ -276,6 +276,6 @@ async def test_a_result_that_is_kept_is_there_for_another_process_until_it_is_se
         first.settle("acme", "c1")
         second.settle("acme", "c1")
         async with asyncio.timeout(SOON_S):
-            # Deleted together with others, a moment later.
+            # The record is deleted with others, a moment later.
             while await worker.client.exists(f"celery-task-meta-{task}"):  # noqa: ASYNC110
                 await asyncio.sleep(0.02)

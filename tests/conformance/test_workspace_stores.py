@@ -1,4 +1,6 @@
-"""Every store of workspaces keeps the same promises: whole or not at all, as it was or an error, nobody else's name."""
+"""The contract of every workspace store. A save is complete or has no effect, a load is unchanged or fails, and a
+name never reaches another tenant's data.
+"""
 
 import asyncio
 import itertools
@@ -32,7 +34,9 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> ArchiveStore:
 
 
 def files_of(store: Any) -> dict[str, Callable[[bytes | None], bytes]]:
-    """Every file of a store by the end of its name: call with bytes to write it, with None to read it."""
+    """Return every file of a store by the end of its name. Call an entry with bytes to write the file, and with None
+    to read the file.
+    """
     if isinstance(store, FolderStore):
         return {path.name: _access(path) for path in store._folder.rglob("*") if path.is_file()}
     found = store._fs.find(store._root) if store._fs.exists(store._root) else []
@@ -217,7 +221,7 @@ async def test_a_folder_that_hangs_holds_up_no_other_work_and_not_its_callers_fo
     (tmp_path / "acme").mkdir()
     os.mkfifo(
         tmp_path / "acme" / "one.json"
-    )  # opened, it waits for somebody who writes: as a server of files that is away
+    )  # opening it blocks until a writer opens it, as with an unreachable file server
     asked = [asyncio.ensure_future(store.describe("acme/one")) for _ in range(50)]
     await asyncio.sleep(0)
     try:
@@ -244,7 +248,9 @@ def join_threads() -> None:
 
 
 class Outage:
-    """A file system that fails, or has somebody leave, between an archive's data and its facts."""
+    """A file system that fails, or that lets a process exit, between the write of an archive's data and of its
+    metadata.
+    """
 
     def __init__(self, fs: Any, between: Callable[[], None]) -> None:
         self._fs = fs

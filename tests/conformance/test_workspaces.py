@@ -1,4 +1,4 @@
-"""What every kind of workspace promises sandboxd."""
+"""The contract of every kind of workspace towards sandboxd."""
 
 import asyncio
 import os
@@ -14,7 +14,7 @@ from workers.sandboxd.disks.folder import FolderWorkspaces
 from workers.sandboxd.disks.tmpfs import TmpfsWorkspaces
 
 Open = Callable[[], Workspaces]
-"""Workspaces in the same folder each time: what a new sandboxd finds."""
+"""Opens workspaces in the same folder each time, as a new sandboxd does."""
 KEPT = ("image", "folder")
 
 

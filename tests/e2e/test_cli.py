@@ -1,4 +1,4 @@
-"""The `toolcrew` command as its users type it: output, exit codes, and what is left when it is interrupted."""
+"""The `toolcrew` command as users type it: output, exit codes, and leftovers after an interruption."""
 
 import contextlib
 import json
@@ -34,7 +34,7 @@ Done = subprocess.CompletedProcess[str]
 
 
 class Shell:
-    """Types commands where TOOLCREW_REDIS_URL names the shared stack."""
+    """A user's shell in which TOOLCREW_REDIS_URL names the shared stack."""
 
     def __init__(self, stack: Stack, footprint: Footprint) -> None:
         self.stack = stack
@@ -147,7 +147,7 @@ def test_call_reads_arguments_from_a_file_and_from_stdin(shell: Shell, tmp_path:
 def test_call_refuses_arguments_that_it_cannot_read(
     footprint: Footprint, arguments: list[str], text: str, words: str
 ) -> None:
-    """Before anything is started: there is no stack here."""
+    """The arguments are refused before anything starts: no stack is running here."""
     done = run_toolcrew(footprint, "call", *arguments, text=text)
 
     assert done.returncode == 1
@@ -270,7 +270,9 @@ def test_a_call_that_runs_is_listed_with_its_host_and_can_be_found_by_its_sessio
 
 
 def test_a_call_that_is_terminated_closes_its_session_on_a_running_stack(stack: Stack, footprint: Footprint) -> None:
-    """`timeout 10 toolcrew call ...`, or a supervisor that stops it: the shared pool is not to pay for half an hour."""
+    """`timeout 10 toolcrew call ...`, or a supervisor, stops the command. The session must not occupy the shared pool
+    for half an hour.
+    """
     process = subprocess.Popen(
         [TOOLCREW, "call", "bash_tool", "command=sleep 61"],
         env=footprint.environment({"TOOLCREW_REDIS_URL": stack.redis_url}),
@@ -398,7 +400,7 @@ def test_up_in_text_says_how_to_use_it_and_goes_with_its_terminal(footprint: Foo
     assert "Ctrl-C also deletes its tenants, API keys, runs and batches" in text
     assert "export TOOLCREW_REDIS_URL=" in text
     assert "toolcrew call bash_tool" in text
-    # --workers-only leaves both out.
+    # --workers-only starts neither of the two.
     assert "Flower" not in text
     assert "  API " not in text
     footprint.assert_nothing_left(within_s=1)

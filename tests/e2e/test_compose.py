@@ -1,5 +1,5 @@
-"""docker-compose.yml brought up for real: it serves a call, keeps its walls, and leaves nothing when it is taken
-down.
+"""Start docker-compose.yml on a real engine. The stack serves a call, keeps its isolation, and leaves nothing after
+its removal.
 """
 
 import base64
@@ -43,7 +43,7 @@ pytestmark = [pytest.mark.stack, pytest.mark.compose, pytest.mark.timeout(1500)]
 
 @dataclass(frozen=True)
 class Ran:
-    """What a command ended with."""
+    """The exit status and the output of a command."""
 
     status: int
     out: str
@@ -65,14 +65,16 @@ def run(argv: list[str], timeout_s: float = ANSWER_S, env: dict[str, str] | None
 
 
 def run_well(argv: list[str], timeout_s: float = ANSWER_S) -> str:
-    """Output of a command that must succeed."""
+    """Run a command that must succeed, and return its output."""
     ran = run(argv, timeout_s)
     assert ran.status == 0, f"{' '.join(argv)}: {ran.err[-2000:] or ran.out[-2000:]}"
     return ran.out
 
 
 def find_compose() -> list[str]:
-    """The command of docker-compose. Skips without one, fails instead where everything is required."""
+    """Return the command of docker-compose. Skips the test if docker-compose is missing; fails the test where
+    everything is required.
+    """
     if run(["docker", "compose", "version"]).status == 0:
         return ["docker", "compose"]
     if shutil.which("docker-compose") is None:
@@ -81,8 +83,8 @@ def find_compose() -> list[str]:
 
 
 class ComposeStack:
-    """One project of docker-compose with random secrets in an env file of its own; the caller's .env and variables play
-    no part.
+    """One project of docker-compose, with random secrets in a separate env file. The caller's .env and variables are
+    ignored.
     """
 
     def __init__(self, compose: list[str], folder: Path) -> None:
@@ -114,7 +116,7 @@ class ComposeStack:
         return run([*self._command, *arguments], timeout_s, self._environment)
 
     def execute(self, service: str, *argv: str) -> Ran:
-        """Run a command in a service's container, as its own user."""
+        """Run a command in a service's container, as the container's user."""
         (container,) = self.list_left("container", service)
         return run(["docker", "exec", container, *argv])
 
@@ -127,7 +129,7 @@ class ComposeStack:
             time.sleep(0.5)
 
     def states(self) -> dict[str, str]:
-        """Service -> health, of the containers there are."""
+        """Return service -> health of the existing containers."""
         form = (
             '{{index .Config.Labels "com.docker.compose.service"}} {{if .State.Health}}{{.State.Health.Status}}{{end}}'
         )
@@ -138,26 +140,26 @@ class ComposeStack:
         return {service: health for service, _, health in (line.partition(" ") for line in lines)}
 
     def list_left(self, kind: str, service: str = "") -> list[str]:
-        """Ids of the project's containers (of one service), networks or volumes that the engine has."""
+        """Return the ids of the project's containers (of one service), networks or volumes in the engine."""
         options = ["--all"] if kind == "container" else []
         options += ["--filter", f"label=com.docker.compose.project={self.name}"]
         options += ["--filter", f"label=com.docker.compose.service={service}"] if service else []
         return run_well(["docker", kind, "ls", "--quiet", *options]).split()
 
     def list_sandboxes(self) -> list[str]:
-        """Ids of sandboxes that the project's sandboxd made."""
+        """Return the ids of sandboxes that the project's sandboxd created."""
         labels = ["--filter", "label=toolcrew.product=sandbox", "--filter", f"label=toolcrew.sandboxd={self.name}"]
         return run_well(["docker", "container", "ls", "--all", "--quiet", *labels]).split()
 
     def worker_ends(self) -> tuple[str, int, int]:
-        """Of the worker's container: its state, its exit code, and how often it was started again."""
+        """Return the state, the exit code and the restart count of the worker's container."""
         (container,) = self.list_left("container", "worker")
         form = "{{.State.Status}} {{.State.ExitCode}} {{.RestartCount}}"
         state, code, again = run_well(["docker", "inspect", "--format", form, container]).split()
         return state, int(code), int(again)
 
     def tell(self) -> str:
-        """The last words of every service, for a failure's message."""
+        """Return the end of every service's log, for the message of a failure."""
         return self.compose("logs", "--no-color", "--tail", "15").out[-6000:]
 
     def down(self) -> Ran:
@@ -166,8 +168,8 @@ class ComposeStack:
 
 @pytest.fixture(scope="module")
 def composed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ComposeStack]:
-    """The stack, up and healthy. Afterwards it is down, and nothing is left of it: a teardown that fails is a
-    failure.
+    """Yield the stack, running and healthy. Afterwards the stack is removed without leftovers; a failed removal fails
+    the tests.
     """
     require_engine().close()
     compose = find_compose()
@@ -258,7 +260,7 @@ def test_an_image_of_a_service_holds_nothing_that_gives_rights(composed: Compose
 
 
 def test_the_services_log_lines_of_json_and_nothing_else(composed: ComposeStack) -> None:
-    """But for Redis, which has a form of its own, and Flower."""
+    """Redis and Flower are exceptions, because they have their own log formats."""
     for service in sorted(SERVICES - {"redis", "flower"}):
         (container,) = composed.list_left("container", service)
         logged = run(["docker", "logs", container])
@@ -272,7 +274,7 @@ def test_a_worker_that_is_taken_over_cannot_open_a_connection_to_the_outside(com
     addresses = [find_gateway(f"{composed.name}_{network}") for network in ("egress", "backend")]
     with socket.create_server(("0.0.0.0", 0), backlog=16) as listener:
         port = listener.getsockname()[1]
-        # Proves that there is somebody who answers, so that the worker's failure is the network's doing.
+        # Proves that a server answers, so that the worker's failure comes from the network.
         outward = [
             composed.execute(name, "python", "-c", KNOCK, str(port), addresses[0])
             for name in ("orchestrator", "web-worker")
@@ -311,7 +313,7 @@ def test_an_egress_proxy_that_is_taken_over_knows_no_neighbour_of_the_inner_netw
 
 
 def find_gateway(network: str) -> str:
-    """The host's address in a network, as the containers there know it."""
+    """Return the host's address in a network, as containers of the network see it."""
     return run_well(["docker", "network", "inspect", "--format", "{{(index .IPAM.Config 0).Gateway}}", network]).strip()
 
 
@@ -334,7 +336,8 @@ def test_redis_serves_nobody_without_a_password_and_no_service_may_rewrite_it(co
 def test_no_service_missed_a_right_on_redis(composed: ComposeStack) -> None:
     shell = 'REDISCLI_AUTH="$TOOLCREW_REDIS_ADMIN_PASSWORD" redis-cli --user admin --no-auth-warning acl log'
     told = composed.execute("redis", "sh", "-c", shell).out
-    # What the test above tried is there too; what a service was refused would be another command or a key.
+    # The attempts of the test above are in the log too. A refused command or key of a service would be an additional
+    # entry.
     lines = told.splitlines()
     refused = {line for at, line in enumerate(lines) if at and lines[at - 1] == "object"}
     assert refused <= {"config", "flushall", "replicaof", "keys", "acl"}, told
@@ -381,7 +384,7 @@ def test_a_worker_that_crashed_comes_back_and_one_that_was_drained_stays_down(co
     wait_until(lambda: composed.worker_ends()[::2] == ("running", 1), ANSWER_S, composed.tell)
 
     def drain() -> Ran | None:
-        """Until the new one has taken over there is nobody who could be drained."""
+        """Drain the host. Until the new worker has taken over, no worker can be drained."""
         told = composed.execute("orchestrator", "toolcrew", "hosts", "list", "--json")
         queues = [
             report["queue"]

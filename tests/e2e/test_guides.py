@@ -1,4 +1,4 @@
-"""Every `sh` command of the guides, in its order, in one shell per page that ends at the first failure."""
+"""Run every `sh` command of the guides, in order. Each page has one shell, which ends at the first failure."""
 
 import json
 import os

@@ -1,6 +1,4 @@
-"""The embedded model does the demo's jobs in every way of asking for tools: real weights, the real loop, real
-sandboxes.
-"""
+"""The embedded model completes the tasks of the demo in every dialect: real weights, the real loop, real sandboxes."""
 
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -50,7 +48,7 @@ DIALECTS: dict[str, Callable[[], Dialect]] = {
 
 
 WAYS = [(name, streaming) for name in DIALECTS for streaming in (True, False) if streaming or name != "json"]
-"""A decision is read whole in any case, so json once."""
+"""A JSON decision is always read as a whole, so json is tested once."""
 
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
@@ -71,7 +69,7 @@ async def client(stack: Stack) -> AsyncIterator[ToolClient]:
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
 async def session(client: ToolClient, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Session]:
-    """One sandbox with the demo's files; the jobs only read them."""
+    """Return one sandbox with the files of the demo. The tasks only read the files."""
     folder: Path = tmp_path_factory.mktemp("workspace")
     (folder / "notes.txt").write_text(NOTES)
     (folder / "numbers.txt").write_text("12\n30\n45\n70\n")
@@ -109,7 +107,7 @@ async def solve(
     request_text: str,
     calls: list[ToolCall],
 ) -> RunResult:
-    """The run, its calls noted in `calls`."""
+    """Run a task and record its calls in `calls`."""
 
     async def run_call(call: ToolCall) -> ToolResult:
         calls.append(call)
@@ -144,7 +142,7 @@ async def test_the_server_takes_a_grammar_of_every_kind_of_parameter(server: Loc
 
 
 async def test_a_server_refuses_what_is_no_grammar(server: LocalModelServer) -> None:
-    """So that the test above can fail."""
+    """This test proves that the test above can fail."""
     request = ModelRequest([{"role": "user", "content": "hi"}], extra={"grammar": "root ::= nowhere"})
     with pytest.raises(ModelUnavailable):
         await anext(aiter(server.open_model().stream(request)))

@@ -1,4 +1,4 @@
-"""The server of the embedded model, with the real weights: who may ask it, and that it goes with its owner."""
+"""The server of the embedded model, with the real weights: its access rules, and its end together with its owner."""
 
 import os
 import subprocess

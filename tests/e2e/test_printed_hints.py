@@ -1,4 +1,4 @@
-"""A command that `toolcrew` prints goes on where the interrupted one left off, on a real stack."""
+"""A command that `toolcrew` prints as a hint resumes the interrupted work, on a real stack."""
 
 import json
 import re

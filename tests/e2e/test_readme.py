@@ -1,4 +1,4 @@
-"""Every command and program of the README, run from a clone's root."""
+"""Run every command and program of the README from the root of a clone."""
 
 import os
 import re
@@ -18,7 +18,7 @@ README = (ROOT / "README.md").read_text()
 pytestmark = [pytest.mark.stack, pytest.mark.timeout(600)]
 
 FAST = {
-    # The two commands run their whole work elsewhere: this very test run, and test_the_demo below.
+    # The two commands do their work elsewhere: in this test run, and in test_the_demo below.
     "scripts/test": "scripts/test tests/unit/test_locks.py -q",
     ". .venv/bin/activate": "true",
 }
@@ -108,6 +108,6 @@ def test_the_run_command_of_the_readme_answers() -> None:
 
 
 def leftovers(engine: APIClient, deployment: str) -> list[str]:
-    """Containers of that deployment; other tests have theirs meanwhile."""
+    """Return the containers of that deployment. Other tests may have their own containers at the same time."""
     filters = {"label": [f"toolcrew.deployment={deployment}"]}
     return [str(container["Names"]) for container in engine.containers(all=True, filters=filters)]

@@ -10,6 +10,6 @@ from tests.mcp_stack import McpStack, open_mcp_stack
 
 @pytest.fixture(scope="session")
 def mcp_stack(engine: APIClient) -> Iterator[McpStack]:
-    """Shared: leave it as it was."""
+    """Return the stack that all tests share. A test must leave the stack unchanged."""
     with open_mcp_stack(engine) as opened:
         yield opened

@@ -1,6 +1,4 @@
-"""MCP over HTTP, asked by those who mean no good: without a key, from a page, with what is too large or no message at
-all.
-"""
+"""Hostile requests to MCP over HTTP: without a key, from a web page, too large, or not a valid message."""
 
 import asyncio
 import json
@@ -167,7 +165,7 @@ async def test_a_client_that_only_hangs_up_has_its_command_ended(mcp_stack: McpS
         calling = asyncio.ensure_future(
             line.post("/mcp", json=told, headers={**headers_of(told), "MCP-Protocol-Version": revision})
         )
-        await eventually(lambda: mcp_stack.runs(command), SOON_S, "the command runs")  # noqa: B023  # of this turn
+        await eventually(lambda: mcp_stack.runs(command), SOON_S, "the command runs")  # noqa: B023  # this round
         calling.cancel()
         await eventually(lambda: not mcp_stack.runs(command), 20, "the command ends")  # noqa: B023
 

@@ -1,6 +1,4 @@
-"""MCP over HTTP, by the SDK's own client: what tools say, how calls end, whose sessions they reach, whichever replica
-is asked.
-"""
+"""MCP over HTTP with the client of the SDK: results of tools, ends of calls, and access to sessions, on any replica."""
 
 import asyncio
 from typing import Any
@@ -16,7 +14,7 @@ from tests.stack import Stack, eventually, run_toolcrew
 pytestmark = pytest.mark.stack
 
 DELETE = "rm -rf /srv/build && echo gone"
-"""Dangerous, so that it is asked about."""
+"""A dangerous command, which needs approval."""
 
 
 def toolcrew(stack: Stack, *arguments: str) -> str:
@@ -98,7 +96,7 @@ async def test_output_comes_as_progress_while_the_call_runs(mcp_stack: McpStack,
         ToolClient.connect(mcp_stack.stack.redis_url, tenant="acme") as other,
     ):
         session = await new_session(client)
-        # The command goes on only when its first output was seen.
+        # The command continues only after its first output has been received.
         waits = "echo first; until test -e go; do sleep 0.1; done; echo second"
         calling = asyncio.ensure_future(bash(client, waits, session, progress_callback=on_progress))
         async with asyncio.timeout(SOON_S):
@@ -117,7 +115,7 @@ async def test_a_call_that_is_cancelled_leaves_no_process(mcp_stack: McpStack) -
         await eventually(lambda: mcp_stack.runs("sleep 7341"), SOON_S, "the command runs")
         calling.cancel()
         await eventually(lambda: not mcp_stack.runs("sleep 7341"), 20, "the command ends")
-        # And the session is still there.
+        # The session must still exist.
         assert text_of(await bash(client, "echo alive", session)) == "alive\n"
 
 
@@ -176,7 +174,7 @@ async def test_a_no_or_a_client_that_cannot_ask_refuses(mcp_stack: McpStack) -> 
 async def ask(
     mcp_stack: McpStack, replica: int, command: str = DELETE, **more: Any
 ) -> CallToolResult | InputRequiredResult | MCPError:
-    """One round of a call that a person is asked about."""
+    """Run one round of a call that needs a user's approval."""
     async with mcp_stack.client(replica=replica, elicitation_callback=Person()) as client:
         try:
             return await client.session.call_tool("bash_tool", {"command": command}, allow_input_required=True, **more)
@@ -195,7 +193,7 @@ async def test_a_yes_holds_for_that_call_alone_once_and_on_any_replica(mcp_stack
     ):
         assert isinstance(forged, MCPError)
         assert "requestState" in str(forged)
-    # An answer to nothing that was asked is none.
+    # An answer to a question that was never asked is not accepted.
     assert isinstance(await ask(mcp_stack, 0, input_responses=yes), InputRequiredResult)
     done = await ask(mcp_stack, 1, **answer)
     assert isinstance(done, CallToolResult)

@@ -1,4 +1,6 @@
-"""MCP over stdin and stdout, by the SDK's own client and by hand: one connection, one session, nothing left behind."""
+"""MCP over stdin and stdout, with the client of the SDK and with raw messages. One connection has one session, and
+nothing remains afterwards.
+"""
 
 import asyncio
 import contextlib
@@ -80,7 +82,8 @@ async def test_a_person_at_the_client_is_asked_in_either_revision(mcp_stack: Mcp
             assert len(person.asked) == 1
 
 
-# --- by hand ----------------------------------------------------------------------------------------------------------
+# --- Raw messages
+# -----------------------------------------------------------------------------------------------------
 
 HELLO = {
     "jsonrpc": "2.0",
@@ -91,7 +94,7 @@ HELLO = {
 
 
 class ByHand:
-    """A program that is served, and its two pipes."""
+    """A program that serves MCP, and its two pipes."""
 
     def __init__(self, process: "subprocess.Popen[bytes]") -> None:
         self.process = process
@@ -179,7 +182,7 @@ def test_the_end_of_stdin_and_a_signal_end_it_with_its_command(by_hand: ByHand, 
     call = {"name": "bash_tool", "arguments": {"command": "sleep 7343"}}
     by_hand.say(json.dumps({"jsonrpc": "2.0", "id": 3, "method": "tools/call", "params": call}).encode())
     wait_until(lambda: mcp_stack.runs("sleep 7343"), SOON_S, "the command runs")
-    # Its stdin stays open: a program that only waits for a line there would stay.
+    # Its stdin stays open. A program that only waits for a line on stdin would not end.
     os.kill(by_hand.process.pid, signal.SIGTERM)
     assert by_hand.process.wait(30) == 128 + signal.SIGTERM
     wait_until(lambda: not mcp_stack.runs("sleep 7343"), 20, "the command ends")

@@ -1,5 +1,5 @@
-"""Tools of other MCP servers over HTTP: found and called at real servers, and limits that hold whatever a bad one
-does.
+"""Tools of external MCP servers over HTTP: the tools of real servers are found and called, and limits hold against
+faulty servers.
 """
 
 import contextlib
@@ -299,7 +299,7 @@ def test_an_answer_of_many_bytes_is_refused() -> None:
     assert result.error_code is ErrorCode.FILE_TOO_LARGE
 
 
-# Where connections may lead
+# Allowed targets of connections
 
 
 def test_redirects_are_not_followed() -> None:

@@ -1,5 +1,5 @@
-"""`python -m tests.model_server SCRIPT`: serves until SIGTERM or its parent's end; the first line it prints is its
-URL.
+"""`python -m tests.model_server SCRIPT`: serve until SIGTERM or the end of the parent process. The first printed line
+is the server's URL.
 """
 
 import argparse
@@ -54,13 +54,13 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 async def serve(asked: argparse.Namespace) -> None:
-    """Raises BadScript, and OSError for a port that cannot be had."""
+    """Run the server. Raises BadScript for an invalid script, and OSError for a port that is not available."""
     script = load_script(asked.script, needs_rules=asked.replay is None) if asked.script is not None else Script()
     ignored = _compile(asked.ignore)
     async with contextlib.AsyncExitStack() as stack:
         source: Source | None = None
         if asked.record is not None:
-            # Here: who only plays needs no HTTP client.
+            # Imported here, because playing a script needs no HTTP client.
             from tests.model_server.recording import Recorder
 
             recorder = Recorder(asked.record, asked.to, ignored)
@@ -91,13 +91,13 @@ def _compile(patterns: Sequence[str]) -> list["re.Pattern[str]"]:
 
 
 def _die_with_parent(parent: int | None) -> bool:
-    """Gives False when the parent has gone already."""
+    """Let the kernel end this process with its parent. Returns False if the parent has already ended."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
     return parent is None or os.getppid() == parent
 
 
 def _allow_connections() -> None:
-    """A connection is a file."""
+    """Raise the limit of open files, because each connection is a file."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 

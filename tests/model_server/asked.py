@@ -1,6 +1,4 @@
-"""What a request asks, as a script sees it: whose conversation it is, how far that has come, and what the last call's
-result says.
-"""
+"""The parts of a request that a script uses: the conversation, its progress, and the result of the last call."""
 
 import hashlib
 import json
@@ -14,13 +12,17 @@ _RESULT_HEADS = ("Tool result for ", "[Tool result for ")
 
 
 class BadRequest(ValueError):
-    """A body that is no chat request; the sentence is for whoever sent it."""
+    """A body that is not a chat request. The message is sent to the client."""
 
 
 @dataclass(frozen=True)
 class Asked:
-    """`step`: how many replies it holds already. `observation`: of the last call; None right after a user's own
-    message. `digest`: of its bytes. `probe`: what the server is to show that it can do, else None."""
+    """A parsed request.
+
+    `step`: the number of replies in the conversation so far. `observation`: the result of the last call; None right
+    after a message of the user. `digest`: of the observation's bytes. `probe`: the capability that the client tests,
+    else None.
+    """
 
     conversation: str
     step: int
@@ -36,7 +38,7 @@ class Asked:
 
 
 def read_body(raw: bytes) -> dict[str, Any]:
-    """Raises BadRequest."""
+    """Return the parsed body. Raises BadRequest."""
     try:
         body = json.loads(raw)
     except (ValueError, RecursionError):
@@ -49,7 +51,7 @@ def read_body(raw: bytes) -> dict[str, Any]:
 
 
 def read_asked(body: Mapping[str, Any], raw: bytes, key: "re.Pattern[str]") -> Asked:
-    """`body`: what `read_body` made of `raw`."""
+    """Return the parsed request. `body`: the result of `read_body` for `raw`."""
     messages: Sequence[Mapping[str, Any]] = body["messages"]
     user = next((text_of(message) for message in messages if message.get("role") == "user"), "")
     found = key.search(user)
@@ -72,7 +74,7 @@ def read_asked(body: Mapping[str, Any], raw: bytes, key: "re.Pattern[str]") -> A
 
 
 def text_of(message: Mapping[str, Any]) -> str:
-    """A message's text, of parts, too."""
+    """Return a message's text, also if the text consists of parts."""
     content = message.get("content")
     if isinstance(content, list):
         return "".join(str(part.get("text") or "") for part in content if isinstance(part, dict))
@@ -80,7 +82,9 @@ def text_of(message: Mapping[str, Any]) -> str:
 
 
 def _observation(last: Mapping[str, Any]) -> str | None:
-    """Of several results in one message the last: each begins with its own head."""
+    """Return the result of the last call. A message with several results has a head before each result; the last
+    result is returned.
+    """
     text = text_of(last)
     if last.get("role") == "tool":
         return text
@@ -91,7 +95,9 @@ def _observation(last: Mapping[str, Any]) -> str | None:
 
 
 def _dialect(body: Mapping[str, Any]) -> Dialect:
-    """A request with tools wants native calls; otherwise its system prompt has told how calls are written."""
+    """Return the dialect of a request. A request with tools uses native calls; otherwise the system prompt specifies
+    the format of calls.
+    """
     if body.get("tools"):
         return "native"
     first = body["messages"][0]
@@ -102,8 +108,8 @@ def _dialect(body: Mapping[str, Any]) -> Dialect:
 
 
 def _probe(body: Mapping[str, Any]) -> Literal["tool", "schema"] | None:
-    """Whoever finds out what the server can do asks it to call a tool named echo, or to answer by a schema of that
-    name.
+    """Return the capability that a client tests, or None. Such a client requests a call of a tool named echo, or an
+    answer with a schema of that name.
     """
     tools = body.get("tools")
     if isinstance(tools, list) and len(tools) == 1 and isinstance(tools[0], dict):

@@ -1,4 +1,4 @@
-"""What the server counts: requests, whole replies by conversation and step, faults, requests that came twice."""
+"""Counters of the server: requests, complete replies by conversation and step, faults, and repeated requests."""
 
 from collections import Counter
 from dataclasses import dataclass, field
@@ -36,7 +36,7 @@ class Counters:
         self.open -= 1
 
     def ask(self, asked: Asked) -> int:
-        """Count a request; gives how many there were for this step of its conversation."""
+        """Count a request and return the number of requests for this step of its conversation."""
         self.requests += 1
         if asked.digest in self._seen:
             self.identical += 1
@@ -47,14 +47,14 @@ class Counters:
         return conversation.asked[asked.step]
 
     def reply(self, conversation: str, step: int) -> None:
-        """A whole reply has left for the client."""
+        """Count a complete reply that was sent to the client."""
         self.replies += 1
-        # A reset while it was under way: it belongs to what is no longer counted.
+        # A reset happened during the reply, so the reply belongs to the old counters.
         if conversation in self._conversations:
             self._conversations[conversation].replies[step] += 1
 
     def tell(self) -> dict[str, Any]:
-        """For /stats. `repeated`: steps of which more than one whole reply was sent."""
+        """Return the content of /stats. `repeated`: steps with more than one complete reply."""
         repeated: list[dict[str, Any]] = [
             {"conversation": name, "step": step, "replies": count}
             for name, conversation in self._conversations.items()

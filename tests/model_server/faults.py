@@ -1,4 +1,4 @@
-"""Which faults hit a request: by chance, by count, or for a while."""
+"""Choose the faults of a request: by probability, by count, or for a period."""
 
 import re
 import time
@@ -12,7 +12,7 @@ from tests.model_server.script import Cut, Delay, FaultLine, NoEnd, Script, Shap
 
 
 def goes_for(when: When, asked: Asked) -> bool:
-    """Whether a line is about this request."""
+    """Return whether a line applies to this request."""
     if when.conversations is not None and asked.conversation not in when.conversations:
         return False
     if when.steps is not None and asked.step not in when.steps:
@@ -26,7 +26,7 @@ def goes_for(when: When, asked: Asked) -> bool:
 
 @dataclass(frozen=True)
 class Hit:
-    """What goes wrong with one request. `first_byte_s`, `chunk_s`: added to the reply's own waits."""
+    """The faults of one request. `first_byte_s`, `chunk_s`: added to the reply's own delays, in seconds."""
 
     fault: Status | Cut | NoEnd | Shape | None = None
     first_byte_s: float = 0.0
@@ -38,7 +38,7 @@ NOTHING = Hit()
 
 
 class Faults:
-    """The faults of a script, and how often each was played."""
+    """The faults of a script, and how often each fault was played."""
 
     def __init__(self, script: Script, now: Callable[[], float] = time.monotonic) -> None:
         self._lines = script.faults
@@ -52,7 +52,9 @@ class Faults:
         self._began = None
 
     def choose(self, asked: Asked, attempt: int) -> Hit:
-        """`attempt`: so many requests there were for this step of the conversation before, itself included."""
+        """Return the faults of a request. `attempt`: the number of requests for this step of the conversation,
+        including this request.
+        """
         if not self._lines:
             return NOTHING
         if self._began is None:

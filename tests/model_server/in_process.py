@@ -1,6 +1,4 @@
-"""The model server in a test's own process and loop, with a client: for tests of what it plays, and of clients that it
-plays for.
-"""
+"""The model server in the process and loop of a test, with a client. For tests of the server and of its clients."""
 
 import asyncio
 import json
@@ -22,13 +20,15 @@ from tests.model_server.wire import Connection
 Lines = Sequence[dict[str, Any]]
 OK = {"kind": "rule", "reply": {"text": "ok"}}
 TRUST_NOBODY = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-"""For clients of loopback, which speak no TLS: to load the authorities of the world takes more than all else that such
-a test does.
+"""For clients of loopback, which use no TLS. Loading the system's authorities takes longer than everything else in
+such a test.
 """
 
 
 class WatchedChat(Chat):
-    """`gone`: a client has left before its answer was whole. `clock`: the time that faults go by."""
+    """A chat service under observation. `gone`: a client disconnected before its answer was complete. `clock`: the
+    time that faults use.
+    """
 
     def __init__(self, *lines: dict[str, Any]) -> None:
         self.gone = asyncio.Event()
@@ -41,7 +41,7 @@ class WatchedChat(Chat):
 
 
 class Playing:
-    """A server in this process, and a client of it."""
+    """A server in this process, and a client of the server."""
 
     def __init__(self, chat: WatchedChat, port: int, client: httpx.AsyncClient) -> None:
         self.chat = chat
@@ -53,7 +53,7 @@ class Playing:
         return await self.client.post("/v1/chat/completions", json={"model": "m", "messages": list(messages), **fields})
 
     async def say(self, text: str, **fields: Any) -> str:
-        """The text of a whole reply."""
+        """Send a message and return the text of the complete reply."""
         reply = await self.ask(user(text), **fields)
         assert reply.status_code == 200, reply.text
         return str(reply.json()["choices"][0]["message"]["content"])
@@ -96,7 +96,7 @@ def after_call(text: str, result: str) -> list[dict[str, Any]]:
 
 
 async def read(model: OpenAIModel, *messages: dict[str, Any], tools: Lines = ()) -> Reply:
-    """What the orchestrator's own client makes of a reply."""
+    """Return a reply as the orchestrator's own client parses the reply."""
     assembler = NativeCallAssembler()
     try:
         async for chunk in model.stream(ModelRequest(list(messages), list(tools))):

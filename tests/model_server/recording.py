@@ -1,5 +1,5 @@
-"""Replies of a real endpoint, kept as they came and played again: matched by what the messages say, not by their
-ids.
+"""Record the replies of a real endpoint and play the replies again. A request is matched by the content of its
+messages, not by ids.
 """
 
 import asyncio
@@ -28,11 +28,13 @@ MASK = "[secret]"
 _SECRET_HEADERS = ("authorization", "api-key", "x-api-key", "cookie", "proxy-authorization")
 _SENT_HEADERS = ("authorization", "api-key", "x-api-key", "openai-organization", "openai-project", "accept")
 _MIN_SECRET_CHARS = 6
-"""Shorter ones are no secrets, and striking them out would tear texts: the keys of servers that want none."""
+"""Shorter values are not treated as secrets, because removing them would damage texts. Servers without authentication
+use such keys.
+"""
 
 
 class Pair(Record):
-    """A request and its reply. `body` is base64 when `is_binary`: the reply was no UTF-8."""
+    """A request and its reply. `body` is base64 when `is_binary`: the reply was not UTF-8."""
 
     kind: Literal["pair"] = "pair"
     digest: str
@@ -46,8 +48,8 @@ class Pair(Record):
 
 
 def digest_messages(messages: Sequence[Mapping[str, Any]], ignored: Sequence["re.Pattern[str]"] = ()) -> str:
-    """Of roles, texts and calls: ids of calls, the order of arguments and blanks around texts do not count. What
-    `ignored` finds neither.
+    """Return a digest of roles, texts and calls. The ids of calls, the order of arguments and the whitespace around
+    texts do not count. Matches of `ignored` do not count either.
     """
 
     def plain(text: str) -> str:
@@ -63,7 +65,7 @@ def digest_messages(messages: Sequence[Mapping[str, Any]], ignored: Sequence["re
 
 
 def _encodable(value: Any) -> Any:
-    """Without halves of characters, which JSON can escape and no file can hold."""
+    """Remove lone surrogates, which JSON can escape but a file cannot contain."""
     if isinstance(value, str):
         return value.encode(errors="replace").decode()
     if isinstance(value, dict):
@@ -87,9 +89,12 @@ def _call(function: Mapping[str, Any], plain: Any) -> list[Any]:
 
 
 class Recorder:
-    """Passes requests on to `url` (its base, as in OPENAI_BASE_URL) and appends each pair to `file` once its reply has
-    come whole. The client's key goes on to the endpoint and is written nowhere: headers are not, and it is struck out
-    where request or reply repeat it."""
+    """Forward requests to `url` (the base, as in OPENAI_BASE_URL) and append each pair to `file` after its complete
+    reply.
+
+    The client's key is forwarded to the endpoint but never written. Headers are not written, and the key is removed
+    where request or reply repeat it.
+    """
 
     def __init__(
         self,
@@ -109,7 +114,7 @@ class Recorder:
             ) from None
 
     def reset(self) -> None:
-        """What is written stays."""
+        """Do nothing: the recorded pairs stay."""
 
     def answer(self, request: Request, asked: Asked) -> Awaitable[Plan]:
         return self._pass_on(request, asked)
@@ -145,8 +150,8 @@ class Recorder:
         )
 
     async def _copy(self, request: Request, asked: Asked, response: httpx.Response) -> AsyncIterator[bytes]:
-        """The body as it comes; the pair is written before its end is told, so that whoever has the reply finds it in
-        the file.
+        """Yield the body as it arrives. The pair is written before the end of the body is sent, so that a client with
+        a complete reply finds the pair in the file.
         """
         parts: list[bytes] = []
         try:
@@ -182,8 +187,8 @@ class Recorder:
 
 
 def _secrets(headers: Mapping[str, str]) -> list[str]:
-    """Of a header both the value and, without its scheme, the token; also as JSON would write them. Long ones first:
-    one may be in another.
+    """Return the secrets of the headers: each value, the token without its scheme, and the JSON spelling of both.
+    Long secrets come first, because one secret may contain another.
     """
     values = [headers[name] for name in _SECRET_HEADERS if name in headers]
     found = {part for value in values for part in (value, value.split(" ", 1)[-1].strip())}
@@ -198,8 +203,8 @@ def _strike(text: str, secrets: Sequence[str]) -> str:
 
 
 def _strike_pieces(body: str, secrets: Sequence[str]) -> str:
-    """Of a stream, where a secret may lie over several pieces of one text: then the first piece gets all of the text
-    without it. Else it stays.
+    """Remove secrets that are split over several pieces of one text in a stream. The first piece then gets the whole
+    text without the secret. A stream without such a secret is unchanged.
     """
     events = [_Event(part) for part in re.split(r"(?<=\n\n)", body)]
     places: dict[tuple[Any, ...], list[tuple[dict[str, Any], str]]] = {}
@@ -217,7 +222,7 @@ def _strike_pieces(body: str, secrets: Sequence[str]) -> str:
 
 
 class _Event:
-    """One event of a stream, and the pieces of texts in it."""
+    """One event of a stream, and the pieces of text in the event."""
 
     def __init__(self, written: str) -> None:
         self._written = written
@@ -227,7 +232,7 @@ class _Event:
             self._chunk = None
 
     def texts(self) -> Iterator[tuple[tuple[Any, ...], dict[str, Any], str]]:
-        """Which text it is a piece of, and where it stands."""
+        """Yield the text that each piece belongs to, and the position of the piece."""
         choices = self._chunk.get("choices") if isinstance(self._chunk, dict) else None
         for choice in choices if isinstance(choices, list) else []:
             delta = choice.get("delta") if isinstance(choice, dict) else None
@@ -249,15 +254,14 @@ class _Event:
 
 
 class Replay:
-    """Plays pairs again. Several of the same messages come in the order of their recording, and the last of them from
-    then on.
-    """
+    """Play pairs again. Pairs with the same messages are played in the order of recording; the last pair is repeated."""
 
     def __init__(self, pairs: Sequence[Pair], ignored: Sequence["re.Pattern[str]"] = ()) -> None:
         self._ignored = ignored
         self._pairs: dict[tuple[str, bool], list[Pair]] = {}
         for pair in pairs:
-            # Not the digest in the file: what is ignored may have changed since.
+            # The digest is computed again, because the ignored patterns may differ from the patterns of the
+            # recording.
             self._pairs.setdefault((_pair_digest(pair, ignored), pair.is_stream), []).append(pair)
         self._played: Counter[tuple[str, bool]] = Counter()
 
@@ -297,8 +301,8 @@ def _pair_digest(pair: Pair, ignored: Sequence["re.Pattern[str]"]) -> str:
 
 
 def load_pairs(path: Path) -> list[Pair]:
-    """Raises BadScript. A last line without its end is left out: the recorder was killed while it wrote it, and nobody
-    had that reply whole.
+    """Return the pairs of a recording. Raises BadScript. An incomplete last line is left out: the recorder was killed
+    during the write, and no client had received that reply completely.
     """
     try:
         raw = path.read_bytes()

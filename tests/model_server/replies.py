@@ -1,4 +1,4 @@
-"""Replies of a script as a server sends them: the events of a stream, or one chat completion."""
+"""Replies of a script in the format of a server: the events of a stream, or one chat completion."""
 
 import hashlib
 import json
@@ -11,9 +11,9 @@ from tests.model_server.script import Call, Reply
 from tests.model_server.templates import TemplateError, fill
 
 CREATED = 1_700_000_000
-"""Of every reply: a script's replies are the same each time."""
+"""The creation time of every reply. A fixed time keeps a script's replies identical."""
 DONE = b"data: [DONE]\n\n"
-# Made once: json.dumps makes one each time for other separators than its own.
+# Created once, because json.dumps creates an encoder for each call with non-default separators.
 _ENCODE = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 
 
@@ -21,12 +21,12 @@ def dump(value: Any) -> bytes:
     try:
         return _ENCODE(value).encode()
     except UnicodeEncodeError:
-        # Half a character, which a request may bring in as an escape: so it goes out again.
+        # A lone surrogate, which a request may contain as an escape. The reply contains the same escape.
         return json.dumps(value).encode()
 
 
 def event(chunk: Any) -> bytes:
-    """One event of a stream; a text goes as it stands."""
+    """Return one event of a stream. A text is sent unchanged."""
     return b"data: " + (chunk.encode(errors="surrogatepass") if isinstance(chunk, str) else dump(chunk)) + b"\n\n"
 
 
@@ -35,8 +35,8 @@ def build_error(message: str, code: str) -> bytes:
 
 
 class Written:
-    """A reply with every place filled, spelled for the request that it answers. Raises TemplateError when that cannot
-    be done.
+    """A reply with every placeholder filled, in the format that the request needs. Raises TemplateError if a
+    placeholder cannot be filled.
     """
 
     def __init__(self, reply: Reply, asked: Asked, known: Mapping[str, str]) -> None:
@@ -56,7 +56,7 @@ class Written:
         self._call_id = f"call_{digest}"
 
     def _spell(self, spelling: str) -> None:
-        """Calls become text."""
+        """Write calls as text in this spelling."""
         if spelling == "tags":
             tags = [
                 build_tag_call(name, {key: _as_text(value) for key, value in _as_record(given).items()})
@@ -73,8 +73,8 @@ class Written:
         self._calls = []
 
     def events(self, chunk_chars: int, *, has_end: bool = True) -> list[bytes]:
-        """Of its stream. `has_end` False: without all that says that it is over; chunks of the script's own stay as
-        they are.
+        """Return the events of the reply's stream. `has_end`: False leaves out everything that marks the end. Chunks
+        from the script are unchanged.
         """
         if self._chunks is not None:
             return [event(chunk) for chunk in self._chunks]
@@ -103,7 +103,7 @@ class Written:
         return [*events, DONE]
 
     def whole(self) -> bytes:
-        """As one chat completion. Raises TemplateError for chunks without a `whole`."""
+        """Return the reply as one chat completion. Raises TemplateError for chunks without a `whole`."""
         if self._chunks is not None:
             if self._whole is None:
                 raise TemplateError(
@@ -124,7 +124,7 @@ class Written:
         return dump({**self._head, "object": "chat.completion", "choices": [choice], "usage": self._usage()})
 
     def more(self) -> bytes:
-        """An event for a stream that never ends."""
+        """Return one event for a stream that never ends."""
         return self._event({"choices": [{"index": 0, "delta": {"content": "and on "}, "finish_reason": None}]})
 
     def _event(self, fields: dict[str, Any]) -> bytes:
@@ -134,7 +134,7 @@ class Written:
         return self._reply.finish_reason or ("tool_calls" if self._calls else "stop")
 
     def _usage(self) -> dict[str, int]:
-        """As the script says, else a quarter of the characters."""
+        """Return the usage from the script; the default is one token for four characters."""
         counted = self._reply.usage
         prompt = counted.prompt_tokens if counted else self._asked.prompt_tokens
         said = len(self._text) + sum(len(name) + len(_as_text(given)) for name, given in self._calls)
@@ -143,7 +143,7 @@ class Written:
 
 
 def build_probe_reply(asked: Asked) -> Written:
-    """What a server that can do everything answers to whoever finds that out."""
+    """Return the reply of a fully capable server to a request that tests a capability."""
     if asked.probe == "tool":
         return Written(Reply(calls=(Call(name="echo", arguments={"text": "hello"}),), spelling="native"), asked, {})
     return Written(Reply(text='{"text": "hello"}', spelling="native"), asked, {})

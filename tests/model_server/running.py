@@ -1,4 +1,4 @@
-"""A model server for a test: a process of its own, gone with the block."""
+"""A model server for a test, in a separate process that ends with the block."""
 
 import contextlib
 import json
@@ -18,29 +18,29 @@ STOP_S = 10.0
 
 
 class DidNotStart(RuntimeError):
-    """The server's own words."""
+    """The server did not start. The message is the server's own output."""
 
 
 @dataclass(frozen=True)
 class ModelServer:
-    """A running server. `url`: for OPENAI_BASE_URL."""
+    """A running server. `url`: the value for OPENAI_BASE_URL."""
 
     url: str
     pid: int
 
     def stats(self) -> dict[str, Any]:
-        """The counters, as docs/testing.md lists them."""
+        """Return the counters, as listed in docs/testing.md."""
         with urllib.request.urlopen(f"{self._root}/stats", timeout=ANSWER_S) as answer:
             told: dict[str, Any] = json.load(answer)
         return told
 
     def reset(self) -> None:
-        """Counters, counted faults and a recording's place begin again."""
+        """Reset the counters, the counted faults and the position in a recording."""
         request = urllib.request.Request(f"{self._root}/reset", data=b"", method="POST")
         urllib.request.urlopen(request, timeout=ANSWER_S).close()
 
     def environment(self, model: str = "played") -> dict[str, str]:
-        """What a program needs to ask it."""
+        """Return the environment that a program needs to use the server."""
         return {"OPENAI_BASE_URL": self.url, "OPENAI_API_KEY": "no-key-needed", "TOOLCREW_MODEL": model}
 
     @property
@@ -52,11 +52,11 @@ class ModelServer:
 def running_model_server(
     script: Path | Iterable[Mapping[str, Any]] | None = None, *, options: Sequence[str] = (), port: int = 0
 ) -> Iterator[ModelServer]:
-    """A server on loopback that plays `script`: a file, or its lines as records. `options`: further ones of the command
-    line (--replay, ...).
+    """Run a server on loopback that plays `script`: a file, or its lines as records. `options`: further command-line
+    options, such as --replay.
 
-    Enter it in a thread that outlives the block: the kernel ends the server with the thread that started it. Raises
-    DidNotStart.
+    Enter the block in a thread that outlives the block: the kernel ends the server with the thread that started it.
+    Raises DidNotStart.
     """
     with tempfile.TemporaryDirectory(prefix="toolcrew-model-") as folder:
         given = [str(_write(script, Path(folder)))] if script is not None else []
@@ -76,7 +76,7 @@ def running_model_server(
             try:
                 assert child.stdout is not None
                 with child.stdout:
-                    # Its end comes with the process's, so this always returns.
+                    # The stream ends with the process, so this read always returns.
                     url = child.stdout.readline().decode().strip()
                     if not url:
                         child.wait(STOP_S)
@@ -94,7 +94,7 @@ def running_model_server(
                     child.kill()
                     child.wait()
                 errors.seek(0)
-                # What it has to complain about belongs into the test's own output.
+                # The server's complaints belong into the output of the test.
                 sys.stderr.write(errors.read().decode(errors="replace"))
 
 

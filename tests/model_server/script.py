@@ -1,5 +1,5 @@
-"""Scripts of the model server: what their lines may say, read from JSONL and checked whole before anything is
-served.
+"""Scripts of the model server: the records of their lines. A script is read from JSONL and checked completely before
+the server starts.
 """
 
 import json
@@ -21,11 +21,11 @@ Span = (
     Annotated[float, Field(ge=0, le=3600)]
     | tuple[Annotated[float, Field(ge=0, le=3600)], Annotated[float, Field(ge=0, le=3600)]]
 )
-"""Seconds; of two, something between them is drawn by the seed."""
+"""Seconds. A pair is a range from which the seed draws a value."""
 
 
 class BadScript(ValueError):
-    """A script or a recording that cannot be played; a sentence for each line that is wrong, with what to do."""
+    """A script or a recording that cannot be played. The message has a sentence for each invalid line, with the fix."""
 
 
 def _check_pattern(pattern: str | None) -> str | None:
@@ -40,8 +40,9 @@ def _check_pattern(pattern: str | None) -> str | None:
 
 
 class Server(Record):
-    """What goes for the whole script; at most one such line. `key`: the pattern whose first group, found in a
-    conversation's first user message, names it; without it, a hash of that message does."""
+    """Settings of the whole script; at most one such line. `key`: a pattern for the first user message of a
+    conversation. Its first group is the name of the conversation. Without `key`, the name is a hash of that message.
+    """
 
     kind: Literal["server"]
     seed: int = 0
@@ -63,8 +64,9 @@ class Server(Record):
 
 
 class When(Record):
-    """What a line goes for; what is left out goes for all. `observation` and `user` are searched for as regular
-    expressions in the result of the last call and in the first user message."""
+    """The requests to which a line applies. A missing field matches everything. `observation` and `user` are regular
+    expressions, searched in the result of the last call and in the first user message.
+    """
 
     conversation: str | tuple[str, ...] | None = None
     step: int | tuple[int, ...] | None = None
@@ -83,7 +85,7 @@ class When(Record):
 
 
 class Call(Record):
-    """A tool call. Arguments given as a text are sent as they stand, were they no JSON."""
+    """A tool call. Arguments given as text are sent unchanged, even if the text is not JSON."""
 
     name: str
     arguments: dict[str, JsonValue] | str = Field(default_factory=dict)
@@ -95,9 +97,11 @@ class Tokens(Record):
 
 
 class Reply(Record):
-    """A text, calls, both; or chunks as they stand, of which a text is sent without being made JSON. `spelling`: how
-    calls are written; auto: as the request's dialect wants them. `whole`: what a request that wants no stream gets
-    instead of `chunks`."""
+    """A reply: a text, calls or both, or raw chunks. A chunk that is a text is sent without JSON encoding.
+
+    `spelling`: the format of calls; auto uses the format of the request's dialect. `whole`: replaces `chunks` for a
+    request without streaming.
+    """
 
     text: str = ""
     calls: tuple[Call, ...] = ()
@@ -124,7 +128,7 @@ class Reply(Record):
 
 
 class Rule(Record):
-    """The reply to the requests that `when` goes for; of several rules the first one counts."""
+    """The reply to the requests that match `when`. The first matching rule applies."""
 
     kind: Literal["rule"]
     when: When = When()
@@ -146,7 +150,7 @@ class Rule(Record):
 
 
 class Status(Record):
-    """An error status. `retry_after`: seconds, sent as the header of that name."""
+    """An error status. `retry_after`: seconds, sent in the header of that name."""
 
     kind: Literal["status"]
     status: int = Field(ge=400, le=599)
@@ -155,7 +159,7 @@ class Status(Record):
 
 
 class Delay(Record):
-    """The reply comes, only later: added to what waits there are."""
+    """A late reply. The delay is added to the other delays."""
 
     kind: Literal["delay"]
     first_byte_s: Span = 0
@@ -163,15 +167,15 @@ class Delay(Record):
 
 
 class Cut(Record):
-    """The connection ends after so many bytes of the body, and in any case before its last."""
+    """A connection that ends after this many bytes of the body, and always before the last byte."""
 
     kind: Literal["cut"]
     after_bytes: int = Field(default=0, ge=0)
 
 
 class NoEnd(Record):
-    """A stream without its end: closed in order, held open in silence, or going on with text for ever. A whole reply is
-    held.
+    """A stream without an end: closed in order, held open in silence, or continued with text without limit. A reply
+    without streaming is held.
     """
 
     kind: Literal["no_end"]
@@ -179,7 +183,7 @@ class NoEnd(Record):
 
 
 class Shape(Record):
-    """Status 200, and something else than a chat completion."""
+    """A response with status 200 that is not a chat completion."""
 
     kind: Literal["shape"]
     shape: Literal["no_choices", "empty_choices", "html", "truncated_json", "not_json", "empty", "told_error"]
@@ -189,9 +193,12 @@ Fault = Annotated[Status | Delay | Cut | NoEnd | Shape, Field(discriminator="kin
 
 
 class FaultLine(Record):
-    """What goes wrong, and how often: with a `probability` (by the seed), the `first` so many requests of each
-    conversation (or `per` step, or of the server), or `during_s` a span since the server's first request. Without any
-    of them: always. Of several that hit, delays add up, and the first of the others counts."""
+    """A fault and its frequency.
+
+    `probability`: drawn by the seed. `first`: the first requests of each conversation (or `per` step, or of the
+    server). `during_s`: a period since the server's first request. Without these fields the fault always applies. If
+    several faults apply, delays add up and the first of the other faults is used.
+    """
 
     kind: Literal["fault"]
     when: When = When()
@@ -217,7 +224,7 @@ _LINE: TypeAdapter[Server | Rule | FaultLine] = TypeAdapter(Line)
 
 
 class Script(Record):
-    """A script in the order of its lines."""
+    """A script, with its lines in order."""
 
     server: Server = Server(kind="server")
     rules: tuple[Rule, ...] = ()
@@ -225,7 +232,9 @@ class Script(Record):
 
 
 def load_script(path: Path, *, needs_rules: bool = True) -> Script:
-    """Raises BadScript with a sentence for each line that is wrong, and for a file that cannot be read."""
+    """Return the script in a file. Raises BadScript with a sentence for each invalid line, and for a file that cannot
+    be read.
+    """
     try:
         text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
@@ -234,17 +243,18 @@ def load_script(path: Path, *, needs_rules: bool = True) -> Script:
 
 
 def parse_script(text: str, name: str = "script", *, needs_rules: bool = True) -> Script:
-    """Blank lines and lines that begin with # are passed over. `needs_rules` False: the replies come from elsewhere.
-    Raises BadScript.
+    """Return the parsed script. Empty lines and lines that begin with # are skipped. `needs_rules`: False when the
+    replies come from another source. Raises BadScript.
     """
     lines: list[Server | Rule | FaultLine] = []
     wrong: list[str] = []
-    # Not splitlines: it also divides at characters that JSON allows within a text.
+    # Not splitlines, which also splits at characters that JSON allows within a text.
     for number, raw in enumerate(text.split("\n"), 1):
         if not raw.strip() or raw.lstrip().startswith("#"):
             continue
         try:
-            # Not by pydantic at once: of a key that comes twice it takes the last without a word.
+            # Pydantic would silently accept a key that appears twice and use its last value. So the JSON is parsed
+            # first.
             lines.append(_LINE.validate_python(_parse_json(raw)))
         except ValidationError as error:
             wrong += [f"{name}:{number}: {told}" for told in _tell(error)]

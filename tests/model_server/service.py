@@ -1,5 +1,5 @@
-"""Requests to answers: the chat endpoint that plays a script, a recording or a real endpoint; the list of models; the
-counters.
+"""Map requests to answers: the chat endpoint that plays a script, a recording or a real endpoint; the list of models;
+and the counters.
 """
 
 import re
@@ -23,7 +23,7 @@ _PLACES = "POST /v1/chat/completions, GET /v1/models, GET /stats, POST /reset"
 
 
 class Source(Protocol):
-    """Where replies come from when no script says them."""
+    """A source of replies for a server without reply rules."""
 
     def answer(self, request: Request, asked: Asked) -> "Plan | Awaitable[Plan]": ...
 
@@ -31,7 +31,7 @@ class Source(Protocol):
 
 
 class Chat:
-    """The service of one server. `script` says the key and the faults, and without a `source` the replies."""
+    """The service of one server. `script` defines the key and the faults; without a `source` also the replies."""
 
     def __init__(self, script: Script, source: Source | None = None, now: Callable[[], float] = time.monotonic) -> None:
         self.counters = Counters()
@@ -103,7 +103,7 @@ class Chat:
         )
 
     def _counted(self, plan: Plan, asked: Asked, hit: Hit) -> Plan:
-        """The plan, broken as `hit` says, that counts itself once it has left whole."""
+        """Return the plan with the fault `hit`. The plan counts itself after it was sent completely."""
         if plan.status != 200:
             return plan
         if hit is not NOTHING:
@@ -152,7 +152,9 @@ class Chat:
         return replace(_plan(written, asked, chunk_chars, has_end=has_end), first_byte_s=first_byte_s, piece_s=chunk_s)
 
     def _find(self, asked: Asked) -> Rule | None:
-        """The first in the script's order, of those for this conversation and those for any."""
+        """Return the first matching rule in the script's order, among the rules for this conversation and the rules
+        for any conversation.
+        """
         own, general = self._rules.get(asked.conversation, ()), self._rules.get(None, ())
         found = [next(((n, rule) for n, rule in rules if goes_for(rule.when, asked)), None) for rules in (own, general)]
         hits = [entry for entry in found if entry is not None]
@@ -168,20 +170,22 @@ def _plan(written: Written, asked: Asked, chunk_chars: int, *, has_end: bool = T
 
 
 def _afflict(plan: Plan, hit: Hit) -> Plan:
-    """The plan with the fault in it, as far as that is not a matter of what it says."""
+    """Return the plan with the faults that do not depend on the reply's content."""
     fault = hit.fault
     plan = replace(plan, first_byte_s=plan.first_byte_s + hit.first_byte_s, piece_s=plan.piece_s + hit.chunk_s)
     if isinstance(fault, Cut):
         assert isinstance(plan.pieces, Sequence)
         return replace(plan, cut_after=min(fault.after_bytes, max(0, sum(map(len, plan.pieces)) - 1)))
     if isinstance(fault, NoEnd):
-        # A whole reply has no orderly way to miss its end.
+        # A reply without streaming cannot omit its end in an orderly way.
         return replace(plan, then=("end" if fault.then == "close" else fault.then) if plan.is_stream else "hold")
     return plan
 
 
 def _index(rules: Sequence[Rule]) -> Mapping[str | None, Sequence[tuple[int, Rule]]]:
-    """By conversation, so that thousands of them cost no more than one; None: rules for any."""
+    """Group the rules by conversation, so that thousands of conversations cost no more than one. None: rules for any
+    conversation.
+    """
     index: dict[str | None, list[tuple[int, Rule]]] = {}
     for number, rule in enumerate(rules):
         names: Sequence[str | None] = rule.when.conversations or (None,)
@@ -191,7 +195,7 @@ def _index(rules: Sequence[Rule]) -> Mapping[str | None, Sequence[tuple[int, Rul
 
 
 def _fault_plan(hit: Hit) -> Plan | None:
-    """The answer that takes a reply's place; None: the reply is made, and perhaps broken."""
+    """Return the answer that replaces a reply. None: the reply is made, possibly with another fault."""
     fault = hit.fault
     if isinstance(fault, Status):
         after = (("retry-after", f"{fault.retry_after:g}"),) if fault.retry_after is not None else ()

@@ -1,4 +1,6 @@
-"""Texts of a script with places that a request fills: `{{item}}`, `{{observation|last_line}}`, `{{match.NAME}}`."""
+"""Texts of a script with placeholders that a request fills: `{{item}}`, `{{observation|last_line}}`,
+`{{match.NAME}}`.
+"""
 
 import re
 from collections.abc import Callable, Mapping
@@ -8,12 +10,12 @@ from pydantic import JsonValue
 
 NAMES = ("item", "step", "attempt", "observation", "user", "match.NAME")
 _NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
-# Only what has the form of a name: doubled braces of programs and of JSON stay as they are.
+# Only placeholders in the form of a name are replaced. Doubled braces of programs and of JSON are unchanged.
 _PLACE = re.compile(r"\{\{\s*(?P<name>[a-z_]+(?:\.\w+)?)\s*(?:\|\s*(?P<filter>[a-z_]+)\s*)?\}\}")
 
 
 class TemplateError(ValueError):
-    """A place that cannot be filled; the sentence says what to write instead."""
+    """A placeholder that cannot be filled. The message names the valid placeholders."""
 
 
 def _first_line(text: str) -> str:
@@ -38,11 +40,13 @@ FILTERS: Mapping[str, Callable[[str], str]] = {
     "number": _first_number,
     "int": _first_number,
 }
-"""`int`: where the place is the whole of a JSON text, a JSON number comes out."""
+"""`int`: a placeholder that is the whole of a JSON text becomes a JSON number."""
 
 
 def find_unknown_places(value: JsonValue, groups: frozenset[str]) -> list[str]:
-    """A sentence for each place that no request could fill. `groups`: the named groups of the rule's `observation`."""
+    """Return a sentence for each placeholder that no request could fill. `groups`: the named groups of the rule's
+    `observation`.
+    """
     if isinstance(value, str):
         return [told for place in _PLACE.finditer(value) if (told := _judge(place, groups)) is not None]
     below = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
@@ -65,7 +69,7 @@ def _judge(place: re.Match[str], groups: frozenset[str]) -> str | None:
 
 
 def fill(value: JsonValue, known: Mapping[str, str]) -> Any:
-    """The value with every place filled, in lists and objects, too. Raises TemplateError."""
+    """Return the value with every placeholder filled, also inside lists and objects. Raises TemplateError."""
     if isinstance(value, str):
         return _fill_text(value, known) if "{{" in value else value
     if isinstance(value, dict):
@@ -78,11 +82,11 @@ def _fill_text(text: str, known: Mapping[str, str]) -> str | int | float:
     if only is not None and only["filter"] == "int":
         number = _value(only, known)
         return float(number) if "." in number else int(number)
-    # By a function: what is filled in may hold backslashes and braces of its own.
+    # A function, because the inserted text may contain backslashes and braces.
     return _PLACE.sub(lambda place: _value(place, known), text)
 
 
 def _value(place: re.Match[str], known: Mapping[str, str]) -> str:
-    # Groups that took no part in the match are not known.
+    # Groups that took no part in the match have no value.
     value = known.get(place["name"], "")
     return FILTERS[place["filter"]](value) if place["filter"] else value

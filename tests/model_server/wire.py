@@ -1,4 +1,4 @@
-"""HTTP/1.1 on one connection: requests read, answers written at the pace and with the ends that a plan asks for."""
+"""HTTP/1.1 on one connection: read requests, and write answers with the delays and the ends of a plan."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -13,7 +13,7 @@ _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 
 @dataclass(frozen=True)
 class Request:
-    """`headers`: names in lower case; of one that comes twice the last."""
+    """A request. `headers`: names in lower case. For a repeated header the last value is kept."""
 
     method: str
     path: str
@@ -23,9 +23,11 @@ class Request:
 
 @dataclass(frozen=True)
 class Plan:
-    """An answer. `pieces`: of its body. `is_stream`: sent in chunks, as they come; otherwise with its length.
-    `cut_after`: the connection is broken off after so many bytes of the body. `then`: what follows the last piece;
-    `go_on` sends `more` for ever. `on_whole`: called once all of it has left. Waits are in seconds."""
+    """An answer. `pieces`: of its body. `is_stream`: sent in chunks; otherwise with its length.
+
+    `cut_after`: the connection breaks after this many bytes of the body. `then`: the action after the last piece;
+    `go_on` sends `more` without limit. `on_whole`: called after everything was sent. Delays are in seconds.
+    """
 
     status: int = 200
     content_type: str = "application/json"
@@ -41,13 +43,11 @@ class Plan:
 
 
 class BrokenOff(Exception):
-    """Raised by a plan's pieces: there are no more, though the body is not whole. The client's connection breaks,
-    too.
-    """
+    """The pieces of a plan have ended before the body is complete. The client's connection is then broken too."""
 
 
 class Service(Protocol):
-    """Who answers. `left`: a client has gone before its answer was whole."""
+    """A service that answers requests. `left`: called when a client disconnects before its answer is complete."""
 
     def opened(self) -> None: ...
     def closed(self) -> None: ...
@@ -65,7 +65,7 @@ class _Head:
 
 
 class _Refused(Exception):
-    """What is no request that this server reads. The connection ends."""
+    """Data that is not a supported request. The connection ends."""
 
     def __init__(self, status: int, sentence: str) -> None:
         super().__init__(sentence)
@@ -74,7 +74,7 @@ class _Refused(Exception):
 
 @dataclass
 class Connection(asyncio.Protocol):
-    """One client. Requests are answered one by one, in their order."""
+    """One client connection. Requests are answered one after the other."""
 
     service: Service
     _waiting: bytearray = field(default_factory=bytearray)
@@ -86,7 +86,7 @@ class Connection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
         self._transport = transport
-        # So that resume_writing tells when the last byte has left.
+        # With this limit `resume_writing` is called after the last byte was written.
         transport.set_write_buffer_limits(high=0)
         self.service.opened()
 
@@ -94,7 +94,7 @@ class Connection(asyncio.Protocol):
         self.service.closed()
         if self._task is not None:
             self._task.cancel()
-        # Answers of which the kernel did not get all.
+        # Answers that the kernel has not accepted completely.
         for _ in self._when_empty:
             self.service.left()
         self._when_empty.clear()
@@ -121,7 +121,7 @@ class Connection(asyncio.Protocol):
             tell()
 
     def _work(self) -> None:
-        """Answer the requests that have come whole, until one takes its time."""
+        """Answer the requests that have arrived completely, until an answer needs a delay."""
         try:
             while self._task is None and not self._transport.is_closing():
                 request = self._take()
@@ -181,7 +181,7 @@ class Connection(asyncio.Protocol):
             lines.append("transfer-encoding: chunked")
         else:
             assert isinstance(plan.pieces, Sequence)
-            # A whole answer that is held: its end is promised and never comes.
+            # A complete answer that is held: its end is announced but never sent.
             lines.append(f"content-length: {sum(map(len, plan.pieces)) + (plan.then != 'end')}")
         if not self._keeps_alive:
             lines.append("connection: close")
@@ -203,7 +203,7 @@ class Connection(asyncio.Protocol):
                 self.service.left()
 
     async def _play_plan(self, plan: Plan) -> bool:
-        """Gives False when the client has gone meanwhile."""
+        """Play a plan. Returns False if the client has disconnected."""
         if plan.first_byte_s:
             await asyncio.sleep(plan.first_byte_s)
         self._transport.write(self._build_head(plan))
@@ -220,7 +220,7 @@ class Connection(asyncio.Protocol):
             if left is not None and left <= 0:
                 break
         if plan.cut_after is not None:
-            # In order as far as the bytes go; what the head promised does not come.
+            # The bytes end in order, but the length in the head is not reached.
             self._transport.close()
             return True
         while plan.then == "go_on" and not self._transport.is_closing():
@@ -228,7 +228,7 @@ class Connection(asyncio.Protocol):
             await self._drain()
             await asyncio.sleep(plan.piece_s or 0.01)
         if plan.then != "end":
-            # Until the client has enough: its going cancels this.
+            # Continue until the client disconnects, which cancels this task.
             await asyncio.get_running_loop().create_future()
         if plan.is_stream:
             self._transport.write(b"0\r\n\r\n")
@@ -261,7 +261,7 @@ class Connection(asyncio.Protocol):
             self._transport.close()
 
     async def _drain(self) -> None:
-        # Shielded: it is the transport's, and others may wait for it.
+        # Shielded, because the future belongs to the transport and other tasks may wait for it.
         while self._drained is not None:
             await asyncio.shield(self._drained)
 
@@ -276,7 +276,7 @@ async def _each(pieces: Sequence[bytes] | AsyncIterator[bytes]) -> AsyncIterator
 
 
 def _chunked(piece: bytes) -> bytes:
-    # An empty chunk would be the end.
+    # An empty chunk would end the stream.
     return b"%x\r\n%b\r\n" % (len(piece), piece) if piece else b""
 
 

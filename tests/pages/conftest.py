@@ -1,5 +1,5 @@
-"""One service on a Redis of its own, one browser, and a deployment that has something on every page: for all tests of
-pages.
+"""Fixtures for all tests of pages: one service on a separate Redis, one browser, and a deployment with content on
+every page.
 """
 
 import shutil

@@ -1,5 +1,5 @@
-"""What holds for every page: it is whole, nothing in it runs, it can be read on a phone and in the dark, and by who
-does not see it.
+"""Properties of every page: the page is complete, no injected code runs, and the page works on a phone, in dark mode
+and with a screen reader.
 """
 
 import pytest

@@ -1,5 +1,5 @@
-"""What others try on the pages: forms of other sites, stolen and guessed words, foreign ids, addresses that lead away,
-frames, pages as keys.
+"""Attacks on the pages: forms of other sites, stolen and guessed tokens, ids of other tenants, redirects to other
+sites, frames, and pages as keys.
 """
 
 import re
@@ -24,7 +24,7 @@ _TOKEN = re.compile(r'name="form_token" value="([0-9a-f]{64})"')
 
 @asynccontextmanager
 async def someone(url: str, key: str | None = None) -> AsyncIterator[httpx.AsyncClient]:
-    """A browser's requests without the browser, from a page of ours unless a test says otherwise."""
+    """Yield a client that sends a browser's requests, from a page of this service unless a test changes this."""
     async with httpx.AsyncClient(base_url=url, timeout=60, headers={"Origin": url}) as client:
         if key is not None:
             assert (await client.post("/login", data={"key": key})).status_code == 303
@@ -170,7 +170,7 @@ async def test_what_is_a_rivals_is_told_as_what_there_is_not(world: World, visit
         answers = [await client.get(path.format(name)) for name in (theirs, nothing)]
         assert [answer.status_code for answer in answers] == [404, 404]
         assert answers[0].text == answers[1].text
-        # Named with its tenant nobody is told whether there is such a tenant.
+        # A request that names the tenant must not reveal whether that tenant exists.
         refused = [await client.get(path.format(theirs), params={"of": name}) for name in ("rival", "nobody")]
         assert [answer.status_code for answer in refused] == [403, 403]
         assert refused[0].text == refused[1].text

@@ -1,5 +1,5 @@
-"""What people do with the pages, in a real browser: log in, look at runs, approve, switch, pause, drain, cancel; by
-mouse and by keyboard.
+"""Tasks of users in a real browser: log in, look at runs, approve, switch, pause, drain and cancel, with mouse and
+keyboard.
 """
 
 import asyncio
@@ -30,7 +30,7 @@ async def answer_of(world: World, question: ApprovalQuestion) -> AlreadyAnswered
 
 
 async def tab_to(page: Page, name: str, most: int = 60) -> None:
-    """With the keyboard alone, to what has that name; each stop on the way can be seen."""
+    """Press Tab until the element with that name has the focus. Every element on the way must be visible."""
     for _ in range(most):
         await page.keyboard.press("Tab")
         here = await page.evaluate(
@@ -188,7 +188,7 @@ async def test_tools_are_shown_as_the_policy_of_the_tenant_allows_them(world: Wo
         async with visitors.visit("rival") as visit, asyncio.timeout(20):
             card = visit.page.get_by_role("heading", name="bash_tool")
             await visit.page.goto("/tools")
-            # A policy holds everywhere within 2 seconds.
+            # A policy takes effect everywhere within 2 seconds.
             while "forbidden" not in await card.inner_text():
                 await visit.page.reload()
             assert "forbidden" not in await visit.page.get_by_role("heading", name="read_tool").inner_text()
@@ -312,8 +312,8 @@ async def test_all_of_it_can_be_done_with_the_keyboard(world: World, visitors: V
     async with visitors.visit() as visit:
         page = visit.page
         await page.goto("/login")
-        # A browser gives the focus when it draws, which may be after the page has loaded: keys before that reach
-        # nobody.
+        # A browser sets the focus when it draws the page, possibly after the page has loaded. Earlier key presses
+        # reach no element.
         await expect(page.get_by_label("API key")).to_be_focused()
         await page.keyboard.type(visitors.api.keys["acme"])
         await page.keyboard.press("Enter")

@@ -19,8 +19,8 @@ from workers.settings import EgressRules
 
 Name = Annotated[str, Field(min_length=1, max_length=256)]
 MAX_REMEMBERED = 100_000
-"""Maximum number of sessions whose byte counts are kept. Beyond it, the count of the least recently used session starts
-again.
+"""Maximum number of sessions with a byte count. Beyond it, the count of the least recently used session restarts at
+zero.
 """
 _BURST_S = 0.1
 _LEAST_BURST_BYTES = 1024

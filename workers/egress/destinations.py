@@ -28,7 +28,7 @@ MAX_SHOWN = 20
 LOOKUPS_A_TENANT = 4
 MAX_LOOKUP_THREADS = 64
 MAX_TENANTS = 1000
-"""Maximum number of tenants whose resolvers are kept."""
+"""Maximum number of tenants with a stored resolver."""
 _PRIVATE = tuple(
     ipaddress.ip_network(text)
     for text in ("10.0.0.0/8", "100.64.0.0/10", "127.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16", "fc00::/7", "::1/128")

@@ -28,7 +28,7 @@ class Stream:
         self.received = 0
         """Bytes that were charged to a quota."""
         self.is_ended = False
-        """Whether the end of the other side's data was read."""
+        """True after the end of the other side's data was read."""
 
     async def receive(self, allowance: Allowance, at_most: int = CHUNK_BYTES) -> bytes:
         """Return the next bytes; empty at the end. Raises OSError, and Refusal when the session's quota is used up and

@@ -51,8 +51,8 @@ class HttpServer:
     resolver: Resolver = field(default_factory=SystemResolver)
     tls: ssl.SSLContext = field(default_factory=build_tls)
     stands_alone: bool | None = None
-    """Whether the server speaks a revision without sessions, in which every request stands alone. None: not yet
-    known.
+    """State of the protocol: True if the server speaks a revision without sessions, in which every request stands
+    alone. None: not yet known.
     """
 
     def list_tools(self, deadline: Deadline) -> list[Any]:
@@ -111,6 +111,8 @@ class HttpServer:
         headers = {name: value.get_secret_value() for name, value in self.entry.headers.items()}
         results: list[T] = []
         with anyio.move_on_after(deadline.left(f"waiting for {self.name}")) as scope:
+            # The SDK retries or hides some failures of the transport. So the transport stores its failure and cancels
+            # this scope itself.
             transport.end = scope.cancel
             async with (
                 httpx2.AsyncClient(transport=transport, headers=headers, timeout=None, trust_env=False) as client,

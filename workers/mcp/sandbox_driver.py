@@ -108,6 +108,8 @@ class Server:
         """Return the reply to a job. `gone`: done when the caller has disconnected. Raises Failed."""
         until = time.monotonic() + job["timeout_s"]
         await asyncio.wait({self.ready, gone}, timeout=job["timeout_s"], return_when=asyncio.FIRST_COMPLETED)
+        # A server that does not finish its greeting would block every later call, so the server is ended. A caller
+        # that left early does not end it.
         if not self.ready.done() and not gone.done():
             self.give_up()
         if not self.ready.done():
@@ -129,6 +131,8 @@ class Server:
             self.give_up()
             raise Failed(why)
         message = {**reply.result(), "id": job["message"]["id"]}
+        # A result that arrives during the cancellation is delivered. An error at this point is only the server's
+        # reaction to the cancellation.
         if why and not isinstance(message.get("result"), dict):
             raise Failed(why)
         return message
@@ -290,6 +294,7 @@ class Keeper:
         """Serve until no connection has arrived for `idle_s`, or until the server has ended and no connection is
         open.
         """
+        # Before the first server starts: its orphans must already belong to this process.
         adopt(self)
         until = time.monotonic() + min(idle_s, START_S)
         async with await asyncio.start_unix_server(self.meet, sock=listener, limit=PIECE):
@@ -308,6 +313,7 @@ class Keeper:
         """Collect dead processes that servers left behind. Popen collects the server itself."""
         while True:
             try:
+                # WNOWAIT leaves the process in place: Popen must collect the server itself, or its exit code is lost.
                 seen = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
                 if seen is None:
                     return

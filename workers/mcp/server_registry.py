@@ -91,7 +91,7 @@ class SharedLists:
 
 
 class Source(Protocol):
-    """A server whose tools are offered. `stands_alone`: the server's revision; None before the first listing."""
+    """A server with tools to offer. `stands_alone`: the server's revision; None before the first listing."""
 
     stands_alone: bool | None
 
@@ -227,7 +227,7 @@ class ServerRegistry:
         asked.due = self._clock() + asked.pause_s
 
     def _take(self, asked: _Asked, tools: tuple[ImportedTool, ...]) -> bool:
-        """Put the tools of a server into the registry. Return True if they have changed."""
+        """Put the tools of a server into the registry. Returns whether the tools have changed."""
         try:
             return self._place(asked, self._free(asked, tools))
         except Exception:  # the edge: as above

@@ -1,1 +1,1 @@
-"""The per-host daemon that owns the engine socket: creates sandboxes, feeds them, limits them, removes them."""
+"""The daemon of a host that owns the engine socket. It creates, supplies, limits and removes sandboxes."""

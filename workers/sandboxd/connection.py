@@ -172,6 +172,7 @@ class Connection:
             session.activity.note(call.op, done)
             session.used_at = time.monotonic()
         if self._link.is_gone:
+            # This check comes before the news is taken: the news must not be lost in an answer that no worker reads.
             raise ConnectionError("the worker left during a call")
         sandbox_fields: dict[str, Any] = {
             "ok": True,

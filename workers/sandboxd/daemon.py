@@ -1,9 +1,10 @@
-"""sandboxd as a process. Builds all parts, proves the profile on a real sandbox, serves until a signal, and shuts down
-in order.
+"""sandboxd as a process: builds all parts, proves the profile on a real sandbox, serves until a signal, and shuts
+down in order.
 
-The order of `open_daemon` protects the sandboxes of other processes: the lease is taken before anything is removed,
-leftovers are removed before a session is adopted, and no worker connects before a test sandbox has shown that the
-engine applies the whole profile.
+Invariant: the start never touches a sandbox of another live process, and no worker gets an unproven sandbox. The
+order of `open_daemon` ensures this. First, the process takes the lease, before anything is removed. Second, leftovers
+are removed, before a session is adopted. Third, a test sandbox shows that the engine applies the whole profile,
+before a worker connects.
 """
 
 import asyncio
@@ -76,7 +77,7 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT, END_FOR_GOOD)
 
 @dataclass(frozen=True)
 class HostSetup:
-    """The parts that a daemon is built from. They do not depend on the kind of its workspaces."""
+    """Parts of a daemon that do not depend on the kind of its workspaces."""
 
     settings: SandboxdSettings
     engine: Engine
@@ -335,7 +336,7 @@ async def run(settings: SandboxdSettings) -> None:
 
 @contextlib.contextmanager
 def cancelled_by_signals() -> Iterator[Sequence[int]]:
-    """Cancel the current task once when a signal asks for the end, so that the task takes its parts down in order.
+    """Cancel the current task once when a signal asks for the end. The task then shuts its parts down in order.
     Yields the list of received signals.
     """
     task, loop = asyncio.current_task(), asyncio.get_running_loop()

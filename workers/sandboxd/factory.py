@@ -1,8 +1,8 @@
-"""Starts and removes sandboxes.
+"""Start and removal of sandboxes.
 
-No container may be lost, even if sandboxd is killed at any point. So a container gets its labels from the engine and a
-record on disk before it is started, and both stay until the engine has confirmed the removal. A removal that fails is
-remembered and tried again, and its slot stays taken.
+Invariant: no container is lost, even if sandboxd is killed at any point. A container has labels in the engine and a
+record on disk before it is started. Both stay until the engine has confirmed the removal. A removal that fails is
+stored and tried again, and its slot stays taken.
 """
 
 import asyncio
@@ -166,8 +166,8 @@ class SandboxFactory:
         owner: Mapping[str, str],
         guest_image: str,
     ) -> None:
-        """`owner`: the labels of deployment, sandboxd and lease. `guest_image`: a toolcrew image whose guest is given
-        to images that have none.
+        """Create the factory. `owner`: the labels of deployment, sandboxd and lease. `guest_image`: a toolcrew image
+        that provides the guest for images without a guest.
         """
         self.engine = engine
         self.workspaces = workspaces
@@ -285,8 +285,8 @@ class SandboxFactory:
             raise SandboxUnavailable(f"no sandbox is started now: {self.shortage}")
 
     async def _confirm_gone(self, name: str) -> None:
-        """Remove a container whose start failed. The engine may have created it despite the error, or may still be
-        about to.
+        """Remove a container after a failed start. The engine may have created the container despite the error, or
+        may create it later.
         """
         self._unconfirmed.add(name)
         try:
@@ -309,8 +309,8 @@ class WorkspaceMissed(SandboxUnavailable):
 
 
 class StartCheck:
-    """Checks the first sandbox of each image and runtime, and remembers those that passed. `is_hard`: the file system
-    of a workspace enforces its size.
+    """Check of the first sandbox of each image and runtime. Pairs that passed are not checked again. `is_hard`: the
+    file system of a workspace enforces its size.
     """
 
     def __init__(self, is_hard: bool) -> None:

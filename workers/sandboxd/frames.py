@@ -1,8 +1,8 @@
-"""The guest protocol on the host (docs/guest-protocol.md): its codec, and the two kinds of connection that carry its
-frames, to a worker and to the guest of one sandbox.
+"""The guest protocol on the host (docs/guest-protocol.md): its codec and its two kinds of connection. One kind
+carries frames to a worker, the other to the guest of one sandbox.
 
-Bytes from a guest are hostile. Every length is checked before memory is spent on it, and the first broken frame closes
-the channel, because a reader cannot find the next frame after it.
+Bytes from a guest are untrusted. Every length is checked before memory is allocated for it. The first invalid frame
+closes the channel, because a reader cannot find the next frame after it.
 """
 
 import asyncio
@@ -42,7 +42,7 @@ class Frame:
 
 
 def encode_frame(header: Mapping[str, object], body: bytes = b"", *, max_total: int) -> bytes:
-    """Return the bytes of the frame. Raises FrameError when the other side would refuse them."""
+    """Return the bytes of the frame. Raises FrameError: when the other side would refuse the frame."""
     try:
         text = json.dumps(dict(header), allow_nan=False, separators=(",", ":")).encode("ascii")
     except (TypeError, ValueError, RecursionError) as error:
@@ -351,6 +351,7 @@ class GuestChannel(asyncio.Protocol):
         try:
             for payload in self._demultiplex(data):
                 for frame in self._decoder.feed(payload):
+                    # A frame may end the sandbox. The rest of the same read is then dropped.
                     if self._lost:
                         return
                     self._on_frame(frame)

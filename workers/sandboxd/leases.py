@@ -1,9 +1,9 @@
-"""Lock files that show which sandboxds of a host are alive. They separate the leftovers of a dead sandboxd from the
-containers of a living one.
+"""Lock files that show which sandboxds of a host are alive. The files separate the leftovers of a dead sandboxd from
+the containers of a living sandboxd.
 
-The kernel releases a lock when its process ends for any reason, so no clock is needed. The device and inode
-number of the folder are part of a lease. A lease of another folder (a sandboxd in a container, or on another host)
-cannot be judged here and is never treated as dead.
+The kernel releases a lock when its process ends for any reason, so no clock is needed. The device and inode number of
+the folder are part of a lease. A lease of another folder (a sandboxd in a container, or on another host) cannot be
+judged here and is never treated as dead.
 """
 
 import fcntl
@@ -62,7 +62,7 @@ class Lease:
         except OSError:
             return False
         try:
-            # The lock is free, so its owner has ended. The lock is released again below, when the file is closed.
+            # A lock that can be taken has no living owner. The close below releases it again.
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return True
         except BlockingIOError:

@@ -36,9 +36,9 @@ class SandboxPlan:
 
 
 class Plans:
-    """Computes plans from a tenant's terms and its class. A session gets only what both allow.
+    """Computes plans from a tenant's terms and class. A session gets only properties that both allow.
 
-    Raises ValueError for a class whose name is invalid, or that needs what this host does not have.
+    Raises ValueError: for a class with an invalid name, or a class that this host cannot support.
     """
 
     def __init__(self, settings: SandboxdSettings) -> None:
@@ -114,8 +114,8 @@ class Plans:
         return "none" if granted is None or terms.network == "none" else granted.network
 
     def rules(self, terms: SandboxTerms) -> EgressRules:
-        """Return the destinations that sessions of these terms may reach now. Without egress there are none, even if
-        they were allowed at the opening.
+        """Return the destinations that sessions of these terms may reach now. Without egress there are no
+        destinations, even if the opening allowed some.
         """
         return self.classes[terms.tenant_class].egress if self.network(terms) == "egress" else EgressRules()
 

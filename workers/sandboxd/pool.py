@@ -80,7 +80,7 @@ class WarmPool:
         return None
 
     async def give_up_one(self) -> bool:
-        """Remove a sandbox whose slot a session needs. Returns False when the pool is empty."""
+        """Remove a sandbox because a session needs its slot. Returns False when the pool is empty."""
         if not self._ready:
             return False
         await self._drop(self._ready.pop())

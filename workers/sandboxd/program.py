@@ -28,7 +28,7 @@ _KILLED_S: Final = 3600.0
 
 
 async def examine(settings: SandboxdSettings, plans: Plans, engine: Engine) -> Evidence:
-    """Collect all evidence about the host. Missing parts raise no exception: they are evidence, too."""
+    """Collect all evidence about the host. Missing parts raise no exception, because they are evidence too."""
     evidence = Evidence(settings, read_host_facts(), plans, egress_problem=await _find_egress_problem(settings, plans))
     try:
         evidence = replace(evidence, facts=await engine.facts())

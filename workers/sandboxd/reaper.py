@@ -1,7 +1,8 @@
-"""Removes containers without an owner: their sandboxd died, their deadline has passed, or they were never started.
+"""Removal of containers without an owner: their sandboxd died, their deadline has passed, or they were never started.
 
-The labels of a container and the lease files decide. After kill -9 no other state can be trusted, because it may be
-older than the container. A container is removed only if its owner is certainly dead; in doubt it stays.
+Invariant: a container is removed only if its owner is certainly dead; in doubt the container stays. The labels of a
+container and the lease files decide. After kill -9 no other state can be trusted, because it may be older than the
+container.
 """
 
 import asyncio

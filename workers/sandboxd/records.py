@@ -1,8 +1,8 @@
 """State that must survive the death of sandboxd: the names of its containers, and the sessions whose files are kept.
 
-Each record is a small JSON file that is replaced as a whole. A container is recorded before it is started and forgotten
-after its removal is confirmed. The records survive a process that dies. A host that reboots loses its containers, so
-they need no fsync.
+Each record is a small JSON file that is replaced as a whole. A container is recorded before it is started. The record
+is deleted after the removal is confirmed. The records survive a process that dies. A host that reboots loses its
+containers, so the records need no fsync.
 """
 
 import hashlib
@@ -84,7 +84,7 @@ class Records:
         _unlink(self._containers / f"{name}.json")
 
     def containers(self) -> list[str]:
-        """Return the names of containers whose removal was never confirmed."""
+        """Return the names of containers without a confirmed removal."""
         return [record.name for record in _read_all(self._containers, _CONTAINER)]
 
     def keep_session(self, record: SessionRecord) -> None:

@@ -1,8 +1,8 @@
 """Session of this host: its sandbox, the state of its files, and the news for its next call.
 
-Invariant: the model learns of every loss. A loss stays in `news` or `unreported_loss`, and in the record on disk,
-until a call reports it. A second rule protects other tenants: values from the guest serve only for counting and
-scheduling, and the safety of another session never depends on them.
+Invariant: the model learns of every loss. A loss stays in `news` or `unreported_loss` until a call reports it, and
+the record on disk contains both. A second rule protects other tenants. Values from the guest serve only for counting
+and scheduling; the safety of another session never depends on them.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ from workers.sandboxd.records import SessionRecord
 from workers.sandboxd.sandbox import Sandbox
 
 _READING = frozenset({"read_text", "read_file", "glob", "grep", "ping", "job_poll", "job_list"})
-"""Requests that do not change files. All others may change files, even if they fail."""
+"""Requests that do not change files. All other requests may change files, even if they fail."""
 _MOST_JOBS = 16
 """Maximum number of background jobs that a correct guest runs. sandboxd stores no more ids, so a hostile guest cannot
 fill its memory.
@@ -64,8 +64,7 @@ class SessionActivity:
 
     def note(self, op: str, done: Mapping[str, Any]) -> None:
         """Record the end of a request. `done`: the guest's answer; empty if the outcome is unknown."""
-        # A request with an unknown outcome counts as a write: an unnecessary checkpoint is cheap, a missing one loses
-        # files.
+        # A failed or unknown outcome counts too: an unnecessary checkpoint is cheap, a missing checkpoint loses files.
         if op not in _READING:
             self.has_written = True
         jobs = done.get("jobs") if op == "job_list" else [done.get("job")]
@@ -121,7 +120,6 @@ class Session:
     archive: str | None = field(init=False, default=None)
     lost: str | None = field(init=False, default=None)
     news: str | None = field(init=False, default=None)
-    # A running checkpoint counts as use, so that no duty evicts the session during the checkpoint.
     unreported_loss: str | None = field(init=False, default=None)
     failed_unpacks: int = field(init=False, default=0)
     used_at: float = field(init=False, default_factory=time.monotonic)
@@ -151,6 +149,7 @@ class Session:
 
     @property
     def is_busy(self) -> bool:
+        # A running checkpoint counts as use, so that no duty evicts the session during the checkpoint.
         return (self.sandbox is not None and bool(self.sandbox.calls)) or self.checkpointing.locked()
 
     def idle_s(self) -> float:

@@ -272,6 +272,7 @@ class Sessions:
         try:
             workspace = await self._factory.make_workspace(plan)
         except BaseException:
+            # The slot has no container yet, so the factory does not return it.
             self._factory.slots.give_back()
             raise
         try:
@@ -282,7 +283,6 @@ class Sessions:
 
     def _forget_start(self, session: str, task: "asyncio.Task[Session]") -> None:
         del self._starting[session]
-        # The slot has no container yet, so no other code returns it.
         if not task.cancelled():
             task.exception()  # retrieve the exception: the caller may have left
 

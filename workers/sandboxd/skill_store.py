@@ -124,8 +124,8 @@ class SkillStore:
 
 
 def _repack(received: IO[bytes], archive: IO[bytes], name: str, digest: str) -> None:
-    """Repack the files below `name`, owned by root and read-only, and accept nothing but files. Raises ToolFailure when
-    they are not that bundle.
+    """Repack the files below `name`, owned by root and read-only. Only regular files are accepted. Raises
+    ToolFailure: when the files do not match the digest.
     """
     found, folders, top = BundleDigest(), {""}, SKILLS_FOLDER.strip("/")
     try:

@@ -85,8 +85,8 @@ def _as_unavailable(what: str) -> Iterator[None]:
 
 
 class SessionSuspender:
-    """Freezes sessions, packs them and removes their containers. Holds the session's lock for that time, so that calls
-    wait.
+    """Freezes sessions, packs them and removes their containers. The suspender holds the session's lock for that
+    time, so that calls wait.
     """
 
     def __init__(self, factory: SandboxFactory, suspension_store: SuspensionStore, records: Records) -> None:
@@ -194,8 +194,7 @@ class SessionSuspender:
             has_jobs = await self._has_jobs(entry, sandbox)
             if has_jobs and not is_last:
                 return False
-            # From here to the removal the state exists twice: packed, and in the container. A crash in between loses
-            # nothing.
+            # The container stays unchanged until the archive and the record are written.
             entry.archive = await self._store.pack(entry, sandbox)
             if has_jobs:
                 entry.add_news(_JOBS_ENDED)

@@ -1,4 +1,4 @@
-"""Network connections for httpcore. They go only to checked addresses, and every wait and every byte is bounded."""
+"""Network connections for httpcore, only to checked addresses. Every wait and every byte is bounded."""
 
 import ssl
 from collections.abc import Iterable, Sequence

@@ -99,7 +99,7 @@ async def _exchange(request: Request, route: Route, body_bytes: BodyBytes) -> An
 
 @dataclass(frozen=True)
 class Response:
-    """A response whose body is not read yet."""
+    """A response before its body is read."""
 
     head: Head
     stream: AsyncIterable[bytes]

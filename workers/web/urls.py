@@ -173,5 +173,5 @@ def _invalid(why: str) -> ToolFailure:
 
 
 def refused(why: str) -> ToolFailure:
-    """Return the failure for a URL whose destination is refused."""
+    """Return the failure for a URL with a forbidden destination."""
     return ToolFailure(ErrorCode.SECURITY_REFUSED, f"the url is refused: {why}")

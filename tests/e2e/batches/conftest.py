@@ -1,4 +1,4 @@
-"""What every test of batches has to leave."""
+"""A check that every batch test leaves no sandbox."""
 
 from collections.abc import Iterator
 
@@ -9,7 +9,7 @@ from tests.stack import Stack, wait_until
 
 @pytest.fixture(autouse=True)
 def no_sandbox_stays(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Whoever leaves a sandbox on the shared stack is told, instead of whoever comes after."""
+    """Fail the test that leaves a sandbox on the shared stack, instead of a later test."""
     if "stack" not in request.fixturenames:
         yield
         return

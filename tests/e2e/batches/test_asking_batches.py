@@ -1,5 +1,5 @@
-"""`toolcrew batches submit --ask` on a real pool: what is asked there is answered from other processes, also while nobody
-works the batch.
+"""`toolcrew batches submit --ask` on a real pool. Other processes answer the questions, even while no orchestrator
+processes the batch.
 """
 
 import json
@@ -33,7 +33,7 @@ ITEMS = ("changed", "refused", "later", "never")
 
 
 class Desk:
-    """Types commands where the environment names the shared stack and a model server."""
+    """A user's shell whose environment names the shared stack and a model server."""
 
     def __init__(self, stack: Stack, footprint: Footprint, server: ModelServer, folder: Path) -> None:
         self.folder, self._footprint = folder, footprint
@@ -55,8 +55,8 @@ class Desk:
         return run_toolcrew(self._footprint, *arguments, environment=self.environment, within_s=100)
 
     def pending(self) -> dict[str, dict[str, Any]]:
-        """What waits, by its item: asked here, as it is asked again and again, and a process more would take a second
-        each time.
+        """Return the waiting questions by item. The list is read in this process, because each poll through a command
+        would take a second.
         """
         told = CliRunner().invoke(app, ["approvals", "list", "--json"], env=self.environment)
         assert told.exit_code == 0, told.output
@@ -107,7 +107,7 @@ def test_people_answer_from_elsewhere_and_an_answer_outlives_whoever_asked(desk:
         first.send_signal(signal.SIGKILL)
         first.wait()
     assert desk.toolcrew("approvals", "decide", waiting["later"]["id"], "allow").returncode == 0
-    # Whoever goes on has less patience.
+    # The resumed batch uses a shorter timeout.
     second = desk.start("batches", "resume", "asking", "--output", str(desk.output), TOOLCREW_APPROVAL_WAIT_S="2")
     assert second.wait(200) == 0, desk.said()
     answers = desk.answers()

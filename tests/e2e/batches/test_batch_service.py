@@ -1,5 +1,5 @@
-"""`toolcrew serve batches` on a real pool: several orchestrators share what was handed over, come and go, and are nobody's
-way into their host.
+"""`toolcrew serve batches` on a real pool. Several orchestrators share the submitted batches and can start and stop
+at any time. Submitted data gives no access to their hosts.
 """
 
 import contextlib
@@ -47,8 +47,8 @@ from tests.stack import (
 pytestmark = [pytest.mark.stack, pytest.mark.timeout(300)]
 
 STEPS = 2
-"""Calls of each item: each adds a line to a file of its workspace and counts them, so that one that acted twice shows
-in the answer.
+"""Calls of each item. Each call adds a line to a file of its workspace and counts the lines, so that a repeated
+execution appears in the answer.
 """
 
 
@@ -69,7 +69,7 @@ SCRIPT: list[dict[str, Any]] = [
 
 
 class Service:
-    """One `toolcrew serve batches`, and what it says."""
+    """One `toolcrew serve batches` process, and its output."""
 
     def __init__(self, place: "Place", *options: str) -> None:
         self._log = place.folder / f"service-{secrets.token_hex(4)}.log"
@@ -85,7 +85,7 @@ class Service:
         return read_log(self._log, event)
 
     def runs(self, event: str) -> set[str]:
-        """Those that it has begun, or that have ended there."""
+        """Return the runs that the service has started, or that have ended there."""
         return {line["run"] for line in self.events(event)}
 
     def is_at_work(self) -> bool:
@@ -97,7 +97,7 @@ class Service:
 
 
 class Place:
-    """Types commands and starts services where the environment names the shared stack and a model server."""
+    """A user's shell that starts commands and services. The environment names the shared stack and a model server."""
 
     def __init__(self, stack: Stack, footprint: Footprint, server: ModelServer, folder: Path) -> None:
         self.stack, self.footprint, self.server, self.folder = stack, footprint, server, folder
@@ -124,7 +124,7 @@ class Place:
         return ToolClient.connect(settings=self.settings, tenant=tenant, api_key=api_key, approver=AutoApprover())
 
     def write(self, batch: str, items: list[str]) -> Path:
-        """A batch of runs."""
+        """Write a batch of runs."""
         file = self.folder / f"{batch}.jsonl"
         file.write_text("".join(json.dumps({"id": item, "instruction": f"[item {item}] act"}) + "\n" for item in items))
         return file
@@ -142,7 +142,7 @@ def place(stack: Stack, engine: APIClient, tmp_path_factory: pytest.TempPathFact
 
 @pytest.fixture(scope="module")
 def service(place: Place) -> Iterator[Service]:
-    """One that nobody stops."""
+    """Return a service that no test stops."""
     with place.service() as service:
         yield service
 
@@ -152,13 +152,13 @@ async def find_outcomes(runs: BatchRuns, batch: str) -> list[Outcome]:
 
 
 async def check_rows(runs: BatchRuns, batch: str, items: list[str]) -> None:
-    """One right answer each."""
+    """Fail unless each item has exactly one correct answer."""
     told = [(outcome.body or {}).get("answer") for outcome in await find_outcomes(runs, batch)]
     assert sorted(map(str, told)) == sorted(f"{item} acted {STEPS} times" for item in items)
 
 
 def dump(client: "redis.Redis") -> bytes:
-    """All that Redis holds of runs and batches."""
+    """Return all data of runs and batches in Redis."""
     readers: dict[bytes, Callable[[bytes], Any]] = {
         b"hash": client.hgetall,
         b"list": lambda key: client.lrange(key, 0, -1),
@@ -211,7 +211,7 @@ async def test_orchestrators_share_the_batches_of_all_tenants_and_one_that_is_st
         left = second.runs("run_begun") - second.runs("run_ended")
         with place.service("--concurrency", "6") as third:
             with place.stack.open_redis() as client:
-                # What the dead one held is free after a lease, which nobody has to wait for here.
+                # The runs of the killed service are released after a lease. The test shortens this wait.
                 leases = client.zrange("toolcrew:default:runs:leases", 0, -1)
                 client.zadd(
                     "toolcrew:default:runs:leases",
@@ -227,7 +227,7 @@ async def test_orchestrators_share_the_batches_of_all_tenants_and_one_that_is_st
         told = await default.batch_runs().batch_events("shared")
     assert len({event.orchestrator for event in told if isinstance(event, RunClaimed)}) >= 2
     assert left <= third.runs("run_ended")
-    # A reply may have been paid for and not yet logged: one of each run that was killed.
+    # A reply may have been paid for but not logged: at most one for each killed run.
     assert place.server.stats()["replies_repeated"] <= len(left) <= 2
     assert_no_secret(place, key, "".join(service.said() for service in (first, second, third)))
 
@@ -276,7 +276,7 @@ async def submit_by_hand(
     artifacts: Path | None = None,
     tenant: str = "default",
 ) -> None:
-    """As somebody does who writes records past every check of a submission."""
+    """Submit a batch as an attacker who writes records and bypasses all checks of a submission."""
     record = BatchRecord(
         state=BatchState.IN_PROGRESS,
         total=len(items),
@@ -336,7 +336,7 @@ async def test_an_interactive_call_does_not_wait_for_a_batch(place: Place, servi
             began = time.time()
             assert (await session.call("bash_tool", {"command": "true"})).success
             passed = time.time()
-            # The one that ran and one that was just about to; others wait.
+            # The running item and the next item; the others wait.
             assert sum(began < at < passed for at in await ends()) <= 3
             await runs.batches.cancel("slow")
             await eventually(lambda: place.has_ended("default", "slow"), UP_S, service.said)

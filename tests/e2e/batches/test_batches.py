@@ -1,5 +1,5 @@
-"""`toolcrew batch` as its users type it, on a real pool with a model that plays a script: rows, deaths in the middle,
-interruptions.
+"""`toolcrew batch` as users type it, on a real pool with a model that follows a script: rows, kills during the batch,
+and interruptions.
 """
 
 import json
@@ -17,8 +17,8 @@ from tests.stack import TOOLCREW, Footprint, Stack, run_toolcrew, wait_until
 pytestmark = [pytest.mark.stack, pytest.mark.timeout(300)]
 
 STEPS = 3
-"""Calls of each item: each adds a line to a file of its workspace and counts them, so that one that acted twice shows
-in the answer.
+"""Calls of each item. Each call adds a line to a file of its workspace and counts the lines, so that a repeated
+execution appears in the answer.
 """
 SCRIPT: list[dict[str, Any]] = [
     *(
@@ -42,7 +42,7 @@ SCRIPT: list[dict[str, Any]] = [
 
 
 class Shell:
-    """Types commands where the environment names the shared stack and a model server."""
+    """A user's shell whose environment names the shared stack and a model server."""
 
     def __init__(self, stack: Stack, footprint: Footprint, server: ModelServer, folder: Path) -> None:
         self.server = server
@@ -55,7 +55,7 @@ class Shell:
         }
 
     def write(self, count: int) -> Path:
-        """A batch of so many items."""
+        """Write a batch of `count` items."""
         file = self.folder / "in.jsonl"
         file.write_text(
             "".join(
@@ -138,7 +138,7 @@ def test_after_an_orchestrator_was_killed_the_batch_is_gone_with_where_it_was(sh
     done = shell.toolcrew("batches", "resume", "killed", "--output", out)
     assert done.returncode == 0, done.stderr
     assert answers(shell.rows()) == expected(12)
-    # A reply may have been paid for and not yet logged: one of each run that was killed.
+    # A reply may have been paid for but not logged: at most one for each killed run.
     assert shell.server.stats()["replies_repeated"] <= 6
 
 

@@ -1,5 +1,5 @@
-"""`toolcrew batch` on bad days, as its users type it: files that are none, paths that take no rows, disks that fill up,
-models that are away, quotas.
+"""`toolcrew batch` under failures, as users type it: invalid files, unwritable paths, full disks, unavailable models,
+and quotas.
 """
 
 import json
@@ -19,11 +19,11 @@ from tests.stack import TOOLCREW, Footprint, Stack, free_port, missing, run_tool
 pytestmark = [pytest.mark.stack, pytest.mark.timeout(300)]
 
 HASTY = {"TOOLCREW_MODEL_RETRIES": "0"}
-"""A request that fails is told at once: what follows is the batch's."""
+"""A failed model request is reported at once; the retries of the batch follow."""
 
 
 class Told:
-    """A command that runs, and what it has said on stderr so far."""
+    """A running command, and its stderr output so far."""
 
     def __init__(
         self,
@@ -91,7 +91,7 @@ def shell(stack: Stack, footprint: Footprint, tmp_path: Path) -> Iterator[Troubl
 
 
 def fault(kind: str, **fields: Any) -> dict[str, Any]:
-    """A line of the model server's script."""
+    """Return a fault line of the model server's script."""
     when: dict[str, Any] = {name: fields.pop(name) for name in ("first", "per", "during_s") if name in fields}
     return {"kind": "fault", "fault": {"kind": kind, **fields}, **when}
 
@@ -192,7 +192,7 @@ def test_while_the_model_is_away_the_batch_waits_and_pays_nothing_twice(
         stats = server.stats()
     assert answers(shell.rows()) == expected(16)
     assert stats["replies_repeated"] == 0
-    # Those that ran when it went, and now and then one that looks whether it is back.
+    # The items that ran at the failure, and now and then an item that tests whether the model is back.
     assert 4 <= stats["faults"]["status"] <= 8
     assert shell.batch_events("item_retried") == []
     assert "the batch waits for its model" in told.said()
@@ -238,7 +238,7 @@ def test_a_model_that_refuses_the_key_ends_the_work_and_no_item(shell: TroubledS
     assert asked <= 2
     counts = shell.counts("refused")
     assert (counts["failed"], counts["waiting"], counts["running"]) == (0, 20, 0)
-    # Its sandboxes are kept for whoever goes on with it; who does not has them removed.
+    # The sandboxes are kept for a resumed batch. Without a resume they are removed.
     assert shell.run("batches", "cancel", "refused").returncode == 0
 
 

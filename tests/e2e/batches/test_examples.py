@@ -1,4 +1,4 @@
-"""The example batches as the README submits them: on a real pool, solved by their scripts, judged by their own
+"""The example batches as the README submits them: on a real pool, solved by their scripts, and checked by their own
 checkers.
 """
 
@@ -16,13 +16,13 @@ from tests.stack import Footprint, Stack, run_toolcrew
 pytestmark = [pytest.mark.stack, pytest.mark.timeout(300)]
 EXAMPLES = Path(__file__).parents[3] / "examples"
 EVERY = 3
-"""Of the questions so many are asked once: each of them costs a sandbox, and tests/unit/test_example_batches.py runs
-the commands of all.
+"""Every third question is asked once, because each question needs a sandbox. tests/unit/test_example_batches.py runs
+the commands of all questions.
 """
 
 
 def work(stack: Stack, footprint: Footprint, folder: Path, batch: Path, script: Path, *options: str) -> None:
-    """Submit a batch; its rows go into `folder`."""
+    """Submit a batch and write its rows into `folder`."""
     with running_model_server(script) as server:
         environment = {
             "TOOLCREW_REDIS_URL": stack.redis_url,
@@ -40,7 +40,7 @@ def work(stack: Stack, footprint: Footprint, folder: Path, batch: Path, script: 
 
 
 def check(example: str, folder: Path, *arguments: str) -> str:
-    """The last line that the example's checker prints."""
+    """Return the last line that the example's checker prints."""
     argv = [sys.executable, "-B", str(EXAMPLES / example / "check.py"), str(folder / "out.jsonl"), *arguments]
     done = subprocess.run(argv, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -48,7 +48,7 @@ def check(example: str, folder: Path, *arguments: str) -> str:
 
 
 def ask_some(stack: Stack, footprint: Footprint, folder: Path, example: Path, prepared: Path) -> None:
-    """Submit some of the questions about `prepared / "workspace"`, and have the answers judged."""
+    """Submit some of the questions about `prepared / "workspace"`, and check the answers."""
     for name, source in (("batch", example), ("expected", prepared)):
         lines = [json.loads(line) for line in (source / f"{name}.jsonl").read_text().splitlines()][::EVERY]
         if name == "batch":
@@ -83,7 +83,7 @@ def test_the_failing_tests_are_repaired_in_what_the_batch_hands_back(
     example, repaired = EXAMPLES / "fix-the-test", tmp_path / "repaired"
     work(stack, footprint, tmp_path, example / "batch.jsonl", example / "script.jsonl", "--artifacts", str(repaired))
     assert check("fix-the-test", tmp_path, "--artifacts", str(repaired)) == "5 of 5 right"
-    # What was handed in is as it was: each project still fails.
+    # The submitted projects are unchanged: each project still fails.
     argv = [sys.executable, "-B", "-m", "unittest"]
     unrepaired = subprocess.run(
         argv, cwd=example / "projects" / "roman", capture_output=True, text=True, timeout=60, check=False

@@ -1,5 +1,5 @@
-"""Runs that a program starts on a real pool: followed while they work, in a session that is open, cancelled in the
-middle, looked at by commands.
+"""Runs that a program starts on a real pool: followed during execution, in an open session, cancelled during
+execution, and inspected by commands.
 """
 
 import asyncio
@@ -48,7 +48,7 @@ def environment(stack: Stack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 @asynccontextmanager
 async def serving() -> AsyncIterator[ToolClient]:
-    """A client, while an orchestrator works what it starts."""
+    """Yield a client, while an orchestrator executes the runs of the client."""
     service = BatchService(load_settings(), concurrency=4, has_traces=False)
     working = asyncio.create_task(service.run())
     try:
@@ -61,7 +61,7 @@ async def serving() -> AsyncIterator[ToolClient]:
 
 
 async def until(client: ToolClient, run: str, kind: str, word: str) -> None:
-    """Until such an event with that word in it has come."""
+    """Wait until an event of this kind with `word` in its content has arrived."""
     async for _, text in client.runs.follow(run):
         if json.loads(text)["type"] == kind and word in text:
             return
@@ -85,7 +85,7 @@ async def work() -> tuple[str, str]:
         await until(client, stopped.id, "OutputArrived", "begun")
         await client.runs.cancel(stopped.id)
         assert (await ended(client, stopped.id)).state is HostedState.CANCELLED
-        # The session is as it was, and what the run had begun there is gone.
+        # The session is unchanged, and the programs that the run had started there have ended.
         left = await session.call(
             "bash_tool", {"command": "for _ in $(seq 50); do pgrep -f '[s]leep 301' || exit 0; sleep 0.1; done; exit 1"}
         )

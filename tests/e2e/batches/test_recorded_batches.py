@@ -1,5 +1,5 @@
-"""A batch whose model was recorded gives the same answers from the recording, streamed or whole, and the recording
-holds no key.
+"""A batch with a recorded model gives the same answers from the recording, streamed or whole. The recording contains
+no key.
 """
 
 import json

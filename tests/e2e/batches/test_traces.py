@@ -1,4 +1,4 @@
-"""Traces of runs on a real pool: no secret is in anything that is made of them."""
+"""Traces of runs on a real pool: no output that is derived from a trace contains a secret."""
 
 import base64
 import json
@@ -25,7 +25,7 @@ pytestmark = [pytest.mark.stack, pytest.mark.timeout(200)]
 
 @pytest.fixture
 def traces(tmp_path: Path, stack: Stack, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder of traces, where the environment names the shared stack."""
+    """Return the folder of traces; the environment names the shared stack."""
     folder = tmp_path / "traces"
     for name, value in (("TRACES", str(folder)), ("REDIS_URL", stack.redis_url), ("APPROVALS", "auto")):
         monkeypatch.setenv(f"TOOLCREW_{name}", value)
@@ -33,7 +33,7 @@ def traces(tmp_path: Path, stack: Stack, monkeypatch: pytest.MonkeyPatch) -> Pat
 
 
 async def run_traced(client: ToolClient, turns: list[Any]) -> Path:
-    """The trace of a run that the turns have played."""
+    """Run the turns and return the trace of the run."""
     result = await client.run("go", model=ScriptedModel(turns), options=ReActOptions(max_iterations=9), has_trace=True)
     assert result.stop_reason == "answered"
     return client.traces.folder / client.tenant / f"{result.run}.jsonl"
@@ -45,7 +45,7 @@ def forms_of(secret: str) -> list[str]:
 
 
 def read_all(folder: Path) -> list[str]:
-    """The trace's file and those of its large parts."""
+    """Return the trace's file and the files of its large parts."""
     files = [file for file in folder.rglob("*") if file.is_file()]
     assert len(files) > 1, "nothing was large enough to lie apart"
     return [file.read_text() for file in files]
@@ -61,7 +61,7 @@ async def test_no_secret_is_in_a_trace_in_its_parts_or_in_what_is_made_of_it(
     for name, value in known.items():
         monkeypatch.setenv(name, json.dumps([value]) if name.endswith("PREVIOUS") else value)
     password = urlsplit(stack.redis_url).password or ""
-    # Given by hand: the environment names no Redis.
+    # Passed explicitly, because the environment names no Redis.
     monkeypatch.delenv("TOOLCREW_REDIS_URL")
     shaped = ["ghp_" + "a1B2" * 9, "AKIA" + "Q7" * 8]
     said = " ".join([*known.values(), password, *shaped])

@@ -21,7 +21,7 @@ WHOLE_S = 500.0
 wait for an answer.
 """
 MOST_CHECKPOINTS = 100
-"""Maximum checkpoints of one tenant in one store. They use the operator's disk."""
+"""Maximum number of checkpoints of a tenant in one store. Checkpoints use the operator's disk."""
 AUTOMATIC_KEPT_S = 7 * 86_400.0
 """Lifetime of an automatic checkpoint, in seconds, if its session makes no newer one."""
 _ID = re.compile(r"[A-Za-z0-9_-]{1,64}")

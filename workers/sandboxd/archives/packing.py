@@ -1,7 +1,7 @@
-"""Archives of a session's files, as a tar stream out of one guest and into another.
+"""Archives of a session's files: a tar stream out of one guest and into another.
 
-The bytes of an archive are hostile, so the host never unpacks them. Both ends run the image's own tar inside a sandbox.
-An archive is only given to a guest of the same tenant. The host limits its size and time.
+Invariant: the host never unpacks an archive, because its bytes are untrusted. Both ends run the image's own tar
+inside a sandbox. An archive is only given to a guest of the same tenant. The host limits its size and time.
 """
 
 import asyncio
@@ -16,18 +16,18 @@ from workers.sandboxd.frames import Frame
 from workers.sandboxd.sandbox import FRAME_COST_BYTES, quote_text
 
 ROOTS = ("/workspace", "/output")
-"""The session's files; and the long outputs, job logs, shell state and file states of the guest."""
+"""Folders of the session: its files; and the long outputs, job logs, shell state and file states of the guest."""
 PACKING_TIMEOUT_S = 480.0
 _PIECE_BYTES = 4 * 1024 * 1024
-"""Bytes of an archive that the guest holds in memory while it unpacks."""
+"""Size of the pieces of an archive that the guest holds in memory while it unpacks, in bytes."""
 _FIFO_FOLDER = "/tmp"
 _FRAME_BYTES = 512 * 1024
 _WAITING_BYTES = 1024 * 1024
-"""The guest is not read while more received bytes than this wait for the caller."""
+"""Maximum number of received bytes that wait for the caller. Above it, reading from the guest pauses."""
 _STDERR_BYTES = 65_536
 _LAST_ERROR_S = 5.0
 _CHANGED = 1
-"""tar's exit code when a file changed or disappeared while it was read."""
+"""Exit code of tar when a file changed or disappeared during the reading."""
 _FULL = (b"No space left", b"File too large", b"Disk quota exceeded")
 
 # Files that their own user may not read are made readable while tar runs. Modes are restored from the deepest folder
@@ -108,13 +108,13 @@ def count_most_bytes(workspace_bytes: int, inodes: int) -> int:
 
 
 def pack_roots(roots: Sequence[str]) -> list[str]:
-    """Return the program that packs all that is below these folders."""
+    """Return the program that packs all files below these folders."""
     return ["bash", "-c", _PACK, "pack", *roots]
 
 
 def pack_list(names: str, folder: str) -> list[str]:
-    """Return the program that packs the files of a folder whose names are in the file `names`, each with a NUL at its
-    end; it deletes that file.
+    """Return the program that packs selected files of a folder. The file `names` lists the names, each with a NUL at
+    its end. The program deletes this list.
     """
     return ["bash", "-c", _PACK_LIST, "pack", names, folder]
 
@@ -123,7 +123,7 @@ class Packing:
     """Packs one archive: read `chunks` once, then `facts`."""
 
     def __init__(self, guest: Guest, argv: list[str], max_bytes: int) -> None:
-        """`argv`: from `pack_roots` or `pack_list`."""
+        """Create the packing. `argv`: a program of `pack_roots` or `pack_list`."""
         self._guest = guest
         self._argv = argv
         self._max_bytes = max_bytes
@@ -188,8 +188,8 @@ async def stream_in(
 async def run_with_file(
     guest: Guest, argv: Sequence[str], read: AsyncIterator[bytes], total: int, path: str
 ) -> tuple[dict[str, Any], str]:
-    """Do the same as `stream_in` for a program that seeks in its standard input. `path` stores the bytes for that
-    time.
+    """Run a program like `stream_in`, but with a seekable standard input. `path`: the file that stores the bytes for
+    that time.
     """
     sent = 0
     async for piece in in_pieces(read, _PIECE_BYTES):
@@ -286,7 +286,7 @@ class _Outflow:
         self._news.set()
 
     def close(self) -> None:
-        """Drop what still arrives. Without reading, the guest could not report its end and would count as hanging."""
+        """Drop later data. Without reading, the guest could not report its end and would count as blocked."""
         self._is_closed = True
         self._guest.release(self)
 

@@ -28,7 +28,7 @@ class WorkspaceMount:
 
 
 class Workspace(Protocol):
-    """The files of one session. At most one container uses them at a time."""
+    """The files of one session, for at most one container at a time."""
 
     @property
     def kind(self) -> Kind: ...

@@ -55,6 +55,7 @@ class ImageWorkspace:
             raise SandboxUnavailable(
                 f"workspace {self.name} is being given to another container: try again when that has been made"
             )
+        # A second start would remove the mount of the first start before the first container has it.
         self.handing_over.add(self.name)
         try:
             # A sandboxd that was killed at this point may have left its mount.

@@ -105,11 +105,11 @@ class _Level:
 
 @dataclass
 class TreeCount:
-    """Counts a folder once, to its end or to a multiple of the allowed files.
+    """A single count of a folder, to its end or to a multiple of the allowed files.
 
     A file with several names counts once. Files that move during the count may be missed or counted twice. A deleted
-    file that is still open is not counted. A folder of this user without owner rights gets them. A folder that cannot
-    be read counts as overfull.
+    file that is still open is not counted. A folder of this user without owner rights gets these rights. A folder
+    that cannot be read counts as overfull.
     """
 
     folder: Path

@@ -79,6 +79,7 @@ class WorkspaceStore:
             raise SandboxUnavailable(f"a workspace {name} is being made already: choose another name")
         self._making.add(name)
         try:
+            # A cancelled thread cannot be stopped, so the undo runs after the thread has ended.
             return await run_to_end(lambda: self._open_new(place, fill), undo=lambda: self._delete(place))
         finally:
             self._making.discard(name)

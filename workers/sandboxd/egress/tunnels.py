@@ -1,8 +1,8 @@
 """The connections that one sandbox opens: checks the guest's frames and passes them to a relay per connection.
 
-The guest is hostile. Every frame is checked for its fields, its connection's state and its window before it costs
-anything, and the rate of frames is limited, because one event loop serves all sandboxes. Any violation ends the
-sandbox.
+Invariant: a guest can harm only its own sandbox. Every frame is checked before it costs anything: its fields, the
+state of its connection, and its window. The rate of frames is limited, because one event loop serves all sandboxes.
+Any violation ends the sandbox.
 """
 
 import time

@@ -1,1 +1,1 @@
-"""Starts and removes containers. The only folder that imports docker."""
+"""Start and removal of containers. Only this folder imports docker."""

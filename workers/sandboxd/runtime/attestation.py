@@ -23,10 +23,9 @@ _LEAST_SHARE = 0.7
 
 @dataclass(frozen=True)
 class Attestation:
-    """`processes`: living processes except PID 1 and its waiting supervisor. `entries`: folder -> direct entries,
-    counted up to 1,000.
-
-    `workspace_bytes` and `workspace_inodes`: total size of the file system. 0 inodes means that it has no fixed number.
+    """Report of a guest. `processes`: living processes except PID 1 and its waiting supervisor. `entries`: folder ->
+    direct entries, counted up to 1,000. `workspace_bytes` and `workspace_inodes`: total size of the file system. 0
+    inodes means that the file system has no fixed number.
     """
 
     processes: int
@@ -47,7 +46,7 @@ class Guest(Protocol):
 
 
 async def ask_attestation(guest: Guest, timeout_s: float = 5.0) -> Attestation:
-    """Return the guest's current report. Raises SandboxUnavailable when it sends none, or an invalid one."""
+    """Return the guest's current report. Raises SandboxUnavailable: when the report is missing or invalid."""
     try:
         return parse_attestation(await guest.ask({"op": "attest", "timeout_s": timeout_s}))
     except ValueError as error:
@@ -57,7 +56,7 @@ async def ask_attestation(guest: Guest, timeout_s: float = 5.0) -> Attestation:
 
 
 def parse_attestation(done: Mapping[str, Any]) -> Attestation:
-    """Return the answer to `attest`. Raises ValueError when it is an error or violates the protocol."""
+    """Return the answer to `attest`. Raises ValueError: when the answer is an error or violates the protocol."""
     if "error" in done:
         raise ValueError(f"it failed: {str(done['error'])[:300]}")
     entries, workspace = _mapping(done, "entries"), _mapping(done, "workspace")
@@ -97,7 +96,9 @@ def find_misfits(attestation: Attestation, size_bytes: int, inodes: int) -> list
 
 
 def explain_lacks(attestation: Attestation, image: str) -> list[str]:
-    """Return sentences about programs that the operator's image lacks. Empty when it has all that the tools use."""
+    """Return sentences about programs that the operator's image lacks. Empty if the image has all programs that the
+    tools use.
+    """
     return [f"image {image} has no {name}: {_LOSSES[name]}" for name in _PROGRAMS if name not in attestation.programs]
 
 

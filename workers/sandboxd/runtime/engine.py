@@ -53,8 +53,8 @@ T = TypeVar("T")
 
 
 class LateStarts:
-    """Removes containers that appear late, in the background. `remove` gets a name and returns True when the container
-    existed. It raises SandboxUnavailable.
+    """Removes containers that appear late, in the background. `remove`: a function that removes the container of a
+    name and returns whether it existed. The function raises SandboxUnavailable.
     """
 
     def __init__(self, remove: Callable[[str], Awaitable[bool]], pauses_s: Sequence[float] = PAUSES_S) -> None:
@@ -63,7 +63,7 @@ class LateStarts:
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
     def __len__(self) -> int:
-        """Return how many containers are still searched."""
+        """Return the number of containers that are still searched for."""
         return len(self._tasks)
 
     def forget(self, name: str) -> None:
@@ -206,14 +206,14 @@ class Engine:
         return await self._run(self._lanes.start_check, lambda api: dict(api.inspect_container(container)))
 
     async def pause(self, container: str) -> None:
-        """Freeze all processes of a container. Does nothing to a frozen one. Raises SandboxUnavailable when it does not
-        exist or does not run.
+        """Freeze all processes of a container. A frozen container is not changed. Raises SandboxUnavailable: when the
+        container does not exist or does not run.
         """
         await self._run(self._lanes.freezes, lambda api: _freeze(api, container, is_wanted=True))
 
     async def unpause(self, container: str) -> None:
-        """Thaw a container. Does nothing to a running one. Raises SandboxUnavailable when it does not exist or does not
-        run.
+        """Thaw a container. A running container is not changed. Raises SandboxUnavailable: when the container does
+        not exist or does not run.
         """
         await self._run(self._lanes.freezes, lambda api: _freeze(api, container, is_wanted=False))
 
@@ -254,7 +254,9 @@ class Engine:
         return await self._run(self._lanes.start_check, lambda api: list_volumes(api, label))
 
     async def remove_skill_volume(self, name: str) -> None:
-        """Remove a volume. Ignores one that does not exist. Raises SandboxUnavailable while a container uses it."""
+        """Remove a volume. A missing volume is ignored. Raises SandboxUnavailable: while a
+        container uses the volume.
+        """
         await self._run(self._lanes.removals, lambda api: remove_volume(api, name))
 
     def describe(self) -> dict[str, Any]:
@@ -311,8 +313,8 @@ class Engine:
         self._put_back(api)
 
     def _put_back(self, api: docker.APIClient) -> None:
-        """Keep the client for the next call. Over a local socket, close its connections first: it would keep one for
-        each URL it has called.
+        """Keep the client for the next call. Over a local socket, close its connections first. Otherwise the client
+        would keep one connection for each URL.
         """
         if not str(api.base_url).startswith(("http://", "https://")):
             api.close()
@@ -373,7 +375,7 @@ def _create_attach_start(api: docker.APIClient, config: dict[str, Any], name: st
             f"the engine has no image {config['Image']}: build it with scripts/build-image, or pull it"
         ) from error
     attached = api.attach_socket(container, params={"stdin": 1, "stdout": 1, "stderr": 1, "stream": 1})
-    # Use an own descriptor: the SDK's object can then be closed without closing the connection.
+    # A separate descriptor: the SDK's object can be closed without closing the connection.
     sock = socket.socket(fileno=os.dup(attached.fileno()))
     attached.close()
     try:
@@ -400,7 +402,7 @@ def _freeze(api: docker.APIClient, container: str, *, is_wanted: bool) -> None:
 
 
 def _remove(api: docker.APIClient, container: str) -> bool:
-    """Remove a container and return True when it existed."""
+    """Remove a container and return whether it existed."""
     try:
         api.remove_container(container, force=True, v=True)
     except docker.errors.NotFound:

@@ -1,9 +1,9 @@
-"""The gate for every call to the container engine. It limits the number and the duration of calls, and refuses calls
-while the engine does not answer.
+"""The gate for every call to the container engine. The gate limits the number and the duration of calls, and refuses
+calls while the engine does not answer.
 
-A blocked thread cannot be stopped. So a call that exceeds its deadline is answered with an error, but it keeps its slot
-until its thread ends: the number of threads in a hanging engine stays limited. After a few calls without an answer the
-breaker opens, and callers fail at once instead of waiting.
+Invariant: the number of threads stays limited, even if the engine hangs. A blocked thread cannot be stopped. So a
+call that exceeds its deadline gets an error, but keeps its slot until its thread ends. After a few calls without an
+answer the breaker opens, and callers fail at once instead of waiting.
 """
 
 import asyncio
@@ -64,7 +64,7 @@ class Breaker:
         self._silent_since = 0.0
         self.is_open = False
         self.failures = 0
-        """Calls in a row without an answer."""
+        """Number of consecutive calls without an answer."""
         self.last_error = ""
 
     @property
@@ -182,7 +182,7 @@ LANES: Final = Lanes(
 
 
 class _LaneSlots:
-    """The slots of a lane, in order of arrival. A slot is free when the thread that used it ends, not when its caller
+    """The slots of a lane, given in order of arrival. A slot becomes free when its thread ends, not when its caller
     gives up.
     """
 
@@ -190,7 +190,7 @@ class _LaneSlots:
         self.lane = lane
         self.running = 0
         self.overdue = 0
-        """Running calls whose callers gave up at the deadline."""
+        """Number of running calls that passed their deadline; their callers have an error."""
         self._waiting: deque[asyncio.Future[None]] = deque()
 
     @property
@@ -316,7 +316,7 @@ class EngineGate:
             raise SandboxUnavailable(self._silence())
 
     async def _ask_probe(self) -> None:
-        # Wait again for a probe that hangs. So at most one thread hangs in a silent engine because of probes.
+        # A probe that hangs is awaited again and not repeated, so probes block at most one thread.
         try:
             if self._probing is None or self._probing.done():
                 self._probing = in_thread(self._probe, "engine-probe")

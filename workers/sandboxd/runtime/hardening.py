@@ -85,8 +85,8 @@ _OWN_MEMORY: Final = WorkspaceMount()
 
 @dataclass(frozen=True)
 class Variant:
-    """Properties in which sandboxes of one host differ, besides image, runtime and sizes. `guest_volume`: for an image
-    without a guest. `skills_volume`: the skills of sandboxes, or None.
+    """Properties that differ between sandboxes of one host, besides image, runtime and sizes. `guest_volume`: the
+    guest for an image without a guest. `skills_volume`: the skills of sandboxes, or None.
     """
 
     workspace: WorkspaceMount = _OWN_MEMORY
@@ -207,7 +207,7 @@ _IPC_SYSCTLS: Final[Mapping[str, str]] = {
 
 
 def _entrypoint(variant: Variant) -> list[str]:
-    # By name in a foreign image: the engine looks it up in PATH and reports when it is missing.
+    # In a foreign image the program has only a name: the engine searches PATH and reports a missing program.
     python = OWN_PYTHON if variant.guest_volume is None else "python3"
     return [
         python,
@@ -375,12 +375,14 @@ def _is_same_in_any_order(requested: object, found: object) -> bool:
 
 
 def _are_our_labels(requested: object, found: object) -> bool:
-    """Compare labels. An image may have labels of its own; the labels of the profile override them."""
+    """Return whether all labels of the profile are set. An image may add labels of its own."""
     return isinstance(requested, Mapping) and requested.items() <= (found if isinstance(found, Mapping) else {}).items()
 
 
 def _is_left_enabled(requested: object, found: object) -> bool:
-    """On cgroup version 2 the OOM killer cannot be disabled, and the engine reports null."""
+    """Return whether the OOM killer is enabled. On cgroup version 2 the OOM killer cannot be disabled, and the engine
+    reports null.
+    """
     return requested is False and (found is None or found is False)
 
 

@@ -33,7 +33,7 @@ PRODUCT_SKILLS: Final = "skills"
 
 
 class GuestVolumes:
-    """Remembers which volumes it has verified. Its method blocks and raises the SDK's errors."""
+    """Guest volumes of this process and which of them were verified. `ensure` blocks and raises the SDK's errors."""
 
     def __init__(self) -> None:
         self._filled: dict[str, str] = {}
@@ -65,7 +65,7 @@ def _name_of(image: str) -> str:
 
 
 def _remove_orphans(api: docker.APIClient) -> None:
-    """Remove volumes whose images the engine no longer has. The engine refuses to remove a volume that a container
+    """Remove volumes of images that the engine no longer has. The engine refuses to remove a volume that a container
     uses.
     """
     # List volumes before images: if a volume is created between the two lists, the list of images contains its image.
@@ -103,7 +103,7 @@ def _fill(api: docker.APIClient, image: str, identity: str, volume: str) -> None
 
 
 def _made_at(api: docker.APIClient, volume: str) -> str:
-    """Return when the volume was created; empty when it does not exist."""
+    """Return the creation time of the volume; empty if the volume does not exist."""
     try:
         return str(api.inspect_volume(volume)["CreatedAt"])
     except docker.errors.NotFound:
@@ -145,7 +145,7 @@ def _read_guest(api: docker.APIClient, container: str) -> Mapping[str, str]:
 
 
 def remove_old_fillers(api: docker.APIClient, product: str) -> None:
-    """Remove fillers whose processes were killed before they removed them."""
+    """Remove the fillers of killed processes."""
     for container in api.containers(all=True, filters={"label": [f"{LABEL_PRODUCT}={product}"]}):
         if container["Created"] < time.time() - _FILLER_LIFE_S:
             _remove(api, str(container["Id"]))
@@ -174,14 +174,14 @@ def list_volumes(api: docker.APIClient, label: str) -> dict[str, Mapping[str, st
 
 
 def remove_volume(api: docker.APIClient, name: str) -> None:
-    """Remove a volume. Ignores one that does not exist. The engine refuses while a container uses it."""
+    """Remove a volume. A missing volume is ignored. The engine refuses while a container uses the volume."""
     with contextlib.suppress(docker.errors.NotFound):
         api.remove_volume(name)
 
 
 def fill_volume(api: docker.APIClient, name: str, image: str, archive: IO[bytes]) -> None:
-    """Unpack a tar archive, whose names begin with the folder's, through a container of the image that is never
-    started.
+    """Unpack a tar archive through a container of the image that is never started. The names in the archive begin
+    with the folder's name.
     """
     remove_old_fillers(api, PRODUCT_SKILLS)
     mounts = [{"Type": "volume", "Source": name, "Target": SKILLS_FOLDER, "VolumeOptions": {"NoCopy": True}}]
