@@ -43,7 +43,7 @@ MEDIUM = Weights(
 LOCAL_MODELS = {"0.5b": SMALL, "1.5b": MEDIUM}
 THREADS = 2
 REPLY_LIMIT_S = 600.0
-JOBS = size(40, 2)
+JOBS = size(40, 1)
 
 
 @dataclass(frozen=True)
