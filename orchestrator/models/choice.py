@@ -49,7 +49,13 @@ FALLBACK_WARNING = (
 )
 
 SMALL_CAPABILITIES = Capabilities(
-    native_tools=True, parallel=True, strict=True, tool_choice=True, json_schema=True, context_window=CONTEXT_TOKENS
+    native_tools=True,
+    parallel=True,
+    strict=True,
+    tool_choice=True,
+    json_schema=True,
+    context_window=CONTEXT_TOKENS,
+    parameters=630_167_424,
 )
 """The result of probing the embedded server, as a constant because the probe takes ten seconds there."""
 
