@@ -1,1 +1,1 @@
-"""Costs of toolcrew compared with a bare baseline and with other systems: `scripts/bench`, docs/testing.md."""
+"""Benchmarks that compare toolcrew with a bare baseline and with other systems: `scripts/bench`, docs/testing.md."""

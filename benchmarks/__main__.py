@@ -1,6 +1,6 @@
-"""`python -m benchmarks [NAME ...] [--runs N] [--smallest] [--json] [--check]`: runs the named benchmarks, or all.
+"""Run benchmarks: `python -m benchmarks [NAME ...] [--runs N] [--smallest] [--json] [--check]`. The default is all.
 
-With --check the exit status is 1 when a target is missed. With --smallest the figures only show that a benchmark runs.
+With --check the exit status is 1 if a target is missed. With --smallest the figures only show that a benchmark runs.
 """
 
 import argparse
@@ -25,7 +25,7 @@ NAMES = tuple(
         if re.search(r"^def run\(.*\) -> Report:$", path.read_text(), re.MULTILINE)
     )
 )
-"""Every module in this folder with a function `run` that returns a report."""
+"""Modules of this folder with a function `run` that returns a report."""
 GROUPS = {"batch": ("batch_runs", "batch_memory", "batch_queue")}
 SIZED = ("batch_runs", "batch_memory")
 """Benchmarks that accept --runs."""
@@ -82,7 +82,9 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _run(name: str, asked: argparse.Namespace, *, quiet: bool) -> Report:
-    """A benchmark's report; its module is loaded only now, so that one does not need what another needs."""
+    """Run the benchmark and return its report. The module is imported here: a benchmark needs only its own
+    dependencies.
+    """
     run: Callable[..., Report] = importlib.import_module(f"benchmarks.{name}").run
     before = os.getloadavg()[0]
     if name == "jobs":
@@ -96,7 +98,7 @@ def _run(name: str, asked: argparse.Namespace, *, quiet: bool) -> Report:
 
 
 def _interrupt(_number: int, _frame: object) -> None:
-    # Once: what follows takes down what was started, and is not to be interrupted.
+    # Handle the signal once: a second signal must not interrupt the clean-up that follows.
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
     raise KeyboardInterrupt

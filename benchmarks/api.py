@@ -1,8 +1,8 @@
-"""What the HTTP API adds to a tool call beside the SDK on the same stack, what 500 readers of a run cost it, and a list
-of 10,000 runs.
+"""Measure the HTTP API: cost of a tool call, cost of 500 readers of one run, and duration of a list of 10,000 runs.
 
-Calls go over one kept connection of a client that does what HTTP takes and nothing else: what is judged is the service,
-not a library that asks it. The same by httpx, most of whose time is its own, is told beside it.
+The baseline of a tool call is the SDK on the same stack. Calls use one persistent connection of a minimal HTTP
+client, so that the figures describe the service and not a client library. The report also shows the same calls made
+with httpx, which spends most of its time in httpx itself.
 """
 
 import asyncio
@@ -100,7 +100,7 @@ async def _run(rounds: int) -> Report:
 
 
 async def _added_ms(api: "_Api", session: Session, call: Callable[[], Awaitable[object]]) -> float:
-    """Processor time of a call in the service beyond that of the SDK in this process."""
+    """Return the CPU time that a call costs the service, minus the CPU time that the SDK costs in this process."""
     began = time.process_time()
     for _ in range(CALLS):
         await whole_call(session)
@@ -111,7 +111,7 @@ async def _added_ms(api: "_Api", session: Session, call: Callable[[], Awaitable[
 
 
 class _Api:
-    """A service of its own process, and a client of it."""
+    """Service in a separate process, and a client of the service."""
 
     def __init__(self, client: httpx.AsyncClient, pid: int) -> None:
         self.client, self._pid = client, pid
@@ -126,14 +126,14 @@ class _Api:
 
 
 class _Line:
-    """A connection that is kept, with one request at a time on it."""
+    """Persistent connection with one request at a time."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, key: str) -> None:
         self._reader, self._writer = reader, writer
         self._common = f"Host: bench\r\nAuthorization: Bearer {key}\r\nContent-Type: application/json\r\n".encode()
 
     async def ask(self, method: str, path: str, body: bytes = b"") -> Any:
-        """The answer, as JSON. RuntimeError for one that is no 200."""
+        """Send a request and return the JSON of the response. Raises RuntimeError: when the status is not 200."""
         length = b"Content-Length: %d\r\n" % len(body) if body else b""
         self._writer.write(
             b"%s %s HTTP/1.1\r\n%s%s\r\n%s" % (method.encode(), path.encode(), self._common, length, body)

@@ -1,4 +1,4 @@
-"""The peer of the jobs benchmark: a loop without toolcrew, with one bash tool in a plain container."""
+"""Baseline of the jobs benchmark: a loop without toolcrew, with one bash tool in a plain container."""
 
 import contextlib
 import re
@@ -43,7 +43,7 @@ Assistant: The kernel is Linux."""
 
 @dataclass
 class Attempt:
-    """One job done once. `files`: the workspace at the end. `error`: why there is no answer."""
+    """Result of one attempt at a job. `files`: the workspace at the end. `error`: why there is no answer."""
 
     answer: str = ""
     files: Files = field(default_factory=dict)
@@ -55,7 +55,7 @@ class Attempt:
 
 
 def attempt(client: httpx.Client, model: str, image: str, instruction: str, files: Files) -> Attempt:
-    """Do a job with the model at `client` (base URL of an OpenAI-compatible API)."""
+    """Run a job with the model of an OpenAI-compatible API. `client` has the base URL of the API."""
     done, began = Attempt(), time.monotonic()
     messages: list[dict[str, Any]] = [
         {"role": "system", "content": _SYSTEM},
@@ -108,7 +108,7 @@ def _open_container(image: str, files: Files) -> Iterator[tuple[str, Path]]:
     with tempfile.TemporaryDirectory(prefix="toolcrew-bench-") as name:
         folder = Path(name)
         write_files(folder, files)
-        # Root without capabilities: the folder belongs to root.
+        # Root has no capabilities in the container and can write only to a folder that root owns.
         limits = ["--user", "0", "--network", "none", "--cap-drop", "ALL", "--memory", "512m", "--pids-limit", "256"]
         mount = ["--volume", f"{folder}:/workspace", "--workdir", "/workspace", "--entrypoint", "sleep"]
         container = _docker("run", "--detach", "--rm", *limits, *mount, image, "3600").stdout.strip()

@@ -1,5 +1,5 @@
-"""A command that prints 100 MB: how long it takes beside its own time, and what it costs guest, sandboxd and worker in
-memory.
+"""Measure a command that prints 100 MB: time compared with the command alone, and memory of guest, sandboxd and
+worker.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ ROUNDS = size(5, 1)
 MIB = 1024 * 1024
 SAMPLE_S = 0.005
 LAST_LINE = size(11_900_000, 119_000)
-"""`seq` prints 100 MB up to here."""
+"""Last number for `seq`: all numbers up to this one are 100 MB of output."""
 COMMAND = f"seq {LAST_LINE}"
 REQUEST = {
     "op": "exec",
@@ -31,18 +31,18 @@ REQUEST = {
     "capture": {"stdout": MAX_OUTPUT_BYTES, "stderr": MAX_OUTPUT_BYTES, "merged": MAX_OUTPUT_BYTES},
     "spill": {"bytes": MAX_OUTPUT_BYTES, "lines": MAX_LINES},
 }
-"""The request that workers/tools/shell.py sends for bash_tool."""
+"""Request that workers/tools/shell.py sends for bash_tool."""
 
 
 def read_resident(pid: int) -> int:
-    """Memory of a process that is its own, without pages of files; 0 when it is gone."""
+    """Return the resident memory of a process, in bytes, without file pages. Return 0 if the process has ended."""
     with contextlib.suppress(OSError, IndexError):
         return int(Path(f"/proc/{pid}/status").read_text().split("RssAnon:")[1].split()[0]) * 1024
     return 0
 
 
 def read_guest(pid: int) -> int:
-    """Return the memory of the guest: PID 1 and its supervisors, without the programs."""
+    """Return the memory of the guest: PID 1 and its supervisors, without the programs that they run."""
     with contextlib.suppress(OSError):
         children = [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
         return read_resident(pid) + sum(map(read_resident, children))
@@ -50,7 +50,7 @@ def read_guest(pid: int) -> int:
 
 
 class Peaks:
-    """The most that each was seen to use, sampled while a block runs."""
+    """Highest memory of each process, sampled while a block runs."""
 
     def __init__(self, guest: int, sandboxd: int) -> None:
         self._guest, self._sandboxd = guest, sandboxd
@@ -74,7 +74,7 @@ class Peaks:
 
 
 def _call(client: SandboxClient, name: str, script: str) -> float:
-    """Seconds of one call."""
+    """Make one call and return its duration in seconds."""
     raw = script.encode()
     started = time.perf_counter()
     done = client.call(name, {**REQUEST, "script_bytes": len(raw)}, raw, call_id="bench").done

@@ -1,4 +1,4 @@
-"""`toolcrew batches submit` as its users type it, in a process of its own that is looked at while it works."""
+"""Run `toolcrew batches submit` in a separate process and measure that process while it runs."""
 
 import asyncio
 import contextlib
@@ -21,8 +21,11 @@ LOOK_S = 0.2
 
 @dataclass(frozen=True)
 class Worked:
-    """A batch that was worked to its end. `seconds`: from its first item's beginning to its last one's end; `cpu_s` and
-    `peak_bytes` (resident): of the process that worked it, from its start to its end."""
+    """Measurements of a completed batch.
+
+    `seconds`: from the start of the first item to the end of the last item. `cpu_s` and `peak_bytes` (resident): the
+    process that ran the batch, from its start to its end.
+    """
 
     seconds: float
     cpu_s: float
@@ -43,7 +46,9 @@ class BatchShell:
     async def work(
         self, name: str, lines: Sequence[Mapping[str, Any]], server: ModelServer, concurrency: int
     ) -> Worked:
-        """Work a batch of these lines. Raises RuntimeError with the last words of a submit that ended otherwise."""
+        """Run a batch of these lines and return its measurements. Raises RuntimeError: when the command fails, with
+        the last lines of its output.
+        """
         file, out = self._folder / f"{name}.jsonl", self._folder / f"{name}-out.jsonl"
         file.write_text("".join(json.dumps(line) + "\n" for line in lines))
         argv = [
@@ -67,7 +72,7 @@ class BatchShell:
         with child_process([*argv, "--concurrency", str(concurrency)], environment, log) as child:
             while child.poll() is None:
                 with contextlib.suppress(ProcessLookupError, FileNotFoundError):
-                    # As it was last seen: nothing can be read of a process that has ended.
+                    # Keep the last sample: the CPU time of a process cannot be read after the process has ended.
                     cpu_s, peak = max(cpu_s, _cpu_s(child.pid)), max(peak, _peak_bytes(child.pid))
                 await asyncio.sleep(LOOK_S)
         if child.returncode not in (0, 1):
@@ -95,8 +100,10 @@ def _answer(row: dict[str, Any]) -> str:
 
 
 def _told(batch_events: Sequence[RunEvent]) -> tuple[float, int, int]:
-    """Seconds from the first beginning to the last end; how often an item was begun anew; and how many were worked at
-    once, at most.
+    """Return three figures of a batch, read from its events.
+
+    The first figure is the seconds from the first start to the last end. The second figure is the number of restarts
+    of items. The third figure is the largest number of items that ran at once.
     """
     ends = (RunEnded, RunRetried)
     changes = sorted(
@@ -118,5 +125,5 @@ def _cpu_s(pid: int) -> float:
 
 def _peak_bytes(pid: int) -> float:
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    # Of one that has just ended there is no such line any more.
+    # The line is missing for a process that has just ended.
     return next((int(line.split()[1]) * 1024.0 for line in lines if line.startswith("VmHWM:")), 0.0)

@@ -1,6 +1,4 @@
-"""What the process that works a batch takes of memory with 1,000 runs in flight that all wait for their model at
-once.
-"""
+"""Measure the memory of the process that runs a batch while 1,000 runs wait for their model at once."""
 
 import asyncio
 import contextlib
@@ -15,13 +13,13 @@ from tests.model_server.running import ModelServer, running_model_server
 
 RUNS = size(1000, 4)
 THINKS_S = size(20.0, 0.5)
-"""Delay of the model, long enough for all runs to wait at once."""
+"""Delay of each model response, in seconds. The delay is long enough for all runs to wait at once."""
 MIB = 1024 * 1024
 SCRIPT: list[dict[str, Any]] = [{"kind": "rule", "reply": {"text": "answer {{item}}", "first_byte_s": THINKS_S}}]
 
 
 def lines(runs: int) -> list[Mapping[str, Any]]:
-    """Chats, which need no sandbox: what hosts have is no limit."""
+    """Return the lines of a batch of chats. Chats need no sandbox, so the capacity of the hosts does not limit them."""
     return [
         {
             "custom_id": f"i{number}",

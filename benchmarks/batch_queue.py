@@ -1,5 +1,6 @@
-"""What a run costs Redis and the orchestrator's process while 10, 1,000 or 10,000 others are queued: claimed and ended,
-and in the whole loop that works a batch.
+"""Measure the CPU time that one run costs Redis and the orchestrator while 10, 1,000 or 10,000 other runs are queued.
+
+One case only claims and ends a run. The other case is the whole loop that runs a batch.
 """
 
 import asyncio
@@ -45,7 +46,7 @@ from store.runs import RunClaim, RunQueue
 QUEUED = size((10, 1000, 10_000), (10, 20))
 ROUNDS = size(3, 1)
 RUNS = size(600, 10)
-"""Worked in a round, beside those that stay queued."""
+"""Number of runs that are processed in a round. The other runs stay queued."""
 AT_ONCE = 10
 STEPS = 5
 DEPLOYMENT, TENANT = "bench", "default"
@@ -86,7 +87,7 @@ async def _run(rounds: int) -> Report:
 
 
 class _Spent:
-    """Processor seconds of Redis and of this process, between `begin` and `end`."""
+    """CPU seconds of Redis and of this process, between `begin` and `end`."""
 
     def __init__(self, client: "redis.asyncio.Redis") -> None:
         self._client = client
@@ -109,7 +110,10 @@ Case = Callable[["redis.asyncio.Redis", RunQueue, str], Any]
 
 
 async def _on_a_redis_of_its_own(case: Case, queued: int) -> tuple[float, float]:
-    """Processor seconds a run of Redis and of this process, with RUNS to be worked and so many more that stay."""
+    """Return the CPU seconds per run of Redis and of this process, on a separate Redis server.
+
+    RUNS runs are processed; `queued` more runs stay in the queue.
+    """
     with open_server() as url:
         async with _client(url) as client:
             queue = RunQueue(client, DEPLOYMENT, KEYS)
@@ -163,8 +167,8 @@ async def _claimed_and_ended(client: "redis.asyncio.Redis", queue: RunQueue, bat
 
 
 class _PlayedWork:
-    """Works items at once: each has its steps in its log, and tells of them. After RUNS of them nothing is begun any
-    more.
+    """Test double that completes items immediately. Each item writes its steps to its log and publishes them. No item
+    starts after the first RUNS items.
     """
 
     def __init__(self) -> None:
@@ -186,7 +190,7 @@ class _PlayedWork:
         return _outcome(claim)
 
     def drop_spans(self, claim: RunClaim) -> None:
-        """No spans are recorded."""
+        """Do nothing: no spans are recorded."""
 
 
 async def _worked(client: "redis.asyncio.Redis", queue: RunQueue, batch: str) -> tuple[float, float]:

@@ -1,5 +1,7 @@
-"""A batch of 1,000 runs of five calls on a whole pool, all claimed at once: right results, memory, and what a step
-costs beside the same loop without a pool.
+"""Measure a batch of 1,000 runs of five calls each on a whole pool, with all runs claimed at once.
+
+The figures are the number of correct results, the memory, and the cost of a step compared with the same loop without
+a pool.
 """
 
 import asyncio
@@ -25,7 +27,9 @@ from tests.model_server.running import ModelServer, running_model_server
 RUNS = size(1000, 4)
 CALLS = 5
 SHORT, LONG = 5, 45
-"""Calls of the runs whose difference is what a step costs."""
+"""Number of calls in a short and in a long run. The difference of their durations is the cost of the additional
+steps.
+"""
 PAIRS = size(32, 2)
 AT_A_TIME = size(16, 2)
 MIB = 1024 * 1024
@@ -34,8 +38,10 @@ _SPEC = "A line more in a file, and how many it has."
 
 
 def script(calls: int) -> list[dict[str, Any]]:
-    """Of runs that make so many calls: each adds a line to a file of its workspace and counts them, so that what acted
-    twice, or not, shows.
+    """Return the model's script for runs of this many calls.
+
+    Each call adds a line to a file of the workspace and counts the lines. The answer therefore shows a call that ran
+    twice or not at all.
     """
     rules: list[dict[str, Any]] = [
         {
@@ -63,7 +69,7 @@ def lines(runs: int) -> list[Mapping[str, Any]]:
 
 
 def right(answers: Mapping[str, str], runs: int, calls: int) -> int:
-    """Return how many runs have the only correct answer."""
+    """Return the number of runs with the only correct answer."""
     return sum(answers.get(f"i{number}") == f"{number} acted {calls} times" for number in range(runs))
 
 
@@ -98,14 +104,16 @@ async def _run(runs: int, model: ModelServer, talkative: ModelServer) -> Report:
 
 
 async def _floors(raw: RawCelery, server: ModelServer) -> tuple[float, float]:
-    """Seconds of a step of the same runs in this process, and of a no-op through Celery."""
+    """Return two baselines in seconds: one step of the same runs in this process, and one no-op through Celery."""
     local_s = await _local(server, PAIRS)
     rate = await per_second(lambda _: raw.by_hub(), PAIRS * LONG)
     return local_s / (PAIRS * LONG), 1 / rate
 
 
 async def _local(server: ModelServer, runs: int) -> float:
-    """Seconds of so many runs with the same model and a tool of this process that does the same, as many at a time."""
+    """Return the seconds of this many runs in this process, with the same model, the same concurrency and an
+    equivalent local tool.
+    """
     model = OpenAIModel("played", server.url, "no-key-needed")
     numbers, answers = iter(range(runs)), dict[str, str]()
 
@@ -137,7 +145,7 @@ async def _one_local(model: OpenAIModel, folder: str, instruction: str) -> str:
 
 
 def _check(worked: Worked, runs: int, calls: int) -> None:
-    """A figure of runs that went wrong would say nothing."""
+    """Raise RuntimeError if a run failed: the figures of a wrong batch have no meaning."""
     if right(worked.answers, runs, calls) != runs:
         raise RuntimeError(
             f"{runs - right(worked.answers, runs, calls)} of {runs} runs went wrong: {list(worked.failures)[:3]}"

@@ -1,5 +1,5 @@
-"""`python -m benchmarks.echo_pool URL QUEUE`: answers every call of a queue at once, as Celery stores results, and does
-nothing else.
+"""Answer every call of a queue immediately and store the results as Celery does: `python -m benchmarks.echo_pool URL
+QUEUE`.
 """
 
 import json

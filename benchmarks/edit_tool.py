@@ -1,5 +1,6 @@
-"""edit_tool: one replacement in a 10 MB file and in a small one, beside reading and writing the file in the same place,
-and an empty round trip.
+"""Measure edit_tool: one replacement in a 10 MB file and in a small file.
+
+The baselines are reading and writing the file in the same place, and an empty round trip.
 """
 
 import asyncio
@@ -21,8 +22,8 @@ _LARGE = "".join(f"{number:08d} " + "x" * 42 + "\n" for number in range(1, 200_0
 _SMALL = _LARGE[:80_000]
 _FILES = {"large.txt": _LARGE, "small.txt": _SMALL}
 _MARKS = ("00001000 x", "00001000 y")
-# What it takes at least to change a byte of a file and never leave half of it: timed inside, without the start of the
-# interpreter.
+# Least work that changes a byte of a file and never leaves a partial file. The program measures its own time, so the
+# start of the interpreter is not included.
 _FLOOR = """
 import os, sys, time
 name = sys.argv[1]
@@ -38,7 +39,7 @@ print(time.perf_counter() - started)
 
 
 class ToolRun:
-    """edit_tool's own handler over one sandbox."""
+    """Handler of edit_tool over one sandbox."""
 
     def __init__(self, client: SandboxClient) -> None:
         now = time.time()
@@ -64,7 +65,7 @@ class ToolRun:
 
 
 class Floor:
-    """The floor's program in the same sandbox."""
+    """Baseline program in the same sandbox."""
 
     def __init__(self, client: SandboxClient, sandbox: str) -> None:
         self._client = client

@@ -1,5 +1,6 @@
-"""The egress proxy beside a relay that does nothing else than copy, over the same sockets: a tunnel's throughput and
-what opening one costs.
+"""Measure the egress proxy: throughput of a tunnel, and the cost of opening a tunnel.
+
+The baseline is a relay that only copies bytes over the same sockets.
 """
 
 import asyncio
@@ -63,7 +64,7 @@ def _serve_bytes(listening: socket.socket) -> None:
 
 @contextlib.contextmanager
 def _bytes_server() -> Iterator[int]:
-    """The port of a server that sends as many MiB as it is asked for."""
+    """Start a server that sends as many MiB as a client requests; yield its port."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
         threading.Thread(target=_serve_bytes, args=(listening,), daemon=True).start()
         yield listening.getsockname()[1]

@@ -1,5 +1,5 @@
-"""The Docker engine by its SDK alone, with the very container configuration that sandboxd asks for: peers and
-splits.
+"""Baselines that use the Docker engine through its SDK alone, with the same container configuration that sandboxd
+requests.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ from workers.settings import SandboxdSettings
 
 LABELS = {"toolcrew.bench": "1"}
 ENGINE_TIMEOUT_S = 60
-"""Timeout of one answer of the engine."""
+"""Timeout of one response of the engine, in seconds."""
 _MUX = struct.Struct(">BxxxI")
 
 
@@ -33,7 +33,9 @@ def open_api() -> docker.APIClient:
 
 
 def sandbox_config() -> Mapping[str, Any]:
-    """What sandboxd would send to `POST /containers/create` here, with labels of ours."""
+    """Return the body that sandboxd would send to `POST /containers/create` on this host, with the labels of the
+    benchmark.
+    """
 
     async def ask() -> int:
         engine = Engine()
@@ -49,8 +51,10 @@ def sandbox_config() -> Mapping[str, Any]:
 
 @contextlib.contextmanager
 def raw_container(api: docker.APIClient, config: Mapping[str, Any]) -> Iterator[tuple[str, socket.socket]]:
-    """Create, attach, start; gives the id and the attached socket once its first byte is there. Removed at the end,
-    whatever happened.
+    """Create a container, attach to it and start it. Yield its id and the attached socket after the first byte has
+    arrived.
+
+    The container is removed at the end, even after an error.
     """
     container = str(api.create_container_from_config(dict(config))["Id"])  # type: ignore[no-untyped-call]
     try:
@@ -68,7 +72,9 @@ def raw_container(api: docker.APIClient, config: Mapping[str, Any]) -> Iterator[
 
 
 def exec_peer(api: docker.APIClient, container: str) -> Callable[[], None]:
-    """`docker exec` of `bash -c true`: created, run to its end with its output, its exit code asked."""
+    """Return a function that does what `docker exec` does for `bash -c true`: create, run to the end with output,
+    read the exit code.
+    """
 
     def run() -> None:
         created = api.exec_create(
@@ -82,7 +88,7 @@ def exec_peer(api: docker.APIClient, container: str) -> Callable[[], None]:
 
 
 class DirectGuest:
-    """Speaks frames to a guest with nothing between: over pipes, or over an engine's attached socket
+    """Client that exchanges frames directly with a guest, over pipes or over the attached socket of an engine
     (`multiplexed`).
     """
 
@@ -122,7 +128,9 @@ class DirectGuest:
 
 
 def memory_of(pid: int) -> dict[str, int]:
-    """`usage` and `inactive_file` of the memory cgroup of a process, cgroup version 1 or 2, in bytes."""
+    """Return `usage` and `inactive_file` of the memory cgroup of a process, in bytes. Supports cgroup versions 1 and
+    2.
+    """
     places = dict(
         (line.split(":", 2)[1], line.split(":", 2)[2]) for line in Path(f"/proc/{pid}/cgroup").read_text().splitlines()
     )

@@ -1,5 +1,6 @@
-"""Five hundred sessions in fifty containers: each is left, loses its container to another, and comes back with its
-files and its shell.
+"""Measure eviction with 500 sessions in 50 containers.
+
+Each session becomes idle, loses its container to another session, and resumes with its files and its shell.
 """
 
 import contextlib
@@ -27,7 +28,7 @@ SAMPLE_S = 0.2
 
 @dataclass
 class Count:
-    """The most containers that were seen at a time, and how often it was looked."""
+    """Highest number of containers that existed at once, and the number of samples."""
 
     most: int = 0
     samples: int = 0
@@ -67,7 +68,9 @@ def run(sessions: int = SESSIONS, containers: int = CONTAINERS, kind: str = "aut
 
 
 def _leave(path: Path, number: int) -> float:
-    """A session's first call, which writes what its second is to find. Gives the seconds of both open and call."""
+    """Make the first call of a session, which writes what the second call reads. Return the seconds of opening and
+    calling.
+    """
     started = time.perf_counter()
     with SandboxClient(path) as client:
         name = client.open("bench", f"evicted-{number}")
@@ -76,7 +79,7 @@ def _leave(path: Path, number: int) -> float:
 
 
 def _resume(path: Path, number: int) -> float:
-    """The second call. Raises RuntimeError when it does not find both."""
+    """Make the second call of a session. Raises RuntimeError: when the file or the shell state is missing."""
     started = time.perf_counter()
     with SandboxClient(path) as client:
         found = _bash(client, f"bench:evicted-{number}", 'cat kept.txt; echo "$kept"')
@@ -96,7 +99,7 @@ def _bash(client: SandboxClient, name: str, script: str) -> str:
 
 @contextlib.contextmanager
 def _counted(sandboxd: RunningSandboxd) -> Iterator[Count]:
-    """Counts containers, in any state, as the engine lists them."""
+    """Count the containers in any state, as the engine lists them, while the block runs."""
     count, api = Count(), open_api()
 
     def look() -> None:

@@ -1,5 +1,6 @@
-"""Admission's shares of one queue's four slots, on a real Redis with workers that sleep, and what a call through it
-costs.
+"""Measure how admission shares the four slots of one queue between tenants, and the cost of a call.
+
+Redis is real. The workers only sleep.
 """
 
 import asyncio
@@ -34,12 +35,12 @@ FEW = 10
 SHARE_S = size(60.0, 2.0)
 ROUNDS = size(5, 1)
 CALLS = size(2000, 50)
-"""Calls of one size in one round."""
+"""Number of calls of one size in one round."""
 LONG_S = size(60.0, 1.0)
 
 
 class Ground:
-    """A Redis of its own, two orchestrators, and four workers that take what was granted in order."""
+    """Separate Redis server, two orchestrators, and four workers that run the admitted calls in order."""
 
     def __init__(self, client: "redis.asyncio.Redis") -> None:
         self.client = client
@@ -112,7 +113,9 @@ async def _run(share_s: float) -> Report:
 
 
 async def _few_behind_a_flood() -> tuple[float, float]:
-    """Seconds from their asking until the first and the last of B's few calls are done."""
+    """Return the seconds from the submission of tenant B's few calls until the first and until the last call has
+    ended.
+    """
     async with open_ground() as ground:
         flood = [asyncio.create_task(ground.call("a", 0.01)) for _ in range(FLOOD)]
         await asyncio.sleep(0.3)
@@ -129,8 +132,9 @@ async def _few_behind_a_flood() -> tuple[float, float]:
 
 
 async def _weighted(for_s: float) -> float:
-    """Which share of the workers' seconds the tenant of weight 3 got, each having 24 callers at one of the
-    orchestrators.
+    """Return the share of the workers' seconds that the tenant of weight 3 received.
+
+    Each tenant has 24 callers at one of the orchestrators.
     """
     async with open_ground() as ground:
 
@@ -150,7 +154,7 @@ async def _weighted(for_s: float) -> float:
 
 
 async def _long_calls() -> int:
-    """Return how many slots a tenant holds whose long calls request all slots."""
+    """Return the number of slots that one tenant occupies when its long calls request all slots."""
     async with open_ground() as ground:
         calls = [asyncio.create_task(ground.call("hog", LONG_S)) for _ in range(20)]
         await asyncio.sleep(3)
@@ -188,12 +192,12 @@ async def _costs(report: Report) -> None:
 
 
 async def _cost(callers: int, waiting: int, tenants: int) -> tuple[float, float]:
-    """Calls a second, and seconds of Redis's processor a call. Who waits has long calls, which leave room for the
-    measured ones.
+    """Return calls per second, and CPU seconds of Redis per call. The waiting tenants have long calls, which leave
+    slots free for the measured calls.
     """
     async with open_ground() as ground:
         await ground.set_slots(callers)
-        # Its calls are known to be short before long ones come.
+        # Admission knows that the calls of this tenant are short before long calls arrive.
         await ground.call("measured", 0.0001)
         crowd = [asyncio.create_task(ground.call(f"w{number % tenants}", LONG_S, 1)) for number in range(waiting)]
         while await ground.client.hlen("toolcrew:bench:admission:waiting") < waiting - 2 * callers:  # noqa: ASYNC110
@@ -239,7 +243,7 @@ async def open_ground() -> AsyncIterator[Ground]:
 
 @contextlib.contextmanager
 def open_server() -> Iterator[str]:
-    """The URL of a Redis with nothing in it."""
+    """Start an empty Redis server and yield its URL."""
     with tempfile.TemporaryDirectory(prefix="toolcrew-bench-") as folder:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))

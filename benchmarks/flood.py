@@ -1,5 +1,6 @@
-"""Ten calls of 10 ms behind 2,000 of another tenant through the whole path: two orchestrators, real Redis, Celery
-workers on prefork.
+"""Measure ten calls of 10 ms behind 2,000 calls of another tenant, through the whole path.
+
+The path has two orchestrators, a real Redis server and Celery workers on prefork.
 """
 
 import asyncio
@@ -23,7 +24,7 @@ FLOOD = size(2000, 40)
 FEW = size(10, 2)
 ROUNDS = size(5, 1)
 LEAD_S = size(2.0, 0.2)
-"""Head start of the flood. In a first-in, first-out queue the few calls would wait for all of it."""
+"""Head start of the flood, in seconds. In a first-in, first-out queue the few calls would wait for the whole flood."""
 
 
 def run(rounds: int = ROUNDS) -> Report:
@@ -52,8 +53,10 @@ async def _run(rounds: int) -> Report:
 
 
 async def _behind(flooding: Session, waiting: Session) -> tuple[float, float]:
-    """Seconds until the few are done that come when the flood is in the queue, and until the flood would have been, at
-    the rate it had.
+    """Return the seconds until the few calls end, and the seconds that the whole flood would take at its measured
+    rate.
+
+    The few calls arrive while the flood is in the queue.
     """
     flood = [asyncio.create_task(succeeds(flooding, NAP_TOOL, {})) for _ in range(FLOOD)]
     await asyncio.sleep(LEAD_S)
@@ -67,7 +70,7 @@ async def _behind(flooding: Session, waiting: Session) -> tuple[float, float]:
 
 
 async def _ends(session: Session) -> float:
-    """Seconds until the last of the few is done that are asked for at once."""
+    """Make the few calls at once and return the seconds until the last call ends."""
     came = time.perf_counter()
     await asyncio.gather(*(succeeds(session, NAP_TOOL, {}) for _ in range(FEW)))
     return time.perf_counter() - came

@@ -1,5 +1,5 @@
-"""Two hundred idle sandboxes: what each takes of memory, what sandboxd takes for it, and how long all of them take to
-come and to go.
+"""Measure 200 idle sandboxes: memory of each, memory of sandboxd per sandbox, and the time to start and to remove
+all.
 """
 
 import contextlib
@@ -18,7 +18,9 @@ from workers.sandbox_client import SandboxClient
 
 SANDBOXES = size(200, 3)
 FIRST = size(50, 1)
-"""What these have taught sandboxd's allocator is nobody's share."""
+"""Number of sandboxes that start before the measurement. Memory that sandboxd's allocator keeps for them is not
+counted.
+"""
 AT_ONCE = 8
 IDLE_S = size(5.0, 0.5)
 MIB = 1024 * 1024
@@ -85,7 +87,7 @@ def _wait_frozen(path: Path) -> None:
 
 
 def _cpu_share(pid: int) -> float:
-    """Return the used part of one core over `IDLE_S`."""
+    """Return the share of one core that a process uses over `IDLE_S`."""
     before = _cpu_s(pid)
     time.sleep(IDLE_S)
     return (_cpu_s(pid) - before) / IDLE_S

@@ -1,5 +1,7 @@
-"""What carrying a call costs the orchestrator's process with 1 to 5,000 in flight, beside a pool that answers at once:
-publish, hub, clean-up.
+"""Measure the CPU time of the orchestrator per call with 1 to 5,000 calls in flight: publishing, result hub and
+clean-up.
+
+The pool answers every call immediately.
 """
 
 import asyncio
@@ -30,16 +32,16 @@ from tests.builders import build_attempt
 ROUNDS = size(5, 1)
 CALLS = size(5000, 50)
 ALONE = size(500, 5)
-"""Calls in a round with one in flight, each of which waits for all the others' processes."""
+"""Number of calls in a round with one call in flight. Each call waits for a round trip through all processes."""
 IN_FLIGHT = size((1, 50, 500, 5000), (1, 50))
 ENVELOPE = "x" * 600
 FLAT = 1.5
-"""Largest cost of a call at the highest number in flight, relative to 50 in flight."""
+"""Largest allowed cost of a call at the highest number in flight, as a ratio to the cost at 50 in flight."""
 
 
 @contextlib.asynccontextmanager
 async def open_transport() -> AsyncIterator[tuple[CeleryTransport, str]]:
-    """A transport on a Redis of its own, and the queue of a pool that answers at once."""
+    """Start a Redis server and a pool that answers immediately. Yield a transport and the queue of the pool."""
     with contextlib.ExitStack() as stack, socket.socket() as probe:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="toolcrew-bench-")))
         probe.bind(("127.0.0.1", 0))
@@ -75,7 +77,7 @@ async def _until_up(client: "redis.asyncio.Redis", broker: BrokerSettings) -> No
 
 
 async def cost(transport: CeleryTransport, queue: str, in_flight: int, calls: int) -> float:
-    """Seconds of this process for one call, with so many at a time."""
+    """Return the CPU seconds of this process per call, with `in_flight` calls at a time."""
     numbers = iter(range(calls))
     first = build_attempt("bench", tenant="bench", queue=queue, envelope=ENVELOPE)
 

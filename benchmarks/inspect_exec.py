@@ -1,9 +1,9 @@
-"""A program in a sandbox of an Inspect evaluation: through our provider, through Inspect's own Docker provider, and
-through the command that one ends in.
+"""Measure a program in a sandbox of an Inspect evaluation, in three ways.
 
-Both providers are driven as Inspect drives them, on the same image. Inspect's needs `docker compose` 2.24 or later (a
-plugin of the docker command, also below a folder that DOCKER_CONFIG names); without it only the command is told, which
-is a part of what that provider does.
+The ways are toolcrew's provider, Inspect's own Docker provider, and the command that Inspect's provider runs in the
+end. Both providers are driven as Inspect drives them, on the same image. Inspect's provider needs `docker compose`
+2.24 or later as a plugin of the docker command; the plugin can be in a folder that DOCKER_CONFIG names. Without the
+plugin the report shows only the command, which is a part of the provider's work.
 """
 
 import asyncio
@@ -86,19 +86,19 @@ async def _has_compose(report: Report) -> bool:
     try:
         await validate_docker_engine()
     except PrerequisiteError:
-        # What is measured works on older engines as well; the provider only asks before it begins.
+        # The measured functions also work on older engines. The provider checks the version only before it starts.
         report.notes.append("the engine is older than Inspect's docker provider asks for: its question was left out")
         docker_provider.validate_prereqs = _ask_nothing  # type: ignore[attr-defined]
     return True
 
 
 async def _ask_nothing() -> None:
-    """Replaces a question whose answer is fixed."""
+    """Do nothing. This function replaces a check of prerequisites that does not affect the measurement."""
 
 
 @contextlib.asynccontextmanager
 async def _sample(provider: Provider, config: str | None) -> AsyncIterator[tuple[SandboxEnvironment, float]]:
-    """Return the sandbox of one sample, and the seconds until it was ready."""
+    """Yield the sandbox of one sample, and the seconds until the sandbox was ready."""
     await provider.task_init(TASK, config)
     try:
         began = time.perf_counter()
@@ -127,7 +127,7 @@ def _compose_file(folder: Path) -> str:
 
 @contextlib.asynccontextmanager
 async def _container() -> AsyncIterator[str]:
-    """A container for the command alone; gives its id."""
+    """Start a container for the command alone and yield its id."""
     made = await asyncio.to_thread(
         subprocess.run,
         ["docker", "run", "-d", "--rm", "--network", "none", "--entrypoint", "sleep", IMAGE, "infinity"],

@@ -1,4 +1,6 @@
-"""Small jobs with checkable results, in five kinds and four levels of difficulty. The same on every machine."""
+"""Small jobs with verifiable results, in five kinds and four levels of difficulty. The jobs are the same on every
+machine.
+"""
 
 import csv
 import hashlib
@@ -12,7 +14,7 @@ from dataclasses import dataclass, field
 KINDS = ("count", "find", "edit", "compute", "fix")
 LEVELS = (1, 2, 3, 4)
 VARIANTS = 2
-"""Jobs of each kind and level."""
+"""Number of jobs of each kind and level."""
 
 Files = Mapping[str, bytes]
 """Content by path in the workspace."""
@@ -67,11 +69,11 @@ _LOG_LEVELS = ("INFO", "WARN", "ERROR", "DEBUG")
 
 @dataclass(frozen=True)
 class Job:
-    """One job.
+    """Job with a verifiable result.
 
-    `answer`: what the final answer has to contain; None: anything. `expected`: content by path that the workspace has
-    to have at the end; None: the file must not exist. `check`: a shell command that succeeds in the final workspace,
-    together with `check_files`, which the model does not see.
+    `answer`: the text that the final answer must contain; None accepts any answer. `expected`: the content by path
+    that the workspace must have at the end; None means that the file must not exist. `check`: a shell command that
+    succeeds in the final workspace. `check_files`: additional files for the check, which the model does not see.
     """
 
     kind: str
@@ -89,8 +91,8 @@ class Job:
         return f"{self.kind}-{self.level}{'ab'[self.variant]}"
 
     def explain_failure(self, answer: str, files: Files) -> str | None:
-        """Return why this end is a failure; None for a success. `files`: the workspace at the end. `check` is for the
-        caller to run.
+        """Return why the result is a failure, or None for a success. `files`: the workspace at the end. The caller
+        runs `check`.
         """
         for path, content in self.expected.items():
             if content is None and path in files:
@@ -103,7 +105,7 @@ class Job:
 
 
 def contains(answer: str, expected: str) -> bool:
-    """Return whether an answer contains this value, and not as a part of a longer number or word."""
+    """Return whether an answer contains the value, but not as part of a longer number or word."""
     text = re.sub(r"(?<=\d),(?=\d{3})", "", answer)
     return re.search(rf"(?<![\w.]){re.escape(expected)}(?!\w|\.\d)", text, re.IGNORECASE) is not None
 
@@ -126,7 +128,7 @@ def build_jobs() -> list[Job]:
 
 
 def _normalize(content: bytes) -> bytes:
-    """Return the content without blanks at its end: no instruction mentions them."""
+    """Return the content without trailing whitespace, because no instruction mentions trailing whitespace."""
     return content.rstrip()
 
 

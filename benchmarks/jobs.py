@@ -1,4 +1,5 @@
-"""Jobs that a model finishes: a batch through the whole system, next to a bare loop with the same model.
+"""Measure the jobs that a model completes: a batch through the whole system, compared with a bare loop with the same
+model.
 
 `scripts/bench jobs --model 1.5b --dialect native,tags,json` compares dialects. `--model NAME` measures the model of
 that name at OPENAI_BASE_URL.
@@ -48,7 +49,7 @@ JOBS = size(40, 1)
 
 @dataclass(frozen=True)
 class Endpoint:
-    """An OpenAI-compatible API and a model of it."""
+    """OpenAI-compatible API and the name of one of its models."""
 
     base_url: str
     api_key: str
@@ -60,7 +61,7 @@ class Endpoint:
 
 @dataclass(frozen=True)
 class Options:
-    """What to compare. `tools` None: those of the profile."""
+    """Options of the comparison. `tools` None selects the tools of the profile."""
 
     model: str
     tools: Sequence[str] | None
@@ -69,7 +70,7 @@ class Options:
 
 
 def run(model: str = "0.5b", tools: str | None = None, dialect: str = "auto", profile: str = "auto") -> Report:
-    """Run the jobs. Lists are separated by commas: a batch for each pair of a profile and a dialect."""
+    """Run the jobs. Each list is separated by commas; every pair of a profile and a dialect is one batch."""
     names = tools.split(",") if tools is not None else None
     return asyncio.run(_run(Options(model, names, dialect.split(","), profile.split(","))))
 
@@ -104,7 +105,7 @@ async def _open_endpoint(model: str) -> AsyncIterator[Endpoint]:
         return
     path = await asyncio.to_thread(load_weights, weights)
     async with LocalModelServer(path, threads=THREADS) as server:
-        # Not the name of the model that toolcrew ships: llama.cpp answers to any name.
+        # Do not use the name of the model that toolcrew ships: llama.cpp accepts any name.
         yield Endpoint(server.base_url, server.api_key, f"qwen2.5-coder-{model}")
 
 
@@ -117,7 +118,7 @@ def _do_bare(endpoint: Endpoint, jobs: Sequence[Job]) -> list[Attempt]:
 async def _do_batch(
     client: ToolClient, endpoint: Endpoint, jobs: Sequence[Job], options: Options, profile: str, dialect: str
 ) -> list[Attempt]:
-    """Do all jobs as one batch of `toolcrew batches submit`, one job at a time."""
+    """Run all jobs as one batch of `toolcrew batches submit`, one job at a time."""
     assert client.stack is not None
     with tempfile.TemporaryDirectory(prefix="toolcrew-bench-") as name:
         folder = Path(name)
@@ -207,7 +208,7 @@ async def _add(
 
 
 async def _judge(client: ToolClient, job: Job, done: Attempt) -> str | None:
-    """Return why the job is not finished; None: it is."""
+    """Return why the job failed, or None if the job is complete."""
     failure = job.explain_failure(done.answer, done.files)
     if failure is None and job.check is not None:
         failure = await _check(client, job, done)
@@ -219,7 +220,7 @@ async def _judge(client: ToolClient, job: Job, done: Attempt) -> str | None:
 
 
 async def _check(client: ToolClient, job: Job, done: Attempt) -> str | None:
-    """Run the job's check in a sandbox of its own: the files are the model's."""
+    """Run the check of a job in a separate sandbox, because the model wrote the files and they are not trusted."""
     with tempfile.TemporaryDirectory(prefix="toolcrew-bench-") as folder:
         write_files(Path(folder), {**done.files, **job.check_files})
         async with await client.open_session(folder) as session:

@@ -1,5 +1,6 @@
-"""A thousand sandboxes that come and are killed in every way: what the host, sandboxd and the engine have afterwards is
-what they had before.
+"""Check for leaks: start a thousand sandboxes and end them in every possible way.
+
+Afterwards the host, sandboxd and the engine must have the same resources as before.
 """
 
 import contextlib
@@ -32,18 +33,20 @@ AT_ONCE = 4
 WARM_UP = size(60, 5)
 WAYS = ("close", "timeout", "kill", "abandon", "leave")
 GONE_S = 60.0
-"""How long after the last round what was abandoned may still be there: sessions expire in rounds of 5 s."""
+"""Longest time after the last round in which abandoned resources may exist, in seconds. Session expiry runs every 5
+s.
+"""
 SHORT_TTL_S = 0.5
 MIB = 1024 * 1024
 FILES_IN_USE = 16
-"""Descriptors that come and go with what is under way."""
+"""Number of open file descriptors that may vary with the work in progress."""
 _SLEEP = {"op": "exec", "argv": ["sleep", "60"], "timeout_s": 0.2}
 
 
 @dataclass
 class Traces:
-    """What containers that have been seen leave on a host: their ids, and the mount points that the engine made for
-    them.
+    """Resources that observed containers can leave on a host: their ids, and the mount points that the engine made
+    for them.
     """
 
     ids: set[str] = field(default_factory=set)
@@ -51,7 +54,7 @@ class Traces:
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def learn(self, api: docker.APIClient, short: str) -> int:
-        """A container by its id, while it runs. Gives the host's number of its PID 1."""
+        """Record a running container by its id. Return the host's PID of the container's PID 1."""
         found = api.inspect_container(short)
         graph = found["GraphDriver"]["Data"] or {}
         with self.lock:
@@ -62,7 +65,7 @@ class Traces:
         return int(found["State"]["Pid"])
 
     def left(self, sandboxd: RunningSandboxd, api: docker.APIClient) -> dict[str, list[str]]:
-        """Kind -> what is still there, without the kinds of which nothing is."""
+        """Return the resources that still exist, by kind. Kinds without a resource are omitted."""
         label = [f"toolcrew.sandboxd={sandboxd.name}"]
         found = {
             "containers": [str(container["Id"]) for container in api.containers(all=True, filters={"label": label})],
@@ -85,7 +88,7 @@ class Traces:
 
 @dataclass(frozen=True)
 class Vitals:
-    """Open files, threads and resident bytes of sandboxd."""
+    """Number of open files, number of threads, and resident bytes of sandboxd."""
 
     files: int
     threads: int
@@ -93,7 +96,7 @@ class Vitals:
 
 
 class Rounds:
-    """Makes sandboxes and ends them. `done`: how many in which way."""
+    """Starts sandboxes and ends them. `done`: the number of sandboxes by the way in which they ended."""
 
     def __init__(self, sandboxd: RunningSandboxd, api: docker.APIClient) -> None:
         self.traces = Traces()
@@ -102,22 +105,22 @@ class Rounds:
         self._api = api
 
     def play(self, numbers: Sequence[int], at_once: int = AT_ONCE) -> None:
-        """One sandbox a number, each way in turn. Raises what a round raises: an end that was not told as it should
-        be.
+        """Run one round per number, and use each way of ending in turn. Re-raises the error of a round, for example
+        when the reported end is wrong.
         """
         with ThreadPoolExecutor(at_once) as pool:
             for way in pool.map(self._play, numbers):
                 self.done[way] += 1
 
     def settle(self, within_s: float = GONE_S) -> dict[str, list[str]]:
-        """Waits until nothing is left. Gives what is, at the deadline."""
+        """Wait until no resource remains. Return the resources that remain at the deadline."""
         until = time.monotonic() + within_s
         while (left := self.traces.left(self._sandboxd, self._api)) and time.monotonic() < until:
             time.sleep(0.2)
         return left
 
     def vitals(self) -> Vitals:
-        """Now; `settle` first."""
+        """Return the current values. Call `settle` first."""
         folder = Path(f"/proc/{self._sandboxd.pid}")
         return Vitals(
             len(os.listdir(folder / "fd")),
@@ -172,7 +175,7 @@ def loop_files() -> list[str]:
 
 
 def _process_lines() -> Iterator[str]:
-    """Command line and control groups of each process of the host."""
+    """Yield the command line and the control groups of each process of the host."""
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             line = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
@@ -207,7 +210,7 @@ def run(rounds: int = ROUNDS, at_once: int = AT_ONCE) -> Report:
         ],
     )
     report.add("rounds_per_s", rounds / took_s, "rounds")
-    # Either look may find some connections open to workers and to the engine; what leaks would be one a round.
+    # Each sample can include some open connections to workers and to the engine. A leak would add one per round.
     report.add(
         "files_ratio",
         after.files / (before.files + FILES_IN_USE),

@@ -1,4 +1,4 @@
-"""Time that the loop adds to a step, without the model and the tool."""
+"""Measure the time that the loop adds to a step, without the model and the tool."""
 
 import asyncio
 import logging
@@ -59,7 +59,7 @@ REPLIES: dict[str, tuple[Dialect, list[Chunk]]] = {
 
 
 class _Prepared:
-    """A model that gives the same chunks again and again, at once."""
+    """Test double of a model that returns the same chunks immediately for each request."""
 
     name = "prepared"
 
@@ -71,7 +71,7 @@ class _Prepared:
             yield chunk
 
     async def aclose(self) -> None:
-        """Nothing to close."""
+        """Do nothing: there is no connection to close."""
 
 
 async def _answer(call: ToolCall) -> ToolResult:
@@ -79,7 +79,7 @@ async def _answer(call: ToolCall) -> ToolResult:
 
 
 async def _floor(model: _Prepared) -> float:
-    """The model's chunks read and the tool called, and nothing else; seconds a step."""
+    """Return the seconds per step of the baseline: read the chunks of the model and call the tool."""
     started = time.perf_counter()
     for step in range(STEPS):
         async for _ in model.stream(ModelRequest([])):
@@ -100,7 +100,7 @@ async def _ours(model: _Prepared, dialect: Dialect) -> float:
 
 @contextmanager
 def quiet_log() -> Iterator[None]:
-    """Without the warnings that runs like these end with."""
+    """Suppress the warnings with which these runs end."""
     logger = logging.getLogger("orchestrator")
     before = logger.level
     logger.setLevel(logging.ERROR)

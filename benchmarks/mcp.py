@@ -1,7 +1,7 @@
-"""Time that MCP over HTTP adds to a tool call, compared with the SDK on the same stack.
+"""Measure the time that MCP over HTTP adds to a tool call, compared with the SDK on the same stack.
 
-As in benchmarks/api.py, calls go over one kept connection of a client that does what HTTP takes and nothing else; the
-same by the protocol's own client is told beside it.
+As in benchmarks/api.py, calls use one persistent connection of a minimal HTTP client. The report also shows the same
+calls with the client of the MCP package.
 """
 
 import asyncio
@@ -74,7 +74,7 @@ async def _run(rounds: int) -> Report:
 
 
 class _Line:
-    """A connection that is kept, with one request at a time on it."""
+    """Persistent connection with one request at a time."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, path: str, key: str) -> None:
         self._reader, self._writer = reader, writer

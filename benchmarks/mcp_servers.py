@@ -1,5 +1,6 @@
-"""What a call of another MCP server's tool takes, over stdio: kept by the session, and started anew for each call,
-beside bash_tool on the same stack.
+"""Measure a call of a tool of another MCP server over stdio.
+
+The server is either kept by the session or started for each call. The baseline is bash_tool on the same stack.
 """
 
 import asyncio
@@ -25,7 +26,7 @@ for line in sys.stdin:
     if "id" in told:
         print(json.dumps({"jsonrpc": "2.0", "id": told["id"], "result": results[told["method"]]}), flush=True)
 """
-"""As small as one in Python can be."""
+"""Source of a minimal MCP server in Python."""
 
 
 def run(rounds: int = ROUNDS) -> Report:

@@ -1,4 +1,4 @@
-"""Memory of an idle sandbox, from its cgroup, and of sandboxd with no sandbox and with many."""
+"""Measure the memory of an idle sandbox, from its cgroup, and of sandboxd without sandboxes and with many."""
 
 import contextlib
 from pathlib import Path
@@ -15,7 +15,7 @@ MIB = 1024 * 1024
 
 
 def memory_of_process(pid: int | str) -> dict[str, int]:
-    """Resident bytes of a process, and its proportional share of them, as the kernel counts both."""
+    """Return the resident bytes of a process and its proportional share of them, as the kernel counts both."""
     lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
     fields = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines if line.split(":")[0] in ("Rss", "Pss")}
     return {"rss": fields["Rss"], "pss": fields["Pss"]}

@@ -34,7 +34,7 @@ ASKED_AT_ONCE = 100
 LISTED_US, MOST_LISTED = 100, 100
 CALLS_MADE = size(20_000, 100)
 CALL_CPU_S = 0.003
-"""Lowest cost of a call in an orchestrator (docs/testing.md)."""
+"""Lowest CPU time of a call in an orchestrator, in seconds (docs/testing.md)."""
 TARGET_MS = 100.0
 LONGEST_LOOK_MS = 10.0
 
@@ -73,7 +73,7 @@ async def _run() -> Report:
 
 
 async def _scraped(page: MetricsPage) -> float:
-    """Milliseconds. Nothing that was read before serves."""
+    """Return the milliseconds of one scrape. The scrape reads everything again and uses no cached values."""
     took = list[float]()
     for _ in range(SCRAPES):
         began = time.perf_counter()
@@ -90,8 +90,8 @@ async def _own_ms(page: MetricsPage) -> float:
 
 
 async def _looks_ms(client: "redis.asyncio.Redis") -> list[float]:
-    """How long each script of a scrape keeps Redis from everything else; commands inside of them are shorter than what
-    is listed.
+    """Return how long each script of a scrape blocks Redis, in milliseconds. Commands inside the scripts are shorter
+    than the listed times.
     """
     page = MetricsPage(client, DEPLOYMENT)
     await page.render()
@@ -124,7 +124,7 @@ async def _fill_tenants(client: "redis.asyncio.Redis") -> None:
     step = client.register_script(load_script())
     for begin in range(0, WAITING, ASKED_AT_ONCE):
         asked = [_ask(number) for number in range(begin, begin + ASKED_AT_ONCE)]
-        # Slots of hosts that nobody knows are few, and those are taken: all of them wait.
+        # The host is unknown, so it has few slots. All of them are in use, and every message waits.
         await step(args=script_arguments(DEPLOYMENT, "o", asked, now=now - WAITING + begin))
 
 
@@ -168,7 +168,7 @@ async def _fill_hosts(client: "redis.asyncio.Redis") -> None:
 
 
 def _counted_s() -> float:
-    """Processor seconds of counting a call, when its series are known."""
+    """Return the CPU seconds of counting one call whose series already exist."""
     meter = CallMeter(Counts())
     meter.tools_changed((ToolSpec(name="bash_tool", description="x", parameters={"type": "object", "properties": {}}),))
     clocks = Clocks(queued_s=0.01, sandbox_s=0.02, run_s=0.3, transfer_s=0.004)

@@ -1,5 +1,6 @@
-"""The native assembler on one call's arguments in 16-character deltas, beside the least that keeps them: append, join,
-parse.
+"""Measure the native assembler on the arguments of one call in deltas of 16 characters.
+
+The baseline is the least work that stores the deltas: append, join, parse.
 """
 
 import functools
@@ -17,20 +18,20 @@ SIZE = size(128 * 1024, 4 * 1024)
 GROWTH = 8
 DELTA_CHARS = 16
 FEWEST_PER_S = 40_000.0
-"""25 microseconds each."""
+"""Lowest allowed rate in deltas per second, which is 25 microseconds per delta."""
 ROUNDS = size(9, 2)
 CALLS = size(2000, 50)
 
 
 def build_deltas(arguments: str) -> list[dict[str, Any]]:
-    """The chunks of a reply with one call."""
+    """Return the chunks of a reply with one call."""
     first = {"index": 0, "id": "call_1", "type": "function", "function": {"name": "write_tool", "arguments": ""}}
     entries = [first, *({"index": 0, "function": {"arguments": part}} for part in cut(arguments, DELTA_CHARS))]
     return [_chunk(entry) for entry in entries]
 
 
 def build_small_calls(count: int) -> list[dict[str, Any]]:
-    """Whole calls without an index or an id, one a delta, as some servers send them."""
+    """Return complete calls without an index or an id, one per delta, as some servers send them."""
     return [_chunk({"function": {"name": "read_tool", "arguments": '{"path": "a"}'}}) for _ in range(count)]
 
 

@@ -1,5 +1,6 @@
-"""What a hostile session costs its neighbours: a warm call beside each attack, as a ratio to the same call on a quiet
-host in the same run.
+"""Measure the effect of a hostile session on its neighbours.
+
+Each figure is a warm call during an attack, as a ratio to the same call on a quiet host in the same run.
 """
 
 import contextlib
@@ -20,14 +21,16 @@ ROUNDS = size(3, 1)
 WINDOW_S = size(1.0, 0.1)
 """Duration of the measurement in each round, quiet and attacked."""
 SETTLE_S = size(0.6, 0.1)
-"""Until an attack is at its worst; and until what it left behind is killed."""
+"""Delay in seconds until an attack has its full effect, and until the processes that it left are killed."""
 TARGET = 2.0
 _FLOOD: Mapping[str, object] = {"state": "use", "capture": {"stream": 1 << 34}, "spill": None}
 
 
 @dataclass(frozen=True, eq=False)
 class Attack:
-    """A script that goes on until it is killed. `changes`: of the request that bash_tool would send."""
+    """Script of an attack that runs until it is killed. `changes`: the differences from the request that bash_tool
+    would send.
+    """
 
     key: str
     what: str
@@ -68,7 +71,7 @@ ATTACKS = (
 
 @dataclass
 class Seconds:
-    """Of the neighbour's calls, just before the rounds of an attack and beside them."""
+    """Durations of the neighbour's calls in seconds: just before the rounds of an attack, and during the rounds."""
 
     quiet: list[float] = field(default_factory=list)
     attacked: list[float] = field(default_factory=list)
@@ -124,7 +127,7 @@ def _calls(client: SandboxClient, name: str) -> list[float]:
 
 @contextlib.contextmanager
 def _attacking(attack: Attack, path: Path, name: str) -> Iterator[None]:
-    """A worker process of its own asks for the attack; killing it is what ends the attack."""
+    """Run an attack from a separate worker process. Killing that process ends the attack."""
     worker = multiprocessing.get_context("spawn").Process(
         target=_ask, args=(str(path), name, attack.script, dict(attack.changes)), daemon=True
     )

@@ -1,5 +1,8 @@
-"""`python -m benchmarks.noop_worker QUEUE POOL`: a worker exactly like ours, with one task that does nothing. Without
-arguments: ours, with a tool that does nothing and one that takes ten milliseconds."""
+"""Run a worker for benchmarks: `python -m benchmarks.noop_worker QUEUE POOL`.
+
+The worker is configured like a toolcrew worker and has one task that does nothing. Without arguments, the program
+runs a toolcrew worker with a tool that does nothing and a tool that takes ten milliseconds.
+"""
 
 import sys
 import time
@@ -21,7 +24,7 @@ NAP_S = 0.01
 
 
 def noop(envelope: str = "") -> None:
-    """The floor of every call through Celery; our transport sends an envelope, here an empty one."""
+    """Do nothing: the baseline of every call through Celery. The transport sends an envelope, which is empty here."""
 
 
 def _noop_tool(_: dict[str, Any], bench: ToolEnvironment) -> Outcome:
@@ -52,7 +55,7 @@ def main(queue: str, pool: str) -> None:
 
 
 def serve_tool() -> None:
-    """The pool of operators' tools, as it is shipped."""
+    """Serve the pool of operators' tools, as it is shipped."""
     settings = load_worker_settings()
     configure_logging("worker", settings)
     run_web_worker(

@@ -1,4 +1,4 @@
-"""Load time of the pages with 10,000 runs of a tenant."""
+"""Measure the load time of the pages when a tenant has 10,000 runs."""
 
 import asyncio
 import time
@@ -69,7 +69,7 @@ async def _run() -> Report:
 
 
 async def _start_runs(hosted: HostedRuns) -> str:
-    """Gives the id of the last one."""
+    """Start the runs and return the id of the last run."""
     last = ""
     for at in range(0, RUNS, AT_ONCE):
         bodies = [
@@ -83,14 +83,14 @@ async def _start_runs(hosted: HostedRuns) -> str:
 
 @asynccontextmanager
 async def _open(settings: OrchestratorSettings, key: str) -> AsyncIterator[httpx.AsyncClient]:
-    """Somebody who is logged in to a service of these settings."""
+    """Start a service with these settings and yield a client that is logged in."""
     addresses: asyncio.Queue[str] = asyncio.Queue()
     service = ApiService(settings, "127.0.0.1", 0, 0, announce=addresses.put_nowait)
     running = asyncio.create_task(service.run())
     try:
         url = await addresses.get()
         async with httpx.AsyncClient(base_url=url, timeout=60, headers={"Origin": url}) as client:
-            # It serves before it has reached Redis.
+            # The service accepts requests before it has connected to Redis.
             while (await client.post("/login", data={"key": key})).status_code == 503:  # noqa: ASYNC110
                 await asyncio.sleep(0.05)
             yield client
@@ -100,7 +100,7 @@ async def _open(settings: OrchestratorSettings, key: str) -> AsyncIterator[httpx
 
 
 async def _viewed(client: httpx.AsyncClient, path: str) -> tuple[float, float]:
-    """Milliseconds of the first view, and the median of later ones."""
+    """Return the milliseconds of the first view, and the median of later views."""
     took: list[Any] = []
     for _ in range(VIEWS):
         began = time.perf_counter()

@@ -1,5 +1,6 @@
-"""What the refilling pool costs running sessions: 100 calls a second, each session's own, beside the refill and without
-it.
+"""Measure what a refill of the warm pool costs running sessions.
+
+The load is 100 calls per second, each in a session of its own, with and without a refill.
 """
 
 import contextlib
@@ -23,7 +24,7 @@ TARGET = 1.5
 
 
 class Load:
-    """Sessions that are called in turn at a steady rate, each on a thread and connection of its own."""
+    """Load of sessions that make calls in turn at a steady rate. Each session has its own thread and connection."""
 
     def __init__(self, sandboxd_socket: str, sessions: int, calls_per_s: float) -> None:
         self._socket = sandboxd_socket
@@ -47,7 +48,7 @@ class Load:
 
     @contextlib.contextmanager
     def counted(self, into: list[float]) -> Iterator[None]:
-        """Calls that begin in this block count. Raises what any call has raised."""
+        """Count the calls that begin in this block. Re-raises the first error of a call."""
         self._into = into
         try:
             yield
@@ -67,7 +68,7 @@ class Load:
                     sandbox_call(client, name)
                     if into is not None:
                         into.append(time.perf_counter() - started)
-        except Exception as error:  # noqa: BLE001  # whoever counts gets it
+        except Exception as error:  # noqa: BLE001  # `counted` raises the error in the caller's thread
             self._errors.append(error)
 
 
@@ -109,14 +110,14 @@ def run(rounds: int = ROUNDS, calls_per_s: float = CALLS_PER_S) -> Report:
 
 
 def _count_quiet(load: Load, into: list[float]) -> float:
-    """Seconds that were counted."""
+    """Count calls for a quiet period and return its length in seconds."""
     with load.counted(into):
         time.sleep(QUIET_S)
     return QUIET_S
 
 
 def _count_refill(load: Load, client: SandboxClient, into: list[float]) -> float:
-    """Seconds until the pool was full again."""
+    """Count calls during a refill and return the seconds until the pool was full again."""
     started = time.perf_counter()
     with load.counted(into):
         _wait_ready(client)

@@ -1,4 +1,7 @@
-"""Processes that a benchmark starts, each in a folder of its own, all gone with it: a sandboxd, and the guest alone."""
+"""Processes that a benchmark starts: a sandboxd, or the guest alone.
+
+Each process has its own folder, which is removed when the process ends.
+"""
 
 import contextlib
 import ctypes
@@ -25,7 +28,9 @@ _PR_SET_PDEATHSIG = 1
 
 @dataclass(frozen=True)
 class RunningSandboxd:
-    """A sandboxd of our own. `name`: its containers' label; `state`: its folder of workspaces and records."""
+    """Running sandboxd of a benchmark. `name`: the label of its containers. `state`: its folder of workspaces and
+    records.
+    """
 
     pid: int
     socket: Path
@@ -37,7 +42,7 @@ class RunningSandboxd:
 def child_process(
     argv: Sequence[str], environment: Mapping[str, str], log: Path, end_signal: int = signal.SIGTERM
 ) -> Iterator["subprocess.Popen[bytes]"]:
-    """A child that ends with this block, and, should this process be killed, with it."""
+    """Start a child process that ends with this block, and also if this process is killed."""
     with log.open("ab") as logfile:
         child = subprocess.Popen(
             argv,
@@ -64,8 +69,10 @@ def child_process(
 
 @contextlib.contextmanager
 def running_sandboxd(settings: Mapping[str, str] | None = None) -> Iterator[RunningSandboxd]:
-    """A sandboxd that answers, without a warm pool unless `settings` say otherwise; its sandboxes go with it. Raises
-    SandboxUnavailable with its last words when it does not start.
+    """Start a sandboxd and yield it when it answers. Its sandboxes are removed at the end.
+
+    The sandboxd has no warm pool unless `settings` configures one. Raises SandboxUnavailable: when sandboxd does not
+    start, with the end of its output.
     """
     name = f"bench-{secrets.token_hex(4)}"
     with tempfile.TemporaryDirectory(prefix="toolcrew-bench-") as place:
@@ -99,9 +106,9 @@ def running_sandboxd(settings: Mapping[str, str] | None = None) -> Iterator[Runn
 
 @contextlib.contextmanager
 def guest_on_pipes(prelude: str = "") -> Iterator["subprocess.Popen[bytes]"]:
-    """The guest as PID 1 of a pid namespace of its own: no engine, no container, no filter. Needs root.
+    """Start the guest as PID 1 of a separate PID namespace, without an engine, a container or a filter. Needs root.
 
-    `prelude`: statements that run in it first, each with its semicolon.
+    `prelude`: statements that run first in the process. Each statement ends with a semicolon.
     """
     with tempfile.TemporaryDirectory(prefix="toolcrew-bench-") as name:
         boot = (
@@ -119,7 +126,7 @@ def guest_on_pipes(prelude: str = "") -> Iterator["subprocess.Popen[bytes]"]:
         try:
             yield child
         finally:
-            # The end of its stdin ends the guest; --kill-child sees to it that nothing stays when that fails.
+            # Closing stdin ends the guest. If that fails, --kill-child ensures that no process remains.
             for pipe in (child.stdin, child.stdout):
                 if pipe is not None:
                     pipe.close()

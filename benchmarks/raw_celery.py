@@ -1,5 +1,6 @@
-"""The floor of every call through Celery: a worker like ours whose one task does nothing; and ours, with tools that do
-as little.
+"""Baseline of every call through Celery: a worker like a toolcrew worker, with one task that does nothing.
+
+The module also starts a toolcrew worker whose tools do equally little.
 """
 
 import asyncio
@@ -27,15 +28,15 @@ from workers.celery_edge.app import build_app
 
 
 def next_attempt(first: Attempt) -> Attempt:
-    """Return the same attempt for a call of its own, without the cost of checking its parts again."""
+    """Return a copy of the attempt for another call, without the cost of validating its parts again."""
     request = copy.copy(first.request)
     request.call = request.call.model_copy(update={"id": secrets.token_hex(16)})
     return replace(first, request=request, start_by=time.time() + 60)
 
 
 class RawCelery:
-    """The no-op worker, awaited in both ways there are: Celery's own `get`, and our hub with a transport that
-    publishes.
+    """Calls the no-op worker and waits in two ways: with Celery's `get`, and with toolcrew's result hub and a
+    publishing transport.
     """
 
     def __init__(self, app: Celery, transport: CeleryTransport, queue: str) -> None:
@@ -52,14 +53,15 @@ class RawCelery:
 
 
 def worker_environment(redis_url: str, slots: int) -> dict[str, str]:
-    """Of a worker on that Redis."""
+    """Return the environment of a worker on that Redis."""
     return {"TOOLCREW_REDIS_URL": redis_url, "TOOLCREW_CONCURRENCY": str(slots), "TOOLCREW_LOG_LEVEL": "WARNING"}
 
 
 @contextlib.contextmanager
 def running_tools(redis_url: str, slots: int) -> Iterator[None]:
-    """Our own worker of operators' tools on that Redis, on prefork; calls may come a moment before it is there
-    (`until_served`).
+    """Run a toolcrew worker of operators' tools on that Redis, on prefork.
+
+    The block begins before the worker is ready. Use `until_served` to wait for it.
     """
     environment = {
         **worker_environment(redis_url, slots),
@@ -81,7 +83,7 @@ async def open_raw(
     pool: str = "threads",
     slots: int = 4,
 ) -> RawCelery:
-    """A no-op worker like ours on this Redis, which answers. Everything goes with `stack`."""
+    """Start a no-op worker on this Redis and return when it answers. `stack` closes everything that is started."""
     broker = load_settings().broker(redis_url)
     queue = f"bench.{secrets.token_hex(4)}"
     folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="toolcrew-bench-"))

@@ -1,5 +1,6 @@
-"""read_tool: a page of 2,000 lines, and a page from the middle of a 10 MB file, beside reading the same on the host and
-an empty round trip.
+"""Measure read_tool: a page of 2,000 lines, and a page from the middle of a 10 MB file.
+
+The baselines are reading the same lines on the host, and an empty round trip.
 """
 
 import asyncio
@@ -39,7 +40,7 @@ PAGE_REQUEST = {
     "max_bytes": MAX_OUTPUT_BYTES - FOOTER_BYTES,
     "timeout_s": 30.0,
 }
-"""The request that workers/tools/read.py sends for the page."""
+"""Request that workers/tools/read.py sends for the page."""
 
 
 def host_read(path: Path, offset: int, limit: int) -> None:
@@ -51,7 +52,7 @@ def host_read(path: Path, offset: int, limit: int) -> None:
 
 
 class ToolRun:
-    """read_tool's own handler over one sandbox."""
+    """Handler of read_tool over one sandbox."""
 
     def __init__(self, client: SandboxClient) -> None:
         now = time.time()
@@ -90,7 +91,7 @@ def run(rounds: int = ROUNDS) -> Report:
             "request": timed(lambda: client.call(name, PAGE_REQUEST, call_id="bench")),
             "page": timed(lambda: tool.read("page.txt", 1, PAGE_LINES)),
         }
-        # Apart: 10 MB leave nothing of the others in the processor's caches.
+        # Measure this case separately: 10 MB evict the data of the other cases from the CPU caches.
         middle: dict[str, Case] = {
             "host_middle": timed(lambda: host_read(folder / "large.txt", MIDDLE, 100)),
             "middle": timed(lambda: tool.read("large.txt", MIDDLE, 100)),

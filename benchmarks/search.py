@@ -1,4 +1,4 @@
-"""glob_tool and grep_tool over 50,000 files, beside ripgrep doing the least of it in the same sandbox."""
+"""Measure glob_tool and grep_tool over 50,000 files, compared with a minimal ripgrep command in the same sandbox."""
 
 import asyncio
 import contextlib

@@ -1,5 +1,6 @@
-"""A session's start: its first call from the warm pool beside a warm call, and a cold open beside the docker SDK, for
-each kind of workspace.
+"""Measure the start of a session for each kind of workspace.
+
+The first call from the warm pool is compared with a warm call. A cold open is compared with the Docker SDK.
 """
 
 import asyncio
@@ -22,7 +23,7 @@ from workers.sandbox_client import SandboxClient
 ROUNDS = size(25, 1)
 WARM_UP = size(2, 1)
 SETTLE_S = 0.3
-"""The engine still clears away after a removal; the other's start is not to pay for it."""
+"""Pause after a removal, in seconds. The engine still cleans up, and the next start must not pay for that work."""
 POOL = 2
 KINDS = ("tmpfs", "image")
 
@@ -70,8 +71,8 @@ def _add(report: Report, kind: str, seconds: dict[str, list[float]], raw: list[f
 
 
 def _cases_of(stack: contextlib.ExitStack, kind: str) -> dict[str, Case]:
-    """Two sandboxds with workspaces of that kind, one with a pool. Raises SandboxUnavailable where this host cannot
-    have them.
+    """Start two sandboxds with workspaces of that kind, one of them with a pool, and return the cases. Raises
+    SandboxUnavailable: when this host does not support the kind.
     """
     settings = {"TOOLCREW_SANDBOX_WORKSPACE": kind}
     without = _client(stack, stack.enter_context(running_sandboxd(settings)))
@@ -105,7 +106,7 @@ def _wait_filled(client: SandboxClient) -> None:
 
 
 def _open_case(client: SandboxClient, prepare: Callable[[], None], use: Callable[[str], None]) -> Case:
-    """Open a session and `use` it; what `prepare` and its closing take is not counted."""
+    """Return a case that opens a session and calls `use`. The times of `prepare` and of closing are not counted."""
     numbers = itertools.count()
 
     def case() -> float:

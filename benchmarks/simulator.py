@@ -1,8 +1,8 @@
-"""10,000 sessions of 1,000 tenants on 500 hosts that exist on paper, through the product's own admission, placement and
-recovery on a real Redis.
+"""Simulate 10,000 sessions of 1,000 tenants on 500 hosts with the product's admission, placement and recovery on a
+real Redis.
 
-Time is played (benchmarks/simulator_clock.py): a minute of the pool takes what its decisions cost, and no host is
-needed.
+The hosts and the time are simulated (benchmarks/simulator_clock.py). A simulated minute of the pool takes only the
+time of its decisions.
 """
 
 import asyncio
@@ -42,11 +42,11 @@ from store.slots import SlotRequest
 SEED = 6
 HOSTS, SESSIONS, TENANTS, ORCHESTRATORS = size((500, 10_000, 1_000, 2), (60, 300, 30, 2))
 WEIGHTS = (1.0, 1.0, 3.0)
-"""Of every third tenant, in turn."""
+"""Weights of the tenants, in turn."""
 STEADY_S = size(60.0, 10.0)
-"""In which the sessions are opened."""
+"""Period in which the sessions are opened, in seconds."""
 BURST = size(2_000, 40)
-"""Sessions opened within one second, on reports that are up to four seconds old."""
+"""Number of sessions that are opened within one second. The reports of the hosts are up to four seconds old."""
 SHARED_HOSTS, SHORT, SETTLE_S, SHARE_S = size(
     (16, Pace(think_s=12.0, call_s=3.0), 90.0, 120.0), (4, Pace(think_s=12.0, call_s=3.0), 10.0, 20.0)
 )
@@ -58,7 +58,7 @@ CONNECTIONS = 64
 
 @dataclass
 class Ground:
-    """State that all parts share."""
+    """State that all parts of the simulation share."""
 
     world: World
     orchestrators: Sequence[Orchestrator]
@@ -68,7 +68,7 @@ class Ground:
 
 
 def run() -> Report:
-    # Hosts are lost on purpose here.
+    # The simulation stops hosts on purpose.
     logging.getLogger("orchestrator").setLevel(logging.ERROR)
     report = Report("simulator")
     began, worked = time.perf_counter(), time.process_time()
@@ -104,7 +104,7 @@ async def _play(url: str, report: Report) -> None:
             async with open_orchestrators(world, client, ORCHESTRATORS, ends) as orchestrators:
                 ground = Ground(world, orchestrators, ends, chance, weights)
                 beats = asyncio.create_task(run_heartbeats(world))
-                await asyncio.sleep(12)  # until the watches trust the reports
+                await asyncio.sleep(12)  # wait until the monitors trust the reports
                 sessions = await _place(ground, report)
                 await _share_hosts(ground, sessions, report)
                 await _recover(ground, sessions, report)
@@ -114,7 +114,7 @@ async def _play(url: str, report: Report) -> None:
 
 
 async def _place(ground: Ground, report: Report) -> list[Session]:
-    """Sessions as they come, then a burst, which is closed again."""
+    """Open sessions at a steady rate, then open a burst and close the burst again."""
     sessions = _make_sessions(ground, SESSIONS)
     await asyncio.gather(
         *(_open(ground, at, session, ground.chance.uniform(0, STEADY_S)) for at, session in enumerate(sessions))
@@ -148,7 +148,7 @@ async def _place(ground: Ground, report: Report) -> list[Session]:
 
 
 def _make_sessions(ground: Ground, number: int) -> list[Session]:
-    """The tenant of rank r has 1/r of what the first has."""
+    """Create the sessions. The tenant of rank r has 1/r of the sessions of the first tenant."""
     names = list(ground.weights)
     drawn = ground.chance.choices(names, weights=[1 / (at + 1) for at in range(TENANTS)], k=number)
     return [
@@ -173,7 +173,7 @@ def _used(world: World) -> float:
 
 @contextlib.asynccontextmanager
 async def _at_work(ground: Ground, sessions: Sequence[Session], pace: Pace) -> AsyncIterator[None]:
-    """While the block runs all of them think and call; then every call that is under way ends."""
+    """Let all sessions think and call while the block runs. At the end, wait for the calls in progress."""
     over = asyncio.Event()
     agents = [
         asyncio.create_task(
@@ -187,7 +187,7 @@ async def _at_work(ground: Ground, sessions: Sequence[Session], pace: Pace) -> A
 
 
 async def _share_hosts(ground: Ground, sessions: Sequence[Session], report: Report) -> None:
-    """Some hosts at work for so long that every tenant of theirs has had many turns."""
+    """Run some hosts long enough for each of their tenants to get many turns, and report the shares."""
     hosts = {host.queue for host in ground.chance.sample(ground.world.hosts, SHARED_HOSTS)}
     at_work = [session for session in sessions if ground.ends.lived[session.name] in hosts]
     async with _at_work(ground, at_work, SHORT):
@@ -198,7 +198,7 @@ async def _share_hosts(ground: Ground, sessions: Sequence[Session], report: Repo
 
 
 async def _recover(ground: Ground, sessions: Sequence[Session], report: Report) -> None:
-    """All at work while hosts are lost."""
+    """Run all sessions while hosts are lost, and report the recovery."""
     before = Ends(calls=ground.ends.calls, codes=Counter(ground.ends.codes))
     async with _at_work(ground, sessions, LONG):
         await asyncio.sleep(FILL_S)
@@ -220,7 +220,7 @@ def _tell_shares(
         by_host[queue][tenant] = number * SHORT.wish
     fair: dict[tuple[str, str], float] = {}
     for host in (ground.world.by_queue[queue] for queue in hosts):
-        # No tenant gets all slots for calls as long as these (docs/design.md).
+        # No tenant gets all slots for calls of this length (docs/design.md).
         most = max(1, host.slots * 9 // 10)
         wishes = {tenant: min(most, wish) for tenant, wish in by_host[host.queue].items()}
         for tenant, slots in share_out(host.slots, wishes, ground.weights).items():
@@ -248,7 +248,7 @@ def _tell_shares(
 
 
 async def _lose_hosts(ground: Ground) -> None:
-    """One after the other within LOSS_S; those that are frozen wake after 5 to 40 s."""
+    """Stop hosts one after the other within LOSS_S. Frozen hosts resume after 5 to 40 s."""
     hosts = ground.chance.sample(ground.world.hosts, DEAD + FROZEN)
     for at, host in enumerate(hosts):
         await asyncio.sleep(LOSS_S / len(hosts))
@@ -300,7 +300,7 @@ def _tell_recovery(ground: Ground, before: Ends, report: Report) -> None:
 async def _share_pool(
     client: "redis.asyncio.Redis", loop: JumpingLoop, weights: dict[str, float], report: Report
 ) -> None:
-    """One queue that everybody uses, as the web tools' is."""
+    """Share one queue between all tenants, as the web tools do, and report the shares."""
     await client.set(slots_key(DEPLOYMENT, POOL_WEB), POOL_SLOTS)
     scripts = [CountingScripts(client) for _ in range(ORCHESTRATORS)]
     admissions = [

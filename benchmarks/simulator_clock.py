@@ -1,5 +1,7 @@
-"""An event loop on which waiting costs nothing: its clock jumps to the next timer, but stands still while Redis has not
-answered.
+"""Event loop with a simulated clock, on which waiting takes no real time.
+
+The clock jumps to the next timer, but stops while a response of Redis is pending. Without this rule, timers would
+expire during a round trip that takes real time.
 """
 
 import asyncio
@@ -14,20 +16,22 @@ from store.connection import Script, ScriptConnection
 T = TypeVar("T")
 
 ANSWER_S = 10.0
-"""Real seconds that Redis may take for an answer."""
+"""Longest real time of a response of Redis, in seconds."""
 HEARING_S = 0.0002
-"""Real seconds in which what Redis publishes beside an answer arrives, too."""
+"""Real time in seconds in which a message arrives that Redis publishes together with a response."""
 
 
 class SimulationStuck(Exception):
-    """Nobody waits for anything: what is simulated has an error."""
+    """Raised when no task can continue: the simulation has an error."""
 
 
 class _JumpingSelector(selectors.BaseSelector):
-    """Waits for sockets as long as an answer is awaited; else lets the asked time pass at once."""
+    """Selector that waits for sockets while a response is pending. Otherwise it advances the clock by the timeout
+    immediately.
+    """
 
     def __init__(self) -> None:
-        # Of this kind, because the others round what they wait up to a millisecond.
+        # Other selectors round a timeout up to a millisecond.
         self._real = selectors.SelectSelector()
         self._has_heard = False
         self.now = 0.0
@@ -58,7 +62,7 @@ class _JumpingSelector(selectors.BaseSelector):
         self._has_heard = True
 
     def answer(self) -> None:
-        """An awaited answer has come."""
+        """Record that a pending response has arrived."""
         self.awaited -= 1
 
     def register(self, fileobj: Any, events: int, data: Any = None) -> selectors.SelectorKey:
@@ -78,7 +82,7 @@ class _JumpingSelector(selectors.BaseSelector):
 
 
 class JumpingLoop(asyncio.SelectorEventLoop):
-    """`time()` begins at 0."""
+    """Event loop on the simulated clock. `time()` begins at 0."""
 
     def __init__(self) -> None:
         self.selector = _JumpingSelector()
@@ -89,7 +93,9 @@ class JumpingLoop(asyncio.SelectorEventLoop):
 
 
 class _CountingConnection(Connection):
-    """Tells the loop how many answers are on their way. A subscription that only listens awaits none."""
+    """Connection that reports the number of pending responses to the loop. A subscription that only listens has no
+    pending response.
+    """
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -124,7 +130,7 @@ class _CountingConnection(Connection):
 
 
 class CountingScripts(ScriptConnection):
-    """Tells the loop how many answers are on their way."""
+    """Script connection that reports the number of pending responses to the loop."""
 
     def run(self, script: Script, keys: Sequence[str], arguments: Sequence[str | int | float]) -> "asyncio.Future[Any]":
         answer = super().run(script, keys, arguments)
@@ -136,13 +142,13 @@ class CountingScripts(ScriptConnection):
 
 
 def open_counting_pool(url: str, connections: int) -> BlockingConnectionPool:
-    """Connections for a JumpingLoop."""
+    """Return a connection pool for a JumpingLoop."""
     return BlockingConnectionPool.from_url(
         url, connection_class=_CountingConnection, max_connections=connections, timeout=60, health_check_interval=0
     )
 
 
 def run_jumping(main: Callable[[], Coroutine[Any, Any, T]]) -> T:
-    """The coroutine's value."""
+    """Run the coroutine on a JumpingLoop and return its result."""
     with asyncio.Runner(loop_factory=JumpingLoop) as runner:
         return runner.run(main())

@@ -1,5 +1,5 @@
-"""Hosts that exist on paper: each takes calls from its real queue by the real ledger, and lets their seconds pass on
-the loop's clock.
+"""Simulated hosts. Each host takes calls from its real queue through the real call store; the calls only take
+simulated time.
 """
 
 import asyncio
@@ -25,19 +25,19 @@ from store.connection import SharedClock
 DEPLOYMENT = "simulator"
 KEYS = SigningKeys.of("simulator")
 SIZES = ((1, 20), (2, 32), (4, 64))
-"""Slots and sessions of a small, a middling and a large host."""
+"""Slots and sessions of a small, a medium and a large host."""
 SHARES = (6, 3, 1)
 OPEN_S = 0.5
 GIB = 1024**3
 AT_ONCE = 10
-"""Hosts that report in one moment."""
+"""Number of hosts that report at the same time."""
 NEVER = 4_000_000_000
-"""A time at which nobody is late yet."""
+"""Deadline that no call reaches, as a Unix timestamp."""
 
 
 @dataclass
 class Host:
-    """One incarnation. `state` frozen: it stands still, and does what it has begun when it wakes."""
+    """Incarnation of a host. `state` frozen: the host stops, and completes its started calls when it resumes."""
 
     name: str
     boot: int
@@ -56,7 +56,9 @@ class Host:
 
 
 class World:
-    """All hosts, their reports, and what their calls did. `reports` are as old as heartbeats make them."""
+    """All hosts, their reports, and the effects of their calls. `reports` are as old as the interval between
+    heartbeats.
+    """
 
     def __init__(self, client: "redis.Redis", loop: JumpingLoop, chance: random.Random) -> None:
         self._client, self.loop, self.chance = client, loop, chance
@@ -66,11 +68,11 @@ class World:
         self.by_queue: dict[str, Host] = {}
         self.reports: dict[str, HostReport] = {}
         self.starts: Counter[str] = Counter()
-        """Call id -> how often it was started."""
+        """Call id -> number of times the call was started."""
         self.late = 0
-        """Results that came after their call was given up or sent again."""
+        """Number of results that arrived after their call was abandoned or sent again."""
         self.runs: list[tuple[str, str, float, float]] = []
-        """Queue, tenant, begin and end of each run."""
+        """Queue, tenant, start and end of each execution."""
         self._running: dict[str, tuple[str, str, float]] = {}
         self.stopped_at: dict[str, float] = {}
 
@@ -81,7 +83,7 @@ class World:
             self._begin(Host(f"h{at}", 1, slots, most))
 
     def heartbeats(self) -> Iterator[float]:
-        """Lets some hosts after others report; gives the seconds until the next one does."""
+        """Let the hosts report, a few at a time. Yield the seconds until the next hosts report."""
         while True:
             hosts = list(self.hosts)
             for at in range(0, len(hosts), AT_ONCE):
@@ -99,7 +101,7 @@ class World:
         self.loop.selector.listen()
 
     def open_session(self, queue: str) -> bool | None:
-        """Whether there was room; None when the host does not answer."""
+        """Return whether the host had room for the session. Return None if the host does not answer."""
         host = self.by_queue.get(queue)
         if host is None or host.state != "alive":
             return None
@@ -109,12 +111,15 @@ class World:
         return True
 
     def stop(self, host: Host, state: str) -> None:
-        """dead or frozen, from now on."""
+        """Set the state of a host to dead or frozen."""
         host.state = state
         self.stopped_at[host.queue] = self.loop.time()
 
     def wake(self, host: Host) -> None:
-        """What was under way ends now; one that was given up begins anew, under another name and with nothing."""
+        """Resume a frozen host and end the calls that were in progress.
+
+        A host that the pool has declared lost starts again as a new incarnation, without sessions.
+        """
         host.state = "alive"
         late, host.late = host.late, []
         for call, context, task_id, began in late:
@@ -129,7 +134,7 @@ class World:
             self.poke(host.queue)
 
     def running(self) -> list[tuple[str, str, float, float]]:
-        """As `runs`, of those that have not ended."""
+        """Return the executions in progress, in the form of `runs`."""
         return [(queue, tenant, began, self.loop.time()) for queue, tenant, began in self._running.values()]
 
     def is_reported(self, queue: str) -> bool:
@@ -154,7 +159,7 @@ class World:
             told = {"busy": host.busy, "sessions": host.sessions, "reported_at": now}
             self.reports[host.queue] = known.model_copy(update=told)
         elif not host.is_expired and now - host.reported_at >= HOST_TTL_S:
-            # Redis would do this by its own clock.
+            # Real Redis would expire the key by its own clock.
             host.is_expired = True
             self.reports.pop(host.queue, None)
             self._client.delete(host_key(DEPLOYMENT, host.queue), slots_key(DEPLOYMENT, host.queue))
@@ -214,6 +219,6 @@ class World:
 
 
 async def run_heartbeats(world: World) -> None:
-    """Until cancelled."""
+    """Send heartbeats until cancelled."""
     for pause_s in world.heartbeats():
         await asyncio.sleep(pause_s)

@@ -1,5 +1,6 @@
-"""Orchestrators that play agents: the product's own admission, placement, publishing, ledger, monitor, reaper and
-recovery, over hosts on paper.
+"""Simulated agents on orchestrators with the product's code, over simulated hosts.
+
+Admission, placement, publishing, call store, monitor, reaper and recovery are the product's own.
 """
 
 import asyncio
@@ -36,9 +37,11 @@ from store.results import ResultHub
 from store.sessions import SessionAddress, SessionStore
 
 FUTURE_AT = 4_000_000_000.0
-"""Where the played clock begins: so far ahead of Redis's that no deadline of a call is over for it."""
+"""Start of the simulated clock, as a Unix timestamp. The start is far ahead of the clock of Redis, so that no
+deadline of a call has passed for Redis.
+"""
 WAIT_S = 300.0
-"""Longest wait of a call for a slot."""
+"""Longest wait of a call for a slot, in seconds."""
 SPECS = {
     is_idempotent: ToolSpec(
         name="read_tool" if is_idempotent else "bash_tool",
@@ -52,7 +55,7 @@ SPECS = {
 
 @dataclass
 class Session:
-    """One agent: it thinks, calls, thinks."""
+    """Session of one agent, which alternates between thinking and calling."""
 
     tenant: str
     name: str
@@ -61,8 +64,8 @@ class Session:
 
 @dataclass
 class Ends:
-    """What the callers saw. `moved_s`: for each session that moved, seconds from the end of its host until it was open
-    elsewhere.
+    """Results that the callers received. `moved_s`: for each session that moved, the seconds from the end of its host
+    until the session was open elsewhere.
     """
 
     calls: int = 0
@@ -73,11 +76,11 @@ class Ends:
     openings: int = 0
     refused_openings: int = 0
     lived: dict[str, str] = field(default_factory=dict)
-    """Session -> the queue of its host."""
+    """Session -> queue of its host."""
 
 
 class _Hosts:
-    """As HostStore: read again when what is known is FRESH_S old."""
+    """Host store of the simulation. The store reads the reports again when its copy is FRESH_S old."""
 
     def __init__(self, world: World) -> None:
         self._world, self._known, self._read_at = world, list[HostReport](), float("-inf")
@@ -89,7 +92,7 @@ class _Hosts:
 
 
 class _Transport:
-    """As CeleryTransport, to hosts on paper."""
+    """Transport to simulated hosts, in place of CeleryTransport."""
 
     def __init__(self, world: World, publisher: Publisher, hub: ResultHub, monitor: CallMonitor) -> None:
         self._world, self._publisher, self._hub, self._monitor = world, publisher, hub, monitor
@@ -115,11 +118,11 @@ class _Transport:
         raise NotImplementedError
 
     async def aclose(self) -> None:
-        """Nothing to close: the connections belong to the orchestrator."""
+        """Do nothing: the orchestrator owns the connections."""
 
 
 class Orchestrator:
-    """One process's worth."""
+    """Components of one orchestrator process."""
 
     def __init__(
         self,
@@ -142,7 +145,7 @@ class Orchestrator:
         self._delivery = Delivery(transport, KEYS, pool, self.locator)
 
     async def open(self, session: Session) -> bool:
-        """Whether it was."""
+        """Open the session. Return whether the session is open."""
         self._ends.openings += 1
         try:
             result = await self.locator.open(session.tenant, session.name, session.policy, {})
@@ -154,7 +157,7 @@ class Orchestrator:
         return True
 
     async def call(self, session: Session, seconds: float, *, is_idempotent: bool) -> str:
-        """The code of its one result, "" for success."""
+        """Make a call and return the code of its result, or "" for success."""
         call = ToolCall(id=secrets.token_hex(8), name=SPECS[is_idempotent].name, arguments={"seconds": seconds})
         now, began = self._clock(), self._world.loop.time()
         request = Request(call, session.tenant, session.name)
@@ -221,21 +224,23 @@ async def open_orchestrators(
 
 @dataclass(frozen=True)
 class Pace:
-    """How agents work: seconds that they think, by chance, and that their calls run, give or take a half."""
+    """Random pace of the agents: seconds between calls, and seconds of a call, plus or minus one half."""
 
     think_s: float
     call_s: float
 
     @property
     def wish(self) -> float:
-        """Slots that one agent wants, on average, when it never waits."""
+        """Return the average number of slots that one agent uses if it never waits."""
         return self.call_s / (self.call_s + self.think_s)
 
 
 async def play_agent(
     orchestrator: Orchestrator, session: Session, chance: random.Random, pace: Pace, over: asyncio.Event
 ) -> None:
-    """Thinks and calls until it is over; a refused call is no reason to stop."""
+    """Alternate between thinking and calling until the end of the simulation. A rejected call does not
+    end the agent.
+    """
     await _think(chance.uniform(0, pace.think_s), over)
     while not over.is_set():
         await orchestrator.call(

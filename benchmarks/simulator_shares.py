@@ -1,4 +1,4 @@
-"""What a fair hand would have given everybody, and how far from it what they got is."""
+"""Fair shares of slots between tenants, and the deviation of measured shares from the fair shares."""
 
 from collections.abc import Mapping
 from typing import TypeVar
@@ -7,7 +7,7 @@ T = TypeVar("T")
 
 
 def share_out(slots: float, wanted: Mapping[T, float], weights: Mapping[T, float]) -> dict[T, float]:
-    """Slots by weight, nobody more than wanted; what one leaves is the others'."""
+    """Share the slots by weight. No tenant gets more than it wants; the other tenants share the slots that remain."""
     given: dict[T, float] = {}
     left, rest = slots, dict(wanted)
     while rest:
@@ -22,8 +22,8 @@ def share_out(slots: float, wanted: Mapping[T, float], weights: Mapping[T, float
 
 
 def misgiven(used: Mapping[T, float], fair: Mapping[T, float]) -> float:
-    """Which part of all that was used went to somebody else than it should have. Both are made shares of their sums
-    first.
+    """Return the part of the total use that went to the wrong tenants. Both mappings are first normalized to a sum of
+    1.
     """
     all_used, all_fair = sum(used.values()), sum(fair.values())
     return (

@@ -1,5 +1,6 @@
-"""A skill's script through the whole embedded stack, beside the same script as a command of bash_tool; and loading two
-hundred skills.
+"""Measure a script of a skill through the whole embedded stack, and the loading of 200 skills.
+
+The baseline of the script is the same script as a command of bash_tool.
 """
 
 import asyncio

@@ -1,5 +1,6 @@
-"""The tag parser over streams of 1 M and 8 M characters, beside a list append with one join, and beside a machine for
-single characters.
+"""Measure the tag parser on streams of 1 M and 8 M characters.
+
+The baselines are a list append with one join, and a state machine for single characters.
 """
 
 import functools
@@ -34,8 +35,8 @@ def run_peer(chunks: Sequence[str]) -> None:
 
 
 def best_of(cases: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, float]:
-    """The least seconds of processor time of each case over interleaved rounds: other processes add time, none takes
-    any away.
+    """Return the lowest CPU seconds of each case over interleaved rounds. Other processes can only add time, so the
+    lowest value is the most accurate.
     """
     best = dict.fromkeys(cases, float("inf"))
     for _ in range(rounds):
@@ -47,9 +48,11 @@ def best_of(cases: Mapping[str, Callable[[], object]], rounds: int) -> dict[str,
 
 
 def growth_of(few: Callable[[], object], many: Callable[[], object], times: int = GROWTH, rounds: int = 5) -> float:
-    """How much longer `many` takes than `few`, of which it is `times` as much. `few` runs that often in a row as one
-    sample: samples of the same length meet the same disturbances, and a short one would be taken at its luckiest
-    moment."""
+    """Return the ratio of the time of `many` to the time of `few`. `many` is `times` as much work as `few`.
+
+    One sample of `few` is `times` executions in a row. Samples of equal length meet equal disturbances; the lowest
+    value of a short sample would be too low.
+    """
 
     def few_in_a_row() -> None:
         for _ in range(times):
@@ -89,7 +92,7 @@ def _compare_mixed(report: Report, text: str, chunk: int, rounds: int) -> None:
 
 
 def _compare_peer(report: Report, texts: dict[str, str], chunk: int) -> None:
-    """Ours over the machine for single characters, on the stream where ours does worst."""
+    """Add the ratio to the state machine for single characters, on the stream where the tag parser is slowest."""
     ratios = {}
     for name, text in texts.items():
         chunks = cut(text[: len(text) // 4], chunk)
@@ -102,7 +105,7 @@ def _compare_peer(report: Report, texts: dict[str, str], chunk: int) -> None:
 
 
 def _compare_growth(report: Report, size: int) -> None:
-    """Report for each stream how many times longer an input takes that is eight times as long."""
+    """Add for each stream the ratio of the time of an input that is eight times as long."""
     large = streams(GROWTH * size)
     for name, text in streams(size).items():
         few, many = cut(text, GROWTH_CHUNK), cut(large.pop(name), GROWTH_CHUNK)

@@ -1,4 +1,4 @@
-"""Streams that the tag parser is measured on, its floor, and its peer: a machine that looks at every character."""
+"""Streams for the benchmark of the tag parser, its baseline, and a state machine that reads every character."""
 
 import re
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ _PROSE = (
 )
 _ATTRIBUTE = re.compile(r'<(\w+) \w+="([^"]*)"').findall
 _EVERY = 2000
-"""Characters from one call to the next in the mixed stream."""
+"""Number of characters between two calls in the mixed stream."""
 
 
 def cut(text: str, size: int) -> list[str]:
@@ -19,7 +19,7 @@ def cut(text: str, size: int) -> list[str]:
 
 
 def mixed(size: int) -> str:
-    """Prose with a call every 2 kB."""
+    """Return prose with a call every 2 kB."""
     prose = _PROSE * (_EVERY // len(_PROSE) + 1)
     return repeated("", prose[: _EVERY - len(_CALL)] + _CALL, size)
 
@@ -29,7 +29,7 @@ def repeated(head: str, unit: str, size: int) -> str:
 
 
 def streams(size: int) -> dict[str, str]:
-    """Streams of `size` characters by name, the bad ones among them."""
+    """Return streams of `size` characters by name. Some of them are the worst cases of the parser."""
     return {
         "mixed": mixed(size),
         "open value": repeated('<tool_action name="t"><v value="', "line of a file, ", size),
@@ -41,7 +41,7 @@ def streams(size: int) -> dict[str, str]:
 
 
 def run_floor(chunks: Sequence[str]) -> None:
-    """The least that keeps a stream: append each chunk, join once."""
+    """Do the least work that stores a stream: append each chunk, join once."""
     kept = []
     for chunk in chunks:
         kept.append(chunk)
@@ -49,7 +49,7 @@ def run_floor(chunks: Sequence[str]) -> None:
 
 
 class CharacterMachine:
-    """The obvious reader: one step for every character, all in one loop. It knows canonical calls only."""
+    """Simple parser: one step for every character, in a single loop. Supports canonical calls only."""
 
     _MARKER = "<tool_action"
     _END = "</tool_action>"
@@ -60,7 +60,7 @@ class CharacterMachine:
         self._inside = self._quoted = False
 
     def feed(self, chunk: str) -> list[tuple[str, object]]:  # noqa: C901
-        # one loop on purpose: calls would make it slower
+        # One long loop on purpose: function calls would make it slower.
         events: list[tuple[str, object]] = []
         text: list[str] = []
         inside, quoted, matched, tag = self._inside, self._quoted, self._matched, self._tag

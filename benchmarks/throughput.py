@@ -1,5 +1,6 @@
-"""Calls a second through the whole path, beside raw Celery no-ops on the same kind of pool with as many slots, and how
-long they take at half load.
+"""Measure calls per second through the whole path, and the latency at half load.
+
+The baseline is raw Celery no-ops on the same kind of pool with the same number of slots.
 """
 
 import asyncio
@@ -20,7 +21,7 @@ from store.connection import open_redis
 
 ROUNDS = size(5, 1)
 CALLS = size(300, 20)
-"""Calls of a case in a round."""
+"""Number of calls of a case in a round."""
 SLOTS = 4
 PATH = "/workspace/notes.txt"
 START_LIMIT_S = 30.0
@@ -72,7 +73,7 @@ async def succeeds(session: Session, tool: str, arguments: dict[str, object]) ->
 
 
 async def until_served(work: Work) -> None:
-    """Until its workers are there. Raises what it raised last."""
+    """Wait until the workers answer. Raises the last error of `work` at the deadline."""
     until = time.monotonic() + START_LIMIT_S
     while True:
         try:
@@ -85,7 +86,10 @@ async def until_served(work: Work) -> None:
 
 
 async def _rates(cases: Mapping[str, Work], rounds: int) -> dict[str, list[float]]:
-    """Calls a second in rounds of A B C, A B C, ...: whatever slows the machine down slows all of them."""
+    """Run the cases in rounds of A B C, A B C, ... and return the calls per second.
+
+    Interleaving spreads a slowdown of the machine over all cases.
+    """
     rates: dict[str, list[float]] = {name: [] for name in cases}
     for number in range(rounds + 1):
         for name, work in cases.items():
@@ -96,7 +100,9 @@ async def _rates(cases: Mapping[str, Work], rounds: int) -> dict[str, list[float
 
 
 async def half_load(work: Work, per_s: float) -> list[float]:
-    """Seconds of each of CALLS calls that begin evenly, `per_s` of them a second, however long others take."""
+    """Return the seconds of each of CALLS calls that begin at even intervals, `per_s` calls per second. A slow call
+    does not delay the start of the next call.
+    """
     seconds: list[float] = []
 
     async def timed(number: int) -> None:
@@ -126,7 +132,7 @@ def _report(rates: Mapping[str, list[float]], slow: Mapping[str, list[float]], r
     }
     for name, what in told.items():
         report.add(f"{name}_per_s", rate[name], what)
-    # A round's own ratio: what slowed one of the two down slowed the other.
+    # Compute the ratio within one round: a slowdown of the machine affects both cases.
     for ours, floor, least in (("noop", "raw_prefork", 0.6), ("read", "raw_threads", 0.4)):
         ratios = [mine / theirs for mine, theirs in zip(rates[ours], rates[floor], strict=True)]
         report.add(f"{ours}_ratio", median(ratios), f"{ours} / raw Celery on the same kind of pool", at_least=least)

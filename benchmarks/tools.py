@@ -1,5 +1,5 @@
-"""Duration of one call of each tool through the whole embedded stack: the built-in tools, a skill as a tool, and a
-tool of an MCP server.
+"""Measure one call of each tool through the whole embedded stack: built-in tools, a skill as a tool, and a tool of an
+MCP server.
 """
 
 import asyncio
@@ -25,10 +25,10 @@ from orchestrator import ToolClient
 from orchestrator.dispatch.sessions import Session
 
 ROUNDS, WARM_UP = size((1000, 20), (2, 1))
-"""The p99 of 1,000 calls leaves ten beyond it."""
+"""Number of rounds and of warm-up rounds. Of 1,000 calls, ten are above the p99."""
 SKILL, MCP_TOOL = "word-count", "mcp__small__nothing"
 LINES = 200
-"""Lines of the file that is read, searched and counted."""
+"""Number of lines of the file that the tools read, search and count."""
 PAGE = (
     b"<html><title>A page</title><body><main><h1>A page</h1>"
     + b"<p>Text of a paragraph.</p>" * 50
@@ -38,7 +38,7 @@ FOUND = json.dumps({"results": [{"title": "A page", "url": "https://docs.example
 
 
 class _Pages(BaseHTTPRequestHandler):
-    """Answers a search like SearXNG, and every other path with a page."""
+    """Web server that answers a search like SearXNG, and returns a page for every other path."""
 
     def do_GET(self) -> None:
         is_search = self.path.startswith("/search")
@@ -50,12 +50,12 @@ class _Pages(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Nothing is logged: the report alone goes to the terminal."""
+        """Do nothing: only the report is printed on the terminal."""
 
 
 def build_calls(port: int, number: int) -> dict[str, Mapping[str, Any]]:
-    """Tool -> the arguments of its call of that number. They differ where the same ones would change nothing or be
-    served from a cache.
+    """Return the arguments of call `number` for each tool. The arguments differ between calls where equal arguments
+    would change nothing or be served from a cache.
     """
     return {
         "bash_tool": {"command": "true"},
@@ -78,7 +78,7 @@ def build_calls(port: int, number: int) -> dict[str, Mapping[str, Any]]:
 
 @contextlib.contextmanager
 def serve_pages() -> Iterator[int]:
-    """The port of a web server on the loopback address."""
+    """Start a web server on the loopback address and yield its port."""
     with ThreadingHTTPServer(("127.0.0.1", 0), _Pages) as server:
         thread = threading.Thread(target=server.serve_forever, daemon=True)
         thread.start()

@@ -1,5 +1,6 @@
-"""Measures what tracing costs a call: on next to off, through the whole path of one embedded stack. Without tracing the
-dispatcher has no middleware for it.
+"""Measure what tracing costs a call, through the whole path of one embedded stack.
+
+Tracing on is compared with tracing off, in which the dispatcher has no middleware for tracing.
 """
 
 import asyncio
@@ -17,7 +18,9 @@ from orchestrator.dispatch.sessions import Session
 from tests.otlp_collector import open_collector
 
 CALLS, ROUNDS, WARM_UP = size((10, 40, 5), (20, 2, 1))
-"""The smallest size still uses several ticks of the processor clock: ratios need more than none."""
+"""Number of calls, rounds and warm-up rounds. The smallest size still uses several ticks of the CPU clock, because a
+ratio needs values above zero.
+"""
 TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 
 
@@ -29,7 +32,7 @@ async def _called(session: Session) -> None:
 
 
 def _cpu_s(pids: Iterable[int]) -> float:
-    """CPU seconds of processes and of their ended children."""
+    """Return the CPU seconds of processes and of their ended children."""
     total = 0.0
     for pid in pids:
         with open(f"/proc/{pid}/stat") as stat:
@@ -53,7 +56,7 @@ def environment(values: Mapping[str, str]) -> Iterator[None]:
 
 
 async def _measure() -> Report:
-    """Calls of two clients of one stack, of which only one has its calls traced, in turn."""
+    """Measure the calls of two clients of one stack in turn. Only one of the clients traces its calls."""
     report = Report("tracing")
     async with contextlib.AsyncExitStack() as stack:
         collector = stack.enter_context(open_collector())

@@ -1,5 +1,6 @@
-"""What a run takes of memory while it waits for its model: 1,000 at once in one process, each with a call behind it and
-a stream open.
+"""Measure the memory of a run that waits for its model.
+
+1,000 runs wait at once in one process. Each run has completed one call and has an open stream.
 """
 
 import asyncio
@@ -22,8 +23,8 @@ from orchestrator.models.openai import OpenAIModel
 
 WAITING = size(1000, 20)
 AT_A_TIME = size(50, 10)
-# More than ever connect at once: a connection that does not fit into the queue is dropped without an error, and its
-# run would wait for good.
+# The backlog is larger than the number of concurrent connections. The kernel drops a connection that does not fit
+# into the backlog without an error, and its run would wait without end.
 BACKLOG = 1024
 _CALL = {"index": 0, "id": "call", "function": {"name": "echo", "arguments": json.dumps({"text": "some text"})}}
 _HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
@@ -39,7 +40,9 @@ def _chunk(delta: dict[str, Any], finish: str | None) -> bytes:
 
 
 async def _serve_one(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """First request of a run: a call. Second: the first word of an answer, and then nothing more."""
+    """Answer the first request of a run with a call. Answer the second request with the first chunk, and leave the
+    stream open.
+    """
     while True:
         try:
             head = await reader.readuntil(b"\r\n\r\n")
@@ -71,7 +74,7 @@ def _serve(listener: socket.socket) -> None:
 
 @contextmanager
 def _model_server() -> Iterator[int]:
-    """The port of a chat server in a process of its own."""
+    """Start a chat server in a separate process and yield its port."""
     with socket.create_server(("127.0.0.1", 0), backlog=BACKLOG) as listener:
         process = multiprocessing.get_context("fork").Process(target=_serve, args=(listener,), daemon=True)
         process.start()
@@ -83,7 +86,7 @@ def _model_server() -> Iterator[int]:
 
 
 async def _waiting(model: OpenAIModel, runs: int) -> list[asyncio.Task[Any]]:
-    """So many runs, each with its stream open; tasks to be cancelled."""
+    """Start this many runs and return when each has an open stream. The caller cancels the returned tasks."""
     began = asyncio.Semaphore(0)
 
     def on_event(event: RunEvent) -> None:
@@ -107,7 +110,7 @@ async def _waiting(model: OpenAIModel, runs: int) -> list[asyncio.Task[Any]]:
 
 async def _measure(port: int) -> Report:
     model = OpenAIModel("bench", f"http://127.0.0.1:{port}/v1", retries=0)
-    tasks = await _waiting(model, AT_A_TIME)  # what the first ones load is nobody's share
+    tasks = await _waiting(model, AT_A_TIME)  # Imports and caches that the first runs load are not counted.
     gc.collect()
     before = memory_of_process("self")["rss"]
     tasks += await _waiting(model, WAITING - AT_A_TIME)

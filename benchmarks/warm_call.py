@@ -1,5 +1,7 @@
-"""One warm `bash -c true`: the host itself, `docker exec`, an empty round trip, the guest alone, and the whole of
+"""Measure one warm `bash -c true`: on the host, with `docker exec`, through the guest alone, and through the whole of
 sandboxd.
+
+An empty round trip is measured as well.
 """
 
 import asyncio
@@ -18,7 +20,7 @@ from workers.tools.text import MAX_LINES, MAX_OUTPUT_BYTES
 ROUNDS = size(300, 2)
 WARM_UP = size(20, 1)
 EXEC_SETTLE_S = 0.02
-"""The engine is busy a little longer with an exec than its client waits."""
+"""Pause after an exec, in seconds. The engine works on an exec a little longer than its client waits."""
 SCRIPT = b"true"
 REQUEST = {
     "op": "exec",
@@ -31,12 +33,12 @@ REQUEST = {
     "capture": {"stdout": MAX_OUTPUT_BYTES, "stderr": MAX_OUTPUT_BYTES, "merged": MAX_OUTPUT_BYTES},
     "spill": {"bytes": MAX_OUTPUT_BYTES, "lines": MAX_LINES},
 }
-"""The request that workers/tools/shell.py sends for bash_tool."""
+"""Request that workers/tools/shell.py sends for bash_tool."""
 _BASH = ["/bin/bash", "--noprofile", "--norc", "-c", "true"]
 
 
 def host_spawn() -> None:
-    """The least a host can do: posix_spawn and wait, no pipe."""
+    """Run the program with the least work on the host: posix_spawn and wait, without a pipe."""
     pid = os.posix_spawn(_BASH[0], _BASH, os.environ)
     os.waitpid(pid, 0)
 

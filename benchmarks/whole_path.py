@@ -1,5 +1,6 @@
-"""One `bash_tool true` through the whole embedded stack, beside a raw Celery no-op on the same Redis and a bare sandbox
-call.
+"""Measure one `bash_tool true` through the whole embedded stack.
+
+The baselines are a raw Celery no-op on the same Redis and a bare sandbox call.
 """
 
 import asyncio
@@ -24,11 +25,11 @@ IN_FLIGHT = 50
 CALLS = size(400, 8)
 SESSIONS = 4
 MARGIN_MS = 3.0
-"""What is granted to everything of ours between Celery and the sandbox."""
+"""Time in milliseconds that the code of toolcrew between Celery and the sandbox may take."""
 
 
 def awaited(work: Callable[[], Awaitable[object]]) -> Callable[[], Awaitable[float]]:
-    """A case that is `work` and nothing else."""
+    """Return a case that only runs `work`."""
 
     async def case() -> float:
         started = time.perf_counter()
@@ -39,7 +40,7 @@ def awaited(work: Callable[[], Awaitable[object]]) -> Callable[[], Awaitable[flo
 
 
 async def per_second(work: Callable[[int], Awaitable[object]], calls: int) -> float:
-    """Calls a second with IN_FLIGHT at a time."""
+    """Return the calls per second with IN_FLIGHT calls at a time."""
     numbers = iter(range(calls))
 
     async def caller() -> None:

@@ -1,5 +1,6 @@
-"""A workspace as an image: make, mount, unmount and remove beside a plain folder, and writing into it beside the disk
-that it lies on.
+"""Measure a workspace as an image: make, mount, unmount and remove it, compared with a plain folder.
+
+The benchmark also compares writing into the image with writing to the underlying disk.
 """
 
 import asyncio

@@ -11,10 +11,10 @@ from contract.calls import ToolCall
 
 @dataclass(frozen=True)
 class Decision:
-    """Whether a call may run, with a reason for the model. `arguments`: changed arguments, which are checked again.
+    """Decision whether a call may run, with a reason for the model.
 
-    `digest`: the digest of the request that is decided, for approvers that get decisions from another process. A
-    decision with the digest of another request is ignored.
+    `arguments`: changed arguments, which are validated again. `digest`: the digest of the request that is decided,
+    for approvers that get decisions from another process. A decision with the digest of another request is ignored.
     """
 
     is_allowed: bool

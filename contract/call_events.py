@@ -18,9 +18,9 @@ from contract.calls import Record
 from contract.errors import EnvelopeRefused
 
 OUTPUT = "output"
-"""A piece of output: `stream` and `text`."""
+"""Event with a piece of output: `stream` and `text`."""
 MODEL = "model"
-"""A request of a tool to the caller's model. The reply comes back in a separate list. Both are signed."""
+"""Event with a request of a tool to the caller's model. The reply comes back in a separate list. Both are signed."""
 END = "end"
 """Last entry. `count`: number of entries before it. `hidden_chars`: characters of output that were not sent."""
 
@@ -46,7 +46,7 @@ _FIELD = b"event"
 
 
 class CallEvent(Record):
-    """One entry: its kind, and the data of that kind."""
+    """Entry of the event stream: its kind, and the data of that kind."""
 
     kind: Annotated[str, Field(pattern=r"^[a-z_]{1,32}$")]
     payload: dict[str, JsonValue] = Field(default_factory=dict)

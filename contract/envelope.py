@@ -37,7 +37,7 @@ AnyRecord = TypeVar("AnyRecord", bound=Record)
 
 
 class EnvelopeTooLarge(ValueError):
-    """The call is too large for an envelope. Its arguments can travel in a blob (`encode_arguments`)."""
+    """Raised when the call is too large for an envelope. Its arguments can be sent in a blob (`encode_arguments`)."""
 
 
 def encode_call(call: ToolCall, context: ToolContext, keys: SigningKeys) -> str:

@@ -86,7 +86,9 @@ class ToolcrewError(Exception):
 
 
 class ToolFailure(ToolcrewError):
-    """A failed call whose error the model or program should read. Has a code from ErrorCode and a sentence."""
+    """Raised when a call fails and the model or program should read the error. Has a code from ErrorCode and a
+    sentence.
+    """
 
     def __init__(self, code: ErrorCode, message: str, **metadata: object) -> None:
         super().__init__(message)
@@ -96,19 +98,21 @@ class ToolFailure(ToolcrewError):
 
 
 class OperatorError(ToolcrewError):
-    """A failure outside the call. The message says what failed and what to do next."""
+    """Raised for a failure outside the call. The message says what failed and what to do next."""
 
     code = ErrorCode.INTERNAL
 
 
 class ConfigError(OperatorError):
-    """A setting is missing or wrong."""
+    """Raised when a setting is missing or wrong."""
 
     code = ErrorCode.CONFIG_MISSING
 
 
 class RecordRefused(ConfigError):
-    """A signed record in Redis cannot be verified: it was written with another secret, or changed."""
+    """Raised when the signature of a record in Redis is invalid: another secret signed the record, or the record was
+    changed.
+    """
 
     code = ErrorCode.ENVELOPE_REFUSED
 
@@ -120,23 +124,27 @@ class BrokerUnavailable(OperatorError):
 
 
 class SandboxUnavailable(OperatorError):
-    """The sandbox cannot be used: no engine, no image, no sandboxd, or the sandbox has ended."""
+    """Raised when the sandbox cannot be used: no engine, no image, no sandboxd, or the sandbox has ended."""
 
     code = ErrorCode.SANDBOX_UNAVAILABLE
 
 
 class ModelUnavailable(OperatorError):
-    """The model's endpoint cannot be reached, refuses the key, or does not know the model."""
+    """Raised when the model's endpoint cannot be reached, rejects the key, or does not know the model."""
 
     code = ErrorCode.NETWORK_ERROR
 
 
 class ModelInterrupted(ModelUnavailable):
-    """The reply stopped after a part of it was streamed. The request can be sent again; that part may then repeat."""
+    """Raised when the reply stops after a part of the reply was streamed. The caller may send the request again; that
+    part may then repeat.
+    """
 
 
 class ContextWindowExceeded(ModelUnavailable):
-    """The request is too long for the model. `limit_tokens`: the context window, if the server reports it."""
+    """Raised when the request is too long for the model. `limit_tokens`: the context window, if the server reports
+    its size.
+    """
 
     def __init__(self, message: str, limit_tokens: int | None = None) -> None:
         super().__init__(message)
@@ -144,8 +152,8 @@ class ContextWindowExceeded(ModelUnavailable):
 
 
 class ModelRefused(ModelUnavailable):
-    """The server refuses the content of this request; another request may succeed. `detail`: the server's message on
-    one line, without secrets.
+    """Raised when the server rejects the content of this request. Another request may succeed. `detail`: the server's
+    message on one line, without secrets.
     """
 
     def __init__(self, message: str, detail: str = "") -> None:
@@ -154,8 +162,8 @@ class ModelRefused(ModelUnavailable):
 
 
 class ModelDenied(ModelUnavailable):
-    """The server refuses every request until the operator fixes the cause. `is_unknown_model`: the server does not know
-    the model's name.
+    """Raised when the server rejects every request until the operator fixes the cause. `is_unknown_model`: the server
+    does not know the model's name.
     """
 
     def __init__(self, message: str, *, is_unknown_model: bool = False) -> None:
@@ -170,7 +178,9 @@ RefusalReason = Literal[
 
 
 class EnvelopeRefused(ToolcrewError):
-    """A queue message that is not a valid, signed call of this version. It is never run, and counted by `reason`."""
+    """Raised when a queue message is not a valid, signed call of this version. The message is counted by `reason` and
+    never run.
+    """
 
     def __init__(self, message: str, reason: RefusalReason = "malformed") -> None:
         super().__init__(message)

@@ -1,4 +1,4 @@
-"""Extras of the distribution, for the error message of a program whose optional package is not installed."""
+"""Extras of the distribution. A program whose optional package is missing names the extra in its error message."""
 
 from contract.errors import ConfigError
 

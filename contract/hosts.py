@@ -20,7 +20,7 @@ TOMBSTONE_TTL_S = 24 * 3600
 MAX_TROUBLE_CHARS = 500
 
 HOST_LOST_TYPE = "HostLost"
-"""Exception type in the stored result of a call whose host was declared lost while the call waited."""
+"""Exception type in the stored result of a call that waited when its host was declared lost."""
 
 DRAIN_ORDER = "worker.drain"
 """Order on a worker's control list to leave service. Arguments: `queue`, the addressed incarnation, and `lossy`,

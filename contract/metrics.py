@@ -42,10 +42,10 @@ _START_SECONDS = (0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 60.0)
 
 @dataclass(frozen=True)
 class Metric:
-    """One metric.
+    """Metric of the closed set.
 
     `help`: one line. `look`: when an operator looks at the metric. `most`: the highest number of series in the whole
-    deployment; 0 for gauges, which have one series per queue, host or tenant. `values`: values of the one label that
+    deployment; 0 for gauges, which have one series per queue, host or tenant. `values`: values of the only label that
     are reported as 0 before they occur, so that the first increment is visible.
     """
 

@@ -31,7 +31,7 @@ BUILTIN_TOOLS = frozenset(
 
 
 def deployment_key(deployment: str, name: str) -> str:
-    """Return the Redis key `name` of the deployment. Every key that toolcrew names is built here or by tenant_key."""
+    """Return the Redis key `name` of the deployment. This function and tenant_key build every key of toolcrew."""
     return f"toolcrew:{deployment}:{name}"
 
 
@@ -39,9 +39,10 @@ def tenant_key(deployment: str, tenant: str, name: str) -> str:
     """Return the Redis key `name` of one tenant: a kind, or `<kind>.<id>`, and fixed words after a colon, as in
     `call.c1:events`.
 
-    Two builders never build equal keys, and a pattern of a Redis user (`t:*:call.*`) matches the keys of one kind only,
-    whatever tenants, sessions and calls are called: the name of a deployment's key never begins with `t:`, names and
-    ids contain no colon and no dot, and the words after the last colon contain no dot."""
+    Two builders never build equal keys. A pattern of a Redis user (`t:*:call.*`) matches the keys of one kind only,
+    for any names of tenants, sessions and calls. Three rules ensure this. The name of a deployment's key never begins
+    with `t:`. Names and ids contain no colon and no dot. The words after the last colon contain no dot.
+    """
     return deployment_key(deployment, f"t:{tenant}:{name}")
 
 

@@ -43,8 +43,10 @@ class Switch(Record):
 
 @dataclass(frozen=True)
 class ToolState:
-    """A registered tool as an administrator sees it. `everywhere`: the switch for all tenants; `own`: the switch for
-    the tenant of this view. Each is None if the tool is enabled there.
+    """Registered tool as an administrator sees the tool.
+
+    `everywhere`: the switch for all tenants. `own`: the switch for the tenant of this view. Each is None if the tool
+    is enabled there.
     """
 
     spec: ToolSpec
@@ -55,7 +57,7 @@ class ToolState:
 
     @property
     def switch(self) -> Switch | None:
-        """The switch that disables the tool; None if the tool is enabled."""
+        """Switch that disables the tool, or None if the tool is enabled."""
         return self.everywhere or self.own
 
     @property
@@ -83,7 +85,7 @@ class ToolState:
 
 @dataclass(frozen=True)
 class Tool(Generic[Handler]):
-    """A tool: its spec, its handler and its custom checks. Each package has its own handler type."""
+    """Tool with its spec, its handler and its custom checks. Each package has its own handler type."""
 
     spec: ToolSpec
     handler: Handler
@@ -99,7 +101,7 @@ class Tool(Generic[Handler]):
 
     @property
     def parameters(self) -> dict[str, Any]:
-        """The JSON Schema of the arguments."""
+        """JSON Schema of the arguments."""
         return self.spec.parameters
 
     @property

@@ -24,13 +24,15 @@ class FailureKind(StrEnum):
     """The origin of a run's failure. Only after `infrastructure` is the same attempt worth another try."""
 
     MODEL = "model"
-    """The model gave no answer: cut, empty or malformed replies, a limit of the run, a request that it refuses."""
+    """The model gave no usable answer: cut, empty or malformed replies, a limit of the run, or a request that the
+    model rejects.
+    """
     TOOL = "tool"
-    """The one call of the item failed: bad arguments, a timeout, a refusal."""
+    """The only call of the item failed: bad arguments, a timeout, a refusal."""
     INFRASTRUCTURE = "infrastructure"
     """No sandbox, no host, no Redis, no model endpoint, a process that died."""
     INPUT = "input"
-    """Something that the line names does not exist or is not allowed: its workspace, a checkpoint, a tool, an image."""
+    """A name in the line does not exist or is not allowed: its workspace, a checkpoint, a tool, or an image."""
     CANCELLED = "cancelled"
 
 
@@ -85,11 +87,12 @@ class StepStarted(RunEvent):
 
 @dataclass(frozen=True, kw_only=True)
 class ModelAsked(RunEvent):
-    """A request of so many `messages` and `tools` is sent to the model. If it fails, another one follows.
+    """A request with `messages` messages and `tools` tools is sent to the model. If the request fails, another
+    request follows.
 
-    Its messages are the first `kept` ones of the request before it in the run, then `new_messages`, in the OpenAI wire
-    shape. `new_tools`: the tool definitions; None if they are those of the request before it. The lists belong to the
-    loop: do not change them.
+    The messages are the first `kept` messages of the previous request in the run, then `new_messages`, in the OpenAI
+    wire format. `new_tools`: the tool definitions, or None if they equal those of the previous request. The lists
+    belong to the loop: do not change them.
     """
 
     step: int
@@ -165,7 +168,9 @@ class ApprovalAsked(RunEvent):
 
 @dataclass(frozen=True, kw_only=True)
 class ApprovalDecided(RunEvent):
-    """The decision about a call, or that there was none. `is_changed`: the approver changed the arguments."""
+    """An approver decided about a call, or there was no decision. `is_changed`: the approver changed the
+    arguments.
+    """
 
     call_id: str
     digest: str
@@ -216,7 +221,7 @@ class OutputArrived(RunEvent):
 
 @dataclass(frozen=True, kw_only=True)
 class CallFinished(RunEvent):
-    """The one result of a call. `seconds`: from the request of the call to its result."""
+    """The only result of a call. `seconds`: from the request of the call to its result."""
 
     result: ToolResult
     seconds: float = 0.0
@@ -267,8 +272,10 @@ class RunAborted(RunEvent):
 
 @dataclass(frozen=True, kw_only=True)
 class RunClaimed(RunEvent):
-    """An orchestrator has claimed the run. `is_resumed`: another process had started this attempt and died. `waited_s`:
-    in the queue since it was submitted, or put back.
+    """An orchestrator has claimed the run.
+
+    `is_resumed`: another process had started this attempt and died. `waited_s`: seconds in the queue since the run
+    was submitted or put back.
     """
 
     orchestrator: str = ""
@@ -300,8 +307,8 @@ class RunReady(RunEvent):
 
 @dataclass(frozen=True, kw_only=True)
 class ModelReplied(RunEvent):
-    """A whole reply of the model, before any of its calls runs. `chunks` in the OpenAI wire shape, neighbours
-    joined.
+    """The model gave a whole reply; none of its calls has run yet. `chunks` have the OpenAI wire format, with
+    adjacent chunks joined.
     """
 
     chunks: tuple[dict[str, Any], ...]
@@ -398,7 +405,7 @@ class BatchNotice(RunEvent):
 
 OnEvent = Callable[[RunEvent], None]
 PROGRESS_EVENTS = (RunClaimed, RunReady, StepFinished, CallFinished, RunRetried, RunEnded, BatchNotice)
-"""The events that the progress and the report of a batch are counted from."""
+"""Events from which the progress and the report of a batch are counted."""
 _TYPES = {kind.__name__: kind for kind in RunEvent.__subclasses__()}
 
 

@@ -1,5 +1,6 @@
-"""The location of a session: on which host it lives, and how it is opened on another one. store/sessions.py draws its
-states.
+"""Location of a session: the host of the session, and the arguments that open the session on another host.
+
+The docstring of store/sessions.py shows the states.
 """
 
 import json
@@ -16,23 +17,27 @@ from contract.signing import SigningKeys
 DEFAULT_TTL_S, MAX_TTL_S = 1800.0, 86_400.0
 """Seconds without a call after which a session is closed: the default, and the maximum."""
 LOCATION_MARGIN_S = 3600
-"""How long a session's location outlives its time to live without a call."""
+"""Time that the location of a session is kept after the session's time to live, in seconds."""
 
 
 class LocationState(StrEnum):
     OPEN = "open"
     MOVING = "moving"
-    """It has no host now: a drain holds or has released it, or it is being opened elsewhere. The next call opens it."""
+    """The session has no host now. Either a drain holds or has released the session, or another host is opening it.
+    The next call opens the session.
+    """
 
 
 class SessionLocation(Record):
-    """The fields of the hash, all text in Redis. Instants in Unix seconds; "" for no checkpoint.
+    """Fields of the hash, all stored as text in Redis. Times are Unix seconds; "" means that there is no checkpoint.
 
-    `start`: the signed arguments of `session.open` (seal_start). `checkpoint`: the last one, taken at `checkpoint_at`.
-    `automatic`: the last one that a worker took by itself; it may be older than `checkpoint`, and is deleted after the
-    next one. `ttl_s`: how long the session lives without a call. `moving_until`: from then on another process may open
-    the session elsewhere. `held`: the fence of the last hold by a drain; while it equals `fence`, the host that held
-    the session has all its files."""
+    `start`: the signed arguments of `session.open` (seal_start). `checkpoint`: the last checkpoint, taken at
+    `checkpoint_at`. `automatic`: the last checkpoint that a worker took on its own. The automatic checkpoint may be
+    older than `checkpoint`, and is deleted after the next automatic checkpoint. `ttl_s`: seconds that the session
+    lives without a call. `moving_until`: the time from which another process may open the session elsewhere. `held`:
+    the fence of the last hold by a drain. While `held` equals `fence`, the host that held the session has all its
+    files.
+    """
 
     state: LocationState
     queue: str
@@ -48,14 +53,14 @@ class SessionLocation(Record):
 
 
 def seal_start(keys: SigningKeys, tenant: str, session: str, arguments: Mapping[str, Any]) -> str:
-    """Return the signed arguments with which the session is opened on another host: its image, its network, its
-    sizes.
-    """
+    """Return the signed arguments that open the session on another host: image, network and sizes."""
     return keys.seal(f"start {tenant} {session}", json.dumps(arguments))
 
 
 def open_start(keys: SigningKeys, tenant: str, session: str, location: SessionLocation) -> dict[str, Any]:
-    """Return these arguments. Raises SandboxUnavailable when they are not signed for that session."""
+    """Return the arguments that `seal_start` signed. Raises SandboxUnavailable: when they are not signed for that
+    session.
+    """
     try:
         return dict(json.loads(keys.unseal(f"start {tenant} {session}", location.start)))
     except EnvelopeRefused as error:

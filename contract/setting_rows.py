@@ -20,7 +20,9 @@ _REDIS = ("redis", "rediss", "sentinel")
 
 @dataclass(frozen=True)
 class SettingRow:
-    """One setting. `value` and `default` have the form of the environment variable; None if there is no value."""
+    """Setting as one row. `value` and `default` have the form of the environment variable, or are None if there is no
+    value.
+    """
 
     name: str
     value: str | None

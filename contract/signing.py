@@ -19,7 +19,7 @@ local function unsealed(text) return string.match(text or '', '^%x+%.%x+%.(.*)$'
 
 @dataclass(frozen=True)
 class SigningKey:
-    """A key derived from a secret and a deployment, and the short id by which a receiver finds it. The id reveals
+    """Key derived from a secret and a deployment, and the short id by which a receiver finds the key. The id reveals
     nothing about the secret.
     """
 
@@ -67,8 +67,8 @@ class SigningKeys:
     def seal(self, purpose: str, text: str) -> str:
         """Sign a record for storage in Redis: `<key id>.<signature>.<text>`.
 
-        `purpose` names the kind of record and everything that decides where it belongs (tenant, id), so that a
-        process without the secret can neither write a record nor copy a genuine one to another place.
+        `purpose` names the kind of record and everything that decides where the record belongs (tenant, id). A
+        process without the secret can therefore neither write a record nor copy a genuine record to another place.
         """
         return f"{self.current.id}.{self.current.sign(purpose, text.encode(errors='surrogatepass'))}.{text}"
 

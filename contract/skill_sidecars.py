@@ -20,7 +20,7 @@ _MAX_DESCRIPTION = 8192
 
 
 class SidecarBroken(ValueError):
-    """The sidecar is invalid; the message says why. The skill itself stays usable."""
+    """Raised when the sidecar is invalid. The message says why. The skill itself stays usable."""
 
 
 class Sidecar(BaseModel):
@@ -63,7 +63,7 @@ def parse_sidecar(text: bytes, files: Collection[str]) -> Sidecar:
 
 
 def tell_broken_sidecar(error: SidecarBroken) -> str:
-    """Return the warning for a skill whose sidecar is invalid."""
+    """Return the warning for a skill that has an invalid sidecar."""
     return f"its {SIDECAR_FILE} is not used, so that it is no tool of its own: {error}"[:400]
 
 

@@ -41,7 +41,7 @@ _MAX_NODES = 2000
 
 
 class SkillBroken(ValueError):
-    """The folder cannot be used as a skill. The message says why and what to fix."""
+    """Raised when the folder cannot be used as a skill. The message says why and what to fix."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class SkillText:
 
 @dataclass(frozen=True)
 class BundleFile:
-    """A file of a skill's folder. `path`: relative to it, with `/`; `mark`: its first two bytes."""
+    """File of a skill's folder. `path`: relative to the folder, with `/`. `mark`: the first two bytes of the file."""
 
     path: str
     size: int
@@ -70,7 +70,7 @@ class BundleFile:
 
 
 class BundleDigest:
-    """The content hash of a bundle, of its files in the order of their paths."""
+    """Return the content hash of a bundle: the hash of its files in the order of their paths."""
 
     def __init__(self) -> None:
         self._sum = hashlib.sha256()

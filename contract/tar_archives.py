@@ -1,8 +1,8 @@
 """Reads tar archives that a sandbox or a tenant made, in time and memory proportional to their size.
 
-The standard library's tarfile is not used for these: a PAX global header makes it copy all fields for each entry,
-chained extended headers exhaust its stack, a sparse entry of some bytes becomes gigabytes, and one of its patterns is
-quadratic in Python before 3.11.10.
+The archives are untrusted, and the standard library's tarfile is not safe for them. A PAX global header makes tarfile
+copy all fields for each entry. Chained extended headers exhaust its stack. A sparse entry of some bytes becomes
+gigabytes. One of its patterns is quadratic in Python before 3.11.10.
 """
 
 from collections.abc import Iterator
@@ -29,13 +29,13 @@ _EXTENDED = {b"x": "pax", b"L": "path", b"K": "linkpath"}
 
 
 class TarRefused(ValueError):
-    """The archive is damaged or uses an unsupported feature. The message has the reason."""
+    """Raised when the archive is damaged or uses an unsupported feature. The message has the reason."""
 
 
 @dataclass(frozen=True)
 class TarEntry:
-    """One entry. `offset`: position of its content in the stream. `size`: bytes of the content, 0 unless the entry is a
-    file. `link`: target of a link.
+    """Entry of an archive. `offset`: position of the content in the stream. `size`: bytes of the content, 0 unless
+    the entry is a file. `link`: target of a link.
     """
 
     name: str
@@ -138,7 +138,7 @@ def _text(field: bytes) -> str:
 
 
 def _number(field: bytes) -> int:
-    """An octal number, or a binary one behind the byte 0x80."""
+    """Return the value of a number field: octal digits, or a binary number after the byte 0x80."""
     if field[:1] == b"\x80":
         return int.from_bytes(field[1:], "big")
     digits = field.strip(b"\0 ")

@@ -88,15 +88,15 @@ class TenantPolicy(Record):
     """True while no call and no run of the tenant starts. `pause_reason` has the reason."""
     pause_reason: str = Field(default="", max_length=MAX_PAUSE_REASON_CHARS)
     is_removed: bool = False
-    """The tenant was removed. Its name stays reserved, because its runs, files and checkpoints may still be stored
-    under it.
+    """True after the tenant was removed. The name stays reserved, because runs, files and checkpoints of the tenant
+    may still be stored under it.
     """
     trusted_skills: Annotated[tuple[SkillDigest, ...], Field(max_length=1000)] = Field(
         default=(), description="Digests of skills whose allowed-tools need no approval once a run has loaded them."
     )
 
     def allows_tool(self, name: str) -> bool:
-        """Whether calls of that tool, or verb of sessions, are served at all."""
+        """Return whether the tenant may call the tool, or use the session verb, of this name."""
         if self.tools is None:
             return True
         names = _names(name)

@@ -44,7 +44,7 @@ def _check(text: str) -> str:
 
 
 Traceparent = Annotated[str, AfterValidator(_check)]
-"""A traceparent with no flag except `sampled`."""
+"""Trace context with no flag except `sampled`."""
 
 
 def derive_id(*parts: str) -> str:

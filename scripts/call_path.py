@@ -1,14 +1,15 @@
 """Shows which product files and functions run for one call of bash_tool, from `Session.call` to the guest and back.
 
-Starts an embedded stack whose processes record the files of the functions that run in them (call_path_hook.py), and
-makes some calls to warm up. Then it records several calls. Each has a window of its own, which ends SETTLE_S after the
+The script starts an embedded stack whose processes record the files of their functions (call_path_hook.py). After
+some warm-up calls, the script records several calls. Each call has its own window, which ends SETTLE_S after the
 result: the work that a process does for the call after its answer belongs to the path.
 
-A file or function is on the path when it runs in every window. This keeps out background work (heartbeats, sweeps), whose periods
-are longer than a window. An idle window is not subtracted: files that calls and background work share would be lost.
+A file or function is on the path if it runs in every window. This rule excludes background work (heartbeats, sweeps),
+whose periods are longer than a window. The script does not subtract an idle window, because files that calls and
+background work share would be lost.
 
-The guest runs on plain pipes instead of in a container. It gets the request that bash_tool sends, under the same rule.
-Lua scripts, and modules of which only the import ran, are not counted.
+The guest runs on plain pipes instead of in a container. The guest receives the request that bash_tool sends, under
+the same rule. Lua scripts, and modules that are only imported, are not counted.
 """
 
 import argparse
@@ -42,7 +43,7 @@ SETTLE_S = 0.1
 
 
 class Recording:
-    """A folder that the recording processes share with this one."""
+    """Folder that the recording processes share with this process."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -57,7 +58,7 @@ class Recording:
 
     @contextmanager
     def window(self, number: int) -> Iterator[None]:
-        """Record what runs in this block."""
+        """Record the functions that run in this block."""
         self._switch[0] = number
         try:
             yield
@@ -65,7 +66,9 @@ class Recording:
             self._switch[0] = 0
 
     def functions(self) -> dict[str, dict[str, set[int]]]:
-        """Role -> file that ran in every window -> first lines of its functions that did."""
+        """Return the functions on the path: role -> file that ran in every window -> first lines of its functions
+        that ran.
+        """
         windows: dict[str, dict[tuple[str, int], set[int]]] = {role: {} for role in ROLES}
         for line in self._seen.read_text().splitlines():
             number, role, at, file = line.split(" ", 3)
@@ -111,7 +114,7 @@ def record_guest(recording: Recording) -> None:
 
 @dataclass(frozen=True)
 class Size:
-    """The lines of a file, and the lines of its functions that ran."""
+    """Number of lines of a file, and number of lines of its functions that ran."""
 
     lines: int
     run: int
@@ -132,7 +135,9 @@ def measure(functions: Mapping[str, set[int]]) -> dict[str, Size]:
 
 
 def build_report(functions: Mapping[str, Mapping[str, set[int]]]) -> dict[str, dict[str, Size]]:
-    """Process -> file -> size; in `total` each file is there once, with the functions that ran in any process."""
+    """Return the sizes: process -> file -> size. In `total` each file occurs once, with the functions that ran in any
+    process.
+    """
     every: dict[str, set[int]] = {}
     for files in functions.values():
         for file, firsts in files.items():

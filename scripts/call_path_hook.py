@@ -1,7 +1,7 @@
 """Records which functions of the project run in this process while a switch is on (scripts/call_path.py).
 
-The standard library alone: it is `sitecustomize` of the processes of a stack, and the guest imports it under any Python
-from 3.9 on.
+The module uses the standard library alone. The processes of a stack import it as `sitecustomize`, and the guest
+imports it under any Python from 3.9 on.
 """
 
 from __future__ import annotations
@@ -13,18 +13,22 @@ import threading
 from types import FrameType
 
 FOLDER = "CALL_PATH_FOLDER"
-"""The variable that names the folder of the recording. There: `root`, the project's folder; `switch`, one byte, the
-number of the window that is recorded, 0 for none; `seen`, a line for each window, process and function: with the
-function's first line and its file."""
+"""Environment variable with the folder of the recording.
+
+The folder has three files. `root` contains the project's folder. `switch` is one byte: the number of the recorded
+window, or 0 for none. `seen` has a line for each window, process and function, with the function's first line and its
+file.
+"""
 
 
 def install(role: str) -> None:
-    """Record from now on, in this thread, in those it starts and in processes it forks."""
+    """Start recording in this thread, in the threads that it starts, and in the processes that it forks."""
     folder = os.environ[FOLDER]
     with open(os.path.join(folder, "root"), encoding="utf-8") as root_file:
         root = root_file.read()
     with open(os.path.join(folder, "switch"), "rb") as switch_file:
-        # Shared memory: each process sees the switch at once, also one that was forked and has closed its files.
+        # The switch is in shared memory: each process sees a change at once, even a forked process that has closed
+        # its files.
         switch = mmap.mmap(switch_file.fileno(), 1, prot=mmap.PROT_READ)
     seen = set()
 
@@ -36,7 +40,7 @@ def install(role: str) -> None:
         seen.add((window, code))
         path = code.co_filename
         if path.startswith(root):
-            # Opened for each line: the guest's supervisor closes every file that it did not open.
+            # Open the file for each line: the guest's supervisor closes every file that it did not open.
             fd = os.open(os.path.join(folder, "seen"), os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
             os.write(fd, f"{window} {role} {code.co_firstlineno} {path[len(root) :]}\n".encode())
             os.close(fd)

@@ -1,11 +1,14 @@
 #!/usr/bin/env python3
-"""Checks the architecture's walls by reading the source: who may import what, who may read the environment, how long a
-file may be, and how many parameters a constructor may have.
+"""Checks the rules of the architecture by reading the source.
+
+The rules limit which module may import which, which files may read the environment, the length of a file, and the
+number of parameters of a constructor.
 
     python3 scripts/check_architecture.py [ROOT]
 
-Prints one line per violation, `path:line: rule: sentence`, and exits with 1; a tree without one says nothing and exits
-with 0. Nothing is imported or run. Patterns are those of fnmatch over paths from ROOT; a `*` also matches `/`.
+The script prints one line per violation, `path:line: rule: sentence`, and exits with 1. Without a violation it prints
+nothing and exits with 0. The script imports and runs nothing. Patterns are those of fnmatch over paths from ROOT; a
+`*` also matches `/`.
 """
 
 from __future__ import annotations
@@ -30,7 +33,7 @@ PACKAGES = {
     "guest": "sandbox-images/guest",
 }
 
-# Package -> packages of this repository that it may import, besides itself. Arrows point to contract.
+# Package -> other packages of this repository that it may import. All dependencies lead to contract.
 ARROWS: dict[str, frozenset[str]] = {
     "contract": frozenset(),
     "telemetry": frozenset({"contract"}),
@@ -40,10 +43,11 @@ ARROWS: dict[str, frozenset[str]] = {
     "guest": frozenset(),
 }
 
-# The ways to use the orchestrator. `orchestrator/command.py` puts them together; what two of them need lies elsewhere.
+# The entry points of the orchestrator. `orchestrator/command.py` combines them; shared code of two entry points is
+# elsewhere.
 _SURFACES = ("orchestrator.adapters", "orchestrator.api", "orchestrator.cli", "orchestrator.mcp")
 
-# Folders of ours -> what of ours they must not import.
+# Folder of this repository -> modules of this repository that the folder must not import.
 FORBIDDEN: dict[str, tuple[str, ...]] = {
     "orchestrator.dialects": ("orchestrator.dispatch", "store"),
     "orchestrator.models": ("orchestrator.dispatch", "store"),
@@ -51,10 +55,10 @@ FORBIDDEN: dict[str, tuple[str, ...]] = {
     **{folder: tuple(other for other in _SURFACES if other != folder) for folder in _SURFACES},
 }
 
-# Packages whose folders and direct modules must not import each other in a circle, not even for types.
+# Packages whose folders and direct modules must not have circular imports, not even for types.
 LAYERED = ("orchestrator", "workers", "workers.sandboxd")
 
-# Package -> third-party modules it may import; a package that is not named may import any that has no wall.
+# Package -> third-party modules that it may import. A package without an entry may import any module without a rule.
 THIRD_PARTY: dict[str, frozenset[str]] = {
     "contract": frozenset(
         {
@@ -71,7 +75,7 @@ THIRD_PARTY: dict[str, frozenset[str]] = {
     "guest": frozenset(),
 }
 
-# Module -> the only files of ours that may import it.
+# Module -> the only files of this repository that may import it.
 _CELERY = ("orchestrator/dispatch/celery_transport.py", "orchestrator/operations/flower.py", "workers/celery_edge/*.py")
 _REDIS = ("store/*.py", "workers/celery_edge/*.py")
 _TERMINAL = (
@@ -116,7 +120,7 @@ ENVIRONMENT_READERS = (
     "workers/mcp/sandbox_visit.py",
 )
 
-# What contract, which promises and never acts, must leave to others.
+# Modules that contract must not import: contract defines data and rules, and performs no actions.
 ACTING_MODULES = (
     "asyncio", "concurrent", "ftplib", "http.client", "http.server", "multiprocessing", "select", "selectors", "shutil",
     "signal", "smtplib", "socket", "socketserver", "sqlite3", "ssl", "subprocess", "tempfile", "urllib.request",
@@ -125,7 +129,7 @@ ACTING_CALLS = frozenset({"open", "print", "input"})
 ACTING_METHODS = frozenset({"read_bytes", "read_text", "write_bytes", "write_text"})
 
 MAX_LINES = 800
-# Of an `__init__`, without self. A dataclass is a record and has none of its own.
+# Limit for the parameters of an `__init__`, without self. A dataclass is a record and has no `__init__` of its own.
 MAX_PARAMETERS = 7
 # Checked for length and docstring only.
 OTHER_SOURCES = ("scripts", "tests", "benchmarks")
@@ -182,7 +186,7 @@ def is_type_checking(test: ast.expr) -> bool:
 
 
 def walk(node: ast.AST, is_for_types: bool = False) -> Iterator[tuple[ast.AST, bool]]:
-    """Every node below, and whether only a type checker ever runs it."""
+    """Yield every node below, and whether only a type checker evaluates the node."""
     for child in ast.iter_child_nodes(node):
         below = is_for_types
         if isinstance(node, ast.If) and is_type_checking(node.test):
@@ -197,7 +201,7 @@ def statements_and_expressions(tree: ast.Module) -> Iterator[ast.stmt | ast.expr
 
 
 def absolute(module: Module, node: ast.ImportFrom) -> str:
-    """The full name behind `from ..x import y`."""
+    """Return the absolute module name behind `from ..x import y`."""
     if node.level == 0:
         return node.module or ""
     parts = module.name.split(".")
@@ -221,12 +225,14 @@ def imports_of(module: Module) -> Iterator[Import]:
 
 
 def full_names(imported: Import) -> list[str]:
-    """`from http import server` imports http.server as much as `import http.server` does."""
+    """Return all names that an import loads: `from http import server` imports http.server as `import http.server`
+    does.
+    """
     return [imported.module, *(f"{imported.module}.{name}" for name in imported.names)]
 
 
 def check_import(module: Module, imported: Import) -> Iterator[tuple[str, str]]:
-    """The rules one import breaks, each with its sentence."""
+    """Yield the rules that an import breaks, each with its sentence."""
     package, top = module.package, imported.module.partition(".")[0]
     names = full_names(imported)
     if top in PACKAGES:
@@ -299,10 +305,11 @@ def check_constructors(module: Module) -> Iterator[Violation]:
 
 
 def targets(module: Module, imported: Import, known: dict[str, Module]) -> set[str]:
-    """The modules of ours that the import runs.
+    """Return the modules of this repository that the import executes.
 
-    That includes the packages around what it names, but for those around `module` itself: they run before it in any
-    case. `from package import name` needs the package's own file when name is not a submodule.
+    The result includes the parent packages of the imported names, but not the parent packages of `module` itself,
+    which are executed before `module` in any case. `from package import name` needs the package's own file if name is
+    not a submodule.
     """
     submodules = {full for full in full_names(imported)[1:] if full in known}
     named = set(submodules)
@@ -350,7 +357,8 @@ def circles(rule: str, lines: dict[str, dict[str, tuple[str, int]]]) -> Iterator
         try:
             TopologicalSorter(lines).prepare()
         except CycleError as error:
-            # Each name comes before its importer. Reverse the order and start at a fixed name, so that the message is stable.
+            # Each name comes before its importer. Reverse the order and start at a fixed name, so that the message is
+            # stable.
             circle = list(reversed(error.args[1]))[:-1]
             start = circle.index(min(circle))
             circle = [*circle[start:], *circle[:start], circle[start]]
@@ -392,7 +400,7 @@ def module_name(package: str, inner: Path) -> str:
 
 
 def check_tree(root: Path) -> list[Violation]:
-    """Every violation below ROOT, in the order of paths and lines."""
+    """Return every violation below ROOT, in the order of paths and lines."""
     violations: list[Violation] = []
     modules: list[Module] = []
     places: dict[str, str | None] = {directory: package for package, directory in PACKAGES.items()}

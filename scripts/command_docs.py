@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
-"""Writes docs/commands.md from the commands themselves: every command with what it does, its arguments and options.
+"""Write docs/commands.md from the commands: every command with its purpose, arguments and options.
 
     .venv/bin/python scripts/command_docs.py [--check]
 
-With --check nothing is written: exit status 1 when the page is not what the commands say.
+With --check the script writes nothing. It exits with status 1 if the page is out of date.
 """
 
 import inspect
@@ -47,14 +47,14 @@ Where a command differs it says so below.
 
 
 def build_page() -> str:
-    """The whole page."""
+    """Return the text of the page."""
     root = get_command(app)
     assert isinstance(root, TyperGroup)
     return INTRO + "".join(_section(path, command) for path, command in _leaves("toolcrew", root))
 
 
 def _leaves(path: str, command: TyperCommand | TyperGroup) -> Iterator[tuple[str, TyperCommand | TyperGroup]]:
-    """Every command that does something, in the order in which they are listed."""
+    """Yield every command without subcommands, in the order of the listing."""
     if not isinstance(command, TyperGroup):
         yield path, command
         return

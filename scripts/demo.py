@@ -1,4 +1,4 @@
-"""The main job on a data folder of its own: three instructions through the whole path, each answer checked."""
+"""Run the demo in a data folder of its own: three instructions through the whole path, and a check of each answer."""
 
 import asyncio
 import hashlib
@@ -38,7 +38,7 @@ PEOPLE = (
 
 @dataclass(frozen=True)
 class Job:
-    """An instruction, and the fact that a right answer holds."""
+    """Instruction, and the fact that a correct answer contains."""
 
     instruction: str
     fact: str
@@ -59,7 +59,7 @@ def make_data(folder: Path) -> list[Job]:
 
 @asynccontextmanager
 async def demo_model(settings: OrchestratorSettings, console: Console) -> AsyncIterator[ChosenModel]:
-    """The endpoint's model, else the local one, else, said aloud, the scripted one."""
+    """Yield the model of the configured endpoint, or else the local model, or else the scripted model with a notice."""
     columns = TextColumn("weights of the local model"), BarColumn(), DownloadColumn(), TransferSpeedColumn()
     with Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task("weights", total=None, visible=False)
@@ -84,7 +84,7 @@ async def demo_model(settings: OrchestratorSettings, console: Console) -> AsyncI
 
 
 async def run_jobs(folder: Path, jobs: list[Job], console: Console) -> bool:
-    """All jobs on one embedded stack; True when every answer holds its fact."""
+    """Run all jobs on one embedded stack. Return whether every answer contains its fact."""
     settings, view = load_settings(), RunView(console)
     right = 0
     started = time.monotonic()

@@ -1,5 +1,5 @@
-"""Takes the pages that lie outside of docs/ into the site, and turns links between files of the repository into links
-between its pages.
+"""Hooks of MkDocs that add pages from outside docs/ to the site, and convert links between files to links between
+pages.
 """
 
 import posixpath
@@ -36,7 +36,9 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, *, page: Page, **_: Any) -> str:
-    """The page's text with links as they are in the site; what leads out of it is a warning, and so an error."""
+    """Return the text of the page with links of the site. A link to a file outside the site logs a warning, which
+    fails the build.
+    """
     here = page.file.src_uri
     file = _INSIDE.get(here, f"docs/{here}")
     parts = _FENCE.split(markdown)

@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
-"""Writes docs/http-api.md from the API's own OpenAPI: every address, what it takes, what it answers.
+"""Write docs/http-api.md from the OpenAPI description of the API: every path with its parameters and responses.
 
     .venv/bin/python scripts/http_docs.py [--check]
 
-With --check nothing is written: exit status 1 when the page is not what the API says.
+With --check the script writes nothing. It exits with status 1 if the page is out of date.
 """
 
 import asyncio
@@ -35,7 +35,7 @@ METHODS = ("get", "put", "post", "patch", "delete")
 
 
 def read_api() -> dict[str, Any]:
-    """The OpenAPI of this release."""
+    """Return the OpenAPI description of this release."""
 
     @asynccontextmanager
     async def nothing(_: ConnectedParts) -> Any:
@@ -48,7 +48,7 @@ def read_api() -> dict[str, Any]:
 
 
 def build_page() -> str:
-    """The whole page."""
+    """Return the text of the page."""
     api = read_api()
     groups: dict[str, list[str]] = {}
     for path, methods in api["paths"].items():
@@ -102,7 +102,7 @@ def _shape(name: str, schema: Mapping[str, Any]) -> str:
 
 
 def _type(schema: Mapping[str, Any]) -> str:
-    """In a few words; shapes are links."""
+    """Return a short description of the type of a schema. Named schemas are links."""
     if "$ref" in schema:
         name = str(schema["$ref"]).rpartition("/")[2]
         return f"[{name}](#{re.sub(r'[^a-z0-9_-]', '', name.lower())})"
@@ -134,7 +134,9 @@ def _bounds(schema: Mapping[str, Any]) -> str:
 
 
 def _text(text: object) -> str:
-    """A docstring: its `names` are code already, and a link of it would lead nowhere."""
+    """Return a docstring as Markdown. Its `names` are already code; its links are removed, because their targets do
+    not exist here.
+    """
     return str(text or "").strip().replace("[", "\\[").replace("<", "\\<")
 
 

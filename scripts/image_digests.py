@@ -1,13 +1,13 @@
-"""Records what the sandbox images on this engine are: one JSON object, image name -> facts.
+"""Print the digests of the sandbox images on this engine: one JSON object, image name -> facts.
 
     python3 scripts/image_digests.py IMAGE... > digests.json
 
-tag       of what it was made from: the same files of this project give the same one
-id        the engine's; it holds the times of the build, so that no two builds have the same
-content   SHA-256 over every file's path, kind, mode, owner and bytes, and over the configuration; no times: equal for two builds from
-          equal packages
-packages  SHA-256 over the names and versions of the Debian packages, and how many there are
-size      bytes
+tag       hash of the inputs of the build; the same files of this project give the same tag
+id        id that the engine assigns; it covers the times of the build, so no two builds have the same id
+content   SHA-256 over the path, kind, mode, owner and bytes of every file and over the configuration, without times;
+          equal for two builds from equal packages
+packages  SHA-256 over the names and versions of the Debian packages, and the number of packages
+size      size in bytes
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def main() -> None:
 
 
 def describe(image: str) -> dict[str, Any]:
-    """The facts of one image. Exits with the engine's words when it is not there."""
+    """Return the facts of one image. Exits with the message of the engine if the image does not exist."""
     inspected = json.loads(_docker("image", "inspect", image))[0]
     config = {name: inspected["Config"].get(name) for name in _CONFIG}
     lines = [json.dumps(config, sort_keys=True)]
@@ -63,7 +63,7 @@ def _describe_file(member: tarfile.TarInfo, content: bytes) -> str:
 
 
 def _parse_packages(status: str) -> Iterator[str]:
-    """`name version architecture` of each package that dpkg's record says is installed."""
+    """Yield `name version architecture` of each package that dpkg's status file lists as installed."""
     for paragraph in status.split("\n\n"):
         fields = dict(
             line.split(": ", 1) for line in paragraph.splitlines() if ": " in line and not line.startswith(" ")
@@ -83,7 +83,7 @@ def _digest(lines: list[str]) -> str:
 
 @contextmanager
 def _exported(image: str) -> Iterator[IO[bytes]]:
-    """The file tree of a container that is made for it and never started."""
+    """Yield the file tree of a container that is created for this purpose and never started."""
     container = _docker("create", "--network", "none", image).strip()
     try:
         with subprocess.Popen(["docker", "export", container], stdout=subprocess.PIPE) as export:

@@ -1,11 +1,15 @@
-"""Pages that scripts make of the code: written, or with `--check` compared with what lies there."""
+"""Pages that scripts generate from the code. A script writes its page, or compares the page with the file
+(`--check`).
+"""
 
 import sys
 from pathlib import Path
 
 
 def keep_page(path: Path, page: str, says: str) -> int:
-    """The exit status of such a script. `says`: what the page has to agree with, in words."""
+    """Write or compare a page, and return the exit status of the script. `says`: the name of the page's source, for
+    the message.
+    """
     if "--check" not in sys.argv[1:]:
         path.write_text(page, encoding="utf-8")
         return 0

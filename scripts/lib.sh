@@ -1,4 +1,4 @@
-# Shared by the sh scripts beside it: sourced, never run. Gives $ROOT, fail, is_root, apt_install and the phases.
+# Library of the sh scripts in this folder; they source it. Provides $ROOT, fail, is_root, apt_install and the phases.
 # shellcheck shell=sh
 
 ROOT=$(CDPATH='' cd -- "$(dirname -- "$0")/.." && pwd)
@@ -17,7 +17,7 @@ is_root() {
     [ "$(id -u)" -eq 0 ]
 }
 
-# apt_install PACKAGE...: false when this is not a Debian-like system, not root, or apt could not.
+# apt_install PACKAGE...: fails if the system is not Debian-like, the user is not root, or apt fails.
 apt_install() {
     is_root && command -v apt-get >/dev/null 2>&1 || return 1
     phase "installing $*" sh -c '
@@ -26,7 +26,8 @@ apt_install() {
         exec apt-get install -y --no-install-recommends "$@"' sh "$@"
 }
 
-# open_log: what the phases print goes to a temporary file. It is removed at the end, and kept when a phase_failed.
+# open_log: sends the output of the phases to a temporary file. The file is removed at the end, unless phase_failed
+# keeps it.
 open_log() {
     LOG=$(mktemp "${TMPDIR:-/tmp}/toolcrew-${0##*/}.XXXXXX")
     trap 'close_log' EXIT
@@ -39,7 +40,7 @@ close_log() {
     if [ -n "$LOG" ]; then rm -f "$LOG"; fi
 }
 
-# A phase leads a process group of its own, so that nothing it started outlives an interrupted script.
+# Each phase has its own process group, so that no process of a phase outlives an interrupted script.
 stop_phase() {
     if [ -n "$PHASE_PID" ]; then
         kill -s TERM -- "-$PHASE_PID" 2>/dev/null || true
@@ -51,8 +52,9 @@ on_terminal() {
     [ -t 1 ] && [ "${TERM:-dumb}" != dumb ]
 }
 
-# phase TITLE COMMAND...: runs COMMAND quietly and returns its exit status. On a terminal one line lives while it runs.
-# PHASE_DONE (a grep pattern for a finished piece) and PHASE_TOTAL (how many there are) give that line a bar.
+# phase TITLE COMMAND...: runs COMMAND quietly and returns its exit status. A terminal shows one line of progress.
+# That line has a bar if PHASE_DONE (a grep pattern for a finished piece) and PHASE_TOTAL (the number of pieces) are
+# set.
 phase() {
     phase_title=$1
     shift
@@ -93,7 +95,7 @@ phase_bar() {
         "$phase_count" "$PHASE_TOTAL"
 }
 
-# The newest thing the command said; pip's raw progress ("Progress 1048576 of 2097152") is told in megabytes.
+# Print the last message of the command. Convert pip's raw progress ("Progress 1048576 of 2097152") to megabytes.
 phase_news() {
     phase_last=$(tail -n 9 "$LOG" | grep -v '^WARNING\|^DEPRECATION\|^ *$' | tail -n 1 | tr -d '\r\033' | sed 's/^ *//')
     case $phase_last in

@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
-"""Writes docs/metrics.md from contract/metrics.py: every metric with its type, labels and meaning.
+"""Write docs/metrics.md from contract/metrics.py: every metric with its type, labels and meaning.
 
     .venv/bin/python scripts/metric_docs.py [--check]
 
-With --check nothing is written: exit status 1 when the page is not what the metrics say.
+With --check the script writes nothing. It exits with status 1 if the page is out of date.
 """
 
 import sys

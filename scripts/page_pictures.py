@@ -1,4 +1,4 @@
-"""Makes the pictures of the pages in docs/: the service on a Redis of its own, a deployment made by hand, and Chromium.
+"""Make the pictures of the pages in docs/ with the service on a separate Redis, prepared data, and Chromium.
 
 .venv/bin/python scripts/page_pictures.py
 """
@@ -31,7 +31,7 @@ SHOWN = {
 
 
 async def main() -> int:
-    """Gives the exit status."""
+    """Make the pictures and return the exit status."""
     with open_redis_server() as server:
         async with (
             open_api(server.url) as api,

@@ -1,7 +1,6 @@
-"""Makes the pictures of docs/: an embedded stack, calls of two tenants as any day has them, and Chromium, which shows
-what people see of it.
+"""Make the pictures of docs/ with an embedded stack, typical calls of two tenants, and Chromium.
 
-A new picture is a line in PICTURES. Arguments name the pictures to make; without any, all are made.
+To add a picture, add a line to PICTURES. Arguments name the pictures to make; the default is all.
 """
 
 import asyncio
@@ -33,8 +32,11 @@ TENANTS = ("acme", "bolt")
 
 @dataclass(frozen=True)
 class Picture:
-    """A page as it is seen in a window of that size. `of`: "flower" or "api"; `path`: with `{task}` for the task of a
-    call that failed to be in time; `awaits`: a CSS selector of what must be there."""
+    """Picture of a page in a window of a given size.
+
+    `of`: "flower" or "api". `path`: the path of the page, with `{task}` for the task of a call that timed out.
+    `awaits`: a CSS selector of an element that the page must contain.
+    """
 
     name: str
     of: str
@@ -93,7 +95,7 @@ async def take(browser: Browser, stack: StackInfo, picture: Picture, file: Path,
 
 @asynccontextmanager
 async def open_world() -> AsyncIterator[tuple[StackInfo, str]]:
-    """A stack in which calls ran and run, and the id of the task of one that its limit has ended."""
+    """Start a stack with completed and running calls. Yield the stack and the task id of a call that timed out."""
     async with ToolClient.embedded() as client:
         stack = client.stack
         assert stack is not None
@@ -126,7 +128,7 @@ async def work(sessions: list[Session]) -> str:
 
 
 async def until_flower_hears(stack: StackInfo, session: Session) -> None:
-    """Calls are served before Flower listens."""
+    """Wait until Flower receives events. The pool serves calls before Flower is connected."""
     async with asyncio.timeout(90):
         while not await asyncio.to_thread(tasks_of, stack):
             await session.call("glob_tool", {"pattern": "*"})

@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""Writes every page of docs/ that is made from the code: settings, commands, errors, HTTP API, tools, metrics, log
-events.
+"""Write every generated page of docs/: settings, commands, errors, HTTP API, tools, metrics, log events.
 
     .venv/bin/python scripts/reference.py [--check]
 
-With --check nothing is written: exit status 1, and a line for each page that is not what the code says.
+With --check the script writes nothing. It exits with status 1 if a page is out of date, and prints a line for each
+such page.
 """
 
 import runpy
@@ -18,7 +18,7 @@ SCRIPTS = ("setting_docs", "command_docs", "error_docs", "http_docs", "tool_docs
 
 
 def main() -> int:
-    # Each reads its own --check from the command line.
+    # Each script reads --check from the command line.
     return max(int(runpy.run_path(str(ROOT / "scripts" / f"{name}.py"))["main"]()) for name in SCRIPTS)
 
 

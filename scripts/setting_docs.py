@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
-"""Writes docs/settings.md from the settings classes: every variable with its type, default and meaning.
+"""Write docs/settings.md from the settings classes: every variable with its type, default and meaning.
 
     .venv/bin/python scripts/setting_docs.py [--check]
 
-With --check nothing is written: exit status 1 when the page is not what the classes say.
+With --check the script writes nothing. It exits with status 1 if the page is out of date.
 """
 
 import ast
@@ -108,9 +108,9 @@ def _rows(settings: type[BaseModel]) -> str:
 
 
 def docstrings(settings: type[BaseModel]) -> dict[str, str]:
-    """Return the text below each field that the class itself declares.
+    """Return the docstring of each field that the class itself declares.
 
-    Raises SystemExit for a field without one, unless a base class has it.
+    Raises SystemExit: when a field has no docstring and no base class has one.
     """
     (tree,) = ast.parse(inspect.cleandoc("\n" + inspect.getsource(settings))).body
     assert isinstance(tree, ast.ClassDef)

@@ -45,7 +45,7 @@ def set_slots(client: "redis.Redis", slots: int | None, queue: str = QUEUE) -> N
 
 
 class Ground:
-    """One or more named orchestrators that send the requests of a test."""
+    """Named orchestrators that send the requests of a test."""
 
     def __init__(self, client: "redis.Redis", *, now: float = 1000.0) -> None:
         self.client = client

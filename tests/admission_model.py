@@ -24,8 +24,8 @@ class Call:
     request: SlotRequest
     number: int
     was_long: bool
-    """Whether the call was long at its request. A call that came as long can be overtaken by short calls, and a call
-    that came as short can overtake long calls.
+    """The length class at the request. A call that came as long can be overtaken by short calls, and a call that came
+    as short can overtake long calls.
     """
     granted_at: float = -1.0
     is_long: bool = False
@@ -43,7 +43,7 @@ class Queue:
     used: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     run: dict[str, int] = field(default_factory=lambda: defaultdict(int))
     ready: dict[str, tuple[bool, bool]] = field(default_factory=dict)
-    """For each tenant: whether a short call and a long call may be next, at the last check. Estimates change between
+    """The readiness of each tenant at the last check: for a short call, and for a long call. Estimates change between
     checks.
     """
 

@@ -48,7 +48,7 @@ def build_question(command: str = "rm -rf /data", **fields: Any) -> ApprovalQues
 
 @dataclass
 class Desk:
-    """One Redis, with as many question queues of as many processes as a test needs."""
+    """A Redis, with as many question queues of as many processes as a test needs."""
 
     client: "redis.asyncio.Redis"
 

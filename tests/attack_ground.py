@@ -67,6 +67,7 @@ class Hostile:
     def start(self, script: str, **changes: Any) -> "Future[GuestResponse]":
         """Run a command as `bash` does, in the background on a separate connection."""
         answer: Future[GuestResponse] = Future()
+        # A connection carries one request at a time, so a parallel call needs its own connection.
         client = SandboxClient(self.path)
         self._opened_by_others.append(client)
 
@@ -99,6 +100,7 @@ class Hostile:
         """Return the command lines of all processes of the container, keyed by identity. The guest and its forked
         supervisors are left out.
         """
+        # Supervisors are forks of PID 1 without an exec, so they have its command line.
         own = Program(self.watched.pid).command
         found = {}
         for pid in self.watched.processes():

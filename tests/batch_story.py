@@ -99,7 +99,7 @@ def ended(
 
 @dataclass(frozen=True)
 class Attempt:
-    """One attempt of an item. `failure`: the reason for its end. `is_retried`: the attempt ended and the item was
+    """An attempt of an item. `failure`: the reason for its end. `is_retried`: the attempt ended and the item was
     queued again. `is_cut`: the attempt still runs.
     """
 

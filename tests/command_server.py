@@ -54,6 +54,7 @@ def serve(path: str) -> None:
     """Serve commands until SIGTERM."""
     import orchestrator.command  # noqa: F401  # imported before the forks, so that no fork imports it again
 
+    # The server runs no threads, because a fork of a process with threads may inherit locked locks.
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(path)
         listener.listen()
@@ -63,8 +64,10 @@ def serve(path: str) -> None:
             link, _ = listener.accept()
             with link:
                 if os.fork() == 0:
+                    # `os._exit` skips the clean-up of the parent's objects, which the fork shares.
                     listener.close()
                     os._exit(_answer(link))
+            # Finished children are collected here, so that zombies do not accumulate.
             with contextlib.suppress(ChildProcessError):
                 while os.waitpid(-1, os.WNOHANG)[0]:
                     pass
@@ -74,6 +77,7 @@ def _answer(link: socket.socket) -> int:
     """Run the command in the forked process, with the caller's streams."""
     head, streams, _, _ = socket.recv_fds(link, 4, 3)
     told = b""
+    # A stream socket may deliver the record in several pieces.
     while len(told) < int.from_bytes(head, "big"):
         told += link.recv(1 << 20)
     arguments, folder, environment = json.loads(told)

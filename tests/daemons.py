@@ -60,8 +60,8 @@ class Daemon:
         return RunningSandboxd(self._process.pid, self.path, self.name, self.state)
 
     def start(self) -> None:
-        """Start the daemon and return when the daemon answers. By then the sweep has run and kept sessions are taken
-        over.
+        """Start the daemon and return when the daemon answers. Before its first answer the daemon sweeps and takes
+        over the kept sessions.
         """
         with self._log.open("ab") as log:
             environment = self._footprint.environment(self.environment)
@@ -92,6 +92,7 @@ class Daemon:
 
     def close(self) -> None:
         if self._process is not None and self._process.poll() is None:
+            # A test may have paused the daemon, and a paused process cannot react to SIGTERM.
             self.signal(signal.SIGCONT)
             end_process(self._process)
 

@@ -27,7 +27,7 @@ from workers.settings import EgressSettings
 from workers.web.addresses import AddressRules
 
 SOON_S = 10.0
-"""How long a test waits for something that should happen at once, in seconds."""
+"""Limit for something that should happen at once, in seconds."""
 
 
 def build_rules(*servers: WebServer | int, **rules: Any) -> dict[str, Any]:

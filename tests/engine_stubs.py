@@ -119,6 +119,7 @@ class EngineRelay:
         with contextlib.suppress(ConnectionError):
             while chunk := await reader.read(65536):
                 self.held.set()
+                # The chunk is already read, so the sender sees a successful write, as with a hung engine.
                 await self._flows.wait()
                 writer.write(chunk)
                 await writer.drain()
@@ -153,6 +154,7 @@ async def _serving(path: Path, behaviour: Behaviour) -> AsyncIterator[None]:
         yield
     finally:
         server.close()
+        # A stub that never answers does not end by itself, so its task is cancelled.
         for task in list(tasks):
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)

@@ -58,7 +58,7 @@ class MemorySandboxd:
 
 
 class MemoryClient(SandboxClient):
-    """One connection to a MemorySandboxd."""
+    """A connection to a MemorySandboxd."""
 
     def __init__(self, sandboxd: MemorySandboxd) -> None:
         super().__init__("/nonexistent")
@@ -101,7 +101,7 @@ class MemoryClient(SandboxClient):
 
 
 class HostGround:
-    """One deployment on a real Redis: the session locations that orchestrators write, and the workers' views of the
+    """A deployment on a real Redis: the session locations that orchestrators write, and the workers' views of the
     locations.
     """
 

@@ -187,7 +187,7 @@ def build_host(
 
 @asynccontextmanager
 async def open_host(folder: Path, *behaviours: Behaviour, **how: Any) -> AsyncIterator[FakeHost]:
-    """Open a host and close the host on exit, whatever the engine refuses."""
+    """Open a host and close the host on exit, even if the engine refuses requests."""
     host = build_host(folder, *behaviours, **how)
     try:
         yield host

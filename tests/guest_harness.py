@@ -155,6 +155,7 @@ class Guest:
     @property
     def pid(self) -> int:
         """Return the pid of PID 1 as seen from outside."""
+        # The direct child is `unshare`; its only child is PID 1 of the new namespace.
         outer = self._process.pid
         return int(Path(f"/proc/{outer}/task/{outer}/children").read_text().split()[0])
 
@@ -179,6 +180,7 @@ class Guest:
             assert poller.poll(DEADLINE_S * 1000), "the guest does not answer"
             data = os.read(self._stdout.fileno(), 1 << 18)
             assert data, "the guest has gone"
+            # One read may contain several frames or a part of a frame.
             self._waiting += self._decoder.feed(data)
         return self._waiting.pop(0)
 
@@ -287,7 +289,7 @@ def running_guest(
     # Other users may not enter the directory of pytest.
     base = Path(tempfile.mkdtemp(prefix="toolcrew-guest-"))
     base.chmod(0o755)
-    # The guest's user cannot create these files. A guest in an image starts with the same files.
+    # The guest's user cannot write compiled files. A guest in an image also starts with compiled files.
     compileall.compile_dir(GUEST_PARENT / "guest", quiet=1)
     try:
         guest = Guest(base, shell_prefix, idle_s, options, faults)

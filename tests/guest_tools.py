@@ -48,7 +48,7 @@ class GuestClient(FakeSandboxClient):
 
 
 class GuestTools:
-    """One session of the built-in tools."""
+    """A session of the built-in tools."""
 
     def __init__(self, guest: Guest) -> None:
         facts = {"host": "h1", "queue": "host.h1.b00t"}

@@ -90,6 +90,7 @@ class GroundProcess:
         """Stop the process in order and do not restart it."""
         self._stopping.set()
         if self._process is not None:
+            # A paused process cannot react to SIGTERM.
             self.kill(signal.SIGCONT)
             end_process(self._process, within_s)
             self._clear()
@@ -131,6 +132,7 @@ class GroundProcess:
             code = self._process.wait()
             if self._stopping.is_set():
                 return
+            # The pool children die before the restart, so that no call runs in two generations of the worker.
             self._clear()
             self.ends.append(code)
             if code == 0 or not self.is_kept:
@@ -162,7 +164,7 @@ class Ground:
         self.tally.chmod(0o777)  # the sandboxes run as another user
         self.redis_url = f"redis://:{PASSWORD}@127.0.0.1:{free_port()}/0"
         self.has_orphans = False
-        """Whether an orchestrator was killed here. Records that only this orchestrator would have updated stay
+        """True after an orchestrator was killed here. Records that only this orchestrator would have updated stay
         unchanged.
         """
         self._settings = dict(settings)

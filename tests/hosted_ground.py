@@ -29,7 +29,7 @@ MadeHosted = Callable[..., "HostedGround"]
 
 
 class HostedGround(ItemGround):
-    """One process that starts runs of tenant acme, follows the runs, and executes the runs inside `working`."""
+    """A process that starts runs of tenant acme, follows the runs, and executes the runs inside `working`."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)

@@ -64,7 +64,7 @@ def failed(code: Any, message: str = "no") -> Answer:
 
 
 class ItemGround(RunGround):
-    """One process with its pool. `answers`: replies by verb or tool, instead of a success. `run_events`: all events
+    """A process with its pool. `answers`: replies by verb or tool, instead of a success. `run_events`: all events
     of its runs. `places`: shared by the processes of one pool.
     """
 

@@ -43,11 +43,14 @@ class LocalGuest:
 
             def show(chunk: bytes) -> None:
                 if "stream" in request["capture"]:
+                    # The output is read in a thread, but the sink belongs to the event loop.
                     loop.call_soon_threadsafe(take, Frame({"ev": "data", "stream": "stdout"}, chunk))
 
             try:
                 code = await asyncio.to_thread(self._run, process, show)
             finally:
+                # A cancelled request leaves the reading thread behind. The event lets that thread continue, and the
+                # kill ends its read.
                 self._may_read.set()
                 _end(process)
             stderr.seek(0)

@@ -17,7 +17,7 @@ KINDS = {1: "internal", 2: "server", 3: "client", 4: "producer", 5: "consumer"}
 
 @dataclass(frozen=True)
 class Collected:
-    """One span as the collector received the span. Times are in nanoseconds."""
+    """A span as the collector received the span. Times are in nanoseconds."""
 
     trace: str
     id: str

@@ -1,4 +1,4 @@
-"""Requests of every kind that the HTTP API answers. Tests send them while Redis is unavailable, and again when Redis
+"""Requests of every kind that the HTTP API answers. Tests send the requests while Redis is unavailable, and again when Redis
 is back.
 """
 
@@ -16,7 +16,7 @@ AGAIN_S = 20.0
 
 @dataclass(frozen=True)
 class Asked:
-    """One request. `$word` in path and content stands for a value that the test created before. `done`: the status
+    """A request. `$word` in path and content stands for a value that the test created before. `done`: the status
     when Redis is available.
     """
 

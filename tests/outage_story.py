@@ -1,4 +1,4 @@
-"""One outage of Redis during all operations of HTTP API clients, and the results that the clients saw."""
+"""An outage of Redis during all operations of HTTP API clients, and the results that the clients saw."""
 
 import asyncio
 import json
@@ -54,7 +54,7 @@ class Outage:
     repeated: Seen | None = None
     sent_into: Seen | None = None
     acted: dict[str, int] = field(default_factory=dict)
-    """How often each of `calls`, the call of `sent_into`, and the call of the requests was executed."""
+    """Number of executions of each of `calls`, of the call of `sent_into`, and of the call of the requests."""
     followed: list[list[dict[str, Any]]] = field(default_factory=list)
     """The events of a run, grouped by the connections that delivered the events."""
     whole: list[dict[str, Any]] = field(default_factory=list)
@@ -97,7 +97,7 @@ class _Teller:
         await asyncio.to_thread(self._redis.kill)
         down_at = time.monotonic()
         sent_into = asyncio.create_task(self._call_into(acme))
-        # Wait until the caches of the services have expired.
+        # Wait until the usual key caches have expired. The cache of the deep service lasts longer.
         await asyncio.sleep(1.5)
         asking = [
             asyncio.create_task(self._ask_all(shallow, self.seen.shallow)),

@@ -117,7 +117,7 @@ def open_sentinel(master: Server, name: str) -> Iterator[int]:
 
 @dataclass
 class CountingPool:
-    """One worker without sandboxes, and the effects of its calls. `broker`: the settings with which a sender of calls
+    """A worker without sandboxes, and the effects of its calls. `broker`: the settings with which a sender of calls
     reaches the same Redis.
     """
 

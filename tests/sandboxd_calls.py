@@ -26,7 +26,7 @@ async def raw_exchange(path: Path, *frames: bytes, answers: int = 1) -> list[dic
     try:
         writer.write(b"".join(frames))
         decoder, got = FrameDecoder(MAX_DOWN), []
-        # If the peer closes before it has read everything, the kernel reports a reset or an end.
+        # If the peer closes before reading everything, the kernel reports a reset or an end.
         with contextlib.suppress(ConnectionError):
             async with asyncio.timeout(SOON_S):
                 while len(got) < answers and (data := await reader.read(65536)):

@@ -140,9 +140,7 @@ class Footprint:
         self._api = api
         self._mark = f"TOOLCREW_TEST_MARK={secrets.token_hex(8)}"
         self._names: set[str] = set()
-        self.folder = Path(
-            tempfile.mkdtemp(prefix="tct-", dir="/tmp")
-        )  # short, because the path of a socket has a length limit
+        self.folder = Path(tempfile.mkdtemp(prefix="tct-", dir="/tmp"))  # the path of a socket is limited
 
     def environment(self, overrides: Mapping[str, str] | None = None) -> dict[str, str]:
         """Return this process's environment without settings of toolcrew or of a model."""

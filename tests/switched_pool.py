@@ -47,7 +47,7 @@ SESSION = "s1"
 
 
 class SwitchedPool:
-    """One worker with `tools`, and any number of clients. Each client has its own cached state of the switches."""
+    """A worker with `tools`, and any number of clients. Each client has its own cached state of the switches."""
 
     def __init__(self, server: RedisProcess, *tools: WorkerTool) -> None:
         self.broker = BrokerSettings.model_validate({"redis_url": server.url, "deployment": "default"})

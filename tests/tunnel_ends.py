@@ -20,7 +20,7 @@ PREAMBLE = {"v": 1, "tenant": "acme", "session": "s1", "rules": {"hosts": ["exam
 
 @dataclass
 class ProxyEnd:
-    """One connection as the proxy sees the connection."""
+    """A connection as the proxy sees the connection."""
 
     reader: asyncio.StreamReader
     writer: asyncio.StreamWriter
@@ -44,7 +44,7 @@ class ProxyEnd:
 
 @dataclass
 class Sandboxed:
-    """The guest's side. `tell` sends a frame to sandboxd; `hear` returns the next frame of a connection."""
+    """The guest's side: functions that send a frame to sandboxd and that return the next frame of a connection."""
 
     tunnels: Tunnels = field(init=False)
     violations: list[str] = field(default_factory=list)

@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 @runtime_checkable
 class ModelAdapter(Protocol):
-    """The caller's model, as tools see it. `complete` returns one whole reply to a prompt or messages; await it."""
+    """Model of the caller, as tools use it. `await complete(...)` returns one whole reply to a prompt or messages."""
 
     @property
     def name(self) -> str: ...
@@ -41,7 +41,7 @@ class CallContext:
     cwd: str = "/workspace"
     config: Mapping[str, Any] = field(default_factory=dict)
     model: ModelAdapter | None = None
-    """None if the program that runs the tools has no model."""
+    """Model of the caller, or None if the program that runs the tools has no model."""
     state: SessionState = field(default_factory=NoState)
     runner: CoroutineRunner | None = field(default=None, repr=False, compare=False)
 
@@ -70,8 +70,8 @@ CallHandler = Callable[[dict[str, Any], CallContext], Any]
 
 @dataclass(frozen=True)
 class FunctionHandler:
-    """A handler that calls a user's function and records whether that function is async. The handler's own signature
-    does not show it.
+    """Handler that calls a user's function and records whether that function is async. The signature of the handler
+    does not show this.
     """
 
     run: CallHandler

@@ -15,10 +15,10 @@ _METADATA: TypeAdapter[dict[str, JsonValue]] = TypeAdapter(dict[str, JsonValue])
 
 
 def build_result(call: ToolCall, value: Any) -> ToolResult:
-    """Return the result of a call whose function returned `value`.
+    """Return the result for the value that the function of a call returned.
 
-    A ToolResult, a LangChain-style message and an object with `success` keep their status. Any other value becomes the
-    text of a success. Exceptions of the value's own methods propagate.
+    A ToolResult, a LangChain-style message and an object with `success` keep their status. Any other value becomes
+    the text of a successful result. Exceptions of the value's own methods propagate.
     """
     if isinstance(value, ToolResult):
         return value.model_copy(update={"call_id": call.id, "name": call.name})
@@ -36,8 +36,9 @@ def build_result(call: ToolCall, value: Any) -> ToolResult:
 
 
 def build_failure(call: ToolCall, error: BaseException) -> ToolResult:
-    """Return the result of a call whose function raised `error`: the exception's type and text, or the code and
-    sentence of a ToolFailure.
+    """Return the result for the error that the function of a call raised.
+
+    The result has the type and the text of the exception, or the code and the sentence of a ToolFailure.
     """
     while isinstance(error, BaseExceptionGroup) and len(error.exceptions) == 1:
         # The message of a TaskGroup's exception is generic; the exception of its one task has the cause.

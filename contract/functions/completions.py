@@ -23,7 +23,7 @@ class Usage:
 
 @dataclass(frozen=True)
 class Completion:
-    """A whole reply. `finish_reason` is the server's value; "length" means that the text is incomplete."""
+    """Whole reply of a model. `finish_reason` is the server's value; "length" means that the text is incomplete."""
 
     text: str
     usage: Usage

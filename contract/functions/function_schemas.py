@@ -46,7 +46,7 @@ class FunctionShape:
     name: str
     docstring: Docstring
     schema: JsonSchema
-    """The schema from pydantic, with references inlined and titles removed."""
+    """Return the schema from pydantic, with references inlined and titles removed."""
     _model: type[BaseModel]
     _fields: Mapping[str, str]
     """Parameter -> field of the model. The fields have generated names, because pydantic refuses fields that are called

@@ -22,7 +22,7 @@ _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 @dataclass(frozen=True)
 class FunctionTool(Tool[CallHandler], Generic[P, R]):
-    """A tool that wraps a function. A direct call runs the function without schema check, timeout or context."""
+    """Tool that wraps a function. A direct call runs the function without schema check, timeout or context."""
 
     function: Callable[P, R] = field(kw_only=True)
 

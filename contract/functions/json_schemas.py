@@ -13,7 +13,7 @@ one double the schema at every level.
 """
 
 _MAPS = ("properties", "patternProperties", "dependentSchemas", "$defs", "definitions")
-"""Keywords whose value maps names to schemas. A key `title` there may be the name of a property."""
+"""Keywords with a value that maps names to schemas. A key `title` in such a value may be the name of a property."""
 _LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
 _SINGLES = (
     "items",

@@ -15,8 +15,9 @@ MAX_QUESTIONS = 20
 
 
 class ModelQuestion(Record):
-    """One request to the model. `number` counts the requests of a call from 1. `messages` have the OpenAI format.
-    `max_tokens` limits the reply.
+    """Request to the model.
+
+    `number` counts the requests of a call from 1. `messages` have the OpenAI format. `max_tokens` limits the reply.
     """
 
     number: int = Field(ge=1, le=MAX_QUESTIONS)
@@ -26,7 +27,7 @@ class ModelQuestion(Record):
 
 
 class ModelAnswer(Record):
-    """The reply to a ModelQuestion: a completion, or an error."""
+    """Reply to a ModelQuestion: a completion, or an error."""
 
     number: int
     text: str = ""

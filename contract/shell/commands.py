@@ -112,12 +112,13 @@ class Nested:
 
 @dataclass(frozen=True)
 class Command:
-    """One simple command. `assignments`: assignments before it. `outputs`: files that its redirections write.
+    """Simple command.
 
-    `stdin`: its here-document or here-string. `fed_by`: programs before it in its pipeline, the nearest first.
-    `reads_pipe`: True if there are any. `function`: the function whose body contains the command. `is_concurrent`: it
-    runs at the same time as the next command (`|`, `&`). `is_fed`: it gets more or other words when it runs (`xargs`,
-    `find -exec`).
+    `assignments`: assignments before the command. `outputs`: files that its redirections write. `stdin`: its
+    here-document or here-string. `fed_by`: programs before it in its pipeline, the nearest first. `reads_pipe`: True
+    if there are any. `function`: the function whose body contains the command. `is_concurrent`: the command runs at
+    the same time as the next command (`|`, `&`). `is_fed`: the command gets more or other words when it runs
+    (`xargs`, `find -exec`).
     """
 
     words: tuple[Word, ...]
@@ -134,7 +135,7 @@ class Command:
 
     @property
     def argv(self) -> tuple[str, ...]:
-        """Words without quotes. A word that is known only at run time appears as written (`$x`)."""
+        """Words without quotes. A word that is known only at run time has its source text (`$x`)."""
         return tuple(word.text for word in self.words)
 
     @property
@@ -145,8 +146,9 @@ class Command:
 
 @dataclass(frozen=True)
 class Script:
-    """All commands that `text` may run, including nested ones (`sudo`, `bash -c`, `$(...)`). `opaque`: the reason why
-    there may be more commands; "" if the list is complete.
+    """All commands that `text` may run, including nested commands (`sudo`, `bash -c`, `$(...)`).
+
+    `opaque`: the reason why there may be more commands; "" if the list is complete.
     """
 
     text: str

@@ -48,16 +48,16 @@ _LOOPS = ("for", "select")
 
 
 class Unreadable(Exception):
-    """The text is too long or nested too deep. The message fits after a colon."""
+    """Raised when the text is too long or nested too deep. The message fits after a colon."""
 
 
 @dataclass(frozen=True)
 class Word:
-    """One word. `text`: the word without quotes; a leading unquoted `~` is written as `$HOME`.
+    """Word of a command.
 
-    `is_expanded`: a part of it is known only at run time (`$x`, `$(...)`). `is_pattern`: it has an unquoted glob or
-    brace list, which bash may replace by other words. `is_quoted`: it had a quote or a backslash, so it is not a
-    keyword.
+    `text`: the word without quotes; a leading unquoted `~` is written as `$HOME`. `is_expanded`: a part of the word
+    is known only at run time (`$x`, `$(...)`). `is_pattern`: the word has an unquoted glob or brace list, which bash
+    may replace by other words. `is_quoted`: the word had a quote or a backslash, so it is not a keyword.
     """
 
     text: str
@@ -68,8 +68,8 @@ class Word:
 
 @dataclass(eq=False)
 class Draft:
-    """A simple command while it is read. `source`: the draft whose output it reads. `heredocs`: bodies, which are added
-    when their lines are read.
+    """Simple command while the reader reads it. `source`: the draft whose output the command reads. `heredocs`:
+    bodies, which are added when their lines are read.
     """
 
     words: list[Word] = field(default_factory=list)
@@ -105,7 +105,7 @@ class Reading:
 
 @dataclass(eq=False)
 class _List:
-    """One list of commands, up to `closer`. `cases`: the number of open `case` commands. Inside them a `)` may end a
+    """List of commands, up to `closer`. `cases`: the number of open `case` commands. Inside them a `)` may end a
     pattern instead of the list.
     """
 

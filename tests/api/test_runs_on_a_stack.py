@@ -139,7 +139,7 @@ async def test_when_an_api_is_killed_another_goes_on_with_its_runs_and_no_call_r
         runs: list[str] = []
         with api_stack.open_api() as dying:
             async with asyncio.timeout(SOON_S):
-                # Any of the three processes may take a run; the test repeats until this process has taken one.
+                # Any of the three processes may take a run. The test starts runs until the process to kill has taken one.
                 while not any(f'"run":"{run}"' in dying.log() for run in runs[-1:]):
                     runs.append(await started(client, "steps"))
                     await read_events(client, f"/v1/runs/{runs[-1]}/events", most=4)

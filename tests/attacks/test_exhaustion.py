@@ -178,8 +178,8 @@ def perl_ipc(source: str) -> str:
 
 
 def test_keep_memory_beyond_death_in_shared_segments(cleared: Box) -> None:
-    """Aim: keep memory in System V segments. The segments belong to no process and to no mount, so they survive a
-    kill of all processes.
+    """Aim: keep memory in System V segments. The segments belong to no process and to no mount, and survive a kill of
+    all processes.
     """
     answer = cleared.run(
         perl_ipc("for (1..8) { my $id = shmget(0, 1 << 20, 01600); shmwrite($id, 'x' x 1024, 0, 1024) }")

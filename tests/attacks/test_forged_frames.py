@@ -1,5 +1,5 @@
-"""Forged frames: programs of a sandbox try to impersonate the guest. Everything that they print is treated as output,
-and no other data of the programs is read.
+"""Forged frames: programs of a sandbox try to impersonate the guest. All printed data is treated as output, and no
+other data of the programs is read.
 """
 
 import json
@@ -88,7 +88,7 @@ def test_claim_a_result_by_names_of_the_protocol(session: Hostile) -> None:
 
 def test_take_over_the_guest_by_the_code_it_loads_later(session: Hostile) -> None:
     """Aim: let the guest import an attacker's module from a folder that programs can write. The guest imports some
-    modules only when they are first needed.
+    modules only at their first use.
     """
     session.bash(
         "for place in /workspace /tmp /output /workspace/guest /workspace/guest/search /workspace/guest/files; do "

@@ -1,5 +1,5 @@
-"""Attacks on files of the host: read them through links and unusual paths, or change them through the host's handling
-of a sandbox's files.
+"""Attacks on files of the host. A program reads the files through links and unusual paths, or changes the files
+through the host's handling of a sandbox's files.
 """
 
 import os

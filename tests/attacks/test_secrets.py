@@ -60,9 +60,7 @@ def test_have_the_engine_or_proc_tell_a_secret_or_a_tenant(rich: Ground, session
 
     assert [word for word in (CANARY, "tenant-with-a-name", "session-with-a-name") if word in told] == []
     assert CANARY.encode() not in environments
-    assert CANARY.encode() in read_proc(
-        rich.process.pid, "environ"
-    )  # the canary can be found in the original environment
+    assert CANARY.encode() in read_proc(rich.process.pid, "environ")  # sandboxd has the canary
 
 
 def test_have_a_command_or_its_output_written_into_the_log(rich: Ground, session: Hostile) -> None:

@@ -109,7 +109,7 @@ for name, (request, size) in {IOCTLS!r}.items():
 
 
 def test_mount_over_or_under_the_workspace(session: Hostile) -> None:
-    """Aim: make later calls, or the host, use another folder than they expect."""
+    """Aim: make later calls, or the host, use an unexpected folder."""
     before = mount_of(session), session.watched.mounts()
     answer = session.bash(
         "mkdir -p m; mount --bind / m; mount -o remount,suid,dev /workspace; umount -l /workspace; unshare -rm true; "

@@ -1,3 +1,3 @@
 """Chaos tests: processes are killed and paused at random moments under load, and the results are checked from
-outside. scripts/chaos runs them.
+outside. scripts/chaos runs the tests.
 """

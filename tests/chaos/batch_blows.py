@@ -53,6 +53,8 @@ def strike(load: BatchLoad, kind: BatchBlow, chance: random.Random) -> Blow:
 
 def _strike_orchestrator(load: BatchLoad, kind: BatchBlow, chance: random.Random) -> Blow:
     load.ground.wait_redis()
+    # The runs are read before and after the fault. A run that is claimed during the fault then also counts as
+    # affected.
     one, held = chance.choice(load.living()), _running(load)
     pid = one.pid
     if kind == "orchestrator":
@@ -86,6 +88,7 @@ def _forget(ground: Ground) -> int:
     ends, file = len(process.ends), _newest(folder)
     before = file.stat()
     time.sleep(FORGOTTEN_S)
+    # No restart until the file is cut, because a running Redis would have loaded the removed data.
     process.is_kept = False
     try:
         process.kill()
@@ -95,6 +98,7 @@ def _forget(ground: Ground) -> int:
     # A rewrite in the meantime started a new file, which then loses nothing.
     after = _newest(folder).stat()
     lost = after.st_size - before.st_size if after.st_ino == before.st_ino else 0
+    # The file ends at a size that Redis itself had reached, so a load after a power failure sees the same data.
     if lost:
         os.truncate(file, before.st_size)
     process.start()

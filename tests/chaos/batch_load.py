@@ -26,7 +26,7 @@ MOST_STEPS = 50
 def build_script(calls: int, call_s: float) -> list[dict[str, Any]]:
     """Return a script with `calls` calls for each item, one per step.
 
-    Each call appends the mark of its workspace to a file of the host that belongs to the call, and its number to a
+    Each call appends the mark of its workspace to its own file on the host. The call also appends its number to a
     file of the workspace. The answer contains both. So repeated or missing calls are visible from outside and from
     inside.
     """
@@ -43,7 +43,7 @@ def _calling(command: str) -> dict[str, Any]:
 
 
 class BatchLoad:
-    """One batch on a ground, and its orchestrators. `mark`: the batch's id; its items are `<mark>-<number>`."""
+    """A batch on a ground, and its orchestrators. `mark`: the batch's id; its items are `<mark>-<number>`."""
 
     def __init__(self, ground: Ground, server: ModelServer, mark: str, runs: int, concurrency: int) -> None:
         self.ground, self.server, self.mark = ground, server, mark

@@ -28,7 +28,7 @@ LATEST = 0.85
 @dataclass(frozen=True)
 class BatchTerms:
     """Parameters of a round. `concurrency`: items at a time, over both orchestrators. `blows`: faults of a round,
-    chosen from `kinds`. `call_s`: duration of each call besides its marks.
+    chosen from `kinds`. `call_s`: duration of each call, without the time of its marks.
     """
 
     runs: int = 100

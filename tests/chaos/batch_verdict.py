@@ -60,6 +60,7 @@ def judge_batch(seen: Evidence) -> BatchVerdict:
     answers = {str(row["custom_id"]): _answer(row) for row in first if row.get("error") is None}
     wrong = [sentence for name, rows in seen.rows.items() for sentence in _judge_rows(name, rows, seen.items)]
     wrong += [f"{row['custom_id']} failed in the end: {row['error']}" for row in first if row.get("error") is not None]
+    # If Redis lost data, repeated executions and replies are permitted, so these checks are skipped.
     if not seen.may_repeat:
         wrong += [sentence for item in seen.items for sentence in _judge_acts(item, seen, answers.get(item))]
         wrong += [sentence for item in seen.items for sentence in _judge_replies(item, seen)]
@@ -85,6 +86,7 @@ def _judge_acts(item: str, seen: Evidence, answer: tuple[str, list[int]] | None)
     and the answer must match the executions of the last attempt.
     """
     steps, attempts = seen.acts.get(item, {}), seen.attempts.get(item, 1)
+    # Each attempt has its own workspace, so the mark distinguishes a repeated call from a restarted attempt.
     workspaces = {mark for marks in steps.values() for mark in marks}
     for step, marks in sorted(steps.items()):
         if len(marks) > attempts:
@@ -115,6 +117,8 @@ def _judge_acts(item: str, seen: Evidence, answer: tuple[str, list[int]] | None)
 def _judge_replies(item: str, seen: Evidence) -> Iterable[str]:
     """Check the number of replies. A restarted attempt requests every reply again."""
     repeated, struck = _repeated(seen, item), seen.struck.get(item, 0)
+    # An orchestrator may be killed between a reply and its log entry. Each fault therefore permits one repeated
+    # reply.
     if seen.attempts.get(item, 1) == 1 and repeated > struck:
         yield (
             f"{item} was answered {repeated} times more than it has steps, and its orchestrators were struck {struck} "

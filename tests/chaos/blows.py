@@ -84,7 +84,7 @@ def _guest(ground: Ground, load: Load, chance: random.Random) -> tuple[str, int]
 
     def found() -> bool:
         for container in ground.footprint.containers():
-            with contextlib.suppress(Exception):  # the container may be removed meanwhile
+            with contextlib.suppress(Exception):  # the container may already be removed
                 pid = int(ground.api.inspect_container(container)["State"]["Pid"])
                 if pid and is_alive(pid):
                     guests.append((f"guest {container[:12]}", pid))

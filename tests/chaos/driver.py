@@ -30,7 +30,7 @@ TTL_S = 20.0
 
 
 class Driver:
-    """A load driver. `tell` writes its only output."""
+    """A load driver. Its only output is the file of records."""
 
     def __init__(self, name: str, out: Path, client: ToolClient, chance: random.Random, *, has_tools: bool) -> None:
         self._name = name

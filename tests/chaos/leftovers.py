@@ -64,11 +64,14 @@ def _is_call(key: str, deployment: str) -> bool:
 
 
 def _open_calls(client: "redis.Redis", deployment: str, keys: list[str], *, has_orphans: bool) -> dict[str, str]:
-    """Return the records of calls that have not ended. `has_orphans`: orchestrators were killed. The end of a call is
-    then not recorded if its worker was killed as well, so its record names the old owner until it expires.
+    """Return the records of calls that have not ended. `has_orphans`: orchestrators were killed. If the worker
+    of a call was killed as well, the end of the call is not recorded. The record then names the old owner until the
+    record expires.
     """
     records: dict[str, dict[bytes, bytes]] = {key: client.hgetall(key) for key in keys}
     is_open = [key for key, record in records.items() if record.get(b"state") in OPEN_STATES]
+    # Without killed orchestrators every open record is a failure. With killed orchestrators only a record with a
+    # living owner is a failure.
     left = [key for key in is_open if not has_orphans or _is_held(client, deployment, records[key])]
     return {
         key: b" ".join(b"%s=%s" % field for field in records[key].items()).decode(errors="replace")
@@ -83,4 +86,5 @@ def _is_held(client: "redis.Redis", deployment: str, record: dict[bytes, bytes])
     if not isinstance(report, bytes):
         return False
     living = HostReport.model_validate_json(report)
+    # Several web workers may serve one queue, so the report need not name the worker of this call.
     return living.kind == "web" or not worker or living.worker == worker

@@ -19,7 +19,7 @@ END_S = 150.0
 
 
 class RunningDriver:
-    """One orchestrator."""
+    """An orchestrator."""
 
     def __init__(self, ground: Ground, name: str, sessions: int, seed: str, *, has_tools: bool) -> None:
         self.name = name
@@ -88,6 +88,7 @@ class Load:
 
     def forget(self, pid: int) -> None:
         """Exclude a driver that is about to be killed, and start another driver."""
+        # Marked before the kill. Otherwise the missing results of the driver would count as failures.
         next(driver for driver in self.drivers if driver.pid == pid).was_killed = True
         self.add()
 
@@ -103,6 +104,7 @@ class Load:
     def end(self) -> list[str]:
         """End all drivers in order. Returns a sentence for each unexpected end."""
         self.wait_busy()
+        # All drivers are asked first, so that they end in parallel.
         for driver in self.living():
             driver.end()
         wrong = []

@@ -70,6 +70,7 @@ def play(
             struck = strike(blow, ground, load, chance, terms.pause_s)
             report.struck.append((blow, struck))
             say(f"{blow}: {struck}")
+        # Load after the last fault shows whether the system works again.
         time.sleep(terms.moments_s[1])
         report.wrong += load.end()
         ground.has_orphans |= bool(load.killed())

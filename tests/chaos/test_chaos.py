@@ -1,4 +1,4 @@
-"""One round of every kind on one ground, with short pauses. scripts/chaos plays twenty rounds of each kind."""
+"""A round of every kind on one ground, with short pauses. scripts/chaos plays twenty rounds of each kind."""
 
 import os
 import secrets

@@ -20,7 +20,7 @@ orchestrator.
 
 @dataclass
 class Told:
-    """One call as its driver recorded it."""
+    """A call as its driver recorded it."""
 
     id: str
     driver: str
@@ -93,6 +93,7 @@ def judge(lines: Iterable[Mapping[str, Any]], acts: Mapping[str, int], killed: I
 def _judge_call(call: Told, acted: int, *, is_owed: bool) -> Iterable[str]:
     if len(call.results) > 1:
         yield f"{call.id} ({call.tool}) got {len(call.results)} results"
+    # A killed driver can no longer record results, so only the other drivers must have one for each call.
     if is_owed and not call.results:
         yield f"{call.id} ({call.tool}) got no result"
     if acted > 1:
@@ -109,6 +110,7 @@ def _judge_result(call: Told, result: Mapping[str, Any], acted: int) -> Iterable
     if call.tool in ACTING:
         if result["success"] and (acted != 1 or f"acted {call.id}" not in result["output"]):
             yield f"{call.id} ({call.tool}) was answered as a success and acted {acted} times: {_shown(call)}"
+        # Callers retry these codes without a check, so a call with such a code must not have executed.
         if result["code"] in NEVER_STARTED and acted:
             yield f"{call.id} ({call.tool}) acted, and its result says that it never started: {_shown(call)}"
     elif result["success"] and "known words" not in result["output"]:

@@ -1,4 +1,4 @@
-"""Both codecs of the guest protocol parse the same bytes in the same way, whatever the size of the pieces."""
+"""Both codecs of the guest protocol parse the same bytes in the same way, for every size of the pieces."""
 
 import itertools
 import json
@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tests.guest_harness import GUEST_PARENT
 from workers.sandboxd import frames as host
 
-assert GUEST_PARENT  # importing it makes the guest importable
+assert GUEST_PARENT  # this import makes the guest importable
 from guest import frames as guest  # noqa: E402
 
 _CORPUS = json.loads((Path(__file__).parent / "frames" / "corpus.json").read_text())["cases"]
@@ -25,7 +25,7 @@ class AnyFrame(Protocol):
 
 
 class Codec:
-    """One of the two codecs, behind common names."""
+    """Either of the two codecs, behind common names."""
 
     def __init__(self, name: str, module: Any) -> None:
         self.name = name

@@ -219,9 +219,8 @@ async def test_a_folder_that_hangs_holds_up_no_other_work_and_not_its_callers_fo
     store = FolderStore(tmp_path)
     store._threads = StoreThreads(answer_s=0.3)
     (tmp_path / "acme").mkdir()
-    os.mkfifo(
-        tmp_path / "acme" / "one.json"
-    )  # opening it blocks until a writer opens it, as with an unreachable file server
+    # Opening the FIFO blocks until a writer opens it, as with an unreachable file server.
+    os.mkfifo(tmp_path / "acme" / "one.json")
     asked = [asyncio.ensure_future(store.describe("acme/one")) for _ in range(50)]
     await asyncio.sleep(0)
     try:
@@ -248,9 +247,7 @@ def join_threads() -> None:
 
 
 class Outage:
-    """A file system that fails, or that lets a process exit, between the write of an archive's data and of its
-    metadata.
-    """
+    """A file system that runs `between` after the write of an archive's data and before the write of its metadata."""
 
     def __init__(self, fs: Any, between: Callable[[], None]) -> None:
         self._fs = fs

@@ -83,7 +83,7 @@ def find_compose() -> list[str]:
 
 
 class ComposeStack:
-    """One project of docker-compose, with random secrets in a separate env file. The caller's .env and variables are
+    """A project of docker-compose, with random secrets in a separate env file. The caller's .env and variables are
     ignored.
     """
 

@@ -1,1 +1,1 @@
-"""Random input for what reads hostile text: `scripts/fuzz`, and a short run of it among the unit tests."""
+"""Random input for the parsers of hostile text: used by `scripts/fuzz`, and for a short run in the unit tests."""

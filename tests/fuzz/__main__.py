@@ -1,5 +1,5 @@
-"""`python -m tests.fuzz [N] [--seed S] [--first I]`: N random inputs, 1,000,000 unless told; exit status 1 at the first
-that fails.
+"""`python -m tests.fuzz [N] [--seed S] [--first I]`: run N random inputs (default 1,000,000). The exit status is 1
+after the first failure.
 """
 
 import argparse

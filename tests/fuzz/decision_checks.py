@@ -1,5 +1,5 @@
-"""Random JSON decisions: whatever a model writes is a decision, or a ValueError that can be told; what was written well
-is read back.
+"""Random JSON decisions. Any model output is either a decision or a ValueError with a usable message. Well-formed
+output is parsed back unchanged.
 """
 
 import contextlib
@@ -16,7 +16,7 @@ _PIECES = (
 
 
 def check_decision(random: Random) -> None:
-    """Pieces in any order, and a decision with words around it."""
+    """Check pieces in any order, and a decision surrounded by text."""
     text = "".join(random.choices(_PIECES, k=random.randrange(24)))
     with contextlib.suppress(ValueError):
         _check_encodable(parse_tool_decision(text))

@@ -1,4 +1,4 @@
-"""What holds for the assembler of native calls whatever its deltas are."""
+"""Invariants of the assembler of native calls, for any sequence of deltas."""
 
 import json
 from random import Random
@@ -14,7 +14,7 @@ _KEYS = ("index", "id", "function", "name", "arguments", "content", "tool_calls"
 
 
 def check_native(random: Random) -> None:
-    """Sensible streams come back as they were meant; any stream ends without an exception."""
+    """Check that valid streams give the intended calls, and that every stream ends without an exception."""
     if random.random() < 0.5:
         check_round_trip(random)
     else:
@@ -44,9 +44,7 @@ def check_round_trip(random: Random) -> None:
 
 
 def check_junk(random: Random) -> None:
-    """Deltas of which every part may be of any type. What comes out can be sent: JSON in UTF-8, ids unlike each
-    other.
-    """
+    """Check deltas whose parts have any type. The result can always be sent: JSON in UTF-8, with distinct ids."""
     deltas = [_junk_delta(random) for _ in range(random.randrange(6))]
     reply = _assemble(deltas)
     json.dumps([call.arguments for call in reply.calls], allow_nan=False)

@@ -1,4 +1,4 @@
-"""Runs the checks on numbered random inputs: the same seed and number give the same input."""
+"""Runs the checks on numbered random inputs. The same seed and number give the same input."""
 
 from collections.abc import Callable, Mapping
 from random import Random
@@ -17,7 +17,7 @@ CHECKS: Mapping[str, Callable[[Random], None]] = {
 
 
 class Failed(Exception):
-    """An input broke a check; says which, and how to run that one again."""
+    """An input broke a check. The message names the check and the command that repeats it."""
 
 
 def run_one(seed: int, number: int, checks: Mapping[str, Callable[[Random], None]] = CHECKS) -> None:
@@ -31,6 +31,6 @@ def run_one(seed: int, number: int, checks: Mapping[str, Callable[[Random], None
 
 
 def run(seed: int, count: int, first: int = 0) -> None:
-    """The inputs `first` to `first + count`. Raises Failed at the first that breaks a check."""
+    """Check the inputs `first` to `first + count`. Raises Failed at the first input that breaks a check."""
     for number in range(first, first + count):
         run_one(seed, number)

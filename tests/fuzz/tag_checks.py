@@ -1,4 +1,4 @@
-"""What holds for the tag parser whatever it reads."""
+"""Invariants of the tag parser, for any input."""
 
 from random import Random
 from typing import Any
@@ -14,7 +14,9 @@ OPTIONS: tuple[dict[str, Any], ...] = ({}, {}, {}, {"ignore_fenced": True}, {"ma
 
 
 def parse(chunks: list[str], options: dict[str, Any]) -> list[TagEvent]:
-    """The events of the chunks, neighbouring texts as one. Checks at every chunk how much is held back."""
+    """Return the events of the chunks, with adjacent texts joined. Checks after every chunk how much text the parser
+    holds back.
+    """
     parser = TagStreamParser(**options)
     events: list[TagEvent] = []
     text, shown = "".join(chunks), 0
@@ -44,7 +46,9 @@ def _append(events: list[TagEvent], event: TagEvent) -> None:
 
 
 def check_text(random: Random, text: str, options: dict[str, Any]) -> list[TagEvent]:
-    """Nothing is lost, the cuts do not matter, and the grammar's plain reading gives the same. Gives the events."""
+    """Check that no text is lost, that chunk boundaries do not matter, and that the reference parser agrees. Return
+    the events.
+    """
     whole = parse([text], options)
     assert "".join(map(raw_of, whole)) == text, f"lost or changed: {whole!r}"
     chunks = random_cuts(random, text)
@@ -57,12 +61,12 @@ def check_text(random: Random, text: str, options: dict[str, Any]) -> list[TagEv
 
 
 def check_hostile(random: Random) -> None:
-    """Pieces of the grammar in any order, and a stream that ends anywhere."""
+    """Check pieces of the grammar in any order, and a stream that ends anywhere."""
     check_text(random, hostile_text(random), random.choice(OPTIONS))
 
 
 def check_calls(random: Random) -> None:
-    """Calls in every form come back as they were meant, with the text around them; damaged, they lose nothing."""
+    """Check that calls in every form are parsed as intended, with the text around them. Damaged calls lose no text."""
     wanted = [(random_name(random), random_arguments(random)) for _ in range(random.randrange(1, 3))]
     raws = [written_call(random, name, arguments) for name, arguments in wanted]
     around = random.choice(("", "text", " a < b ", "<b>", "\n", "<tool_actions> "))

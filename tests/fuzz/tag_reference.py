@@ -1,5 +1,5 @@
-"""The tag grammar read the plain way: the whole text at once, searched back and forth. Slow, and for comparison
-only.
+"""A simple reference parser of the tag grammar: reads the whole text at once and searches back and forth. Slow, only
+for comparison.
 """
 
 import re
@@ -20,9 +20,7 @@ _CDATA = re.compile(rf"{_S}<!\[CDATA\[(.*?)\]\]>", re.DOTALL)
 
 
 class _Stop(Exception):
-    """The tag goes on no further: `kind` is `mention`, `unclosed`, `reopen`, `complete`, or a reason to skip on from
-    `at`.
-    """
+    """The end of a tag. `kind` is `mention`, `unclosed`, `reopen`, `complete`, or a reason to skip on from `at`."""
 
     def __init__(self, kind: str, at: int) -> None:
         super().__init__(kind)
@@ -86,7 +84,9 @@ class _Tag:
         return found
 
     def _need(self, literal: str, reason: str) -> None:
-        """The literal comes next; else the text ends within it, or the tag is broken for that reason."""
+        """Require the literal at this position. Otherwise the text ends within the literal, or the tag is broken for
+        the given reason.
+        """
         if self.text.startswith(literal, self.at):
             self.at += len(literal)
             return

@@ -1,5 +1,5 @@
-"""Random texts around tag calls: whole calls in every form, the same with a few characters wrong, and heaps of the
-grammar's pieces.
+"""Random texts around tag calls: complete calls in every form, calls with a few wrong characters, and random pieces
+of the grammar.
 """
 
 from random import Random
@@ -36,7 +36,7 @@ def random_arguments(random: Random) -> dict[str, str]:
 
 
 def written_call(random: Random, name: str, arguments: dict[str, str]) -> str:
-    """The call in forms chosen at random, each of which means the very same values."""
+    """Return the call in randomly chosen forms, each of which has exactly the same values."""
     if random.random() < 0.3:
         return build_tag_call(name, arguments)
     blank = random.choice(("", " ", "\n", "\r\n  "))
@@ -65,7 +65,7 @@ def _written_child(random: Random, key: str, value: str) -> str:
 
 
 def damaged(random: Random, text: str) -> str:
-    """`text` with up to three places deleted, doubled or replaced."""
+    """Return `text` with up to three places deleted, doubled or replaced."""
     for _ in range(random.randrange(1, 4)):
         start = random.randrange(len(text) + 1)
         end = min(len(text), start + random.randrange(4))
@@ -74,7 +74,7 @@ def damaged(random: Random, text: str) -> str:
 
 
 def random_cuts(random: Random, text: str) -> list[str]:
-    """The text in chunks: all of one size, or of sizes around one, empty ones among them."""
+    """Return the text in chunks: all of one size, or of sizes around one, including empty chunks."""
     size = random.choice((1, 1, 2, 3, 4, 7, 16, 40))
     if random.random() < 0.5:
         return [text[start : start + size] for start in range(0, len(text), size)]

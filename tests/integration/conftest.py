@@ -1,4 +1,4 @@
-"""A client and a session on the shared stack."""
+"""Fixtures: a client and a session on the shared stack."""
 
 from collections.abc import AsyncIterator
 

@@ -1,4 +1,4 @@
-"""The examples of docs/integrations.md as programs, on a real stack."""
+"""Run the examples of docs/integrations.md as programs, on a real stack."""
 
 import subprocess
 import sys

@@ -1,5 +1,5 @@
-"""Several orchestrators share slots over a real Redis: waiting, giving up, dying, and a Redis that goes away and comes
-back.
+"""Several orchestrators share slots over a real Redis: waits, abandoned requests, killed orchestrators, and a Redis
+that stops and comes back.
 """
 
 import asyncio
@@ -43,10 +43,10 @@ class House:
     async def until(
         self, is_true: Callable[[], bool], what: str | None = None, number: int | Callable[[], int] = 0
     ) -> None:
-        """Until it is true, or so many calls are `what` in Redis; fails after 30 s."""
+        """Wait until `is_true`, or until the number of `what` calls in Redis is right. Fails after 30 s."""
         wanted = number if callable(number) else lambda: number
         async with asyncio.timeout(30):
-            # What Redis holds has no event of ours.
+            # Redis gives no event for this state, so the test polls.
             while not (is_true() and (what is None or await self.count(what) == wanted())):  # noqa: ASYNC110
                 await asyncio.sleep(0.02)
 
@@ -62,7 +62,7 @@ async def house(redis_server: RedisProcess) -> AsyncIterator[House]:
 
 
 class Caller:
-    """A call that holds its slot until it is told to end."""
+    """A call that holds its slot until the test ends the call."""
 
     def __init__(self, admission: SharedAdmission, **fields: object) -> None:
         self.has_slot = asyncio.Event()
@@ -88,14 +88,14 @@ def holding(callers: list[Caller]) -> int:
 
 
 async def drain(house: House, callers: list[Caller], *, at_once: int) -> None:
-    """End one after the other: each time another gets its slot, and never are there more than the broker's queue may
-    hold of calls that are over in a moment.
+    """End one call after the other. Each time another call gets the slot. The number of slots never exceeds the limit
+    for very short calls.
     """
     while callers:
         ended = next(caller for caller in callers if caller.has_slot.is_set())
         callers.remove(ended)
         await ended.end()
-        # One fewer: calls of one tenant that have become long leave a slot to the others, and may be all that is left.
+        # One slot fewer: long calls of one tenant leave a slot to other tenants, and may be the only remaining calls.
         await house.until(lambda: holding(callers) >= min(max(1, at_once - 1), len(callers)))
         assert await house.count("held") <= max(at_once + 4, at_once * 2) + 1, (
             "the one that ended is given back in the background"
@@ -171,8 +171,8 @@ async def test_a_cancelled_call_leaves_neither_ticket_nor_slot(house: House) -> 
 
 
 async def test_calls_given_up_at_the_moment_they_are_asked_for_or_granted_lose_no_slot(house: House) -> None:
-    """Cancelled after 0, 1, 2... turns of the loop: before the request is sent, while it is on its way, and just as the
-    slot comes.
+    """Cancel after 0, 1, 2... turns of the loop: before the request is sent, during its transfer, and just as the
+    slot arrives.
     """
     admission, other = house.open(), house.open()
     for turns in range(60):
@@ -218,7 +218,7 @@ async def test_leases_of_the_living_go_on_and_waiting_ones_keep_their_place(hous
 
 
 async def test_a_lost_grant_is_found(house: House) -> None:
-    """The one that is told of it does not hear it."""
+    """The message of the grant does not reach the call."""
     await house.set_slots(1)
     first = Caller(house.open(lease_s=2.0))
     await first.has_slot.wait()
@@ -238,7 +238,7 @@ async def test_what_redis_has_forgotten_is_held_and_waits_again(house: House) ->
     await house.until(lambda: holding(callers) == 1, "waiting", 2)
     await house.client.flushall()
     await house.set_slots(1)
-    # Who asks before the holder has told of its slot is given one, too.
+    # A request that comes before the holder has learned of its slot also gets a slot.
     await house.until(lambda: True, "waiting", lambda: 3 - max(1, holding(callers)))
     await drain(house, callers, at_once=1)
 
@@ -260,7 +260,7 @@ async def test_redis_restarting_neither_loses_nor_doubles_a_slot(house: House) -
     await asyncio.sleep(1)
     house.server.start()
     callers.remove(ended)
-    # How many more depends on how short the call that ended was.
+    # The number of further calls depends on the duration of the call that ended.
     await house.until(lambda: holding(callers) >= 4)
     while await house.count("held") != holding(callers):  # noqa: ASYNC110
         await asyncio.sleep(0.02)
@@ -318,5 +318,5 @@ async def test_ten_calls_of_one_tenant_pass_two_thousand_of_another(house: House
         passed = count_done(flood) - before
         for task in flood:
             task.cancel()
-    # In one queue all of them would pass; how long it takes is measured by benchmarks/fairness.py.
+    # In one queue all calls would pass. benchmarks/fairness.py measures the duration.
     assert passed < 500

@@ -1,5 +1,5 @@
-"""Runs of the loop on the real pool, with a scripted model: every dialect, calls side by side, limits and cancelling
-that reach the sandbox.
+"""Runs of the agent loop on the real pool, with a scripted model: every dialect, parallel calls, and limits and
+cancels that reach the sandbox.
 """
 
 import asyncio

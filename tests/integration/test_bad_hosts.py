@@ -1,5 +1,5 @@
-"""Hosts on which sandboxd must not start, or says what it cannot promise: one clear sentence each, and nothing left
-behind.
+"""Hosts on which sandboxd must not start, or must report a missing guarantee. Each case gives one clear sentence and
+leaves nothing behind.
 """
 
 import os
@@ -128,11 +128,11 @@ async def test_a_second_sandboxd_of_the_same_name_is_told_of_the_first_and_a_lat
 
 
 OTHER_RUNTIME = "io.containerd.runc.v2"
-"""Every engine's own second name for runc."""
+"""The second name of runc in every engine."""
 
 
 class EngineWithBadRuntime(Engine):
-    """Notes under which runtimes sandboxes were started; `bad` makes something else of the profile than was asked."""
+    """An engine that records the runtimes of started sandboxes. `bad` changes the requested profile."""
 
     def __init__(self, bad: str = "") -> None:
         super().__init__()
@@ -160,7 +160,7 @@ async def test_the_profile_is_proved_under_the_runtime_of_every_class(api: APICl
 
 
 def find_files(folder: Path) -> list[str]:
-    """Also folders, but for the two that sandboxd keeps its own in."""
+    """Return all files and folders, except the two folders of sandboxd itself."""
     return sorted(str(path) for path in folder.rglob("*") if path not in {folder / "leases", folder / "state"})
 
 
@@ -177,7 +177,8 @@ async def test_the_check_judges_the_disk_of_the_state_folder_and_leaves_what_is_
         engine.close()
 
     assert evidence.problem is None
-    assert settings.state().parent.stat().st_mtime_ns == before  # it may be a mount point: nothing is made beside it
+    # The folder may be a mount point, so nothing is created next to it.
+    assert settings.state().parent.stat().st_mtime_ns == before
     assert [path.name for path in settings.state().iterdir()] == ["kept"]
 
 
@@ -245,7 +246,7 @@ async def test_the_check_of_a_host_without_engine_still_says_all_that_it_can(
 
 
 class SettingsOfAnother(SandboxdSettings):
-    """The proxy at the socket runs under a uid that it may not have."""
+    """Settings with which the proxy at the socket runs under a forbidden uid."""
 
     def proxy_uids(self) -> frozenset[int]:
         return frozenset({os.geteuid() + 1})

@@ -1,8 +1,8 @@
-"""Secrets, arguments and outputs in a whole stack: looked for wherever an operator, a neighbour or a thief would look,
-and not found.
+"""Secrets, arguments and outputs in a whole stack. The tests search every place that an operator, another tenant or
+an attacker can read, and find none of them.
 
-Arguments and outputs may be in Redis while their call lives; what is looked at here is what is left, and what others
-are told meanwhile.
+Arguments and outputs may be in Redis while their call runs. The tests check the data that remains, and the data that
+other clients receive meanwhile.
 """
 
 import base64
@@ -35,7 +35,7 @@ pytestmark = [pytest.mark.stack, pytest.mark.timeout(180)]
 
 
 def make_canary(what: str) -> str:
-    """A word that nothing else contains, in letters that no encoding changes."""
+    """Return a unique word, in letters that no encoding changes."""
     return f"canary{what}{secrets.token_hex(12)}"
 
 
@@ -52,7 +52,7 @@ def watched(engine: APIClient) -> Iterator[Stack]:
 
 
 class Eavesdropper:
-    """Hears every channel that Celery speaks on while calls run, results aside: those are for who awaits them."""
+    """A listener on every Celery channel while calls run. Results are excluded, because they are for the caller."""
 
     def __init__(self, client: "redis.Redis") -> None:
         self._pubsub = client.pubsub()
@@ -77,12 +77,12 @@ class Eavesdropper:
         self._pubsub.close()
 
     def told(self) -> bytes:
-        """All of it, as it came and unpacked."""
+        """Return all received data, raw and unpacked."""
         return b"\n".join(self.heard + [_unpacked(data) for data in self.heard])
 
 
 def _unpacked(data: bytes) -> bytes:
-    """A message's body, which kombu packs in base64."""
+    """Return a message's body, which kombu encodes in base64."""
     try:
         return base64.b64decode(json.loads(data)["body"])
     except (ValueError, KeyError, TypeError):
@@ -90,7 +90,7 @@ def _unpacked(data: bytes) -> bytes:
 
 
 def dump(client: "redis.Redis") -> bytes:
-    """Every key and value of Redis."""
+    """Return every key and value of Redis."""
     readers = {
         b"string": client.get,
         b"hash": client.hgetall,
@@ -119,7 +119,7 @@ def flower(stack: Stack, path: str) -> bytes:
 
 
 def answers(stack: Stack) -> bool:
-    """Whether Flower serves, and knows both workers."""
+    """Return whether Flower serves and lists both workers."""
     try:
         return flower(stack, "/api/workers?refresh=1").count(b'"pid"') >= 2
     except OSError:
@@ -131,7 +131,9 @@ def logs(stack: Stack) -> bytes:
 
 
 def command_lines() -> bytes:
-    """Of every process of this host but this one, whose parameters pytest knows."""
+    """Return the command lines of all processes of this host, except this process, because pytest knows the
+    parameters.
+    """
     return b"\n".join(read_proc(pid, "cmdline") for pid in all_pids() if pid != os.getpid())
 
 
@@ -144,7 +146,7 @@ async def test_nothing_secret_is_found_where_others_look(watched: Stack) -> None
     password = urlsplit(watched.redis_url).password or ""
     assert password
     settings = OrchestratorSettings(redis_url=url, secret=SecretStr(SECRET))
-    # It hears only what happens while it is there.
+    # The listener receives only events that happen while it is connected.
     await eventually(lambda: answers(watched), 60, lambda: watched.log("flower"))
     with watched.open_redis() as store, Eavesdropper(store) as eavesdropper:
         async with ToolClient.connect(settings=settings) as client, await client.open_session() as session:
@@ -195,13 +197,12 @@ async def test_an_api_key_is_nowhere_but_with_whom_it_was_given(watched: Stack) 
             "command lines": command_lines(),
             "Flower": flower(watched, "/api/tasks"),
         }
-    # The secret part may hold a "_" itself: what stands behind the last one may be a single letter, which is
-    # everywhere.
+    # The secret part may contain a "_". The part after the last "_" may be a single letter, which appears everywhere.
     assert seen(everywhere, (key, key.split("_", 2)[2])) == set()
 
 
 async def test_what_a_stranger_pushes_at_a_worker_is_not_written_down(watched: Stack) -> None:
-    """Celery logs the whole of a message whose task it does not know; an orchestrator of another release may send one
+    """Celery logs the whole message of an unknown task. An orchestrator of another release may send such a message
     with a tenant's arguments.
     """
     word = make_canary("stranger")

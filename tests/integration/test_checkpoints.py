@@ -1,4 +1,6 @@
-"""Checkpoints through the whole stack: what a session held, another one holds, whatever became of the first."""
+"""Checkpoints through the whole stack. Another session restores the content of a session, even after the first
+session is lost.
+"""
 
 import asyncio
 
@@ -42,7 +44,7 @@ async def test_files_and_shell_state_are_as_they_were(client: ToolClient) -> Non
     async with await client.open_session(restore=checkpoint) as restored:
         lines = (await bash(restored, LOOK)).splitlines()
 
-    # What its own user could not read is readable by him now: docs/sessions.md.
+    # Files that the owner could not read are readable after a restore: docs/sessions.md.
     assert lines[:3] == ["/workspace/a dir", "blue", "hello"]
     assert lines[3:7] == ["640 981173106 2", "/etc/passwd", "fifo", "kept"]
     assert lines[7] == "secretin" + "209715200 0"

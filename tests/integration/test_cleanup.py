@@ -1,5 +1,5 @@
-"""However a program or a stack ends, and however it fails to start: no process, container or folder is left, and one
-sentence says why.
+"""Ends and failed starts of programs and stacks. No process, container or folder remains, and one sentence gives the
+reason.
 """
 
 import contextlib
@@ -51,7 +51,7 @@ asyncio.run(main())
 
 
 class Program:
-    """A user's program with an embedded stack, in the middle of a call."""
+    """A user's program with an embedded stack, during a call."""
 
     def __init__(self, footprint: Footprint) -> None:
         self.footprint = footprint
@@ -73,7 +73,7 @@ class Program:
         return len(containers) == 1 and list(commands_in(containers[0]).values()).count("sleep 99") == 2
 
     def assert_alone(self, within_s: float) -> None:
-        """Neither process nor container of its stack is left."""
+        """Fail unless no process and no container of the stack is left."""
         wait_until(
             lambda: not self._stack_left(), within_s, lambda: f"only the program is left, besides {self._stack_left()}"
         )
@@ -105,8 +105,8 @@ def test_a_program_interrupted_in_a_call_leaves_nothing_when_it_has_ended(progra
 
 
 def test_a_keeper_killed_outright_takes_its_stack_along(program: Program) -> None:
-    """No process and no container is left, and the program, told to end, removes the folder that its keeper could
-    not.
+    """No process and no container is left. The program itself removes the folder at its end, because the killed
+    keeper could not.
     """
     os.kill(program.info.pids["orchestrator"][0], signal.SIGKILL)
 
@@ -119,7 +119,7 @@ def test_a_keeper_killed_outright_takes_its_stack_along(program: Program) -> Non
 def test_a_keeper_killed_after_its_redis_takes_a_worker_along_that_cannot_leave_its_result(program: Program) -> None:
     """The worker's orderly end waits for a call that tries for minutes to store its result."""
     keeper = program.info.pids["orchestrator"][0]
-    os.kill(keeper, signal.SIGSTOP)  # it would take the stack down itself
+    os.kill(keeper, signal.SIGSTOP)  # the keeper itself would stop the stack
     os.kill(program.info.pids["redis"][0], signal.SIGKILL)
     os.kill(program.info.pids["sandboxd"][0], signal.SIGTERM)
     log = Path(program.info.logs) / "worker.log"
@@ -140,9 +140,9 @@ def test_a_keeper_killed_with_its_worker_leaves_no_process_of_the_pool(program: 
 
 
 def test_a_worker_told_to_end_finishes_its_call_however_long_after(program: Program) -> None:
-    """Only the end of its keeper bounds a worker's."""
+    """Only the end of the keeper limits the shutdown of a worker."""
     log = Path(program.info.logs) / "worker.log"
-    os.kill(program.info.pids["orchestrator"][0], signal.SIGSTOP)  # it would take the stack down after the worker
+    os.kill(program.info.pids["orchestrator"][0], signal.SIGSTOP)  # the keeper would stop the stack after the worker
     os.kill(program.info.pids["worker"][0], signal.SIGTERM)
     wait_until(lambda: "Warm shutdown" in log.read_text(), 30, log.read_text)
     over_s = time.monotonic() + ORPHAN_GRACE_S + 1
@@ -163,7 +163,7 @@ def end_commands(container: str, command: str) -> None:
 
 def test_everything_killed_at_once_leaves_no_container(program: Program) -> None:
     for pid in program.footprint.processes():
-        # One may have gone with its keeper by now.
+        # One process may already have ended with its keeper.
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
     program.process.wait()
@@ -210,7 +210,7 @@ def test_a_stack_interrupted_while_it_starts_leaves_nothing(footprint: Footprint
     )
     until = time.monotonic() + after_s
     while time.monotonic() < until:
-        footprint.processes()  # learns sandboxd's name
+        footprint.processes()  # records sandboxd's name
         time.sleep(0.05)
     process.terminate()
     process.wait(60)
@@ -218,11 +218,12 @@ def test_a_stack_interrupted_while_it_starts_leaves_nothing(footprint: Footprint
     footprint.assert_nothing_left(within_s=3)
 
 
-# --- bad input at start -----------------------------------------------------------------------------------------------
+# --- Bad input at start
+# -----------------------------------------------------------------------------------------------
 
 
 def assert_says(done: "subprocess.CompletedProcess[str]", *words: str) -> None:
-    """Exit code 1 and one sentence on stderr with these words."""
+    """Fail unless the exit code is 1 and stderr has one sentence with these words."""
     lines = [
         line for line in done.stderr.splitlines() if not line.startswith("TOOLCREW_REDIS_URL is not set: starting")
     ]
@@ -242,7 +243,7 @@ def test_without_an_engine_the_stack_does_not_start_and_says_what_to_do(footprin
 
 
 def assert_error_object(done: "subprocess.CompletedProcess[str]", *words: str) -> None:
-    """Exit code 1, and with --json the error as an object on stdout."""
+    """Fail unless the exit code is 1 and stdout has the error as an object, because of --json."""
     assert done.returncode == 1, done
     assert "Traceback" not in done.stdout + done.stderr
     assert done.stdout.startswith('{"error"'), done

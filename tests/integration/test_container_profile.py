@@ -1,5 +1,5 @@
-"""The profile on a real engine: the engine reports it, the kernel enforces it, and a probe asks the kernel call by
-call.
+"""The profile on a real engine. The engine reports the profile, the kernel enforces it, and a probe tests every
+system call.
 """
 
 import base64
@@ -25,7 +25,7 @@ PROBE_SOURCE = Path(__file__).with_name("syscall_probe.c")
 
 @dataclass(frozen=True)
 class Expected:
-    """One line of syscall_golden.txt."""
+    """A line of syscall_golden.txt."""
 
     answers: frozenset[str]
     marks: frozenset[str]
@@ -53,7 +53,7 @@ def box(engine: APIClient) -> Iterator[Box]:
 
 @pytest.fixture(scope="module")
 def probe(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Shell lines that unpack the probe into the workspace, the only place it can be run from, and run it."""
+    """Return shell lines that unpack the probe into the workspace and run it. Programs can run only from there."""
     binary = tmp_path_factory.mktemp("probe") / "probe"
     flags = ["-O1", "-Wall", "-Wextra", "-Werror", "-static", "-no-pie", "-pthread", "-s"]
     subprocess.run(["gcc", *flags, "-o", str(binary), str(PROBE_SOURCE)], check=True)
@@ -171,7 +171,7 @@ def test_the_kernel_mounted_it_as_asked(box: Box, place: str, options: set[str],
 
 
 def test_every_writable_place_is_a_mount_with_a_limit(box: Box) -> None:
-    """Whatever the sandbox can write to, it can fill."""
+    """A sandbox can fill everything that it can write to, so every such folder needs a limit."""
     found = box.run("find / -xdev -writable ! -type l 2>/dev/null; find /dev -type d -writable 2>/dev/null")
 
     assert set(found.output.split()) == {"/workspace", "/tmp", "/output", "/dev/shm", "/dev/mqueue"}
@@ -192,7 +192,7 @@ def test_the_kernel_answers_a_call_as_designed(answers: dict[str, str], name: st
 
 
 def test_without_the_profile_the_same_probe_gets_through(engine: APIClient, probe: str) -> None:
-    """The probe can fail: it tells a filter's refusal from the kernel's own."""
+    """The probe can fail: it distinguishes a refusal of the filter from a refusal of the kernel."""
     with open_box(engine, changes={"SecurityOpt": ["no-new-privileges", "seccomp=unconfined"]}) as unfiltered:
         answers = ask(unfiltered, probe)
 

@@ -1,5 +1,5 @@
-"""The example package of docs/add-a-tool.md, installed and served by a real worker beside the stack: state,
-configuration, model, limits.
+"""The example package of docs/add-a-tool.md, installed and served by a real worker next to the stack: state,
+configuration, model and limits.
 """
 
 import asyncio
@@ -89,7 +89,7 @@ async def ask_often(context: CallContext, times: int) -> list[str]:
 
 @dataclass
 class Desk:
-    """A worker of operators' tools beside the shared stack."""
+    """A worker of operators' tools next to the shared stack."""
 
     worker: "subprocess.Popen[bytes]"
     log: Path
@@ -98,7 +98,7 @@ class Desk:
 @pytest.fixture(scope="module")
 def desk(stack: Stack, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Desk]:
     place = tmp_path_factory.mktemp("desk")
-    # What pip would do with it, in a tenth of its time.
+    # The same result as pip, in a tenth of the time.
     with contextlib.chdir(EXAMPLE):
         wheel = place / build_wheel(str(place))
     zipfile.ZipFile(wheel).extractall(place)
@@ -123,23 +123,23 @@ def desk(stack: Stack, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Des
             assert worker.poll() is None, log.read_text()
             yield Desk(worker, log)
         finally:
-            # How workers end is another test's: an orderly end takes seconds.
+            # Other tests cover the end of workers. An orderly end takes seconds.
             worker.kill()
             worker.wait()
-            # Who comes next on this stack finds it as it was.
+            # The next test on this stack finds the stack unchanged.
             store.delete(key)
 
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
 async def fresh_client(stack: Stack, desk: Desk) -> AsyncIterator[ToolClient]:
-    """A client that has not read the catalog before the desk was open."""
+    """Yield a client that has not read the catalog before the worker started."""
     async with ToolClient.connect(stack.redis_url, approver=AutoApprover()) as connected:
         yield connected
 
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
 async def shop(fresh_client: ToolClient) -> AsyncIterator[Session]:
-    """One session for all tests, as their tools need no sandbox."""
+    """Yield one session for all tests, because their tools need no sandbox."""
     async with await fresh_client.open_session() as opened:
         yield opened
 
@@ -224,7 +224,7 @@ async def test_several_questions_of_one_call_are_answered_each(fresh_client: Too
 async def test_a_call_whose_caller_has_no_model_is_told_so(shop: Session) -> None:
     none = await shop.call("word_thanks", {"customer": "Ada"})
     assert (none.error_code, "its caller has none" in str(none.error)) == (ErrorCode.CONFIG_MISSING, True)
-    # One that names a model and hears no questions.
+    # A session that names a model and receives no questions.
     deaf = await send(shop, "word_thanks", {"customer": "Ada"}, model="named")
     assert (deaf.error_code, "nobody answers" in str(deaf.error)) == (ErrorCode.CONFIG_MISSING, True)
 

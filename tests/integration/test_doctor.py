@@ -1,4 +1,4 @@
-"""`toolcrew doctor --deep` on a real stack: signed calls on its host; and what it says when the secret is another."""
+"""`toolcrew doctor --deep` on a real stack: signed calls on its host, and the report when the secret is wrong."""
 
 import json
 

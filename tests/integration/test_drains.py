@@ -1,4 +1,4 @@
-"""Two real hosts: one is drained while its sessions are used, and nothing of them is lost."""
+"""Two real hosts. One host is drained while its sessions are in use, and no session loses data."""
 
 import asyncio
 import json
@@ -34,7 +34,7 @@ def settings_of(ground: Ground) -> OrchestratorSettings:
 
 
 def reports(ground: Ground) -> list[HostReport]:
-    """Of all workers that live."""
+    """Return the reports of all living workers."""
 
     async def read() -> list[HostReport]:
         client = open_redis(ground.broker)
@@ -47,7 +47,7 @@ def reports(ground: Ground) -> list[HostReport]:
 
 
 def toolcrew(ground: Ground, *arguments: str) -> Any:
-    """The object that a command prints."""
+    """Return the object that a command prints."""
     done = subprocess.run(
         [TOOLCREW, *arguments, "--json"],
         env=ground.environment(),
@@ -61,7 +61,9 @@ def toolcrew(ground: Ground, *arguments: str) -> Any:
 
 
 class Writer:
-    """A session that appends a number a call, one call after another. `written`: of the calls that succeeded."""
+    """A session that appends a number per call, one call after another. `written`: the numbers of the successful
+    calls.
+    """
 
     def __init__(self, session: Session) -> None:
         self.session = session
@@ -92,7 +94,8 @@ async def test_a_killed_worker_s_sessions_go_on_where_they_were_with_all_their_f
 
         ground.process(f"{home}.worker").wait_for_another(ground.kill(f"{home}.worker"))
 
-        # Also a call that comes too early, and lies in the dead worker's queue: it has not begun, and is sent again.
+        # Also a call that arrives too early and lies in the dead worker's queue: it has not started, and is sent
+        # again.
         after = await session.call("bash_tool", {"command": "cat /workspace/file; pwd; echo $X"})
         assert after.success, after.text()
         assert (after.output or "").split() == ["kept", "again", "/tmp", "7"]
@@ -127,5 +130,6 @@ async def test_a_host_that_is_drained_under_load_loses_no_call_and_no_file(groun
             assert numbers == [str(number) for number in writer.written]
             await writer.session.close()
     assert [report.host for report in await asyncio.to_thread(reports, ground)] == ["b"]
-    # With 0 a supervisor does not start it again. It ends a moment after it has said that it is drained.
+    # A supervisor does not restart a process with exit code 0. The process ends a moment after it reports that it is
+    # drained.
     await eventually(lambda: ground.process("a.worker").ends[-1:] == [0], UP_S, ground.last_words)

@@ -58,7 +58,7 @@ async def other(client: "redis.asyncio.Redis") -> AsyncIterator[Orchestrator]:
 async def test_a_call_with_a_free_slot_is_published_before_the_slot_is_known(
     ours: Orchestrator, client: "redis.asyncio.Redis"
 ) -> None:
-    # A Redis that does not know the script of admission yet would run the publish before it.
+    # A Redis without the admission script would otherwise run the publish before the script.
     async with ours.admission.slot(build_request()):
         pass
     async with ours.admission.slot(build_request(), is_early=True) as slot:
@@ -77,7 +77,7 @@ async def test_a_call_without_a_slot_is_not_published_and_waits_for_one(
             await ours.publish("c1", slot.pending)
         assert refused.value.reason == "no_slot"
         assert await client.llen(QUEUE) == 0  # type: ignore[misc]
-        # While a call of this orchestrator waits, the next one waits for its slot before its block begins.
+        # While a call of this orchestrator waits, the next call waits for its slot before its block begins.
         second = asyncio.create_task(hold(ours))
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(asyncio.gather(slot.wait(), second), 0.3)

@@ -1,5 +1,5 @@
-"""Programs of a sandbox that reach the world: through the tunnel of the real sandboxd and the real proxy, and by no
-other way.
+"""Programs of a sandbox reach the network through the tunnel of the real sandboxd and the real proxy, and in no other
+way.
 """
 
 import contextlib
@@ -56,13 +56,15 @@ for line in sys.stdin:
         text = f"{type(error).__name__}: {error}"
     print(json.dumps({"jsonrpc": "2.0", "id": told["id"], "result": {"content": [{"type": "text", "text": text}]}}), flush=True)
 """
-"""An MCP server whose only tool says what is at an address."""
+"""An MCP server whose only tool returns the content at an address."""
 TERMS = {"acme": SandboxTerms(tenant_class="fetching"), "rival": SandboxTerms(tenant_class="elsewhere")}
 
 
 @dataclass
 class Place:
-    """A sandboxd whose sandboxes reach `site.example`, and localhost by name, over whatever listens at `socket`."""
+    """A sandboxd whose sandboxes reach `site.example`, and localhost by name, through the proxy that listens at
+    `socket`.
+    """
 
     client_socket: Path
     socket: Path
@@ -105,14 +107,14 @@ class Place:
         return self._names[tenant]
 
     def point_at(self, proxy: Path) -> None:
-        """Let sandboxd find another proxy from now on."""
+        """Let sandboxd use another proxy from now on."""
         with contextlib.suppress(FileNotFoundError):
             self.socket.unlink()
         self.socket.symlink_to(proxy)
 
 
 class Stall:
-    """A server that sends the beginning of a large answer and then nothing: `asked` is set by each request."""
+    """A server that sends the start of a large answer and then nothing. `asked`: set by each request."""
 
     def __init__(self) -> None:
         self.asked = threading.Event()
@@ -199,7 +201,7 @@ def text_of(response: GuestResponse) -> str:
     return b"".join(response.streams.values()).decode(errors="replace")
 
 
-# What people use
+# Common clients
 
 
 def test_a_python_program_downloads(place: Place, url: str) -> None:
@@ -236,7 +238,7 @@ def test_a_refusal_is_told_in_words(place: Place) -> None:
 
 
 def _call_fetcher(place: Place, network: str, tenant: str) -> str:
-    """What a kept server gets from the site, called twice."""
+    """Return the data that a kept MCP server gets from the site. The server is called twice."""
     entry = StdioEntry.model_validate({"command": "python3", "args": ("-c", _FETCHER), "network": network})
     place.run("true", tenant)
 
@@ -285,7 +287,7 @@ def test_a_session_that_hides_its_network_from_its_shell_does_not_get_such_a_ser
     assert caught.value.code is ErrorCode.SECURITY_REFUSED
 
 
-# The only way
+# No other route
 
 
 @pytest.mark.parametrize("tenant", ["acme", "nobody"])
@@ -342,7 +344,7 @@ def test_a_network_that_is_taken_back_ends_what_runs_over_it_and_lets_nothing_mo
     assert "HTTPError" not in text_of(place.run(fetch))
 
 
-# Ends
+# Ends of connections
 
 
 def test_a_killed_call_ends_its_connections_at_the_proxy(place: Place) -> None:
@@ -371,7 +373,7 @@ def test_a_proxy_that_dies_amid_an_answer_is_no_end_of_the_answer(place: Place, 
         with in_thread(lambda: got.append(place.run(fetch))):
             assert place.stall.asked.wait(SOON_S)
             os.kill(proxy.pid, stop)
-    # Before or after the answer's head had come down: an error either way.
+    # The failure may come before or after the head of the answer. The client gets an error in both cases.
     assert "IncompleteRead" in text_of(got[0]) or "RemoteDisconnected" in text_of(got[0])
     place.point_at(place.ground.path)
 

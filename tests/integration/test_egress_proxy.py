@@ -1,5 +1,5 @@
-"""Real clients through the egress proxy: curl, pip and git against loopback servers over HTTP and TLS, and what each is
-told when refused.
+"""Real clients through the egress proxy: curl, pip and git against loopback servers over HTTP and TLS, and the
+messages of refusals.
 """
 
 import os
@@ -30,7 +30,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module", params=["http", "https"])
 def place(request: pytest.FixtureRequest, site: Path) -> Iterator[tuple[str, int]]:
-    """Where the files are: the beginning of their URLs, and the port."""
+    """Return the start of the files' URLs, and the port."""
     with open_site(site, server_context() if request.param == "https" else None) as port:
         yield f"{request.param}://site.example:{port}", port
 
@@ -119,14 +119,15 @@ def test_git_clones_a_repository(ground: Ground, place: tuple[str, int], authori
 def test_a_certificate_is_the_hosts_own_because_nobody_reads_along(ground: Ground, site: Path) -> None:
     with open_site(site, server_context()) as port, open_front(ground, build_rules(port)) as proxy:
         ran = run("curl", "-sS", "-x", proxy, f"https://site.example:{port}/big")
-    # The test's own authority is not the system's: were it the proxy's certificate, this client could not tell either.
+    # The authority of the test is not in the system's list. If the proxy presented its own certificate, this client
+    # could not detect that either.
     assert "self" in ran.stderr
     assert ran.returncode == 60
 
 
 def test_a_client_that_fronts_another_server_is_cut_off(ground: Ground, site: Path) -> None:
     with open_site(site, server_context()) as port, open_front(ground, build_rules(port)) as proxy:
-        # Greets search.example in a tunnel that was asked for site.example.
+        # Sends search.example as the server name in a tunnel that was requested for site.example.
         ran = run(
             *("curl", "-sS", "-k", "-x", proxy, "--connect-to", f"search.example:{port}:site.example:{port}"),
             f"https://search.example:{port}/big",

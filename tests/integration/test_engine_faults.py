@@ -1,6 +1,4 @@
-"""The engine under pressure and gone wrong: stubs that never answer properly, and the real one behind a relay that
-stalls.
-"""
+"""A faulty or overloaded engine: stubs that never answer correctly, and the real engine behind a relay that stalls."""
 
 import asyncio
 import secrets
@@ -40,7 +38,7 @@ DEPLOYMENT = f"faults-{secrets.token_hex(4)}"
 
 
 def lanes(deadline_s: float, starts_s: float) -> Lanes:
-    """Two of a kind at a time, all of the same patience but starts."""
+    """Return lanes that run two requests of each kind at a time. All kinds have the same deadline, except starts."""
     starts = Lane("starts", at_once=2, deadline_s=starts_s)
     others = [Lane(name, at_once=2, deadline_s=deadline_s) for name in ("removals", "looks", "freezes", "fills")]
     return Lanes(starts, *others, probe_s=deadline_s)
@@ -60,7 +58,7 @@ async def opened(
 
 async def until(is_so: Callable[[], bool]) -> None:
     async with asyncio.timeout(SOON_S):
-        while not is_so():  # noqa: ASYNC110  # what is waited for happens in threads
+        while not is_so():  # noqa: ASYNC110  # the condition changes in other threads
             await asyncio.sleep(0.01)
 
 
@@ -71,7 +69,9 @@ def api() -> APIClient:
 
 @pytest.fixture
 def config(api: APIClient) -> Iterator[dict[str, Any]]:
-    """A sandbox's, labelled as this module's. What is left of it at the end fails the test, and is removed."""
+    """Yield the configuration of a sandbox with the label of this module. Containers that remain at the end fail the
+    test and are removed.
+    """
     yield {**build_config(api), "Labels": {LABEL_PRODUCT: "sandbox", LABEL_DEPLOYMENT: DEPLOYMENT}}
     left = api.containers(all=True, filters={"label": f"{LABEL_DEPLOYMENT}={DEPLOYMENT}"})
     for container in left:
@@ -177,7 +177,7 @@ async def test_a_start_that_was_given_up_leaves_nothing_though_the_engine_makes_
         relayed_engine(tmp_path / "engine") as relay,
         opened(monkeypatch, tmp_path / "engine", starts_s=0.5) as engine,
     ):
-        await engine.facts()  # so that the next thing said is the creation
+        await engine.facts()  # the next request is then the creation
         relay.stall()
         with capture_logs() as logs:
             with pytest.raises(EngineSilent, match="did not answer within"):
@@ -300,7 +300,7 @@ async def test_a_refused_start_is_quoted_and_leaves_nothing(config: dict[str, An
 
 @pytest.fixture
 def own_image(api: APIClient) -> Iterator[str]:
-    """An image of ours that no other test fills a volume from."""
+    """Yield an image that no other test uses to fill a volume."""
     name = f"toolcrew-test-{secrets.token_hex(6)}:latest"
     container = api.create_container(IMAGE, entrypoint=["true"])["Id"]
     try:
@@ -313,7 +313,7 @@ def own_image(api: APIClient) -> Iterator[str]:
         volume = f"toolcrew-guest-{api.inspect_image(name)['Id'].partition(':')[2][:12]}"  # type: ignore[no-untyped-call]
         yield name
         try:
-            api.remove_volume(volume)  # first: one without its image anybody removes
+            api.remove_volume(volume)  # first, because other tests may remove a volume whose image is missing
         except docker.errors.NotFound:
             pytest.fail("the volume was not there")
         finally:
@@ -345,7 +345,7 @@ async def test_two_sandboxd_fill_a_guest_volume_at_once_and_a_half_filled_one_is
 
 
 def add_guest_volume(api: APIClient, image: str) -> str:
-    """As for an image of that id, which the engine has or not."""
+    """Add a guest volume for the image with that id; the engine may lack the image."""
     name = f"toolcrew-guest-{image.rpartition(':')[2][:12]}"
     api.create_volume(name, labels={LABEL_PRODUCT: PRODUCT_GUEST})
     return name
@@ -372,7 +372,7 @@ async def test_with_a_new_guest_volume_those_go_whose_images_are_gone_and_that_n
 
 
 def spoil(api: APIClient, image: str, volume: str) -> None:
-    """Leave a single file in the volume, as a fill that was killed does."""
+    """Leave a single file in the volume, as a killed fill does."""
     script = "rm -rf /opt/toolcrew/* ; echo half > /opt/toolcrew/half"
     host = api.create_host_config(mounts=[docker.types.Mount("/opt/toolcrew", volume)], network_mode="none")
     container = api.create_container(image, entrypoint=["sh", "-c", script], user="0", host_config=host)["Id"]
@@ -384,7 +384,7 @@ def spoil(api: APIClient, image: str, volume: str) -> None:
 async def test_a_socket_that_is_no_engine_at_all_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     path = tmp_path / "deaf"
     with socket.socket(socket.AF_UNIX) as deaf:
-        deaf.bind(str(path))  # nobody listens
+        deaf.bind(str(path))  # no process listens
         async with opened(monkeypatch, path) as engine:
             with pytest.raises(EngineSilent, match="refused"):
                 await engine.facts()

@@ -1,5 +1,5 @@
-"""What is packed, and what cannot be: a session given up is, to who works in it, the same one, and one whose files no
-store takes goes on.
+"""Eviction of sessions. A packed session continues unchanged for its user, and a session whose files no store accepts
+stays alive.
 """
 
 import os
@@ -48,7 +48,7 @@ def small_disk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.fixture(scope="module")
 def evicting(engine: APIClient, small_disk: Path) -> Iterator[Stack]:
-    """With workspaces that go with their containers: everything has to be packed."""
+    """Yield a stack whose workspaces disappear with their containers, so that every workspace must be packed."""
     environment = {
         "TOOLCREW_SANDBOX_WORKSPACE": "tmpfs",
         "TOOLCREW_IDLE_PAUSE_S": "0.5",

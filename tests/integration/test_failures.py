@@ -1,5 +1,5 @@
-"""Any process may be killed at any time: every call still gets one result, and nothing that was said to be over goes
-on.
+"""Any process may be killed at any time. Every call still gets one result, and nothing continues after it was
+reported as ended.
 """
 
 import asyncio
@@ -50,7 +50,7 @@ async def container_of(stack: Stack, session: Session) -> str:
 async def start_call(
     stack: Stack, session: Session, command: str, call_id: str | None = None
 ) -> "asyncio.Task[ToolResult]":
-    """A call whose command is seen to run."""
+    """Start a call and wait until its command runs."""
     container = await container_of(stack, session)
     task = asyncio.create_task(session.call("bash_tool", {"command": command}, call_id=call_id))
     await eventually(lambda: any(command in line for line in commands_in(container).values()), 15, f"{command} runs")
@@ -83,8 +83,8 @@ async def test_a_killed_sandboxd_is_started_again_and_its_sessions_keep_their_fi
 
 
 async def test_a_sandboxd_told_to_end_by_somebody_else_gives_its_sessions_to_the_next(own_stack: Stack) -> None:
-    """Only the end of the stack is the end of its sessions; a sandboxd that ends in order packs what its containers
-    alone have.
+    """Sessions end only with the whole stack. A sandboxd that stops in order packs the files that exist only in its
+    containers.
     """
     async with ToolClient.connect(own_stack.redis_url) as client:
         session = await client.open_session()
@@ -100,7 +100,9 @@ async def test_a_sandboxd_told_to_end_by_somebody_else_gives_its_sessions_to_the
 
 
 async def test_a_stack_that_ends_just_after_its_sandboxd_was_killed_leaves_no_frozen_sandbox(engine: APIClient) -> None:
-    """Frozen, it cannot see that its sandboxd has gone: the next one has to remove it before it goes itself."""
+    """A frozen guest cannot notice the loss of its sandboxd. The next sandboxd must remove the guest before the stack
+    ends.
+    """
     with open_stack(engine, {"TOOLCREW_IDLE_PAUSE_S": "0.2"}) as stack:
         async with ToolClient.connect(stack.redis_url) as client:
             container = await container_of(stack, await client.open_session())
@@ -139,7 +141,7 @@ async def test_everything_killed_at_once_but_the_keeper_comes_back(own_stack: St
     async with ToolClient.connect(own_stack.redis_url) as client:
         session = await client.open_session()
         assert (await session.call("bash_tool", {"command": "true"})).success
-        await asyncio.sleep(1.2)  # appendfsync everysec: what is younger than a second may go with a killed Redis
+        await asyncio.sleep(1.2)  # appendfsync everysec: a killed Redis may lose data younger than a second
 
         for pid in killed.values():
             os.kill(pid, signal.SIGKILL)
@@ -154,7 +156,7 @@ async def test_everything_killed_at_once_but_the_keeper_comes_back(own_stack: St
 async def test_a_redis_that_does_not_stay_ends_the_call_soon_and_the_stack_with_its_last_words(
     own_stack: Stack,
 ) -> None:
-    """Long before the call would have waited for a slot."""
+    """The error comes long before the limit of a call's wait for a slot."""
     async with ToolClient.connect(own_stack.redis_url) as client:
         call = await start_call(own_stack, await client.open_session(), "sleep 66")
 
@@ -172,7 +174,7 @@ async def test_a_redis_that_does_not_stay_ends_the_call_soon_and_the_stack_with_
 
 
 async def retried(session: Session, command: str) -> str:
-    """What the command prints, once its host serves again. It is one that may run twice."""
+    """Return the output of the command, as soon as its host serves again. The command may run twice."""
 
     async def ran() -> ToolResult:
         return await session.call("bash_tool", {"command": command})
@@ -185,7 +187,7 @@ async def retried(session: Session, command: str) -> str:
 
 
 async def opened_again(client: ToolClient) -> Session:
-    """A new session, once there is a host that takes one."""
+    """Return a new session, as soon as a host accepts sessions."""
     async with asyncio.timeout(60):
         while True:
             with contextlib.suppress(OperatorError):
@@ -202,8 +204,8 @@ def redis_server() -> Iterator[RedisServer]:
 async def test_every_call_in_flight_gets_its_result_once_over_an_outage_of_redis(
     engine: APIClient, redis_server: RedisServer
 ) -> None:
-    """Redis is killed outright for five seconds: calls end during the outage, after it, and one is sent while there is
-    no Redis.
+    """Redis is killed for five seconds. Calls end during and after the outage, and one call is sent during the
+    outage.
     """
     with open_stack(engine, {"TOOLCREW_REDIS_URL": redis_server.url}) as stack:
         async with ToolClient.connect(redis_server.url) as client:
@@ -220,7 +222,7 @@ async def test_every_call_in_flight_gets_its_result_once_over_an_outage_of_redis
                     15,
                     "both calls run",
                 )
-            await asyncio.sleep(1.2)  # appendfsync everysec: what is younger than a second may go with a killed Redis
+            await asyncio.sleep(1.2)  # appendfsync everysec: a killed Redis may lose data younger than a second
 
             await asyncio.to_thread(redis_server.kill)
             down_at = time.monotonic()
@@ -255,7 +257,7 @@ async def _call(session: Session, command: str) -> ToolResult:
 async def test_a_worker_that_redis_refuses_runs_nothing_and_blames_redis_not_a_bug(
     engine: APIClient, redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The worker cannot mark the call as started, so it must not run it, and it is the operator's failure."""
+    """The worker cannot mark the call as started, so it must not run the call. The operator has to fix the failure."""
     monkeypatch.setattr(delivery, "RESEND_S", 3.0)
     with redis.Redis.from_url(redis_server.url) as store:
         store.execute_command("ACL", "SETUSER", "stack", "on", ">its-password", "~*", "&*", "+@all")
@@ -265,7 +267,7 @@ async def test_a_worker_that_redis_refuses_runs_nothing_and_blames_redis_not_a_b
                 {"redis_url": redis_server.url, "secret": "shared", "queue_wait_s": 4}
             )
             async with ToolClient.connect(settings=settings) as client, await client.open_session() as session:
-                # What the worker marks calls with, and nothing else that a call needs.
+                # The commands with which the worker marks calls. All other commands of a call stay allowed.
                 store.execute_command("ACL", "SETUSER", "stack", "-hset")
                 try:
                     result = (await all_of([_call(session, "touch ran")], 60))[0]
@@ -279,7 +281,7 @@ async def test_a_worker_that_redis_refuses_runs_nothing_and_blames_redis_not_a_b
 
 
 async def test_a_client_that_is_killed_leaves_its_session_to_expire_only(stack: Stack, client: ToolClient) -> None:
-    """What the stack does hold on to when a program is gone: the session, for its time to live, and no longer."""
+    """A stack keeps only the session of a lost program, and only for the session's time to live."""
     session = await client.open_session(ttl_s=2)
     container = await container_of(stack, session)
     call = await start_call(stack, session, "sleep 1")

@@ -1,5 +1,6 @@
-"""What the people who watch Flower see: every tool by its name, what became of its calls, and never what went in or
-came out; and that they can change nothing."""
+"""The view of Flower's users: every tool by its name and the outcome of its calls, but no arguments and no outputs.
+The users cannot change anything.
+"""
 
 import asyncio
 import contextlib
@@ -33,12 +34,12 @@ pytestmark = pytest.mark.stack
 MAX_TASKS = 60
 PAGES = "https://pages.test/ui"
 NOBODYS = ("/healthcheck", "/static/js/flower.js", "/login", "/logout", "/nonesuch")
-"""What needs no password and tells nothing of a deployment."""
+"""Paths that need no password and reveal nothing about a deployment."""
 
 
 @pytest.fixture(scope="module")
 def stack(engine: APIClient) -> Iterator[Stack]:
-    """One with Flower, of which a restart loses at most a second."""
+    """Yield a stack with Flower; a restart of Redis loses at most a second of data."""
     told = {"TOOLCREW_PAGE_URL": PAGES, "FLOWER_MAX_TASKS": str(MAX_TASKS)}
     with open_stack(engine, {**told, "FLOWER_STATE_SAVE_INTERVAL": "300"}, workers_only=False) as opened:
         yield opened
@@ -47,19 +48,19 @@ def stack(engine: APIClient) -> Iterator[Stack]:
 
 
 def ask(stack: Stack, path: str) -> httpx.Response:
-    """With the right password."""
+    """Send a request with the correct password."""
     return httpx.get(httpx.URL(str(stack.info.flower_url)).join(path), timeout=30)
 
 
 def tasks_of(stack: Stack) -> dict[str, dict[str, Any]]:
-    """Flower's tasks by id; those it knows by name."""
+    """Return Flower's tasks with a known name, by id."""
     answer = ask(stack, "/api/tasks")
     answer.raise_for_status()
     return {name: task for name, task in answer.json().items() if task.get("name")}
 
 
 def tasks_of_calls(stack: Stack, call_ids: list[str], state: str = "SUCCESS") -> dict[str, dict[str, Any]] | None:
-    """By the call's id, once all are in that state."""
+    """Return the tasks by call id, as soon as all have this state; otherwise None."""
     found = {
         call_id: task for task in tasks_of(stack).values() for call_id in call_ids if f"-{call_id}." in task["uuid"]
     }
@@ -67,7 +68,7 @@ def tasks_of_calls(stack: Stack, call_ids: list[str], state: str = "SUCCESS") ->
 
 
 def samples(stack: Stack, name: str, **labels: str) -> list[tuple[dict[str, str], float]]:
-    """Of Flower's metrics, those that have these labels."""
+    """Return the samples of one of Flower's metrics that have these labels."""
     families = text_string_to_metric_families(ask(stack, "/metrics").text)
     found = [sample for family in families for sample in family.samples if sample.name == name]
     return [(sample.labels, sample.value) for sample in found if labels.items() <= sample.labels.items()]
@@ -78,7 +79,9 @@ def make_ids(count: int) -> list[str]:
 
 
 async def until_it_hears(stack: Stack, session: Session) -> None:
-    """Calls are served before Flower listens to events, and it never hears of those."""
+    """Make calls until Flower lists one. Workers serve calls before Flower listens to events, and Flower never
+    receives earlier events.
+    """
     async with asyncio.timeout(UP_S):
         while True:
             call_id = make_ids(1)[0]
@@ -94,7 +97,7 @@ async def test_flower_lists_calls_by_tool_and_shows_neither_arguments_nor_output
     stack: Stack, session: Session
 ) -> None:
     await until_it_hears(stack, session)
-    # The output differs from the argument, so that a find says which of the two got out.
+    # The output differs from the argument, so that a match shows which of the two leaked.
     word = f"canary-{secrets.token_hex(6)}"
     call_ids = make_ids(3)
     ran = await session.call("bash_tool", {"command": f"x={word}; echo ${{x^^}}"}, call_id=call_ids[0])
@@ -131,7 +134,7 @@ async def test_each_tool_has_its_own_times_states_and_counts(stack: Stack, sessi
 
     tasks = await eventually(lambda: tasks_of_calls(stack, call_ids), 30, "Flower shows the calls as done")
 
-    # What a model is told as a tool's error is a call that went as it should.
+    # A tool error that the model receives is a successful task.
     assert (tasks[call_ids[0]]["runtime"] >= 0.6, tasks[call_ids[1]]["state"]) == (True, "SUCCESS")
     assert {"tool.bash_tool", "tool.read_tool", "tool.glob_tool"} <= set(
         ask(stack, "/api/task/types").json()["task-types"]
@@ -217,7 +220,7 @@ async def test_events_that_anybody_forged_put_neither_script_nor_link_into_a_pag
 
 
 def test_without_the_password_there_is_nothing_to_see(stack: Stack) -> None:
-    """Every path that Flower serves; by a websocket's handshake as well."""
+    """Every path that Flower serves is refused, also as a websocket handshake."""
     bare = httpx.URL(str(stack.info.flower_url)).copy_with(username=None, password=None)
     upgrade = {
         "Connection": "Upgrade",
@@ -243,7 +246,7 @@ def test_without_the_password_there_is_nothing_to_see(stack: Stack) -> None:
 
 
 def paths() -> dict[str, type]:
-    """A path for each route of Flower's, with what answers it."""
+    """Return a path for each of Flower's routes, with the route's handler."""
     found = {}
     for rule in handlers:
         pattern, handler = (rule.regex.pattern, rule.handler_class) if hasattr(rule, "regex") else rule[:2]
@@ -252,7 +255,7 @@ def paths() -> dict[str, type]:
 
 
 async def test_with_the_password_nobody_can_start_stop_or_change_anything(stack: Stack, session: Session) -> None:
-    """Whoever got hold of it wants to end a call, a worker, or have one of his own run."""
+    """The aim of a user with the password: end a call or a worker, or run a call."""
     await until_it_hears(stack, session)
     call_id = make_ids(1)[0]
     running = asyncio.create_task(
@@ -316,7 +319,7 @@ async def test_a_flower_that_was_killed_still_knows_what_it_knew(stack: Stack, s
     await eventually(lambda: tasks_of_calls(stack, [call_id]), 30, "Flower shows the call")
     saved = saved_at(stack)
     await eventually(lambda: saved_at(stack) > saved, 30, "Flower has written down what it knows")
-    # What was being written when the call ended may be without it: the next one has it.
+    # The state that was being written when the call ended may lack the call; the next state contains the call.
     saved = saved_at(stack)
     await eventually(lambda: saved_at(stack) > saved, 30, "Flower has written it down again")
 
@@ -389,7 +392,7 @@ def test_without_a_password_it_does_not_start() -> None:
 
 
 def files_of_state(stack: Stack) -> list[Path]:
-    """One or more: how a dbm lays itself down differs."""
+    """Return the files of the state. Different kinds of dbm use one file or several."""
     return sorted(path for path in Path(stack.info.logs).glob("flower.db*") if ".tmp" not in path.name)
 
 

@@ -1,4 +1,4 @@
-"""Failures of the infrastructure in Flower, in a real browser on a real stack: they are red, and nothing else is."""
+"""Infrastructure failures in Flower, in a real browser on a real stack. Only these failures are shown in red."""
 
 import asyncio
 import contextlib
@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.stack, pytest.mark.timeout(240)]
 
 expect.set_options(timeout=30_000)
 SHOWN_S = 60.0
-"""Seconds that Flower has to show a task."""
+"""Limit for Flower to show a task, in seconds."""
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +37,7 @@ def stack(engine: APIClient) -> Iterator[Stack]:
 
 @asynccontextmanager
 async def open_tasks(stack: Stack) -> AsyncIterator[Page]:
-    """Flower's list of tasks."""
+    """Yield the page with Flower's list of tasks."""
     url = str(stack.info.flower_url)
 
     def is_up() -> bool:
@@ -120,7 +120,7 @@ async def test_a_call_without_sandboxd_is_red_and_a_failed_command_is_green(
         green, red = make_id(), make_id()
         assert (await session.call("bash_tool", {"command": "exit 3"}, call_id=green)).metadata["exit_code"] == 3
         killed = stack.pid("sandboxd")
-        # The supervisor would start another one at once.
+        # The supervisor would restart sandboxd at once.
         os.kill(stack.process.pid, signal.SIGSTOP)
         try:
             os.kill(killed, signal.SIGKILL)
@@ -138,7 +138,7 @@ async def test_a_call_without_sandboxd_is_red_and_a_failed_command_is_green(
             assert (await count_rows(page, "Succeeded", green), await count_rows(page, "Failed", green)) == (1, 0)
         finally:
             os.kill(stack.process.pid, signal.SIGCONT)
-        # The caller reads the code as before: either the call ran after the restart, or its result says why not.
+        # The caller's code is unchanged: either the call ran after the restart, or its result gives the reason.
         result = await running
         assert result.success or result.error_code is ErrorCode.SANDBOX_UNAVAILABLE
         await eventually(lambda: stack.pid("sandboxd") != killed, 60, "sandboxd runs again")
@@ -157,10 +157,11 @@ async def test_the_call_of_a_killed_worker_ends_red_and_the_pages_show_what_is_l
         os.kill(killed, signal.SIGKILL)
         result = await running
         assert result.error_code is ErrorCode.OUTCOME_UNKNOWN
-        # The pool noticed the loss before the caller got its result, and Flower knows it as soon.
+        # The pool noticed the loss before the caller received its result, and Flower learns of the loss at the same
+        # time.
         await find_rows(page, "Failed", lost)
         row = page.locator("#tasks-table tbody tr").filter(has_text=f"call {lost}").first
-        # The last column is the id. It is inside the window.
+        # The last column is the id. The column must be inside the window.
         box = await row.get_by_role("link").last.bounding_box()
         assert box is not None
         assert box["x"] + box["width"] <= 1400
@@ -169,7 +170,7 @@ async def test_the_call_of_a_killed_worker_ends_red_and_the_pages_show_what_is_l
         assert life["noticed_by"].startswith("toolcrew")
         assert "may have acted" in life["advice"]
         await asyncio.to_thread(stack.wait_for_another, "worker", killed)
-        # The dead worker's queue is gone from the page Broker, and the queue of its successor is there.
+        # The page Broker shows the queue of the new worker instead of the dead worker's queue.
         await eventually(lambda: count_host_queues(stack) == 1, SHOWN_S, "one queue of a host")
         await page.goto(f"{str(stack.info.flower_url).rstrip('/')}/broker")
         await expect(page.locator("tbody tr").filter(has_text="host.")).to_have_count(1)

@@ -1,4 +1,4 @@
-"""Programs of ours that are started in a folder of somebody else's run nothing that lies there."""
+"""Programs of toolcrew that start in an attacker's folder run no code from that folder."""
 
 import subprocess
 from pathlib import Path
@@ -25,7 +25,7 @@ def test_nothing_of_the_folder_in_which_a_command_is_called_is_run(
         (tmp_path / name).mkdir()
         (tmp_path / name / "__init__.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'a').write({name!r} + ' ')")
     with open_footprint(engine) as footprint:
-        # An embedded stack: all kinds of processes are started.
+        # An embedded stack starts all kinds of processes.
         done = subprocess.run(
             [TOOLCREW, *command],
             cwd=tmp_path,

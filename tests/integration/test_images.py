@@ -1,4 +1,6 @@
-"""Images: what ours promise, and that any image with Python can be a sandbox, or says why it cannot."""
+"""Images: the guarantees of the shipped images. Any image with Python can be a sandbox, or the error gives the
+reason.
+"""
 
 import io
 import re
@@ -30,7 +32,8 @@ from workers.sandboxd.sandbox import Sandbox
 PYTHON_IMAGE, NODE_IMAGE = "toolcrew-sandbox-python:dev", "toolcrew-sandbox-node:dev"
 MB = 1_000_000
 MOST_MB = {IMAGE: 260, PYTHON_IMAGE: 300, NODE_IMAGE: 500}
-# Of our own image, the parts that make a Python: no shell, no ripgrep, no git, no guest, nobody's password entry.
+# The parts of the shipped image that form a Python: no shell, no ripgrep, no git, no guest, and no password entry for
+# the user.
 PYTHON_FILES = re.compile(
     r"(usr|lib|lib64|bin|usr/bin|usr/lib|usr/lib64)/?$|usr/bin/python3(\.\d+)?$|usr/bin/true$|usr/lib/python3(/|\.\d+|$)"
     r"|(usr/)?lib(64|/[a-z0-9_]+-linux-gnu[a-z]*)(/|/ld-linux[^/]*|/lib(c|m|z|expat|ffi|selinux|pcre2-8)[.-][^/]*)?$"
@@ -49,7 +52,7 @@ def api() -> APIClient:
 
 
 class Host:
-    """As little of a sandboxd as makes sandboxes. `made` are removed at its end."""
+    """The parts of sandboxd that create sandboxes. `made`: sandboxes to remove at the end."""
 
     def __init__(self, folder: Path, engine: Engine, cgroup_version: int, life_s: float) -> None:
         profile = Profile(seccomp=load_seccomp_profile(), cgroup_version=cgroup_version, life_s=life_s)
@@ -94,7 +97,7 @@ async def attest(sandbox: Sandbox) -> Attestation:
 
 
 async def run(sandbox: Sandbox, *argv: str, timeout_s: float = 20.0) -> tuple[dict[str, Any], str]:
-    """A program's end, and what it printed."""
+    """Return the end of a program, and its output."""
     output: list[bytes] = []
     request = {
         "op": "exec",
@@ -111,17 +114,18 @@ async def run(sandbox: Sandbox, *argv: str, timeout_s: float = 20.0) -> tuple[di
 
 
 async def shell(sandbox: Sandbox, script: str) -> str:
-    """What a script that must succeed printed."""
+    """Run a script that must succeed, and return its output."""
     done, output = await run(sandbox, "/bin/bash", "-ec", script, timeout_s=60)
     assert done.get("exit_code") == 0, (done, output)
     return output
 
 
-# --- our images -------------------------------------------------------------------------------------------------------
+# --- Shipped images
+# ---------------------------------------------------------------------------------------------------
 
 
 def look_into(api: APIClient, image: str, script: str) -> str:
-    """What root sees in a container of the image as it is."""
+    """Run a script as root in a container of the unchanged image, and return its output."""
     config = {
         "Image": image,
         "Entrypoint": ["/bin/sh", "-c", script],
@@ -142,8 +146,8 @@ def image(request: pytest.FixtureRequest, api: APIClient) -> str:
 
 
 def require_image(api: APIClient, name: str, is_optional: bool = False) -> str:
-    """The image's name. The node image is large and nothing but its own tests needs it: it is looked at where somebody
-    has built it.
+    """Return the image's name. The node image is large and only its own tests need it, so these tests run only if the
+    image was built.
     """
     if not api.images(name):
         (pytest.skip if is_optional else missing)(f"no image {name}: scripts/build-image all")
@@ -154,12 +158,12 @@ def test_an_image_of_ours_gives_no_rights_and_nothing_to_write(api: APIClient, i
     found = look_into(
         api,
         image,
-        # One walk: setuid and setgid, what everybody may write, what the sandbox's user owns.
+        # One walk: setuid and setgid files, files that every user can write, and files of the sandbox's user.
         r"find / -xdev \( \( -type f -o -type d \) -perm /6000 -o ! -type l -perm -0002 ! -path /tmp ! -path /var/tmp ! -path /run/lock"
         r" -o -uid 1000 ! -path '/home/sandbox*' ! -path /workspace \) -print; find /opt/toolcrew -perm /022 -o -gid +0",
     )
     assert found == ""
-    # Capabilities of files show in an export alone.
+    # Only an export shows the capabilities of files.
     assert scan_image(image) == []
 
 
@@ -200,7 +204,7 @@ async def test_a_sandbox_ends_itself_at_its_maximum_life_and_is_gone(
 
 async def test_the_python_image_installs_packages_into_the_workspace(api: APIClient, host: Host) -> None:
     sandbox = await host.make(require_image(api, PYTHON_IMAGE))
-    # A package of one file, so that no index is asked.
+    # A package of one file, so that no package index is needed.
     await shell(sandbox, "mkdir p && cd p && printf 'x = 42\\n' > tiny.py && zip -q ../tiny-1-py3-none-any.whl tiny.py")
     await shell(
         sandbox,
@@ -214,8 +218,8 @@ async def test_the_python_image_installs_packages_into_the_workspace(api: APICli
     assert await shell(sandbox, "cd /tmp && python -c 'import tiny; print(tiny.x, tiny.__file__)'") == (
         "42 /workspace/.local/lib/python3.11/site-packages/tiny.py\n"
     )
-    # With a pip of its own a venv takes 5 s of a processor to make: that it can be is seen from what it would be made
-    # of.
+    # Creating a venv with its own pip takes 5 s of processor time. The test checks only that the required parts are
+    # present.
     await shell(sandbox, "python3 -m ensurepip --version && python3 -m venv --without-pip v")
     await shell(sandbox, "pip --python v/bin/python install -q --no-index ./tiny-1-py3-none-any.whl")
     assert (await shell(sandbox, "v/bin/python -c 'import tiny; print(tiny.__file__)'")).startswith("/workspace/v/")
@@ -227,12 +231,13 @@ async def test_the_node_image_runs_javascript(api: APIClient, host: Host) -> Non
     assert re.fullmatch(r"\d+\.\d+\.\d+\n", await shell(sandbox, "npm --version"))
 
 
-# --- images of others -------------------------------------------------------------------------------------------------
+# --- Other images
+# -----------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
 def only_python(api: APIClient) -> Iterator[str]:
-    """An image with a Python and next to nothing else, and a program of root's with the setuid bit."""
+    """Yield an image with a Python, almost nothing else, and a setuid program of root."""
     with open_container(api, {"Image": IMAGE, "Labels": LABELS}) as container:
         tree = io.BytesIO(b"".join(api.export(container)))
     yield from imported(api, pick_python(tree), ["ENV OF_THE_IMAGE=1"])
@@ -253,7 +258,7 @@ def pick_python(tree: io.BytesIO) -> bytes:
 
 
 def imported(api: APIClient, tree: bytes, changes: Sequence[str] = ()) -> Iterator[str]:
-    """An image of those files. `changes`: further lines as of a Dockerfile."""
+    """Import an image with these files. `changes`: further lines of a Dockerfile."""
     name = f"toolcrew-test-image:{secrets.token_hex(6)}"
     api.import_image(tree, *name.split(":"), changes=list(changes))
     yield name
@@ -261,7 +266,7 @@ def imported(api: APIClient, tree: bytes, changes: Sequence[str] = ()) -> Iterat
 
 
 def build_tree(files: Iterable[tuple[str, int, bytes]]) -> bytes:
-    """A tar of (path, mode, content)."""
+    """Return a tar of (path, mode, content)."""
     tree = io.BytesIO()
     with tarfile.open(fileobj=tree, mode="w") as archive:
         for path, mode, content in files:

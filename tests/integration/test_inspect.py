@@ -1,5 +1,5 @@
-"""Evaluations with the real Inspect on a real pool: the example, limits seen from outside, clean-up, and a pool that is
-away.
+"""Evaluations with the real Inspect on a real pool: the example, limits observed from outside, clean-up, and an
+unavailable pool.
 """
 
 import asyncio
@@ -42,7 +42,7 @@ async def container_of(stack: Stack, sandbox: ToolcrewSandboxEnvironment) -> str
 
 
 async def test_the_example_is_right_and_leaves_no_session(stack: Stack, tmp_path: Path) -> None:
-    """With files and a setup script, which Inspect puts into /tmp, where nothing can be started."""
+    """The example uses files and a setup script. Inspect puts the files into /tmp, where no program can be started."""
     async with ToolClient.connect(stack.redis_url) as client:
         before = {session.id for session in (await client.sessions()).sessions}
         done = await asyncio.to_thread(

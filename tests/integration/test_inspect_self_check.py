@@ -1,4 +1,4 @@
-"""Inspect's own conformance suite for sandbox providers, all of it, on a session of a real pool."""
+"""Inspect's own conformance suite for sandbox providers, completely, on a session of a real pool."""
 
 from collections.abc import AsyncIterator
 
@@ -13,7 +13,7 @@ pytestmark = pytest.mark.stack
 CANNOT = {
     "test_exec_as_user": "everything in a sandbox runs as uid 1000: no user can be added, nor chosen",
 }
-"""Check -> why no sandbox of ours passes it."""
+"""Check -> the reason why no sandbox passes it."""
 
 
 @pytest.fixture

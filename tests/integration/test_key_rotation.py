@@ -1,5 +1,5 @@
-"""A secret is changed while calls go on: old and new senders and workers side by side, each restarted once a step, in
-either order.
+"""A secret is changed while calls continue. Old and new senders and workers run at the same time, and each is
+restarted once per step, in either order.
 """
 
 import secrets
@@ -26,7 +26,7 @@ def server() -> Iterator[Server]:
 
 
 async def call_from(server: Server, secret: str, previous: tuple[str, ...], path: str) -> ToolResult:
-    """One call of a sender with these secrets."""
+    """Make one call from a sender with these secrets."""
     broker = BrokerSettings.model_validate({"redis_url": server.url(), "secret": secret, "secrets_previous": previous})
     call = ToolCall(id=secrets.token_hex(8), name="append_tool", arguments={"path": path})
     async with open_pool(broker, queue_wait_s=10) as opened:
@@ -36,7 +36,8 @@ async def call_from(server: Server, secret: str, previous: tuple[str, ...], path
 @pytest.mark.parametrize(
     ("worker", "senders"),
     [
-        # First all learn the new one, in any order; then all sign with it, in any order; then the old one is forgotten.
+        # First all processes learn the new secret, in any order. Then all sign with it, in any order. Then the old
+        # secret is removed.
         ((OLD, f'["{NEW}"]'), [(OLD, ()), (OLD, (NEW,)), (NEW, (OLD,))]),
         ((NEW, f'["{OLD}"]'), [(OLD, (NEW,)), (NEW, (OLD,)), (NEW, ())]),
     ],

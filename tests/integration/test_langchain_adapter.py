@@ -1,5 +1,5 @@
-"""A session's tools as LangChain's, with the real library on a real stack: schemas, results, failures, approvals,
-cancelling, other threads.
+"""A session's tools as LangChain tools, with the real library on a real stack: schemas, results, failures, approvals,
+cancels, and other threads.
 """
 
 import asyncio
@@ -38,7 +38,7 @@ async def tools(client: ToolClient, session: Session) -> dict[str, PoolTool]:
 
 
 def asked(name: str, **arguments: Any) -> dict[str, Any]:
-    """A tool call as a model's message has it."""
+    """Return a tool call in the format of a model's message."""
     return {"type": "tool_call", "id": "call_1", "name": name, "args": arguments}
 
 
@@ -50,7 +50,7 @@ async def test_every_tool_of_the_tenant_comes_with_its_schema_word_for_word(
     assert all(isinstance(tool, BaseTool) for tool in tools.values())
     for name, tool in tools.items():
         assert tool.args_schema == specs[name].parameters
-        # What a model is sent is made of it, and adds nothing.
+        # The model receives this function definition, which must match the schema without additions.
         sent = convert_to_openai_tool(tool)["function"]
         assert sent["parameters"]["properties"] == specs[name].parameters["properties"]
         assert sent["description"] == specs[name].description
@@ -77,7 +77,7 @@ async def test_a_failure_is_a_tool_message_with_the_status_error_and_the_text_of
     ours = await session.call("read_tool", {"file_path": "/workspace/none.txt"})
     assert (message.status, message.content) == ("error", ours.text())
     assert message.artifact["error_code"] == ErrorCode.FILE_NOT_FOUND
-    # Without a call there is no message to put it into.
+    # Without a call there is no message for the result.
     assert await tools["read_tool"].ainvoke({"file_path": "/workspace/none.txt"}) == ours.text()
 
 
@@ -254,7 +254,7 @@ def test_ctrl_c_during_a_plain_invoke_stops_the_call_in_the_sandbox(stack: Stack
 
 @contextlib.contextmanager
 def open_in_thread(stack: Stack) -> Iterator[tuple[BlockingPortal, dict[str, PoolTool], Session]]:
-    """As docs/integrations.md shows it for programs without a loop of their own."""
+    """Open a session in a thread, as docs/integrations.md shows for programs without their own event loop."""
     with (
         start_blocking_portal() as portal,
         portal.wrap_async_context_manager(ToolClient.connect(stack.redis_url)) as client,

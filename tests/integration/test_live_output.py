@@ -1,6 +1,4 @@
-"""Output of a real command while it runs: from the sandbox through the worker and Redis to the program, and to a
-terminal.
-"""
+"""Output of a real command while it runs: from the sandbox through worker and Redis to the program and to a terminal."""
 
 import asyncio
 
@@ -26,7 +24,7 @@ async def test_a_line_arrives_long_before_its_command_ends(session: Session) -> 
         pieces.append(text)
         arrived.set()
 
-    # Ends only when the line was seen.
+    # The command ends only after the line was received.
     waits = "echo begun; while [ ! -e seen ]; do sleep 0.02; done; echo ended"
     call = asyncio.create_task(session.call("bash_tool", {"command": waits}, on_output=on_output))
     async with asyncio.timeout(20):
@@ -52,7 +50,7 @@ async def test_a_search_shows_its_lines_as_it_finds_them(session: Session) -> No
 
 
 async def test_nothing_of_a_watched_call_is_left_in_redis(stack: Stack, client: ToolClient, session: Session) -> None:
-    """But for the record of what became of it, which holds none of its output and expires by itself."""
+    """Only the record of the call's outcome remains. The record contains no output and expires by itself."""
     await session.call("bash_tool", {"command": "echo seen"}, call_id="watched-1", on_output=lambda *_: None)
     record = call_key("default", "default", "watched-1")
     with stack.open_redis() as redis:
@@ -93,6 +91,6 @@ def test_the_command_shows_output_on_stderr_and_the_result_once_on_stdout(
     assert live.exit_code == 0
     assert live.stderr.splitlines()[:2] == ["one", "\\x07two"]
     assert live.stdout == quiet.stdout
-    # stdout is not a terminal here: a program that reads it gets every byte.
+    # stdout is not a terminal here, so a program that reads stdout gets every byte.
     assert live.stdout.splitlines()[:2] == ["one", "\x07two"]
     assert "two" not in quiet.stderr

@@ -1,4 +1,4 @@
-"""One call through the whole house: what comes back, from tools, from programs and from files."""
+"""A call through the whole stack: the results of tools, programs and files."""
 
 import asyncio
 import contextlib
@@ -107,7 +107,7 @@ async def test_session_verbs_are_not_listed_among_the_tools(client: ToolClient) 
     ],
 )
 async def test_bad_arguments_are_refused_in_a_sentence(stack: Stack, arguments: dict[str, Any], words: str) -> None:
-    """On a queue that nobody serves: refused before anything is sent."""
+    """No worker serves the queue: the arguments are refused before anything is sent."""
     async with open_dispatcher(stack.broker) as dispatcher:
         call = ToolCall(id="bad-arguments", name="bash_tool", arguments=arguments)
         result = await all_of([dispatcher.dispatch(Request(call, "default", "none", "host.nobody.0"))], 10)
@@ -131,7 +131,7 @@ async def test_a_call_that_makes_no_sense_is_a_result_too_never_an_exception(ses
     for name, arguments, options in senseless:
         try:
             result = await session.call(name, arguments, **options)
-        except Exception as error:  # noqa: BLE001  # that there is none is what is tested
+        except Exception as error:  # noqa: BLE001  # the test checks that there is no error
             raised.append((name, arguments, options, repr(error)[:120]))
         else:
             assert result.error_code in (ErrorCode.INVALID_ARGUMENTS, ErrorCode.TOOL_NOT_FOUND), (
@@ -265,7 +265,7 @@ async def test_a_folder_goes_into_the_sandbox_and_comes_back_the_same(client: To
 
 
 def describe(folder: Path) -> dict[str, object]:
-    """Every entry with its kind, its content and whether it can be run."""
+    """Return every entry with its kind, its content and whether it is executable."""
     entries: dict[str, object] = {}
     for path in sorted(folder.rglob("*")):
         name = str(path.relative_to(folder))
@@ -397,7 +397,7 @@ async def test_redis_holds_no_password_and_no_output_under_our_own_keys(stack: S
 
 
 def _read_key(redis: Any, key: bytes) -> str:
-    """Whatever lies under a key, of any type."""
+    """Return the value of a key, of any type."""
     readers = {
         b"string": redis.get,
         b"hash": redis.hgetall,

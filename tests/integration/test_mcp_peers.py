@@ -1,5 +1,5 @@
-"""Tools of other MCP servers on a real stack: over HTTP by the worker with network, over stdio inside the session's
-sandbox, for their tenants only.
+"""Tools of external MCP servers on a real stack: over HTTP from the worker with network, over stdio inside the
+session's sandbox, and only for their tenants.
 """
 
 import asyncio
@@ -31,13 +31,13 @@ def _stdio(how: str, **fields: Any) -> dict[str, Any]:
 
 
 def _commands(stack: Stack, pattern: str) -> list[str]:
-    """Command lines in sandboxes."""
+    """Return the matching command lines in sandboxes."""
     commands = [words for box in stack.footprint.containers() for words in commands_in(box).values()]
     return [words for words in commands if re.search(pattern, words)]
 
 
 def _left(stack: Stack) -> list[str]:
-    """What servers that were to end have left."""
+    """Return the leftovers of servers that should have ended."""
     return _commands(stack, "^sleep 4321|(hangs|dies|forges|leaves)$")
 
 
@@ -137,7 +137,7 @@ async def test_a_session_keeps_its_servers_and_a_cancelled_call_ends_what_it_beg
 
                 assert (await session.call("mcp__clings__echo", {"text": "x"})).error_code is ErrorCode.HTTP_ERROR
                 assert len(_commands(stack, "clings$")) == 1
-                await asyncio.sleep(11)  # by its age alone it is told from one that begins
+                await asyncio.sleep(11)  # only its age distinguishes a leftover from a starting server
                 assert _number((await session.call("mcp__clings__count", {})).text()) == 1
                 assert len(_commands(stack, "clings$")) == 1
 
@@ -150,14 +150,14 @@ async def test_a_session_keeps_its_servers_and_a_cancelled_call_ends_what_it_beg
 
 
 def _number(text: str) -> int:
-    """Which call of its process it was."""
+    """Return the number of the call within its server process."""
     found = re.search(r"^(\d+) \d+$", text, re.MULTILINE)
     assert found, text
     return int(found[1])
 
 
 def _build_waiter(began: threading.Event, closed: threading.Event) -> Callable[[socket], None]:
-    """An answer that never comes; the connection's end is told."""
+    """Return a handler that never answers and that signals the end of the connection."""
 
     def wait(connection: socket) -> None:
         began.set()
@@ -197,7 +197,7 @@ async def test_servers_that_come_later_and_change_are_taken_over_while_everythin
 
 
 async def _until_offered(client: ToolClient, names: set[str]) -> None:
-    """Until exactly these of servers' tools are."""
+    """Wait until exactly these tools of servers are offered."""
     async with asyncio.timeout(60):
         offered = None
         while offered != names:

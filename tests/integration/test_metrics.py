@@ -1,5 +1,5 @@
-"""Metrics of a real stack: exact numbers of calls that went well, failed, were killed and refused, also over restarts
-of what counts.
+"""Metrics of a real stack: exact counts of successful, failed, killed and refused calls, also across restarts of the
+counting processes.
 """
 
 import asyncio
@@ -27,7 +27,7 @@ STARTS = key("toolcrew_sandbox_start_seconds_count")
 
 @pytest.fixture(scope="module")
 def stack(engine: APIClient) -> Iterator[Stack]:
-    """One of its own: its numbers are exact."""
+    """Yield a separate stack, because its counts must be exact."""
     with open_stack(engine) as opened:
         yield opened
         assert opened.end() == 0
@@ -49,7 +49,7 @@ async def scrape(stack: Stack) -> dict[Key, float]:
 
 
 async def scrape_until(stack: Stack, is_so: Callable[[Mapping[Key, float]], bool], what: str) -> dict[Key, float]:
-    """The first page on which it is so: what is counted comes about a second later, or three."""
+    """Return the first page that meets the condition. Counts appear one to three seconds late."""
     pages = list[dict[Key, float]]()
 
     def look() -> bool:
@@ -61,7 +61,7 @@ async def scrape_until(stack: Stack, is_so: Callable[[Mapping[Key, float]], bool
 
 
 def calls(page: Mapping[Key, float], before: Mapping[Key, float]) -> dict[tuple[str, ...], float]:
-    """(code, status, tool) of the tools' calls since."""
+    """Return the new tool calls by (code, status, tool)."""
     now, then = counted(page, "toolcrew_tool_calls_total"), counted(before, "toolcrew_tool_calls_total")
     return {
         labels: number - then.get(labels, 0)
@@ -71,7 +71,7 @@ def calls(page: Mapping[Key, float], before: Mapping[Key, float]) -> dict[tuple[
 
 
 def starts(stack: Stack) -> float:
-    """As sandboxd itself counts them since it began."""
+    """Return the number of sandbox starts that sandboxd has counted since its start."""
     with SandboxClient(stack.info.sandboxd_socket) as sandboxd:
         return float(sandboxd.status()["counts"]["starts"]["count"])
 
@@ -140,7 +140,7 @@ async def test_a_sandboxd_that_is_started_again_adds_to_what_was_counted(stack: 
     pid = stack.pid("sandboxd")
     os.kill(pid, signal.SIGKILL)
     stack.wait_for_another("sandboxd", pid)
-    # A new sandboxd proves the profile on a sandbox.
+    # A new sandboxd checks the profile on a sandbox.
     page = await scrape_until(stack, lambda page: page[STARTS] > before[STARTS], "the next sandboxd's proof is counted")
     assert page[STARTS] == before[STARTS] + starts(stack)
     went_back = {

@@ -1,4 +1,4 @@
-"""Two sandboxds of one deployment with one store: a session whose host dies goes on at the other from its last
+"""Two sandboxds of one deployment with one store. A session whose host dies continues on the other host from its last
 checkpoint.
 """
 

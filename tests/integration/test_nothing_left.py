@@ -1,5 +1,5 @@
-"""Sandboxes that are ended in every way leave nothing on the host, in sandboxd or in the engine; scripts/bench
-kill_rounds plays a thousand.
+"""Sandboxes that end in any way leave nothing on the host, in sandboxd or in the engine. scripts/bench kill_rounds
+plays a thousand rounds.
 """
 
 from collections.abc import Iterator
@@ -39,7 +39,7 @@ def test_twenty_rounds_of_every_end_leave_nothing_and_cost_sandboxd_nothing(
     assert set(played.done) == set(WAYS)
     assert daemon.status()["sessions"] == 0
     assert daemon.status()["room"]["taken"] == 0
-    # Connections to the engine and threads stay open for the next calls, more of them on a busy host. A leak would be
+    # Connections to the engine and threads stay open for later calls, more of them on a busy host. A leak would add
     # at least one for each round.
     assert after.threads <= before.threads + 4, (before, after)
     assert after.files < before.files + ROUNDS - 2, (before, after)
@@ -55,7 +55,7 @@ def test_a_sandboxd_killed_among_starts_and_calls_leaves_nothing_once_the_next_h
     assert set(played.traces.left(daemon.running, engine)) >= {"containers", "mounts", "processes", "records"}, (
         "nothing could be found left"
     )
-    for number in range(4):  # the `leave` way: opens that nobody waits for, some of them under way as it dies
+    for number in range(4):  # the `leave` way: opens without a waiting caller, some still in progress at the kill
         played.play([number * len(WAYS) + WAYS.index("leave")])
 
     daemon.kill()
@@ -69,7 +69,7 @@ def test_a_sandboxd_killed_among_starts_and_calls_leaves_nothing_once_the_next_h
 
 
 def _fill(daemon: Daemon, played: Rounds, engine: APIClient) -> None:
-    """A session with a call, and a frozen one."""
+    """Open a session with a call, and a frozen session."""
     with daemon.client() as client:
         busy, idle = client.open("acme", "busy"), client.open("acme", "idle")
         for name in (busy, idle):

@@ -1,4 +1,4 @@
-"""A session's tools in the OpenAI Agents SDK, with its own Runner and its own scripted model on a real stack."""
+"""A session's tools in the OpenAI Agents SDK, with the SDK's Runner and scripted model, on a real stack."""
 
 import asyncio
 import json
@@ -26,7 +26,7 @@ WRITE = {"file_path": "/workspace/a.txt", "content": "written"}
 
 
 def play(tools: list[FunctionTool], *calls: tuple[str, Any], answer: str = "done") -> "Agent[None]":
-    """An agent whose model asks for these calls in one reply, then answers."""
+    """Return an agent whose model requests these calls in one reply and then answers."""
     asked = [function_call(name, arguments, call_id=f"call_{number}") for number, (name, arguments) in enumerate(calls)]
     return Agent(name="worker", model=ScriptedModel([asked, [assistant_message(answer)]]), tools=list(tools))
 
@@ -40,7 +40,7 @@ def outputs(result: RunResult) -> list[ToolCallOutputItem]:
 
 
 def read_by_model(agent: "Agent[None]") -> list[str]:
-    """The outputs as the model's next request has them."""
+    """Return the outputs in the model's next request."""
     model = agent.model
     assert isinstance(model, ScriptedModel)
     assert model.last_call is not None
@@ -62,7 +62,7 @@ async def test_every_tool_of_the_tenant_comes_with_its_schema_word_for_word(
             specs[tool.name].parameters,
             specs[tool.name].description,
         )
-        # Ours have optional parameters, which the strict form knows not.
+        # The tools have optional parameters, which the strict form does not support.
         assert tool.strict_json_schema is False
 
 
@@ -138,7 +138,7 @@ async def test_a_run_that_is_asked_by_the_sdk_stops_and_goes_on_with_a_yes(
     assert [item.name for item in stopped.interruptions] == ["write_tool"]
     with pytest.raises(ToolFailure):
         await session.read_file("/workspace/a.txt")
-    # Over a file or a queue, as it would be between two processes.
+    # Through a file or a queue, as between two processes.
     state = await RunState.from_string(agent, stopped.to_state().to_string())
     state.approve(state.get_interruptions()[0])
     result = await Runner.run(agent, state, run_config=QUIET)
@@ -170,7 +170,7 @@ async def test_nobody_is_asked_about_what_is_refused_in_any_case(client: ToolCli
 
 
 async def test_a_call_that_the_run_has_no_yes_for_is_refused(client: ToolClient, session: Session) -> None:
-    """The attacker's aim: to have a tool run whose question was taken away on the way."""
+    """The attacker's aim: run a tool whose approval question was removed on the way."""
     (write,) = await as_agents_tools(client, session, ["write_tool"], asks_by_run=True)
     write.needs_approval = False
     agent = play([write], ("write_tool", WRITE))

@@ -1,4 +1,4 @@
-"""Sessions and calls from anywhere: taken over by other processes, paused, and ended, with what is left looked at from
+"""Sessions and calls from any process: taken over by other processes, paused, and ended. Leftovers are checked from
 outside.
 """
 
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.stack
 
 @pytest.fixture
 async def other(stack: Stack) -> AsyncIterator[ToolClient]:
-    """A second program on the same pool."""
+    """Yield a second program on the same pool."""
     async with ToolClient.connect(stack.redis_url) as connected:
         yield connected
 
@@ -52,13 +52,13 @@ async def container_of(stack: Stack, session: Session) -> str:
 
 
 async def known_life(client: ToolClient, call_id: str) -> CallLife:
-    """The life of a call that was begun a moment ago, as soon as something is known of it."""
+    """Return the life of a call that has just started, as soon as its record exists."""
     async with asyncio.timeout(30):
         while True:
             try:
                 return await client.call_life(call_id)
             except ToolFailure:
-                # That a call is known has no event of ours.
+                # The record of a call gives no event here, so the test polls.
                 await asyncio.sleep(0.05)
 
 
@@ -67,7 +67,7 @@ def start(session: Session, command: str, call_id: str) -> "asyncio.Task[ToolRes
 
 
 def test_a_session_is_used_by_one_command_after_the_other_and_outlives_each(stack: Stack, tmp_path: Path) -> None:
-    """Opened by a process of its own, then filled, used, read and closed as other commands do it."""
+    """A command opens the session. Other commands fill, use, read and close the session."""
 
     def run(*arguments: str, text: str = "") -> Result:
         return CliRunner().invoke(app, list(arguments), input=text, env={"TOOLCREW_REDIS_URL": stack.redis_url})
@@ -131,7 +131,7 @@ async def test_output_of_a_program_is_shown_while_it_runs_in_a_session_of_anothe
 
 
 async def test_sessions_of_other_tenants_cannot_be_taken_over(stack: Stack, client: ToolClient) -> None:
-    """The aim: to get into another tenant's session by its id. The end of a tenant's work on it leaves it open."""
+    """The aim: enter another tenant's session by its id. A tenant that stops its work leaves the session open."""
     async with await client.open_session() as session, ToolClient.connect(stack.redis_url, tenant="mallory") as foreign:
         with pytest.raises(ToolFailure) as refused:
             await foreign.session(session.id)
@@ -196,7 +196,7 @@ async def test_calls_of_a_paused_tenant_wait_what_runs_ends_and_a_waiting_one_ca
     async with ToolClient.connect(stack.redis_url, tenant=tenant) as client, await client.open_session() as session:
         await tenants.pause("default", "the bill is open")
         try:
-            # In an open pool every name is served as the default one.
+            # An open pool serves every name as the default tenant.
             await asyncio.sleep(2)
             waiting = start(session, "echo after", "waits")
             doomed = start(session, "touch never", "doomed")
@@ -209,7 +209,7 @@ async def test_calls_of_a_paused_tenant_wait_what_runs_ends_and_a_waiting_one_ca
             await tenants.resume("default")
         result = await waiting
         assert (result.success, result.output) == (True, "after\n")
-        # Two seconds are promised; a busy machine is given more.
+        # Two seconds are guaranteed; a busy machine gets more.
         assert time.monotonic() - resumed < 15
         assert (await session.call("bash_tool", {"command": "ls"})).output in ("", None, "(no output)")
 
@@ -217,7 +217,7 @@ async def test_calls_of_a_paused_tenant_wait_what_runs_ends_and_a_waiting_one_ca
 async def test_a_call_that_its_host_has_not_begun_never_begins(
     stack: Stack, session: Session, other: ToolClient
 ) -> None:
-    """The host's slots are taken: it lies in the queue, or waits for a slot, and is ended all the same."""
+    """The host's slots are occupied. The call lies in the queue, or waits for a slot, and can still be ended."""
     queue = (await session.info()).queue
     with stack.open_redis() as store:
         slots = int(store.get(slots_key("default", queue)))  # type: ignore[arg-type]
@@ -230,7 +230,7 @@ async def test_a_call_that_its_host_has_not_begun_never_begins(
     names = [f"busy-{number}-{session.id[:8]}" for number in range(len(busy))]
     try:
         for name in names:
-            # Each of them comes before the one that this is about.
+            # Each of these calls comes before the call of this test.
             await known_life(other, name)
         await eventually(lambda: state_of(stack, "default", names[0]) == "running", 30, f"the calls run in {queue}")
         call = start(session, "touch never", f"late-{session.id[:8]}")

@@ -1,6 +1,4 @@
-"""The wheel as it is installed: complete, enough with each extra alone, and with a sentence where an extra is
-missing.
-"""
+"""The installed wheel: complete, sufficient with each extra alone, and with a clear error where an extra is missing."""
 
 import json
 import sys
@@ -19,7 +17,7 @@ from tests.log_lines import read_last_words
 PACKAGES = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["targets"]["wheel"][
     "packages"
 ]
-# Printed as JSON: module -> the package that it lacks.
+# Printed as JSON: module -> the missing package.
 IMPORT = """
 import importlib, json, sys
 lacks = {}
@@ -50,7 +48,7 @@ def unpacked(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def bare(unpacked: Path, tmp_path_factory: pytest.TempPathFactory) -> Installed:
-    """Without any extra."""
+    """Return an environment without any extra."""
     return make_environment(tmp_path_factory.mktemp("bare") / "venv", unpacked, ())
 
 
@@ -71,8 +69,8 @@ def source_files() -> Iterator[str]:
 
 
 def find_lacks(installed: Installed, modules: list[str]) -> dict[str, str]:
-    """Module -> the extra that it says it needs. Fails for a package of no extra: the distribution does not ask for
-    it.
+    """Return module -> the extra that the module's error names. Fails for a package that belongs to no extra: the
+    distribution does not require the package.
     """
     done = installed.run(installed.python, "-c", IMPORT, json.dumps(modules))
     assert done.returncode == 0, done.stderr[-3000:]
@@ -108,7 +106,7 @@ def test_every_module_is_content_with_the_extra_that_it_asks_for(
     ]
     assert needless == []
     made: dict[str, Installed] = {}
-    # Twice: of a package that two extras bring the wrong one may be named first.
+    # Twice, because the first check may name the wrong extra of a package that two extras contain.
     for _ in range(2):
         asking: dict[str, list[str]] = {}
         for module, extra in lacking.items():

@@ -1,5 +1,5 @@
-"""The worker without sandboxes, for real: its calls run, are limited by Celery, and can be cancelled; nothing of one
-reaches the next.
+"""The real worker without sandboxes. Its calls run, Celery enforces their limits, and calls can be cancelled. No
+state of a call reaches the next call.
 """
 
 import asyncio
@@ -233,7 +233,7 @@ async def test_a_call_that_is_cancelled_in_the_queue_never_starts(pool: Pool, do
 
 
 async def test_the_cancel_of_another_tenant_or_of_a_forger_ends_nothing(pool: Pool, door: Dispatcher) -> None:
-    """The attacker's aim: end other people's calls."""
+    """The attacker's aim: end calls of others."""
     mark, victim = pool.mark("victim"), "victims-call"
     running = asyncio.create_task(
         door.dispatch(Request(ToolCall(id=victim, name="wait_tool", arguments={"path": str(mark)}), *ROUTE))

@@ -1,6 +1,4 @@
-"""The queue is not trusted: what is not a call of ours never runs, what has run never runs again, what came too late
-never starts.
-"""
+"""The queue is not trusted. Invalid calls never run, executed calls never run again, and late calls never start."""
 
 import asyncio
 import base64
@@ -43,7 +41,7 @@ def bash(command: str, call_id: str | None = None) -> ToolCall:
 
 
 def refusals(store: "redis.Redis") -> Counter[str]:
-    """How often what was refused so far, by reason."""
+    """Return the number of refusals so far, by reason."""
     told: Any = store.hgetall(refusals_key("default"))
     return Counter({name.decode(): int(count) for name, count in told.items()})
 
@@ -92,7 +90,9 @@ async def test_a_forged_envelope_never_runs_and_is_counted(
 async def test_a_task_that_no_worker_knows_is_refused_and_the_worker_goes_on(
     stack: Stack, session: Session, store: "redis.Redis"
 ) -> None:
-    """As from an orchestrator of another release: told, counted, and noted as a call that will not start."""
+    """An orchestrator of another release may send such a task. The refusal is reported and counted, and the call is
+    recorded as never started.
+    """
     queue, before = (await session.info()).queue, refusals(store)
     call = ToolCall(id=os.urandom(8).hex(), name="future_tool", arguments={})
     envelope = make_envelope(stack.broker, call, tenant=session.tenant, session=session.id)
@@ -105,14 +105,14 @@ async def test_a_task_that_no_worker_knows_is_refused_and_the_worker_goes_on(
         record: Any = parse_record(store.hgetall(call_key("default", session.tenant, call.id)))
         return record.state if record is not None else ""
 
-    # A worker claims the call while it checks it, and then takes the claim back.
+    # A worker claims the call during its checks, and then withdraws the claim.
     await eventually(lambda: state_of_call() == CallState.FORBIDDEN, 10, "the record says that it will not start")
     assert refusals(store) - before == Counter({"wrong_task": 1})
     assert (await session.call("bash_tool", {"command": "echo on"})).success
 
 
 async def test_a_pickled_task_is_never_unpickled(stack: Stack, session: Session) -> None:
-    """The attacker's aim: run Python in the worker."""
+    """The attacker's aim: run Python code in the worker."""
     queue, proof = (await session.info()).queue, stack.footprint.folder / "unpickled"
 
     class Payload:
@@ -145,7 +145,7 @@ async def test_a_pickled_task_is_never_unpickled(stack: Stack, session: Session)
 
 
 def wrapped(headers: dict[str, Any], body: str = "W10=") -> bytes:
-    """A message as kombu wraps it, around what Celery cannot use."""
+    """Return a message in kombu's format, around content that Celery cannot use."""
     properties = {"delivery_tag": "g", "delivery_info": {"exchange": "", "routing_key": "g"}, "body_encoding": "base64"}
     plain = {
         "content-type": "application/json",
@@ -187,7 +187,9 @@ async def test_garbage_in_the_queue_does_not_stop_the_worker(own_stack: Stack) -
 
 
 async def test_a_call_whose_id_has_run_does_not_run_again(stack: Stack, session: Session) -> None:
-    """One client that sends it again gets the same result or is told; either way the command has acted once."""
+    """A client that sends the call again gets the same result or an error. In both cases the command was executed
+    once.
+    """
     first = await session.call("bash_tool", {"command": "echo ran >> log"}, call_id="twice-1")
     second = await session.call("bash_tool", {"command": "echo ran >> log"}, call_id="twice-1")
 
@@ -225,7 +227,7 @@ async def test_two_calls_with_one_id_at_the_same_time_both_end_and_act_once(stac
 async def test_an_envelope_that_is_published_again_acts_once_and_is_answered_once(
     stack: Stack, session: Session, store: "redis.Redis"
 ) -> None:
-    """A true envelope, taken from the queue and replayed."""
+    """A genuine envelope is taken from the queue and published again."""
     queue, before = (await session.info()).queue, refusals(store)
     envelope = make_envelope(stack.broker, bash("echo ran >> log"), tenant=session.tenant, session=session.id)
 
@@ -241,9 +243,7 @@ async def test_an_envelope_that_is_published_again_acts_once_and_is_answered_onc
 async def test_a_message_that_redis_gives_out_again_acts_once(
     stack: Stack, session: Session, store: "redis.Redis"
 ) -> None:
-    """As by a Redis that came back without its last second: neither the queue nor the ledger remember that the call
-    runs.
-    """
+    """A Redis that comes back without its last second has forgotten, in queue and ledger, that the call runs."""
     queue, before = (await session.info()).queue, refusals(store)
     call = bash("echo ran >> log")
     envelope = make_envelope(stack.broker, call, tenant=session.tenant, session=session.id)
@@ -302,9 +302,7 @@ async def _continue_later(pid: int, after_s: float) -> None:
 
 
 async def test_a_call_that_no_worker_takes_is_soon_a_timeout_that_says_so(stack: Stack) -> None:
-    """Its record says that nobody took it and its deadline has passed, so it is known that it did not run and never
-    will.
-    """
+    """The record shows that no worker took the call before its deadline. So the call did not run and never will."""
     started = time.monotonic()
     async with open_dispatcher(stack.broker, queue_wait_s=1) as impatient:
         result = await impatient.dispatch(Request(bash("true"), "default", "none", "host.nobody.0"))

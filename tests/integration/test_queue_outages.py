@@ -1,5 +1,5 @@
-"""A Redis that goes under calls in flight and comes back: every call is answered once, has acted once, and no slot is
-lost, on either pool.
+"""A Redis that stops during calls and comes back. On either pool every call is answered once, is executed once, and
+no slot is lost.
 """
 
 import asyncio
@@ -36,7 +36,7 @@ POOLS = ("threads", "prefork")
 
 @dataclass
 class Ground:
-    """One Redis and a worker on each pool, with a queue of its own."""
+    """A Redis and a worker on each pool, each with its own queue."""
 
     server: RedisServer
     broker: BrokerSettings
@@ -46,7 +46,7 @@ class Ground:
         return self.footprint.folder / name
 
     def acted(self, pool: str) -> Counter[str]:
-        """How often each call has acted."""
+        """Return how often each call was executed."""
         path = self.path(pool)
         return Counter(path.read_text().split()) if path.exists() else Counter()
 
@@ -97,7 +97,7 @@ async def test_flower_hears_of_every_call_though_events_come_in_batches(
             await all_of([transport.deliver(each) for each in calls], 60)
             await eventually(lambda: heard["task-succeeded"] == len(calls), 20, lambda: f"only heard {heard}")
         finally:
-            # Its thread would listen for ever.
+            # Otherwise the listener's thread would never end.
             receiver.should_stop = True
             await ear
     app.close()

@@ -1,5 +1,5 @@
-"""Everything that a deployment does, done as the users of `toolcrew config users`: Redis notes what a user may not do,
-and has nothing to note.
+"""Run all operations of a deployment as the users of `toolcrew config users`. Redis logs every forbidden command, and
+the log stays empty.
 """
 
 import asyncio
@@ -78,7 +78,7 @@ async def ask(context: CallContext) -> str:
 
 @dataclass
 class House:
-    """Two hosts, a worker with web tools and operators' tools, Flower; each as its own user."""
+    """Two hosts, a worker with web tools and operators' tools, and Flower, each as a separate user."""
 
     ground: Ground
     server: Server
@@ -94,8 +94,8 @@ class House:
         return ToolClient.connect(settings=self.settings, tenant=tenant, approver=AutoApprover())
 
     def toolcrew(self, *arguments: str, user: str = "orchestrator") -> Any:
-        """What a command prints as JSON. Commands run in this process, which is quicker, and have it for themselves: no
-        loop may run.
+        """Return the JSON output of a command. Commands run in this process, because this is faster. No event loop
+        may run at the same time.
         """
         settings = {"TOOLCREW_REDIS_URL": self.server.url(user), "TOOLCREW_SECRET": SECRET}
         done = CliRunner().invoke(app, [*arguments, "--json"], env=settings)
@@ -103,7 +103,7 @@ class House:
         return json.loads(done.stdout)
 
     def toolcrew_lines(self, *arguments: str) -> list[Any]:
-        """The same of a command that prints an object a line."""
+        """Return the output of a command that prints one JSON object per line."""
         settings = {"TOOLCREW_REDIS_URL": self.server.url("orchestrator"), "TOOLCREW_SECRET": SECRET}
         done = CliRunner().invoke(app, [*arguments, "--json"], env=settings)
         assert done.exit_code == 0, done.output
@@ -173,7 +173,7 @@ def _open_house(ground: Ground, server: Server, site: WebServer) -> House:
 
 @pytest.fixture(autouse=True)
 def _nobody_is_refused(house: House) -> Iterator[None]:
-    """Whatever a test did, and whatever went on beside it."""
+    """Fail if Redis has refused a command of any user during a test."""
     yield
     with house.server.client() as admin:
         refused = [(entry["username"], entry["context"], entry["object"]) for entry in admin.acl_log()]
@@ -181,7 +181,7 @@ def _nobody_is_refused(house: House) -> Iterator[None]:
 
 
 async def running(house: House, call_id: str) -> None:
-    """Until a call is."""
+    """Wait until a call runs."""
     with house.server.client() as admin:
         key = f"toolcrew:default:t:default:call.{call_id}"
         await eventually(lambda: admin.hget(key, "state") == b"running", UP_S, lambda: str(admin.hgetall(key)))
@@ -228,7 +228,7 @@ async def test_web_tools_and_operators_tools(house: House) -> None:
         again = await session.call("webfetch_tool", {"url": f"http://127.0.0.1:{house.site.port}/"})
         assert (again.success, len(house.site.requests)) == (True, 1), "the second came from the cache"
         assert [(await session.call("count", {})).output for _ in range(2)] == ["1", "2"]
-        # Each character is six of the result's record.
+        # Each character takes six characters in the record of the result.
         assert str((await session.call("flood", {})).output).count("\1") * 6 > INLINE_BYTES
         await cancel_once_it_runs(house, session, "sleep", {"seconds": 60})
         assert (
@@ -318,7 +318,7 @@ def test_a_batch_that_is_handed_over_watched_cancelled_and_gone_on_with(house: H
 
 
 async def serve(house: House, watch: Callable[[House], Awaitable[None]]) -> None:
-    """An orchestrator works what is handed over until the watch has seen enough."""
+    """Run an orchestrator that processes submitted runs, until `watch` returns."""
     service = BatchService(house.settings, concurrency=2, has_traces=False)
     async with asyncio.TaskGroup() as group:
         group.create_task(service.run())
@@ -386,7 +386,7 @@ async def test_a_host_that_is_lost_and_one_that_is_drained(house: House) -> None
 
 
 async def lose_worker(house: House, host: str, queue: str) -> None:
-    """Its report runs out at once, so that nobody has to wait for that."""
+    """Expire the worker's report at once, so that the test does not wait."""
     process = house.ground.process(f"{host}.worker")
     process.is_kept = False
     process.kill()
@@ -396,7 +396,7 @@ async def lose_worker(house: House, host: str, queue: str) -> None:
 
 
 def house_queues(admin: "redis.Redis") -> list[bytes]:
-    """Of the workers that live."""
+    """Return the queues of the living workers."""
     return [
         queue
         for queue in admin.zrange(hosts_key("default"), 0, -1)
@@ -405,8 +405,8 @@ def house_queues(admin: "redis.Redis") -> list[bytes]:
 
 
 async def until_it_reads(session: Session, word: str) -> None:
-    """Until the session has its file where it lives now; a call that went to where it was may fail, and none may
-    lie.
+    """Wait until the session reads its file on its current host. A call to the previous host may fail, but no call
+    may return wrong data.
     """
     async with asyncio.timeout(UP_S):
         while not (found := await session.call("bash_tool", {"command": "cat file"})).success:
@@ -415,7 +415,7 @@ async def until_it_reads(session: Session, word: str) -> None:
 
 
 async def drain(house: House, host: str) -> str:
-    """As `toolcrew hosts drain --wait` does it; gives how it ended."""
+    """Drain the host as `toolcrew hosts drain --wait` does, and return the outcome."""
     broker = house.settings.broker()
     redis = open_redis(broker)
     try:

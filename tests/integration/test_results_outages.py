@@ -1,5 +1,5 @@
-"""Results over what befalls the way to Redis: restarts with calls in flight, a reader too slow, a connection that dies
-without a word.
+"""Results during failures of the connection to Redis: restarts with running calls, a slow reader, and a connection
+that is lost silently.
 """
 
 import asyncio
@@ -46,7 +46,7 @@ async def test_a_listener_that_redis_cuts_for_its_slowness_gets_all_results(
         with contextlib.ExitStack() as stack:
             futures = [stack.enter_context(hub.expect(name)) for name in names]
             await client.config_set("client-output-buffer-limit", "pubsub 64kb 32kb 1")
-            # This very thread is the listener's: while it writes, nobody reads.
+            # The listener uses this thread, so no data is read while the thread writes.
             with redis_server.client() as worker:
                 for name in names:
                     text = stored(name, result="x" * 60_000)
@@ -93,10 +93,11 @@ async def test_five_thousand_in_flight_get_each_its_own(redis_server: RedisProce
 
 
 class Pool:
-    """Workers that read what is queued and store results as Celery does: over an outage, again until Redis has taken
-    them.
+    """Workers that read the queue and store results as Celery does. After an outage a store is retried until Redis
+    accepts it.
 
-    Nothing is popped: what was on its way to a worker when Redis ended would be lost, which is not what is tested here.
+    Nothing is removed from the queue. Otherwise messages in transfer at the end of Redis would be lost, which these
+    tests do not cover.
     """
 
     def __init__(self, server: RedisProcess) -> None:

@@ -1,5 +1,5 @@
-"""Sessions outlive their sandboxd and their engine: killed or stopped, the next one of the name serves them on, and
-nobody else's are touched.
+"""Sessions outlive their sandboxd and their engine. After a kill or a stop, the next daemon of the same name serves
+these sessions, and no others.
 """
 
 import asyncio
@@ -30,7 +30,7 @@ def daemons(engine: APIClient) -> Iterator[Daemons]:
 
 @pytest.fixture(scope="module")
 def pooled(engine: APIClient) -> Iterator[Daemon]:
-    """Shared by tests that leave it as it was."""
+    """Shared by tests that leave the daemon unchanged."""
     with open_daemons(engine) as opened:
         yield opened.start(sandbox_workspace="auto", pool_size="2")
 
@@ -105,7 +105,7 @@ def test_sessions_of_a_sandboxd_that_was_stopped_go_on_with_files_and_shell(daem
 
 
 def test_a_frozen_container_of_a_killed_sandboxd_goes_by_another_of_the_deployment_only(daemons: Daemons) -> None:
-    """Frozen, it cannot see that its sandboxd has gone; nobody starts that one again."""
+    """A frozen guest cannot notice the loss of its sandboxd, and that daemon is not restarted."""
     killed, neighbour = daemons.start("killed", idle_pause_s="0.3"), daemons.start("neighbour")
     with killed.client() as client:
         container = full_id(killed, bash(client, client.open("acme", "s"), "true"))
@@ -116,7 +116,7 @@ def test_a_frozen_container_of_a_killed_sandboxd_goes_by_another_of_the_deployme
 
     killed.kill()
 
-    daemons.start("foreign", deployment="another-deployment")  # it has swept when it answers
+    daemons.start("foreign", deployment="another-deployment")  # the daemon has finished its sweep when it answers
     assert is_frozen(killed, container)
     neighbour.signal(signal.SIGCONT)
     wait_until(lambda: container not in killed.containers(), SOON_S, "the neighbour removes it")

@@ -1,4 +1,4 @@
-"""Redis behind a sentinel: calls go through, and go on when the master dies and its replica takes over."""
+"""Redis behind a sentinel. Calls work, and continue when the master dies and its replica takes over."""
 
 import secrets
 from collections.abc import Iterator
@@ -56,7 +56,7 @@ def is_master(server: "redis.Redis") -> bool:
     try:
         return server.info("replication")["role"] == "master"
     except redis.ConnectionError:
-        # The sentinel ends every connection to the server that it makes the master.
+        # The sentinel closes every connection to the server that becomes the master.
         return False
 
 

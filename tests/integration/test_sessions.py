@@ -1,4 +1,4 @@
-"""Limits inside a session: what a call may do ends with it, and the session goes on."""
+"""Limits inside a session. All effects of a call end with the call, and the session continues."""
 
 import asyncio
 import os
@@ -20,14 +20,14 @@ pytestmark = pytest.mark.stack
 
 
 async def container_of(stack: Stack, session: Session) -> str:
-    """Full id of the session's container."""
+    """Return the full id of the session's container."""
     sandbox = (await session.info()).sandbox
     assert sandbox is not None
     return stack.full_id(sandbox.id)
 
 
 async def assert_only_the_guest_runs(container: str) -> None:
-    """Seen from the host's cgroups: PID 1 and nothing else."""
+    """Fail unless the host's control groups show PID 1 and no other process."""
     await eventually(lambda: len(commands_in(container)) == 1, 3, "only the guest is left in the container")
 
 
@@ -38,7 +38,7 @@ async def assert_goes_on(session: Session) -> ToolResult:
 
 
 async def test_at_the_limit_everything_that_a_call_started_is_killed(stack: Stack, session: Session) -> None:
-    """New sessions, double forks and nohup included; what was printed until then is kept."""
+    """New sessions, double forks and nohup are included. The output until the limit is kept."""
     container = await container_of(stack, session)
     command = (
         "echo before; setsid sleep 300 & (setsid sh -c 'sleep 301 & sleep 302 & wait' &) ; nohup sleep 303 >/dev/null "
@@ -151,7 +151,7 @@ async def test_a_cancelled_call_is_killed_at_once(stack: Stack, session: Session
 
 
 async def test_a_call_is_cancelled_at_once_also_when_every_slot_is_busy(stack: Stack, session: Session) -> None:
-    """All but one sent past admission, which would leave a slot for others."""
+    """All calls except one bypass admission, because admission would leave a slot for others."""
     container = await container_of(stack, session)
     route = (session.tenant, session.id, (await session.info()).queue)
     with stack.open_redis() as redis:
@@ -173,7 +173,7 @@ async def test_a_call_is_cancelled_at_once_also_when_every_slot_is_busy(stack: S
         try:
             await eventually(lambda: len(sleepers()) == slots > 1, 20, "a command runs in every slot")
             call.cancel()
-            # Far sooner than any of the others would end by itself and free a slot.
+            # Much earlier than any other call would end and free a slot.
             await eventually(
                 lambda: len(sleepers()) == slots - 1, 10, "the cancelled command is gone, its neighbours run"
             )
@@ -184,12 +184,12 @@ async def test_a_call_is_cancelled_at_once_also_when_every_slot_is_busy(stack: S
 
 
 async def keeps_files(session: Session) -> bool:
-    """Whether this host's workspaces outlive containers: for root they do."""
+    """Return whether this host's workspaces outlive containers, which requires root."""
     return (await session.info()).workspace != "tmpfs"
 
 
 async def says_what_is_left(session: Session, result: ToolResult) -> bool:
-    """Whether the result of a call that cost the sandbox tells of the files."""
+    """Return whether the result of a call that destroyed the sandbox describes the remaining files."""
     words = "the files in /workspace are kept" if await keeps_files(session) else "its files are lost"
     return words in (result.error or "")
 
@@ -197,7 +197,7 @@ async def says_what_is_left(session: Session, result: ToolResult) -> bool:
 async def test_a_stopped_guest_costs_its_container_two_seconds_after_the_limit(
     stack: Stack, client: ToolClient
 ) -> None:
-    """The second ring: the guest cannot answer, so sandboxd ends it all and tells whose doing that was."""
+    """The second line of defence: the guest cannot answer, so sandboxd ends the container and reports the cause."""
     async with await client.open_session() as session:
         container = await container_of(stack, session)
         guest = int(stack.api.inspect_container(container)["State"]["Pid"])
@@ -276,14 +276,13 @@ async def test_a_guest_that_died_between_two_calls_is_told_by_the_next_one(stack
 
 
 async def test_an_opening_that_is_cancelled_leaves_no_container(stack: Stack, client: ToolClient) -> None:
-    """The program goes while its session is being opened: nobody is left to close it."""
+    """The program ends while its session is being opened, so no client can close the session."""
     before = set(stack.footprint.containers())
     os.kill(stack.pid("sandboxd"), signal.SIGSTOP)
     try:
         opening = asyncio.create_task(client.open_session())
-        await asyncio.sleep(
-            0.5
-        )  # long enough for a worker to have asked the stopped sandboxd; nothing outside shows it
+        # Long enough for a worker to have sent its request to the stopped sandboxd. Nothing outside shows this event.
+        await asyncio.sleep(0.5)
         opening.cancel()
         await asyncio.gather(asyncio.wait_for(opening, 5), return_exceptions=True)
     finally:
@@ -293,10 +292,11 @@ async def test_an_opening_that_is_cancelled_leaves_no_container(stack: Stack, cl
         return set(stack.footprint.containers()) - before
 
     try:
-        # A container that should never come has no event: it would have come by when the next one is there.
+        # The absence of a container gives no event. The unwanted container would exist before the next container
+        # appears.
         async with await client.open_session():
             pass
-        # One that came all the same is taken away at once; one that nobody closes would stay for its time to live.
+        # A container that was created late is removed at once. An unclosed session would stay for its time to live.
         await eventually(lambda: not left(), 30, "nothing is left of the session that was not wanted any more")
     finally:
         for container in left():

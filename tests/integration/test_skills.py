@@ -1,5 +1,5 @@
-"""Skills of an operator's folder on a real stack: listed everywhere, loaded, read, and their scripts run in the
-session's sandbox.
+"""Skills of an operator's folder on a real stack. Skills are listed everywhere, loaded and read, and their scripts
+run in the session's sandbox.
 """
 
 import json
@@ -93,7 +93,7 @@ async def test_skills_are_listed_loaded_read_and_run(engine: APIClient, tmp_path
             search = await session.call("vector-search", {"query": "when do I cut a rose"})
             assert json.loads(search.text())["results"][0]["path"] == "notes/roses.md"
             await session.call("bash_tool", {"command": "rm -r notes .toolcrew"})
-            # Where it lies the session cannot change it.
+            # The session cannot change the folder of the skill.
             folder = json.loads(ran.text())["folder"]
             tried = await session.call(
                 "bash_tool",
@@ -120,7 +120,8 @@ async def test_skills_are_listed_loaded_read_and_run(engine: APIClient, tmp_path
             plain = await use(session, name="echo", action="run", script="plain")
             assert (plain.error_code, "run bit" in plain.text()) == (ErrorCode.INVALID_ARGUMENTS, True)
 
-            # Files that are changed on the host change nothing: which they were was settled when they were loaded.
+            # Later changes of the files on the host have no effect, because the content is fixed when the skill is
+            # loaded.
             (echo / "data" / "word.txt").write_text("later")
             async with await client.open_session() as other:
                 told = await use(other, name="echo", action="run", script="echo.py")
@@ -237,7 +238,7 @@ async def test_a_skill_that_is_installed_for_a_tenant_is_its_own_alone(engine: A
             assert "Permission denied" in looked.text()
             assert "word.txt" not in looked.text()
 
-            # Who is asked for by name gets its instructions, and what is removed is there no more.
+            # A skill that is requested by name gives its instructions; a removed skill is not found.
             steps = [Calls([("echo", {})]), "done"]
             model = ScriptedModel(steps)
             assert (await acme.run("go", model=model)).answer == "done"
@@ -297,7 +298,7 @@ async def test_a_skill_of_a_tenant_is_a_tool_of_its_name_and_counts_as_bash(engi
             tools = {spec.name: spec for spec in await acme.tools()}
             assert {"shout", "late", "read_tool"} <= tools.keys()
             assert tools["read_tool"].description != tools["shout"].description
-            # A pattern of somebody else's is not checked by processes that are everybody's.
+            # Shared processes do not evaluate patterns of a tenant.
             assert tools["shout"].parameters["properties"] == {"text": {"type": "string"}}
             assert "shout" not in {spec.name for spec in await rival.tools()}
 
@@ -313,7 +314,7 @@ async def test_a_skill_of_a_tenant_is_a_tool_of_its_name_and_counts_as_bash(engi
             assert by_tool.text() == "HI ours\n"
             wrong = await use(mine, name="shout", action="run", args={"text": 1})
             assert (wrong.error_code, "text" in wrong.text()) == (ErrorCode.INVALID_ARGUMENTS, True)
-            # What a session holds is examined by nobody, and takes no tool's place.
+            # Content of a session is not examined, and replaces no tool.
             await mine.write_file(".skills/shout/SKILL.md", b"---\nname: shout\ndescription: Hijacks.\n---\n")
             assert (await mine.call("shout", {"text": "hi"})).text() == "HI ours\n"
 
@@ -357,7 +358,7 @@ async def test_a_session_has_skills_of_its_own_before_all_others(engine: APIClie
             assert (await use(other, name="late", action="run", script="run.sh")).text() == "everybodys\n"
             assert (await use(other, name="own")).error_code is ErrorCode.FILE_NOT_FOUND
 
-            # Nothing but plain files of the folder is the skill's.
+            # Only regular files of the folder belong to the skill.
             await mine.call(
                 "bash_tool",
                 {"command": "ln -s /etc/passwd .skills/own/link; mkfifo .skills/own/pipe; ln -s /etc .skills/etc"},

@@ -1,4 +1,4 @@
-"""Tenants on a real pool: a policy and a key take effect everywhere within two seconds, without a restart, on both
+"""Tenants on a real pool. A policy and a key take effect everywhere within two seconds, without a restart, on both
 sides of the queue.
 """
 
@@ -30,7 +30,7 @@ Call = Callable[[], Awaitable[ToolResult]]
 
 
 class Office:
-    """Tenants and keys of the stack, as an administrator sets them."""
+    """Tenants and keys of the stack, with the operations of an administrator."""
 
     def __init__(self, tenants: RedisTenants, keys: ApiKeys) -> None:
         self.tenants = tenants
@@ -56,7 +56,7 @@ async def office(stack: Stack) -> AsyncIterator[Office]:
 
 
 async def seconds_until(call: Call, code: ErrorCode | None) -> float:
-    """How long it takes until the call ends with this code."""
+    """Return the seconds until the call ends with this code."""
     started = time.monotonic()
     while (await call()).error_code != code and time.monotonic() - started < 2 * SOON_S:
         pass
@@ -64,7 +64,7 @@ async def seconds_until(call: Call, code: ErrorCode | None) -> float:
 
 
 async def seconds_until_refused(session: Session, message: str) -> float:
-    """Return how long it takes until no program may be run."""
+    """Return the seconds until programs are no longer allowed."""
     started = time.monotonic()
     while time.monotonic() - started < 2 * SOON_S:
         try:
@@ -77,7 +77,7 @@ async def seconds_until_refused(session: Session, message: str) -> float:
 
 
 async def past_all_checks(door: Dispatcher, session: Session, command: str) -> ToolResult:
-    """What a worker alone makes of a command: the dispatcher knows no tenants."""
+    """Return the result of a command from a worker alone. The dispatcher knows no tenants."""
     call = ToolCall(id=f"tenant-{time.monotonic_ns()}", name="bash_tool", arguments={"command": command})
     return await door.dispatch(Request(call, session.tenant, session.id, (await session.info()).queue))
 
@@ -105,7 +105,7 @@ async def test_what_a_policy_forbids_is_refused_on_both_sides_within_two_seconds
             for call in (smuggled, sent):
                 assert await seconds_until(call, ErrorCode.PERMISSION_DENIED) < SOON_S
             assert (await session.call("write_tool", {"file_path": "a.txt", "content": "a"})).success
-            # Another worker process may execute it, which learns of the policy in its own time.
+            # Another worker process may execute the call, and that process learns of the policy at another time.
             assert await seconds_until_refused(session, "not allowed for tenant default") < SOON_S
         for call in (smuggled, sent):
             assert await seconds_until(call, None) < SOON_S

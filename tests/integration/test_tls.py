@@ -1,6 +1,4 @@
-"""Redis behind TLS: a call goes through every client of both sides, and what is not the right server, or the right
-client, is refused.
-"""
+"""Redis behind TLS. A call works through every client of both sides. A wrong server or a wrong client is refused."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -46,7 +44,7 @@ def broker_at(ground: Ground, port: int, **files: str) -> BrokerSettings:
 
 
 async def refusals(broker: BrokerSettings) -> list[str]:
-    """What orchestrator and worker say of a Redis that they do not use."""
+    """Return the messages of orchestrator and worker about a Redis that both refuse."""
     client = open_redis(broker)
     try:
         with pytest.raises(BrokerUnavailable) as refused:

@@ -1,4 +1,6 @@
-"""Turning tools off on a real pool: everywhere within two seconds, without a restart, and for nothing else."""
+"""Switch tools off on a real pool. The switch takes effect everywhere within two seconds, without a restart, and
+affects nothing else.
+"""
 
 import asyncio
 import contextlib
@@ -33,9 +35,7 @@ async def turned_off(client: ToolClient, name: str) -> AsyncIterator[None]:
 
 
 async def seconds_until(session: Session, door: Dispatcher | None, code: ErrorCode | None) -> float:
-    """How long it takes until a call of bash_tool ends with this code; sent by the session, or past all its checks by
-    `door`.
-    """
+    """Return the seconds until a call of bash_tool ends with this code. `door`: bypasses all checks of the session."""
     info, started = await session.info(), time.monotonic()
     while True:
         if door is None:
@@ -49,10 +49,10 @@ async def seconds_until(session: Session, door: Dispatcher | None, code: ErrorCo
 
 
 async def seconds_until_untold(client: ToolClient) -> float:
-    """How long it takes until a model is told nothing of bash_tool."""
+    """Return the seconds until bash_tool is no longer offered to a model."""
     started = time.monotonic()
     while "bash_tool" in [spec.name for spec in await client.tools()] and time.monotonic() - started < 2 * SOON_S:  # noqa: ASYNC110
-        await asyncio.sleep(0.05)  # what another client knows has no event here
+        await asyncio.sleep(0.05)  # the state of another client gives no event here
     return time.monotonic() - started
 
 
@@ -60,13 +60,13 @@ async def test_every_worker_and_every_client_knows_within_two_seconds(
     stack: Stack, client: ToolClient, session: Session
 ) -> None:
     async with ToolClient.connect(stack.redis_url) as administrator, open_dispatcher(stack.broker) as door:
-        # All know that it is on, as late as can be.
+        # All processes know that the tool is on, as late as possible.
         assert await seconds_until(session, None, None) < SOON_S
         assert await seconds_until(session, door, None) < SOON_S
         async with turned_off(administrator, "bash_tool"):
             assert await seconds_until(session, door, ErrorCode.TOOL_DISABLED) < SOON_S
             assert await seconds_until(session, None, ErrorCode.TOOL_DISABLED) < SOON_S
-            # The worker may have said it before this client knew.
+            # The worker may have learned of the switch before this client.
             assert await seconds_until_untold(client) < SOON_S
             assert (await session.call("write_tool", {"file_path": "a.txt", "content": "a"})).success
             assert (await session.exec(["true"])).returncode == 0

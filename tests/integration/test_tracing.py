@@ -1,4 +1,4 @@
-"""Spans of real calls through a real stack, as a collector gets them."""
+"""Spans of real calls through a real stack, as a collector receives them."""
 
 import json
 from collections.abc import AsyncIterator, Iterator
@@ -54,7 +54,7 @@ def traced_stack(
 
 @pytest.fixture
 def collector(shared_collector: Collector, monkeypatch: pytest.MonkeyPatch) -> Collector:
-    """Empty; this process's spans go there, too."""
+    """Return the empty collector, which also receives the spans of this process."""
     shared_collector.forget()
     for name, value in shared_collector.environment().items():
         monkeypatch.setenv(name, value)
@@ -227,7 +227,7 @@ async def test_a_trace_that_is_not_recorded_costs_workers_nothing(
             "go", model=ScriptedModel([Calls([("bash_tool", {"command": "true"})]), "done"]), tools=["bash_tool"]
         )
     monkeypatch.delenv("OTEL_TRACES_SAMPLER")
-    # Spans of one worker come in their order: those of the second call would come behind the first one's.
+    # Spans of one worker arrive in order: the spans of the second call come after the spans of the first.
     async with ToolClient.connect(traced_stack.redis_url) as client, await client.open_session() as session:
         await session.call("write_tool", {"file_path": "a", "content": "b"})
     collector.wait_for("process write_tool", "process session.close")

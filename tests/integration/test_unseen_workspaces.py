@@ -1,5 +1,5 @@
-"""A sandboxd whose mounts the engine does not see, as one in a mount namespace of its own: it finds out before it
-serves.
+"""A sandboxd whose mounts the engine does not see, as in a separate mount namespace. The daemon detects this before
+it serves.
 """
 
 import os
@@ -21,14 +21,14 @@ DEPLOYMENT = "unseen"
 
 @pytest.fixture(autouse=True)
 def unseen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the engine then sees: the folder, and nothing mounted there."""
+    """Simulate the engine's view: the folder, with nothing mounted on it."""
     open_engine()
     require_images()
     monkeypatch.setattr(image_module, "_mount", lambda image, _place: os.close(image))
 
 
 async def open_on(folder: Path, **fields: object) -> str:
-    """The kind of workspace that it serves with, and why."""
+    """Return the kind of workspace that sandboxd uses, and the reason."""
     own = {
         "sandboxd_state": folder / "state",
         "sandboxd_leases": folder / "leases",
@@ -48,7 +48,7 @@ async def open_on(folder: Path, **fields: object) -> str:
 async def test_it_takes_the_next_best_kind_and_says_why(tmp_path: Path) -> None:
     served = await open_on(tmp_path, sandbox_workspace_bytes=300 * MIB)
 
-    # Not memory: that much of it nobody has asked for.
+    # Not memory, because no setting allows so much memory.
     assert served.startswith("folder: no images: the engine does not see those that are made here (a sandbox of image")
     assert "its quota is not in force" in served
 

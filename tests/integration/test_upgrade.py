@@ -1,5 +1,5 @@
-"""A deployment that is upgraded: hosts and orchestrators of the release before and of this one serve the same pool side
-by side.
+"""A deployment during an upgrade. Hosts and orchestrators of the previous release and of this release serve the same
+pool.
 """
 
 import asyncio
@@ -24,8 +24,8 @@ from tests.stack import ROOT, TOOLCREW, UP_S, end_process, eventually, wait_unti
 
 SESSIONS, ITEMS = 4, 3
 COMMAND = (sys.executable, "-c", "from orchestrator.cli.main import main; main()")
-"""toolcrew, of the release in whose tree it is started."""
-# Run in the tree of the release before; prints what came of calls in a few sessions.
+"""toolcrew, of the release in whose tree the command starts."""
+# Runs in the tree of the previous release, and prints the results of calls in a few sessions.
 OLD_ORCHESTRATOR = """
 import asyncio, json, sys
 import orchestrator
@@ -68,7 +68,7 @@ def settings_of(ground: Ground) -> OrchestratorSettings:
 
 
 async def open_on_both(client: ToolClient) -> dict[str, list[Session]]:
-    """Sessions by the host that has them, SESSIONS at least, and one on each host."""
+    """Return sessions by host: at least SESSIONS in total, and one on each host."""
     found: dict[str, list[Session]] = {"old": [], "new": []}
     while not all(found.values()) or sum(map(len, found.values())) < SESSIONS:
         session = await client.open_session()
@@ -98,14 +98,14 @@ def test_an_earlier_orchestrator_calls_on_hosts_of_both_releases(ground: Ground,
 
 
 def batch_service(tree: Path) -> list[str]:
-    """The command that runs detached batches, of that tree's release."""
+    """Return the command that runs detached batches, of that tree's release."""
     if tree == ROOT:
         return [sys.executable, "-m", "orchestrator", "serve", "batches", "--no-traces"]
     return [*COMMAND, "batch", "work", "--no-traces"]
 
 
 def batch_in(ground: Ground, tree: Path, *arguments: str) -> str:
-    """What a command about batches prints, of that tree's release."""
+    """Return the output of a batch command of that tree's release."""
     done = subprocess.run(
         [*COMMAND, "batches" if tree == ROOT else "batch", *arguments],
         cwd=tree,

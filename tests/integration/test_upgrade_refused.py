@@ -1,5 +1,5 @@
-"""A deployment with processes of a release that is too old to serve together with this one: each side refuses the
-other's, and says so.
+"""A deployment with processes of a release that is too old for this release. Each side refuses the other side's
+processes and reports the reason.
 """
 
 import json
@@ -31,8 +31,8 @@ except ModuleNotFoundError:  # the earlier releases
 main()
 """
 COMMAND = (sys.executable, "-c", _MAIN)
-"""toolcrew, of the release in whose tree it is started."""
-# Run in the tree of the earlier release; prints why no session was opened.
+"""toolcrew, of the release in whose tree the command starts."""
+# Runs in the tree of the earlier release, and prints why no session was opened.
 EARLIER_ORCHESTRATOR = """
 import asyncio
 from orchestrator.client import ToolClient
@@ -97,7 +97,7 @@ async def test_an_orchestrator_of_this_release_refuses_earlier_hosts(old_host: G
 
 
 def test_a_call_of_an_earlier_release_is_refused_by_a_host_of_this_one(new_host: Ground) -> None:
-    """As it lies in a queue when its host is upgraded without a drain."""
+    """Such a call lies in a queue when its host is upgraded without a drain."""
     call = ToolCall(id="left-over", name="bash_tool", arguments={"command": "touch $TALLY/ran"})
     with new_host.open_redis() as store:
         queue = store.zrange(hosts_key(new_host.deployment), 0, -1)[0].decode()  # type: ignore[index]
@@ -140,7 +140,7 @@ def test_no_orchestrator_works_a_batch_on_hosts_of_the_other_release(
             argv, cwd=works, env=ground.environment({"TOOLCREW_APPROVALS": "auto"}), stdout=log, stderr=log
         )
     try:
-        # It waits for hosts of its own release, or finds no batch that it can read.
+        # The service waits for hosts of its own release, or finds no batch that it can read.
         wait_until(lambda: "pool_not_there" in said.read_text() or "serving" in said.read_text(), UP_S, said.read_text)
     finally:
         end_process(serving, UP_S)

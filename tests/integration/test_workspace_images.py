@@ -16,9 +16,7 @@ from workers.sandboxd.runtime.hardening import SandboxLimits
 
 SIZE = WorkspaceSize(8 * MIB, 300)
 pytestmark = pytest.mark.stack
-LIMITS = SandboxLimits(
-    workspace_bytes=64 * MIB
-)  # ends one file; above the image's size, so that it is the image that refuses
+LIMITS = SandboxLimits(workspace_bytes=64 * MIB)  # limit of one file; larger than the image, so that the image refuses
 
 
 @pytest.fixture
@@ -29,7 +27,7 @@ def images(tmp_path: Path) -> Iterator[ImageWorkspaces]:
 
 @contextlib.contextmanager
 def box_with(api: APIClient, bind: str) -> Iterator[Box]:
-    """A container of the profile with the path as its workspace."""
+    """Run a container of the profile with this path as its workspace."""
     host = build_config(api, limits=LIMITS)["HostConfig"]
     mount = {
         "Type": "bind",
@@ -44,7 +42,7 @@ def box_with(api: APIClient, bind: str) -> Iterator[Box]:
 
 @contextlib.asynccontextmanager
 async def started(api: APIClient, workspace: ImageWorkspace) -> AsyncIterator[Box]:
-    """A running container that alone has the workspace: our own mount is gone already."""
+    """Yield a running container that alone has the workspace. The mount of this process is already removed."""
     with contextlib.ExitStack() as stack:
         async with workspace.mounted() as mount:
             box = stack.enter_context(box_with(api, mount.bind or ""))
@@ -76,7 +74,7 @@ async def test_the_sandbox_meets_both_limits_as_a_full_disk_and_its_files_go_on_
 
     async with started(
         engine, workspace
-    ) as box:  # at once: the mount waits for what the removal of the first has not finished
+    ) as box:  # at once: the mount waits for the unfinished removal of the first container
         assert box.run("cat /workspace/kept; id -u; ls -A /workspace").output.split() == ["kept", "1000", "kept"]
 
     await workspace.remove()

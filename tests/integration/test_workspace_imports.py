@@ -1,5 +1,5 @@
-"""Sessions that begin with an archive or a git bundle: unpacked inside; a hostile one is one clear error and hurts
-nobody.
+"""Sessions that begin with an archive or a git bundle. The content is unpacked inside the sandbox. A hostile archive
+gives one clear error and harms no other session.
 """
 
 import bz2
@@ -24,7 +24,7 @@ MIB = 1024 * 1024
 
 
 def tar_of(*entries: tuple[str, bytes | str | int]) -> bytes:
-    """Names with content; a str is a link's target, a number the size of a file of zeros."""
+    """Return a tar of names with content. A str is a link's target; a number is the size of a file of zeros."""
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w") as archive:
         for name, content in entries:
@@ -128,7 +128,7 @@ async def test_a_session_that_could_not_begin_is_closed(client: ToolClient, tmp_
 )
 async def test_a_bomb_ends_where_the_room_does(kind: str, content: Callable[[], bytes], session: Session) -> None:
     with pytest.raises(ToolFailure) as refused:
-        # /tmp is the smallest place of a sandbox.
+        # /tmp is the smallest writable folder of a sandbox.
         await session._verb("import", {"kind": kind, "path": "/tmp"}, content=content(), timeout_s=60)
     assert refused.value.code is ErrorCode.NO_SPACE
     assert await output(session, "rm -rf /tmp/*; echo still here") == "still here\n"

@@ -1,4 +1,4 @@
-"""One real stack with two replicas of the MCP server."""
+"""A real stack with two replicas of the MCP server."""
 
 from collections.abc import Iterator
 

@@ -1,4 +1,4 @@
-"""Random numbers from a seed. The same request gets the same number, in whatever order requests arrive."""
+"""Random numbers from a seed. The same request gets the same number, in any order of requests."""
 
 import hashlib
 import struct

@@ -20,8 +20,8 @@ from tests.model_server.wire import Connection
 Lines = Sequence[dict[str, Any]]
 OK = {"kind": "rule", "reply": {"text": "ok"}}
 TRUST_NOBODY = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-"""For clients of loopback, which use no TLS. Loading the system's authorities takes longer than everything else in
-such a test.
+"""The TLS settings of clients of loopback, which use no TLS. Loading the system's authorities takes longer than
+everything else in such a test.
 """
 
 

@@ -150,8 +150,8 @@ class Recorder:
         )
 
     async def _copy(self, request: Request, asked: Asked, response: httpx.Response) -> AsyncIterator[bytes]:
-        """Yield the body as it arrives. The pair is written before the end of the body is sent, so that a client with
-        a complete reply finds the pair in the file.
+        """Yield the body as it arrives. The pair is written before the end of the body is sent. So a client with a
+        complete reply finds the pair in the file.
         """
         parts: list[bytes] = []
         try:
@@ -222,7 +222,7 @@ def _strike_pieces(body: str, secrets: Sequence[str]) -> str:
 
 
 class _Event:
-    """One event of a stream, and the pieces of text in the event."""
+    """An event of a stream, and the pieces of text in the event."""
 
     def __init__(self, written: str) -> None:
         self._written = written

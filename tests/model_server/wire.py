@@ -74,7 +74,7 @@ class _Refused(Exception):
 
 @dataclass
 class Connection(asyncio.Protocol):
-    """One client connection. Requests are answered one after the other."""
+    """A client connection. Requests are answered one after the other."""
 
     service: Service
     _waiting: bytearray = field(default_factory=bytearray)

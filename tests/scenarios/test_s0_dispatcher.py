@@ -1,5 +1,5 @@
-"""Rows S0-09 to S0-13 of the scenarios: one dispatcher, which executor a call reaches, and what it says when none does
-or one takes too long.
+"""Rows S0-09 to S0-13 of the scenarios: one dispatcher, the executor that a call reaches, and the errors for a
+missing executor and a time-out.
 """
 
 import asyncio
@@ -36,7 +36,7 @@ ROUTE = ("acme", "s1", "q")
 
 
 class Door:
-    """A dispatcher in front of `transport`, and the results that went through it."""
+    """A dispatcher in front of `transport`, and the results that passed through the dispatcher."""
 
     def __init__(self, transport: Transport, *specs: ToolSpec) -> None:
         self.specs = specs
@@ -53,7 +53,7 @@ class Door:
 
 
 class Workers:
-    """A real worker executor over its registry; the sandbox is a script."""
+    """A real worker executor over its registry. The sandbox is scripted."""
 
     def __init__(self, *answers: Any) -> None:
         registry = build_registry()

@@ -1,4 +1,4 @@
-"""Rows S0-18 to S0-20 of the scenarios: what a model that calls by tags is told of the tools."""
+"""Rows S0-18 to S0-20 of the scenarios: the description of the tools for a model that calls by tags."""
 
 import pytest
 

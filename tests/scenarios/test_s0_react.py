@@ -1,4 +1,4 @@
-"""Rows S0-14 to S0-17 of the scenarios: tags in the ReAct loop, switched off, and beside native calls."""
+"""Rows S0-14 to S0-17 of the scenarios: tags in the ReAct loop, switched off, and together with native calls."""
 
 import asyncio
 from typing import Any
@@ -22,7 +22,7 @@ NATIVE = Calls([("vector-search", {"query": "native"})])
 
 
 class Search:
-    """The tool, and what it was asked."""
+    """The search tool, with a record of its queries."""
 
     def __init__(self) -> None:
         self.queries: list[str] = []

@@ -1,5 +1,5 @@
-"""Rows S0-01 to S0-08 of the scenarios: calls as tags in the text, and when they and the text around them come out of a
-stream.
+"""Rows S0-01 to S0-08 of the scenarios: calls as tags in the text, and the moment at which calls and the surrounding
+text leave a stream.
 """
 
 import asyncio
@@ -32,7 +32,7 @@ THREE_CHUNKS = (
 
 
 class Seen:
-    """Events as they happen, and a wait for one that has happened."""
+    """Records events as they happen, and waits for an event."""
 
     def __init__(self) -> None:
         self.events: list[RunEvent] = []
@@ -43,7 +43,7 @@ class Seen:
         self._changed.set()
 
     async def until(self, is_it: Callable[["Seen"], bool]) -> None:
-        """Wait until `is_it` holds; TimeoutError when that does not come without anything further being written."""
+        """Wait until `is_it` holds. Raises TimeoutError if the condition needs more input."""
         async with asyncio.timeout(SOON_S):
             while not is_it(self):
                 self._changed.clear()
@@ -56,7 +56,7 @@ class Seen:
         return any(isinstance(event, kind) for event in self.events)
 
     def in_order(self) -> list[str]:
-        """Texts, neighbours joined, and the marks of calls."""
+        """Return the texts, with adjacent texts joined, and the marks of calls."""
         told: list[str] = []
         for event in self.events:
             if isinstance(event, CallStarted | CallFinished):
@@ -86,7 +86,7 @@ def chunk(text: str) -> Chunk:
 
 
 def streamed(*chunks: str) -> ScriptedModel | StreamModel:
-    """A model whose first reply comes in these chunks, and whose second is an answer."""
+    """Return a model whose first reply arrives in these chunks, and whose second reply is an answer."""
 
     async def stream(request: ModelRequest) -> AsyncIterator[Chunk]:
         for text in chunks if len(request.messages) == 2 else ("好了",):

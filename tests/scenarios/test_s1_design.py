@@ -1,5 +1,5 @@
-"""Rows S1-01 to S1-21 of the scenarios: tools, the registry, how the model decides, how results come back, and who
-hands what to whom.
+"""Rows S1-01 to S1-21 of the scenarios: tools, the registry, the model's decisions, the path of results, and the data
+that each part passes to the next.
 """
 
 import json
@@ -40,7 +40,7 @@ REPLY = '{ "tool": null, "reply": "It is 22 degrees in Beijing." }'
 
 
 class Weather:
-    """The registry with the document's tool, and the cities it was asked about."""
+    """The registry with the document's tool, and the cities that the tool was called with."""
 
     def __init__(self) -> None:
         self.cities: list[str] = []
@@ -60,7 +60,7 @@ class Weather:
 
 
 class Gateway:
-    """A chat function that gives these replies, the last one for ever, and keeps what it was asked."""
+    """A chat function that gives these replies, repeats the last one, and records its requests."""
 
     def __init__(self, *replies: str) -> None:
         self._replies = replies
@@ -311,7 +311,7 @@ async def test_s1_16_the_gateway_takes_messages_and_gives_the_raw_content(is_asy
 
 async def test_s1_17_the_controller_gets_the_raw_content_and_its_decision_is_what_counts() -> None:
     class Own:
-        """Reads `NAME CITY`; anything else is a reply."""
+        """Reads `NAME CITY`. Any other text is a reply."""
 
         def parse(self, raw: str) -> ToolDecisionOutput:
             name, _, city = raw.partition(" ")

@@ -1,7 +1,6 @@
-"""Rows S1-22 to S1-35 of the scenarios: every name that the document lists, where it lives here, and what it is.
-
+"""Rows S1-22 to S1-35 of the scenarios: every name that the document lists, its module in this project, and its kind.
 The document's three TypeScript files are these modules: types.ts is contract.registry, contract.calls and
-orchestrator.dialects.decisions, registry.ts and runner.ts are orchestrator.sdk.tool_loop. Functions are written in
+orchestrator.dialects.decisions; registry.ts and runner.ts are orchestrator.sdk.tool_loop. Functions are written in
 snake_case.
 """
 

@@ -1,8 +1,6 @@
-"""Rows S1-36 to S1-45 of the scenarios: the document's own program line by line, its example run, and what may replace
-the decision.
-
-`npm run stage:3` is `python examples/weather_loop.py` here; `{ maxToolRounds: 5 }` is the argument `max_tool_rounds=5`;
-names of `deps` are written in snake_case.
+"""Rows S1-36 to S1-45 of the scenarios: the document's own program line by line, its example run, and replacements of
+the decision. `npm run stage:3` is `python examples/weather_loop.py` here; `{ maxToolRounds: 5 }` is the argument
+`max_tool_rounds=5`; names of `deps` are written in snake_case.
 """
 
 import os
@@ -51,7 +49,7 @@ def usage_registry() -> ToolLoopRegistry:
 
 
 class Gateway:
-    """Decides as the document's model does, on what it has been told."""
+    """Decides as the model of the document does, from the messages of the conversation."""
 
     def __init__(self) -> None:
         self.asked = 0
@@ -136,7 +134,9 @@ async def test_s1_41_the_reply_of_the_result_is_the_models() -> None:
 
 
 def run_example(*arguments: str) -> list[str]:
-    """The lines that it prints. Nothing of the environment but where programs are: no endpoint may be asked."""
+    """Return the lines that the example prints. The environment holds only PATH, so that the example cannot call an
+    endpoint.
+    """
     environment = {"PATH": os.environ.get("PATH", ""), "PYTHONDONTWRITEBYTECODE": "1"}
     ended = subprocess.run(
         [sys.executable, str(EXAMPLE), *arguments],

@@ -1,4 +1,4 @@
-"""Rows S2-13 to 16 and S4-21 to 23 of the scenarios: the command execution tool, by the real registry and the real
+"""Rows S2-13 to 16 and S4-21 to 23 of the scenarios: the command execution tool, with the real registry and the real
 guest.
 """
 
@@ -23,7 +23,7 @@ pytestmark = needs_namespace
 
 
 class GuestClient(SandboxClient):
-    """A guest on pipes in place of sandboxd: what its answer may hold is filtered as there."""
+    """A guest on pipes in place of sandboxd. Its replies are filtered as in sandboxd."""
 
     def __init__(self, guest: Guest) -> None:
         super().__init__("/nonexistent")
@@ -43,7 +43,7 @@ class GuestClient(SandboxClient):
 
 
 class Agent:
-    """Whoever calls bash_tool."""
+    """The agent that calls bash_tool."""
 
     def __init__(self, guest: Guest) -> None:
         self.guest = guest
@@ -82,7 +82,7 @@ def test_s2_13_an_agent_executes_commands_for_a_complex_task(agent: Agent) -> No
 
 
 def test_s2_14_a_simple_command_gives_standard_output_and_error(agent: Agent) -> None:
-    """S2-14: `ls -la` of what is there and of what is not."""
+    """S2-14: `ls -la` of an existing path and of a missing path."""
     (agent.guest.workspace / "seen.txt").write_text("x")
     result = agent.bash("ls -la seen.txt missing.txt", cwd=str(agent.guest.workspace))
     assert result.success
@@ -92,7 +92,7 @@ def test_s2_14_a_simple_command_gives_standard_output_and_error(agent: Agent) ->
 
 
 def test_s2_15_a_command_that_runs_too_long_is_ended_with_a_timeout_error(agent: Agent) -> None:
-    """S2-15: what it printed until then is there, and nothing of it runs on."""
+    """S2-15: the output up to the limit is returned, and no process continues."""
     started = time.monotonic()
     result = agent.bash("echo before; setsid sleep 1000 & sleep 1000", timeout_s=0.3)
     assert time.monotonic() - started < 3
@@ -106,7 +106,7 @@ def test_s2_15_a_command_that_runs_too_long_is_ended_with_a_timeout_error(agent:
     "command", ["rm -rf /", "sudo rm -rf --no-preserve-root /", "mkfs.ext4 /dev/sda", ":(){ :|:& };:"]
 )
 def test_s2_16_a_dangerous_command_is_refused_with_a_security_error(agent: Agent, command: str) -> None:
-    """S2-16: and has not run."""
+    """S2-16: the refused command does not run."""
     result = agent.bash(f"touch ran; {command}")
     assert (result.success, result.error_code) == (False, ErrorCode.SECURITY_REFUSED)
     assert result.text().startswith("Error [SECURITY_REFUSED]: ")
@@ -121,21 +121,21 @@ def test_s4_21_the_registry_provides_a_tool_for_shell_commands() -> None:
 
 
 def test_s4_22_a_command_runs_in_a_shell_and_gives_both_streams_and_the_exit_code(agent: Agent) -> None:
-    """S4-22: a pipe, a substitution and a redirection are the shell's."""
+    """S4-22: the shell handles a pipe, a substitution and a redirection."""
     result = agent.bash('printf "%s\\n" a b | wc -l; echo "$((6 * 7))" >&2; exit 3')
     assert result.success
     assert (result.metadata["stdout"], result.metadata["stderr"], result.metadata["exit_code"]) == ("2\n", "42\n", 3)
 
 
 def test_s4_23_the_limit_ends_the_command_and_the_next_one_works(agent: Agent) -> None:
-    """S4-23: even one that ignores being asked."""
+    """S4-23: even a command that ignores the first signal is ended."""
     result = agent.bash("trap '' TERM; sleep 1000; sleep 1000", timeout_s=0.2)
     assert (result.error_code, "limit of 0.2 s" in str(result.error)) == (ErrorCode.TIMEOUT, True)
     assert agent.bash("echo well").output == "well\n"
 
 
 def test_s2_13_a_job_runs_beside_other_commands(agent: Agent) -> None:
-    """S2-13: a server of its own, fed and asked while the agent goes on."""
+    """S2-13: a server runs in the background. The agent sends input and queries while other commands run."""
     started = agent.bash("echo up; while read word; do echo got $word; done", background=True)
     job = started.metadata["job_id"]
     assert "[log: " in str(started.output)
@@ -149,7 +149,7 @@ def test_s2_13_a_job_runs_beside_other_commands(agent: Agent) -> None:
 
 
 def test_s2_14_a_long_output_is_shown_in_part_and_the_rest_is_in_a_file(agent: Agent) -> None:
-    """S2-14: head and tail, whole lines, and the call that shows what lies between."""
+    """S2-14: head and tail in whole lines, and the call that shows the part between them."""
     result = agent.bash("seq 1 50000")
     text = str(result.output)
     assert result.truncated

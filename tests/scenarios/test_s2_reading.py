@@ -1,4 +1,4 @@
-"""Rows S2-01 to S2-04, S4-16 and S4-17 of the scenarios: reading a file, a range of it, and one that is not there."""
+"""Rows S2-01 to S2-04, S4-16 and S4-17 of the scenarios: reading a file, a range of a file, and a missing file."""
 
 from collections.abc import Iterator
 

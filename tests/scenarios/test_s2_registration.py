@@ -1,5 +1,5 @@
-"""Rows S2-24 to S2-27 of the scenarios (and T18, T19): one registry, everything in it enabled at the start, turned off
-and on while it is used, listed.
+"""Rows S2-24 to S2-27 of the scenarios (and T18, T19): one registry, with every tool enabled at the start, switched
+off and on during use, and listed.
 """
 
 from collections.abc import AsyncIterator, Iterator
@@ -46,7 +46,7 @@ def quiet_logs() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def fresh_switches(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is known of the switches is never old: how old it may be is another test's."""
+    """Disable the cache of the switches. Other tests check how old a cached value may be."""
     monkeypatch.setattr("store.switches.SWITCHES_FRESH_S", 0.0)
     monkeypatch.setattr("store.switches.SWITCHES_FRESH_S", 0.0)
 
@@ -70,7 +70,7 @@ async def client(pool: SwitchedPool) -> AsyncIterator[ToolClient]:
 
 
 async def work(client: ToolClient, *replies: Any) -> list[str]:
-    """A run of these replies; gives what each of its calls was told."""
+    """Run the agent with these replies. Return the result of each call."""
     seen: list[RunEvent] = []
     await client.run(
         "go", session=await client.open_session(), model=ScriptedModel([*replies, "ok"]), on_event=seen.append
@@ -123,7 +123,7 @@ async def test_s2_24_a_skill_that_a_tenant_installs_runs_through_skill_tool_of_t
         switch = b'{"by": "ada"}'
         pool.redis.hset("toolcrew:default:switches", off, switch)
         assert (await session.call("counts", {"text": "a"})).error_code is ErrorCode.TOOL_DISABLED
-        # The worker refuses it too, whatever the sender knows of the switches.
+        # The worker refuses the call too, even if the sender's copy of the switches is stale.
         client._dispatcher._rules = replace(client._dispatcher._rules, switches=None)
         assert (await session.call("counts", {"text": "a"})).error_code is ErrorCode.TOOL_DISABLED
 
@@ -135,7 +135,7 @@ def test_s2_25_the_built_in_tools_are_registered_by_themselves_and_enabled() -> 
 
 
 def test_s2_25_the_web_tools_are_among_them_without_any_key_of_a_search_service() -> None:
-    """T22: one that lacks its key says so when it is called; it neither vanishes nor stops the start."""
+    """T22: a tool without its key reports the missing key on a call. The tool is listed, and the start succeeds."""
     tools = build_web_tools(WebSettings(), MemoryStore())
     states = {state.name: state.state for state in ToolRegistry(tools).describe()}
     assert states == {"webfetch_tool": "enabled", "websearch_tool": "enabled"}
@@ -172,7 +172,7 @@ async def test_s2_26_a_tool_turned_off_in_the_middle_of_a_run_gives_an_error_res
 async def test_s2_26_an_agent_is_not_told_of_a_tool_that_is_off_and_one_that_calls_it_nevertheless_reads_why(
     client: ToolClient,
 ) -> None:
-    """T18: not the words for a tool that is not there."""
+    """T18: the error differs from the error for a missing tool."""
     await client.disable("beta_tool", reason="no more")
     model = ScriptedModel([call("beta_tool"), call("gamma_tool"), "ok"])
     seen: list[RunEvent] = []
@@ -254,7 +254,7 @@ async def test_s2_26_tools_of_a_program_itself_are_turned_off_and_on_in_its_regi
 
 
 async def test_s2_27_the_list_has_every_registered_tool_with_name_description_and_status(client: ToolClient) -> None:
-    """T19: the administrator's view; an agent sees only what is enabled."""
+    """T19: the administrator sees every tool; an agent sees only enabled tools."""
     await client.disable("beta_tool", reason="no more", by="ada")
     states = await client.tool_states()
     assert [(state.name, state.description, state.state) for state in states] == [

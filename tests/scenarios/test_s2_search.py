@@ -1,5 +1,5 @@
-"""Rows S2-05 to S2-12 and S4-26 to S4-29 of the scenarios: finding files by name, and their contents by a regular
-expression.
+"""Rows S2-05 to S2-12 and S4-26 to S4-29 of the scenarios: search of files by name, and of their contents by a
+regular expression.
 """
 
 import os
@@ -43,7 +43,7 @@ def tools(guest: Guest) -> GuestTools:
 
 
 def search(tools: GuestTools, tool: str, **arguments: Any) -> list[str]:
-    """The lines of a search that succeeded, without its last ones in brackets."""
+    """Return the lines of a successful search, without its last lines in brackets."""
     result = tools.run(tool, **arguments)
     assert result.success, result.error
     return [line for line in str(result.output).splitlines() if not line.startswith("[")]

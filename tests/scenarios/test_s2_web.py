@@ -1,4 +1,4 @@
-"""Rows S2-17 to S2-23 of the scenarios: searching the web and fetching pages, over loopback servers."""
+"""Rows S2-17 to S2-23 of the scenarios: web search and page fetching, over loopback servers."""
 
 from collections.abc import Iterator
 
@@ -26,7 +26,7 @@ def web() -> Iterator[WebServer]:
 
 
 def call(web: WebServer, name: str, *, is_configured: bool = True, **arguments: object) -> ToolResult:
-    """A call of the tools as their worker puts them together from settings; only site.example may be fetched from."""
+    """Call the tools as their worker builds them from settings. Only site.example may be fetched."""
     settings = WebSettings(
         webfetch_allow_hosts=[f"site.example:{web.port}"],
         searxng_url=SecretStr(web.url("", "127.0.0.1")) if is_configured else None,

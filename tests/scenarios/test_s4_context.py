@@ -1,4 +1,6 @@
-"""Rows S4-02 and S4-12 to S4-15 of the scenarios: what a tool is, and what it is told beside its arguments."""
+"""Rows S4-02 and S4-12 to S4-15 of the scenarios: the definition of a tool, and the context that a tool gets besides
+its arguments.
+"""
 
 import asyncio
 import json
@@ -30,7 +32,7 @@ from workers.tools.base import Outcome, ToolEnvironment, WorkerRegistry, WorkerT
 
 
 class FixedModel:
-    """A model that completes everything in the same words."""
+    """A model that returns the same completion for every prompt."""
 
     name = "fixed"
 
@@ -166,7 +168,7 @@ async def test_s4_15_a_tool_reads_and_updates_the_state_of_its_session() -> None
 def serve(
     *made: FunctionTool[..., Any], states: StateStore | None = None, events: Any = None, **config: Any
 ) -> Executor:
-    """A worker's executor with these tools."""
+    """Return a worker's executor with these tools."""
     calls = CustomCalls(config)
     registry = WorkerRegistry(WorkerTool(one.spec, calls.build_handler(one), one.validators) for one in made)
     return build_executor(

@@ -1,4 +1,4 @@
-"""Rows S4-18 to S4-20 of the scenarios: writing a file, editing one, and paths that may not be used."""
+"""Rows S4-18 to S4-20 of the scenarios: writing a file, editing a file, and forbidden paths."""
 
 from collections.abc import Iterator
 

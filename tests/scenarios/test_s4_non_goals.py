@@ -1,4 +1,6 @@
-"""Rows S4-34 to S4-37 of the scenarios: what the tool system leaves out on purpose, told as what happens instead."""
+"""Rows S4-34 to S4-37 of the scenarios: features that the tool system omits on purpose, and the behavior in their
+place.
+"""
 
 import asyncio
 import dataclasses
@@ -21,7 +23,7 @@ from workers.tools.base import WorkerRegistry, WorkerTool
 
 
 class McpServer:
-    """What programs of the Model Context Protocol connect to: it lists tools when it is asked."""
+    """A server for clients of the Model Context Protocol. Lists its tools on request."""
 
     name = "files"
     asked = False
@@ -77,7 +79,7 @@ async def test_s4_35_no_result_is_cached_the_same_call_runs_again() -> None:
 
 
 async def run_reply(calls: Calls, *made: Any) -> list[str]:
-    """The results of one reply's calls, as the model reads them in its next request."""
+    """Return the results of one reply's calls, as the model reads them in its next request."""
     model, tools = ScriptedModel([calls, "done"]), LocalTools(made)
     await Agent(model, NativeDialect(), tools.specs(), tools.run_call).run("Go.")
     return [str(message["content"]) for message in model.requests[-1].messages if message["role"] == "tool"]

@@ -38,7 +38,7 @@ WRITE = build_spec("write_tool", requires_permission=True)
 async def run_agent(
     spec: ToolSpec, argument: str, value: str, approver: Approver, policy: ApprovalPolicy
 ) -> tuple[list[str], ScriptedModel]:
-    """An agent whose model calls the tool once. What the tool was run with, and the model with what it was told."""
+    """Run an agent whose model calls the tool once. Return the tool's runs and the messages that the model received."""
     ran: list[str] = []
 
     def tool(**arguments: Any) -> str:

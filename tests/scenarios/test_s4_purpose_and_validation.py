@@ -1,5 +1,5 @@
-"""Rows S4-01 and S4-30 of the scenarios: the tool system as a whole, and that arguments are validated whichever way a
-call comes.
+"""Rows S4-01 and S4-30 of the scenarios: the tool system as a whole, and the validation of arguments on every path of
+a call.
 """
 
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Rows S4-03, 04, 07 to 11 and 31 to 33 of the scenarios: what a tool says of itself, the registry, checking of
+"""Rows S4-03, 04, 07 to 11 and 31 to 33 of the scenarios: a tool's description, the registry, and the validation of
 arguments.
 """
 

@@ -1,4 +1,4 @@
-"""What the adapters for other frameworks say where the framework is not installed, and that nothing else needs it."""
+"""Error messages of the adapters when their framework is not installed. Nothing else needs the frameworks."""
 
 import subprocess
 import sys

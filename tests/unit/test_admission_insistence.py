@@ -1,4 +1,4 @@
-"""Calls that have time are sent again when their tenant's limits did not let them through, and no other ones."""
+"""Calls with time left are sent again if their tenant's limits rejected them. No other calls are sent again."""
 
 import pytest
 

@@ -1,5 +1,5 @@
-"""Whatever is asked and given back in whatever order, the script in Redis gives slots as the policy in plain Python
-does, and loses none.
+"""The admission script in Redis and a model in plain Python grant the same slots, in any order of requests and
+releases. No slot is lost.
 """
 
 from collections.abc import Iterator
@@ -37,7 +37,7 @@ STEPS = st.lists(st.one_of(ASK, ASK, ASK, END, END, PASS, SLOTS), max_size=60)
 
 
 class Pair:
-    """The script and the model, told the same."""
+    """The script and the model, with the same input for both."""
 
     def __init__(self, client: "redis.Redis") -> None:
         client.flushall()
@@ -70,7 +70,7 @@ class Pair:
 
     def slots(self, queue: str, slots: int) -> None:
         set_slots(self.client, slots, queue)
-        # Before the step: whoever it wakes finds them changed.
+        # Set this before the step: a call that wakes up must see the new policy.
         self.model.queues.setdefault(queue, Queue(queue, None)).slots = slots
         self.model.begin(self.ground.now)
         self.model.look(queue, slots)
@@ -83,7 +83,9 @@ class Pair:
             getattr(self, step[0])(*step[1:])
 
     def check(self) -> None:
-        """The same calls were given slots in the same order, and every number in Redis is what its lists add up to."""
+        """Check that the same calls got slots in the same order, and that every number in Redis is the sum of its
+        lists.
+        """
         assert self.ground.held == self.model.granted
         held, waiting, numbers = self.ground.kept("held"), self.ground.kept("waiting"), self.ground.numbers()
         assert sorted(held) == sorted(call.id for queue in self.model.queues.values() for call in queue.held)

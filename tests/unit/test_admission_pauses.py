@@ -1,4 +1,4 @@
-"""Admission of paused tenants: nothing of theirs begins, and nothing of it is lost."""
+"""Admission of paused tenants: no call of such a tenant starts, and no call is lost."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -18,7 +18,7 @@ SOON_S = 10.0
 
 
 class Tenants:
-    """One tenant's policy, as somebody sets it. `error`: what is raised instead."""
+    """A store with the policy of one tenant. `error`: the exception to raise instead of returning the policy."""
 
     def __init__(self, policy: TenantPolicy = TenantPolicy()) -> None:  # noqa: B008
         self.now = policy
@@ -35,8 +35,8 @@ class Tenants:
 
 
 class Slots:
-    """Gives every request a slot once `free` is set; one of a paused tenant waits, and fails with `error` once that is
-    set.
+    """Grants every request a slot after `free` is set. A request of a paused tenant waits, and fails with `error`
+    once `error` is set.
     """
 
     def __init__(self) -> None:

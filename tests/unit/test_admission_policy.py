@@ -1,5 +1,5 @@
-"""Who gets a slot next: shares, caps, rates, and what one tenant's long calls may hold. Steps of the script at given
-instants.
+"""The choice of the next call that gets a slot: shares, caps, rates, and the limit on long calls of one tenant. Steps
+of the script run at given instants.
 """
 
 from collections import Counter
@@ -126,7 +126,9 @@ def test_a_tenant_that_was_away_has_saved_nothing_up(ground: Ground) -> None:
 
 
 def test_a_tenant_that_comes_and_goes_with_every_call_gets_no_more_than_its_share(ground: Ground) -> None:
-    """It seldom has a call waiting when one of its calls has ended: its use must be remembered all the same."""
+    """The tenant rarely has a waiting call when one of its calls ends. The script must still remember the tenant's
+    use.
+    """
     policies = {"heavy": TenantPolicy(weight=9), "fleeting": TenantPolicy()}
     used = play(ground, policies, {"heavy": 0.4, "fleeting": 0.4}, for_s=30, callers={"heavy": 24, "fleeting": 2})
     assert share(used, "fleeting") == pytest.approx(0.1, abs=0.03)
@@ -251,7 +253,7 @@ def test_a_call_that_did_not_run_costs_nothing_and_teaches_nothing(ground: Groun
 
 
 def test_nothing_is_left_of_who_has_gone(ground: Ground) -> None:
-    """What stays are sums that expire by themselves."""
+    """Only sums remain, and they expire by themselves."""
     policy = TenantPolicy(in_flight=2, rate_per_s=5, burst=1)
     calls = [
         ground.ask(tenant, queue=queue, policy=policy)

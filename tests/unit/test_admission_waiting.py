@@ -223,7 +223,7 @@ def test_a_command_prints_one_line_when_its_calls_wait(
 
 
 class WaitingSession:
-    """A session whose call waits for a slot before it runs."""
+    """A session whose call waits for a slot before the call runs."""
 
     async def call(self, *_: Any, **__: Any) -> ToolResult:
         listener = waiting_listener()

@@ -1,5 +1,5 @@
-"""A real connection that ends after any byte of a reply: the run comes to the same answer, no call runs twice, no text
-is shown twice.
+"""A real connection that ends after any byte of a reply: the run gives the same answer, no call runs twice, and no
+text is shown twice.
 """
 
 import asyncio
@@ -48,7 +48,7 @@ ANSWERS = {"json": [text('{"tool": null, "reply": "It is ä."}'), END]}
 
 
 def promised(reply: bytes) -> bytes:
-    """The reply with its length in its head, so that a connection that ends before is one that broke."""
+    """Return the reply with its length in its head, so that a connection that ends early is a broken connection."""
     head, _, body = reply.partition(b"\r\n\r\n")
     return (
         head.replace(b"connection: close", b"connection: close\r\ncontent-length: %d" % len(body)) + b"\r\n\r\n" + body
@@ -84,7 +84,7 @@ async def test_a_connection_that_ends_after_any_byte_changes_nothing_of_the_run(
 
 
 def shown(events: list[RunEvent]) -> str:
-    """What a user sees who follows the events."""
+    """Return the text that a user who follows the events sees."""
     seen = ""
     for event in events:
         if isinstance(event, TextArrived):

@@ -1,4 +1,4 @@
-"""How a run ends when it does not answer: what its record holds then, what budgets count, and what is raised."""
+"""Ends of a run without an answer: the contents of the record, the counts of the budgets, and the exceptions raised."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -38,7 +38,7 @@ async def work(one: Agent, **fields: Any) -> RunResult:
 
 
 async def run_or_hang(call: ToolCall) -> ToolResult:
-    """Hangs where the text is `hang`."""
+    """Hang if the text is `hang`."""
     if call.arguments.get("text") == "hang":
         await asyncio.Event().wait()
     return ToolResult(
@@ -55,7 +55,7 @@ def chunk(text: str = "", finish: str | None = None, **delta: Any) -> Chunk:
 
 
 def unanswered(messages: list[Message]) -> list[str]:
-    """Ids of native calls that no tool message answers."""
+    """Return the ids of native calls that no tool message answers."""
     answered = [message["tool_call_id"] for message in messages if message["role"] == "tool"]
     return [
         entry["id"] for message in messages for entry in message.get("tool_calls", ()) if entry["id"] not in answered

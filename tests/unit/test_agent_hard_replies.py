@@ -1,5 +1,5 @@
-"""The loop and replies that are hard to take: broken off, too long, malformed, empty, huge, hostile. Each has a clear
-end, nothing is lost.
+"""The loop with difficult replies: broken off, too long, malformed, empty, huge or hostile. Each has a defined end,
+and nothing is lost.
 """
 
 import asyncio
@@ -27,7 +27,7 @@ TAG = '<tool_action name="echo"><text value="a" /></tool_action>'
 
 
 class House:
-    """A run with everything that can be seen of it from outside."""
+    """A run, with everything that is visible from outside."""
 
     def __init__(self, model: Model, dialect: Dialect | None = None, **options: Any) -> None:
         self.calls: list[ToolCall] = []
@@ -51,7 +51,7 @@ class House:
 
     @property
     def shown(self) -> str:
-        """What a user sees who follows the events."""
+        """Return the text that a user who follows the events sees."""
         text = ""
         for event in self.events:
             if isinstance(event, TextArrived):
@@ -70,7 +70,7 @@ def chunk(text: str = "", finish: str | None = None, **delta: Any) -> Chunk:
 
 
 def streams(*replies: Sequence[Chunk | Exception]) -> StreamModel:
-    """A model whose replies are those chunks, an exception among them being raised."""
+    """Return a model whose replies are these chunks. An exception among the chunks is raised."""
     left = iter(replies)
 
     async def stream(_: ModelRequest) -> AsyncIterator[Chunk]:

@@ -1,4 +1,4 @@
-"""Answers that are good for a moment."""
+"""Cached replies with a short lifetime."""
 
 import asyncio
 
@@ -8,7 +8,7 @@ from orchestrator.api.api_state import Fresh
 
 
 class Look:
-    """Counts how often it is looked."""
+    """Counts its calls."""
 
     def __init__(self) -> None:
         self.count = 0

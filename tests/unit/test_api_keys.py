@@ -1,4 +1,4 @@
-"""API keys: what is kept of one, for whom it opens, and that a wrong, expired or revoked one opens nothing."""
+"""API keys: the stored fields and the access of a key. A wrong, expired or revoked key gives no access."""
 
 import asyncio
 import re
@@ -45,7 +45,7 @@ class House:
         self.keys = ApiKeys(client, "test", KEYS, self.clock)
 
     def elsewhere(self) -> ApiKeys:
-        """The keys as another process knows them."""
+        """Return the keys as another process sees them."""
         return ApiKeys(self.client, "test", KEYS, self.clock)
 
 
@@ -65,7 +65,7 @@ async def failure_of(work: Any) -> ErrorCode:
 
 
 def make_old(keys: ApiKeys) -> None:
-    """As if what is known had been read a freshness ago."""
+    """Age the cached keys by the cache's maximum age."""
     for key_id, (record, asked_at) in keys._known.items():
         keys._known[key_id] = (record, asked_at - KEY_FRESH_S)
 

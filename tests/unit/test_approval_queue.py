@@ -1,4 +1,6 @@
-"""The queue of questions: asked, listed, answered once, from other processes; bounded, and gone when nobody waits."""
+"""The queue of approval questions: asked, listed and answered once, also from other processes. The queue is bounded.
+A question is removed when no process waits for it.
+"""
 
 import asyncio
 import dataclasses
@@ -102,7 +104,7 @@ async def test_the_gate_runs_the_changed_call_and_judges_it_once_more(desk: Desk
 async def test_whoever_goes_on_with_a_run_finds_its_question_and_the_answer_given_meanwhile(desk: Desk) -> None:
     question = build_question()
     assert await desk.queue().ask(question, "died", 60) is None
-    # Its process is gone; nobody has withdrawn anything.
+    # The asking process is dead and has not withdrawn the question.
     (shown,) = await desk.until_pending()
     await desk.queue().decide(shown.id, NO, digest=shown.digest, actor=ADMIN)
     async with asyncio.timeout(SOON_S):

@@ -24,7 +24,7 @@ MIB = 1024 * 1024
 async def pack(
     guest: Guest, roots: tuple[str, ...], write: Callable[[bytes], Awaitable[None]], max_bytes: int
 ) -> ArchiveFacts:
-    """The roots as one archive, written by `write`."""
+    """Pack the roots into one archive with `write`."""
     packing = Packing(guest, pack_roots(roots), max_bytes)
     async with contextlib.aclosing(packing.chunks()) as chunks:
         async for chunk in chunks:
@@ -97,7 +97,9 @@ def root(tmp_path: Path) -> Path:
 
 @pytest.fixture(autouse=True)
 def fifos(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where a guest that is killed leaves its own is no matter; on this host it is."""
+    """Keep the FIFOs in a folder of the test. A guest may leave FIFOs behind when it is killed; the test host must
+    not.
+    """
     (tmp_path / "fifos").mkdir()
     monkeypatch.setattr(packing_module, "_FIFO_FOLDER", str(tmp_path / "fifos"))
 

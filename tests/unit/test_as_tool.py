@@ -1,4 +1,4 @@
-"""Whatever can be run by name is a tool: functions, dicts and objects with execute, objects with `_run`."""
+"""Anything that can run by name is a tool: functions, dicts and objects with `execute`, and objects with `_run`."""
 
 import asyncio
 import inspect
@@ -21,7 +21,7 @@ class Place(BaseModel):
 
 
 def run(made: Tool[Any], **arguments: Any) -> Any:
-    """As a dispatcher would: checked by the schema first."""
+    """Run the tool as a dispatcher does: validate the arguments against the schema first."""
     prepared, _ = prepare_arguments(made.spec, arguments)
     value = made.handler(prepared, CONTEXT)
     return asyncio.run(value) if inspect.iscoroutine(value) else value

@@ -1,5 +1,5 @@
-"""How sandboxd reads what a guest says of its sandbox: never more than the protocol has, and a clean one is told from
-any other.
+"""The parser in sandboxd for a guest's report about its sandbox. The parser accepts only fields of the protocol, and
+distinguishes a clean sandbox from all others.
 """
 
 from collections.abc import Mapping
@@ -42,7 +42,7 @@ JSON = st.recursive(
 
 
 def with_value(path: str, value: object) -> dict[str, Any]:
-    """The clean answer with one field, `a` or `a.b`, replaced."""
+    """Return the clean answer with one field, `a` or `a.b`, replaced."""
     outer, _, inner = path.partition(".")
     return {**CLEAN, outer: {**CLEAN[outer], inner: value} if inner else value}
 
@@ -96,7 +96,7 @@ def test_what_is_no_count_is_refused(value: object) -> None:
 
 
 class Telling:
-    """A guest that answers what it is given."""
+    """A guest that returns the given answer."""
 
     def __init__(self, done: dict[str, Any]) -> None:
         self.done = done
@@ -117,7 +117,7 @@ PLAN = SandboxPlan("acme/tools:1", "runc", "none", SIZE.bytes, SIZE.inodes, 128 
 
 
 async def test_an_image_that_hides_its_workspace_is_refused_each_time() -> None:
-    """As one whose /tmp is a link to /workspace: what is written there would be gone with the container."""
+    """An example is an image whose /tmp is a link to /workspace: files in /tmp would be lost with the container."""
     check, guest = (
         StartCheck(is_hard=True),
         Telling(with_value("workspace", {"bytes": 64 * MIB, "inodes": 65_536, "type": "tmpfs"})),

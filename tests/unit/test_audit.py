@@ -1,4 +1,4 @@
-"""The audit: an entry for every change and none without one, read newest first, by filters, from a cursor; bounded, and
+"""The audit: one entry per change and no other entries, read newest first, by filters, from a cursor. Bounded, and
 without secrets.
 """
 
@@ -40,7 +40,7 @@ async def client(redis_server: RedisProcess) -> AsyncIterator["redis.asyncio.Red
 
 
 async def entries(client: "redis.asyncio.Redis") -> list[Audited]:
-    """Oldest first."""
+    """Return the entries, oldest first."""
     return [*reversed((await Audit(client, "d").read()).entries)]
 
 

@@ -1,4 +1,4 @@
-"""bash_tool over a scripted guest: what it asks, refuses, and makes of the answers."""
+"""bash_tool over a scripted guest: its requests, its refusals, and its handling of replies."""
 
 from typing import Any
 

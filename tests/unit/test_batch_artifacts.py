@@ -1,4 +1,4 @@
-"""Of an item's files those are copied out that its patterns name, into a folder that is no other item's."""
+"""Only an item's files that match its patterns are copied out, into a folder that belongs to that item alone."""
 
 import os
 import string

@@ -1,4 +1,4 @@
-"""The displays of a batch: what all of them promise, and what each shows where it is meant for."""
+"""The displays of a batch: the guarantees that all displays share, and the output of each display."""
 
 import io
 import json
@@ -29,7 +29,7 @@ COMMANDS_OF_RICH = re.compile(r"\x1b\[(\?25[lh]|[0-9;]*[mKA])|\r")
 
 @dataclass
 class Stage:
-    """A display with its own clock and what it has written."""
+    """A display with its own clock, and the display's output."""
 
     kind: str
     width: int = 100

@@ -1,5 +1,5 @@
-"""A batch's file is checked as a whole: what is right in it is read as it was meant, and all that is wrong is told with
-its place.
+"""A batch file is validated as a whole: valid lines are parsed correctly, and every error is reported with its
+position.
 """
 
 import hashlib

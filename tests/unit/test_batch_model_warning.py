@@ -105,7 +105,7 @@ def test_submit_warns_before_anything_starts(
         )
     file = tmp_path / "in.jsonl"
     file.write_text(json.dumps({"id": "a", **line}) + "\n")
-    # The folder of the output does not exist, so that nothing is worked here.
+    # The folder of the output does not exist, so that no item runs here.
     done = CliRunner().invoke(
         app, ["batches", "submit", str(file), "--output", str(tmp_path / "no" / "o.jsonl")], env=environment
     )

@@ -1,5 +1,5 @@
-"""Progress of a batch: the same set of batch_events gives the same totals, however it arrives, and every item stands
-somewhere.
+"""Progress of a batch: the same set of batch_events gives the same totals in any order of arrival, and every item has
+a state.
 """
 
 import tracemalloc

@@ -1,5 +1,5 @@
-"""The report page: complete, small, the same for the same input, opens offline, and no stranger's text becomes
-markup.
+"""The report page: complete, small, the same for the same input, usable offline, and safe against markup in foreign
+text.
 """
 
 import re
@@ -49,7 +49,7 @@ VOID = {"meta", "br"}
 
 
 class Page(HTMLParser):
-    """What a browser would make of it. Fails where an element is not closed."""
+    """The page as a browser parses it. Fails if an element is not closed."""
 
     def __init__(self, page: str) -> None:
         super().__init__(convert_charrefs=True)

@@ -1,4 +1,6 @@
-"""Rows reach the disk whole or not at all, once each, whatever dies, fills up or gets in the way."""
+"""Rows reach the disk complete or not at all, and once each, also when a process dies, the disk fills up or another
+file is in the way.
+"""
 
 import errno
 import os

@@ -1,4 +1,4 @@
-"""Over its two files a batch has one row for each item."""
+"""A batch has one row per item over its two files."""
 
 import json
 import os

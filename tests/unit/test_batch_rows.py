@@ -1,4 +1,4 @@
-"""A row says how its item ended, in the shape that programs for OpenAI's batch output read."""
+"""A row states how its item ended, in the format of OpenAI's batch output."""
 
 import json
 from typing import Any

@@ -1,4 +1,6 @@
-"""An orchestrator that works for everybody: what it takes, what it refuses to touch, and for whom it stops."""
+"""An orchestrator that serves all tenants: the work that it accepts, the data that it refuses to touch, and the
+tenants for which it stops.
+"""
 
 import asyncio
 import logging
@@ -126,7 +128,7 @@ async def test_a_record_that_cannot_be_read_is_left_to_another_release_and_stops
 
 
 class Tenants:
-    """Serves those of a list."""
+    """Serves the tenants of a list."""
 
     def __init__(self, *names: str) -> None:
         self.names = set(names)
@@ -138,9 +140,7 @@ class Tenants:
 
 
 class FakePool:
-    """A pool that knows its tenants and counts sessions that are taken away; whoever asks it for more gets an
-    AttributeError.
-    """
+    """A pool that knows its tenants and counts the sessions that are removed. Any other access raises AttributeError."""
 
     def __init__(self, tenants: Tenants) -> None:
         self.tenants = tenants
@@ -199,7 +199,7 @@ async def test_a_run_of_a_tenant_that_was_removed_ends_and_its_sandbox_goes(grou
 
 
 class Unserved(ItemWork):
-    """A call of it is told that its tenant is none any more; by itself it never ends."""
+    """A run that never ends by itself. A call of the run gets the error that its tenant does not exist."""
 
     async def work(self, claim: RunClaim, journal: Journal, defaults: BatchDefaults, on_event: OnEvent) -> Outcome:
         call = ToolCall(id="c1", name="bash_tool")
@@ -210,7 +210,7 @@ class Unserved(ItemWork):
 
 
 class UnservedService(ServiceWork, Unserved):
-    """What is worked is that."""
+    """A service whose runs are `Unserved`."""
 
 
 async def test_a_tenant_that_is_removed_in_the_middle_ends_the_run_and_not_its_next_steps(ground: RunGround) -> None:
@@ -236,7 +236,7 @@ async def test_a_service_starts_no_model_of_its_own_for_a_batch(ground: RunGroun
 
 
 class Asking(ItemWork):
-    """Opens the model that its batch names, and is done; of the model `held`, once it may be."""
+    """Opens the model that its batch names, and ends. Opens the model `held` only when the test allows it."""
 
     may_end: asyncio.Event
 
@@ -250,7 +250,7 @@ class Asking(ItemWork):
 
 
 class AskingService(ServiceWork, Asking):
-    """What is worked is the asking."""
+    """A service whose runs ask for approval."""
 
 
 def asking_service() -> tuple[AskingService, Models]:
@@ -306,7 +306,7 @@ def test_a_service_says_why_it_does_not_start() -> None:
 async def test_a_service_waits_for_a_pool_and_can_be_stopped_meanwhile(
     redis_server: RedisProcess, caplog: pytest.LogCaptureFixture
 ) -> None:
-    # Nobody has published tools there.
+    # No worker has published tools there.
     service = BatchService(OrchestratorSettings(redis_url=SecretStr(redis_server.url)), 1)
     running = asyncio.create_task(service.run())
     await eventually(lambda: "no worker has published its tools" in caplog.text, 30, lambda: caplog.text)
@@ -316,7 +316,7 @@ async def test_a_service_waits_for_a_pool_and_can_be_stopped_meanwhile(
 
 
 class Endless(ItemWork):
-    """Never ends by itself. `begun`: set when there is one."""
+    """Never ends by itself. `begun`: set when a run starts."""
 
     begun: asyncio.Event
 

@@ -1,4 +1,4 @@
-"""A batch is checked against the tools that its tenant has before anything of it is queued."""
+"""A batch is checked against its tenant's tools before anything of the batch is queued."""
 
 import json
 from collections.abc import Callable

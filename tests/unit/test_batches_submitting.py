@@ -1,5 +1,5 @@
-"""Batches as programs submit them: once, however often it is said; gone on with by their id; retried by kinds of
-failure.
+"""Batches submitted by programs: created once per id, even if submitted several times; resumed by their id; retried
+by kind of failure.
 """
 
 from collections.abc import AsyncIterator, Iterable
@@ -27,7 +27,7 @@ class Ground(RunGround):
         self.batches = Batches(self.queue, BatchEventWriter(client, "d"), "acme")
 
     async def end(self, *kinds: FailureKind | None) -> list[str]:
-        """Work what waits, so; gives the items."""
+        """End the waiting items with this outcome. Return the items."""
         claims = await self.queue.claim(len(kinds), ("acme", "b"))
         for claim, kind in zip(claims, kinds, strict=False):
             await self.queue.finish(claim, build_outcome(claim, kind))
@@ -88,7 +88,7 @@ async def test_a_submission_that_broke_off_and_is_sent_again_is_completed(ground
 
 
 async def forget_item(ground: Ground, custom_id: str) -> None:
-    """As if the submission had broken off before that line."""
+    """Remove the item, as if the submission had stopped before its line."""
     run = run_id("acme", "b", custom_id)
     await ground.client.delete(f"toolcrew:d:t:acme:run.{run}")
     await ground.client.zrem("toolcrew:d:t:acme:batch.b:waiting", run)
@@ -140,7 +140,7 @@ async def test_a_submission_that_broke_off_can_be_cancelled_and_gone_on_with(gro
     assert await ground.end(None) == ["item-1"]
     assert await ground.batches.cancel("b") == 0
     assert (await ground.batches.status("b")).state is BatchState.CANCELLED
-    # Nothing of it is to be begun anew: what goes on is what was never queued.
+    # No item may start again: only the items that were never queued continue.
     await ground.batches.submit(build_file(3), batch="b")
     assert await ground.end(None, None) == ["item-2", "item-3"]
     assert (await ground.batches.status("b")).state is BatchState.COMPLETED

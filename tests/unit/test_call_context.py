@@ -1,4 +1,4 @@
-"""What a function is told of its call, and the state that outlives it."""
+"""The context that a function receives with its call, and the state that outlives the call."""
 
 import asyncio
 import dataclasses

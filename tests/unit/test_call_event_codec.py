@@ -1,4 +1,4 @@
-"""Events of running calls as bytes: any text comes back, nothing is too large, nonsense is refused."""
+"""Events of running calls as bytes: any text is restored, sizes are bounded, and invalid data is refused."""
 
 import json
 

@@ -1,4 +1,6 @@
-"""Events of running calls: written by a worker's thread, heard by one listener a process, over a real Redis."""
+"""Events of running calls: a worker's thread writes them, and one listener per process receives them, over a real
+Redis.
+"""
 
 import asyncio
 import threading
@@ -60,7 +62,7 @@ async def test_output_is_heard_while_the_call_runs(house: House) -> None:
 
 
 async def test_a_piece_that_nothing_follows_is_sent_by_itself(house: House) -> None:
-    """Pieces that come fast are gathered: the last of them must not lie until the call ends."""
+    """Fast pieces are collected, but the last piece must not wait until the call ends."""
     screen, seen, may_end = Screen(), asyncio.Event(), threading.Event()
 
     def on_output(stream: str, text: str) -> None:

@@ -1,4 +1,4 @@
-"""A Redis that goes and comes back in the middle of calls that are reader."""
+"""A Redis that stops and restarts during calls whose events are being read."""
 
 import asyncio
 import time

@@ -1,5 +1,5 @@
-"""Ending calls from anywhere: what waits never begins, what runs is told where it runs, and its caller hears who did
-it. Over a real Redis.
+"""Ending calls from any process. A waiting call never starts, a running call is ended on its host, and its caller
+learns the origin of the kill. Over a real Redis.
 """
 
 import asyncio
@@ -31,7 +31,7 @@ ANNE = Actor(key="k1", role="operator", name="anne")
 
 @dataclass
 class Orders:
-    """Stands where a dispatcher would: what hosts are told, and what that does."""
+    """Replaces a dispatcher: records the orders for hosts and performs their effects."""
 
     obey: Callable[[ToolCall], Awaitable[None]]
     told: list[tuple[ToolCall, tuple[str, str | None, str | None]]] = field(default_factory=list)
@@ -48,7 +48,7 @@ class Pool:
 
 
 class Ground:
-    """One deployment, and its calls by hand."""
+    """One deployment, with calls that the test makes by hand."""
 
     def __init__(self, client: "redis.asyncio.Redis") -> None:
         self.client = client
@@ -71,7 +71,7 @@ class Ground:
         return [json.loads(fields[b"entry"]) for _, fields in await self.client.xrange(audit_key("d"))]
 
     async def _end(self, order: ToolCall) -> None:
-        """As the host's worker does that runs the call."""
+        """End the call as the worker on its host does."""
         await self.note(str(order.arguments["call_id"]), state="done", code="CANCELLED")
 
 
@@ -131,7 +131,7 @@ async def test_of_a_call_that_nobody_knows_it_is_said_as_soon_as_is_wanted_and_i
         await ground.control.kill("acme", "c1", ANNE, lookup_s=0.0)
     assert asyncio.get_running_loop().time() - began < control_module.LOOKUP_S
     assert await ground.audited() == []
-    # One that its program was about to make never begins all the same.
+    # A call that its program was about to make also never starts.
     with pytest.raises(ToolFailure, match="killed by anne"):
         await asyncio.wait_for(ground.monitor.watch("acme", "c1", wait_for_ever()), SOON_S)
 
@@ -153,7 +153,7 @@ async def test_a_call_that_runs_is_ended_where_it_runs(ground: Ground) -> None:
 
 
 async def test_the_order_is_repeated_until_the_call_has_ended(ground: Ground) -> None:
-    """It may come to the host before the call does."""
+    """The order may reach the host before the call does."""
     await ground.note(state="running", holder="host.b.b2/w1")
 
     async def third_time(order: ToolCall) -> None:
@@ -170,7 +170,7 @@ async def test_a_call_that_will_not_end_is_said_to_be_one(ground: Ground, monkey
     await ground.note(state="running", holder="host.b.b2/w1")
 
     async def ignore(order: ToolCall) -> None:
-        """The host is gone."""
+        """Ignore the order, as a lost host does."""
 
     ground.orders.obey = ignore
     with pytest.raises(OperatorError, match="was ordered to end and still runs"):
@@ -238,7 +238,7 @@ async def test_a_killed_call_is_not_sent_again_when_its_host_is_lost(ground: Gro
 
 
 async def test_calls_of_the_same_id_of_other_tenants_go_on(ground: Ground) -> None:
-    """The aim: to end another tenant's call by knowing its id."""
+    """The attacker's aim: to end another tenant's call by its id."""
     await ground.note(tenant="bolt")
     other = asyncio.create_task(ground.monitor.watch("bolt", "c1", wait_for_ever()))
     await asyncio.sleep(0)
@@ -285,7 +285,7 @@ async def test_a_program_that_is_stopped_itself_is_not_told_of_a_kill(ground: Gr
 
 
 async def test_a_task_goes_on_after_its_call_was_killed(ground: Ground) -> None:
-    """The cancellation is ours, and leaves nothing behind."""
+    """The cancellation is the kill's own and leaves nothing behind."""
 
     async def work() -> str:
         with pytest.raises(ToolFailure):
@@ -309,7 +309,7 @@ async def test_no_orders_are_read_when_there_are_no_calls(ground: Ground, monkey
 
 
 async def test_the_orders_are_few_however_many_are_given(ground: Ground) -> None:
-    """The aim: to fill Redis, and every program's ears."""
+    """The attacker's aim: to fill Redis, and to flood every program with orders."""
     for number in range(1100):
         await ground.kills.kill(KillOrder(tenant="acme", call=f"c{number}", by="anne"))
     assert await ground.client.zcard(kills_key("d")) == 1000

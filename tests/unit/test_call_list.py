@@ -1,4 +1,6 @@
-"""The list of calls: those that wait and why, those that run, those that ended, and whose they are. Over a real Redis."""
+"""The list of calls: waiting calls with the reason, running calls, ended calls, and the owner of each. Over a real
+Redis.
+"""
 
 from collections.abc import AsyncIterator
 from dataclasses import replace

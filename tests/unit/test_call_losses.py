@@ -1,4 +1,4 @@
-"""Who has a call and is gone is noticed, once and for certain; who lives is left in peace. Over a real Redis."""
+"""Workers that die with a call are detected, once and reliably. Live workers are not affected. Over a real Redis."""
 
 import asyncio
 import json
@@ -40,7 +40,7 @@ async def client(redis_server: RedisProcess) -> AsyncIterator["redis.asyncio.Red
 
 
 class Watching:
-    """A watch whose clock the test moves on; what it fails is kept."""
+    """A monitor with a clock that the test advances. Records the calls that the monitor fails."""
 
     def __init__(self, client: "redis.asyncio.Redis") -> None:
         self.client = client
@@ -51,13 +51,13 @@ class Watching:
         )
 
     async def settle(self) -> None:
-        """Rounds until Redis has answered for long enough."""
+        """Run rounds until Redis has responded for long enough."""
         for _ in range(7):
             await self.monitor.find_losses()
             self.now += LOSSES_EVERY_S
 
     async def look(self, record: dict[str, Any], *, sticky: bool = True, attempt: int = 1) -> CallLost | None:
-        """What becomes of a call with that record, after that time."""
+        """Return the monitor's decision about a call with this record, after this time."""
         attempt_sent = build_attempt(
             queue=QUEUE if sticky else "pool.web",
             session="s1" if sticky else None,
@@ -214,8 +214,8 @@ async def test_a_new_call_is_not_even_looked_at(client: "redis.asyncio.Redis") -
 
 @pytest.mark.parametrize("pause_s", [5.0, 60.0])
 async def test_nobody_is_given_up_right_after_an_outage(client: "redis.asyncio.Redis", pause_s: float) -> None:
-    """Whoever was stopped, this program or Redis: the reports have expired, and everybody will report again in a
-    moment.
+    """After a stop of this program or of Redis, all reports have expired. Every host will report again within
+    moments.
     """
     watching = Watching(client)
     attempt = build_attempt(queue=QUEUE, session="s1", fence=1)
@@ -253,7 +253,7 @@ async def test_nobody_is_given_up_when_redis_stands_still_in_the_midst_of_a_roun
 
 
 async def test_judging_many_calls_for_long_is_no_outage(client: "redis.asyncio.Redis") -> None:
-    """Else of the calls of a dead host only the first few would be told in each ten seconds."""
+    """Otherwise the monitor would fail only the first few calls of a dead host in each ten seconds."""
     watching = Watching(client)
     lose = watching.monitor._store.lose
 
@@ -337,9 +337,7 @@ async def test_what_waits_for_a_dead_host_is_answered_and_its_name_is_given_up(c
 
 
 async def test_a_reaping_that_redis_carries_out_late_reaps_nobody(client: "redis.asyncio.Redis") -> None:
-    """The aim of a Redis that was stopped for a while: all hosts, whose reports have expired meanwhile, given up at
-    once.
-    """
+    """After a pause of Redis, all reports have expired. Without the check, all hosts would be declared lost at once."""
     await client.lpush(QUEUE, message("t"))
     assert not await CallStore(client, "d").reap(QUEUE, await now_of(client) - 20)
     assert (await client.llen(QUEUE), await client.exists(tombstone_key("d", QUEUE))) == (1, 0)
@@ -360,7 +358,7 @@ async def test_a_reaping_that_redis_carries_out_late_reaps_nobody(client: "redis
 async def test_only_a_call_that_has_not_begun_nor_been_sent_again_is_answered_for_a_dead_host(
     client: "redis.asyncio.Redis", record: dict[str, Any], is_answered: bool, after: bytes | None
 ) -> None:
-    """A renewed call that was marked lost would be refused by the host that it goes to next."""
+    """A renewed call that was marked lost would be refused by its next host."""
     key = call_key("d", "acme", "c1")
     if record:
         await client.hset(key, mapping=record)
@@ -390,6 +388,6 @@ async def test_hosts_that_are_silent_are_found_by_their_last_report(client: "red
         hosts_key("d"), {QUEUE: now - 60, "host.dead.x": now - 60, "host.young.x": now, "host.old.x": now - 3600}
     )
     assert sorted(await CallStore(client, "d").reap_all(now)) == ["host.dead.x", "host.old.x"]
-    # One that has been gone for long is forgotten; the others are looked at again: something may have been on its way
-    # to them.
+    # A host that has been silent for long is forgotten. Others are checked
+    # again, because a message may have been on its way to them.
     assert sorted(await client.zrange(hosts_key("d"), 0, -1)) == [QUEUE.encode(), b"host.dead.x", b"host.young.x"]

@@ -1,4 +1,6 @@
-"""What a running call asks its caller: answered beside its output, and no longer than the call runs."""
+"""Questions from a running call to its caller: answered while the output continues, and valid only while the call
+runs.
+"""
 
 import asyncio
 import time

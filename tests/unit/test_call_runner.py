@@ -1,4 +1,4 @@
-"""Carrying out calls: order, what runs side by side, text arguments, and the guard against repetition."""
+"""Execution of calls: order, concurrency, text arguments, and the guard against repetition."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -69,8 +69,8 @@ async def test_a_skill_that_is_called_as_a_tool_gives_its_instructions() -> None
 
 
 class Gate:
-    """A tool whose calls wait until so many run at once, or until `free` is set; keeps how many did and in which order
-    they began.
+    """A tool whose calls wait until a given number run at once, or until `free` is set. Records the number of
+    concurrent calls and their order of start.
     """
 
     def __init__(self, free: bool = False) -> None:
@@ -182,7 +182,7 @@ async def test_every_call_is_told_when_it_begins_and_when_it_ends() -> None:
 
 
 class Stubborn:
-    """Answers each call as the test says, and collects what the model reads."""
+    """Answers each call as the test says, and collects the messages that the model reads."""
 
     def __init__(self, answer: Callable[[ToolCall], ToolResult]) -> None:
         async def run_call(call: ToolCall) -> ToolResult:

@@ -1,4 +1,4 @@
-"""Celery's own functions log messages that they cannot use; no line shows what was in the message."""
+"""Celery's own functions log messages that they cannot process. No log line shows the content of a message."""
 
 import logging
 from collections.abc import Callable, Iterator

@@ -1,5 +1,5 @@
-"""Waiting for a call over a real Redis: deadlines, what was lost, results that lie beside; the worker is played by the
-test.
+"""Waiting for a call over a real Redis: deadlines, lost messages, and results stored outside the reply. The test
+plays the worker.
 """
 
 import asyncio
@@ -35,7 +35,7 @@ SOON_S = 15.0
 
 
 class Watch:
-    """Notes what it is told to watch over."""
+    """Records the calls that the transport asks it to monitor."""
 
     def __init__(self) -> None:
         self.watched: list[str] = []
@@ -59,7 +59,7 @@ class House:
     server: "redis.asyncio.Redis"
 
     async def taken(self) -> str:
-        """The task id of the next call in the queue."""
+        """Return the task id of the next call in the queue."""
         found: Any = await self.server.brpop([QUEUE], timeout=int(SOON_S))
         return str(json.loads(found[1])["headers"]["id"])
 
@@ -192,7 +192,7 @@ async def test_a_call_that_somebody_forbade_is_cancelled(house: House) -> None:
 
 
 async def test_the_deadline_is_that_of_the_shared_clock(redis_server: RedisProcess, house: House) -> None:
-    """A host whose clock is a minute behind neither forbids too early nor waits a minute too long."""
+    """A host whose clock is a minute behind neither rejects a call too early nor waits a minute too long."""
     behind = SharedClock(lambda: time.time() - 60)
     transport = CeleryTransport(BrokerSettings(redis_url=SecretStr(redis_server.url)), house.hub, clock=behind)
     try:

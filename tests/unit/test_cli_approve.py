@@ -1,5 +1,5 @@
-"""`toolcrew approvals` and `toolcrew changes list`: what waits is shown exactly, decided once, by whom it may; and who changed
-what.
+"""`toolcrew approvals` and `toolcrew changes list`: waiting questions are shown exactly and decided once, by
+authorized users only. The list names the author of each change.
 """
 
 import asyncio
@@ -31,14 +31,14 @@ Toolcrew = Callable[..., Result]
 
 @pytest.fixture
 def toolcrew(redis_server: RedisProcess, monkeypatch: pytest.MonkeyPatch) -> Toolcrew:
-    """The command on a Redis without any worker."""
+    """Run the command on a Redis without any worker."""
     monkeypatch.setenv("TOOLCREW_REDIS_URL", redis_server.url)
     runner = CliRunner()
     return lambda *arguments: runner.invoke(app, [*arguments])
 
 
 def on(server: RedisProcess, work: Callable[["redis.asyncio.Redis", ApprovalQueue], Coroutine[Any, Any, Any]]) -> Any:
-    """What another process does."""
+    """Run the coroutine as another process would."""
 
     async def run() -> Any:
         keys = BrokerSettings.model_validate({"redis_url": server.url}).signing_keys()

@@ -1,5 +1,5 @@
-"""`toolcrew batch` on a pool that nobody works: what is checked before anything is queued, what is known of batches,
-where rows go.
+"""`toolcrew batch` on a pool without workers: the checks before anything is queued, the list of batches, and the
+location of output rows.
 """
 
 import json
@@ -24,7 +24,7 @@ Toolcrew = Callable[..., Result]
 
 @pytest.fixture
 def toolcrew(redis_server: RedisProcess, monkeypatch: pytest.MonkeyPatch) -> Toolcrew:
-    """The command on a pool with a worker that is never asked."""
+    """Run the command on a pool with a worker that is never called."""
     monkeypatch.setenv("TOOLCREW_REDIS_URL", redis_server.url)
     monkeypatch.setenv("COLUMNS", "400")
     with redis_server.client() as client:
@@ -40,7 +40,7 @@ def toolcrew(redis_server: RedisProcess, monkeypatch: pytest.MonkeyPatch) -> Too
 
 @pytest.fixture
 def lines(tmp_path: Path) -> Path:
-    """Three items, of which the last asks for a file."""
+    """Return three items. The last item requests a file."""
     file = tmp_path / "in.jsonl"
     items: list[dict[str, Any]] = [{"id": f"i{number}", "instruction": "act"} for number in range(3)]
     file.write_text("".join(json.dumps(item) + "\n" for item in items))
@@ -53,7 +53,7 @@ def as_json(result: Result) -> Any:
 
 
 def sentence_of(result: Result) -> str:
-    """Of a usage error too, whose box breaks lines."""
+    """Return the message in one line. A usage error has a box that breaks lines."""
     return " ".join(result.stderr.replace("│", " ").split())
 
 

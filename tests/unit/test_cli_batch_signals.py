@@ -1,4 +1,4 @@
-"""What signals mean to a command that works a batch, and the traces of items that were begun anew."""
+"""Effects of signals on a command that runs a batch, and the traces of items that started again."""
 
 import asyncio
 import signal
@@ -35,7 +35,7 @@ class FakeShift:
 
 
 class Told:
-    """A command that listens, and what it said and did."""
+    """A command that receives signals, with its output and exit status."""
 
     def __init__(self) -> None:
         self.said: list[str] = []

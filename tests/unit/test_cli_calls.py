@@ -1,4 +1,4 @@
-"""`toolcrew calls show`: what the ledger knows of a call, for people and for programs."""
+"""`toolcrew calls show`: the ledger's record of a call, for people and for programs."""
 
 import asyncio
 import json

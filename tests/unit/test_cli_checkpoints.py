@@ -1,5 +1,5 @@
-"""`toolcrew run --checkpoint`: refused before anything starts where it would not be there afterwards; what is not kept
-costs no answer.
+"""`toolcrew run --checkpoint`: refused before the start if the checkpoint could not be stored. A failed checkpoint
+does not lose the answer.
 """
 
 import json
@@ -35,7 +35,7 @@ def test_a_network_that_there_is_not_is_a_mistake_of_usage() -> None:
 
 
 class FailingSession:
-    """Gives what it is told to, or raises it."""
+    """Returns the scripted result, or raises the scripted exception."""
 
     tenant = "default"
 
@@ -101,7 +101,7 @@ def test_a_run_whose_checkpoint_fails_still_gives_its_answer_and_an_exit_code(mo
 
 
 class FakeClient:
-    """Answers every run with one result, in a session that keeps nothing."""
+    """Answers every run with one result, in a session that stores nothing."""
 
     def __init__(self, result: RunResult) -> None:
         self._result = result

@@ -127,7 +127,7 @@ class Pool:
         return CliRunner().invoke(app, [names.get(one, one) for one in arguments], env=environment)
 
     def content(self) -> dict[bytes, Any]:
-        """Everything in Redis. The dump of a hash is not stable: its fields have no order."""
+        """Return everything in Redis. The dump of a hash is not stable, because its fields have no order."""
         with self.server.client() as client:
             keys: Any = client.keys()
             return {key: client.hgetall(key) if client.type(key) == b"hash" else client.dump(key) for key in keys}

@@ -1,5 +1,5 @@
-"""How commands show what they know: help in parts, tables without None, changes of the audit in plain words, lost calls
-without clocks.
+"""Output of commands: help in groups, tables without None, audit entries in plain language, and lost calls without a
+duration.
 """
 
 import asyncio

@@ -1,4 +1,4 @@
-"""`toolcrew skills`: what the pool has, and whether a folder is a skill, for people and for programs."""
+"""`toolcrew skills`: the list of the pool's skills and the check of a skill folder, for people and for programs."""
 
 import json
 import shutil

@@ -1,5 +1,5 @@
-"""`toolcrew tenants`: registering, changing, listing and removing tenants and keys, and sentences for whatever is
-wrong.
+"""`toolcrew tenants`: registering, changing, listing and removing tenants and keys, and the error messages for
+invalid input.
 """
 
 import json
@@ -72,7 +72,7 @@ POLICY = TenantPolicy(
 
 @pytest.fixture
 def toolcrew(redis_server: RedisProcess, monkeypatch: pytest.MonkeyPatch) -> Toolcrew:
-    """The command on a Redis without any worker."""
+    """Run the command on a Redis without any worker."""
     monkeypatch.setenv("TOOLCREW_REDIS_URL", redis_server.url)
     runner = CliRunner()
     return lambda *arguments: runner.invoke(app, [*(() if arguments[0] == "keys" else ("tenants",)), *arguments])
@@ -122,7 +122,7 @@ def test_unset_gives_a_field_its_default_back(option: str) -> None:
 
 
 def publish_names(server: RedisProcess, pool: str, *names: str) -> None:
-    """A pool whose workers have stopped: the names of its tools remain."""
+    """Publish the names of tools for a pool whose workers have stopped. The names remain."""
     with server.client() as client:
         client.set(catalog_names_key("default", pool), json.dumps(names))
 

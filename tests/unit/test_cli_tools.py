@@ -1,4 +1,4 @@
-"""`toolcrew tools`: listing, showing, turning off and on, for people and for programs."""
+"""`toolcrew tools`: listing, showing, and switching off and on, for people and for programs."""
 
 import json
 import re
@@ -35,7 +35,7 @@ Toolcrew = Callable[..., Result]
 
 @pytest.fixture
 def toolcrew(redis_server: RedisProcess, monkeypatch: pytest.MonkeyPatch) -> Toolcrew:
-    """The command on a pool that publishes two tools and a verb."""
+    """Run the command on a pool that publishes two tools and a verb."""
     monkeypatch.setenv("TOOLCREW_REDIS_URL", redis_server.url)
     catalog = Catalog(tools=(ECHO, HOSTILE, build_spec("session.open", audience="session")))
     with redis_server.client() as client:

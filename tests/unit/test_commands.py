@@ -1,4 +1,6 @@
-"""A command line as the programs it would run: whatever is quoted, nested or wrapped; what cannot be told is opaque."""
+"""A command line parsed into the programs that it would run, including quoted, nested and wrapped commands. Text that
+cannot be parsed is opaque.
+"""
 
 import time
 

@@ -1,5 +1,5 @@
-"""The reader of commands beside a real bash: what bash runs of any mixture of syntax, the reader names or calls
-opaque.
+"""The command parser compared with a real bash: for any mixture of syntax, the parser names each program that bash
+runs or reports opaque.
 """
 
 import os
@@ -98,7 +98,7 @@ PIECES += [
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where scripts run; `bin/mark` leaves a file `ran` behind."""
+    """Folder in which scripts run. `bin/mark` creates a file named `ran`."""
     if BASH is None:
         if os.environ.get("TOOLCREW_TEST_REQUIRE"):
             pytest.fail("there is no bash to compare with")
@@ -114,7 +114,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def runs_mark(folder: Path, text: str) -> bool:
-    """Whether bash, given the text, starts `mark` before it ends."""
+    """Return whether bash, given the text, starts `mark` before bash ends."""
     (folder / "ran").unlink(missing_ok=True)
     argv = [str(BASH), "--noprofile", "--norc", "-c", text]
     quiet = subprocess.DEVNULL

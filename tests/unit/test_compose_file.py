@@ -1,5 +1,5 @@
-"""docker-compose.yml and the Dockerfile keep the architecture: who holds the engine's socket, who has a network, who
-may do what.
+"""docker-compose.yml and the Dockerfile preserve the architecture: access to the engine's socket, networks, and
+permissions.
 """
 
 import re
@@ -42,8 +42,8 @@ def load_service(name: str) -> dict[str, Any]:
 
 
 def load_environment(name: str, **given: str) -> dict[str, str]:
-    """A service's environment as compose would fill it in: what is given, else the file's defaults; nothing for what
-    stays unset.
+    """Return a service's environment as compose fills it in: the given values, then the file's defaults, and no unset
+    variables.
     """
     filled = {}
     for key, value in load_service(name)["environment"].items():
@@ -56,7 +56,7 @@ def load_environment(name: str, **given: str) -> dict[str, str]:
 
 
 def find_mounts(name: str) -> dict[str, str]:
-    """Target -> source of a service's volumes, in either notation."""
+    """Return the volumes of a service, target -> source, in either notation."""
     mounts = {}
     for volume in load_service(name).get("volumes", []):
         if isinstance(volume, dict):
@@ -74,13 +74,13 @@ def parse_size(text: str) -> int:
 
 
 def find_stages() -> dict[str, str]:
-    """Stage -> its lines."""
+    """Return the lines of each stage."""
     parts = re.split(r"^FROM \S+ AS (\S+)$", DOCKERFILE, flags=re.MULTILINE)
     return dict(zip(parts[1::2], parts[2::2], strict=True))
 
 
 def find_user(service: str) -> tuple[int, int]:
-    """Uid and gid that the image of a service runs as."""
+    """Return the uid and the gid of a service's image."""
     found = re.findall(r"^USER (\d+):(\d+)$", find_stages()[service], flags=re.MULTILINE)
     assert len(found) == 1, f"{service} needs one numeric USER"
     return int(found[0][0]), int(found[0][1])
@@ -327,7 +327,7 @@ def test_the_users_of_redis_are_the_generated_ones() -> None:
 
 
 def test_redis_is_started_with_users_for_whom_it_has_passwords(tmp_path: Path) -> None:
-    """The script itself, with a redis-server that only shows its users."""
+    """The script itself runs, with a redis-server that only prints its users."""
     server = tmp_path / "redis-server"
     server.write_text('#!/bin/sh\ncat "$ACL"\nenv\n')
     server.chmod(0o755)
@@ -371,7 +371,7 @@ def test_a_worker_keeps_its_name_over_restarts() -> None:
 
 @pytest.mark.parametrize("name", WORKERS)
 def test_a_worker_has_memory_for_its_calls(name: str) -> None:
-    # Beside sandboxes a call is a thread that waits; else it has a process to itself.
+    # With sandboxes, a call is a thread that waits. Otherwise, each call has its own process.
     each = 64 if name == "worker" else 256
     concurrency = int(load_environment(name)["TOOLCREW_CONCURRENCY"])
     assert parse_size(load_service(name)["mem_limit"]) >= (concurrency * each + 512) * 1024**2
@@ -403,7 +403,7 @@ def test_redis_keeps_what_it_was_told_and_drops_nothing_to_make_room() -> None:
         "yes",
     )
     assert options["dir"] in find_mounts("redis")
-    # Rewriting the log may copy what changes meanwhile.
+    # A rewrite of the log may copy data that changes during the rewrite.
     assert parse_size(options["maxmemory"]) * 2 <= parse_size(load_service("redis")["mem_limit"])
 
 

@@ -1,4 +1,4 @@
-"""The context window: what is shortened, in which order, and what it says."""
+"""The context window: the parts that are shortened, their order, and the notices about it."""
 
 from hypothesis import given
 from hypothesis import strategies as st

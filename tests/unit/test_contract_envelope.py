@@ -1,4 +1,4 @@
-"""Envelopes: what goes in comes out, and nothing else does."""
+"""Envelopes: opening an envelope returns exactly the sealed content and refuses everything else."""
 
 import json
 from collections.abc import Callable
@@ -44,25 +44,27 @@ json_objects = st.dictionaries(st.text(), json_values, max_size=5)
 
 
 def body_of(envelope: str) -> dict[str, Any]:
-    """What was signed."""
+    """Return the signed body."""
     return dict(json.loads(envelope.split(".", 3)[3]))
 
 
 def sealed(body: str, keys: SigningKeys = KEY, version: int = VERSION) -> str:
-    """An envelope around any text, well signed: what a buggy, newer or hostile sender with the secret would send."""
+    """Return a correctly signed envelope around any text, as a faulty, newer or hostile sender with the secret would
+    send it.
+    """
     head = f"v{version}.{keys.current.id}"
     return f"{head}.{keys.current.sign(PURPOSE, f'{head}.{body}'.encode())}.{body}"
 
 
 def resigned(change: Callable[[dict[str, Any]], None]) -> str:
-    """An envelope that was changed before it was signed."""
+    """Return an envelope that was changed before it was signed."""
     payload = body_of(encode_call(CALL, CONTEXT, KEY))
     change(payload)
     return sealed(json.dumps(payload))
 
 
 def reason_of(envelope: str, keys: SigningKeys = KEY) -> RefusalReason:
-    """Why it is refused."""
+    """Return the reason of the refusal."""
     with pytest.raises(EnvelopeRefused) as refused:
         decode_call(envelope, keys)
     return refused.value.reason
@@ -202,7 +204,7 @@ def test_a_result_of_another_version_is_refused_with_what_to_do(version: Any) ->
 
 
 class TestKeysThatChange:
-    """One side knows the new secret before the other does, in either order."""
+    """Key rotation: one side has the new secret before the other side does, in either order."""
 
     OLD, NEW = SigningKeys.of("old"), SigningKeys.of("new")
     BOTH_SIGNS_OLD, BOTH_SIGNS_NEW = SigningKeys.of("old", ["new"]), SigningKeys.of("new", ["old"])

@@ -1,4 +1,4 @@
-"""Names of queues, tasks and keys: no two things under one name."""
+"""Names of queues, tasks and keys: no two objects share a name."""
 
 import inspect
 import itertools
@@ -79,7 +79,7 @@ BUILDERS = [
 
 
 def build_all(build: Callable[..., str], words: Collection[str]) -> Iterator[str]:
-    """The builder's keys for every combination of the words."""
+    """Yield the builder's keys for every combination of the names."""
     others = len(inspect.signature(build).parameters) - 1
     return (build("d", *chosen) for chosen in itertools.product(words, repeat=others))
 

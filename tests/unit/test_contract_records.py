@@ -1,4 +1,4 @@
-"""Records: frozen, closed, capped; and how a result reads."""
+"""Records: frozen, closed and bounded, and the text form of a result."""
 
 from typing import Any
 

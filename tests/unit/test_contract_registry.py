@@ -1,4 +1,4 @@
-"""The registry of tools: replacing, finding, filtering, and many threads at once."""
+"""The registry of tools: replacing, finding, filtering, and access by many threads."""
 
 import threading
 from concurrent.futures import ThreadPoolExecutor

@@ -1,4 +1,4 @@
-"""Arguments against a schema: aliases, coercion of text, defaults, checks; and the sentence a model reads."""
+"""Arguments against a schema: aliases, coercion of text, defaults, checks, and the error message for a model."""
 
 import json
 from pathlib import Path
@@ -23,7 +23,7 @@ def prepare(
 
 
 def complaint(properties: dict[str, Any], arguments: dict[str, Any], **how: Any) -> str:
-    """The sentence for arguments that are refused; anything but a ToolFailure is an error of the test."""
+    """Return the error message for refused arguments. Any exception except ToolFailure fails the test."""
     with pytest.raises(ToolFailure) as refused:
         prepare(properties, arguments, **how)
     assert refused.value.code is ErrorCode.INVALID_ARGUMENTS

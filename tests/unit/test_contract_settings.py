@@ -1,4 +1,4 @@
-"""What both sides must share: where Redis is and how it is spoken to, and what signs a call."""
+"""Settings that both sides must share: the address and options of Redis, and the secret that signs calls."""
 
 from typing import Any
 

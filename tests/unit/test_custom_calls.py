@@ -1,4 +1,4 @@
-"""Operators' functions in a worker's process: what they are told, and how they are stopped."""
+"""Operators' functions in a worker's process: the context that they receive, and how the worker stops them."""
 
 import asyncio
 import signal
@@ -137,7 +137,7 @@ def test_a_tool_that_needs_a_model_says_so_when_its_caller_has_none() -> None:
 
 
 def interrupt_after(seconds: float) -> None:
-    """As a worker does it: an exception out of a signal handler, in the midst of whatever runs."""
+    """Interrupt the call as a worker does: a signal handler raises an exception at an arbitrary point of the code."""
 
     def stop(*_: object) -> None:
         raise CallInterrupted(ErrorCode.TIMEOUT, "time is up")

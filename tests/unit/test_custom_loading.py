@@ -1,5 +1,5 @@
-"""Operators' tools are found in packages and modules; what is broken or clashes stops the start, and names who is to
-blame.
+"""Loading of operators' tools from packages and modules. Broken or conflicting tools stop the start, and the error
+names their source.
 """
 
 import importlib.metadata
@@ -40,7 +40,7 @@ def quote_shipping(weight_kg: float, express: bool = False) -> dict:
 
 @pytest.fixture
 def write_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[WriteModule]:
-    """Writes a module that can be imported until the test ends; gives its name."""
+    """Write a module that can be imported until the test ends. Return its name."""
     monkeypatch.syspath_prepend(str(tmp_path))
     before = set(sys.modules)
 

@@ -1,5 +1,5 @@
-"""A tool in a worker asks the model of its caller: the question travels, the caller's adapter answers, and every way it
-can fail is a sentence.
+"""A tool in a worker queries its caller's model: the request is sent to the caller, whose adapter replies. Every
+failure gives an error message.
 """
 
 import asyncio
@@ -26,7 +26,7 @@ from workers.tools.caller_model import CallerModel
 
 
 class FakeEvents:
-    """The worker's end of a call's events, in memory; `is_gone`: nobody listens (any more)."""
+    """The worker's end of a call's events, in memory. `is_gone`: no client listens."""
 
     is_watched = True
 
@@ -36,7 +36,7 @@ class FakeEvents:
         self.is_gone = False
 
     def show(self, stream: str, text: str) -> None:
-        """Nothing is shown here."""
+        """Ignore the output."""
 
     def send(self, kind: str, payload: Mapping[str, Any]) -> bool:
         assert kind == MODEL
@@ -62,7 +62,7 @@ class FakeEvents:
 
 
 class FakeReader:
-    """The caller's end."""
+    """The caller's end of the events."""
 
     call_id = "call-1"
 

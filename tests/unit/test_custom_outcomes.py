@@ -1,4 +1,4 @@
-"""What operators' functions give, raise and print becomes one bounded outcome, and a log for the operator."""
+"""Return values, exceptions and output of operators' functions become one bounded outcome and a log for the operator."""
 
 import asyncio
 import sys

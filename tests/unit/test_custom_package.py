@@ -1,5 +1,5 @@
-"""What the author of a package with tools has: the example of docs/add-a-tool.md, and a worker that says what is
-wrong with a package.
+"""Packages with tools, as their authors write them: the example of docs/add-a-tool.md, and the worker's messages
+about a faulty package.
 """
 
 import re

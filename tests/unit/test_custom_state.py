@@ -1,5 +1,5 @@
-"""A session's state in Redis: shared by workers, kept apart by tenant, forgotten when nobody uses it, and honest when
-Redis is away.
+"""A session's state in Redis: shared by workers, separate for each tenant, removed when unused, and with a clear
+error when Redis is not available.
 """
 
 import asyncio

@@ -1,4 +1,4 @@
-"""How dangerous a command is: the two lists, and what must not be on them."""
+"""Danger ratings of commands: the two lists, and the commands that must not be on them."""
 
 import time
 

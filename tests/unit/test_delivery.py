@@ -1,5 +1,5 @@
-"""What becomes of a call when who has it is lost: sent again when that is safe, an honest error when it is not, never
-two acts.
+"""The outcome of a call when its worker is lost: sent again if that is safe, otherwise an error. The call never acts
+twice.
 """
 
 from collections.abc import AsyncIterator, Callable
@@ -34,8 +34,9 @@ SAFE, ACTS = build_spec("safe", idempotent=True), build_spec("acts")
 
 
 class Fleet:
-    """A transport whose deliveries of tools end as scripted, one after the other, then well; so do session verbs, by
-    `verb_ends`. It keeps the ledger as publishing does."""
+    """A transport whose tool calls end as scripted, one after the other, and then succeed. Session verbs end by
+    `verb_ends`. The transport updates the ledger as publishing does.
+    """
 
     def __init__(self, client: "redis.asyncio.Redis", *ends: Any) -> None:
         self.client = client
@@ -78,10 +79,10 @@ class Fleet:
         )
 
     async def command(self, queue: str, envelope: str) -> None:
-        """Nobody is told."""
+        """Send nothing."""
 
     async def aclose(self) -> None:
-        """Nothing is open."""
+        """Close nothing."""
 
 
 class Ground:
@@ -106,7 +107,7 @@ class Ground:
         return await self.door.dispatch(Request(ToolCall(id="c1", name=name), "acme", "s1"))
 
     async def open(self) -> None:
-        """A session on one of the hosts, which all live."""
+        """Open a session on one of the hosts. All hosts are alive."""
         await self.client.mset({host_key("d", queue): "a report" for queue in self.hosts.all})
         assert (await self.door.open_session("acme", "s1", {})).success
 
@@ -184,7 +185,7 @@ async def test_a_lost_call_that_could_go_nowhere_else_was_not_run_and_says_why(
 
 
 async def test_a_call_that_was_never_sent_goes_to_where_its_session_lives_by_now(client: "redis.asyncio.Redis") -> None:
-    """Whatever its tool is: nothing was published."""
+    """This holds for every tool, because nothing was published."""
     ground = Ground(client, NotSent("host_lost"))
     await ground.open()
     first = ground.door.session_queue("acme", "s1")

@@ -32,7 +32,7 @@ async def client(redis_server: RedisProcess) -> AsyncIterator["redis.asyncio.Red
 async def gone_on_with(
     client: "redis.asyncio.Redis", tool: str, sent_since: float = NOW, **record: str
 ) -> tuple[ToolResult, list[Attempt]]:
-    """The result of a call of which the ledger knows this, and what was delivered for it."""
+    """Return the result of a call with this state in the ledger, and the deliveries made for the call."""
     ground = Ground(client)
     await ground.open()
     if record:

@@ -58,7 +58,7 @@ ABSENT: dict[tuple[str, str], str] = {
 
 
 def read_variables(service: str) -> list[tuple[str, ...]]:
-    """The settings of a service; each with the variables that set it."""
+    """Return the settings of a service, each with the variables that set it."""
     return [
         variable_names(name, field) for settings in PROCESSES[service] for name, field in settings.model_fields.items()
     ]

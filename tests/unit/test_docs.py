@@ -19,7 +19,7 @@ PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md")), ROOT
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_every_link_of_a_page_leads_somewhere(page: Path) -> None:
-    """As the files lie in the repository; in the site it is the builder that looks."""
+    """The check follows the files of the repository. The site builder checks the links of the built site."""
     text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
     for target, mark in re.findall(r"\]\((?!https?:)([^)#\s]*)(?:#([^)\s]+))?\)", text):
         file = page.parent / target if target else page
@@ -28,7 +28,7 @@ def test_every_link_of_a_page_leads_somewhere(page: Path) -> None:
 
 
 def _marks(page: Path) -> set[str]:
-    """Of its headings, as a browser finds them."""
+    """Return the anchors of the page's headings, as a browser finds them."""
     heads = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", head).strip().lower().replace(" ", "-") for head in heads}
 
@@ -54,8 +54,8 @@ def test_every_script_that_makes_a_page_is_run_for_the_reference() -> None:
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The built site; anchors, links and the menu are complete, or there is none. No address can be reached
-    meanwhile.
+    """The built site. The build fails on a missing anchor, link or menu entry. No network address is reachable during
+    the build.
     """
     folder = tmp_path_factory.mktemp("site")
     done = build(ROOT / "mkdocs.yml", folder)
@@ -83,7 +83,7 @@ def build(config: Path, folder: Path) -> "subprocess.CompletedProcess[str]":
 
 
 class _Loaded(HTMLParser):
-    """What a browser loads for a page without being asked."""
+    """Collects the resources that a browser loads for a page without a user's action."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -71,7 +71,7 @@ async def report_host(client: Client, name: str = "h1", **fields: Any) -> None:
 
 
 async def serve(client: Client) -> None:
-    """A deployment in which nothing is broken."""
+    """Set up a deployment without faults."""
     await report_host(client)
     specs = (build_spec("bash_tool", pool="sandbox"),)
     await client.set(catalog_key(D, "sandbox"), seal_catalog(keys_of(client), "sandbox", Catalog(tools=specs)))
@@ -93,7 +93,9 @@ def of(report: Report, name: str) -> list[Finding]:
 
 
 def bad(report: Report) -> list[tuple[str, bool]]:
-    """Those that are not good but for pools without workers: name, and whether it is broken."""
+    """Return the checks that are not good, except the checks for pools without workers: name, and whether the check
+    is broken.
+    """
     return [(found.name, found.needed) for found in report.findings if not found.is_good and found.name != "workers"]
 
 

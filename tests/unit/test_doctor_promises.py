@@ -46,7 +46,7 @@ GOOD_HOST = HostFacts(
 def build_evidence(
     *, facts: dict[str, Any] | None = None, host: dict[str, Any] | None = None, **settings: Any
 ) -> Evidence:
-    """Of a good host, but for what is named."""
+    """Return the evidence of a good host, with the given fields replaced."""
     wanted = SandboxdSettings(**{"sandbox_image": "ours:1", "sandbox_runtime": "runsc", **settings})
     return Evidence(
         settings=wanted,

@@ -1,4 +1,4 @@
-"""How `toolcrew doctor` shows the table of promises."""
+"""The table of promises in the output of `toolcrew doctor`."""
 
 from pathlib import Path
 from typing import Any

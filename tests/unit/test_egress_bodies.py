@@ -1,6 +1,4 @@
-"""Bodies taken apart: whatever the pieces they come in, the content is the same, and what is badly framed is
-refused.
-"""
+"""Decoding of bodies: the content is the same for any division into pieces, and bad framing is refused."""
 
 import time
 from itertools import pairwise

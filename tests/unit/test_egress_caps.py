@@ -1,4 +1,4 @@
-"""What a session may use of the proxy: bytes, bytes a second, connections, time; and what a hostile one costs
+"""Limits of a session in the proxy: bytes, bytes per second, connections and time. A hostile session does not affect
 others.
 """
 

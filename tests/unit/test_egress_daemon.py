@@ -74,7 +74,7 @@ def test_the_process_serves_refuses_a_second_and_removes_its_socket_at_the_end(t
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can be somebody else")
 def test_another_user_is_not_served_unless_named(tmp_path: Path) -> None:
-    # The proxy closes on who may not connect, perhaps before he has sent all.
+    # The proxy closes the connection of a refused client, perhaps before the client has sent everything.
     program = (
         "import contextlib, os, socket, sys; os.setuid(int(sys.argv[2])); s = socket.socket(socket.AF_UNIX); "
         "s.connect(sys.argv[1])\n"
@@ -119,7 +119,7 @@ def test_a_setting_that_is_wrong_is_named(name: str, value: str, monkeypatch: py
 
 
 class _SlowResolver(StubResolver):
-    """Answers when it is told to; knows how many asked at a time."""
+    """A resolver that answers when the test says so. Counts concurrent lookups."""
 
     def __init__(self) -> None:
         super().__init__({"a.example": [["93.184.216.34"]]})

@@ -15,7 +15,7 @@ HELLO = build_hello("site.example")
 
 
 def split_records(hello: bytes, size: int) -> bytes:
-    """The same greeting in records of `size` bytes."""
+    """Return the same greeting in records of `size` bytes."""
     message = hello[5:]
     pieces = [message[at : at + size] for at in range(0, len(message), size)]
     return b"".join(hello[:3] + len(piece).to_bytes(2, "big") + piece for piece in pieces)

@@ -1,4 +1,4 @@
-"""When an embedded stack has an egress proxy of its own."""
+"""Conditions under which an embedded stack has its own egress proxy."""
 
 import pytest
 

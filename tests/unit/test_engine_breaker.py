@@ -1,4 +1,4 @@
-"""When the engine is asked and when not: the breaker alone, with a clock of its own."""
+"""The circuit breaker in front of the engine: when requests pass and when not. The test controls the breaker's clock."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -15,7 +15,7 @@ class Clock:
 
 
 def open_breaker(clock: Clock) -> Breaker:
-    """One that has just opened, with a pause of 1 s."""
+    """Return a breaker that has just opened, with a pause of 1 s."""
     breaker = Breaker(clock, threshold=3, first_pause_s=1.0, longest_pause_s=30.0)
     assert [breaker.failed("no answer") for _ in range(3)] == [False, False, True]
     return breaker

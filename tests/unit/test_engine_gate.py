@@ -19,7 +19,7 @@ HASTY = Lane("starts", at_once=2, deadline_s=0.05, max_wait_s=0.05)
 
 
 class Work:
-    """Blocking calls that wait for `go`; tells how many ran at a time."""
+    """Blocking calls that wait for `go`. Records how many ran at the same time."""
 
     def __init__(self) -> None:
         self.go = threading.Event()

@@ -1,4 +1,4 @@
-"""Sealed results: whoever can write to Redis cannot say what a call gave."""
+"""Sealed results: a client with write access to Redis cannot forge the result of a call."""
 
 import json
 

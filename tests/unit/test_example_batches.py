@@ -1,5 +1,5 @@
-"""The example batches: their expected answers are true, their scripts solve them, and their checkers tell right from
-wrong.
+"""The example batches: their expected answers are correct, their scripts solve them, and their checkers distinguish
+right from wrong.
 """
 
 import csv
@@ -28,7 +28,7 @@ MAX_STEPS = 5
 
 
 def load_module(path: Path) -> ModuleType:
-    """A script of the examples, whose folders' names are not Python's."""
+    """Load a script of the examples. Their folders do not have Python names."""
     spec = importlib.util.spec_from_file_location(f"{path.parent.name}_{path.stem}".replace("-", "_"), path)
     assert spec is not None
     assert spec.loader is not None
@@ -89,7 +89,7 @@ def mean(values: list[float]) -> float:
 
 
 def only(values: list[Any], key: Callable[[Any], Any]) -> Any:
-    """The largest, which must be alone: a question with two answers is none."""
+    """Return the largest value, which must be unique: a question with two correct answers is invalid."""
     best = max(map(key, values))
     (found,) = [value for value in values if key(value) == best]
     return found
@@ -211,7 +211,7 @@ def test_there_are_enough_questions() -> None:
 
 
 def work(server: ModelServer, client: httpx.Client, instruction: str, workspace: Path) -> str:
-    """A run in small: the script's commands, which are ours, run on this machine in a copy of the workspace."""
+    """Run the commands of our own script on this machine, in a copy of the workspace."""
     messages: list[dict[str, Any]] = [{"role": "user", "content": instruction}]
     for _ in range(MAX_STEPS):
         body = {
@@ -261,7 +261,7 @@ def test_the_script_answers_every_question_and_the_checker_agrees(
 
 @pytest.fixture(scope="module")
 def repaired(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The artifacts and the output of a batch that the script has worked."""
+    """Return the artifacts and the output of a batch that the script has processed."""
     folder = tmp_path_factory.mktemp("repaired")
     rows = []
     with (

@@ -1,5 +1,5 @@
-"""Sessions whose time ran out on a host: they have no place any more, and do not count; those that ended otherwise keep
-theirs.
+"""Sessions whose time to live expired on a host lose their location and do not count. Sessions that ended otherwise
+keep their location.
 """
 
 import pytest

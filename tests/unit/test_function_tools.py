@@ -58,7 +58,7 @@ def properties(made: Tool[Any]) -> dict[str, Any]:
 
 
 def run(made: Tool[Any], **arguments: Any) -> Any:
-    """As a dispatcher would: checked by the schema first."""
+    """Run the tool as a dispatcher does: validate the arguments against the schema first."""
     prepared, _ = prepare_arguments(made.spec, arguments)
     value = made.handler(prepared, CONTEXT)
     return asyncio.run(value) if inspect.iscoroutine(value) else value

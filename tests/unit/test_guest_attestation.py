@@ -1,4 +1,4 @@
-"""What PID 1 says of its sandbox when it is asked, and when the sandbox ends by itself."""
+"""The report of PID 1 about its sandbox: on request, and when the sandbox ends by itself."""
 
 import contextlib
 import json
@@ -30,7 +30,7 @@ def guest() -> Iterator[Guest]:
 
 
 def attest(guest: Guest) -> Attestation:
-    """As sandboxd reads it: through its own list of fields."""
+    """Return the report as sandboxd parses it, with sandboxd's own list of fields."""
     return parse_attestation(build_done(guest.request("attest").header))
 
 
@@ -67,7 +67,7 @@ def test_a_folder_of_very_many_entries_is_counted_up_to_a_thousand(guest: Guest)
 
 @needs_namespace
 def test_a_workspace_that_may_not_be_read_is_no_empty_one_and_the_rest_is_told(guest: Guest) -> None:
-    """As where its mount was missed: who asked must learn the file system that is there instead."""
+    """The case occurs when a mount is missing. The report must still describe the file system that is there."""
     guest.workspace.chmod(0o500)
     os.chown(guest.workspace, 0, 0)
     found = attest(guest)
@@ -102,7 +102,9 @@ def test_a_background_job_is_dirt_until_it_has_ended(guest: Guest) -> None:
 
 @needs_namespace
 def test_a_process_that_came_from_outside_and_what_it_left_are_dirt(guest: Guest) -> None:
-    """As of `docker exec`: no child of PID 1, and its dead child is nobody's to collect while it lives."""
+    """`docker exec` causes this case: its process is no child of PID 1, so no process reaps a dead child during its
+    life.
+    """
     started, hold = os.pipe(), os.pipe()
     outside = os.fork()
     if outside == 0:

@@ -1,4 +1,4 @@
-"""What the guest keeps of a stream, against the plain definition."""
+"""The guest's capture of a stream, compared with the plain definition."""
 
 import tracemalloc
 from pathlib import Path

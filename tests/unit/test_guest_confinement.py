@@ -34,7 +34,7 @@ def paths(tmp_path: Path, request: pytest.FixtureRequest) -> GuestPaths:
 
 
 def read(path: str, paths: GuestPaths) -> str:
-    """The content at a path; raises Failure."""
+    """Return the content at a path. Raises Failure."""
     place = find_place(path, paths)
     try:
         pinned = pin_file(place)

@@ -1,4 +1,4 @@
-"""The guest's unified diffs: right whenever they are whole, and quick whatever the texts are."""
+"""The guest's unified diffs: correct if complete, and fast for any texts."""
 
 import shutil
 import subprocess

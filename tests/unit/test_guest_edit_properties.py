@@ -22,7 +22,7 @@ from guest.paths import GuestPaths  # noqa: E402
 
 
 class RequestContext:
-    """What a supervisor gives a server, without one."""
+    """The context that a supervisor gives a server, without a supervisor."""
 
     def __init__(self, root: Path, body: bytes) -> None:
         self.paths = GuestPaths((os.fsencode(root / "w"),), os.fsencode(root / "o"))
@@ -48,7 +48,9 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def edit(root: Path, data: bytes, edits: list[tuple[str, str, bool]]) -> bytes | str:
-    """The file afterwards, or the code of the failure; then it has been checked that the file is as it was."""
+    """Return the file after the edit, or the code of the failure. After a failure, the file is checked to be
+    unchanged.
+    """
     file = root / "w" / "f"
     file.write_bytes(data)
     names = ("old_string", "new_string", "replace_all")
@@ -66,7 +68,7 @@ def edit(root: Path, data: bytes, edits: list[tuple[str, str, bool]]) -> bytes |
 
 
 def codec_of(data: bytes) -> str:
-    """The encoding that an edit takes such a file for, when it is one whose characters begin anywhere."""
+    """Return the encoding that an edit detects for such a file, if its characters can start at any byte."""
     codec = find_form(data).codec
     assume(codec in ("utf-8", "latin-1", "cp1252"))
     return codec

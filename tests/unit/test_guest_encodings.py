@@ -1,4 +1,4 @@
-"""Which encoding a file is taken for: marks, UTF-8 at any edge, wide encodings, guesses, and what is no text."""
+"""Detection of a file's encoding: byte order marks, UTF-8 at any boundary, wide encodings, guesses, and binary files."""
 
 import codecs
 import random
@@ -32,7 +32,7 @@ PNG = b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR" + (640).to_bytes(4, "big") + (480).to_byt
 
 
 def form_or_code(data: bytes) -> TextForm | str:
-    """The form of a content, or the code that it is refused with."""
+    """Return the form of a content, or the code of its refusal."""
     try:
         return find_form(data)
     except Failure as failure:

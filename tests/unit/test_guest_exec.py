@@ -157,7 +157,7 @@ def test_a_stream_is_sent_as_it_comes_and_then_only_counted(guest: Guest) -> Non
     call = guest.start_script(
         "mkfifo gate; echo first; read line < gate; seq 100000; echo e >&2", capture={"stream": 5000}
     )
-    # The program goes on only after its first piece has come.
+    # The program continues only after its first piece has arrived.
     frame = guest.next_frame()
     assert (frame.header["stream"], frame.body) == ("stdout", b"first\n")
     guest.run("echo go > gate")

@@ -162,7 +162,7 @@ def test_a_fifo_is_refused_and_not_opened(guest: Guest) -> None:
     writer = guest.start_script("echo started > started; echo x > fifo", timeout_s=60)
     guest.wait_for_file("started")
     assert read(guest, "fifo").code == "NOT_A_REGULAR_FILE"
-    # Had it been opened, its writer would have gone on.
+    # If the FIFO had been opened, its writer would have continued.
     assert guest.run("read line < fifo; echo $line").bytes_of("stdout") == b"x\n"
     assert guest.finish(writer)["exit_code"] == 0
 

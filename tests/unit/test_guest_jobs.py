@@ -1,5 +1,5 @@
-"""Background jobs of the guest, on a real pid namespace: started, heard, fed, ended, and proved to be gone from
-outside.
+"""Background jobs of the guest, on a real pid namespace: started, read, given input and ended. A check from outside
+shows that no process remains.
 """
 
 import os
@@ -38,7 +38,7 @@ def ask(guest: Guest, verb: str, job: str = "job-1", body: bytes = b"", **fields
 
 
 def hear(guest: Guest, wanted: bytes, heard: bytes = b"") -> bytes:
-    """Poll job-1 until it has printed this; `heard` is what it has said before."""
+    """Poll job-1 until it has printed this text. `heard` is its earlier output."""
     give_up_at = time.monotonic() + DEADLINE_S
     while wanted not in heard:
         assert time.monotonic() < give_up_at, heard
@@ -47,7 +47,7 @@ def hear(guest: Guest, wanted: bytes, heard: bytes = b"") -> bytes:
 
 
 def start_and_hear(guest: Guest, script: str, wanted: bytes = b"up\n") -> None:
-    """Its first words are in the answer of its start, or in that of a poll."""
+    """Start a job and wait until its reply, or that of a poll, contains this output."""
     hear(guest, wanted, start(guest, script).bytes_of("merged"))
 
 

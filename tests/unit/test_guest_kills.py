@@ -1,4 +1,4 @@
-"""What a program starts ends with its call: on a real pid namespace, looked at from outside."""
+"""All processes that a program starts end with its call. On a real pid namespace, checked from outside."""
 
 import signal
 import time

@@ -1,4 +1,4 @@
-"""Which calls wait for each other, and what becomes of those that wait."""
+"""Order of calls in the guest: which calls wait for each other, and what happens to waiting calls."""
 
 from collections.abc import Iterator
 

@@ -1,4 +1,4 @@
-"""Pages of lines, against the plain definition: whatever pieces the text comes in."""
+"""Pages of lines, compared with the plain definition, for any division of the text into pieces."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -23,7 +23,7 @@ def page_of(
 
 
 def lines_of(text: str) -> list[str]:
-    """Without their ends: CR is one only before LF."""
+    """Return the lines without their ends. CR is a line end only before LF."""
     lines = text.split("\n")
     ended = [line.removesuffix("\r") for line in lines[:-1]]
     return ended + ([lines[-1]] if lines[-1] else [])

@@ -94,8 +94,8 @@ FrameDecoder.feed = feed
 
 
 def test_the_oom_killer_is_offered_what_a_program_started_before_it_was_marked() -> None:
-    """On a busy host a supervisor may mark its program late: unmarked children would outlive marked programs of other
-    calls.
+    """On a busy host, a supervisor may mark its program late. Unmarked children would then outlive marked programs of
+    other calls.
     """
     late_mark = """
 import os, time

@@ -104,8 +104,8 @@ _MODULE_NAMES = {
 
 
 def walk_run_time(node: ast.AST) -> Iterator[ast.AST]:
-    """All that is looked at when the code runs: not annotations, nor what only a type checker or a newer Python
-    reads.
+    """Yield the nodes that run time evaluates, without annotations and without code for type checkers or newer
+    Pythons.
     """
     yield node
     for name, value in ast.iter_fields(node):
@@ -123,7 +123,7 @@ def walk_run_time(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def find_newer(tree: ast.Module) -> list[str]:
-    """What in a file only a Python after 3.9 has, or one up to 3.12 had."""
+    """Return the names in a file that exist only after Python 3.9, or only up to Python 3.12."""
     found = []
     for node in walk_run_time(tree):
         line = getattr(node, "lineno", 0)
@@ -212,7 +212,7 @@ def test_patterns_of_many_parts_match_on_the_guests_own_python() -> None:
 
 
 def boot(before: str, *arguments: str) -> "subprocess.CompletedProcess[str]":
-    """The entry point as a program, after some lines of Python."""
+    """Run the entry point as a program, after some lines of Python."""
     code = (
         f"import sys, runpy\nsys.path.insert(0, {str(GUEST_PARENT)!r})\n{before}\n"
         f"runpy.run_path({str(GUEST / 'boot.py')!r}, run_name='__main__')"

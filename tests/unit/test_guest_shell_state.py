@@ -1,4 +1,4 @@
-"""What lasts from one command of a session to the next, and what no command can do to it."""
+"""State that lasts from one command of a session to the next, and the damage that no command can do to this state."""
 
 from collections.abc import Iterator
 
@@ -19,7 +19,7 @@ def running() -> Iterator[Guest]:
 
 @pytest.fixture
 def guest(running: Guest) -> Guest:
-    """A guest whose session is a new one."""
+    """A guest with a new session."""
     command(running, "true", state="fresh")
     return running
 

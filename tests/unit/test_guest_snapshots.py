@@ -1,4 +1,4 @@
-"""What the session remembers of its files: found again, bounded, and never in the way."""
+"""The session's snapshots of its files: found again, bounded, and never an obstacle for a call."""
 
 import os
 import time

@@ -1,4 +1,4 @@
-"""What a path that leads nowhere may have meant: ranked, bounded, and only from inside."""
+"""Suggestions for a path that does not exist: ranked, bounded, and only from inside the workspace."""
 
 import os
 import subprocess
@@ -33,7 +33,7 @@ class Tree:
             path.write_text("")
 
     def suggest(self, path: str) -> list[str]:
-        """The paths that are suggested, in order."""
+        """Return the suggested paths, in order."""
         failure = missing_file(path, self.paths)
         assert failure.code == "FILE_NOT_FOUND"
         words = failure.message.partition("; did you mean ")[2].partition("?")[0]
@@ -138,7 +138,7 @@ def test_the_directory_of_the_path_is_looked_at_first(tree: Tree, monkeypatch: p
 
 
 def distance(first: str, second: str) -> int:
-    """The plain definition: add, drop, change, or swap two neighbours."""
+    """Return the edit distance by its plain definition: add, drop, change, or swap two neighbors."""
     rows = [[0] * (len(second) + 1) for _ in range(len(first) + 1)]
     for i in range(len(first) + 1):
         for j in range(len(second) + 1):

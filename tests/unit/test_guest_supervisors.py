@@ -34,18 +34,18 @@ def guest() -> Iterator[Guest]:
 
 
 def supervisor_of(guest: Guest, script: str = TELL_SUPERVISOR, **fields: object) -> bytes:
-    """The pid, in the sandbox, of the supervisor that serves a call."""
+    """Return the pid, inside the sandbox, of the supervisor that serves a call."""
     return guest.run(script, **fields).bytes_of("stdout").split()[-1]
 
 
 def idle_supervisor(guest: Guest) -> int:
-    """The waiting supervisor, as the outside numbers it."""
+    """Return the pid of the waiting supervisor, as seen from outside the sandbox."""
     guest.run("true")
     return wait_for_one(guest)
 
 
 def wait_for_one(guest: Guest) -> int:
-    """The only process beside PID 1, once it is the only one."""
+    """Wait until exactly one process besides PID 1 exists, and return it."""
     give_up_at = time.monotonic() + DEADLINE_S
     while len(others := list(guest.others())) != 1:
         assert time.monotonic() < give_up_at, others
@@ -54,7 +54,7 @@ def wait_for_one(guest: Guest) -> int:
 
 
 def open_files(pid: int) -> dict[str, str]:
-    """By number; what is closed while they are looked at is left out."""
+    """Return the open files by descriptor number. Files that are closed during the scan are left out."""
     directory, files = Path(f"/proc/{pid}/fd"), {}
     for name in os.listdir(directory):
         with contextlib.suppress(FileNotFoundError):
@@ -70,7 +70,7 @@ def wait_until(condition: Callable[[], bool]) -> None:
 
 
 def kernel_state(pid: int) -> dict[str, str]:
-    """What a call could leave behind in a process, as the kernel tells it."""
+    """Return the kernel state of a process that a call could leave changed."""
     names = ("Umask", "SigBlk", "SigIgn", "SigCgt", "PPid", "NSpgid", "NSsid", "NoNewPrivs")
     lines = (line.split(":\t", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
     return {line[0]: line[1] for line in lines if line[0] in names}
@@ -177,7 +177,9 @@ def test_a_supervisor_that_waits_holds_no_descriptor_of_a_running_call(guest: Gu
     assert len(supervisors) == 2
 
     def held() -> list[set[str]]:
-        """By who waits, then by who serves. From 3 on: all share PID 1's stderr and /dev/null."""
+        """Return the open files of the waiting process and of the serving process, from 3 on. All share PID 1's
+        stderr and /dev/null.
+        """
         return sorted(({file for fd, file in open_files(pid).items() if int(fd) > 2} for pid in supervisors), key=len)
 
     # What its last call was given it closes just after the answer.
@@ -239,7 +241,7 @@ def test_an_attacker_who_stops_every_supervisor_that_waits_costs_a_moment_and_no
         started = time.monotonic()
         done = guest.run("echo served", timeout_s=1)
         assert time.monotonic() - started < 3
-        # Served, or stopped while it ran, which is told.
+        # The call was served, or was stopped while it ran, which the reply states.
         assert done.header.get("timed_out") or done.bytes_of("stdout") == b"served\n", done.header
     assert guest.finish(running)["exit_code"] == 0
     assert guest.run("echo calm").bytes_of("stdout") == b"calm\n"

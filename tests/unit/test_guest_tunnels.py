@@ -33,7 +33,7 @@ class Host:
         self._kept: list[Frame] = []
 
     def connect(self) -> tuple[socket.socket, int]:
-        """A program's connection and its number."""
+        """Return a program's connection and its number."""
         program = self.connect_unseen()
         assert self.hear("net_open", self.last + 1)
         self.last += 1
@@ -47,7 +47,7 @@ class Host:
         self.guest.send({"op": op, "conn": conn, **fields}, body)
 
     def hear(self, event: str, conn: int) -> Frame:
-        """The next frame of that connection, which must be this event; those of others are kept."""
+        """Return the next frame of this connection, which must be this event. Frames of other connections are stored."""
         for frame in self._kept:
             if frame.header.get("conn") == conn:
                 self._kept.remove(frame)
@@ -68,13 +68,13 @@ class Host:
         return bool(self.guest.next_frame().header["ev"] == "fatal")
 
     def is_quiet(self) -> bool:
-        """Whether the guest says nothing more now: it has nothing before the answer to a ping."""
+        """Return whether the guest sends nothing before its reply to a ping."""
         time.sleep(0.05)
         self.settle()
         return not self._kept
 
     def settle(self) -> None:
-        """Wait until the guest has done all that it was told; what it says until then is kept."""
+        """Wait until the guest has processed all input. The guest's output until then is recorded."""
         self.guest.send({"id": "0" * 32, "op": "ping"})
         while (frame := self.guest.next_frame()).header["ev"] != "pong":
             self._kept.append(frame)
@@ -307,7 +307,7 @@ def test_a_megabyte_each_way_arrives_whole(host: Host) -> None:
     assert bytes(back) == data
 
 
-# Calls beside connections
+# Calls together with connections
 
 
 def test_a_call_is_served_while_connections_wait_for_a_host_that_takes_nothing(host: Host) -> None:

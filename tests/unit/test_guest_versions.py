@@ -1,4 +1,4 @@
-"""How a new version of a file takes its place: without a trace of the way, also where no nameless file can be made."""
+"""Replacement of a file by a new version: no temporary file remains, even where an unnamed file cannot be created."""
 
 import errno
 import os

@@ -37,7 +37,9 @@ def build(**changes: Any) -> dict[str, Any]:
 
 
 def inspected_of(config: Mapping[str, Any]) -> dict[str, Any]:
-    """What an engine that keeps every promise reports: its own defaults added, empty lists and maps as null."""
+    """Return the report of an engine that keeps every promise: with its own defaults added, and empty lists and maps
+    as null.
+    """
     shown = copy.deepcopy(dict(config))
     host = {name: None if value in ([], {}) else value for name, value in shown.pop("HostConfig").items()}
     host |= {

@@ -32,7 +32,7 @@ def ledger(redis_server: RedisProcess) -> Iterator[WorkerCallStore]:
 
 
 class Watched:
-    """Held calls whose thread is the test; `confirmed` counts."""
+    """Held calls whose thread is the test. `confirmed` counts confirmations."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 0.0

@@ -1,4 +1,4 @@
-"""What is told of programs' runs: in order, once, whole, and bounded; whoever dies, whoever is slow."""
+"""Events of programs' runs: in order, once, complete and bounded, even if a process dies or is slow."""
 
 import asyncio
 import itertools
@@ -67,7 +67,7 @@ def increase(ids: list[str]) -> bool:
     return all(is_before(one, other) for one, other in itertools.pairwise(ids))
 
 
-# What a holder tells
+# Events of a holder
 
 
 def test_pieces_of_text_are_told_together_and_never_across_anything_else() -> None:
@@ -219,7 +219,7 @@ async def test_a_run_whose_record_redis_has_lost_ends_for_its_followers(ground: 
     assert [(event["type"], event["failure"]["code"]) for event in events] == [("RunEnded", "run_lost")]
 
 
-# Whoever dies
+# Deaths of processes
 
 
 async def test_a_run_whose_holder_is_killed_is_told_to_its_end_without_a_gap(
@@ -246,7 +246,7 @@ async def test_a_run_whose_holder_is_killed_is_told_to_its_end_without_a_gap(
     assert increase([event["id"] for event in events])
     (at,) = [at for at, event in enumerate(events) if event["type"] == "RunResumed"]
     assert events[at]["step"] == 2
-    # Without what is void each step is told once, from its start to its end.
+    # Without void events, each step is reported once, from its start to its end.
     before, after = types(events[:at]), types(events[at + 1 :])
     kept = before[: before.index("StepFinished") + 1]
     assert [name for name in kept if "Step" in name] == ["StepStarted", "StepFinished"]

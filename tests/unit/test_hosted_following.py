@@ -1,4 +1,4 @@
-"""Whoever follows programs' runs: at his own pace, from wherever he stopped, over one connection for all."""
+"""Clients that follow programs' runs: at their own speed, from where they stopped, over one connection for all."""
 
 import asyncio
 import json
@@ -36,7 +36,7 @@ async def tell(
     return (await RunEventStore(ground.client, "d").append([telling]))[0]
 
 
-# Whoever follows
+# Followers
 
 
 async def test_whoever_stopped_goes_on_after_the_last_event_that_he_had(made: MadeHosted) -> None:

@@ -1,4 +1,4 @@
-"""Runs that programs start: worked to their end, cancelled in every state, listed page by page."""
+"""Runs that programs start: executed to their end, cancelled in every state, and listed page by page."""
 
 import asyncio
 import tracemalloc
@@ -169,7 +169,7 @@ async def test_a_long_answer_is_whole_where_the_run_is_read_and_cut_where_runs_a
 
 
 def nested(depth: int) -> Any:
-    """A list in a list, so often."""
+    """Return lists nested to the given depth."""
     inner: Any = []
     for _ in range(depth):
         inner = [inner]
@@ -350,7 +350,7 @@ async def test_the_standing_batch_is_nobodys_to_touch(ground: HostedGround) -> N
     assert (await ground.queue.list_batches("acme")).batches == {}
 
 
-# Beside batches
+# Together with batches
 
 
 async def test_runs_and_batches_of_a_tenant_take_turns(ground: HostedGround) -> None:

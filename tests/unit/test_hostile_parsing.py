@@ -1,5 +1,5 @@
-"""What tenants and models send is parsed in bounded time and memory: the inputs that once took seconds and
-gigabytes.
+"""Input of tenants and models is parsed in bounded time and memory. The examples are inputs that once took seconds
+and gigabytes.
 """
 
 import collections
@@ -260,7 +260,7 @@ def test_a_hostile_front_matter_is_refused_or_read_as_plain_lines(name: str) -> 
 
 
 async def find_in(*pieces: bytes) -> Reply | None:
-    """The reply to request 7 in a stream of events that comes in these pieces."""
+    """Return the reply to request 7 in a stream of events that arrives in these pieces."""
 
     async def stream() -> AsyncIterator[bytes]:
         for piece in pieces:

@@ -1,4 +1,4 @@
-"""What orchestrators and operators see of workers, and the order that takes one out of service."""
+"""Workers as orchestrators and operators see them, and the order that takes a worker out of service."""
 
 import json
 import threading

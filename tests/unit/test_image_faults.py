@@ -1,4 +1,4 @@
-"""Words of an engine or a starting container, and what they tell the operator of the image."""
+"""Messages of an engine or of a starting container, and the resulting explanations of the image's fault."""
 
 import pytest
 from hypothesis import given

@@ -1,5 +1,5 @@
-"""Ending a call inside its process: only the call that is meant, whatever it is doing, and nothing of it reaches the
-next.
+"""Ending a call inside its process: only the intended call ends, at any point of its work, and the next call is not
+affected.
 """
 
 import multiprocessing
@@ -24,7 +24,7 @@ FORK = multiprocessing.get_context("fork")
 
 
 def in_process(work: Callable[[Told], None]) -> Told:
-    """What `work` told, in a process of its own: the test's own timers and signals are left alone."""
+    """Run `work` in its own process and return its report. The test's timers and signals are not touched."""
 
     def run(told_to: Connection) -> None:
         told: Told = []
@@ -50,7 +50,7 @@ def signal_self() -> None:
 
 
 class Desk:
-    """Interrupts that tell what happened to their calls."""
+    """Interrupts that record the outcomes of their calls."""
 
     def __init__(self, told: Told) -> None:
         self.board = CancelBoard()

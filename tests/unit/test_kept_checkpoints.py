@@ -1,4 +1,4 @@
-"""Checkpoints: what a sandbox held is held by another again, for its own tenant and nobody else."""
+"""Checkpoints: the contents of a sandbox are restored in another sandbox, for the same tenant only."""
 
 import asyncio
 import time
@@ -84,7 +84,7 @@ async def test_one_that_is_too_large_is_not_kept(checkpoints: Checkpoints, root:
 async def test_a_guest_that_never_ends_is_not_waited_for(root: Path, tmp_path: Path) -> None:
     guest = LocalGuest()
     slow = Checkpoints(FolderStore(tmp_path / "store"), save_s=0.2)
-    guest.hold(slow)  # as one whose answers do not come
+    guest.hold(slow)  # as a store whose answers do not arrive
     with pytest.raises(ToolFailure) as refused:
         await asyncio.wait_for(slow.save("acme", guest, roots=(str(root),)), 10)
     assert (refused.value.code, list((tmp_path / "store" / "acme").iterdir())) == (ErrorCode.TIMEOUT, [])

@@ -105,7 +105,7 @@ def test_keda_and_kustomize_would_take_it(name: str) -> None:
 
 
 def test_no_field_is_written_twice_or_by_reference() -> None:
-    """Of two, one would be lost; and not everything that reads these files follows an anchor into another document."""
+    """A duplicate field would be lost, and some readers of these files do not follow an anchor into another document."""
     for path in FOLDER.rglob("*.yaml"):
         text = path.read_text(encoding="utf-8")
         assert not any(getattr(event, "anchor", None) for event in yaml.parse(text, Loader=yaml.CSafeLoader)), path

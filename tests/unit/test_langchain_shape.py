@@ -59,7 +59,7 @@ PLAIN = {"type": "object", "properties": {"city": {"type": "string"}}, "required
 
 
 def shaped(**parts: Any) -> Any:
-    """An object with name, description and these attributes."""
+    """Return an object with name, description and these attributes."""
     return SimpleNamespace(name="get_weather", description="Get it.", **parts)
 
 
@@ -202,7 +202,7 @@ def test_it_is_called_by_the_best_way_it_has(parts: dict[str, Any], expected: An
 
 
 def test_invoke_gets_nothing_beside_the_arguments() -> None:
-    """Its second parameter is LangChain's own configuration."""
+    """The second parameter of `invoke` is LangChain's own configuration."""
     assert run(shaped(args_schema=PLAIN, invoke=lambda value, config=None, **_: config), city="x") is None
     assert threading.current_thread() is threading.main_thread()
 

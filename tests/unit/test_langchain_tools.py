@@ -1,5 +1,5 @@
-"""LangChain's own tools in our registry, of every kind that the real library makes: what a model is told, and what
-becomes of a call.
+"""LangChain's own tools in the registry, of every kind that the real library makes: their descriptions for models,
+and the outcomes of calls.
 """
 
 import asyncio
@@ -28,7 +28,7 @@ from langchain_core.tools import (
 
 
 def call(made: Any, **arguments: Any) -> ToolResult:
-    """What a model that asks for it gets."""
+    """Return the reply that a model gets for the call."""
     ours = as_tool(made)
     return asyncio.run(LocalTools([ours]).run_call(ToolCall(id="call-1", name=ours.name, arguments=arguments)))
 
@@ -165,7 +165,7 @@ def test_what_models_must_not_choose_is_hidden_and_keeps_its_default() -> None:
 
     assert list(parameters(whoami)["properties"]) == ["greeting"]
     assert call(whoami, greeting="hi").output == "hi nobody"
-    # The attacker's aim: to be somebody else.
+    # The attacker's aim: to use another identity.
     assert call(whoami, greeting="hi", user="root").error_code is ErrorCode.INVALID_ARGUMENTS
 
 

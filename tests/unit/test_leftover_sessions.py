@@ -1,5 +1,5 @@
-"""Sandboxes of sessions that ended while their host could not hear of it: they go all the same, and nobody else's
-does.
+"""Sandboxes of sessions that ended while their host was unreachable. They are removed, and no other sandbox is
+removed.
 """
 
 import asyncio
@@ -36,7 +36,7 @@ class Host:
         self.sweep = LeftoverMonitor(self.sessions)
 
     async def open(self, session: str, queue: str = "host.a.b1", **row: object) -> None:
-        """As far as it comes: a place, and a sandbox here, wherever the place says that it is."""
+        """Open a session: a location, and a sandbox on this host, whichever host the location names."""
         await self.orchestrator.open("acme", session, queue, start="{}", ttl_s=60.0, limit=10)
         self.sandboxd.add(f"acme:{session}", **row)
 
@@ -60,7 +60,9 @@ async def test_a_session_that_was_closed_while_its_host_did_not_hear_of_it_loses
 
 
 async def test_a_sandbox_that_was_made_too_late_goes(host: Host) -> None:
-    """Its session was given up while it was being made, and opened on another host, or ended."""
+    """The session was given up while its sandbox was being created. The session then ended, or was opened on another
+    host.
+    """
     await host.open("elsewhere", "host.b.b1")
     await host.orchestrator.close("acme", "never-placed")
     host.sandboxd.add("acme:never-placed")

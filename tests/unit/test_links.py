@@ -1,4 +1,4 @@
-"""Addresses from Flower to our pages and back, also for ids that somebody made up."""
+"""Links from Flower to our pages and back, also for invented ids."""
 
 import json
 

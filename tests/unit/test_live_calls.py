@@ -1,4 +1,4 @@
-"""Calls whose caller hears them while they run: from a tool's `show` to the program's function and the run's events."""
+"""Calls with live output for the caller: from a tool's `show` to the program's function and the run's events."""
 
 import asyncio
 import threading

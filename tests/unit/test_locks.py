@@ -39,11 +39,11 @@ def load_pins(name: str) -> dict[str, Version]:
 
 
 def load_requirements(*extras: str) -> list[Requirement]:
-    """What pyproject.toml asks for: the project's own dependencies and the named extras, or all of them."""
+    """Return the requirements of pyproject.toml: the project's dependencies and the named extras, or all extras."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     optional = project["optional-dependencies"]
     lines = [*project["dependencies"], *(line for extra in extras or optional for line in optional[extra])]
-    # An extra may hold another one, whose lines are here by themselves.
+    # An extra may include another one, whose requirements are listed separately.
     return [requirement for requirement in map(Requirement, lines) if requirement.name != "toolcrew"]
 
 

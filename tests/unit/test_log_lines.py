@@ -1,4 +1,4 @@
-"""A log event as a line: bounded, readable back, without secrets, and whatever is in it cannot forge another or drive a
+"""A log event as one line: bounded, parseable and free of secrets. No content can forge another event or control a
 terminal.
 """
 

@@ -39,7 +39,7 @@ def _specs(*tools: dict[str, Any]) -> list[ToolSpec]:
 
 
 def _answered(structured: str) -> ToolResult:
-    """The result of a call that the server answers with this as its structured content."""
+    """Return the result of a call whose reply has this structured content."""
     [spec] = _specs(TOOL)
     answer = f'{{"content": [], "structuredContent": {structured}}}'
     return run_tool(
@@ -103,7 +103,7 @@ def test_a_schema_that_no_large_number_can_be_divided_by_does_not_break_the_chec
 
 
 def _server(tmp_path: Path, said: bytes) -> SandboxServer:
-    """One that answers calls of `echo` with this, as it stands."""
+    """Return a server that answers calls of `echo` with this reply, unchanged."""
     env = {"OF": SecretStr(str(tmp_path)), "SAYS": SecretStr(said.hex())}
     return SandboxServer(
         "peer", StdioEntry(command=sys.executable, args=(PEER, "says"), network="none", env=env), stands_alone=True

@@ -1,4 +1,4 @@
-"""What becomes of what an MCP server says of itself: names, descriptions, schemas and flags, whoever wrote them."""
+"""Import of an MCP server's metadata: names, descriptions, schemas and flags, all of them untrusted."""
 
 import json
 import re

@@ -55,7 +55,7 @@ def _call(
 
 
 def _count(box: LocalSandbox, server: SandboxServer) -> tuple[int, int]:
-    """Which call of its process it was, and that process."""
+    """Return the number of the call within its process, and the process."""
     number, pid = _call(box, server, "count").split()
     return int(number), int(pid)
 
@@ -89,7 +89,7 @@ def _open_read(fifo: Path) -> int | None:
     try:
         return os.open(fifo, os.O_WRONLY | os.O_NONBLOCK)
     except OSError:
-        # Nobody reads it yet.
+        # No client reads it yet.
         return None
 
 

@@ -1,5 +1,5 @@
-"""MCP servers over stdio, one process a call: the driver with real processes, good and bad, and what the worker makes
-of whatever a sandbox says.
+"""MCP servers over stdio, one process per call: the driver with real good and bad processes, and the worker's
+handling of any output of a sandbox.
 """
 
 import json

@@ -47,7 +47,7 @@ class FakeSource:
 
 
 class Ground:
-    """A registry of servers whose time a test moves."""
+    """A registry of servers with a clock that the test advances."""
 
     def __init__(self, *sources: FakeSource) -> None:
         self.now = 0.0

@@ -23,7 +23,7 @@ def _write(folder: Path, servers: Any) -> Path:
 
 
 def _complaint(folder: Path, servers: Any) -> str:
-    """What either worker says."""
+    """Return the error message, which is the same for both workers."""
     path, said = _write(folder, servers), []
     kinds: tuple[type[HttpEntry] | type[StdioEntry], ...] = (HttpEntry, StdioEntry)
     for kind in kinds:

@@ -1,4 +1,4 @@
-"""What MCP clients are told of tools and results."""
+"""Tools and results as MCP clients see them."""
 
 import subprocess
 import sys

@@ -1,5 +1,5 @@
-"""What a process counts reaches the deployment's sums once: whatever is lost on the way, restarted, or written there by
-others.
+"""A process's counts reach the deployment's sums once, even if replies are lost, a process restarts or another client
+writes to the same keys.
 """
 
 import math
@@ -37,7 +37,7 @@ def client(redis_server: RedisProcess) -> Iterator["redis.Redis"]:
 
 
 def send(client: "redis.Redis", counts: Counts, source: str = "one", *, is_heard: bool = True) -> None:
-    """All that is pending. `is_heard` False: the first answer is lost."""
+    """Send all pending counts. `is_heard` False: the first reply is lost."""
     while (sending := counts.pending()) is not None:
         client.eval(ABSORB_LUA, 2, SUMS, counted_key("d", source), *sending.arguments)
         if not is_heard:

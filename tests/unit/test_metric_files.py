@@ -20,7 +20,7 @@ _SUFFIX = re.compile(r"_(bucket|sum|count)$")
 
 
 def promtool(*arguments: str | Path, text: bytes | None = None) -> str:
-    """What it says. Fails when it finds fault."""
+    """Run promtool and return its output. Fails if promtool finds an error."""
     ran = subprocess.run([ROOT / "scripts" / "promtool", *arguments], input=text, capture_output=True, check=False)
     said = (ran.stdout + ran.stderr).decode()
     if ran.returncode == 69:
@@ -40,7 +40,7 @@ def expressions_of_rules() -> list[str]:
 
 
 def metrics_of(expression: str) -> set[str]:
-    """Those that it names, each in the way that its kind allows."""
+    """Return the metrics named in the text, each in the form that its kind allows."""
     found = set()
     for name in _NAME.findall(re.sub(r'"[^"]*"', '""', expression)):
         metric = METRICS.get(name) or METRICS.get(_SUFFIX.sub("", name))

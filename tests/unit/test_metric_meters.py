@@ -1,5 +1,5 @@
-"""What is counted of calls and runs: each once, under names that there are; and brought to Redis however long that was
-away.
+"""Counts of calls and runs: each is counted once, under an existing name, and reaches Redis after an outage of any
+length.
 """
 
 import asyncio
@@ -164,13 +164,13 @@ async def test_a_caller_that_leaves_is_counted_but_one_whose_call_goes_on_elsewh
 
 
 class Book:
-    """What a run remembers: `is_catching_up` as the test says."""
+    """The history of a run. The test sets `is_catching_up`."""
 
     is_catching_up = False
 
 
 def story(*, is_sent: bool, code: ErrorCode | None = None) -> list[RunEvent]:
-    """One step with one call."""
+    """Return one step with one call."""
     call = build_call(text="x")
     result = ToolResult.failed(call, code, "no") if code else ToolResult(call_id=call.id, name=call.name, success=True)
     usage = Usage(prompt_tokens=100, completion_tokens=7)
@@ -258,5 +258,5 @@ async def test_a_redis_that_is_away_costs_no_count(redis_server: RedisProcess) -
         redis_server.start()
         await dispatch(tally, answering())
         found = await read(tally, page)
-    # What a server without a disk forgot is gone, what it never heard is not.
+    # A count that a server without a disk forgot is lost; a count that it never received is not.
     assert counted(found, "toolcrew_tool_calls_total")["", "ok", "echo"] in (2, 3)

@@ -1,4 +1,6 @@
-"""The page of metrics: what Redis says now, as parsers of Prometheus read it, whatever others have written there."""
+"""The page of metrics: the current state in Redis, in the format that Prometheus parsers read, whatever data other
+clients wrote there.
+"""
 
 import json
 import random
@@ -66,7 +68,7 @@ def absorb(client: "redis.Redis", counts: Counts) -> None:
 
 
 def queue_call(client: "redis.Redis", queue: str, age_s: float, call: str = "c1") -> None:
-    """A message as publishing leaves it, and its call's record."""
+    """Queue a message as publishing does, with the record of its call."""
     record = call_key(DEPLOYMENT, "acme", call)
     client.hset(record, mapping={"state": "queued", "queued_at": time.time() - age_s})
     client.lpush(

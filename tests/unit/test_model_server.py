@@ -239,7 +239,7 @@ def test_the_program_says_its_url_first_serves_counts_and_goes_with_its_block() 
 
 def test_the_server_ends_with_its_parent(tmp_path: Path) -> None:
     (tmp_path / "script.jsonl").write_text(json.dumps(OK))
-    # The end of its output, inherited by nobody else, tells the server's end.
+    # No other process inherits the output, so its end shows the server's end.
     program = (
         "import subprocess, sys, time\n"
         f"child = subprocess.Popen([sys.executable, '-m', 'tests.model_server', {str(tmp_path / 'script.jsonl')!r}])\n"

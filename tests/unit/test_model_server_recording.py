@@ -43,8 +43,8 @@ async def ask(url: str, *messages: dict[str, Any], stream: bool = False, **heade
 async def record(
     file: Path, answer: Any, *requests: tuple[dict[str, Any], bool]
 ) -> tuple[list[httpx.Response], list[httpx.Request]]:
-    """What the client got through the recorder, and what the endpoint was sent; `answer` makes the endpoint's
-    responses.
+    """Return the client's replies through the recorder, and the requests at the endpoint. `answer` makes the
+    endpoint's responses.
     """
     seen: list[httpx.Request] = []
 

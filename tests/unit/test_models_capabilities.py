@@ -1,4 +1,6 @@
-"""What a probe finds out about servers that take everything, some of it or nothing, and what is remembered of it."""
+"""The probe of a server's capabilities: servers that accept everything, some fields or none, and the cache of the
+results.
+"""
 
 import asyncio
 import json
@@ -30,9 +32,7 @@ NOTHING = Capabilities()
 
 @dataclass
 class FakeServer:
-    """A model whose server refuses requests that carry what it does not know: words of its refusal by name of the
-    field.
-    """
+    """A model whose server refuses requests with unknown fields. The refusal texts are stored by field name."""
 
     refuses: dict[str, str] = field(default_factory=dict)
     calls: bool = True
@@ -60,7 +60,7 @@ class FakeServer:
         yield {"choices": [{"index": 0, "delta": delta, "finish_reason": reason}]}
 
     async def aclose(self) -> None:
-        """Nothing to close."""
+        """Close nothing."""
 
 
 async def ask(server: FakeServer) -> Capabilities:

@@ -1,4 +1,4 @@
-"""Which model the settings choose, and what of them reaches it."""
+"""The model that the settings select, and the settings that reach it."""
 
 import pytest
 

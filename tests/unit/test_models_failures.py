@@ -1,4 +1,6 @@
-"""What a server's refusal means: requests that are too long, in every server's words, and the errors told apart."""
+"""The meaning of a server's refusal: requests that are too long, in the wording of every server, and the distinction
+between errors.
+"""
 
 from typing import Any
 

@@ -20,7 +20,7 @@ async def ask(url: str, *, streaming: bool = True) -> list[Chunk]:
 
 
 def refusing(word: str, otherwise: bytes = stream(END)) -> Answer:
-    """A server that does not know the field `word`."""
+    """Return a server that does not accept the field `word`."""
 
     def reply(_: int, body: dict[str, Any]) -> bytes:
         return answer(400, {"error": {"message": f"unknown field {word}"}}) if word in body else otherwise

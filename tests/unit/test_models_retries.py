@@ -1,5 +1,5 @@
-"""Which failed requests are sent again, and after how long: the arithmetic, then OpenAIModel against a server that
-fails at first.
+"""Retries of failed requests: which requests and after which delay. First the arithmetic, then OpenAIModel against a
+server that fails at first.
 """
 
 from email.utils import formatdate

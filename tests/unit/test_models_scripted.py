@@ -66,7 +66,7 @@ async def test_native_calls_are_read_back_with_their_arguments() -> None:
 
 
 async def react(dialect: Dialect, model: ScriptedModel, request: str) -> tuple[list[str], str]:
-    """A loop as small as can be. Gives the commands that were asked for, and the answer."""
+    """Run a minimal loop. Return the requested commands and the answer."""
     specs = [build_spec("bash_tool")]
     messages: list[Message] = [
         {"role": "system", "content": dialect.build_system("", specs)},

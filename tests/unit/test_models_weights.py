@@ -1,5 +1,5 @@
-"""Where the weights come from: the order of the sources, and the sha256 above them all. No real hub, no real
-weights.
+"""Sources of the weights: the order of the sources, and the sha256 that overrides all of them. No real hub and no
+real weights.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ WEIGHTS = Weights(
 
 @pytest.fixture
 def chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Chunk packages whose code fails when it is run."""
+    """Install chunk packages whose code fails when it runs."""
     root = tmp_path / "packages"
     for number in range(1, 4):
         data = root / f"toolcrew_test_chunk{number}" / "data"

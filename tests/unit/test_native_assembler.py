@@ -35,7 +35,7 @@ def assemble(*chunks: dict[str, Any], strict: bool = True) -> Reply:
 
 
 def calls(*entries: dict[str, Any]) -> list[tuple[str, str, dict[str, Any]]]:
-    """The calls of a reply with one entry a delta."""
+    """Return the calls of a reply with one entry per delta."""
     return [(call.id, call.name, call.arguments) for call in assemble(*(delta(one) for one in entries)).calls]
 
 

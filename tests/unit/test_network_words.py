@@ -1,4 +1,4 @@
-"""What a model is told of the network: in the description of the tools that run beside it."""
+"""The description of the network for a model: part of the description of the tools that run there."""
 
 from contract.specs import NO_NETWORK
 from orchestrator.dispatch.sessions import SessionInfo

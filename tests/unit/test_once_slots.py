@@ -1,5 +1,5 @@
-"""Slots of requests with an Idempotency-Key: whose answer of Redis was lost asks again, and takes from no other request
-what is that one's.
+"""Slots of requests with an Idempotency-Key. A request whose Redis reply was lost asks again and takes no slot of
+another request.
 """
 
 import json

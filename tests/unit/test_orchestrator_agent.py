@@ -1,4 +1,6 @@
-"""The loop: what is asked, run and told, in which order; when it stops; and that it leaves nothing running."""
+"""The agent loop: the order of requests, calls and messages, the end of a run, and the cleanup of everything that
+runs.
+"""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -263,7 +265,7 @@ async def test_a_wall_clock_budget_ends_what_is_running_and_keeps_the_last_reply
     assert tasks_left() == before
 
 
-# Telling
+# Events
 
 
 async def test_events_tell_the_run_in_order() -> None:

@@ -1,4 +1,4 @@
-"""Who may decide on a call, what a decision is bound to, and what is done with it."""
+"""Approval of calls: the users who may decide, the call that a decision is bound to, and the effect of the decision."""
 
 import asyncio
 import hashlib
@@ -311,7 +311,7 @@ async def test_a_command_that_takes_long_to_judge_does_not_hold_up_the_loop() ->
 
 
 class Watched(io.StringIO):
-    """What the console shows; `questions` counts them as they appear."""
+    """The output of the console. `questions` counts the questions as they appear."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -342,7 +342,7 @@ def pipe() -> Iterator[tuple[int, TextIO]]:
 
 
 async def ask(stream: TextIO) -> tuple[asyncio.Task[Decision], Watched, ConsoleApprover]:
-    """A question that has been shown and waits for its answer."""
+    """Ask a question. Return after the console shows the question and waits for the answer."""
     shown = Watched()
     approver = ConsoleApprover(stream, shown)
     asking = asyncio.create_task(approver.decide(ApprovalRequest(CALL, WRITE)))

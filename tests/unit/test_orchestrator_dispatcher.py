@@ -1,4 +1,4 @@
-"""The dispatcher: may it run, where, until when; and always a result, whatever the transport does."""
+"""The dispatcher: permission, location and deadline of a call, and always a result, whatever the transport does."""
 
 import time
 from typing import Any
@@ -187,7 +187,7 @@ async def test_a_limit_that_is_none_is_a_result(timeout_s: float) -> None:
     assert (await Door().call(timeout_s=timeout_s)).error_code is ErrorCode.INVALID_ARGUMENTS
 
 
-# Whatever the transport does
+# Any behavior of the transport
 
 FAILURES = [
     (TimeoutError(), ErrorCode.OUTCOME_UNKNOWN),

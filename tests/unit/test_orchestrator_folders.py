@@ -1,4 +1,4 @@
-"""Folders in and out of a sandbox. What comes out is hostile: an archive made by whoever lives in there."""
+"""Folders copied into and out of a sandbox. The output is hostile: the code in the sandbox makes the archive."""
 
 import contextlib
 import io

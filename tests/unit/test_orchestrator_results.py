@@ -90,7 +90,7 @@ async def test_pub_sub_hears_again_after_a_restart(redis_server: RedisProcess, n
         task_id = hub.task_id("c1")
         with hub.expect(task_id) as future, redis_server.client() as worker:
             async with asyncio.timeout(SOON_S):
-                # Redis tells nobody that a subscription stands again: it is asked until it has a listener.
+                # Redis does not report a restored subscription: the test polls until there is a listener.
                 while not worker.publish(f"celery-task-meta-{task_id}", stored(task_id)):  # noqa: ASYNC110
                     await asyncio.sleep(0.01)
             assert (await arrives(future))["task_id"] == task_id
@@ -222,7 +222,7 @@ async def test_a_result_that_was_taken_or_dropped_is_deleted(
                 await publish(client, each)
             await arrives(future)
         async with asyncio.timeout(SOON_S):
-            while await client.dbsize():  # noqa: ASYNC110  # Redis tells nobody that a key is gone
+            while await client.dbsize():  # noqa: ASYNC110  # Redis does not report that a key was removed
                 await asyncio.sleep(0.01)
 
 
@@ -269,8 +269,8 @@ async def test_closing_ends_who_still_waits_and_leaves_no_task(redis_server: Red
 
 
 class DeafToCancel:
-    """A client whose reading swallows the first cancellation, as redis-py does when it comes together with a
-    time-out.
+    """A client whose read swallows the first cancellation. redis-py does the same when a cancellation arrives
+    together with a time-out.
     """
 
     def __init__(self) -> None:

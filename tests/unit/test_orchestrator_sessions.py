@@ -24,7 +24,7 @@ SOON_S = 10.0
 
 
 class Pool:
-    """A pool whose one worker is scripted: a ToolResult's fields, or a function, for each verb or tool."""
+    """A pool with one scripted worker: the fields of a ToolResult, or a function, for each verb or tool."""
 
     def __init__(self, **answers: Any) -> None:
         self.blobs = MemoryAsyncBlobs()

@@ -90,7 +90,7 @@ def test_nul_becomes_visible_and_names_stay_on_their_line() -> None:
 
 
 class Watched:
-    """A bench whose call somebody watches, over a guest that sends these pieces."""
+    """A tool environment whose call has a follower, over a guest that sends these pieces."""
 
     is_watched = True
 

@@ -1,5 +1,5 @@
-"""A deployment at a glance: what is told of hosts, queues, tenants and batches is what Redis holds, and a thousand
-tenants do not make it slow.
+"""The overview of a deployment: hosts, queues, tenants and batches as stored in Redis. A thousand tenants do not slow
+the overview down.
 """
 
 import time

@@ -39,7 +39,7 @@ def test_what_would_act_or_hide_stands_there_as_its_escape(text: str, shown: str
         ("ls -la", 0, 0),
         ("rm\u00a0-rf", 0, 1),
         ("cu\u0430l", 0, 1),  # a Cyrillic letter in a Latin word
-        ("\u0441\u043e\u0440", 0, 3),  # a word that is Cyrillic as a whole, and looks Latin
+        ("\u0441\u043e\u0440", 0, 3),  # text that is entirely Cyrillic but looks Latin
         ("ev\u0131l", 0, 0),  # Latin as a whole
         ("\uff52\uff4d", 0, 2),  # of full width
         ("a\u2215b\u2044c", 0, 2),

@@ -139,7 +139,7 @@ async def test_in_an_open_pool_every_name_is_paused_with_the_default_one(ground:
     await tenants.pause("default")
     assert (await claimed(ground), (await tenants.policy("anybody")).is_paused) == ([], True)
     await tenants.add("registered", TenantPolicy())
-    # Nobody any more, which its run is told when it is begun.
+    # The tenant does not exist. The run gets that error when it starts.
     assert await claimed(ground) == ["anybody/b-1"]
 
 

@@ -1,4 +1,4 @@
-"""Commands whose answers no caller waits for: none is dropped without a log line, and their order stays."""
+"""Commands whose replies no caller awaits: each dropped command leaves a log line, and the order is preserved."""
 
 import asyncio
 from typing import Any, cast

@@ -1,4 +1,4 @@
-"""Where a session is opened: never on a host that cannot take it, and evenly on those that can."""
+"""The choice of a host for a session: never a host without capacity, and an even spread over the others."""
 
 import random
 from collections import Counter

@@ -142,9 +142,7 @@ def test_a_call_that_has_not_started_never_will(floor: Floor) -> None:
 def test_a_marker_that_names_no_process_of_a_pool_ends_nothing_and_is_passed_to_nobody(
     floor: Floor, holder: str
 ) -> None:
-    """The attacker's aim: a marker that he wrote has a worker write to a list of his choice, or end a process of his
-    choice.
-    """
+    """The attacker's aim: a forged marker makes a worker write to a list, or end a process, of the attacker's choice."""
     before = set(floor.store.keys("*"))
     floor.hold("c1", holder)
     floor.order("c1")

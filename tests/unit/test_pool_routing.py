@@ -1,5 +1,5 @@
-"""Where a call goes: by its tool's pool to that pool's queue, with its limits; and what the catalogs of all pools make
-together.
+"""The route of a call: to the queue of the tool's pool, with the limits of that pool; and the merged catalog of all
+pools.
 """
 
 import asyncio
@@ -40,7 +40,7 @@ def fine(call: ToolCall, _: ToolContext) -> ToolResult:
 
 
 async def cancel_in_flight(spec: ToolSpec, call: ToolCall) -> AnsweringTransport:
-    """The transport of a call that was cancelled once it was under way."""
+    """Return the transport of a call that was cancelled while in flight."""
     is_sent = asyncio.Event()
 
     async def never(call: ToolCall, context: ToolContext) -> ToolResult:
@@ -132,7 +132,7 @@ def test_a_worker_without_tools_for_a_queue_does_not_start(
 
 
 class Pools:
-    """What workers publish, on a real Redis, and an orchestrator that reads it."""
+    """The catalogs that workers publish, on a real Redis, and an orchestrator that reads them."""
 
     def __init__(self, server: RedisProcess) -> None:
         self.store = server.client()

@@ -1,5 +1,5 @@
-"""What autoscalers are told: of calls that wait for slots and not for their tenant's own limits, and of hosts that
-sessions fill.
+"""Metrics for autoscalers: calls that wait for slots, without calls that wait for their tenant's own limits, and
+hosts that are full of sessions.
 """
 
 from collections.abc import AsyncIterator

@@ -1,4 +1,4 @@
-"""Every command that a message tells its reader to run exists, and works when it is pasted."""
+"""Every command that a message recommends exists, and works when the user pastes it."""
 
 import ast
 import asyncio

@@ -32,7 +32,7 @@ CALL = Calls([("bash_tool", {"command": "ls"})])
 
 
 class Endpoint:
-    """A model at an endpoint whose list of models says `facts`."""
+    """A model at an endpoint whose list of models returns `facts`."""
 
     def __init__(self, name: str, facts: ModelFacts | None = NO_FACTS) -> None:
         self.name, self.facts, self.described = name, facts, 0

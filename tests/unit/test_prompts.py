@@ -1,4 +1,4 @@
-"""What a model is told of its tools."""
+"""The description of the tools in a model's prompt."""
 
 from pathlib import Path
 from typing import Any
@@ -52,7 +52,7 @@ def calls_in(prompt: str) -> list[Call]:
 
 
 def parameter_line(schema: Any, *, required: bool = False) -> str:
-    """How a parameter `value` of that schema is told."""
+    """Return the line that describes a parameter `value` of this schema."""
     spec = build_spec(properties={"value": schema}, required=["value"] if required else [])
     return describe_tools([spec]).splitlines()[3]
 

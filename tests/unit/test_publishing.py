@@ -1,5 +1,5 @@
-"""How a call gets into its queue: one script, on a real Redis. What is checked, what is noted, and that nothing is ever
-sent twice.
+"""Publishing of a call to its queue by one script, on a real Redis: the checks, the stored records, and the guarantee
+that nothing is sent twice.
 """
 
 import asyncio
@@ -327,9 +327,7 @@ class Cutting:
 
 @pytest.mark.parametrize("cuts", [1, 3])
 async def test_a_publish_whose_answer_was_lost_is_repeated_and_sent_once(redis_server: RedisProcess, cuts: int) -> None:
-    """The aim of an unlucky network: a call that runs twice, or one that runs while its sender was told that it was not
-    sent.
-    """
+    """The danger of a lost reply: a call that runs twice, or a running call that was reported as not sent."""
     async with Cutting(redis_server, cuts) as relay:
         client = redis.asyncio.Redis.from_url(relay.url, socket_timeout=5)
         scripts = ScriptConnection(client)
@@ -354,7 +352,7 @@ async def test_a_publish_whose_answer_was_lost_is_seen_even_when_the_call_has_en
 async def test_what_may_have_been_sent_is_not_told_as_not_sent_though_its_repetition_is_refused(
     publisher: Publisher, server: "redis.Redis", monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whoever reads that it was not sent makes the call again, while the first one runs."""
+    """A caller that reads "not sent" makes the call again while the first call runs."""
     post = publisher._post
     errors: list[RedisError] = [
         Unanswered("cut", may_have_run=True),

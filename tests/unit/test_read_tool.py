@@ -35,7 +35,7 @@ def read(response: GuestResponse, **arguments: Any) -> ToolResult:
 
 
 def footer(response: GuestResponse, **arguments: Any) -> list[str]:
-    """The lines in brackets."""
+    """Return the lines in brackets."""
     return [line for line in str(read(response, **arguments).output).split("\n") if line.startswith("[")]
 
 

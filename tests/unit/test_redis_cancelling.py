@@ -1,4 +1,4 @@
-"""A task that is cancelled while it talks to Redis ends, at whatever moment that comes."""
+"""A task that is cancelled while it talks to Redis ends, at whichever moment the cancellation comes."""
 
 import asyncio
 

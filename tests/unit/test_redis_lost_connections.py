@@ -1,5 +1,5 @@
-"""A connection that was lost while nobody used it costs no command: neither after a restart of Redis, nor after a reset
-on the way.
+"""A connection that was lost while idle does not fail any command, neither after a restart of Redis nor after a reset
+of the network.
 """
 
 import asyncio

@@ -1,4 +1,6 @@
-"""The generated Redis users on a real server: what each role may not do, whatever else it does."""
+"""The generated Redis users on a real server: the commands that each role may not run, in any order with other
+commands.
+"""
 
 import json
 from collections.abc import Iterator
@@ -103,7 +105,7 @@ def server() -> Iterator[Server]:
 
 
 def is_refused(client: "redis.Redis", *command: str) -> bool:
-    """Whether the user has no permission; any other answer counts as allowed."""
+    """Return whether the user has no permission. Any other reply counts as allowed."""
     try:
         client.execute_command(*command)
     except redis.exceptions.NoPermissionError:

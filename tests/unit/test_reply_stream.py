@@ -18,7 +18,7 @@ SOON_S = 20.0
 
 
 class Display:
-    """What a user sees who follows the events."""
+    """The text that a user who follows the events sees."""
 
     def __init__(self) -> None:
         self.text = ""
@@ -82,7 +82,7 @@ def test_the_cost_of_the_same_text_again_grows_with_its_length_only() -> None:
 
 
 class Endless:
-    """A stream that never ends and never waits; `closed` once it knows that nobody reads on."""
+    """A stream that never ends and never waits. `closed` is true after the reader has closed the stream."""
 
     def __init__(self) -> None:
         self.given = 0

@@ -1,5 +1,5 @@
-"""With TOOLCREW_TEST_REQUIRE a missing part of the machine fails the tests that need it. Without it they are
-skipped.
+"""Effect of TOOLCREW_TEST_REQUIRE: with the variable, a missing part of the machine fails the tests that need it.
+Otherwise those tests are skipped.
 """
 
 import os

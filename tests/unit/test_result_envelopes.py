@@ -1,4 +1,4 @@
-"""Results between the two sides: what travels inline, what lies beside, and what is refused."""
+"""Results between the two sides: inline data, data stored outside the envelope, and refused data."""
 
 import json
 from typing import Any

@@ -51,7 +51,7 @@ class Replies:
         yield reply
 
     async def aclose(self) -> None:
-        """Nothing is held."""
+        """Close nothing."""
 
 
 @pytest.fixture
@@ -67,7 +67,9 @@ def gate(clock: Clock) -> RunGate:
 def fail(
     gate: RunGate, run: str = "a", error: ModelUnavailable | None = None, answered: str | None = None
 ) -> ModelUnavailable:
-    """What a run hears of a request that failed so, while that other run was answered."""
+    """Fail a request with this error. With `answered`, another run's request succeeds first. Return the exception
+    that the run gets.
+    """
 
     def ask() -> None:
         with gate.request(run):

@@ -1,5 +1,5 @@
-"""Runs that have to wait go back into the queue as they are, and whoever watches is told what for; a model that refuses
-the process ends its work.
+"""Runs that must wait return to the queue unchanged, and followers learn the reason. A model that refuses the process
+ends the process's work.
 """
 
 import asyncio
@@ -50,7 +50,7 @@ class Troubled:
         self.abandoned.append(claim.run)
 
     def drop_spans(self, claim: RunClaim) -> None:
-        """Nothing is traced."""
+        """Trace nothing."""
 
 
 @pytest.fixture

@@ -1,4 +1,6 @@
-"""Items whose calls wait for people: by the queue of questions, over the death of whoever works them."""
+"""Items whose calls wait for approval by people: the queue of questions, also after the death of the process that
+runs the item.
+"""
 
 import asyncio
 import time
@@ -45,7 +47,7 @@ async def ended(working: "asyncio.Task[Outcome]") -> Outcome:
 
 
 def argument_of(ground: ItemGround) -> list[Any]:
-    """What the tool was called with."""
+    """Return the argument of the tool's call."""
     return [call.arguments["text"] for call in ground.transport.calls if call.name == "echo"]
 
 
@@ -75,7 +77,7 @@ async def test_what_was_decided_while_nobody_worked_the_run_holds_for_who_goes_o
     make: Made, monkeypatch: pytest.MonkeyPatch, is_allowed: bool
 ) -> None:
     async def dies(*_: Any) -> None:
-        """A process that is killed withdraws nothing."""
+        """Do nothing: a killed process withdraws no question."""
 
     first, second = make(echo_then("one", "a"), policy=ASKED), make(["two"], policy=ASKED)
     claim = await first.put(build_run())

@@ -1,6 +1,4 @@
-"""Items that another process goes on with, that are left in the middle, or begun anew: nothing is paid for, or acts,
-twice.
-"""
+"""Items that another process resumes, leaves half-done or starts anew: no payment and no action happens twice."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
@@ -40,7 +38,7 @@ async def make(redis_server: RedisProcess) -> AsyncIterator[Made]:
 
 
 async def broken_off(ground: ItemGround, claim: Any, reached: asyncio.Event) -> None:
-    """The work of a process that is stopped when it has come so far."""
+    """Run the work of a process, and stop it at the given point."""
     working = asyncio.create_task(ground.worked(claim))
     async with asyncio.timeout(SOON_S):
         await reached.wait()
@@ -50,7 +48,7 @@ async def broken_off(ground: ItemGround, claim: Any, reached: asyncio.Event) -> 
 
 
 def hangs_at(text: str, reached: asyncio.Event) -> Callable[[ToolCall, ToolContext], Any]:
-    """A tool that answers, but never on that text."""
+    """Return a tool that answers, but hangs on the given text."""
 
     async def answer(call: ToolCall, _: ToolContext) -> ToolResult:
         if call.arguments["text"] == text:

@@ -1,5 +1,5 @@
-"""What becomes of an item: worked to its outcome, gone on with where a process left it, begun anew without a trace of
-the attempt before.
+"""The outcome of an item: completed, resumed after a lost process, or started anew without a trace of the previous
+attempt.
 """
 
 from collections.abc import AsyncIterator
@@ -172,7 +172,7 @@ async def test_a_session_of_whose_closing_nothing_is_known_is_closed_for_everybo
 
 
 def build_chat() -> Any:
-    """As a line of /v1/chat/completions becomes one."""
+    """Return the run that a line for /v1/chat/completions becomes."""
     item = build_run(
         instruction="hi",
         tools=(),

@@ -1,4 +1,4 @@
-"""What a run's log answers for it, and what gets into the log before it takes effect."""
+"""Replay of a run's log, and the entries that the log receives before they take effect."""
 
 import asyncio
 import time
@@ -45,7 +45,7 @@ async def journal_of(ground: RunGround, claim: RunClaim, on_taken: Any = lambda:
 
 
 async def read(model: LoggedModel) -> str:
-    """The text of its next reply."""
+    """Return the text of the model's next reply."""
     chunks = [chunk async for chunk in model.stream(REQUEST)]
     return "".join(choice["delta"].get("content") or "" for chunk in chunks for choice in chunk["choices"])
 

@@ -46,7 +46,7 @@ async def make(redis_server: RedisProcess) -> AsyncIterator[Made]:
 
 
 class Counted:
-    """The outside world of the run: what it has paid for, whom it has asked and what it has done."""
+    """The outside world of a run: counts payments, questions and actions."""
 
     def __init__(self, make: Made, folder: Path) -> None:
         self._make, self._folder = make, folder
@@ -60,7 +60,7 @@ class Counted:
         return Decision(True)
 
     def open_process(self, asked_before: int = 0) -> ItemGround:
-        """Return a process whose model goes on with the conversation after so many replies."""
+        """Return a process whose model continues the conversation after the given number of replies."""
 
         def export(call: ToolCall, _: ToolContext) -> ToolResult:
             process.blobs.kept["k"] = archive_of(self._folder / "made")
@@ -88,7 +88,7 @@ class Counted:
 
 
 class StoppingLog:
-    """A log whose process stops for good at one entry."""
+    """A log whose process stops permanently at one entry."""
 
     def __init__(self, run_log: RunLog, position: int, *, is_written: bool) -> None:
         self.stopped = asyncio.Event()

@@ -1,4 +1,4 @@
-"""The sessions of runs that end without being worked: closed for good, whoever had opened them."""
+"""Sessions of runs that end without execution: closed permanently, whichever process opened them."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -35,7 +35,7 @@ class Ground(House):
         self.places = SessionStore(client, "d")
 
     async def open(self, claim: RunClaim, *sessions: str) -> None:
-        """As a process does that works the run and dies while it opens each but the last."""
+        """Open the sessions as a process does that dies while it opens each session but the last."""
         run_log = await RunLog.load(self.client, "d", KEY, claim.attempt)
         for session in sessions:
             await run_log.append(LogEntry(SessionOpening(run=claim.run, at=1.0, session=session)))

@@ -1,4 +1,6 @@
-"""A run's log on a real Redis: only its holder appends, nothing twice, and what Redis has lost it is told again."""
+"""A run's log on a real Redis: only the holder appends, nothing is appended twice, and entries that Redis lost are
+written again.
+"""
 
 from collections.abc import AsyncIterator
 from typing import Any
@@ -29,7 +31,7 @@ async def ground(redis_server: RedisProcess) -> AsyncIterator[RunGround]:
 
 
 async def claimed(ground: RunGround) -> RunLog:
-    """The log of a run that has just been claimed."""
+    """Return the log of a run that was just claimed."""
     await ground.submit(1)
     (claim,) = await ground.queue.claim(1)
     return await load(ground, claim.token)

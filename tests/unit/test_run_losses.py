@@ -1,4 +1,6 @@
-"""Runs whose holders die: one that kills each of them ends, and does not take those with it that only ran beside it."""
+"""Runs whose holders die. A run that kills each of its holders ends, and runs that were only in the same process do
+not end with it.
+"""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -30,7 +32,7 @@ async def house(redis_server: RedisProcess, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 async def claimed_and_lost(house: House, times: int) -> list[RunClaim]:
-    """What is claimed, after so many processes died with it."""
+    """Return the run as claimed after the given number of processes died with it."""
     claims = await house.queue.claim(9)
     for _ in range(times):
         for claim in claims:
@@ -120,7 +122,7 @@ async def test_those_that_may_be_what_kills_are_tried_one_after_the_other_and_ot
     worker = Worker(work)
     async with house.working(house.runner(worker)):
         await worker.has_begun.wait()
-        # The two others have been put back by then, to come again later.
+        # The two other runs are already back in the queue, to be claimed later.
         while await house.client.zcard("toolcrew:d:runs:delayed") < 2:  # noqa: ASYNC110
             # Redis has no event of ours for it
             await asyncio.sleep(0.01)

@@ -1,5 +1,5 @@
-"""What Redis does to a batch: away for a moment it costs no item anything, having forgotten its last second no row, and
-having forgotten all an honest sentence.
+"""Effects of a Redis outage on a batch: a short outage loses no item, the loss of the last second loses no row, and
+total data loss gives a clear error.
 """
 
 from collections.abc import AsyncIterator
@@ -33,7 +33,7 @@ async def client(redis_server: RedisProcess) -> AsyncIterator["redis.asyncio.Red
 
 
 class Away:
-    """What Redis is asked: unanswered so many times, then well."""
+    """A Redis client whose requests fail a given number of times and then succeed."""
 
     def __init__(self, times: int) -> None:
         self.left = times
@@ -75,7 +75,7 @@ async def test_a_call_that_redis_was_away_for_is_made_again_and_the_model_never_
     outcome = await ground.worked(await ground.put(build_run()))
 
     assert (outcome.failure, ground.asked(), away.asked) == (None, 2, 3)
-    # It is one call: whoever has it by its id runs it once.
+    # The request is one call: a worker that has its id runs it once.
     assert len({call.id for call in ground.transport.calls if call.name == "echo"}) == 1
 
 

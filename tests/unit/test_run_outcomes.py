@@ -1,4 +1,4 @@
-"""Whose fault an item's failure is: what a retry can mend is told apart from what it cannot."""
+"""The cause of an item's failure: failures that a retry can fix, and failures that it cannot fix."""
 
 import pytest
 

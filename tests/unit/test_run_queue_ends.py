@@ -1,4 +1,4 @@
-"""The queue of runs, when what it goes by is gone: every batch still ends, and nobody's trouble is another's."""
+"""The queue of runs after its records are lost: every batch still ends, and no batch is affected by another."""
 
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -27,7 +27,7 @@ async def ground(redis_server: RedisProcess) -> AsyncIterator[RunGround]:
 
 
 async def lose(ground: RunGround, *runs: str) -> None:
-    """Their records are gone."""
+    """Delete the records."""
     await ground.client.delete(*(f"toolcrew:d:t:acme:run.{run}" for run in runs))
 
 

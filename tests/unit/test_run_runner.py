@@ -1,5 +1,5 @@
-"""Who works runs: as many as it may, kept while it lives, each ended once; what fails for no fault of the item's is
-begun anew.
+"""The runner of runs: as many as allowed, held while the process lives, each ended once. A failure that is not the
+item's fault starts the item anew.
 """
 
 import asyncio

@@ -1,6 +1,4 @@
-"""What a runner does with runs whose batch is being cancelled: each ends, once, and none is left that nobody goes on
-with.
-"""
+"""Runs of a batch that is being cancelled: each ends, once, and no run remains that no process resumes."""
 
 import asyncio
 from collections.abc import AsyncIterator

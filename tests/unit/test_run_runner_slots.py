@@ -1,4 +1,4 @@
-"""A runner whose runs wait for people: what is claimed and what comes back share its places."""
+"""A runner whose runs wait for people: newly claimed runs and resumed runs share its slots."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
@@ -91,6 +91,6 @@ async def test_a_run_that_is_answered_while_nothing_is_found_to_claim_is_back_af
 
 
 async def turns() -> None:
-    """Whatever can go on without Redis does."""
+    """Let everything run that can continue without Redis."""
     for _ in range(20):
         await asyncio.sleep(0)

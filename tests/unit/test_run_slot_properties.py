@@ -1,5 +1,6 @@
-"""Runs that wait for sandboxes, and whose calls ask, work, run out of time and are cancelled in any order: slots are
-neither exceeded nor left empty, and everybody comes to an end."""
+"""Runs that wait for sandboxes, and whose calls ask, work, time out or are cancelled in any order. Slots are neither
+exceeded nor left empty, and every run ends.
+"""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
@@ -23,7 +24,7 @@ Doing = Callable[[], None]
 
 
 class Gate:
-    """What a run, or a call of one, waits at until the schedule lets it through."""
+    """A point at which a run or a call waits until the schedule lets it continue."""
 
     def __init__(self) -> None:
         self.is_open = asyncio.Event()
@@ -88,7 +89,7 @@ class Run:
                 self.wants.add(name)
 
     async def _is_allowed(self, slot: RunSlot, name: str) -> bool:
-        """Whether its question was answered; a call whose question nobody answers in time does nothing any more."""
+        """Return whether the call's question was answered. A call whose question times out does not act."""
         gate = self.asked[name] = Gate()
         try:
             async with gate.limit, given_up(slot, name):
@@ -160,7 +161,7 @@ class Process:
         task.cancel()
 
     def doings(self, *, is_ending: bool) -> list[Doing]:
-        """What may happen next. `is_ending`: only what brings everybody to an end."""
+        """Return the possible next steps. `is_ending`: only the steps that end all runs."""
         found: list[Doing] = [self._claim] if self.plans and not self.claiming and self.slots.count_free() else []
         if self.claiming:
             found.append(self._claimed.set)

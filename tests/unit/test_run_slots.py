@@ -1,5 +1,5 @@
-"""A run that only waits for people holds up no other one: it gives up its slot, and goes on when there is one
-again.
+"""A run that only waits for people does not block another run. The run gives up its slot and continues when a slot is
+free.
 """
 
 import asyncio
@@ -83,13 +83,13 @@ class Call:
 
 
 def made(slot: RunSlot, name: str) -> AbstractAsyncContextManager[Call]:
-    """One call of a run that has others."""
+    """Return one call of a run that has other calls."""
     call = Call(name)
     return call.made_by(call.make(slot))
 
 
 async def settled() -> None:
-    """Whatever can go on does."""
+    """Let everything run that can continue."""
     for _ in range(20):
         await asyncio.sleep(0)
 
@@ -309,7 +309,7 @@ async def test_a_run_that_is_let_back_may_wait_again_before_it_has_noticed() -> 
         first.answered.set()
         assert not await first.is_back()
         ground.end("b")
-        async with made(slot, "second") as second:  # begins when the loop turns, before the first one goes on
+        async with made(slot, "second") as second:  # begins when the loop turns, before the first run continues
             assert await first.is_back()
             assert ground.slots.count_free() == 0, "the first one is at work"
             assert await first.has_ended()

@@ -1,5 +1,5 @@
-"""Spans of runs and calls without a collector: attempts that were lost, runs that another process goes on with, items
-of batches.
+"""Spans of runs and calls without a collector: lost attempts, runs that another process resumes, and items of
+batches.
 """
 
 import asyncio
@@ -50,7 +50,7 @@ async def client(redis_server: RedisProcess) -> AsyncIterator["redis.asyncio.Red
 
 
 def traced(ground: ItemGround, ended: list[Span]) -> ItemGround:
-    """The same process with tracing on."""
+    """Return the same process with tracing on."""
     tracer = Tracer(ended.append, lambda _: True)
     pool: Any = Pool(ground.places, StaticHosts(build_report()), CallStore(ground.pool.redis, "d"))
     door = Dispatcher(

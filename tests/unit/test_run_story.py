@@ -1,5 +1,5 @@
-"""What a run has done, folded out of its events: steps with text, calls and results, whatever of them is missing or
-told again.
+"""The history of a run, built from its events: steps with text, calls and results, even if events are missing or
+repeated.
 """
 
 import json

@@ -1,5 +1,5 @@
-"""Calls that do what another tool does, skill_tool's runs: whatever forbids that one, turns it off or asks about it
-does so with them.
+"""Calls that run another tool, such as the runs of skill_tool. A ban, a switch or an approval rule for that tool
+applies to such calls as well.
 """
 
 from pathlib import Path

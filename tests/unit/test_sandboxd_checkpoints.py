@@ -1,4 +1,4 @@
-"""Checkpoints as workers ask for them: one at a time of a session, which is in use meanwhile."""
+"""Checkpoints requested by workers: one at a time per session, and the session stays in use during the checkpoint."""
 
 import asyncio
 from collections.abc import AsyncIterator

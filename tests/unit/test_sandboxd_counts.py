@@ -1,5 +1,5 @@
-"""What sandboxd counts becomes the deployment's metrics: once, whichever worker takes it over, and whenever Redis is
-there.
+"""Counts of sandboxd become the deployment's metrics: once, whichever worker collects them, and whenever Redis is
+available.
 """
 
 from collections.abc import Iterator
@@ -51,7 +51,7 @@ def build_status(boot: str = "b00t", **counts: Any) -> dict[str, Any]:
 
 
 def build_taker(client: "redis.Redis", *told: dict[str, Any]) -> tuple[SandboxdMetrics, list[dict[str, Any]]]:
-    """A worker's, and the list whose last is what sandboxd tells."""
+    """Return a worker's collector and the list whose last element is sandboxd's report."""
     statuses = list(told)
     return SandboxdMetrics(WorkerMetricsStore(client, "d"), "h1", QUEUE, lambda: statuses[-1]), statuses
 

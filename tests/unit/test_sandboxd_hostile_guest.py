@@ -1,5 +1,5 @@
-"""What a guest may not do: outlive its limit, say too much, say nonsense, claim what only sandboxd knows. Each names
-the attacker's aim.
+"""Forbidden actions of a guest: exceeding its limit, sending too much, sending invalid data, and claiming facts that
+only sandboxd knows. Each test names the attacker's aim.
 """
 
 import asyncio
@@ -39,8 +39,8 @@ async def emptied(daemon: Sandboxd) -> None:
 
 
 def answering(*parts: Any) -> Behaviour:
-    """A guest that greets and answers its first request with these: headers (the id is filled in), (header, body), or
-    raw bytes.
+    """Return a guest that greets, then answers its first request with these: headers (the id is filled in), (header,
+    body), or raw bytes.
     """
 
     async def play(guest: FakeGuest) -> None:

@@ -1,4 +1,6 @@
-"""Sessions whose files are apart from the container: rebuilt around them, given up, taken over by the next sandboxd."""
+"""Sessions whose files are stored outside the container: rebuilt around the files, given up, and taken over by the
+next sandboxd.
+"""
 
 import asyncio
 import os
@@ -27,7 +29,7 @@ SOON_S = 10.0
 
 
 async def lose(host: FakeHost, sandbox: Sandbox) -> None:
-    """The container dies, and nobody's call was running."""
+    """Kill the container while no call runs."""
     host.engine.removing.clear()
     host.engine.alive[sandbox.container].die()
     await asyncio.wait_for(host.engine.removing.wait(), SOON_S)

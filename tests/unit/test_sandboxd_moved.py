@@ -1,4 +1,4 @@
-"""A session that another host had: what its first call is told, and that nothing older of it is served."""
+"""A session that moved from another host: the notice in its first call. No older state of the session is served."""
 
 import asyncio
 from datetime import UTC, datetime
@@ -18,7 +18,7 @@ AT = "2030-01-31T12:00:00+00:00"
 
 
 class Shelf:
-    """A store of checkpoints that gives whatever is asked for, and knows what that was."""
+    """A store of checkpoints that returns any requested checkpoint and records the requests."""
 
     def __init__(self) -> None:
         self.loaded: list[str] = []

@@ -1,5 +1,5 @@
-"""Workers and guests that take too slowly: what waits is bounded, nobody is blamed for another, nothing waits for
-ever.
+"""Workers and guests that read too slowly: waiting data is bounded, none pays for another, and nothing waits without
+limit.
 """
 
 import asyncio
@@ -33,7 +33,7 @@ async def until(is_so: Callable[[], Any]) -> None:
 
 
 async def flooding(guest: FakeGuest) -> None:
-    """Streams to every request as it comes, whoever else runs."""
+    """Stream a reply to every request on arrival, while other requests run."""
     await guest.hello()
     running, lock = set(), asyncio.Lock()
     while True:
@@ -51,9 +51,7 @@ async def _flood(guest: FakeGuest, request: dict[str, Any], lock: asyncio.Lock) 
 
 
 async def start_unread_call(daemon: Sandboxd) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    """A worker that has asked for a stream, and reads nothing of it. Returns when sandboxd has stopped reading the
-    guest.
-    """
+    """Start a worker that requests a stream and reads nothing. Return after sandboxd has stopped reading the guest."""
     reader, writer = await asyncio.open_unix_connection(str(daemon.path), limit=1024)
     writer.write(frame({"verb": "call", "sandbox": "acme:s1", "request": STREAM}))
     entry = daemon.sessions.find("acme:s1")

@@ -22,7 +22,7 @@ SOON_S = 10.0
 
 async def until(is_so: Callable[[], bool]) -> None:
     async with asyncio.timeout(SOON_S):
-        while not is_so():  # noqa: ASYNC110  # the pool tells nobody when it has made one
+        while not is_so():  # noqa: ASYNC110  # the pool sends no event when it has created a sandbox
             await asyncio.sleep(0.001)
 
 

@@ -1,4 +1,4 @@
-"""What nobody owns goes, what somebody owns stays: sweeps, leases, records, and idle sessions."""
+"""The reaper removes what has no owner and keeps what has one: sweeps, leases, records, and idle sessions."""
 
 import asyncio
 import multiprocessing
@@ -26,7 +26,7 @@ def hold_lease(folder: Path, name: str, told: Any, go: Any) -> None:
 
 @pytest.fixture
 def neighbour(tmp_path: Path) -> Iterator[tuple[str, Any, Any]]:
-    """Another process that holds a lease: its label, what ends it without a word, the process."""
+    """Start another process that holds a lease. Return its label, a function that kills it, and the process."""
     context = multiprocessing.get_context("spawn")
     hears, told = context.Pipe()
     goes, go = context.Pipe()

@@ -1,4 +1,4 @@
-"""What a worker may ask of sandboxd: a wrong field or body is answered in a sentence, on a connection that lives on."""
+"""Requests of a worker to sandboxd. A wrong field or body gets an error message, and the connection stays open."""
 
 import asyncio
 from pathlib import Path

@@ -32,7 +32,7 @@ SOON_S = 10.0
 
 
 class SlowSuspensionStore(MemorySuspensionStore):
-    """Packs and unpacks when it is told to go on."""
+    """A store that packs and unpacks when the test says so."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ async def give_up(host: FakeHost, name: str = "acme:s") -> Session:
 
 
 async def next_life(host: FakeHost) -> None:
-    """Its process is gone; what it kept is there."""
+    """Replace the process. Its stored data remains."""
     host.lease.give_back()
     await host.engine.end()
 
@@ -364,7 +364,7 @@ async def test_a_call_that_waits_for_its_sandbox_can_be_cancelled(tmp_path: Path
         assert (refused.value.code, entry.waiting) == (ErrorCode.CANCELLED, [])
 
 
-# Who is told
+# Recipients of events
 
 
 async def test_a_loss_of_files_is_told_to_a_call_and_not_to_a_checkpoint_alone(tmp_path: Path) -> None:
@@ -396,7 +396,7 @@ async def test_opening_an_open_session_leaves_the_news_to_its_next_call(tmp_path
 
 
 class SlowCheckpoints:
-    """Restores when it is told to, or fails."""
+    """A store of checkpoints that restores, or fails, when the test says so."""
 
     def __init__(self) -> None:
         self.begun, self.go_on, self.loads, self.is_broken = asyncio.Event(), asyncio.Event(), 0, False

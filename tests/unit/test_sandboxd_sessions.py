@@ -24,7 +24,7 @@ async def open_sessions(folder: Path, *behaviours: Behaviour, **how: Any) -> Asy
 
 
 async def lose(sessions: Sessions, session: str = "s") -> None:
-    """The session's container dies under it, and sandboxd has noticed."""
+    """Kill the session's container, and wait until sandboxd has detected the loss."""
     entry = sessions.find(session)
     assert entry is not None
     sandbox = entry.sandbox

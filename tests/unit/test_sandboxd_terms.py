@@ -1,6 +1,4 @@
-"""What a tenant's terms make of a class: never more than the class has, and less from the next call on when they
-change.
-"""
+"""Effects of a tenant's terms on a class: never more than the class allows. Stricter terms apply from the next call."""
 
 import asyncio
 from dataclasses import replace
@@ -132,7 +130,7 @@ def test_a_class_that_no_policy_can_name_is_refused_at_the_start(name: str) -> N
 
 
 class Standing:
-    """What a sandbox has open towards the proxy."""
+    """The open connections of a sandbox to the proxy."""
 
     def __init__(self) -> None:
         self.cuts = 0

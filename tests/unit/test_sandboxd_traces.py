@@ -1,5 +1,5 @@
-"""What sandboxd tells workers of each session: whether its files may have changed, what runs in it, since when it is
-idle.
+"""Session reports of sandboxd to workers: whether files may have changed, what runs in the session, and since when
+the session is idle.
 """
 
 import asyncio

@@ -1,4 +1,6 @@
-"""A guest that says of its connections what none of ours says: it costs the sandbox, and nobody else anything."""
+"""A guest that sends invalid reports about its connections: the guest loses its sandbox, and no other session is
+affected.
+"""
 
 import asyncio
 from pathlib import Path
@@ -104,7 +106,7 @@ async def test_holding_memory_with_data_for_a_closed_connection_fails(tmp_path: 
 
 @pytest.fixture
 def small_store(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of 2,000 frames, or 100 openings, that no time fills again."""
+    """Use a budget of 2,000 frames, or 100 openings, that time does not refill."""
     monkeypatch.setattr(tunnels_module, "_FRAMES_AT_ONCE", 2000.0)
     monkeypatch.setattr(tunnels_module, "_FRAMES_PER_S", 0.0)
 

@@ -130,7 +130,7 @@ def test_the_walk_shows_what_ripgrep_lists(
 
 
 def list_by_ripgrep(ground: Ground, path: str) -> set[str]:
-    """As the tool asks it: rules above the folder hold unless they hide it."""
+    """List files as the tool does: rules above the folder apply unless the rules hide the folder."""
     rules_above = path == "." or path in ground.glob("*", kind="dir").lines
     options = [*LISTING] if rules_above else [*LISTING, "--no-ignore-parent"]
     listed = subprocess.run(

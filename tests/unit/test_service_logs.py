@@ -1,5 +1,5 @@
-"""How the logs of services are set up, in processes of their own: one form for our events, libraries, warnings and what
-nobody caught.
+"""The setup of logs of services, in separate processes: one format for our events, libraries, warnings and uncaught
+exceptions.
 """
 
 import json

@@ -111,7 +111,9 @@ async def test_a_program_that_is_stopped_leaves_an_attached_session_open() -> No
 
 
 async def test_a_session_of_another_tenant_is_told_as_one_that_never_was() -> None:
-    """The aim: to learn whose ids exist. Names that are none at all, or would lead to other keys, are told the same."""
+    """The attacker's aim: to learn which ids exist. Invalid names, or names that lead to other keys, get the same
+    reply.
+    """
     house = House()
     foreign = (await house.open("bolt")).id
     told = set()

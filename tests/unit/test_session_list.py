@@ -1,5 +1,5 @@
-"""Which sessions are listed: the newest first, page by page, each tenant's alone, and none that is gone. Over a real
-Redis.
+"""The list of sessions: newest first, page by page, for each tenant separately, and without ended sessions. Over a
+real Redis.
 """
 
 from collections.abc import AsyncIterator

@@ -1,5 +1,5 @@
-"""Where sessions live: one host each, chosen once, given anew by one of many when it is lost. Over a real Redis; hosts
-and their answers are scripted.
+"""Locations of sessions: one host each, chosen once, and chosen again by one process when the host is lost. Over a
+real Redis; hosts and their replies are scripted.
 """
 
 import asyncio
@@ -29,7 +29,7 @@ DEFAULT = TenantPolicy()
 
 
 def checkpoints(*names: str) -> dict[str, str]:
-    """The last checkpoint of acme's session s1, and its host's own, as they are in Redis."""
+    """Return the last checkpoint of acme's session s1, and the checkpoint of its host, as stored in Redis."""
     return {
         field: seal_checkpoint(KEY, "acme", "s1", name)
         for field, name in zip(("checkpoint", "automatic"), names, strict=False)
@@ -37,7 +37,7 @@ def checkpoints(*names: str) -> dict[str, str]:
 
 
 class Hosts:
-    """Those of a deployment, by name; each opens what it is asked to, unless it is scripted otherwise."""
+    """The hosts of a deployment, by name. Each opens the requested session, unless it is scripted otherwise."""
 
     def __init__(self, *names: str) -> None:
         self.all = {f"host.{name}.b00t": build_report(name) for name in names}
@@ -127,7 +127,7 @@ async def test_an_opening_goes_to_another_host_when_the_first_is_lost_on_the_way
 async def test_an_opening_that_the_next_worker_of_its_host_has_taken_over_is_asked_for_there(
     client: "redis.asyncio.Redis",
 ) -> None:
-    """Left, its sandbox would stay where nobody knows of it."""
+    """If the opening were abandoned, its sandbox would remain without an owner."""
     hosts = Hosts("a", "b")
     asked: list[tuple[str, int]] = []
 
@@ -229,7 +229,7 @@ async def test_what_the_host_is_asked_to_open_is_remembered_without_the_checkpoi
 async def test_a_silent_host_is_waited_for_and_keeps_its_sessions_when_it_comes_back(
     client: "redis.asyncio.Redis",
 ) -> None:
-    """As after an outage of Redis, when every report has expired."""
+    """An outage of Redis, during which every report expires, causes this case."""
     hosts = Hosts("a", "b")
     locator = build_locator(client, hosts)
     await locator.open("acme", "s1", DEFAULT, {})
@@ -380,7 +380,7 @@ async def test_of_sessions_that_were_never_closed_a_bounded_number_is_known(
 
 
 async def test_a_move_that_has_just_ended_is_not_made_once_more(client: "redis.asyncio.Redis") -> None:
-    """By who saw it under way: what was done since then would be lost."""
+    """A process that saw the move in progress must not repeat it: changes made since then would be lost."""
     places = SessionStore(client, "d")
     await places.open("acme", "s1", "host.a.b00t", start=seal_start(KEY, "acme", "s1", {}), ttl_s=60, limit=1)
     assert await places.begin_move("acme", "s1", 1, LocationState.OPEN, "host.b.b00t") == SessionAddress(

@@ -1,4 +1,4 @@
-"""A session's own skills, out of a sandbox that lies: whatever it sends is a skill, none, or refused."""
+"""A session's own skills, from an untrusted sandbox: anything that it sends is a skill, no skill, or refused."""
 
 import contextlib
 import io
@@ -25,7 +25,7 @@ FRONT = b"---\nname: own\ndescription: Does it.\n---\nDo it.\n"
 
 
 class Liar:
-    """A bench whose guest says what it is told to."""
+    """A tool environment whose guest sends the reply that the test gives."""
 
     def __init__(self, archive: bytes, *, total: int | None = None, **done: Any) -> None:
         self.context = SimpleNamespace(timeout_s=5.0, tenant="acme")

@@ -1,4 +1,4 @@
-"""One limit for a session's time to live, wherever it is given."""
+"""The single limit for a session's time to live, in every place that accepts a value."""
 
 from contract.session_locations import MAX_TTL_S
 from orchestrator.api.sessions import NewSession

@@ -11,7 +11,7 @@ from orchestrator.runs.session_turns import MAX_STALL_S, SessionTurns
 
 
 class Hosts:
-    """What they have room for, and a clock; `asked` is set whenever somebody looks."""
+    """The free capacity of hosts, and a clock. `asked` is set whenever a session checks for capacity."""
 
     def __init__(self, room: HostCapacity | Exception | None) -> None:
         self.room = room
@@ -32,7 +32,7 @@ class Hosts:
             await until.wait()
 
     async def looked(self) -> None:
-        """Somebody has looked once more, and gone to wait."""
+        """Wait until a session has checked once more and waits again."""
         self.asked.clear()
         await self.asked.wait()
         await asyncio.sleep(0)
@@ -88,7 +88,7 @@ async def test_hosts_without_room_for_any_session_are_waited_for_however_long() 
     opening.cancel()
     with pytest.raises(asyncio.CancelledError):
         await opening
-    # Who leaves the queue holds up nobody.
+    # A session that leaves the queue does not block other sessions.
     hosts.room, _ = None, done.set()
     await hosts.open("next", done)
     assert hosts.opened == ["next"]

@@ -1,4 +1,6 @@
-"""What the simulator measures by: a fair hand that is fair, and a clock that jumps only where nobody has to answer."""
+"""The simulator's measuring instruments: a fair scheduler that is fair, and a clock that jumps only when no reply is
+pending.
+"""
 
 import asyncio
 import time
@@ -27,7 +29,7 @@ def test_a_fair_hand_gives_nobody_more_than_wanted_and_leaves_nothing_that_is_wa
     assert given_out.keys() == wanted.keys()
     assert all(given_out[name] <= wanted[name] + 1e-6 for name in wanted)
     assert sum(given_out.values()) == pytest.approx(min(slots, sum(wanted.values())), rel=1e-6, abs=1e-6)
-    # Who got less than he wanted has, for his weight, as much as anybody.
+    # A tenant that got less than it wanted has, relative to its weight, as much as any other.
     short = [name for name in wanted if given_out[name] < wanted[name] - 1e-6]
     assert all(
         given_out[name] / weights[name] >= given_out[other] / weights[other] - 1e-6

@@ -1,4 +1,6 @@
-"""allowed-tools: what is read of it, and which questions that saves, for skills whose content the tenant trusts."""
+"""allowed-tools: the parser, and the approval questions that the field saves, for skills whose content the tenant
+trusts.
+"""
 
 from typing import Any
 

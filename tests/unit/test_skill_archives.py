@@ -172,7 +172,7 @@ def test_the_largest_skill_is_examined_within_the_memory_that_there_is_for_it(tm
 
 
 def test_the_program_that_examines_a_skill_has_no_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It parses what a tenant sent, so the code of a tenant may run there one day."""
+    """The program parses a tenant's data, so a tenant's code may run there."""
     tell = "import json, os; print(json.dumps({'broken': ' '.join(os.environ)}))"
     monkeypatch.setattr(skill_folders, "program", lambda _: [sys.executable, "-c", tell])
     for name in ("TOOLCREW_SECRET", "TOOLCREW_REDIS_URL", "OPENAI_API_KEY", "AWS_SECRET_ACCESS_KEY"):

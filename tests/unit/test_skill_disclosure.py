@@ -1,4 +1,4 @@
-"""What a model is told of skills: all of them while there is room, else those that are used most."""
+"""The skills in a model's prompt: all skills while there is room, otherwise the most used skills."""
 
 import pytest
 import redis.asyncio

@@ -1,4 +1,4 @@
-"""What the skills of a host may take of its disk: no tenant takes the room of others."""
+"""Disk use of the skills of a host: no tenant uses the room of another tenant."""
 
 from collections.abc import AsyncIterator
 from pathlib import Path

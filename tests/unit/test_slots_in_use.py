@@ -30,7 +30,7 @@ def test_calls_beyond_the_slots_use_none(in_flight: int, slots: int, in_use: int
 
 
 async def fill(client: "redis.asyncio.Redis", server: RedisProcess) -> None:
-    """Two workers whose reports are older than the calls: 3 calls in flight on 4 slots, and 3 on 2 slots."""
+    """Add two workers whose reports are older than the calls: 3 calls in flight on 4 slots, and 3 on 2 slots."""
     reports = [
         build_report("h1", queue=QUEUE, slots=4, busy=0, pools=()),
         build_report("w1", queue=POOL_WEB, kind="web", slots=2, busy=0),

@@ -1,5 +1,5 @@
-"""Spans on their way to a collector that is there, slow, broken or dead: nobody waits for it, and what is lost is
-said.
+"""Export of spans to a collector that is available, slow, broken or dead: no caller waits for it, and lost spans are
+reported.
 """
 
 import logging

@@ -62,7 +62,7 @@ async def opened(folder: Path, *roles: str) -> AsyncIterator[House]:
 
 
 async def another(house: House, role: str, than: int) -> int:
-    """The process that took its place."""
+    """Return the process that replaced the given one."""
 
     def found() -> int | None:
         pid = house.runs_as(role)

@@ -1,4 +1,6 @@
-"""Whatever the grammar of tag calls lets a model write, the parser reads as exactly that call."""
+"""The grammar of tag calls and the parser agree: the parser reads any call that the grammar allows as exactly that
+call.
+"""
 
 import re
 from random import Random
@@ -49,7 +51,7 @@ def read(text: str) -> list[TagEvent]:
 
 
 def read_by_hand(call: str) -> dict[str, str]:
-    """The parameters of a call in the grammar's two forms of a child, without the parser."""
+    """Return the parameters of a call in the grammar's two forms of a child, without use of the parser."""
     body = call[call.index(">") + 1 : call.rindex("</tool_action>")]
     found = list(_CHILD.finditer(body))
     assert "".join(child[0] for child in found) == body

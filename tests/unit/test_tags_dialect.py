@@ -1,4 +1,4 @@
-"""The tags dialect: what runs when, and how results are told."""
+"""The tags dialect: the order of calls, and the format of results."""
 
 from typing import Any
 
@@ -77,7 +77,7 @@ def test_with_tag_parsing_off_tags_are_text() -> None:
 
 
 def sent(*results: ToolResult, profile: Profile = STANDARD) -> Any:
-    """The message that the model gets for those results."""
+    """Return the message that the model gets for these results."""
     dialect = TagsDialect(profile=profile)
     told = dialect.build_observations([(one.call_id, one) for one in results])
     assert [message["role"] for message in told] == ["tool"] * len(results)

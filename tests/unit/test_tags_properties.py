@@ -1,5 +1,5 @@
-"""What holds for every input of the tag parser: nothing is lost, chunks do not matter, calls survive the round trip,
-time is linear.
+"""Invariants of the tag parser for every input: no text is lost, chunks do not matter, calls survive the round trip,
+and the time is linear.
 """
 
 import itertools

@@ -1,4 +1,4 @@
-"""Which tools and skills there are for a tenant: whose name goes before whose."""
+"""The tools and skills of a tenant, and the precedence between equal names."""
 
 from collections.abc import AsyncIterator, Mapping
 
@@ -14,7 +14,7 @@ from tests.conftest import RedisProcess
 
 
 class Workers:
-    """What they publish. `lost`: names of tools whose workers are away."""
+    """The tools that workers publish. `lost`: names of tools whose workers are away."""
 
     def __init__(self, *specs: ToolSpec, skills: tuple[str, ...] = (), lost: tuple[str, ...] = ()) -> None:
         self._specs, self._skills, self._lost = specs, tuple(summary(name) for name in skills), lost

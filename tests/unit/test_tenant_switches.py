@@ -1,4 +1,6 @@
-"""Tools that are off for one tenant alone: on both sides, in what its models are told of, and for nobody else."""
+"""Tools that are switched off for one tenant: on both sides and in the prompts of that tenant's models, without
+effect on other tenants.
+"""
 
 from collections.abc import AsyncIterator
 from dataclasses import replace
@@ -25,7 +27,7 @@ OFF = Switch(by="ada", at=1_700_000_000, reason="it is not for them")
 
 @pytest.fixture(autouse=True)
 def fresh_switches(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is known of the switches is never old."""
+    """Disable the cache of the switches."""
     monkeypatch.setattr("store.switches.SWITCHES_FRESH_S", 0.0)
     monkeypatch.setattr("store.switches.SWITCHES_FRESH_S", 0.0)
 
@@ -39,7 +41,7 @@ def pool(redis_server: RedisProcess) -> SwitchedPool:
 
 @pytest.fixture
 async def client(pool: SwitchedPool) -> AsyncIterator[ToolClient]:
-    """Of the tenant acme, with the pool's own secrets."""
+    """Return a client of the tenant acme, with the pool's own secrets."""
     async with pool.client() as opened:
         yield opened
 

@@ -1,5 +1,5 @@
-"""The SDK for tenants: a client with an API key is its tenant's, until the key is revoked; models are told of what the
-tenant may use.
+"""The SDK for tenants: a client with an API key acts for its tenant until the key is revoked. Models see only the
+tools that the tenant may use.
 """
 
 from collections.abc import AsyncIterator
@@ -23,7 +23,7 @@ from tests.conftest import RedisProcess
 
 
 class House:
-    """A pool that publishes three tools, with the tenants acme and zeta; nobody serves its queues."""
+    """A pool that publishes three tools, with the tenants acme and zeta. No worker serves its queues."""
 
     def __init__(self, url: str) -> None:
         self.settings = OrchestratorSettings(redis_url=SecretStr(url))

@@ -154,7 +154,7 @@ def fine(call: ToolCall, _: ToolContext) -> ToolResult:
 async def dispatch(
     policy: TenantPolicy | None, name: str = "bash_tool", **arguments: Any
 ) -> tuple[ErrorCode | None, int]:
-    """The code of a call for acme, and how many messages were sent for it."""
+    """Return the code of a call for acme, and the number of messages sent for the call."""
     transport, tenants = AnsweringTransport(fine), OrchestratorTenants({"acme": policy} if policy is not None else {})
     door = Dispatcher(
         transport, TenantCatalog(StaticCatalog(BASH, CLOSE)), KEY, queue_wait_s=60, rules=CallRules(tenants)

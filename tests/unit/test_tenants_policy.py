@@ -1,6 +1,4 @@
-"""What a tenant's policy says: its bounds, the tools and commands it is about, and what is made of one that cannot be
-read.
-"""
+"""A tenant's policy: its bounds, the tools and commands that it covers, and the handling of an unreadable policy."""
 
 import json
 from typing import Any

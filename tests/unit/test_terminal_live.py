@@ -99,7 +99,7 @@ def test_on_no_terminal_every_line_is_shown_and_the_last_though_it_does_not_end(
 
 
 def on_screen(written: str) -> str:
-    """What a terminal shows after these bytes: it knows lines, going up, and erasing a line."""
+    """Return the terminal's screen after these bytes. The terminal supports lines, moving up, and erasing a line."""
     lines, row = [""], 0
     for part in re.findall(r"\x1b\[\??\d*[a-zA-Z]|\n|\r|[^\x1b\n\r]+", written):
         if part == "\n":

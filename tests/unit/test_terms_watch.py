@@ -1,4 +1,4 @@
-"""What sandboxd is told of tenants between their calls."""
+"""Updates about tenants that sandboxd receives between their calls."""
 
 import pytest
 
@@ -11,7 +11,7 @@ OPEN, CLOSED = SandboxTerms(tenant_class="open"), SandboxTerms(tenant_class="ope
 
 
 class Host(SandboxClient):
-    """A sandboxd that has sessions of these tenants; `told` in order."""
+    """A sandboxd with sessions of these tenants. `told` lists the updates in order."""
 
     def __init__(self, *tenants: str) -> None:
         super().__init__("/nonexistent")

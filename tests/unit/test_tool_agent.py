@@ -1,4 +1,4 @@
-"""Agents in messages: a conversation stays one that servers take, whatever the model writes and whenever it is cut."""
+"""Agents in messages: a conversation stays valid for servers, for any output of the model and any truncation."""
 
 import asyncio
 from collections.abc import AsyncIterator

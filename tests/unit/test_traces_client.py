@@ -1,4 +1,4 @@
-"""What a client's run tells its trace beside the loop's own events."""
+"""Events that a client's run adds to its trace, in addition to the loop's own events."""
 
 from collections.abc import AsyncIterator
 from pathlib import Path

@@ -260,7 +260,7 @@ async def test_the_object_of_a_run_has_every_event(tmp_path: Path) -> None:
 
 
 class Tags(HTMLParser):
-    """What a browser would find in a page."""
+    """The page as a browser parses it."""
 
     def __init__(self, page: str) -> None:
         super().__init__()

@@ -1,5 +1,5 @@
-"""What a trace holds: every event of a run, masked, large parts apart; and that nothing that befalls it ends the
-run.
+"""The contents of a trace: every event of a run, masked, with large parts in separate files. A failure of the trace
+never ends the run.
 """
 
 import asyncio
@@ -224,7 +224,7 @@ async def test_events_of_other_runs_are_passed_over(tmp_path: Path) -> None:
 
 
 def all_of(folder: Path) -> tuple[bytes, str]:
-    """What all files below hold, and how they are called."""
+    """Return the contents and the names of all files below the folder."""
     found = list(folder.rglob("*"))
     return b"".join(file.read_bytes() for file in found if file.is_file()), " ".join(str(file) for file in found)
 
@@ -252,7 +252,7 @@ async def test_a_secret_is_nowhere_in_the_folder_in_any_form(tmp_path: Path) -> 
 
 
 async def test_no_field_with_content_is_left_unmasked() -> None:
-    # Whoever adds a field must say whether it is ours: only these may hold what a model or a tool wrote.
+    # A new field must be marked as ours or not: only the others may hold text of a model or a tool.
     content = {"instruction", "new_messages", "message", "arguments", "name", "output", "error", "metadata", "reason"}
     assert (IDENTIFIERS | RECORDS) & (content | {"answer", "warning", "new_tools", "extra"}) == set()
 
@@ -366,7 +366,7 @@ async def test_lines_are_written_within_a_second_though_nothing_more_happens(tmp
         trace(RunStarted(run=RUN, instruction="x", model="m", dialect="native"))
         assert not trace.path.exists()
         async with asyncio.timeout(30):
-            while not trace.path.exists():  # noqa: ASYNC110  # a file tells nobody that it is there
+            while not trace.path.exists():  # noqa: ASYNC110  # a file sends no event when it is created
                 await asyncio.sleep(0.05)
 
 

@@ -1,5 +1,5 @@
-"""The guest's tunnels and sandboxd's, joined as they are in a sandbox: whatever both ends do, bytes arrive in order and
-nothing is left.
+"""The guest's tunnels joined to sandboxd's tunnels, as in a sandbox. Whatever both ends do, bytes arrive in order and
+nothing remains open.
 """
 
 import asyncio
@@ -38,7 +38,7 @@ _RESET = struct.pack("ii", 1, 0)
 
 
 class _Pace(asyncio.BaseProtocol):
-    """Whether the guest takes what it is sent."""
+    """Controls whether the guest reads the data that it is sent."""
 
     def __init__(self) -> None:
         self.takes = asyncio.Event()
@@ -89,7 +89,7 @@ class Pair:
         self.loop.add_reader(stdout.fileno(), take)
 
     async def connect(self) -> tuple[socket.socket, socket.socket]:
-        """A connection's two ends: the program's, and the proxy's behind its opening."""
+        """Return the two ends of a connection: the program's end, and the proxy's end after the opening."""
         program = await asyncio.to_thread(self.guest.connect, PORT)
         program.setblocking(False)
         proxy, _ = await asyncio.wait_for(self.loop.sock_accept(self.listening), SOON_S)
@@ -100,7 +100,7 @@ class Pair:
     async def until_over(self) -> None:
         """Until neither side knows of a connection any more."""
         async with asyncio.timeout(SOON_S):
-            while self.tunnels._relays:  # noqa: ASYNC110  # nobody tells of it
+            while self.tunnels._relays:  # noqa: ASYNC110  # there is no event for it
                 await asyncio.sleep(0.005)
 
     def descriptors(self) -> int:
@@ -130,7 +130,9 @@ def pair() -> Iterator[Pair]:
 
 @dataclass(frozen=True)
 class Doing:
-    """What one end does: sends pieces and ends; reads pieces, to the end or until it leaves, in order or by a reset."""
+    """The script of one end: pieces to send, then the end; pieces to read, up to the end or to a stop, in order or by
+    a reset.
+    """
 
     sends: list[int]
     reads: int
@@ -140,7 +142,7 @@ class Doing:
 
 @dataclass
 class End:
-    """One end at work. `got`: what it read; `is_cut`: the end of that was no clean one."""
+    """One running end. `got`: the data that it read. `is_cut`: the data did not end cleanly."""
 
     sock: socket.socket
     doing: Doing
@@ -235,7 +237,9 @@ def test_connections_leave_no_descriptor_behind(pair: Pair) -> None:
 
 
 def test_a_new_connection_is_not_taken_for_the_one_that_had_its_descriptor() -> None:
-    """Those that are there are served before others are let in, or word of a lost one would reach its successor."""
+    """Existing connections are served before new ones are accepted. Otherwise a notice about a lost connection would
+    reach its successor.
+    """
     with open(os.devnull, "wb") as nowhere:
         tunnels = GuestTunnels(Outbox(nowhere.fileno()), 0)
         assert tunnels._listener is not None

@@ -1,4 +1,4 @@
-"""Where a daemon's socket may lie, whom it may replace, and who is told apart at its other end."""
+"""The socket of a daemon: its allowed locations, the processes that it may replace, and the identity of its clients."""
 
 import os
 import socket

@@ -131,7 +131,7 @@ def test_ranges_of_the_operators_own_are_refused_too() -> None:
 
 
 def check(rules: EgressRules, url: str, *addresses: str) -> str | None:
-    """The refusal of a URL whose host has these addresses; None when it passes."""
+    """Return the refusal of a URL whose host has these addresses, or None if the URL passes."""
     try:
         target = parse_url(url)
         rules.check_target(target)

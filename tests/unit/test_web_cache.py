@@ -1,4 +1,4 @@
-"""Pages that are kept: for whom, for how long, and when their server is asked again."""
+"""Cached pages: the tenants that share them, their lifetime, and the revalidation with their server."""
 
 import random
 from collections.abc import Iterator
@@ -23,7 +23,7 @@ class Clock:
 
 
 class Site:
-    """A server with one page, and a fetcher whose clock the test sets."""
+    """A server with one page, and a fetcher with a clock that the test sets."""
 
     def __init__(self, server: WebServer) -> None:
         self.server = server

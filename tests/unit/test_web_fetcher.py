@@ -42,7 +42,7 @@ def wait_for_end(server: WebServer) -> None:
 
 
 def drip(server: WebServer, first: bytes, piece: bytes, every_s: float = 0.02) -> Reply:
-    """A reply that sends a little again and again until its test is over."""
+    """Return a reply that sends a small piece repeatedly until the test ends."""
 
     def reply(connection: socket.socket) -> None:
         connection.sendall(first)
@@ -124,7 +124,7 @@ def test_a_server_that_drips_is_given_up_for_its_rate(server: WebServer, first: 
 
 def test_a_call_that_is_interrupted_does_not_wait_for_its_server(server: WebServer) -> None:
     class Interrupted(BaseException):
-        """As workers/interrupts.py raises it: in a signal handler, in the midst of whatever runs."""
+        """The exception of workers/interrupts.py, which a signal handler raises at an arbitrary point of the code."""
 
     def interrupt(*_: object) -> None:
         raise Interrupted

@@ -50,7 +50,7 @@ def fetch(server: WebServer, path: str = "/", **arguments: object) -> ToolResult
 
 
 def body_of(result: ToolResult) -> str:
-    """What is within the fence."""
+    """Return the text inside the fence."""
     match = re.search(r"<<<web (\w+)\n(.*)\n\1 web>>>\n\[", result.text(), re.DOTALL)
     assert match is not None, result.text()
     return match[2]
@@ -332,7 +332,7 @@ def test_the_parser_has_no_environment_and_what_it_leaves_behind_is_ended(
     assert not [name for name in told["names"] if name != "LC_CTYPE"]
     until = time.monotonic() + 5
     while _is_alive(told["child"]):
-        # Whoever inherits it reaps it, without telling us.
+        # The process that inherits it reaps it, without a notice to us.
         assert time.monotonic() < until
         time.sleep(0.01)
 
@@ -340,9 +340,7 @@ def test_the_parser_has_no_environment_and_what_it_leaves_behind_is_ended(
 def test_the_parser_reaches_nothing_even_when_a_page_took_it_over(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """What code of a page in the parser would go for: the worker's secrets in /proc, files, servers, the worker
-    itself.
-    """
+    """Targets of malicious code in the parser: the worker's secrets in /proc, files, servers, and the worker itself."""
     spy = tmp_path / "program.py"
     spy.write_text(
         f"import json, os, resource, runpy, signal, socket\nprogram = runpy.run_path({str(pages._PROGRAM)!r})\n"
@@ -372,7 +370,7 @@ def test_the_parser_reaches_nothing_even_when_a_page_took_it_over(
 
 
 class Interrupted(BaseException):
-    """As a call is ended at its limit: in the midst of anything."""
+    """The exception that ends a call at its limit, at an arbitrary point of the code."""
 
 
 def test_a_parser_whose_call_is_interrupted_is_ended(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -35,7 +35,7 @@ def server() -> Iterator[WebServer]:
 
 
 class Service:
-    """One provider over the server, and the pauses it made."""
+    """One provider over the server, and the pauses that the provider made."""
 
     def __init__(self, server: WebServer, kind: str, key: str = KEY) -> None:
         self.pauses: list[float] = []
@@ -60,7 +60,7 @@ class Service:
 
 
 def entries(kind: str, *urls: str) -> dict[str, Any]:
-    """What a provider of this kind answers for these hits."""
+    """Return the reply of a provider of this kind for these hits."""
     snippet = {"tavily": "content", "brave": "description", "exa": "text", "searxng": "content"}[kind]
     hits = [
         {"title": f"Title {n}", "url": url, snippet: f"Snippet {n}", "score": 0.5}

@@ -44,7 +44,7 @@ READ: dict[str, Callable[[str], Any]] = {
         }.items()
     },
 }
-# In Redis these are hashes, whose fields are written one by one: a new one that is not set is not there.
+# In Redis these records are hashes, written field by field: a new field that is not set is absent.
 HASHES = ("place", "ledger")
 
 

@@ -99,7 +99,7 @@ class Reader:
         self.taken.append(message.headers)
 
     def read_one(self) -> Any:
-        """The headers of the next message."""
+        """Return the headers of the next message."""
         until = len(self.taken) + 1
         while len(self.taken) < until:
             self.connection.drain_events(timeout=10)
@@ -176,7 +176,7 @@ def test_a_message_is_nobodys_but_its_readers(app: Celery, redis_server: RedisPr
 def test_a_message_that_redis_gives_out_again_is_dropped_over_all_connections_of_the_worker(
     app: Celery, redis_server: RedisProcess, refused: list[str]
 ) -> None:
-    """As after a crash of Redis that has forgotten the last second: the message lies in the queue again, while its call
+    """A Redis crash that loses the last second causes this case: the message is in the queue again while its call
     runs.
     """
     message = json.dumps(build_message(headers={"number": 1}))

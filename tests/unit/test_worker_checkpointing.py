@@ -1,5 +1,5 @@
-"""Checkpoints that workers take by themselves: of what changed, when it is in nobody's way, and never of what is
-elsewhere.
+"""Checkpoints that workers take by themselves: only of changed sessions, at a time without calls, and never of
+sessions on other hosts.
 """
 
 import threading
@@ -20,7 +20,7 @@ from workers.host_duties import SessionRow, parse_rows
 
 
 class Host:
-    """A host whose keeper is asked to look, one round at a time."""
+    """A host whose monitor checks the sessions one round at a time."""
 
     def __init__(self, ground: HostGround, every_s: float = 60.0) -> None:
         self.ground = ground
@@ -175,7 +175,7 @@ def test_calls_are_waited_for_but_not_for_ever(changed_since_s: float, seen: Ses
 
 
 @given(
-    # Eighths of a second, whose sums are exact.
+    # Eighths of a second have exact sums.
     st.lists(
         st.tuples(st.integers(1, 240).map(lambda n: n / 8), st.booleans(), st.integers(0, 2), st.floats(0, 100)),
         max_size=60,
@@ -209,7 +209,7 @@ def test_a_row_that_says_nothing_of_changes_may_have_some() -> None:
 
 
 def test_a_checkpoint_of_which_nobody_knows_whether_it_was_noted_is_not_deleted(host: Host) -> None:
-    """Its place may tell of it: the answer was lost, and the worker ends before Redis is back."""
+    """The session's record may refer to the checkpoint: the reply was lost, and the worker ends before Redis is back."""
     host.add("acme:s1")
     note = host.checkpoints._sessions.record_automatic
 

@@ -39,7 +39,7 @@ def order(
 
 
 class WatchedClient(FakeSandboxClient):
-    """Tells when it was asked; `gate` holds a close up, as a slow engine does."""
+    """A client that reports its requests. `gate` delays a close, as a slow engine does."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,6 @@
-"""Draining a host: every session is kept as its last call left it, and goes on elsewhere; nothing waits for ever."""
+"""Draining a host: every session is saved in its state after the last call, and continues on another host. No wait is
+unlimited.
+"""
 
 import threading
 import time
@@ -17,7 +19,7 @@ from workers.draining import Drain
 
 
 class Host:
-    """A host that drains. `at_work`: sessions with a call; asked for so often by now: `looks`."""
+    """A host that drains. `at_work`: sessions with a call. `looks`: the number of checks so far."""
 
     def __init__(self, ground: HostGround) -> None:
         self.ground = ground

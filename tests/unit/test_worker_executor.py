@@ -1,4 +1,4 @@
-"""The executor: whatever happens to a call becomes its one result, with the right code."""
+"""The executor: every call ends with exactly one result and the right code, whatever happens to the call."""
 
 import time
 from collections.abc import Iterator
@@ -34,7 +34,7 @@ def quiet_logs() -> Iterator[None]:
 
 
 class House:
-    """An executor with fakes around it, and one tool `echo` whose handler the test gives."""
+    """An executor with fakes around it, and one tool `echo` whose handler comes from the test."""
 
     def __init__(
         self, handler: Any = None, *answers: Any, checks: Any = (), verdict: CallClaim | None = None, **spec: Any
@@ -113,7 +113,7 @@ def test_a_refusal_does_not_take_the_place_of_the_answer_of_a_call_that_runs() -
 
 
 def test_no_tool_can_say_that_its_call_has_not_run() -> None:
-    """Whoever reads that sends the call again."""
+    """A caller that reads this code sends the call again."""
     assert House(lambda *_: Outcome("done", {"not_run": "moved", "n": 1})).execute().metadata == {"n": 1}
 
     def fail(*_: Any) -> Outcome:
@@ -286,7 +286,7 @@ def test_what_happened_to_the_sandbox_before_stands_at_the_end_of_the_output() -
     )
 
 
-# Content beside the envelope
+# Content outside the envelope
 
 
 def test_content_is_taken_for_the_tool_and_given_back_by_it() -> None:

@@ -1,4 +1,4 @@
-"""The worker's ledger on a real Redis: whatever a queue repeats, and whatever Redis forgets, a call starts once."""
+"""The worker's ledger on a real Redis: a call starts once, whatever a queue repeats and whatever Redis loses."""
 
 import time
 from collections.abc import Iterator
@@ -247,7 +247,7 @@ def test_a_claim_whose_answer_was_lost_knows_itself_when_it_is_sent_again(book: 
 
 
 def test_a_refusal_or_a_lateness_whose_answer_was_lost_is_told_all_the_same(book: Book) -> None:
-    """Else nobody would answer, and the caller be told that somebody has cancelled the call."""
+    """Otherwise no reply would arrive, and the caller would see a cancellation that never happened."""
 
     def twice(script: Any) -> Any:
         def send(*, keys: list[str], args: list[Any], **_: Any) -> Any:

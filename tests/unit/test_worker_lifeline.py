@@ -46,7 +46,7 @@ class Family:
         self.child = int(read_line(keeper))
 
     def hears_within(self, seconds: float) -> bool:
-        """Whether there is a line, or the end, to be read."""
+        """Return whether a line, or the end, can be read within the time."""
         return bool(select.select([self.keeper.stdout], [], [], seconds)[0])
 
 

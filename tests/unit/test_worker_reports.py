@@ -151,7 +151,7 @@ def test_what_is_reported_of_a_host_is_told_apart_from_others_and_dismissed_by_i
 
 
 def is_due_for_the_reaper(ground: HostGround, queue: str) -> bool:
-    """As orchestrators look for hosts that do not report any more."""
+    """Return whether orchestrators consider the host for removal, because it does not report any more."""
     listed = ground.redis.zscore(hosts_key(DEPLOYMENT), queue)
     return listed is not None and float(listed) <= ground.redis.time()[0] - HOST_TTL_S  # type: ignore[arg-type,index]
 
@@ -279,7 +279,7 @@ def test_of_a_process_of_another_machine_nothing_is_known(process: str) -> None:
 
 
 class Beating:
-    """A heartbeat over a real Redis, and what it was told."""
+    """A heartbeat over a real Redis, and the data that it received."""
 
     def __init__(self, ground: HostGround) -> None:
         self.lost = threading.Event()

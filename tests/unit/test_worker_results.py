@@ -1,5 +1,5 @@
-"""Where answers go: stored, published and noted as done in one step, for nobody when the call was sent again, and never
-lost to an outage.
+"""The delivery of results: stored, published and recorded as done in one step. Results of a repeated call are stored
+for no caller, and no outage loses a result.
 """
 
 import json
@@ -99,7 +99,7 @@ def test_the_exception_of_a_failed_call_crosses_processes_without_the_answer() -
 
 
 def test_the_answer_of_an_attempt_that_was_given_up_is_stored_for_nobody(desk: Desk) -> None:
-    """It would be taken for the answer of the attempt that is on its way."""
+    """Otherwise the caller would take it for the answer of the attempt that is on its way."""
     desk.write(CallState.QUEUED, attempt=2)
     desk.store(attempt=1)
     record = desk.record()
@@ -189,7 +189,7 @@ def test_an_answer_outlives_a_redis_that_takes_no_writes(
 
 
 def test_an_answer_that_redis_never_takes_costs_no_slot(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever is raised here, a pool of threads takes for its own end: the slot would be gone with the result."""
+    """A thread pool treats any exception here as its own end. The slot would be lost together with the result."""
     monkeypatch.setattr(desk.app.backend, "max_retries", 2)
 
     def refuse(*_: Any, **__: Any) -> Any:

@@ -1,4 +1,6 @@
-"""What a worker may change of where sessions live: only what is its own, and only as it was when it looked."""
+"""Changes that a worker may make to session locations: only to its own sessions, and only if the record is still as
+the worker read it.
+"""
 
 import threading
 from functools import partial
@@ -57,7 +59,7 @@ def test_a_session_that_a_killed_worker_held_for_its_drain_is_served_again_where
     assert ground.sessions(OURS).adopt(["acme:s1"]) == {"acme:s1": AdoptionResult.ADOPTED}
     place = ground.place("acme:s1")
     assert (place.queue, place.fence, place.state, place.moving_until) == (OURS, 3, LocationState.OPEN, 0.0)
-    # Whoever opens it elsewhere after a hold has its fence grown: what is here is older then.
+    # A process that opens it elsewhere after a hold raises the fence, so this copy is older.
     ground.put_place("acme:s2", queue="host.a.b1")
     ground.sessions("host.a.b1").hold("acme:s2", 1, 60)
     ground.put_place("acme:s2", queue="host.a.b1", state="moving", fence=3, moving_until=9e9)

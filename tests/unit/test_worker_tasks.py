@@ -58,7 +58,7 @@ class Edge:
 
 @pytest.fixture(scope="module")
 def one_edge() -> Edge:
-    """One for all: registering takes a while."""
+    """Share one edge between all tests, because registering takes a while."""
     edge = Edge()
     assert edge.names()
     return edge

@@ -1,4 +1,6 @@
-"""What a session may begin with is told by its content; what is none of it is refused before anything is opened."""
+"""Initial contents of a session: the kind is detected from the content. Other content is refused before anything is
+opened.
+"""
 
 import gzip
 import io

@@ -1,4 +1,4 @@
-"""Which kind of workspace is chosen where, and what is said of it."""
+"""The choice of the workspace kind in each environment, and the message about the choice."""
 
 import os
 from pathlib import Path

@@ -34,14 +34,14 @@ SOON_S = 10.0
 
 @pytest.fixture
 def images(tmp_path: Path) -> Iterator[ImageWorkspaces]:
-    """Whatever the test did: in the end nothing of it is mounted."""
+    """Unmount all images at the end, whatever the test did."""
     yield open_images(tmp_path)
     assert_nothing_left_mounted(tmp_path)
 
 
 async def released(image: Path) -> None:
     async with asyncio.timeout(SOON_S):
-        while is_in_use(image):  # noqa: ASYNC110  # the kernel tells nobody
+        while is_in_use(image):  # noqa: ASYNC110  # the kernel sends no event
             await asyncio.sleep(0.002)
 
 
@@ -52,7 +52,7 @@ def flush(path: Path) -> None:
 
 
 def change(image: Path, command: str) -> None:
-    """Below the file system, which nobody has mounted."""
+    """Change the image below the file system, while no process has it mounted."""
     subprocess.run(
         [find_tool("debugfs") or "debugfs", "-w", "-R", command, str(image)], check=True, capture_output=True
     )
@@ -63,7 +63,7 @@ def files_below(mount: WorkspaceMount) -> list[Path]:
 
 
 def find_fault(folder: Path) -> None:
-    """The kernel finds one in the file system that is mounted below the folder."""
+    """Report an error from the kernel in the file system that is mounted below the folder."""
     (mounted,) = mounts_below(folder)
     fault = Path("/sys/fs/ext4", Path(mounted.split(" - ")[1].split()[1]).name, "trigger_fs_error")
     if not fault.exists():
@@ -173,7 +173,7 @@ async def test_whoever_is_cancelled_while_it_mounts_leaves_no_mount(images: Imag
 async def test_a_start_that_missed_the_mount_finds_a_folder_where_the_sandbox_cannot_write(
     images: ImageWorkspaces, tmp_path: Path
 ) -> None:
-    """Aim: fill the host's disk from a sandbox whose workspace is not mounted."""
+    """The attacker's aim: to fill the host's disk from a sandbox whose workspace is not mounted."""
     await images.make("one", SMALL)
 
     place = (tmp_path / "one" / "mount").stat()
@@ -245,7 +245,7 @@ async def test_what_was_killed_while_it_made_a_template_is_cleared_at_the_next_s
 
 
 def mount_memory(place: Path) -> None:
-    """A disk of 2 MiB."""
+    """Mount a disk of 2 MiB."""
     place.mkdir()
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "none", str(place)], check=True)
 

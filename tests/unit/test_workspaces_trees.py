@@ -20,7 +20,7 @@ WIDE = WorkspaceSize(1024 * MIB, 100_000)
 
 
 def dig(folder: Path, levels: int) -> None:
-    """A chain of folders, longer than any path."""
+    """Create a chain of folders that is longer than any path."""
     fd = os.open(folder, os.O_RDONLY)
     for _ in range(levels):
         os.mkdir("d", dir_fd=fd)
@@ -46,7 +46,7 @@ def tree(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def tree_in_memory() -> Iterator[Path]:
-    """Where thousands of folders are made quickly, if the host has such a place."""
+    """A folder in memory, if the host has one, where thousands of folders are created quickly."""
     memory = Path("/dev/shm")
     folder = Path(tempfile.mkdtemp(dir=memory if memory.is_dir() else None))
     yield folder

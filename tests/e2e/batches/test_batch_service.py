@@ -69,7 +69,7 @@ SCRIPT: list[dict[str, Any]] = [
 
 
 class Service:
-    """One `toolcrew serve batches` process, and its output."""
+    """A `toolcrew serve batches` process, and its output."""
 
     def __init__(self, place: "Place", *options: str) -> None:
         self._log = place.folder / f"service-{secrets.token_hex(4)}.log"
