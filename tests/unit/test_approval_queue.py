@@ -207,7 +207,7 @@ async def test_redis_away_while_it_waits_holds_nothing_up_but_the_answer(desk: D
     (question,) = await desk.until_pending()
     queue.failures = 3  # type: ignore[attr-defined]
     async with asyncio.timeout(SOON_S):
-        # The looks that fail have no event of ours.
+        # Failed polls have no event of ours.
         while queue.failures >= 0:  # type: ignore[attr-defined]  # noqa: ASYNC110
             await asyncio.sleep(0.02)
     await desk.queue().decide(question.id, YES, digest=question.digest, actor=ADMIN)
@@ -241,7 +241,7 @@ async def test_a_bug_in_the_look_ends_the_wait_instead_of_lasting_to_the_limit(d
     assert (await desk.queue().pending(ADMIN)).questions == ()
 
 
-# Who sees and answers what
+# Permissions to see and answer
 
 
 async def test_a_tenant_sees_its_own_questions_and_operators_those_of_all(desk: Desk) -> None:

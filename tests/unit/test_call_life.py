@@ -200,7 +200,7 @@ async def test_a_lost_call_says_when_who_noticed_the_code_and_what_to_do(
     )
     assert told["ended_at"] == "1970-01-01T00:01:40.000Z"
     assert advice in told["advice"]
-    # It is not known how long it ran.
+    # The run time of the call is unknown.
     assert told["run_s"] is None
 
 

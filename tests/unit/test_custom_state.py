@@ -22,7 +22,7 @@ def store(redis_server: RedisProcess) -> Iterator[StateStore]:
 
 @pytest.fixture
 def states(store: StateStore) -> list[RedisState]:
-    """Three views of one session's state, as three workers have them."""
+    """Return three views of one session's state, as three workers have them."""
     return [store.open("acme", "s1") for _ in range(3)]
 
 

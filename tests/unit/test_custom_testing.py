@@ -1,4 +1,4 @@
-"""The worker that authors of tools test with: it must say of a call what a real worker would."""
+"""The test worker for authors of tools: its results must equal the results of a real worker."""
 
 import asyncio
 import contextlib

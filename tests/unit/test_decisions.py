@@ -1,4 +1,4 @@
-"""JSON decisions: what is one, what is not and why, and where one is found in a text."""
+"""JSON decisions: valid decisions, invalid ones with the reason, and the position of a decision in a text."""
 
 import contextlib
 import json

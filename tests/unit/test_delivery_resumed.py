@@ -1,4 +1,4 @@
-"""A call that a process sent which has died since: awaited where it is, sent when it surely was not, and never acting
+"""A call whose sending process has died: awaited where it runs, sent if it was certainly not sent, and never executed
 twice.
 """
 

@@ -1,4 +1,4 @@
-"""Deployment files pass every documented setting on, or this file lists the setting with the reason why not."""
+"""Deployment files pass every documented setting on, or this file lists the setting with the reason for the omission."""
 
 from pathlib import Path
 from typing import Any
@@ -65,7 +65,7 @@ def read_variables(service: str) -> list[tuple[str, ...]]:
 
 
 def read_kubernetes() -> dict[str, dict[str, Any]]:
-    """Container -> its manifest."""
+    """Return the manifest of each container."""
     found: dict[str, dict[str, Any]] = {}
     for path in (ROOT / "deploy" / "kubernetes").glob("*.yaml"):
         for document in yaml.safe_load_all(path.read_text(encoding="utf-8")):

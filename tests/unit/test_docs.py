@@ -1,5 +1,5 @@
-"""The documentation: every link has an end, every page has a place in the menu, and the site is built of it without a
-request to anywhere.
+"""The documentation: every link has a target, every page is in the menu, and the build of the site makes no network
+request.
 """
 
 import os

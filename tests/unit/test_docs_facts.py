@@ -1,5 +1,5 @@
-"""Facts in the pages that are written by hand: the commands, options, settings, metrics, alerts, files and pictures that
-they name exist, and the pages stay within their size.
+"""Facts in the handwritten pages: named commands, options, settings, metrics, alerts, files and pictures exist, and
+the pages stay within their size.
 """
 
 import re

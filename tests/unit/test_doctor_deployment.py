@@ -1,5 +1,5 @@
-"""`toolcrew doctor` of a deployment: with one thing broken at a time it names that one, says what to do, and nothing
-else is called broken.
+"""`toolcrew doctor` of a deployment with one fault at a time: the report names the fault and its fix, and nothing
+else is reported as broken.
 """
 
 import json

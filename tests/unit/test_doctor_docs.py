@@ -1,4 +1,4 @@
-"""SECURITY.md names no promise that the table of `toolcrew doctor` does not have."""
+"""Every promise that SECURITY.md names is in the table of `toolcrew doctor`."""
 
 from pathlib import Path
 

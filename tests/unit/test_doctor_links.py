@@ -1,4 +1,4 @@
-"""`toolcrew doctor` of what a deployment speaks to: Flower, the API, the model's endpoint, the collector; asked over
+"""`toolcrew doctor` for a deployment's connections: Flower, the API, the model's endpoint and the collector, over
 real sockets.
 """
 
@@ -24,7 +24,7 @@ def of(report: Report, name: str) -> list[Finding]:
 
 @contextmanager
 def answering(status: int, body: bytes = b"{}", location: str = "") -> Iterator[tuple[str, list[str]]]:
-    """A server that answers so to everything; what it was asked, with the key."""
+    """A server that gives the same reply to every request. Records the requests and their keys."""
     asked: list[str] = []
 
     class Handler(BaseHTTPRequestHandler):
@@ -38,7 +38,7 @@ def answering(status: int, body: bytes = b"{}", location: str = "") -> Iterator[
             self.wfile.write(body)
 
         def log_message(self, format: str, *args: object) -> None:
-            """Tests are quiet."""
+            """Log nothing in tests."""
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})

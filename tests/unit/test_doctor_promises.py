@@ -1,4 +1,4 @@
-"""The table of promises, judged from made-up evidence: what holds, what is void and why, and what to do."""
+"""The table of promises, evaluated on artificial evidence: kept promises, void promises with the reason, and the fix."""
 
 from dataclasses import replace
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""edit_tool: the forms of a call, what it asks of the guest, and what it makes of the answer."""
+"""edit_tool: the forms of a call, the requests to the guest, and the handling of replies."""
 
 import json
 from typing import Any

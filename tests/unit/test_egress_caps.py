@@ -49,7 +49,7 @@ def server() -> Iterator[WebServer]:
 
 @pytest.fixture
 def echo() -> Iterator[int]:
-    """The port of a server that sends back what it gets."""
+    """Return the port of a server that echoes its input."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
         threading.Thread(target=serve_echo, args=(listening,), daemon=True).start()
         yield listening.getsockname()[1]

@@ -1,4 +1,4 @@
-"""The proxy as a process: who may connect to it, where it listens, how it ends; and lookups that block."""
+"""The proxy as a process: allowed clients, listening address, shutdown, and blocking lookups."""
 
 import asyncio
 import os
@@ -26,7 +26,7 @@ from workers.web.urls import Address
 
 @contextmanager
 def running_process(path: Path, **environment: str) -> Iterator["subprocess.Popen[bytes]"]:
-    """`python -m workers.egress`, ready."""
+    """Start `python -m workers.egress`, and wait until the process is ready."""
     given = {**os.environ, "TOOLCREW_EGRESS_SOCKET": str(path), **environment}
     process = subprocess.Popen([sys.executable, "-m", "workers.egress"], env=given, stderr=subprocess.PIPE)
     assert process.stderr is not None

@@ -1,4 +1,4 @@
-"""The name in a TLS greeting: found in real ones, and never by accident in others."""
+"""The name in a TLS greeting: found in real greetings, and never by accident in other data."""
 
 import ssl
 

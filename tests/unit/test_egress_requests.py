@@ -1,4 +1,4 @@
-"""The proxy's reading of requests: what it takes, and the ways to smuggle a second meaning into one that it refuses."""
+"""The proxy's parser of requests: accepted requests, and refused attempts at request smuggling."""
 
 import h11
 import pytest

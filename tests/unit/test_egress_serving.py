@@ -1,4 +1,6 @@
-"""The egress proxy over its real socket and loopback servers: what passes, what is refused, and in which words."""
+"""The egress proxy over its real socket and loopback servers: allowed requests, refused requests, and the error
+messages.
+"""
 
 import contextlib
 import ipaddress

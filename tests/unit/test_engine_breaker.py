@@ -22,7 +22,7 @@ def open_breaker(clock: Clock) -> Breaker:
 
 
 def fail_probe(breaker: Breaker, clock: Clock) -> float:
-    """Wait until a probe is let through, and let it fail; gives the new pause."""
+    """Wait until a probe is allowed, and let it fail. Return the new pause."""
     clock.now += breaker.next_try_s
     assert breaker.admit() is Admission.PROBE
     breaker.probe_failed("still no answer")

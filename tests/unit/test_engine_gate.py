@@ -1,5 +1,5 @@
-"""The gate before the engine: so many at a time, bounded in time, and closed while the engine is silent. No engine in
-here.
+"""The gate in front of the engine: bounded concurrency, bounded time, and closed while the engine is silent. No
+engine is used.
 """
 
 import asyncio
@@ -242,7 +242,7 @@ async def test_a_bug_in_a_call_is_raised_as_it_is_and_gives_its_turn_back() -> N
 
 
 def end_threads(go: threading.Event) -> None:
-    """Afterwards what they have to say is the next thing that the loop does."""
+    """End the threads. Afterwards, their results are the next events of the loop."""
     threads = [thread for thread in threading.enumerate() if thread.name == "engine-starts"]
     go.set()
     for thread in threads:

@@ -1,4 +1,4 @@
-"""Containers that show up after their start was given up."""
+"""Containers that appear after their start was given up."""
 
 import asyncio
 
@@ -9,7 +9,7 @@ SOON_S = 10.0
 
 
 class Removals:
-    """Answers to removals by name, one after the other: there, absent, or an engine that does not answer."""
+    """Scripted replies to removals by name, in order: present, absent, or an engine that does not reply."""
 
     def __init__(self, *answers: bool | None) -> None:
         self.answers = list(answers)

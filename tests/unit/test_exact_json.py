@@ -1,4 +1,4 @@
-"""JSON as the API sends it, of what no JSON has a form for."""
+"""JSON as the API sends it, for values that JSON cannot represent."""
 
 import json
 from typing import Any

@@ -1,4 +1,4 @@
-"""A call that could not be claimed: what lets it be sent again, and what does not."""
+"""A call that could not be claimed: the conditions under which it may be sent again."""
 
 from typing import Any
 

@@ -14,7 +14,7 @@ NAMES = tenant_sessions_key(DEPLOYMENT, "acme")
 
 
 class Host:
-    """A host that is looked at, one round at a time."""
+    """A host that is checked one round at a time."""
 
     def __init__(self, ground: HostGround) -> None:
         self.ground = ground

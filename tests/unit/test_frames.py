@@ -1,4 +1,4 @@
-"""The host's codec where the shared corpus does not reach: sizes at their limits, memory and time."""
+"""The host's codec in cases that the shared corpus does not cover: sizes at their limits, memory and time."""
 
 import time
 import tracemalloc

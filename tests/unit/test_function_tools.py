@@ -1,4 +1,4 @@
-"""Functions as tools: what a model reads of a signature, and how its arguments come back to the function."""
+"""Functions as tools: the schema that a model reads, and the conversion of arguments back for the function."""
 
 import asyncio
 import functools

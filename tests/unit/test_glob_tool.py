@@ -1,4 +1,4 @@
-"""glob_tool: what it asks of the guest, and what it makes of the answer."""
+"""glob_tool: its requests to the guest, and its handling of replies."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Paths of file requests stay inside the roots: by the kernel's openat2 and by the walk, held to one suite."""
+"""Paths of file requests stay inside the roots. One suite covers the kernel's openat2 and the walk."""
 
 import os
 import signal
@@ -161,7 +161,7 @@ def test_a_name_that_is_not_utf_8_can_be_named(paths: GuestPaths) -> None:
 
 @contextmanager
 def swapping(one: Path, other: Path) -> Iterator[None]:
-    """A process that exchanges two names as fast as it can."""
+    """Run a process that exchanges two names as fast as possible."""
     code = (
         "import ctypes, os, sys\n"
         "libc = ctypes.CDLL(None)\n"

@@ -1,4 +1,4 @@
-"""Why an old_string was not found: each usual mistake is named, with the line where the text stands."""
+"""Diagnosis of an old_string that was not found: each common mistake is named, with the line of the text."""
 
 import time
 

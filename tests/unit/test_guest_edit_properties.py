@@ -1,4 +1,4 @@
-"""Edits of random files, in this process: what Python's own replace does, and not a byte outside of it."""
+"""Edits of random files, in this process: the result equals Python's own replace, and no other byte changes."""
 
 import json
 import os
@@ -33,7 +33,7 @@ class RequestContext:
         self.shown = b""
 
     def check(self) -> None:
-        """No limit."""
+        """Apply no limit."""
 
     def send(self, _: str, data: bytes) -> None:
         self.shown += data

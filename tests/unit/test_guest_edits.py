@@ -1,4 +1,4 @@
-"""edit_text of a running guest: what matches, what is replaced, what is shown, and what is refused."""
+"""edit_text of a running guest: matching, replacing, output, and refusals."""
 
 import json
 import os

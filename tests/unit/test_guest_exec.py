@@ -1,4 +1,4 @@
-"""Programs in the guest: what they are given, what is kept of what they print."""
+"""Programs in the guest: their environment and input, and the captured part of their output."""
 
 from collections.abc import Iterator
 

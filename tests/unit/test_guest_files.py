@@ -1,4 +1,4 @@
-"""File requests of a running guest: what is read, what is written, and what stays when a write fails."""
+"""File requests of a running guest: reading, writing, and the state after a failed write."""
 
 import os
 import stat

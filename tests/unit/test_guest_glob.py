@@ -1,4 +1,4 @@
-"""glob of the guest: what a pattern matches, in which order, and what is said of the rest."""
+"""glob of the guest: matches of a pattern, their order, and the notice about omitted results."""
 
 import os
 import re

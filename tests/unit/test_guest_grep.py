@@ -1,4 +1,4 @@
-"""grep of the guest: which lines it gives, in which order, and what is said of the rest."""
+"""grep of the guest: returned lines, their order, and the notice about omitted results."""
 
 import os
 import re

@@ -59,7 +59,7 @@ def wait_until(condition: Callable[[], bool]) -> None:
 
 
 def programs(guest: Guest, name: str) -> list[int]:
-    """Living processes of that name, by the outside's pid."""
+    """Return the live processes of this name, by their pids outside the sandbox."""
     return [pid for pid, state in guest.others().items() if state != "Z" and name.encode() in read_proc(pid, "comm")]
 
 
@@ -118,7 +118,7 @@ def test_an_attacker_who_kills_a_jobs_keeper_leaves_nothing_of_it(guest: Guest) 
 
 def test_a_stopped_keeper_is_woken_by_the_next_request(guest: Guest) -> None:
     start(guest, "until [ -e go ]; do sleep 0.01; done; kill -STOP $PPID; echo up; sleep 1000")
-    # Not by a request: it would be stopped while it serves that one.
+    # Not by a request: PID 1 would be stopped while serving that request.
     (guest.workspace / "go").touch()
     wait_until(lambda: "T" in guest.others().values())
     hear(guest, b"up")

@@ -119,5 +119,5 @@ execution.offer_to_oom_killer = mark_late
 
 
 def read_scores(guest: Guest) -> list[str]:
-    """oom_score_adj of every process but PID 1: of one supervisor, and of the programs."""
+    """Return oom_score_adj of every process but PID 1: of one supervisor, and of the programs."""
     return sorted(Path(f"/proc/{pid}/oom_score_adj").read_text().strip() for pid in guest.others())

@@ -1,4 +1,4 @@
-"""The guest as a speaker of its protocol: what it answers, ignores, and ends at."""
+"""The guest's side of the protocol: frames that it answers, frames that it ignores, and frames that end it."""
 
 import secrets
 from collections.abc import Iterator

@@ -1,6 +1,5 @@
-"""The guest runs on the Python of any image, from 3.9 on, and says so on an older one.
-
-What can be seen without those versions; scripts/check-guest-pythons runs the guest on them.
+"""The guest runs on the Python of any image, from 3.9 on, and reports an older one. These checks need no other
+Python; scripts/check-guest-pythons runs the guest on the real versions.
 """
 
 import ast
@@ -15,7 +14,7 @@ from tests.guest_harness import GUEST_PARENT, needs_namespace, running_guest
 
 GUEST = GUEST_PARENT / "guest"
 FILES = sorted(GUEST.rglob("*.py"))
-# What came after 3.9, by name: of modules, of anything's attributes, and as keyword arguments of calls.
+# Names added after 3.9: modules, attributes of any object, and keyword arguments of calls.
 NEWER_MODULES = {"tomllib"}
 GONE_MODULES = {
     "aifc",

@@ -1,4 +1,6 @@
-"""Outputs too long for a result in files of the session, within a quota; and output that is sent while it comes."""
+"""Outputs that are too long for a result: stored in files of the session within a quota. Also output that is
+streamed.
+"""
 
 import os
 from collections.abc import Iterator
@@ -97,7 +99,7 @@ def test_a_file_never_goes_on_behind_a_gap(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(outputs, "QUOTA_BYTES", 100)
     spill = build_spill(tmp_path)
     spill.add(b"a" * 60 + b"b" * 60)
-    # What another command leaves is room that an old file gives up.
+    # Output of another command gets room by the removal of an old file.
     (tmp_path / "command-00.txt").write_bytes(b"x" * 50)
     spill.add(b"c" * 20)
     assert spill.name is not None

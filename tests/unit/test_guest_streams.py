@@ -1,4 +1,4 @@
-"""A streamed output comes whole, also when PID 1 is slow to take its last pieces."""
+"""A streamed output arrives complete, even if PID 1 is slow to read its last pieces."""
 
 import fcntl
 import os

@@ -18,7 +18,7 @@ from guest.paths import GuestPaths  # noqa: E402
 
 
 class Tree:
-    """A workspace, a /tmp and an output folder of their own."""
+    """A separate workspace, /tmp and output folder."""
 
     def __init__(self, base: Path) -> None:
         self.workspace, self.tmp, self.output = base / "ws", base / "tmp", base / "output"

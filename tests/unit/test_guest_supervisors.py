@@ -1,6 +1,4 @@
-"""Supervisors that serve one call after the other: what they keep, when they end, and what a hostile neighbour can do
-to them.
-"""
+"""Supervisors that serve one call after another: their remaining state, their end, and attacks by a hostile neighbor."""
 
 import contextlib
 import os
@@ -182,7 +180,7 @@ def test_a_supervisor_that_waits_holds_no_descriptor_of_a_running_call(guest: Gu
         """
         return sorted(({file for fd, file in open_files(pid).items() if int(fd) > 2} for pid in supervisors), key=len)
 
-    # What its last call was given it closes just after the answer.
+    # The supervisor closes the files of its last call just after the answer.
     wait_until(lambda: len(held()[0]) == 2)
     waiting, serving = held()
     assert not serving & waiting

@@ -56,7 +56,7 @@ def recalled(guest: Guest, path: Path) -> Snapshot | None:
 
 
 class LocalBench:
-    """A guest's bench in this process, over folders of its own; nothing is sent, there is no limit."""
+    """A guest's tool environment in this process, with its own folders. Sends nothing and applies no limit."""
 
     def __init__(self, base: Path) -> None:
         for name in ("ws", "tmp", "output"):
@@ -72,7 +72,7 @@ class LocalBench:
         return self
 
     def check(self) -> None:
-        """No limit."""
+        """Apply no limit."""
 
     def send(self, stream: str, data: bytes) -> None:
         assert stream == "file"

@@ -1,6 +1,4 @@
-"""write_text of a running guest: encodings, modes, what changed since it was read, and what stays when a write
-fails.
-"""
+"""write_text of a running guest: encodings, modes, changes since the last read, and the state after a failed write."""
 
 import os
 import stat

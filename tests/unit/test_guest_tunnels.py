@@ -1,5 +1,5 @@
-"""The guest's proxy port: what programs say comes up as frames, what the host sends reaches them, each as far as there
-is room.
+"""The guest's proxy port: programs' data becomes frames, the host's data reaches the programs, and both respect the
+window.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ _ASKS = f"import socket, sys; s = socket.create_connection(('127.0.0.1', {PORT})
 
 
 class Host:
-    """sandboxd's side of a guest's connections, by hand; and programs' sides, as sockets in the guest's network."""
+    """sandboxd's side of a guest's connections, driven by hand, and the programs' sockets in the guest's network."""
 
     def __init__(self, guest: Guest) -> None:
         self.guest = guest
@@ -40,7 +40,7 @@ class Host:
         return program, self.last
 
     def connect_unseen(self) -> socket.socket:
-        """Raises OSError when the guest resets it at once."""
+        """Connect a program. Raises OSError when the guest resets the connection at once."""
         return self.guest.connect(PORT)
 
     def tell(self, op: str, conn: int, body: bytes = b"", **fields: Any) -> None:

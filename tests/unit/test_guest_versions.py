@@ -20,7 +20,7 @@ from guest.paths import GuestPaths  # noqa: E402
 
 
 class Watch:
-    """Ends the call at a certain look, or never."""
+    """Ends the call at a given check, or never."""
 
     def __init__(self, looks: int = 1 << 30) -> None:
         self._looks = looks

@@ -1,4 +1,4 @@
-"""The container profile as data: every row, the arithmetic of limits, and that no lost row goes unnoticed."""
+"""The container profile as data: every row, the arithmetic of limits, and the detection of a lost row."""
 
 import copy
 import json

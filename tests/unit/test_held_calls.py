@@ -1,5 +1,5 @@
-"""A call that runs is known to run, also when Redis has forgotten its claim: on a real Redis, with a clock that the
-test moves on.
+"""A running call stays known as running, even if Redis has lost its claim. On a real Redis, with a clock that the
+test advances.
 """
 
 import threading

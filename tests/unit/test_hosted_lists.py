@@ -1,4 +1,4 @@
-"""Lists of programs' runs: page by page while runs come and go, by state, and of many in a moment."""
+"""Lists of programs' runs: page by page while runs start and end, by state, and fast for many runs."""
 
 import asyncio
 import time

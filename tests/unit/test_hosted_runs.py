@@ -321,7 +321,7 @@ async def test_a_run_that_has_ended_stays_as_it_is(ground: HostedGround) -> None
     assert (await ground.runs.cancel("acme", run)).state is HostedState.SUCCEEDED
 
 
-# Who sees what
+# Visibility
 
 
 @pytest.mark.parametrize("name", ["0" * 24, "@runs", "x:events", "*", "", "a" * 65, "é"])

@@ -90,14 +90,14 @@ def test_an_unknown_host_is_answered_with_the_known_ones() -> None:
 
 
 class NoOrders:
-    """The handler of a worker that obeys nothing but the order to drain."""
+    """The handler of a worker that obeys only the order to drain."""
 
     verbs: frozenset[str] = frozenset()
     needs_session = True
 
 
 class Worker:
-    """The control list of a worker that obeys the order as `answer` says."""
+    """The control list of a worker that answers orders as `answer` says."""
 
     def __init__(self, ground: HostGround, server: RedisProcess, queue: str = QUEUE, *others: str) -> None:
         self.ground = ground

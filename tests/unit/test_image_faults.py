@@ -8,7 +8,7 @@ from contract.errors import SandboxUnavailable
 from workers.sandboxd.runtime.image_faults import explain_start_failure, explain_unfit, explained
 
 RUNC = "failed to create shim task: OCI runtime create failed: runc create failed: unable to start container process: "
-# As engines, kernels and the guest said it.
+# Original messages of engines, kernels and the guest.
 WORDS = {
     f'{RUNC}exec: "python3": executable file not found in $PATH: unknown': "it has no python3",
     f'{RUNC}exec: "/usr/bin/python3": stat /usr/bin/python3: no such file or directory: unknown': "it has no python3",

@@ -1,4 +1,4 @@
-"""The scan of images finds what gives rights."""
+"""The scan of images finds files that grant privileges."""
 
 import io
 import tarfile

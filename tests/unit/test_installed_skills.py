@@ -1,6 +1,4 @@
-"""Skills that are installed for tenants: bounded, changed whole, read by workers for the tenant that they are of and
-for no other.
-"""
+"""Skills that are installed for tenants: bounded, changed atomically, and read by workers only for their own tenant."""
 
 import zlib
 from collections.abc import AsyncIterator

@@ -1,4 +1,4 @@
-"""JSON Schemas made fit for a model, without losing what they say."""
+"""JSON Schemas adapted for a model, without loss of meaning."""
 
 from typing import Any
 

@@ -1,5 +1,5 @@
-"""deploy/kubernetes is valid, agrees with docker-compose.yml, and keeps the walls: who holds the engine, who has a
-network, who has a secret.
+"""deploy/kubernetes is valid, agrees with docker-compose.yml, and keeps the isolation: access to the engine, to
+networks, and to secrets.
 """
 
 import json
@@ -63,7 +63,7 @@ def labels_of(workload: str) -> dict[str, str]:
 
 
 def containers() -> dict[str, tuple[str, dict[str, Any]]]:
-    """Container -> its workload and itself; a name that is there twice would hide one."""
+    """Return each container with its workload. A duplicate name would hide a container."""
     found: dict[str, tuple[str, dict[str, Any]]] = {}
     for workload in WORKLOADS:
         for container in [*pod_of(workload).get("initContainers", []), *pod_of(workload)["containers"]]:
@@ -76,7 +76,7 @@ CONTAINERS = containers()
 
 
 def environment_of(name: str) -> dict[str, str | None]:
-    """Variable -> value; None for one that comes from elsewhere."""
+    """Return the value of each variable, or None for a value from another source."""
     return {variable["name"]: variable.get("value") for variable in CONTAINERS[name][1].get("env", [])}
 
 

@@ -1,4 +1,4 @@
-"""Other people's tools: objects in LangChain's shape, without LangChain, and every form that becomes an OpenAI tool."""
+"""Foreign tools: objects in LangChain's shape, without LangChain, and every form that becomes an OpenAI tool."""
 
 import asyncio
 import inspect

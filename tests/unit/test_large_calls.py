@@ -1,4 +1,4 @@
-"""Calls that are larger than an envelope: their arguments travel in a blob, and both sides check the whole call."""
+"""Calls that are larger than an envelope: a blob carries their arguments, and both sides check the whole call."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -27,8 +27,8 @@ LARGE = "x" * (2 * MAX_ENVELOPE_BYTES)
 
 @dataclass
 class Ground:
-    """A dispatcher and a worker with blobs in a real Redis. `forged`: what another program puts in place of each
-    blob.
+    """A dispatcher and a worker with blobs in a real Redis. `forged`: the content that another program stores in
+    place of each blob.
     """
 
     server: RedisProcess

@@ -1,4 +1,6 @@
-"""The worker's side of large results: kept under the tenant's key, over an outage, and said when it cannot be."""
+"""The worker's side of large results: stored under the tenant's key, retried over an outage, and reported if they
+cannot be stored.
+"""
 
 from typing import Any
 
@@ -25,7 +27,7 @@ def result(output: str) -> ToolResult:
 
 
 class Failing:
-    """Blobs that fail a number of times, then take what comes."""
+    """Blobs that fail a number of times, and then store everything."""
 
     def __init__(self, times: int, error: Exception) -> None:
         self._times = times

@@ -25,7 +25,7 @@ from workers.host_duties import LeftoverMonitor
 
 
 class Host:
-    """A host with sessions, looked at one round at a time, and the places of an orchestrator."""
+    """A host with sessions that is checked one round at a time, and the session locations of an orchestrator."""
 
     def __init__(self, ground: HostGround, client: "redis.asyncio.Redis") -> None:
         self.ground, self.client = ground, client

@@ -25,7 +25,7 @@ def quiet_logs() -> Iterator[None]:
 
 
 class Tools:
-    """Tools that show what they do, and what they saw of their bench."""
+    """Tools that show their progress, and record their tool environment."""
 
     def __init__(self) -> None:
         self.watched: list[bool] = []

@@ -1,4 +1,4 @@
-"""LocalTools: a program's functions behind the same door as the pool's tools, one object for many runs."""
+"""LocalTools: a program's functions behind the same dispatcher as the pool's tools, with one object for many runs."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""The lock files hold what pyproject.toml asks for, with hashes, and name no host."""
+"""The lock files contain the requirements of pyproject.toml, with hashes, and name no host."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def load_lock_text(name: str) -> str:
 
 
 def load_entries(name: str) -> dict[str, str]:
-    """Package name -> its whole entry: pin and hashes."""
+    """Return the entry of each package: pin and hashes."""
     joined = load_lock_text(name).replace("\\\n", " ")
     entries = [line.strip() for line in joined.splitlines() if line.strip() and not line.startswith("#")]
     named = {canonicalize_name(re.split(r"[=<>~! ]", entry, maxsplit=1)[0]): entry for entry in entries}

@@ -1,4 +1,4 @@
-"""docs/log-events.md: the events that the sources log, each with what it means."""
+"""docs/log-events.md: every event that the sources log, with its meaning."""
 
 import subprocess
 import sys

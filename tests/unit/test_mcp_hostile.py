@@ -1,4 +1,4 @@
-"""MCP servers that mean ill: what they send cannot break a worker, hide words from people, or stop the next call."""
+"""Hostile MCP servers: their data cannot break a worker, hide text from people, or stop the next call."""
 
 import json
 import sys

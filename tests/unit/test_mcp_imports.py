@@ -127,7 +127,7 @@ def test_hints_count_as_far_as_the_server_is_trusted(trust: str, hints: Any, fla
 
 
 def _bomb() -> dict[str, Any]:
-    """Few references that stand for 2^16 schemas."""
+    """Return a few references that expand to 2^16 schemas."""
     defs: dict[str, Any] = {f"d{n}": {"allOf": [{"$ref": f"#/$defs/d{n + 1}"}] * 2} for n in range(16)}
     return {"type": "object", "$defs": {**defs, "d16": {"type": "string"}}, "properties": {"x": {"$ref": "#/$defs/d0"}}}
 

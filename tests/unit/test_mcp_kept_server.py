@@ -1,5 +1,5 @@
-"""MCP servers over stdio that a session keeps: real processes, good and bad, and programs of the session that talk to
-the keeper or take its place.
+"""MCP servers over stdio that live as long as a session: real processes, good and bad, and programs of the session
+that connect to the keeper or replace it.
 """
 
 import os
@@ -39,7 +39,7 @@ def threads() -> Iterator[ThreadPoolExecutor]:
 
 
 def _server(tmp_path: Path, how: str = "good", **fields: object) -> SandboxServer:
-    """`tmp_path` has it differ from any other test's, as the names of sockets of this machine must."""
+    """Return a server. `tmp_path` makes it unique among tests, because names of sockets are shared on one machine."""
     env = {"OF": SecretStr(str(tmp_path))}
     entry = StdioEntry.model_validate(
         {"command": sys.executable, "args": (PEER, how), "network": "none", "env": env, **fields}
@@ -62,7 +62,7 @@ def _count(box: LocalSandbox, server: SandboxServer) -> tuple[int, int]:
 
 @dataclass
 class _Slow:
-    """A call that is being served, and is answered once it is `let`."""
+    """A call that is running, and is answered once it is `let`."""
 
     call: "Future[str]"
     fifo: int

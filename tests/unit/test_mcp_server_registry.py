@@ -1,5 +1,5 @@
-"""The tools of MCP servers while a worker works: servers that come late, fall silent, or change what they list, in its
-process and in those of its pool.
+"""The tools of MCP servers while a worker runs: servers that start late, stop answering, or change their list, in the
+worker's process and in its pool.
 """
 
 import os
@@ -25,7 +25,7 @@ REFRESH_S = 600.0
 
 @dataclass
 class FakeSource:
-    """Lists what a test says; None: it is down."""
+    """Lists the tools that a test gives. None: the server is down."""
 
     name: str = "docs"
     listed: list[Any] | None = field(default_factory=lambda: [TOOL])

@@ -1,4 +1,4 @@
-"""The file of MCP servers: what clients of the protocol write is read, and what is wrong is said before anything
+"""The file of MCP servers: the format of the protocol's clients is accepted, and errors are reported before anything
 starts.
 """
 

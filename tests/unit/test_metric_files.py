@@ -1,5 +1,5 @@
-"""Rules, dashboard and page of the metrics name what there is; promtool takes them, and each alert fires for what it is
-for.
+"""Rules, dashboard and page of the metrics name existing metrics. promtool accepts the files, and each alert fires
+for its condition.
 """
 
 import json

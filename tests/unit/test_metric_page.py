@@ -219,8 +219,8 @@ async def test_admission_tells_who_runs_and_who_waits(page: MetricsPage, client:
 
 
 def ask_at_random(ground: Ground, seed: int) -> None:
-    """Calls of all lanes, of tenants of which one may begin only one at a time; each came a tenth of a second after the
-    last one.
+    """Request calls of all lanes, for tenants some of which may run only one call at a time, with a tenth of a second
+    between arrivals.
     """
     chance = random.Random(seed)
     narrow, wide = TenantPolicy(in_flight=1), TenantPolicy()

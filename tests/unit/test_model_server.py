@@ -1,5 +1,5 @@
-"""The model server plays its script: replies by conversation, step and observation, in every dialect, with every fault,
-counted.
+"""The model server runs its script: replies by conversation, step and observation, in every dialect, with every
+fault, counted.
 """
 
 import asyncio

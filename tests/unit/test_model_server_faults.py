@@ -1,4 +1,6 @@
-"""The model server's faults: each hits when the script says so, and the orchestrator's client sees it as what it is."""
+"""The model server's faults: each occurs when the script says so, and the orchestrator's client reports the right
+error.
+"""
 
 import time
 from collections.abc import Sequence

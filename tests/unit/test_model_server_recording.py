@@ -1,5 +1,5 @@
-"""Replies of a real endpoint are recorded without its client's secrets, and played again to messages that say the
-same.
+"""Replies of a real endpoint are recorded without its client's secrets, and replayed to messages with the same
+content.
 """
 
 import asyncio

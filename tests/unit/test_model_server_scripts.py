@@ -1,4 +1,4 @@
-"""Scripts of the model server are checked whole: every wrong line is named, with what to do."""
+"""Scripts of the model server are validated as a whole: every wrong line is reported, with its fix."""
 
 import json
 from typing import Any

@@ -1,4 +1,4 @@
-"""The model as tools get it: whole replies, a budget, and failures that the tool's caller can read."""
+"""The model as tools use it: complete replies, a budget, and errors that the tool's caller can read."""
 
 import asyncio
 from collections.abc import AsyncIterator

@@ -185,7 +185,7 @@ class Clock:
 
 
 class Probe:
-    """Counts how often it was asked."""
+    """Counts its calls."""
 
     def __init__(self, error: Exception | None = None) -> None:
         self.asked = 0

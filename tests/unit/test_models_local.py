@@ -1,6 +1,4 @@
-"""The local server's process: what happens when it cannot start. Its good days are in
-tests/e2e/test_local_model_server.py.
-"""
+"""The local server's process: failures at the start. tests/e2e/test_local_model_server.py covers successful starts."""
 
 import asyncio
 import sys

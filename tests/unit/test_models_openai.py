@@ -1,4 +1,4 @@
-"""OpenAIModel against real loopback servers: what is sent, what comes back, and one sentence a failure, never the
+"""OpenAIModel against real loopback servers: requests, replies, and one error message per failure, never with the
 key.
 """
 

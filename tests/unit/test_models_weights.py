@@ -87,7 +87,7 @@ def test_without_any_source_the_error_says_what_to_do(tmp_path: Path) -> None:
 
 @asynccontextmanager
 async def hub(content: bytes) -> AsyncIterator[tuple[str, list[str]]]:
-    """A hub that knows one file and byte ranges."""
+    """A hub that serves one file and supports byte ranges."""
     heads: list[str] = []
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -1,4 +1,4 @@
-"""Replies that come whole: the same chunks for the reader as a stream would have brought."""
+"""Replies that arrive complete: the reader gets the same chunks as from a stream."""
 
 import json
 from typing import Any

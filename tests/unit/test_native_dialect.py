@@ -1,4 +1,4 @@
-"""The native dialect: what goes into the request, the transcript and the results' messages."""
+"""The native dialect: contents of the request, of the transcript and of the results' messages."""
 
 import json
 from typing import Any

@@ -38,7 +38,7 @@ RunCall = Callable[[ToolCall], Awaitable[ToolResult]]
 
 
 class Tools:
-    """Runs every call at once and keeps it."""
+    """Runs every call at once and records it."""
 
     def __init__(self, fail: ErrorCode | None = None) -> None:
         self.calls: list[ToolCall] = []
@@ -170,7 +170,7 @@ async def test_a_malformed_call_among_good_ones_does_not_stop_them() -> None:
 
 
 class OddDialect(NativeDialect):
-    """Every reply is one malformed call as the test gives it, then an answer."""
+    """Makes every reply a malformed call from the test, and then an answer."""
 
     def __init__(self, malformed: MalformedCall) -> None:
         super().__init__()
@@ -350,7 +350,7 @@ async def test_the_stream_is_read_on_while_a_tool_runs() -> None:
         read_to_end.set()
 
     async def run_call(call: ToolCall) -> ToolResult:
-        # Without reading ahead the stream stands still until this returns: it never would.
+        # Without read-ahead, the stream blocks until this returns, which would never happen.
         await asyncio.wait_for(read_to_end.wait(), SOON_S / 2)
         return ToolResult(call_id=call.id, name=call.name, success=True, output="x")
 

@@ -40,7 +40,7 @@ CALL = build_call("write_tool", path="a")
 
 
 class Recorder:
-    """An approver that says yes, and keeps what it was asked."""
+    """An approver that approves everything and records the questions."""
 
     def __init__(self, arguments: dict[str, Any] | None = None) -> None:
         self.requests: list[ApprovalRequest] = []
@@ -325,7 +325,7 @@ class Watched(io.StringIO):
 
 @pytest.fixture
 def terminal() -> Iterator[tuple[int, TextIO]]:
-    """A terminal: the end where a person types, and the end that a program reads."""
+    """Return a terminal: the end at which a person types, and the end that a program reads."""
     person, program = pty.openpty()
     with open(program) as stream:
         yield person, stream
@@ -334,7 +334,7 @@ def terminal() -> Iterator[tuple[int, TextIO]]:
 
 @pytest.fixture
 def pipe() -> Iterator[tuple[int, TextIO]]:
-    """The same without a terminal: the end that is written, and the end that is read."""
+    """Return a pipe, which is no terminal: the written end, and the read end."""
     reading, writing = os.pipe()
     with open(reading) as stream:
         yield writing, stream

@@ -1,5 +1,5 @@
-"""The hub of results on a real Redis: by pub/sub, by sweep when that missed, over a restart; and garbage does not
-deafen it.
+"""The hub of results on a real Redis: by pub/sub, by a sweep for missed messages, and over a restart. Invalid data
+does not stop the hub.
 """
 
 import asyncio

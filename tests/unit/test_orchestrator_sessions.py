@@ -1,6 +1,4 @@
-"""A session of the SDK: what it sends, what it raises, and that a program which stops takes its sandbox and its calls
-down.
-"""
+"""A session of the SDK: its requests and errors. A program that stops closes its sandbox and its calls."""
 
 import asyncio
 import contextlib

@@ -1,4 +1,4 @@
-"""Bytes of a program as text: folded as a terminal would, cut at lines and signs, every cut counted."""
+"""Bytes of a program as text: rendered as by a terminal, cut at lines and characters, with every cut counted."""
 
 from collections.abc import Mapping
 from typing import Any

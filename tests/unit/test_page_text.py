@@ -1,4 +1,4 @@
-"""Strangers' text on pages: nothing in it acts, hides or imitates, nothing of it is lost, and a lot of it is quick."""
+"""Untrusted text on pages: it cannot act, hide or imitate, nothing is lost, and large texts are fast."""
 
 import re
 import time

@@ -1,5 +1,5 @@
-"""The table of parsers of foreign data in docs/security.md: every kind of data has a row, and every row names tests
-that exist.
+"""The table of parsers of untrusted data in docs/security.md: every kind of data has a row, and every row names
+existing tests.
 """
 
 import re

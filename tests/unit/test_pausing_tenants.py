@@ -1,5 +1,5 @@
-"""Pausing a tenant: its policy says so until it is resumed, none of its runs is claimed, and the audit has it. Over a
-real Redis.
+"""Pausing a tenant: the policy stays paused until a resume, no run of the tenant is claimed, and the audit has an
+entry. Over a real Redis.
 """
 
 import json

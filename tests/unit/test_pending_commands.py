@@ -14,7 +14,7 @@ DEL, PUSH, TRIM = ("DEL", "a"), ("LPUSH", "b", 1), ("LTRIM", "b", 0, 0)
 
 
 class AnsweringRedis:
-    """Answers each command with what is scripted for its name, once, and then with 1."""
+    """Answers each command once with the scripted reply for its name, and then with 1."""
 
     def __init__(self, **answers: Exception) -> None:
         self.answers = answers

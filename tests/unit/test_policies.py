@@ -1,4 +1,4 @@
-"""Rules by tool, tenant and command: deny before ask before allow; files that say what is wrong with them."""
+"""Rules by tool, tenant and command: deny before ask before allow, and error messages for wrong files."""
 
 from pathlib import Path
 from typing import Any

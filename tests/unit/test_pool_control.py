@@ -1,5 +1,5 @@
-"""Cancels in pools that several workers share: the order reaches who runs the call, or keeps the call from ever
-starting.
+"""Cancels in pools that several workers share: the order reaches the worker that runs the call, or prevents the start
+of the call.
 """
 
 import os
@@ -61,7 +61,7 @@ class Worker:
 
 
 class Floor:
-    """Two workers on one Redis, of which the first alone reads the pool's list, and a hand that writes."""
+    """Two workers on one Redis. Only the first reads the pool's list, and the test writes to the list."""
 
     def __init__(self, server: RedisProcess) -> None:
         self.store = server.client()

@@ -45,8 +45,8 @@ def find_commands(text: str) -> list[str]:
 
 
 def check_command(line: str) -> None:
-    """Fails for a command that is not in the tree, lacks an argument, or has an option that it does not take. X may be
-    a number.
+    """Check a command. Fails if the command does not exist, lacks an argument, or has an unknown option. X may be a
+    number.
     """
     words = ["1" if word == "X" else word for word in shlex.split(line)[1:]]
     command: object = get_command(app)
@@ -62,7 +62,7 @@ def check_command(line: str) -> None:
 
 
 def texts_of(path: Path) -> Iterator[str]:
-    """Every text that a module can print, with X in place of what is put in. Texts that are added up are one."""
+    """Return every text that a module can print, with X for each inserted value. Concatenated texts are one text."""
     tree = ast.parse(path.read_text())
     passed_over: set[ast.AST] = {node.value for node in ast.walk(tree) if isinstance(node, ast.Expr)}
     passed_over |= {part for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in node.values}
@@ -77,7 +77,7 @@ def texts_of(path: Path) -> Iterator[str]:
 
 @cache
 def printed_texts() -> list[tuple[str, str]]:
-    """Every text of a message or a page, with its file."""
+    """Return every text of a message or a page, with its file."""
     folders = [ROOT / package for package in ("orchestrator", "contract", "store", "workers", "telemetry")]
     modules = [(path, text) for folder in folders for path in folder.rglob("*.py") for text in texts_of(path)]
     pages = [(path, re.sub(r"{{.*?}}", "X", path.read_text())) for path in (ROOT / "orchestrator").rglob("*.html")]
@@ -141,7 +141,7 @@ def test_a_command_is_quoted_and_names_its_tenant(words: tuple[str, ...], tenant
 
 
 class Pool:
-    """A Redis with the tenant acme and a catalog, and the command on it."""
+    """A Redis with the tenant acme and a catalog, and the command on this Redis."""
 
     def __init__(self, server: RedisProcess) -> None:
         self._environment = {

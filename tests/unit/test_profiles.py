@@ -1,4 +1,4 @@
-"""Profiles: which one a model gets, what it shows, and how replies without a call are repaired."""
+"""Profiles: the choice for a model, the tools that a profile shows, and the repair of replies without a call."""
 
 import asyncio
 from collections.abc import AsyncIterator

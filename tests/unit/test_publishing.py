@@ -43,7 +43,7 @@ async def publisher(redis_server: RedisProcess) -> AsyncIterator[Publisher]:
 
 @pytest.fixture
 def server(redis_server: RedisProcess) -> "redis.Redis":
-    """Redis as it is when session s1 of acme lives on the living host of QUEUE, with fence 3."""
+    """Redis in the state where session s1 of acme is on the live host of QUEUE, with fence 3."""
     client = redis_server.client()
     client.hset(PLACE, mapping={"state": "open", "queue": QUEUE, "fence": 3, "ttl_s": "900.5"})
     client.expire(PLACE, 60)
@@ -292,8 +292,8 @@ async def test_a_redis_that_is_away_is_said_after_a_moment(
 
 
 class Cutting:
-    """Between a publisher and Redis: passes on what is sent, and cuts the connection instead of giving the first
-    answers back.
+    """A proxy between a publisher and Redis: forwards requests, and closes the connection instead of returning the
+    first replies.
     """
 
     def __init__(self, server: RedisProcess, cuts: int) -> None:

@@ -1,4 +1,4 @@
-"""read_tool: what it asks of the guest, and the lines, notes and footers it makes of the answer."""
+"""read_tool: its requests to the guest, and the lines, notes and footers that it makes of the reply."""
 
 from typing import Any
 

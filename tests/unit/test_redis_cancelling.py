@@ -29,6 +29,6 @@ async def test_a_cancellation_that_comes_while_a_command_is_sent_is_not_lost(red
 
 
 async def _talk(client: "redis.asyncio.Redis") -> None:
-    """Fifty commands: one that was cancelled sends no second one."""
+    """Send fifty commands. A cancelled task sends no further command."""
     for _ in range(50):
         await client.ping()

@@ -56,7 +56,7 @@ async def test_an_orchestrators_idle_connection_is_made_anew_after_a_reset(redis
 
 
 class Relay:
-    """Between a client and Redis: it can reset what goes through it."""
+    """A relay between a client and Redis that can reset the connections."""
 
     def __init__(self, server: RedisProcess) -> None:
         self._server = server
@@ -90,7 +90,7 @@ async def open_relay(server: RedisProcess) -> AsyncIterator[Relay]:
 
 
 class Loading:
-    """Stands for a Redis that reads its data in for so many looks."""
+    """Stands for a Redis that is loading its data for the given number of checks."""
 
     def __init__(self, looks: int) -> None:
         self.looks = looks

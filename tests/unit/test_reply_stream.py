@@ -1,5 +1,5 @@
-"""A reply on its way: read ahead within bounds, and text that came again is not shown twice, but withdrawn where it
-does not hold.
+"""A reply in transit: read ahead within bounds. Repeated text is not shown twice, and text that becomes invalid is
+withdrawn.
 """
 
 import asyncio

@@ -1,4 +1,4 @@
-"""A secret is changed for good: long-lived records are signed again, so that the old secret can be removed."""
+"""Permanent change of a secret: long-lived records are signed again, so that the old secret can be removed."""
 
 import asyncio
 import json
@@ -30,7 +30,7 @@ POLICY, OFF = TenantPolicy(tools=("read_tool",)), Switch(by="root", at=1.0, reas
 
 
 async def fill(client: "redis.asyncio.Redis") -> str:
-    """Records that the old secret signed; gives the text of a key."""
+    """Store records that the old secret signed. Return the text of an API key."""
     await RedisTenants(client, D, OLD).add("acme", POLICY)
     await RedisSwitches(client, D, OLD).turn_off("echo", OFF)
     await SkillStore(client, D, OLD).install("acme", SKILL, b"files")

@@ -18,7 +18,7 @@ def result(**fields: Any) -> ToolResult:
 
 
 class Shelf:
-    """Keeps what it is given."""
+    """Stores the given values."""
 
     def __init__(self) -> None:
         self.kept: list[bytes] = []

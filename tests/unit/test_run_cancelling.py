@@ -1,5 +1,5 @@
-"""A batch that is being cancelled ends, wherever its items are: waiting, waiting for another attempt, or held by a
-process that died.
+"""A batch that is being cancelled ends, wherever its items are: waiting, waiting for a retry, or held by a dead
+process.
 """
 
 from collections.abc import AsyncIterator

@@ -1,4 +1,6 @@
-"""The gate: what is no fault of a run holds it back, and costs it nothing; what is its own trouble ends it in time."""
+"""The gate: a failure that is not the run's fault delays the run at no cost. A failure of the run itself ends the run
+in time.
+"""
 
 from collections.abc import AsyncIterator
 
@@ -37,7 +39,7 @@ class Clock:
 
 
 class Replies:
-    """A model that answers with these one after another: a chunk, or an error."""
+    """A model that replies with these in order: a chunk, or an error."""
 
     name = "m"
 

@@ -27,7 +27,7 @@ BATCH = ("acme", "b")
 
 
 class Troubled:
-    """Stands for the work on items: it raises these one after another, then every item ends well."""
+    """Replaces the work on items: raises these errors in order, and then every item succeeds."""
 
     def __init__(self, *troubles: Exception) -> None:
         self.gate, self.slots = RunGate(), RunSlots()
@@ -67,7 +67,7 @@ async def ground(redis_server: RedisProcess, monkeypatch: pytest.MonkeyPatch) ->
 
 
 async def work(ground: RunGround, troubled: Troubled, *, only: tuple[str, str] | None = BATCH) -> None:
-    """Until the batch is done. Raises what the runner raises."""
+    """Run until the batch is done. Raises the runner's exceptions."""
     stand_in: Any = troubled
     runner = Runner(ground.client, "d", ground.queue, stand_in, BatchEventWriter(ground.client, "d"), 4, only)
     running = asyncio.create_task(runner.run())

@@ -173,7 +173,7 @@ async def test_a_run_that_is_not_gone_on_with_has_its_session_removed(make: Made
     first, second = make(echo_then("one", "a"), answers={"echo": hangs_at("a", reached)}), make()
     claim = await first.put(build_run())
     await broken_off(first, claim, reached)
-    # By a process that never had a call of it.
+    # A process that never ran a call of this run continues it.
     again = await second.taken_over(claim)
     await second.work.abandon(again, await second.journal(again))
     assert [(queue, call.name) for queue, call in second.transport.commands] == [("host.h1.b00t", "session.close")]

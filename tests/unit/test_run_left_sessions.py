@@ -121,7 +121,7 @@ async def test_a_run_that_is_cancelled_before_its_log_was_read_keeps_no_sandbox(
     await ground.die(claim)
     async with redis.asyncio.Redis(port=1) as nowhere:
         runner = ground.runner(Worker())
-        # Of all that Redis has it cannot read the log.
+        # The log is the only record in Redis that cannot be read.
         runner.client = nowhere
         async with ground.working(runner):
             while not runner.running:  # noqa: ASYNC110  # it has no event of ours

@@ -120,7 +120,7 @@ async def test_an_item_whose_sandbox_could_not_be_asked_for_is_not_begun_anew(cl
 
 
 class Followed(RunGround):
-    """A batch that is followed into files."""
+    """A batch whose results are written to files."""
 
     def __init__(self, client: "redis.asyncio.Redis", folder: Path) -> None:
         super().__init__(client)
@@ -135,7 +135,7 @@ class Followed(RunGround):
         assert await self.queue.finish(claim, build_outcome(claim))
 
     async def forget_end(self, claim: RunClaim) -> None:
-        """Redis is as it was before the first run of the batch ended."""
+        """Restore Redis to its state before the first run of the batch ended."""
         key = batch_key("d", "acme", "b")
         await self.client.zrem(f"{key}:ended", claim.run)
         await self.client.hset(key, mapping={"ends": 0, "succeeded": 0})

@@ -1,4 +1,4 @@
-"""The queue of runs on a real Redis: every run is one process's at a time, and ends once."""
+"""The queue of runs on a real Redis: one process at a time holds a run, and every run ends once."""
 
 from collections.abc import AsyncIterator
 

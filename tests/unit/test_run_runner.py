@@ -140,7 +140,7 @@ async def test_a_run_that_another_process_has_is_let_go_and_its_end_is_not_told(
     worker = Worker(work)
     async with house.working(house.runner(worker, concurrency=1)):
         await worker.has_begun.wait()
-        # As Redis gives it to another one when the lease has run out.
+        # Redis gives the run to another process after the lease has expired.
         await house.client.hset("toolcrew:d:t:acme:run.b-1", "claim", "another")
         await cancelled.wait()
         await house.client.hset("toolcrew:d:t:acme:run.b-1", "state", "running")

@@ -24,7 +24,7 @@ async def house(redis_server: RedisProcess, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 class SlowQueue(RunQueue):
-    """Answers claims when it may."""
+    """Answers claims when the test allows it."""
 
     def __init__(self, client: "redis.asyncio.Redis") -> None:
         super().__init__(client, "d", KEY)
@@ -39,8 +39,8 @@ class SlowQueue(RunQueue):
 
 
 class Story:
-    """The first run's one call waits for an answer, and no claim is answered from then on until it may be; the other
-    run works until it may end.
+    """The first run's only call waits for an answer, and no claim is answered from then on until the test allows it.
+    The other run works until the test ends it.
     """
 
     def __init__(self, queue: SlowQueue) -> None:

@@ -35,8 +35,8 @@ class Gate:
 
 
 class Run:
-    """Steps, in each of which calls are made side by side; between them it works by itself. `at_work`: of its calls, ""
-    for itself.
+    """Steps, each with concurrent calls, and the run's own work between steps. `at_work`: the active calls, "" for
+    the run itself.
     """
 
     def __init__(self, slots: RunSlots, sandboxes: asyncio.Semaphore, steps: list[Calls]) -> None:
@@ -123,7 +123,7 @@ class Run:
 
 
 class Process:
-    """Claims runs one by one, each claim in two halves; the schedule says what happens next."""
+    """Claims runs one by one, each claim in two halves. The schedule decides the order."""
 
     def __init__(self, count: int, sandboxes: int, plans: list[list[Calls]]) -> None:
         self._sandboxes = asyncio.Semaphore(sandboxes)

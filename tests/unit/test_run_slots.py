@@ -14,7 +14,7 @@ from tests.slot_ground import given_up
 
 
 class Ground:
-    """A process of two slots, and what its runs do."""
+    """A process with two slots, and the work of its runs."""
 
     def __init__(self, count: int = 2) -> None:
         self.slots, self.runs = RunSlots(), dict[str, None]()
@@ -29,7 +29,7 @@ class Ground:
 
     @asynccontextmanager
     async def away(self) -> AsyncIterator["Call"]:
-        """A run of one call, which waits."""
+        """Start a run with one call, which waits. Yield the call."""
         call = Call("call")
 
         async def work() -> None:
@@ -42,7 +42,7 @@ class Ground:
 
 
 class Call:
-    """A call that waits until it is answered, works when its run is back in a slot, and ends when it may."""
+    """A call that waits for an answer, works after its run has a slot again, and ends when the test allows it."""
 
     task: "asyncio.Task[None]"
 

@@ -112,7 +112,7 @@ def test_nobody_is_asked_about_a_run_that_would_be_refused() -> None:
 
 
 class _Off:
-    """A board on which bash_tool is off."""
+    """A board of switches on which bash_tool is off."""
 
     def find(self, name: str, tenant: str) -> Switch | None:
         return Switch(by="op", at=1.0) if name == "bash_tool" else None

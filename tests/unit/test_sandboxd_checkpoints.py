@@ -14,7 +14,7 @@ SOON_S = 10.0
 
 
 class GatedCheckpoints:
-    """Saves when it is let; knows how many it was asked for at once."""
+    """Saves when the test allows it. Counts concurrent requests."""
 
     def __init__(self) -> None:
         self.saving = asyncio.Event()

@@ -1,4 +1,4 @@
-"""Beginnings and ends of sandboxes that meet: a start under way, a removal that failed, a sandboxd that ends or was
+"""Starts and ends of sandboxes that overlap: a start in progress, a failed removal, a sandboxd that ends or was
 killed.
 """
 

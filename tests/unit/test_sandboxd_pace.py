@@ -26,7 +26,7 @@ def short_grace(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def until(is_so: Callable[[], Any]) -> None:
-    """Another socket's buffer filling up has no event of ours."""
+    """Poll, because no event reports that another socket's buffer is full."""
     async with asyncio.timeout(SOON_S):
         while not is_so():  # noqa: ASYNC110
             await asyncio.sleep(0.005)

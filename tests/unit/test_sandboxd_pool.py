@@ -1,4 +1,4 @@
-"""The warm pool: never-used, attested clean, filled at a bounded rate, and given up for sessions."""
+"""The warm pool: unused sandboxes, attested clean, created at a bounded rate, and given up for sessions."""
 
 import asyncio
 from collections.abc import Callable

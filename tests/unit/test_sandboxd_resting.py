@@ -1,6 +1,4 @@
-"""Sessions that are frozen, packed and brought back while something else happens: calls, cancels, ends, disks that
-refuse.
-"""
+"""Sessions that are frozen, packed and restored during other events: calls, cancels, ends, and full disks."""
 
 import asyncio
 import json
@@ -140,7 +138,7 @@ async def test_a_new_container_that_cannot_be_equipped_gives_its_place_back(tmp_
         assert (host.alive, host.factory.slots.taken, len(host.sessions)) == ([], 0, 0)
 
 
-# Parcels
+# Archives
 
 
 async def test_an_archive_that_cannot_be_unpacked_does_not_lock_its_session_up(tmp_path: Path) -> None:

@@ -1,4 +1,6 @@
-"""sandboxd over its real socket, with guests of ours in place of containers: verbs, bodies, limits, leaving workers."""
+"""sandboxd over its real socket, with our own guests in place of containers: verbs, bodies, limits, and workers that
+disconnect.
+"""
 
 import asyncio
 import os

@@ -1,4 +1,4 @@
-"""Sessions and their sandboxes: lost and rebuilt, full, idle, closed; and that nothing is left behind."""
+"""Sessions and their sandboxes: lost and rebuilt, full, idle, closed, and completely cleaned up."""
 
 import asyncio
 from collections.abc import AsyncIterator

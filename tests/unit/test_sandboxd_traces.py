@@ -30,7 +30,7 @@ RUNNING, ENDED = {"job": "job-1", "state": "running"}, {"job": "job-1", "state":
 
 
 class Store:
-    """Keeps what it is asked to when it is let, or fails."""
+    """Saves when the test allows it, or fails."""
 
     def __init__(self) -> None:
         self.automatic: list[bool] = []

@@ -1,4 +1,4 @@
-"""sandboxd's ends of a sandbox's connections: bytes, ends and room both ways, and the answer where there is no
+"""sandboxd's ends of a sandbox's connections: bytes, ends and windows in both directions, and the reply without a
 proxy.
 """
 

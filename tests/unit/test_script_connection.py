@@ -18,7 +18,7 @@ FAIL = Script("return redis.error_reply('WRONG it fails')")
 
 
 class Relay:
-    """Passes bytes on in both directions; `is_silent`: none of Redis's any more; `cut`: ends every connection."""
+    """Forwards bytes in both directions. `is_silent`: drops Redis's bytes. `cut`: closes every connection."""
 
     def __init__(self, server: RedisProcess) -> None:
         self._server = server

@@ -1,5 +1,5 @@
-"""The two engines of grep agree, and the walk agrees with ripgrep on what ignore files hide: over trees, rules and
-patterns made at random.
+"""The two engines of grep agree, and the walk agrees with ripgrep on ignore files: over random trees, rules and
+patterns.
 """
 
 import os

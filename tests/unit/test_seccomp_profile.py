@@ -1,4 +1,4 @@
-"""The shipped system call filter: what it must name, what it must not, and that its check finds damage."""
+"""The shipped system call filter: required calls, forbidden calls, and the check that detects damage."""
 
 import json
 from collections.abc import Callable

@@ -29,7 +29,7 @@ async def client(redis_server: RedisProcess) -> AsyncIterator["redis.asyncio.Red
 
 
 async def open_some(client: "redis.asyncio.Redis", count: int, tenant: str = "acme") -> list[str]:
-    """Sessions of the tenant, the newest first."""
+    """Open sessions of the tenant. Return the sessions, newest first."""
     names = [f"{tenant}-{number}" for number in range(count)]
     for name in names:
         await SessionStore(client, "d").open(
@@ -39,7 +39,7 @@ async def open_some(client: "redis.asyncio.Redis", count: int, tenant: str = "ac
 
 
 async def read_all(client: "redis.asyncio.Redis", tenant: str | None, limit: int) -> list[str]:
-    """Page by page."""
+    """Read the list page by page."""
     found, cursor = list[str](), None
     while True:
         page = await SessionList(client, "d", KEYS).read(tenant, cursor, limit)

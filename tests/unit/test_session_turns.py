@@ -1,4 +1,4 @@
-"""Items get their sessions in turn, as far as hosts have room."""
+"""Items get their sessions in order, as far as hosts have capacity."""
 
 import asyncio
 from contextlib import AsyncExitStack

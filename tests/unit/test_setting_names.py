@@ -1,4 +1,4 @@
-"""A misspelled TOOLCREW_ variable is an error in every process, and a value that is no JSON is explained with an
+"""A misspelled TOOLCREW_ variable is an error in every process, and a value that is not JSON is explained with an
 example.
 """
 

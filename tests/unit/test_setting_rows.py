@@ -1,4 +1,4 @@
-"""`toolcrew config show`: every setting with its value and where it comes from, and never a secret."""
+"""`toolcrew config show`: every setting with its value and source, and never a secret."""
 
 import asyncio
 import json

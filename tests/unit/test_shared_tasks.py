@@ -1,4 +1,4 @@
-"""Tasks that one call begins and all use: they go on without its name."""
+"""Tasks that one call starts and all calls use: they continue without the name of the first call."""
 
 import asyncio
 from collections.abc import AsyncIterator, Coroutine
@@ -31,7 +31,7 @@ def ground(made: MadeHosted) -> HostedGround:
 
 @pytest.fixture
 async def begun() -> AsyncIterator[Begun]:
-    """The names that tasks begin with, by what they work."""
+    """Record the log context in which each task starts, by the name of its coroutine."""
     seen: Begun = {}
 
     def begin(loop: asyncio.AbstractEventLoop, work: Coroutine[Any, Any, Any], **options: Any) -> "asyncio.Task[Any]":

@@ -1,5 +1,5 @@
-"""The skills that come with the product: what their scripts answer, and that their sidecars make tools of them. They
-use nothing but Python's own library.
+"""The shipped skills: the output of their scripts, and the tools that their sidecars define. The scripts use only
+Python's standard library.
 """
 
 import ast

@@ -78,7 +78,7 @@ def test_a_skill_has_them_and_its_warnings() -> None:
     assert "Read(x) is ignored" in text.warnings[0]
 
 
-# What becomes of them
+# Their use
 
 SKILL = SkillSummary(
     name="keep-house",

@@ -1,5 +1,5 @@
-"""Skills as .zip files and bundles: what is packed comes back, and what is not plain is refused before it is
-unpacked.
+"""Skills as .zip files and bundles: packing and unpacking restores the files, and unusual entries are refused before
+unpacking.
 """
 
 import contextlib

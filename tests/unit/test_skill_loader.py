@@ -1,4 +1,4 @@
-"""Loading skills: what a folder must have, what is only warned of, and that one broken skill costs no other."""
+"""Loading skills: required parts of a folder, warnings, and one broken skill that does not affect the others."""
 
 import contextlib
 import os

@@ -1,4 +1,4 @@
-"""skill.tool.json: what makes a skill a tool of its own, and what is said of one that does not."""
+"""skill.tool.json: the file that makes a skill a separate tool, and the error messages for a wrong file."""
 
 import contextlib
 import json

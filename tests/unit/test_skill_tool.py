@@ -1,4 +1,4 @@
-"""skill_tool over a scripted guest: what it shows, what it refuses, and what it asks the sandbox."""
+"""skill_tool over a scripted guest: its output, its refusals, and its requests to the sandbox."""
 
 import io
 import json

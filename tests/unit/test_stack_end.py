@@ -1,4 +1,4 @@
-"""`toolcrew up` says what is deleted and what remains before it takes its stack down."""
+"""`toolcrew up` lists the deleted and the remaining data before it stops its stack."""
 
 import asyncio
 import os

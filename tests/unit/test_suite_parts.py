@@ -1,5 +1,5 @@
-"""The program that runs the test suite in parts: nothing is left out, nothing that fails is hidden, and a signal ends
-it in order.
+"""The program that runs the test suite in parts: no test is left out, no failure is hidden, and a signal ends it in
+order.
 """
 
 import signal

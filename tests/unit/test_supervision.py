@@ -1,6 +1,4 @@
-"""Processes that are kept running: started again with growing pauses, given up when that does not help, and never left
-over.
-"""
+"""Supervised processes: restarted with growing pauses, given up if restarts do not help, and never left running."""
 
 import asyncio
 import os
@@ -23,7 +21,7 @@ FOREVER = "import time; time.sleep(600)"
 
 
 class House:
-    """A supervisor with what it has said."""
+    """A supervisor with its output."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

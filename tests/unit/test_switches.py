@@ -1,5 +1,5 @@
-"""Turning tools off and on: the shared switches, what a worker and the dispatcher make of them, and what a bad or
-silent Redis means.
+"""Switching tools off and on: the shared switches, their effect in a worker and in the dispatcher, and a faulty or
+silent Redis.
 """
 
 import time
@@ -51,7 +51,7 @@ class Clock:
 
 
 class CountingRedis:
-    """HGETALL of a hash, counted; or silence."""
+    """Counts HGETALL requests for a hash, or does not reply."""
 
     def __init__(self) -> None:
         self.hash: dict[bytes, bytes] = {}

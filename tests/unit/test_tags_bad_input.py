@@ -1,5 +1,5 @@
-"""Bad input for the tag parser: huge, cut anywhere, half characters, NUL; and that size costs time and memory in
-proportion only.
+"""Bad input for the tag parser: huge, cut anywhere, half characters, NUL. Time and memory grow only linearly with the
+size.
 """
 
 import time

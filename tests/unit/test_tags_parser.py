@@ -1,4 +1,4 @@
-"""The tag grammar, row by row: what is a call, what is text, what is an error."""
+"""The tag grammar, row by row: calls, text, and errors."""
 
 import pytest
 

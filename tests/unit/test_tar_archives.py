@@ -1,6 +1,4 @@
-"""Tar archives of strangers: those that tar and Python make are read as they are, hostile ones are refused in linear
-time.
-"""
+"""Untrusted tar archives: archives of tar and Python are read unchanged, hostile archives are refused in linear time."""
 
 import io
 import subprocess

@@ -1,4 +1,4 @@
-"""docs/tenants.md: every command in it works as it stands there, in its order, and its table is the policy's."""
+"""docs/tenants.md: every command works as written, in the order of the page, and the table matches the policy."""
 
 import json
 import re

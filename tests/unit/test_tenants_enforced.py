@@ -1,5 +1,5 @@
-"""A tenant's policy where calls pass: the dispatcher does not send what it forbids, and a worker does not run what came
-nevertheless.
+"""Enforcement of a tenant's policy: the dispatcher does not send a forbidden call, and a worker does not run a
+forbidden call that arrives.
 """
 
 from collections.abc import Iterator, Mapping
@@ -42,7 +42,7 @@ def quiet_logs() -> Iterator[None]:
 
 
 class FixedTenants:
-    """Policies of a dict, for both sides; of any other name: there is no such tenant."""
+    """Policies of a dict, for both sides. Any other name is an unknown tenant."""
 
     def __init__(self, policies: Mapping[str, TenantPolicy | Exception]) -> None:
         self._policies = policies

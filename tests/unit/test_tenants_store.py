@@ -1,5 +1,5 @@
-"""The tenants in Redis: both sides see a change once what they know is old, no change is lost, and asking costs one
-small read a second.
+"""The tenants in Redis: both sides see a change after their cache expires, no change is lost, and the cost is one
+small read per second.
 """
 
 import asyncio

@@ -1,4 +1,4 @@
-"""Output of running calls on a terminal: bounded, escaped, dimmed, and never in the way of what follows."""
+"""Output of running calls on a terminal: bounded, escaped, dimmed, and separate from later output."""
 
 import io
 import re

@@ -27,7 +27,7 @@ class Host(SandboxClient):
 
 
 class Book(dict[str, SandboxTerms | Exception]):
-    """Terms by tenant, or what asking for them raises."""
+    """Terms by tenant, or the exception that a request for the terms raises."""
 
     def policy(self, tenant: str) -> TenantPolicy:
         found = self[tenant]

@@ -26,7 +26,7 @@ CALL_TEXT = '{"tool": "echo", "arguments": {"text": "a"}}'
 
 
 class Echo:
-    """A tool that keeps what it was given, and hangs where the text is `hang`."""
+    """A tool that records its input, and hangs if the text is `hang`."""
 
     name = "echo"
     description = "Repeat a text"

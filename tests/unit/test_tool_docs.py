@@ -1,4 +1,4 @@
-"""docs/tools.md: what it says is what the specs say."""
+"""docs/tools.md agrees with the tools' specs."""
 
 import runpy
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""run_tool_loop and its parts: what a gateway may give, what a session keeps."""
+"""run_tool_loop and its parts: valid replies of a gateway, and the history that a session stores."""
 
 import json
 from types import SimpleNamespace

@@ -1,4 +1,4 @@
-"""The traceparent of a call: what is one, and what its envelope looks like with and without it."""
+"""The traceparent of a call: valid values, and the envelope with and without a traceparent."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""`toolcrew traces`: what each command prints, writes and exits with."""
+"""`toolcrew traces`: the output, files and exit status of each command."""
 
 import asyncio
 import json

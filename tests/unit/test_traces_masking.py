@@ -1,4 +1,4 @@
-"""Secrets in texts: known ones in every form, keys by their shape; and that what is none stays."""
+"""Secrets in texts: known secrets in every form, and keys by their shape. Other text stays unchanged."""
 
 import base64
 import json

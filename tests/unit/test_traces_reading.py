@@ -1,4 +1,4 @@
-"""Traces read back: also torn, damaged, of a later release; as text, as a page, and counted."""
+"""Reading of traces, also torn, damaged or from a later release: as text, as a page, and as counts."""
 
 import json
 from html.parser import HTMLParser

@@ -53,7 +53,7 @@ class _Pace(asyncio.BaseProtocol):
 
 @dataclass
 class Pair:
-    """A guest, the sandboxd's end of it, and where the proxy's connections come in."""
+    """A guest, sandboxd's end of the guest, and the socket at which the proxy's connections arrive."""
 
     guest: Guest
     loop: asyncio.AbstractEventLoop
@@ -98,7 +98,7 @@ class Pair:
         return program, proxy
 
     async def until_over(self) -> None:
-        """Until neither side knows of a connection any more."""
+        """Wait until neither side has a connection."""
         async with asyncio.timeout(SOON_S):
             while self.tunnels._relays:  # noqa: ASYNC110  # there is no event for it
                 await asyncio.sleep(0.005)

@@ -1,4 +1,4 @@
-"""The way to a page over real loopback servers: what they may do wrong, what it costs, what is said."""
+"""Fetching a page over real loopback servers: servers' faults, their cost, and the error messages."""
 
 import gzip
 import os

@@ -1,4 +1,4 @@
-"""The parser of URLs: one spelling is accepted, what parsers could disagree on is not."""
+"""The parser of URLs: one spelling is accepted, and spellings on which parsers could disagree are refused."""
 
 import contextlib
 

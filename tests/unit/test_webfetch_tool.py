@@ -1,4 +1,4 @@
-"""webfetch_tool as a model sees it: what a page looks like, how it is read on, what is said of failures."""
+"""webfetch_tool as a model sees it: the form of a page, reading further pages, and the error messages."""
 
 import json
 import re

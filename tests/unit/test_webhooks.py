@@ -1,4 +1,6 @@
-"""Notices of ends: due from the step that ends a run or batch, signed, sent again, and lost by no process that dies."""
+"""Notices of ends: due from the step that ends a run or batch, signed, sent again after a failure, and not lost when
+a process dies.
+"""
 
 import base64
 import hashlib
@@ -144,7 +146,7 @@ async def test_a_defect_delays_one_notice_and_the_sender_goes_on(ground: Ground)
 async def test_a_sender_that_dies_loses_no_notice(ground: Ground) -> None:
     receiver = Receiver(200)
     await ground.end_batch()
-    # It has the notice, and is killed before it has sent it.
+    # The process has the notice, and is killed before the notice is sent.
     assert len(await DueNotices(ground.queue.step).claim(9, 60)) == 1
     assert await ground.sender(receiver).send_due() == 0
     await ground.make_due()

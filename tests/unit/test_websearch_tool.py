@@ -1,4 +1,4 @@
-"""websearch_tool and its providers over loopback servers that speak like them."""
+"""websearch_tool and its providers, over loopback servers that use the providers' protocols."""
 
 import json
 from collections.abc import Callable, Iterator

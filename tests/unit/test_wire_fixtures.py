@@ -1,8 +1,7 @@
-"""Old and new processes side by side: what crosses between them is, byte for byte, what the release before wrote.
-
-So an older process can read all that this one writes while nothing new is used, and this one all that an older one
-wrote. A field that is added is left out of the bytes while it has its default. The fixtures were printed by
-`tests/wire_records.py` in that release's tree.
+"""Compatibility of old and new processes: the data between them equals, byte for byte, the data of the previous
+release. An older process can read everything that this release writes while no new feature is used, and this release
+can read everything of the older one. A new field is omitted from the bytes while it has its default.
+`tests/wire_records.py` printed the fixtures in the tree of that release.
 """
 
 import json

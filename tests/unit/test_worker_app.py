@@ -1,4 +1,4 @@
-"""The pool that a worker's calls run in, and its name in Celery."""
+"""The pool that runs a worker's calls, and the pool's name in Celery."""
 
 import socket
 import subprocess

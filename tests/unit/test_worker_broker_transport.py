@@ -1,4 +1,4 @@
-"""The hardened transport on a real Redis: garbage in a queue is dropped, and the message after it arrives."""
+"""The hardened transport on a real Redis: invalid data in a queue is dropped, and the next message arrives."""
 
 import json
 import secrets
@@ -83,7 +83,7 @@ def app(redis_server: RedisProcess, refused: list[str]) -> Iterator[Celery]:
 
 
 class Reader:
-    """Consumes the queue as a worker does; `take` is what a worker does with a message."""
+    """Consumes the queue as a worker does. `take` is the worker's handling of a message."""
 
     def __init__(self, app: Celery, take: Callable[[Any], None] | None = None) -> None:
         self.taken: list[Any] = []
@@ -145,7 +145,7 @@ def test_a_message_that_its_reader_chokes_on_is_refused_for_good(
         client.lpush(QUEUE, json.dumps(build_message(headers={"bad": 1})))
         client.lpush(QUEUE, json.dumps(build_message(headers={"number": 2})))
         assert reader.read_one() == {"number": 2}
-        # Nothing is left that kombu would bring back.
+        # No unacknowledged message remains that kombu would restore.
         assert (client.llen(QUEUE), client.hlen("unacked")) == (0, 0)
     reader.close()
     assert [line["event"] for line in logs] == ["message_refused"]

@@ -1,4 +1,4 @@
-"""The control list of a host: signed cancels and closes are obeyed at once, anything else is dropped and ends
+"""The control list of a host: signed cancels and closes are obeyed at once. Anything else is dropped and ends
 nothing.
 """
 
@@ -72,7 +72,7 @@ class Desk:
         self.sandboxd = WatchedClient()
         self.redis = server.client()
         self._own = redis.Redis.from_url(server.url, socket_timeout=5, socket_connect_timeout=1)
-        # Calls that run have been claimed by who runs them.
+        # Running calls have been claimed by the process that runs them.
         self.ledger = MemoryLedger()
         self.ledger.claimed |= {("acme", name) for name in ("c9", "next", "one", "two", "after")}
         self.clock = SharedClock()

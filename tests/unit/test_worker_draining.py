@@ -192,7 +192,7 @@ def test_a_session_that_is_closed_while_it_is_kept_leaves_no_checkpoint(host: Ho
 
 def test_a_session_that_was_opened_by_a_call_of_the_last_moment_goes_elsewhere_too(host: Host) -> None:
     def leave() -> bool:
-        # What still lay in the queue is served before the worker's report goes.
+        # Calls left in the queue are served before the worker's report is removed.
         host.add("acme:late")
         return True
 

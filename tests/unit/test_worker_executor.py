@@ -28,7 +28,7 @@ KILL = {"signalled": 2, "survivors": 0, "method": "tree", "ms": 5.0}
 
 @pytest.fixture(autouse=True)
 def quiet_logs() -> Iterator[None]:
-    """A stack trace with all its locals takes seconds to draw for a terminal."""
+    """Silence the logs: a stack trace with all its locals takes seconds to render for a terminal."""
     with capture_logs():
         yield
 
@@ -316,7 +316,7 @@ def test_content_that_is_gone_stops_the_call_before_it_runs() -> None:
     ],
 )
 def test_a_redis_that_is_gone_is_the_operators(where: str, code: ErrorCode) -> None:
-    # What has run may have acted: its sender must not read that it could be sent again.
+    # A call that has run may have acted: its sender must not read that it may be sent again.
     dead = redis.Redis(port=1, socket_connect_timeout=1, retry=Retry(NoBackoff(), 0))
     house = House(lambda *_: Outcome(blob=b"x"))
     ledger: Any = WorkerCallStore(dead, "d", SharedClock()) if where == "claim" else house.ledger

@@ -25,7 +25,7 @@ STATES = [*CallState, None]
 
 
 class Book:
-    """A ledger and what lies under it."""
+    """A ledger and its storage."""
 
     def __init__(self, client: "redis.Redis") -> None:
         self.client = client

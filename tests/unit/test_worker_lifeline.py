@@ -1,5 +1,5 @@
-"""An orphan that does not end when asked is killed after its grace; a signal alone, and a parent without the wish,
-bound nothing.
+"""An orphan that ignores the request to end is killed after its grace period. A signal alone sets no limit, and
+neither does a parent that did not ask for one.
 """
 
 import contextlib
@@ -37,8 +37,8 @@ subprocess.Popen([sys.executable, "-c", sys.argv[1]], preexec_fn=wish).wait()
 
 
 class Family:
-    """A keeper and its child, which answers SIGTERM with a line and stays. Their stdout is open as long as one of them
-    lives.
+    """A keeper and its child. The child answers SIGTERM with a line and continues. Their stdout is open while either
+    of them lives.
     """
 
     def __init__(self, keeper: "subprocess.Popen[bytes]") -> None:

@@ -1,5 +1,5 @@
-"""Workers' reports in a real Redis: who may report under a name, how many slots a queue has, and how a worker
-leaves.
+"""Workers' reports in a real Redis: the right to report under a name, the number of slots of a queue, and the
+departure of a worker.
 """
 
 import subprocess
@@ -236,7 +236,7 @@ def test_a_machine_that_was_started_anew_takes_its_name_again(
 def test_of_two_workers_that_start_at_the_same_time_the_later_gives_way(
     ground: HostGround, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Both have looked before either reported.
+    # Both processes have read the name before either reports.
     monkeypatch.setattr(reports, "_find_ended", lambda *_: ())
     monkeypatch.setattr(reports, "_has_fallen_silent", lambda *_: False)
     assert take(ground, "w1").queue == "host.a.b1"

@@ -27,7 +27,7 @@ ENCODED = {"v": 2, "call_id": "c1", "success": True, "data": [[{"output": "secre
 
 
 class Desk:
-    """A worker's app that stores answers as Celery has it done, and what lies in Redis then."""
+    """A worker's app that stores results through Celery, and the resulting contents of Redis."""
 
     def __init__(self, server: RedisProcess) -> None:
         self.app: Celery = build_app(BrokerSettings(redis_url=SecretStr(server.url)))

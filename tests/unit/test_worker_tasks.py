@@ -1,5 +1,5 @@
-"""The Celery edge, the ledger and the blobs: only signed calls of the right task run, once, with their own tenant's
-content.
+"""The Celery edge, the ledger and the blobs: only signed calls of the right task run, once, with the content of their
+own tenant.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""The session verbs: what they ask of the guest, and what they make of its answer."""
+"""The session verbs: their requests to the guest, and their handling of replies."""
 
 from typing import Any
 

@@ -1,4 +1,6 @@
-"""Workspaces as ext4 images on real mounts: sizes, the hand-over, what a killed process and a crashed host leave."""
+"""Workspaces as ext4 images on real mounts: sizes, the hand-over, and the state after a killed process or a crashed
+host.
+"""
 
 import asyncio
 import contextlib
@@ -278,7 +280,7 @@ async def test_what_a_repair_finds_without_a_name_is_the_sandboxes(images: Image
     async with workspace.mounted() as mount:
         (Path(mount.bind or "") / "file").write_text("kept")
     await released(image)
-    # As after a crash: the file reached the disk, and its name did not.
+    # The state after a crash: the file reached the disk, and its name did not.
     change(image, "unlink file")
     change(image, "set_super_value state 0")
 

@@ -1,4 +1,4 @@
-"""write_tool: what it asks of the guest, and what it makes of the answer."""
+"""write_tool: its requests to the guest, and its handling of replies."""
 
 from typing import Any
 
