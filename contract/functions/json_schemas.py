@@ -26,7 +26,7 @@ _SINGLES = (
     "propertyNames",
     "unevaluatedProperties",
 )
-_SIZES = frozenset({"minLength", "maxLength", "minItems", "maxItems", "exclusiveMinimum"})
+_NOT_SHOWN = frozenset({"minLength", "maxLength", "minItems", "maxItems", "exclusiveMinimum", "x-hidden"})
 """Servers that make a grammar of a schema write a large `maxLength` out."""
 _FOR_ANY_TYPE = frozenset({"enum", "const", "anyOf", "oneOf", "allOf", "not", "if", "$ref"})
 """Keywords that constrain values of every type. A merged schema with one of them would refuse null."""
@@ -68,22 +68,21 @@ def close_schema(schema: Mapping[str, Any]) -> JsonSchema:
 def show_schema(schema: Mapping[str, Any]) -> JsonSchema:
     """Return the schema as a model sees it: without hidden properties (`"x-hidden": true`), limits of sizes, and
     defaults that mean "nothing". A call may still contain a hidden property, and is checked against the whole schema.
+    `"x-hidden": "small"` hides a property from small models only (orchestrator/dialects/profiles.py).
     """
-    shown = _map(
-        {
-            key: value
-            for key, value in schema.items()
-            if key not in _SIZES and not (key == "default" and value in (False, "", [], {}))
-        },
-        show_schema,
-    )
-    if isinstance(shown.get("properties"), dict):
-        shown["properties"] = {
-            name: part
-            for name, part in shown["properties"].items()
-            if not (isinstance(part, Mapping) and part.get("x-hidden"))
-        }
-    return shown
+    shown = {key: value for key, value in schema.items() if key not in _NOT_SHOWN}
+    default = shown.get("default")
+    # Not `default in (False, ...)`: 0 is a value, and equal to False.
+    if default is False or default in ("", [], {}):
+        del shown["default"]
+    properties = shown.get("properties")
+    if isinstance(properties, Mapping):
+        shown["properties"] = {name: part for name, part in properties.items() if not _is_hidden(part)}
+    return _map(shown, show_schema)
+
+
+def _is_hidden(schema: Any) -> bool:
+    return isinstance(schema, Mapping) and schema.get("x-hidden") is True
 
 
 class _Inliner:

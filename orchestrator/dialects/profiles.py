@@ -10,6 +10,7 @@ from contract.specs import ToolSpec
 ProfileName = Literal["small", "standard", "auto"]
 PROFILE_NAMES: tuple[ProfileName, ...] = ("small", "standard", "auto")
 
+SHELL_TOOL = "bash_tool"
 _SENTENCE_END = re.compile(r"(?<=[.!?])\s")
 
 
@@ -18,17 +19,17 @@ class Profile:
     """How a model is used.
 
     `dialect`: the dialect when none is configured. `tools`: the tools that are offered when the caller names none.
-    `is_brief`: the model sees the first sentence of each text, and only required parameters; calls may still use the
-    others. `shows_examples`: the prompt has worked examples. `result_hint` ends a message with results, unless the
-    call failed. `repairs_replies`: a command in a code block counts as a call, and an answer without any call is
-    answered with a reminder, each only until the model has called a tool itself. `sampling`: fields of each request
-    that does not set them.
+    `is_brief`: the model sees the first sentence of each text, and no parameters with `"x-hidden": "small"`; its calls
+    may still use them. `shows_examples`: the prompt has worked examples. `result_hint` ends a message with results,
+    unless the call failed. `repairs_replies`: a command in a code block counts as a call, and an answer without any
+    call is answered with a reminder, each only until the model has called a tool itself. `sampling`: fields of each
+    request that does not set them.
     """
 
     name: Literal["small", "standard"]
     dialect: Literal["native", "auto"] = "native"
     tools: tuple[str, ...] = ("all",)
-    instruction: str = "You are a helpful assistant. Use the tools to answer."
+    instruction: str = ""
     is_brief: bool = False
     shows_examples: bool = False
     result_hint: str = ""
@@ -46,7 +47,7 @@ SMALL = Profile(
     dialect="auto",
     # A model with 0.5 billion parameters cannot choose between tools. With a second tool it calculates without tools,
     # and wrongly.
-    tools=("bash_tool",),
+    tools=(SHELL_TOOL,),
     instruction="You are an assistant with a Linux shell. Use bash_tool to answer.",
     is_brief=True,
     shows_examples=True,
@@ -60,10 +61,13 @@ SMALL = Profile(
 
 def _shorten(spec: ToolSpec) -> ToolSpec:
     properties: dict[str, Any] = spec.parameters.get("properties") or {}  # type: ignore[assignment]
-    required: Any = spec.parameters.get("required") or ()
-    chosen = {name: _shorten_schema(schema) for name, schema in properties.items() if name in required}
-    parameters = {**spec.parameters, "properties": chosen} if chosen else spec.parameters
+    shown = {name: _shorten_schema(schema) for name, schema in properties.items() if not _is_hidden(schema)}
+    parameters = {**spec.parameters, "properties": shown} if properties else spec.parameters
     return spec.model_copy(update={"description": _first_sentence(spec.description), "parameters": parameters})
+
+
+def _is_hidden(schema: Any) -> bool:
+    return isinstance(schema, dict) and bool(schema.get("x-hidden"))
 
 
 def _shorten_schema(schema: Any) -> Any:

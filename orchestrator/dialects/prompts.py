@@ -11,6 +11,7 @@ from contract.functions.json_schemas import plain_schema, show_schema
 from contract.registry import Tool
 from contract.specs import ToolSpec
 from orchestrator.dialects.model import Message
+from orchestrator.dialects.profiles import SHELL_TOOL
 from orchestrator.dialects.tag_gbnf import is_spellable
 from orchestrator.dialects.tag_values import build_tag_call
 from orchestrator.functions.openai_tools import convert_to_openai_tool
@@ -108,32 +109,30 @@ def build_examples(specs: Sequence[ToolSpec], *, in_json: bool = False) -> str:
 
     Small models need them; otherwise they call programs as if they were tools, or answer without a call.
     """
-    if not any(spec.name == "bash_tool" for spec in specs):
+    if not any(spec.name == SHELL_TOOL for spec in specs):
         return ""
     blocks = []
     for number, (request, command, output, answer) in enumerate(_EXAMPLES, 1):
-        # Not escaped: a small model copies what it sees, and the parser accepts both.
-        call = f'<tool_action name="bash_tool"><command value="{command}" /></tool_action>'
-        heading = "Tool result for bash_tool:"
         if in_json:
-            call, heading = (
-                json.dumps({"tool": "bash_tool", "arguments": {"command": command}}),
-                "[Tool result for bash_tool]",
-            )
-            answer = json.dumps({"tool": None, "reply": answer})
+            call = json.dumps({"tool": SHELL_TOOL, "arguments": {"command": command}})
+            heading, reply = f"[Tool result for {SHELL_TOOL}]", json.dumps({"tool": None, "reply": answer})
+        else:
+            # Not escaped: a small model copies what it sees, and the parser accepts both.
+            call = f'<tool_action name="{SHELL_TOOL}"><command value="{command}" /></tool_action>'
+            heading, reply = f"Tool result for {SHELL_TOOL}:", answer
         blocks.append(
-            f"Example {number}:\nUser: {request}\nAssistant: {call}\nUser: {heading}\n{output}\nAssistant: {answer}"
+            f"Example {number}:\nUser: {request}\nAssistant: {call}\nUser: {heading}\n{output}\nAssistant: {reply}"
         )
     return "\n\n".join(blocks)
 
 
 def build_example_messages(specs: Sequence[ToolSpec]) -> list[Message]:
     """Return the worked examples as messages with native calls, or none without bash_tool."""
-    if not any(spec.name == "bash_tool" for spec in specs):
+    if not any(spec.name == SHELL_TOOL for spec in specs):
         return []
     messages: list[Message] = []
     for number, (request, command, output, answer) in enumerate(_EXAMPLES, 1):
-        function = {"name": "bash_tool", "arguments": json.dumps({"command": command})}
+        function = {"name": SHELL_TOOL, "arguments": json.dumps({"command": command})}
         call_id = f"example{number:02d}"
         messages += [
             {"role": "user", "content": request},

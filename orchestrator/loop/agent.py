@@ -36,7 +36,7 @@ from orchestrator.dialects.base import CallRequested, Dialect, Event, MalformedC
 from orchestrator.dialects.call_ids import build_call_id
 from orchestrator.dialects.fences import find_command
 from orchestrator.dialects.model import Message, Model, ModelRequest, Usage
-from orchestrator.dialects.profiles import STANDARD, Profile
+from orchestrator.dialects.profiles import SHELL_TOOL, STANDARD, Profile
 from orchestrator.dialects.thinking import strip_thinking
 from orchestrator.loop.call_runner import CallRunner, Observed, Requested, RunCall, build_interrupted_results
 from orchestrator.loop.context_window import ContextWindow
@@ -49,7 +49,6 @@ __all__ = ["Agent", "ReActStrategy", "RunCall", "RunResult"]
 
 log = get_logger(__name__)
 
-SHELL_TOOL = "bash_tool"
 REMINDER = "You have not called a tool. If the request needs one, call {tool} now. If not, repeat your answer."
 MAX_REFUSALS = 4
 """Limit of repeated requests after a request was too long. Each one is shorter."""

@@ -209,8 +209,7 @@ class RunParts:
 
     async def build_agent(self, session: Session | None, chosen: ChosenModel, config: RunConfig) -> Agent:
         """Return the agent of one run in an open session. `session` None: the run has no tools."""
-        profile, reason = await choose_profile(config.profile, chosen, self._capabilities)
-        self._log_profile(chosen.model.name, profile, reason)
+        profile = STANDARD if config.is_chat else await self._choose_profile(chosen, config)
         name = "native" if config.is_chat else config.dialect or self._settings.dialect or profile.dialect
         known = await find_needed_capabilities(chosen, name, self._capabilities)
         options = with_window(config.options, self._settings, known)
@@ -249,7 +248,7 @@ class RunParts:
             specs,
             run_call,
             instruction=profile.instruction,
-            profile=STANDARD if config.is_chat else profile,
+            profile=profile,
             options=options,
             on_event=config.on_event,
             run_id=config.run,
@@ -258,11 +257,14 @@ class RunParts:
             skills=[skill.name for skill in skills],
         )
 
-    def _log_profile(self, model: str, profile: Profile, reason: str) -> None:
-        """Log the profile of a model once."""
+    async def _choose_profile(self, chosen: ChosenModel, config: RunConfig) -> Profile:
+        """Return the profile of a run. The log says once for each model and profile why it was chosen."""
+        profile, reason = await choose_profile(config.profile, chosen, self._capabilities)
+        model = chosen.model.name
         if (model, profile.name) not in self._logged_profiles:
             self._logged_profiles.add((model, profile.name))
             log.info("profile_chosen", model=model, profile=profile.name, reason=reason)
+        return profile
 
     async def specs_in(self, session: Session, names: Iterable[str] | Literal["all"]) -> list[ToolSpec]:
         """Return the tools for a model in that session. Raises SandboxUnavailable, BrokerUnavailable, ToolFailure."""

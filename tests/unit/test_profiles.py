@@ -24,7 +24,8 @@ from orchestrator.loop.limits import ReActOptions
 from orchestrator.models.capabilities import Capabilities, CapabilityCache, ModelFacts
 from orchestrator.models.choice import ChosenModel, choose_profile
 from orchestrator.models.scripted import Calls, ScriptedModel
-from workers.tools.builtin import BASH_TOOL, GREP_TOOL
+from tests.builders import build_spec
+from workers.tools.builtin import BASH_TOOL, EDIT_TOOL, GREP_TOOL
 
 NO_FACTS = ModelFacts()
 BLOCK = "Run this:\n```bash\n$ wc -l < a.txt\n```\n"
@@ -86,11 +87,18 @@ async def test_a_server_that_did_not_answer_is_asked_again() -> None:
     assert (await choose_profile(None, ChosenModel(model), cache))[0] is SMALL
 
 
-def test_a_small_model_sees_only_first_sentences_and_required_parameters() -> None:
-    [shown] = SMALL.present([GREP_TOOL.spec])
-    assert list(shown.parameters["properties"]) == ["pattern"]  # type: ignore[call-overload]
-    assert shown.description.count(".") == 1
-    assert STANDARD.present([GREP_TOOL.spec]) == [GREP_TOOL.spec]
+def test_a_small_model_sees_first_sentences_and_what_a_call_needs() -> None:
+    bash, edit = (convert_to_openai_tool(spec)["function"] for spec in SMALL.present([BASH_TOOL.spec, EDIT_TOOL.spec]))
+    assert list(bash["parameters"]["properties"]) == ["command"]
+    assert bash["description"].count(".") == 1
+    assert {"file_path", "old_string", "new_string", "edits"} <= edit["parameters"]["properties"].keys()
+    assert STANDARD.present([BASH_TOOL.spec]) == [BASH_TOOL.spec]
+
+
+def test_optional_parameters_of_a_custom_tool_stay() -> None:
+    spec = build_spec("weather", properties={"city": {"type": "string"}, "day": {"type": "string"}}, required=["city"])
+    [shown] = SMALL.present([spec])
+    assert shown.parameters["properties"] == spec.parameters["properties"]
 
 
 def test_hidden_parameters_are_accepted_and_not_shown() -> None:
@@ -98,8 +106,14 @@ def test_hidden_parameters_are_accepted_and_not_shown() -> None:
     assert "max_per_file" in GREP_TOOL.spec.parameters["properties"]  # type: ignore[operator]
     assert "max_per_file" not in shown["properties"]
     assert "context" in shown["properties"]
-    schema = {"properties": {"default": {"type": "string", "maxLength": 5, "default": ""}, "b": {"x-hidden": True}}}
-    assert show_schema(schema) == {"properties": {"default": {"type": "string"}}}
+    schema = {
+        "properties": {
+            "default": {"type": "string", "maxLength": 5, "default": ""},
+            "a": {"default": 0, "x-hidden": "small"},
+            "b": {"x-hidden": True},
+        }
+    }
+    assert show_schema(schema) == {"properties": {"default": {"type": "string"}, "a": {"default": 0}}}
 
 
 @pytest.mark.parametrize(

@@ -66,10 +66,10 @@ def test_parts_that_pass_are_counted_and_their_skips_told(tmp_path: Path) -> Non
 
 def test_the_slowest_tests_of_all_parts_are_named(tmp_path: Path) -> None:
     slow = "import time\ndef test_slow(): time.sleep({})\n"
-    status, told = run(tmp_path, one=slow.format(0.02), two=slow.format(0.2))
+    status, output = run(tmp_path, one=slow.format(0.02), two=slow.format(0.2))
 
-    assert status == 0, told
-    head, _, rest = told.partition("slowest tests:\n")
+    assert status == 0, output
+    head, _, rest = output.partition("slowest tests:\n")
     assert [line.split()[-1] for line in rest.splitlines()[:2]] == [
         "tests/two/test_two.py::test_slow",
         "tests/one/test_one.py::test_slow",
