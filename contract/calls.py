@@ -16,8 +16,8 @@ MAX_ERROR_CHARS = 16 * 1024
 MAX_NAME_CHARS = 128
 NO_OUTPUT = "(no output)"
 """The output of a command that printed nothing."""
-COMMAND_FAILED = "The command failed. Read its output, correct the command and run it again."
-FOUND_NOTHING = "The command failed or found nothing. Check it, or try another command."
+COMMAND_FAILED = "The command failed. Now correct it with another call."
+FOUND_NOTHING = "The command failed or found nothing. Now correct it with another call."
 MAX_BLOB_BYTES = 64 * 1024 * 1024
 """Limit of the data of one call that is stored in Redis outside the envelope."""
 BLOB_TTL_S = 600

@@ -20,10 +20,11 @@ class Profile:
 
     `dialect`: the dialect when none is configured. `tools`: the tools that are offered when the caller names none.
     `is_brief`: the model sees the first sentence of each text, and no parameters with `"x-hidden": "small"`; its calls
-    may still use them. `shows_examples`: the prompt has worked examples. `result_hint` ends a message with results,
-    unless the call failed. `repairs_replies`: a command in a code block counts as a call, and an answer without any
-    call is answered with a reminder, each only until the model has called a tool itself. `sampling`: fields of each
-    request that does not set them.
+    may still use them. `shows_examples`: the prompt has worked examples. `shows_files`: the request ends with a list of
+    the files in the working directory. `result_hint` ends a message with results, unless the call failed.
+    `repairs_replies`: a command in a code block counts as a call, and an answer without any call is answered with a
+    reminder, each only until the model has called a tool itself. `max_equal_failures`: the run stops when exactly the
+    same call has failed this number of times; None: never. `sampling`: fields of each request that does not set them.
     """
 
     name: Literal["small", "standard"]
@@ -32,8 +33,10 @@ class Profile:
     instruction: str = ""
     is_brief: bool = False
     shows_examples: bool = False
+    shows_files: bool = False
     result_hint: str = ""
     repairs_replies: bool = False
+    max_equal_failures: int | None = None
     sampling: Mapping[str, Any] = field(default_factory=dict)
 
     def present(self, specs: Sequence[ToolSpec]) -> Sequence[ToolSpec]:
@@ -51,11 +54,15 @@ SMALL = Profile(
     instruction="You are an assistant with a Linux shell. Use bash_tool to answer.",
     is_brief=True,
     shows_examples=True,
+    # Without the list it guesses names of files, and columns of tables.
+    shows_files=True,
     # A hint that leaves the choice ("answer, or call the tool again") makes a small model repeat its call, or the hint.
     result_hint="Now answer the user in one plain sentence.",
     repairs_replies=True,
+    # It does not get out of a repetition.
+    max_equal_failures=3,
     # Sampling makes a small model write wrong commands. The limit ends a reply that repeats itself.
-    sampling={"temperature": 0, "max_tokens": 1024},
+    sampling={"temperature": 0, "max_tokens": 512},
 )
 
 

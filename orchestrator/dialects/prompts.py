@@ -2,18 +2,19 @@
 
 import json
 import unicodedata
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import count
 from typing import Any
 
-from contract.calls import DEFAULT_TIMEOUT_S
+from contract.calls import COMMAND_FAILED, DEFAULT_TIMEOUT_S
 from contract.functions.json_schemas import plain_schema, show_schema
 from contract.registry import Tool
 from contract.specs import ToolSpec
 from orchestrator.dialects.model import Message
 from orchestrator.dialects.profiles import SHELL_TOOL
 from orchestrator.dialects.tag_gbnf import is_spellable
-from orchestrator.dialects.tag_values import build_tag_call
+from orchestrator.dialects.tag_values import build_plain_tag_call, build_tag_call
 from orchestrator.functions.openai_tools import convert_to_openai_tool
 
 AnyTool = ToolSpec | Tool[Any] | Mapping[str, Any]
@@ -24,11 +25,22 @@ NO_TOOLS = "No tools are currently available. Answer without calling a tool."
 EXAMPLES_STOP = "\nUser:"
 """Stops a reply in which the model continues like the examples, with an invented result."""
 _EXAMPLES = (
-    ("What does /etc/motd say?", "cat /etc/motd", "Welcome to the lab.", "The file says: Welcome to the lab."),
     # Otherwise a small model calls a program that a request names as if it were a tool.
-    ("Use uname to print the kernel's name.", "uname -s", "Linux", "The kernel is Linux."),
+    ("Use uname to print the kernel's name.", (("uname -s", "Linux"),), "The kernel is Linux."),
+    # Otherwise a small model gives up after a failure, or describes a change instead of making it.
+    (
+        "`python3 /srv/check.py` fails. Fix /srv/add.py.",
+        (
+            (
+                "cat /srv/add.py; python3 /srv/check.py",
+                f"def add(a, b):\n    return a - b\nAssertionError\n{COMMAND_FAILED}",
+            ),
+            ("sed -i 's/a - b/a + b/' /srv/add.py; python3 /srv/check.py", "passed"),
+        ),
+        "I fixed /srv/add.py, and the check passes.",
+    ),
 )
-"""Request, command, output and answer."""
+"""Request, commands with their outputs, and answer."""
 
 _HOW_TO_CALL = """\
 To use a tool, write its call as a tag, with one child tag for each parameter, and nothing after it:
@@ -87,7 +99,7 @@ def generate_tool_prompt(
     descriptions = [_describe(tool, default_timeout_s) for tool in tools]
     if is_brief:
         descriptions = [replace(tool, limits="") for tool in descriptions]
-        how = _HOW_TO_CALL_BRIEFLY.format(example=_build_example(descriptions))
+        how = _HOW_TO_CALL_BRIEFLY.format(example=_build_example(descriptions, build_plain_tag_call))
         return f"{_format_tools(descriptions)}\n\n{how}"
     is_json = any(_is_json(schema) for tool in descriptions for schema in tool.properties.values())
     paired = _build_paired_example(descriptions)
@@ -112,17 +124,18 @@ def build_examples(specs: Sequence[ToolSpec], *, in_json: bool = False) -> str:
     if not any(spec.name == SHELL_TOOL for spec in specs):
         return ""
     blocks = []
-    for number, (request, command, output, answer) in enumerate(_EXAMPLES, 1):
-        if in_json:
-            call = json.dumps({"tool": SHELL_TOOL, "arguments": {"command": command}})
-            heading, reply = f"[Tool result for {SHELL_TOOL}]", json.dumps({"tool": None, "reply": answer})
-        else:
-            # Not escaped: a small model copies what it sees, and the parser accepts both.
-            call = f'<tool_action name="{SHELL_TOOL}"><command value="{command}" /></tool_action>'
-            heading, reply = f"Tool result for {SHELL_TOOL}:", answer
-        blocks.append(
-            f"Example {number}:\nUser: {request}\nAssistant: {call}\nUser: {heading}\n{output}\nAssistant: {reply}"
-        )
+    for number, (request, steps, answer) in enumerate(_EXAMPLES, 1):
+        lines = [f"Example {number}:", f"User: {request}"]
+        for command, output in steps:
+            if in_json:
+                call = json.dumps({"tool": SHELL_TOOL, "arguments": {"command": command}})
+                heading = f"[Tool result for {SHELL_TOOL}]"
+            else:
+                call = build_plain_tag_call(SHELL_TOOL, {"command": command})
+                heading = f"Tool result for {SHELL_TOOL}:"
+            lines += [f"Assistant: {call}", f"User: {heading}", output]
+        lines.append(f"Assistant: {json.dumps({'tool': None, 'reply': answer}) if in_json else answer}")
+        blocks.append("\n".join(lines))
     return "\n\n".join(blocks)
 
 
@@ -131,19 +144,17 @@ def build_example_messages(specs: Sequence[ToolSpec]) -> list[Message]:
     if not any(spec.name == SHELL_TOOL for spec in specs):
         return []
     messages: list[Message] = []
-    for number, (request, command, output, answer) in enumerate(_EXAMPLES, 1):
-        function = {"name": SHELL_TOOL, "arguments": json.dumps({"command": command})}
-        call_id = f"example{number:02d}"
-        messages += [
-            {"role": "user", "content": request},
-            {
-                "role": "assistant",
-                "content": None,
-                "tool_calls": [{"id": call_id, "type": "function", "function": function}],
-            },
-            {"role": "tool", "tool_call_id": call_id, "content": output},
-            {"role": "assistant", "content": answer},
-        ]
+    call_ids = (f"example{number:02d}" for number in count(1))
+    for request, steps, answer in _EXAMPLES:
+        messages.append({"role": "user", "content": request})
+        for (command, output), call_id in zip(steps, call_ids, strict=False):
+            function = {"name": SHELL_TOOL, "arguments": json.dumps({"command": command})}
+            calls = [{"id": call_id, "type": "function", "function": function}]
+            messages += [
+                {"role": "assistant", "content": None, "tool_calls": calls},
+                {"role": "tool", "tool_call_id": call_id, "content": output},
+            ]
+        messages.append({"role": "assistant", "content": answer})
     return messages
 
 
@@ -243,10 +254,10 @@ def _format_json(value: Any) -> str:
 
 def _format_line(text: str) -> str:
     """Return `text` on one line, without anything that could begin a tag: a tool's texts may be untrusted."""
-    return _clean(text).replace("<", "&lt;")
+    return clean_line(text).replace("<", "&lt;")
 
 
-def _clean(text: str) -> str:
+def clean_line(text: str) -> str:
     """Return `text` on one line, without control characters and other invisible ones."""
     return "".join(
         character for character in " ".join(text.split()) if unicodedata.category(character) not in _NO_CHARACTER
@@ -256,12 +267,12 @@ def _clean(text: str) -> str:
 # --- examples of calls -----------------------------------------------------------------------------------------------
 
 
-def _build_example(descriptions: Sequence[_ToolDescription]) -> str:
+def _build_example(
+    descriptions: Sequence[_ToolDescription], build: Callable[[str, Mapping[str, str]], str] = build_tag_call
+) -> str:
     """Return a call of the first tool that can be called by tags."""
     tool = next((tool for tool in descriptions if all(map(is_spellable, tool.required))), descriptions[0])
-    return build_tag_call(
-        _clean(tool.name), {key: _build_sample(key, tool.properties[key]) for key in tool.example_keys()}
-    )
+    return build(clean_line(tool.name), {key: _build_sample(key, tool.properties[key]) for key in tool.example_keys()})
 
 
 def _build_paired_example(descriptions: Sequence[_ToolDescription]) -> str:
@@ -271,7 +282,7 @@ def _build_paired_example(descriptions: Sequence[_ToolDescription]) -> str:
         return ""
     tool, text = next(((tool, key) for tool, key in texts if key in _TEXTS), texts[0])
     before = {key: _build_sample(key, tool.properties[key]) for key in tool.example_keys() if key != text}
-    opening = build_tag_call(_clean(tool.name), before).removesuffix("</tool_action>")
+    opening = build_tag_call(clean_line(tool.name), before).removesuffix("</tool_action>")
     return f"{opening}<{text}>\nfirst line\nsecond line\n</{text}></tool_action>"
 
 
@@ -290,11 +301,11 @@ def _build_sample(name: str, schema: Mapping[str, Any]) -> str:
         "array": [],
         "object": {},
     }
-    return _format_text(samples[kind]) if kind in samples else _clean(name).upper()
+    return _format_text(samples[kind]) if kind in samples else clean_line(name).upper()
 
 
 def _format_text(value: Any) -> str:
-    return _clean(value if isinstance(value, str) else json.dumps(value, ensure_ascii=False))
+    return clean_line(value if isinstance(value, str) else json.dumps(value, ensure_ascii=False))
 
 
 def _is_text(schema: Mapping[str, Any]) -> bool:

@@ -41,6 +41,14 @@ def build_tag_call(name: str, arguments: Mapping[str, str]) -> str:
     return f'<tool_action name="{escape_value(name)}">{children}</tool_action>'
 
 
+def build_plain_tag_call(name: str, arguments: Mapping[str, str]) -> str:
+    """Return a call whose values are between tags and not escaped, as small models write it. A small model that sees
+    values in attributes avoids double quotes in commands, and writes wrong ones.
+    """
+    children = "".join(f"<{key}>{value}</{key}>" for key, value in arguments.items())
+    return f'<tool_action name="{escape_value(name)}">{children}</tool_action>'
+
+
 def escape_value(value: str) -> str:
     return value.translate(_ESCAPES)
 

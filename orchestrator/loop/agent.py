@@ -3,6 +3,7 @@ reached.
 """
 
 import asyncio
+import re
 import secrets
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -50,6 +51,7 @@ __all__ = ["Agent", "ReActStrategy", "RunCall", "RunResult"]
 log = get_logger(__name__)
 
 REMINDER = "You have not called a tool. If the request needs one, call {tool} now. If not, repeat your answer."
+_ABSOLUTE_PATH = re.compile(r"""(?:^|[\s'"`(])/\w""")
 MAX_REFUSALS = 4
 """Limit of repeated requests after a request was too long. Each one is shorter."""
 
@@ -79,7 +81,8 @@ class Agent:
     `run_id`: the id of its only run; "": each run gets a new id. `spent_by_tools`: the model usage of tools in its only
     run, which counts for its budgets. `switched_off`: existing tools that may not be called now; a model that calls one
     gets an explanation. `skills`: names of skills; a model that calls one as a tool gets its instructions. `profile`:
-    decides how replies without a call are repaired.
+    decides how replies without a call are repaired. `files`: list of the files in the working directory, which
+    follows a request without an absolute path; "": none.
 
     Call ids contain the run's id. If a second run used the same id, pools would treat its calls as repetitions of the
     first run's.
@@ -97,6 +100,7 @@ class Agent:
     switched_off: Mapping[str, Switch] = field(default_factory=dict)
     skills: Collection[str] = ()
     profile: Profile = STANDARD
+    files: str = ""
     _has_run: bool = field(default=False, init=False, repr=False, compare=False)
 
     async def run(self, request: str, *, history: Sequence[Message] = ()) -> RunResult:
@@ -167,7 +171,9 @@ class _Run:
         )
         system = agent.dialect.build_system(agent.instruction, agent.specs)
         self._transcript = Transcript(
-            {"role": "system", "content": system}, *history, {"role": "user", "content": request}
+            {"role": "system", "content": system},
+            *history,
+            {"role": "user", "content": _add_files(request, agent.files)},
         )
         self._answer = ""
         self._calls_itself = self._is_reminded = False
@@ -281,6 +287,10 @@ class _Run:
                 "returned unchanged"
             )
             return StopReason.MALFORMED_REPLY
+        failures = self._agent.profile.max_equal_failures
+        if failures is not None and self._calls.most_equal_failures >= failures:
+            self._warn(f"stopped because exactly the same call failed {failures} times; the last reply is returned")
+            return StopReason.REPEATED_FAILURE
         reason = self._spending.find_exhausted()
         if reason is not None:
             self._warn(
@@ -455,6 +465,13 @@ def build_model_asked(run: str, step: int, request: ModelRequest, previous: Mode
         new_tools=request.tools if request.tools != previous.tools else None,
         extra=request.extra,
     )
+
+
+def _add_files(request: str, files: str) -> str:
+    """Return the request with the list of files. A request with an absolute path needs no list, and the names of other
+    files distract a small model.
+    """
+    return request if not files or _ABSOLUTE_PATH.search(request) else f"{request}\n\n{files}"
 
 
 @cache

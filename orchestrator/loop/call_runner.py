@@ -51,6 +51,11 @@ class CallRunner:
         self._slots = asyncio.Semaphore(max_parallel)
         self._failures: dict[str, int] = {}
 
+    @property
+    def most_equal_failures(self) -> int:
+        """Return how often the call that failed most often has failed, with the same arguments and no success since."""
+        return max(self._failures.values(), default=0)
+
     async def run(self, requested: Sequence[Requested]) -> list[Observed]:
         """Return the results in the order of the requests. Cancelling it cancels every running call."""
         observed: list[Observed] = []

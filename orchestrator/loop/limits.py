@@ -22,6 +22,7 @@ class StopReason(StrEnum):
     MALFORMED_REPLY = "malformed_reply"
     EMPTY_REPLY = "empty_reply"
     CUT_REPLY = "cut_reply"
+    REPEATED_FAILURE = "repeated_failure"
 
     @property
     def is_limit(self) -> bool:

@@ -50,6 +50,7 @@ _STOP_MESSAGES: dict[StopReason, str] = {
     StopReason.MAX_WALL: "the run reached its time limit (max_wall_s)",
     StopReason.MAX_TOKENS: "the run used up its tokens (max_tokens)",
     StopReason.MAX_COST: "the run used up its money (max_cost)",
+    StopReason.REPEATED_FAILURE: "the model repeated a call that failed, with the same arguments",
     StopReason.MALFORMED_REPLY: "the model wrote calls that could not be read, several times",
     StopReason.EMPTY_REPLY: "the model answered nothing",
     StopReason.CUT_REPLY: "the answer was cut at the model's token limit",

@@ -23,7 +23,7 @@ from orchestrator.approvals.policies import ApprovalPolicy, Rule
 from orchestrator.dialects.base import Dialect
 from orchestrator.dialects.model import Model
 from orchestrator.dialects.plain import PlainDialect
-from orchestrator.dialects.profiles import STANDARD, Profile
+from orchestrator.dialects.profiles import SHELL_TOOL, STANDARD, Profile
 from orchestrator.dispatch.call_events import OnOutput
 from orchestrator.dispatch.dispatcher import note_aliases
 from orchestrator.dispatch.model_requests import ModelRequests
@@ -35,6 +35,7 @@ from orchestrator.loop.agent import Agent, RunCall
 from orchestrator.loop.limits import ReActOptions, with_window
 from orchestrator.models.capabilities import CapabilityCache
 from orchestrator.models.choice import ChosenModel, choose_dialect, choose_profile, find_needed_capabilities
+from orchestrator.runs.file_list import list_files
 from orchestrator.runs.live_text import LiveText
 from orchestrator.settings import OrchestratorSettings
 from store.skills import SkillUses
@@ -220,6 +221,7 @@ class RunParts:
         if self._pool.tally is not None:
             config = replace(config, on_event=self._pool.tally.watch_run(config.on_event, config.journal))
         run_call: RunCall = _refused
+        files = ""
         if session is not None:
             info = await session.info()
             switches = switches_for(await self._pool.switches.switches(), session.tenant)
@@ -229,6 +231,9 @@ class RunParts:
                 offer, session.tenant, switches, names, info.describe_network(), options.context_tokens
             )
             skills = offer.skills
+            if profile.shows_files and any(spec.name == SHELL_TOOL for spec in specs):
+                # A resumed run lists them anew: its log has no list, and its session may have moved on.
+                files = await list_files(session)
             config.on_event(_ready(config.run, info))
             run_call = _Calls(
                 self,
@@ -249,6 +254,7 @@ class RunParts:
             run_call,
             instruction=profile.instruction,
             profile=profile,
+            files=files,
             options=options,
             on_event=config.on_event,
             run_id=config.run,

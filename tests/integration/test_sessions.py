@@ -12,6 +12,7 @@ from contract.errors import ErrorCode
 from contract.names import slots_key
 from orchestrator.dispatch.request import Request
 from orchestrator.dispatch.sessions import Session
+from orchestrator.runs.file_list import MAX_FILES, MAX_LINE_CHARS, list_files
 from orchestrator.sdk.client import ToolClient
 from tests.queue_by_hand import open_dispatcher
 from tests.stack import Stack, commands_in, eventually, is_alive
@@ -301,3 +302,29 @@ async def test_an_opening_that_is_cancelled_leaves_no_container(stack: Stack, cl
     finally:
         for container in left():
             stack.api.remove_container(container, force=True)
+
+
+async def test_the_files_of_a_session_are_listed_in_few_characters(session: Session) -> None:
+    assert await list_files(session) == ""
+    command = r"""
+        printf 'name,amount\na,1\n' > t.csv; printf 'one\ntwo\nthree\n' > 'a b.txt'; mkdir folder; touch folder/{1,2,3}
+        ln -s nowhere broken; mkfifo pipe; touch .hidden; printf '\33[31m\0red' > '-escape'; printf 'x%.0s' {1..9000} > z.csv
+    """
+    assert (await session.call("bash_tool", {"command": command})).success
+    heading, *lines = (await list_files(session)).splitlines()
+    assert heading.startswith("Files")
+    assert lines[:-1] == [
+        "-escape: 0 lines",
+        "  [31mred",
+        "a b.txt: 3 lines",
+        "  one",
+        "  two",
+        "  three",
+        "folder/: 3 files: 1 2 3",
+        "t.csv: 2 lines, columns: $1=name $2=amount",
+    ]
+    assert (lines[-1].startswith("z.csv: 0 lines, columns: $1=xxx"), len(lines[-1]) <= MAX_LINE_CHARS) == (True, True)
+
+    assert (await session.call("bash_tool", {"command": "touch {10..99}"})).success
+    _, *lines = [line for line in (await list_files(session)).splitlines() if not line.startswith(" ")]
+    assert (len(lines), lines[-1]) == (MAX_FILES + 1, "...")

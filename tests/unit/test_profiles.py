@@ -20,7 +20,7 @@ from orchestrator.dialects.tag_values import build_tag_call
 from orchestrator.dialects.tags import TagsDialect
 from orchestrator.functions.openai_tools import convert_to_openai_tool
 from orchestrator.loop.agent import Agent, RunResult
-from orchestrator.loop.limits import ReActOptions
+from orchestrator.loop.limits import ReActOptions, StopReason
 from orchestrator.models.capabilities import Capabilities, CapabilityCache, ModelFacts
 from orchestrator.models.choice import ChosenModel, choose_profile
 from orchestrator.models.scripted import Calls, ScriptedModel
@@ -141,10 +141,11 @@ async def run(
     model: ScriptedModel, profile: Profile, **fields: Any
 ) -> tuple[RunResult, list[ToolCall], list[RunEvent]]:
     calls, events = list[ToolCall](), list[RunEvent]()
+    exit_code = fields.pop("exit_code", 0)
 
     async def run_call(call: ToolCall) -> ToolResult:
         calls.append(call)
-        return ToolResult(call_id=call.id, name=call.name, success=True, output="14")
+        return ToolResult(call_id=call.id, name=call.name, success=True, output="14", metadata={"exit_code": exit_code})
 
     agent = Agent(
         model,
@@ -156,6 +157,10 @@ async def run(
         **fields,
     )
     return await agent.run("How many lines?"), calls, events
+
+
+async def run_nothing(call: ToolCall) -> ToolResult:
+    raise AssertionError("no call was expected")
 
 
 def repairs_in(events: list[RunEvent]) -> list[str]:
@@ -198,6 +203,34 @@ async def test_the_standard_profile_repairs_nothing(reply: str) -> None:
 async def test_no_reminder_exceeds_a_budget() -> None:
     result, _, events = await run(ScriptedModel(["3."]), SMALL, options=ReActOptions(max_iterations=1))
     assert (result.answer, repairs_in(events)) == ("3.", [])
+
+
+async def test_the_request_ends_with_the_list_of_files() -> None:
+    model = ScriptedModel([CALL, "14."])
+    await run(model, SMALL, files="Files:\na.txt")
+    assert [request.messages[-1 - 2 * step]["content"] for step, request in enumerate(model.requests)] == [
+        "How many lines?\n\nFiles:\na.txt"
+    ] * 2
+
+
+@pytest.mark.parametrize("request_", ["Count the lines of /workspace/a.txt.", "`/a` fails."])
+async def test_a_request_with_an_absolute_path_gets_no_list(request_: str) -> None:
+    model = ScriptedModel(["14."])
+    agent = Agent(model, NativeDialect(), [], run_nothing, files="Files:\na.txt")
+    await agent.run(request_)
+    assert model.requests[0].messages[-1]["content"] == request_
+
+
+async def test_a_small_model_that_repeats_a_failed_call_is_stopped() -> None:
+    result, calls, _ = await run(ScriptedModel([CALL] * 9), SMALL, exit_code=1, options=ReActOptions(max_iterations=9))
+    assert (len(calls), result.stop_reason) == (3, StopReason.REPEATED_FAILURE)
+
+
+@pytest.mark.parametrize(("profile", "exit_code"), [(STANDARD, 1), (SMALL, 0)])
+async def test_other_repetitions_go_on(profile: Profile, exit_code: int) -> None:
+    model = ScriptedModel([*[CALL] * 5, "14."])
+    result, calls, _ = await run(model, profile, exit_code=exit_code, options=ReActOptions(max_iterations=9))
+    assert (len(calls), result.stop_reason) == (5, StopReason.ANSWERED)
 
 
 @pytest.mark.parametrize("profile", [SMALL, STANDARD])
