@@ -20,8 +20,9 @@ class Profile:
 
     `dialect`: the dialect when none is configured. `tools`: the tools that are offered when the caller names none.
     `is_brief`: the model sees the first sentence of each text, and no parameters with `"x-hidden": "small"`; its calls
-    may still use them. `shows_examples`: the prompt has worked examples. `shows_files`: the request ends with a list of
-    the files in the working directory. `result_hint` ends a message with results, unless the call failed.
+    may still use them. `shows_examples`: the prompt has worked examples. `shows_files`: a request without an absolute
+    path ends with a list of the files in the working directory. `result_hint` ends a message with results, unless the
+    call failed.
     `repairs_replies`: a command in a code block counts as a call, and an answer without any call is answered with a
     reminder, each only until the model has called a tool itself. `max_equal_failures`: the run stops when exactly the
     same call has failed this number of times; None: never. `sampling`: fields of each request that does not set them.
@@ -54,12 +55,12 @@ SMALL = Profile(
     instruction="You are an assistant with a Linux shell. Use bash_tool to answer.",
     is_brief=True,
     shows_examples=True,
-    # Without the list it guesses names of files, and columns of tables.
+    # Without the list, a small model guesses the names of files and the columns of tables.
     shows_files=True,
     # A hint that leaves the choice ("answer, or call the tool again") makes a small model repeat its call, or the hint.
     result_hint="Now answer the user in one plain sentence.",
     repairs_replies=True,
-    # It does not get out of a repetition.
+    # A small model that repeats a failed call does not stop doing so.
     max_equal_failures=3,
     # Sampling makes a small model write wrong commands. The limit ends a reply that repeats itself.
     sampling={"temperature": 0, "max_tokens": 512},

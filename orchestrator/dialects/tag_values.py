@@ -42,10 +42,11 @@ def build_tag_call(name: str, arguments: Mapping[str, str]) -> str:
 
 
 def build_plain_tag_call(name: str, arguments: Mapping[str, str]) -> str:
-    """Return a call whose values are between tags and not escaped, as small models write it. A small model that sees
-    values in attributes avoids double quotes in commands, and writes wrong ones.
+    """Return a call whose values are between tags, as small models write it. A small model that sees values in
+    attributes avoids double quotes in commands, and writes wrong ones. Only `<` is escaped, so no value can contain a
+    tag.
     """
-    children = "".join(f"<{key}>{value}</{key}>" for key, value in arguments.items())
+    children = "".join(f"<{key}>{value.replace('<', '&lt;')}</{key}>" for key, value in arguments.items())
     return f'<tool_action name="{escape_value(name)}">{children}</tool_action>'
 
 

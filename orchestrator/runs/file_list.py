@@ -11,7 +11,7 @@ LIMIT_S = 5.0
 MAX_FILES, MAX_LINE_CHARS = 12, 160
 MAX_BYTES = 3000
 SHORT_LINES = 4
-"""Most lines of a file that is shown whole, up to 400 bytes."""
+"""Largest number of lines of a file whose text is shown, up to 400 bytes of it."""
 
 _HEADING = "Files in the working directory:"
 # With the numbers of columns, because small models count them wrongly. Every step reads a bounded number of bytes: the
@@ -44,7 +44,7 @@ async def list_files(session: Session) -> str:
     """Return a heading and one line for each of the first MAX_FILES files and folders; "" if there are none.
 
     A line has the number of lines of a file, and the columns of a .csv file, or the number of files and the first names
-    of a folder. The text of a short file follows, indented. "" also if the list cannot be made: the image may have no
+    of a folder. The text of a short file follows, indented. Also "" if the command fails: the image may have no
     shell.
     """
     try:

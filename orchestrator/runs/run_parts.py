@@ -232,7 +232,7 @@ class RunParts:
             )
             skills = offer.skills
             if profile.shows_files and any(spec.name == SHELL_TOOL for spec in specs):
-                # A resumed run lists them anew: its log has no list, and its session may have moved on.
+                # A resumed run lists them again: the log has no list, and the files may have changed.
                 files = await list_files(session)
             config.on_event(_ready(config.run, info))
             run_call = _Calls(
