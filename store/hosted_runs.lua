@@ -52,13 +52,16 @@ local function forget_oldest(tenant, most)
 end
 
 -- tenant, run, item, digest of the request, about, priority, session ('' for one of its own), defaults, how many may wait, how many are listed, time to
--- live, webhook ('' for none). Gives `started`, `known` (the same request under that id), `other` (another one), `full`, or `busy` and the run that works in the session.
+-- live, webhook ('' for none), claim token of the process that executes the run itself ('' puts the run into the queue), its owner, seconds of the lease.
+-- Gives `started`, `known` (the same request under that id), `other` (another one), `full`, or `busy` and the run that works in the session.
 function steps.start_run()
   local tenant, run, digest, session = ARGV[4], ARGV[5], ARGV[7], ARGV[10]
   local key, batch = run_key(tenant, run), batch_key(tenant, HOSTED_BATCH)
   local known = redis.call('HMGET', key, 'batch', 'digest')
   if known[1] then return {known[1] == HOSTED_BATCH and known[2] == digest and 'known' or 'other'} end
-  if redis.call('ZCARD', batch .. ':waiting') + redis.call('SCARD', batch .. ':delayed') >= tonumber(ARGV[12]) then return {'full'} end
+  local token = ARGV[16]
+  local waiting = redis.call('ZCARD', batch .. ':waiting') + redis.call('SCARD', batch .. ':delayed')
+  if token == '' and waiting >= tonumber(ARGV[12]) then return {'full'} end
   if session ~= '' then
     local holder = redis.call('HGET', batch .. ':sessions', session)
     local state = holder and redis.call('HGET', run_key(tenant, holder), 'state')
@@ -76,8 +79,12 @@ function steps.start_run()
   redis.call('HSET', key, 'webhook', ARGV[15])
   redis.call('ZADD', index, line, run)
   forget_oldest(tenant, tonumber(ARGV[13]))
-  wait(tenant, HOSTED_BATCH, run)
-  keep_run(tenant, HOSTED_BATCH, run)
+  if token == '' then
+    wait(tenant, HOSTED_BATCH, run)
+    keep_run(tenant, HOSTED_BATCH, run)
+  else
+    begin(tenant, HOSTED_BATCH, run, token, ARGV[17], tonumber(ARGV[18]), 'begun')
+  end
   keep(tenant, HOSTED_BATCH)
   return {'started'}
 end

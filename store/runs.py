@@ -205,18 +205,9 @@ class About(Record):
 
 
 LISTED = (
-    "state",
-    "about",
-    "priority",
-    "attempt",
-    "created_at",
-    "started_at",
-    "ended_at",
-    "failure",
-    "asking",
-    "end",
+    "state", "about", "priority", "attempt", "created_at", "started_at", "ended_at", "failure", "asking", "end",
     "batch",
-)
+)  # fmt: skip
 """The fields of a run's hash that lists need."""
 
 
@@ -569,10 +560,12 @@ class RunQueue:
         about: str,
         limits: tuple[int, int],
         webhook: Webhook | None = None,
+        token: str = "",
     ) -> list[str]:
         """Queue a hosted run. `digest`: hash of the whole request. `about`: an About as JSON. `limits`: how many runs
-        may wait, and how many are listed. Return `started`; `known` (the same request has that id); `other` (another
-        request has that id); `full`; or `busy` and the id of the run that uses the session.
+        may wait, and how many are listed. `token`: claim the run for this process instead of queueing it. Return
+        `started`; `known` (the same request has that id); `other` (another request has that id); `full`; or `busy` and
+        the id of the run that uses the session.
         """
         defaults = seal_defaults(self.keys, tenant, HOSTED_BATCH, HOSTED_DEFAULTS)
         reply = await self.step(
@@ -588,8 +581,14 @@ class RunQueue:
             *limits,
             RUN_TTL_S,
             seal_webhook(self.keys, tenant, "run", run, webhook),
+            *(token, self.owner, LEASE_S),
         )
         return [part.decode() for part in reply]
+
+    async def started_claim(self, tenant: str, run: str, token: str) -> RunClaim:
+        """Return the claim of a run that `start_hosted` has claimed with `token`. Raises ConfigError."""
+        (fields,) = await self._fields([(tenant, run)])
+        return RunClaim(tenant, run, token, False, parse_run(self.keys, tenant, run, fields))
 
     async def hosted(self, tenant: str, run: str) -> HostedRun:
         """Return a hosted run with its whole answer. Raises ToolFailure(FILE_NOT_FOUND): no such run."""

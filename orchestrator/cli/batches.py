@@ -14,6 +14,7 @@ from rich.console import Console
 from contract.calls import MAX_BLOB_BYTES
 from contract.errors import ConfigError
 from contract.run_events import FailureKind
+from contract.webhooks import Webhook
 from orchestrator.batches.detached import check_detached
 from orchestrator.batches.lines import BatchFile, load_lines
 from orchestrator.batches.stored_files import StoredFiles
@@ -24,6 +25,7 @@ from orchestrator.cli.batches_options import (
     check_lines,
     check_models,
     parse_kinds,
+    parse_webhook,
     prepare_artifacts,
 )
 from orchestrator.cli.batches_shift import Interrupts, build_row_place, find_rows, work_batch
@@ -116,6 +118,12 @@ def submit(
         ),
     ] = False,
     detach: Annotated[bool, typer.Option("--detach", help="Only queue the batch; other orchestrators run it.")] = False,
+    webhook: Annotated[
+        str | None, typer.Option("--webhook", help="The URL that is notified at the end of a detached batch.")
+    ] = None,
+    webhook_secret: Annotated[
+        Path | None, typer.Option("--webhook-secret", help="The file with the secret that signs the webhook.")
+    ] = None,
     tenant: Tenant = None,
     as_json: JsonAsItGoes = False,
 ) -> None:
@@ -129,6 +137,7 @@ def submit(
         )
     if output is None and errors is not None:
         raise typer.BadParameter("--errors needs --output: give both")
+    receiver = parse_webhook(webhook, webhook_secret, is_detached=detach)
     limits = LimitOptions(max_iterations, max_wall, max_tokens, max_cost, prices)
     defaults = build_defaults(
         limits, model=model, dialect=dialect, profile=profile, retries=retries, artifacts=artifacts, asks_people=ask
@@ -146,7 +155,16 @@ def submit(
             if detach and find_local_workspaces(read.items):
                 read = await upload_workspaces(read, StoredFiles.of(settings), client.tenant)
             return await _submit(
-                client, read, batch or new_batch_id(), file.name, paths, concurrency, defaults, detach, as_json
+                client,
+                read,
+                batch or new_batch_id(),
+                file.name,
+                paths,
+                concurrency,
+                defaults,
+                detach,
+                as_json,
+                receiver,
             )
 
     raise typer.Exit(run_work(work(), as_json))
@@ -231,6 +249,7 @@ async def _submit(
     defaults: BatchDefaults,
     is_detached: bool,
     as_json: bool,
+    webhook: Webhook | None,
 ) -> int:
     runs, console = client.batch_runs(), Console(stderr=True)
     with ExitStack() as stack:
@@ -238,7 +257,13 @@ async def _submit(
         interrupts = _handle_signals(batch, runs.tenant, console, is_kept=client.stack is None)
         _print_id(batch, as_json)
         await runs.batches.submit(
-            read, batch=batch, concurrency=concurrency, defaults=defaults, name=name, is_detached=is_detached
+            read,
+            batch=batch,
+            concurrency=concurrency,
+            defaults=defaults,
+            name=name,
+            is_detached=is_detached,
+            webhook=webhook,
         )
         if paths is not None and rows is not None:
             await runs.queue.note_rows(runs.tenant, batch, build_row_place(paths))

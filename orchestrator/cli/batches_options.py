@@ -7,9 +7,11 @@ from pathlib import Path
 from typing import get_args
 
 import typer
+from pydantic import ValidationError
 
 from contract.errors import ConfigError
 from contract.run_events import FailureKind
+from contract.webhooks import Webhook
 from orchestrator.batches.lines import BatchFile
 from orchestrator.dialects.profiles import PROFILE_NAMES
 from orchestrator.models.choice import FALLBACK_WARNING, find_shipped
@@ -44,9 +46,7 @@ def build_defaults(
     prompt, completion = parse_prices(limits.prices)
     if limits.max_cost is not None and prompt is None:
         raise typer.BadParameter("--max-cost needs --prices IN/OUT: without prices the cost is unknown")
-    if dialect is not None and dialect not in DIALECTS:
-        raise typer.BadParameter(f"--dialect is {', '.join(DIALECTS[:-1])} or {DIALECTS[-1]}, not '{dialect}'")
-    check_profile(profile)
+    check_format(dialect, profile)
     return BatchDefaults(
         model=model,
         dialect=dialect,
@@ -65,10 +65,32 @@ def build_defaults(
     )
 
 
-def check_profile(profile: str | None) -> None:
-    """Raises BadParameter."""
+def check_format(dialect: str | None, profile: str | None) -> None:
+    """Raises BadParameter for an unknown dialect or profile."""
+    if dialect is not None and dialect not in DIALECTS:
+        raise typer.BadParameter(f"--dialect is {', '.join(DIALECTS[:-1])} or {DIALECTS[-1]}, not '{dialect}'")
     if profile not in (None, *PROFILE_NAMES):
         raise typer.BadParameter(f"--profile is one of {', '.join(PROFILE_NAMES)}, not '{profile}'")
+
+
+def parse_webhook(url: str | None, secret: Path | None, *, is_detached: bool) -> Webhook | None:
+    """Return the receiver of the batch's end. `secret`: a file, because other users of the machine can read arguments.
+
+    Raises BadParameter.
+    """
+    if url is None and secret is None:
+        return None
+    if url is None or secret is None:
+        raise typer.BadParameter("--webhook and --webhook-secret belong together: give both")
+    if not is_detached:
+        raise typer.BadParameter("--webhook needs --detach: this command itself waits for the end of its batch")
+    try:
+        return Webhook(url=url, secret=secret.read_text(encoding="utf-8").strip())
+    except (OSError, UnicodeDecodeError) as error:
+        raise typer.BadParameter(f"--webhook-secret {secret} cannot be read: {error}") from error
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        raise typer.BadParameter(f"the webhook's {first['loc'][0]} is invalid: {first['msg']}") from None
 
 
 def check_lines(file: BatchFile, defaults: BatchDefaults, *, is_detached: bool = False) -> None:

@@ -1,9 +1,10 @@
 """`toolcrew run`: run an agent on one instruction in a new session."""
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 import typer
 from rich.console import Console
@@ -11,15 +12,16 @@ from rich.console import Console
 from contract.errors import ConfigError, OperatorError, ToolFailure
 from contract.run_events import CallFinished, RunEvent
 from orchestrator.cli.approvals import asks_elsewhere
-from orchestrator.cli.batches_options import check_profile
+from orchestrator.cli.batches_options import check_format
 from orchestrator.cli.run_files import RunFiles
-from orchestrator.cli.runner import EXIT_ERROR, EXIT_LIMIT, EXIT_REFUSED, Json, Tenant, open_client, run_work
+from orchestrator.cli.runner import EXIT_ERROR, EXIT_LIMIT, EXIT_REFUSED, Json, Tenant, fail, open_client, run_work
 from orchestrator.cli.session_options import Network, Restore, Workspace
 from orchestrator.dispatch.sessions import Checkpoint, Session
-from orchestrator.loop.agent import RunResult
-from orchestrator.loop.limits import ReActOptions, StopReason
+from orchestrator.loop.limits import StopReason
 from orchestrator.settings import load_settings
 from orchestrator.terminal.output import RunView, escape_controls
+from store.batches import RunBody, RunLimits
+from store.runs import HostedRun, RunEnd
 
 
 class WorkspaceSaver:
@@ -134,7 +136,9 @@ def run(
 
     Exit code 0: answered; 1: error; 2: limit reached; 3: answered, but a call was refused.
     """
-    check_profile(profile)
+    check_format(dialect, profile)
+    if not text:
+        raise typer.BadParameter("the instruction is empty")
     view, refused, saver = RunView(Console(stderr=True)), list[str](), WorkspaceSaver(save_workspace, checkpoint)
     run_files: list[RunFiles] = []
 
@@ -145,7 +149,15 @@ def run(
         if not as_json:
             view.on_event(event)
 
-    async def work() -> RunResult:
+    body = RunBody(
+        instruction=text,
+        model=model or load_settings().model,
+        dialect=cast(Any, dialect),
+        profile=cast(Any, profile),
+        limits=RunLimits(max_iterations=max_iterations),
+    )
+
+    async def work() -> tuple[HostedRun, Sequence[dict[str, Any]]]:
         if checkpoint:
             check_store()
         run_files.append(files := RunFiles(output))
@@ -154,38 +166,31 @@ def run(
             open_client(tenant) as client,
             await client.open_session(workspace, restore=restore, network=network) as session,
         ):
-            options = ReActOptions(max_iterations=max_iterations)
             try:
-                result = await client.run(
-                    text,
-                    session=session,
-                    model=model,
-                    dialect=dialect,
-                    profile=profile,
-                    options=options,
-                    on_event=on_event,
-                    shows_output=not as_json,
-                    has_trace=True,
-                )
+                result = await client.runs.execute(body, session, on_event)
             finally:
                 files.write(session.tenant)
             await saver.save(session)
-            return result
+            return result, await client.runs.transcript(result.id) if as_json else ()
 
     try:
-        result = run_work(work(), as_json, reports_waiting=True)
+        result, transcript = run_work(work(), as_json, reports_waiting=True)
     finally:
         _print_files(run_files, as_json)
+    end = result.end or RunEnd()
+    if end.stop_reason is None and end.failure is not None:
+        fail(end.failure.message, end.failure.code, EXIT_ERROR, as_json)
     typer.echo(
-        json.dumps(_run_json(result) | run_files[0].to_json() | saver.to_json())
+        json.dumps(_run_json(result.id, end, transcript) | run_files[0].to_json() | saver.to_json())
         if as_json
-        else escape_controls(result.answer)
+        else escape_controls(end.answer)
     )
     if not as_json:
         for line in saver.lines():
             typer.echo(escape_controls(line), err=True)
     is_saved = saver.failure is None and (output is None or run_files[0].failure is None)
-    raise typer.Exit(_exit_code(result.stop_reason, is_refused=bool(refused)) if is_saved else EXIT_ERROR)
+    reason = StopReason(end.stop_reason) if end.stop_reason is not None else StopReason.ANSWERED
+    raise typer.Exit(_exit_code(reason, is_refused=bool(refused)) if is_saved else EXIT_ERROR)
 
 
 def _print_files(run_files: list[RunFiles], as_json: bool) -> None:
@@ -203,13 +208,6 @@ def _exit_code(reason: StopReason, *, is_refused: bool) -> int:
     return EXIT_REFUSED if is_refused else 0
 
 
-def _run_json(result: RunResult) -> dict[str, Any]:
-    return {
-        "run": result.run,
-        "answer": result.answer,
-        "stop_reason": result.stop_reason.value,
-        "steps": result.steps,
-        "usage": asdict(result.usage),
-        "clocks": result.clocks.model_dump(),
-        "transcript": list(result.transcript),
-    }
+def _run_json(run: str, end: RunEnd, transcript: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    fields = end.model_dump(include={"answer", "stop_reason", "steps", "usage", "clocks"})
+    return {"run": run, **fields, "transcript": list(transcript)}

@@ -112,7 +112,7 @@ class HostedRuns:
         self._tenants = tenants
         self._workspace_store = workspace_store
         self._places = SessionStore(client, deployment)
-        self._queue = RunQueue(client, deployment, keys)
+        self.queue = RunQueue(client, deployment, keys)
         self._limits = (max_pending, max_kept)
         self.hub = RunEventHub(client, deployment)
 
@@ -133,11 +133,13 @@ class HostedRuns:
         metadata: Mapping[str, str] | None = None,
         priority: int = 0,
         webhook: Webhook | None = None,
+        token: str = "",
     ) -> HostedRun:
         """Queue a run. An orchestrator claims the run shortly afterwards.
 
         `word`: idempotency key. A second start with the same key and the same request returns the first run and
-        starts nothing. `webhook`: receives the end of the run. `ground.session`: an open session for the run. The
+        starts nothing. `webhook`: receives the end of the run. `token`: this process executes the run itself, with a
+        claim of this token; the run is never queued (own_run.py). `ground.session`: an open session for the run. The
         session stays open after the run, and no other run uses the session at the same time.
 
         Raises ToolFailure:
@@ -150,7 +152,7 @@ class HostedRuns:
         about = _build_about(body, ground, metadata or {})
         run = secrets.token_hex(12) if word is None else _run_of_word(tenant, word)
         _check_files(ground, TenantStore(self._workspace_store, tenant))
-        item = _build_item(run, body, ground, priority)
+        item = _build_item(run, body, ground, priority, is_own=bool(token))
         await self._tenants.policy(tenant)
         if ground.session is not None:
             await self._check_session(tenant, ground.session)
@@ -162,13 +164,13 @@ class HostedRuns:
             f"{text}\0{json.dumps(dict(metadata or {}), sort_keys=True)}{notice}".encode()
         ).hexdigest()
         self._check_started(
-            tenant, await self._queue.start_hosted(tenant, run, item, digest, about, self._limits, webhook)
+            tenant, await self.queue.start_hosted(tenant, run, item, digest, about, self._limits, webhook, token)
         )
         return await self.get(tenant, run)
 
     async def get(self, tenant: str, run: str) -> HostedRun:
         """Return a run with its complete answer."""
-        return await self._queue.hosted(tenant, _checked(run))
+        return await self.queue.hosted(tenant, _checked(run))
 
     async def list(
         self, tenant: str, *, cursor: str | None = None, limit: int = 50, state: HostedState | None = None
@@ -183,7 +185,7 @@ class HostedRuns:
             raise ToolFailure(
                 ErrorCode.INVALID_ARGUMENTS, f"{limit} runs cannot be listed at once: give 1 to {MAX_PAGE}"
             )
-        runs, before = await self._queue.list_hosted(tenant, _parse_cursor(cursor), limit, state)
+        runs, before = await self.queue.list_hosted(tenant, _parse_cursor(cursor), limit, state)
         return RunPage(runs=tuple(runs), next_cursor=str(before) if before else None)
 
     async def cancel(self, tenant: str, run: str, *, actor: Actor | None = None) -> HostedRun:
@@ -196,7 +198,7 @@ class HostedRuns:
         entry = ""
         if actor is not None and actor.role != "tenant":
             entry = entry_text(build_entry(actor, "run.cancel", _checked(run), tenant=tenant))
-        await self._queue.cancel_hosted(tenant, _checked(run), entry)
+        await self.queue.cancel_hosted(tenant, _checked(run), entry)
         return await self.get(tenant, run)
 
     async def transcript(self, tenant: str, run: str) -> Sequence[dict[str, Any]]:
@@ -205,8 +207,8 @@ class HostedRuns:
         A run that has ended normally has all messages. A run that is not finished or that was interrupted has the
         messages so far, without the system prompt.
         """
-        messages = await self._queue.transcript(tenant, _checked(run))
-        return messages if messages is not None else build_transcript(run, *await self._queue.read_log(tenant, run))
+        messages = await self.queue.transcript(tenant, _checked(run))
+        return messages if messages is not None else build_transcript(run, *await self.queue.read_log(tenant, run))
 
     async def stored_events(self, tenant: str, run: str, after: str = "") -> AsyncIterator[tuple[str, str]]:
         """Yield the events that exist now, in the form that `follow` yields."""
@@ -254,8 +256,10 @@ class HostedRuns:
         raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, message)
 
 
-def _build_item(run: str, body: RunBody, ground: Ground, priority: int) -> BatchItem:
-    """Return the item of a run. Raises ToolFailure(INVALID_ARGUMENTS): no orchestrator accepts the input."""
+def _build_item(run: str, body: RunBody, ground: Ground, priority: int, *, is_own: bool) -> BatchItem:
+    """Return the item of a run. `is_own`: this process executes the run. Raises ToolFailure(INVALID_ARGUMENTS): no
+    orchestrator accepts the input.
+    """
     try:
         item = BatchItem(custom_id=run, line=1, url=RUNS_URL, work=body, ground=ground, priority=priority)
         text = item.model_dump_json()
@@ -280,7 +284,7 @@ def _build_item(run: str, body: RunBody, ground: Ground, priority: int) -> Batch
         raise _refused(
             "the run's request could not be read again, for it is nested too deeply: make it flatter"
         ) from error
-    if body.model == LOCAL:
+    if body.model == LOCAL and not is_own:
         raise _refused("no orchestrator starts a model of its own for a run: name one of its endpoint, or none")
     if ground.session is not None and ground != Ground(session=ground.session, artifacts=ground.artifacts):
         raise _refused(

@@ -20,6 +20,7 @@ from contract.run_events import (
     CallFinished,
     Failure,
     OnEvent,
+    RunEvent,
     RunReady,
 )
 from orchestrator.admission import until_admitted
@@ -33,6 +34,7 @@ from orchestrator.dispatch.session_locator import new_session_name
 from orchestrator.dispatch.sessions import Session, SessionInfo, SessionStart, build_call
 from orchestrator.loop.limits import Prices, ReActOptions, StopReason
 from orchestrator.models.choice import FALLBACK_WARNING
+from orchestrator.runs.event_publisher import RunEventPublisher
 from orchestrator.runs.journal import Journal, LoggedModel
 from orchestrator.runs.live_text import LiveText
 from orchestrator.runs.models import Models
@@ -56,6 +58,7 @@ from store.batches import (
     RunLimits,
 )
 from store.runs import RunClaim
+from store.slots import Priority
 from store.tasks import is_being_cancelled, retry_until_available
 from telemetry.logs import get_logger
 
@@ -75,8 +78,19 @@ class ItemWork:
     process no longer owns the run.
     """
 
-    def __init__(self, pool: PoolConnection, parts: RunParts, models: Models, traces: Traces | None) -> None:
-        """`traces` None: write no traces."""
+    priority: Priority = "batch"
+    """Priority of the items' calls."""
+
+    def __init__(
+        self,
+        pool: PoolConnection,
+        parts: RunParts,
+        models: Models,
+        traces: Traces | None,
+        publisher: RunEventPublisher | None = None,
+    ) -> None:
+        """`traces` None: write no traces. `publisher`: publishes the events of hosted runs; None: publish no events."""
+        self._publisher = publisher
         self._pool = pool
         self._parts = parts
         self._models = models
@@ -252,7 +266,7 @@ class ItemWork:
                 on_event=on_event,
                 shows_output=live is not None,
                 live=live,
-                priority="batch",
+                priority=self.priority,
                 approver=self._approver(defaults, slot),
                 before_send=slot.wait,
                 journal=journal,
@@ -286,8 +300,24 @@ class ItemWork:
 
     @asynccontextmanager
     async def _listen(self, claim: RunClaim, on_event: OnEvent) -> AsyncIterator[tuple[OnEvent, LiveText | None]]:
-        """Yield the listener for a run's events, and the display of its partial replies; None for no display."""
-        yield on_event, None
+        """Yield the listener for a run's events, and the display of its partial replies; None for no display. Publish
+        the events and partial replies of a hosted run.
+        """
+        if claim.record.batch != HOSTED_BATCH or self._publisher is None:
+            yield on_event, None
+            return
+        async with self._publisher.open(claim.tenant, claim.run, claim.token, claim.record.attempt) as buffer:
+            live = LiveText(claim.run, self._show_on(buffer.on_event))
+
+            def listen(event: RunEvent) -> None:
+                on_event(event)
+                live.pass_on(event)
+
+            yield listen, live
+
+    def _show_on(self, publish: OnEvent) -> OnEvent:
+        """Return the listener for everything that a follower of a hosted run sees. `publish` sends it to Redis."""
+        return publish
 
     async def _called(
         self, claim: RunClaim, journal: Journal, work: CallBody, session: Session, on_event: OnEvent
@@ -308,7 +338,7 @@ class ItemWork:
                 session.tenant,
                 session.id,
                 timeout_s=work.timeout_s,
-                priority="batch",
+                priority=self.priority,
                 run=claim.run,
                 keeps_result=True,
                 sent_since=journal.began_at if journal.is_resumed else None,

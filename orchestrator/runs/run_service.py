@@ -30,7 +30,7 @@ from orchestrator.runs.runner import Runner
 from orchestrator.runs.webhooks import WebhookSender
 from orchestrator.settings import OrchestratorSettings
 from orchestrator.traces.opening import Traces
-from store.batches import HOSTED_BATCH, BatchDefaults, BatchEventWriter, Outcome, RunBody
+from store.batches import BatchDefaults, BatchEventWriter, Outcome, RunBody
 from store.runs import RunClaim, RunQueue
 from store.tasks import cancel_all
 from telemetry.logs import get_logger
@@ -137,9 +137,7 @@ class ServiceWork(ItemWork):
         traces: Traces | None,
         publisher: RunEventPublisher | None = None,
     ) -> None:
-        """`publisher`: publishes the events of hosted runs; None: publish no events."""
-        super().__init__(pool, parts, models, traces)
-        self._publisher = publisher
+        super().__init__(pool, parts, models, traces, publisher)
         self._users: dict[str, int] = {}
         """Number of runs that use each model, by name. The least recently used name is first."""
         self._sent: dict[tuple[str, str], set[str]] = {}
@@ -249,24 +247,21 @@ class ServiceWork(ItemWork):
 
     @asynccontextmanager
     async def _listen(self, claim: RunClaim, on_event: OnEvent) -> AsyncIterator[tuple[OnEvent, LiveText | None]]:
-        """Publish the events of a hosted run and show its partial replies. Other runs have no publisher."""
-        if claim.record.batch != HOSTED_BATCH or self._publisher is None:
-            yield on_event, None
-            return
-        async with self._publisher.open(claim.tenant, claim.run, claim.token, claim.record.attempt) as buffer:
-            live, sent = LiveText(claim.run, buffer.on_event), set[str]()
+        """Listen as `ItemWork._listen` does. Record the running calls of a run in a session that existed before."""
+        async with super()._listen(claim, on_event) as (listen, live):
+            if claim.record.item.ground.session is None:
+                yield listen, live
+                return
+            sent = self._sent[claim.tenant, claim.run] = set()
 
-            def listen(event: RunEvent) -> None:
-                on_event(event)
-                live.pass_on(event)
+            def record(event: RunEvent) -> None:
+                listen(event)
                 if isinstance(event, CallSent):
                     sent.add(event.call.id)
                 elif isinstance(event, CallFinished):
                     sent.discard(event.result.call_id)
 
-            if claim.record.item.ground.session is not None:
-                self._sent[claim.tenant, claim.run] = sent
-            yield listen, live
+            yield record, live
 
 
 def _refuse(claim: RunClaim, defaults: BatchDefaults, model: str | None) -> str | None:

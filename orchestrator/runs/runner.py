@@ -8,8 +8,8 @@ process does not know about the loss.
 import asyncio
 import random
 import time
-from collections.abc import Iterable, Mapping
-from contextlib import suppress
+from collections.abc import AsyncIterator, Iterable, Mapping
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -115,7 +115,7 @@ class Runner:
 
     `concurrency`: run slots of this process. The limit of a batch applies to all processes together. `only`: claim
     only runs of this tenant and batch. None: hosted runs and all detached batches, limited to `tenants` if `tenants`
-    is not empty.
+    is not empty. `hosted_defaults`: defaults of hosted runs.
     """
 
     client: RedisClient
@@ -126,6 +126,7 @@ class Runner:
     concurrency: int
     only: tuple[str, str] | None
     tenants: tuple[str, ...] = ()
+    hosted_defaults: BatchDefaults = HOSTED_DEFAULTS
     _active: dict[tuple[str, str], _ActiveRun] = field(default_factory=dict)
     _freed: asyncio.Event = field(default_factory=asyncio.Event)
     _defaults: dict[tuple[str, str], tuple[float, BatchDefaults]] = field(default_factory=dict)
@@ -145,18 +146,36 @@ class Runner:
 
         Raises ModelDenied: the model refuses this process. The runs return to the queue, and none of them fails.
         """
-        self.work.slots.configure(self.concurrency, self._active)
+        async with self._serving(self.concurrency):
+            await self._work_until_drained()
+        if self._denied is not None:
+            raise self._denied
+
+    async def run_claimed(self, claim: RunClaim) -> None:
+        """Execute one run that this process has claimed, until the run has ended or another process owns it. A
+        cancellation cancels the run.
+        """
+        async with self._serving(1):
+            active = self._begin(claim)
+            try:
+                await asyncio.wait((active.task,))
+            except asyncio.CancelledError:
+                self._end_cancelled(((claim.tenant, claim.run),))
+                raise
+
+    @asynccontextmanager
+    async def _serving(self, slots: int) -> AsyncIterator[None]:
+        """Renew leases, check for cancelled runs and write events during the block. End all runs afterwards."""
+        self.work.slots.configure(slots, self._active)
         renewing = asyncio.create_task(self._renew_regularly(), name="renew-runs")
         cancelling = asyncio.create_task(self._poll_cancels(), name="poll-cancels")
         writing = asyncio.create_task(self.writer.run(), name="write-batch-events")
         try:
-            await self._work_until_drained()
+            yield
         finally:
             # The shield lets the runs return to the queue even if this task is cancelled a second time.
             await asyncio.shield(self._end_all())
             await cancel_all((renewing, cancelling, writing))
-        if self._denied is not None:
-            raise self._denied
 
     def drain(self) -> None:
         """Claim no more runs."""
@@ -193,7 +212,13 @@ class Runner:
                 # has the old token and cannot log anything. End the first task before the new one starts.
                 earlier.is_taken = True
                 await cancel_all((earlier.task,))
-            self._active[key] = _ActiveRun(claim, asyncio.create_task(self._hold(claim), name=f"run-{claim.run}"))
+            self._begin(claim)
+
+    def _begin(self, claim: RunClaim) -> _ActiveRun:
+        """Start the task of a claimed run."""
+        active = _ActiveRun(claim, asyncio.create_task(self._hold(claim), name=f"run-{claim.run}"))
+        self._active[claim.tenant, claim.run] = active
+        return active
 
     async def _hold(self, claim: RunClaim) -> None:
         """Execute a claimed run in its own task. Handles the cancellation of the task and unexpected errors."""
@@ -458,7 +483,7 @@ class Runner:
         """Return the defaults of the claim's batch. A second submission of the batch may change the defaults."""
         key, now = (claim.tenant, claim.record.batch), time.monotonic()
         if claim.record.batch == HOSTED_BATCH:
-            return HOSTED_DEFAULTS
+            return self.hosted_defaults
         self._defaults = {batch: entry for batch, entry in self._defaults.items() if now - entry[0] < DEFAULTS_FRESH_S}
         if key not in self._defaults:
             self._defaults[key] = now, (await self.queue.batch(*key)).defaults

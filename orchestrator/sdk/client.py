@@ -29,6 +29,7 @@ from orchestrator.models.choice import ChosenModel, choose_model
 from orchestrator.operations.local_stack import StackInfo, embedded_stack
 from orchestrator.runs.batch_runs import BatchRuns
 from orchestrator.runs.hosted import HostedRuns
+from orchestrator.runs.own_run import OwnRuns
 from orchestrator.runs.run_parts import RunConfig, RunParts
 from orchestrator.sdk.call_control import CallControl, KilledCall
 from orchestrator.sdk.client_runs import ClientRuns
@@ -369,11 +370,10 @@ class ToolClient:
 
     @cached_property
     def runs(self) -> ClientRuns:
-        """Return the runs of the client's tenant that the pool's orchestrators execute. They continue when this
-        program ends (docs/agents.md).
-        """
+        """Return the durable runs of the client's tenant. They continue when this program ends (docs/agents.md)."""
         hosted = HostedRuns.on(self._pool, self._settings)
-        return ClientRuns(hosted, lambda: self._as_tenant(None), self.actor)
+        own = OwnRuns(self._settings, self._pool, self._parts, self.traces, hosted)
+        return ClientRuns(hosted, own, lambda: self._as_tenant(None), self.actor)
 
     async def _as_tenant(self, tenant: str | None) -> str:
         """Return the tenant of an operation. Raises ToolFailure when the client's key is not valid for that tenant."""

@@ -1,10 +1,13 @@
-"""Runs of a client's tenant, which the pool's orchestrators execute."""
+"""Durable runs of a client's tenant."""
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
+from contract.run_events import OnEvent
 from contract.webhooks import Webhook
+from orchestrator.dispatch.sessions import Session
 from orchestrator.runs.hosted import HostedRuns
+from orchestrator.runs.own_run import OwnRuns
 from store.audit import Actor
 from store.batches import Ground, RunBody
 from store.runs import HostedRun, HostedState, RunPage
@@ -17,12 +20,16 @@ class ClientRuns:
     """
 
     def __init__(
-        self, hosted: HostedRuns, tenant: Callable[[], Awaitable[str]], actor: Callable[[], Awaitable[Actor]]
+        self,
+        hosted: HostedRuns,
+        own: OwnRuns,
+        tenant: Callable[[], Awaitable[str]],
+        actor: Callable[[], Awaitable[Actor]],
     ) -> None:
         """Create the runs of a client. `tenant`: returns the tenant, if the client's key is still valid for it.
         `actor`: returns the user of the client.
         """
-        self._hosted = hosted
+        self._hosted, self._own = hosted, own
         self._tenant = tenant
         self._actor = actor
 
@@ -49,6 +56,14 @@ class ClientRuns:
             priority=priority,
             webhook=webhook,
         )
+
+    async def execute(self, body: RunBody, session: Session, on_event: OnEvent) -> HostedRun:
+        """Start a run in an open session and execute it in this process. Return the run after its end.
+
+        If this process dies, an orchestrator of the pool continues the run. A cancellation of this method cancels the
+        run. `on_event` receives every event of the run.
+        """
+        return await self._own.execute(await self._tenant(), body, session.id, on_event)
 
     async def get(self, run: str) -> HostedRun:
         """Return the state of a run with its full answer."""

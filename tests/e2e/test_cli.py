@@ -483,7 +483,6 @@ def test_run_with_an_unknown_dialect_or_workspace_is_a_sentence(shell: Shell) ->
     dialect = shell.toolcrew("run", "hello", "--model", "scripted", "--dialect", "morse")
     workspace = shell.toolcrew("run", "hello", "--model", "scripted", "--workspace", "/nowhere")
 
-    for done in (dialect, workspace):
-        assert done.returncode == 1, done
-        assert done.stderr.startswith("toolcrew: ")
-        assert "Traceback" not in done.stderr
+    assert (dialect.returncode, "native" in dialect.stderr) == (2, True), dialect
+    assert (workspace.returncode, workspace.stderr.startswith("toolcrew: ")) == (1, True), workspace
+    assert "Traceback" not in dialect.stderr + workspace.stderr

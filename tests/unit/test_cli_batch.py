@@ -13,9 +13,11 @@ from typer.testing import CliRunner
 
 from contract.names import catalog_key
 from contract.specs import Catalog, seal_catalog
+from contract.webhooks import Webhook
 from orchestrator.cli.main import app
 from orchestrator.runs.batches import run_id
 from store.batches import batch_key
+from store.webhooks import DueNotice, open_webhook
 from tests.builders import build_spec
 from tests.conftest import RedisProcess
 
@@ -78,6 +80,9 @@ def row(number: int, batch: str, kind: str | None = None) -> str:
         (("--output", "o.jsonl", "--prices", "nan/inf"), "each at least 0"),
         (("--output", "o.jsonl", "--max-cost", "1"), "--max-cost needs --prices"),
         (("--output", "o.jsonl", "--max-wall", "0"), "--max-wall is 0: give a number above 0"),
+        (("--detach", "--webhook", "https://example.org/ended"), "--webhook-secret"),
+        (("--output", "o.jsonl", "--webhook", "https://example.org/", "--webhook-secret", "s"), "needs --detach"),
+        (("--detach", "--webhook", "https://example.org/", "--webhook-secret", "not-there"), "cannot be read"),
         (("--output", "o.jsonl", "--dialect", "latin"), "--dialect is native, tags, json or auto, not 'latin'"),
     ],
 )
@@ -151,6 +156,21 @@ def test_batches_are_listed_the_newest_first_and_told_of(toolcrew: Toolcrew, lin
     assert [line.split()[1] for line in toolcrew("list").stdout.splitlines()] == ["id", "second", "first"]
     assert "items       3 total, 0 completed, 0 failed, 3 waiting, 0 running" in toolcrew("show", "first").stdout
     assert as_json(toolcrew("list", "--tenant", "other", "--json")) == []
+
+
+def test_a_detached_batch_has_the_webhook_of_the_command(
+    toolcrew: Toolcrew, lines: Path, tmp_path: Path, redis_server: RedisProcess
+) -> None:
+    secret, url = "whsec_" + "a" * 32, "https://example.org/ended"
+    (tmp_path / "secret").write_text(secret + "\n")
+    flags = ("--detach", "--id", "b", "--webhook-secret", tmp_path / "secret", "--webhook")
+    assert toolcrew("submit", lines, *flags, "ftp://example.org").exit_code == 2
+    assert toolcrew("submit", lines, *flags, url).exit_code == 0
+    with redis_server.client() as client:
+        sealed = client.hget(batch_key("default", "default", "b"), "webhook")
+    assert sealed is not None
+    notice = DueNotice("default", "batch", "b", sealed.decode(), 1, "")
+    assert open_webhook(redis_server.keys, notice) == Webhook(url=url, secret=secret)
 
 
 def test_a_batch_that_redis_has_forgotten_is_not_listed(

@@ -11,14 +11,12 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from contract.calls import Clocks
 from contract.errors import ErrorCode, SandboxUnavailable, ToolFailure
-from contract.functions.completions import Usage
 from orchestrator.cli.main import app
 from orchestrator.cli.run import WorkspaceSaver
 from orchestrator.dispatch.sessions import Checkpoint
-from orchestrator.loop.agent import RunResult
 from orchestrator.loop.limits import StopReason
+from store.runs import HostedRun, HostedState, RunEnd
 
 
 @pytest.mark.parametrize("name", ["TOOLCREW_REDIS_URL", "TOOLCREW_WORKSPACE_STORE"])
@@ -84,8 +82,9 @@ async def test_what_could_not_be_kept_is_told_beside_what_could(
 
 
 def test_a_run_whose_checkpoint_fails_still_gives_its_answer_and_an_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:
-    result = RunResult(
-        run="r", answer="42", stop_reason=StopReason.ANSWERED, steps=1, usage=Usage(), clocks=Clocks(), transcript=()
+    end = RunEnd(answer="42", stop_reason=StopReason.ANSWERED.value, steps=1)
+    result = HostedRun(
+        id="r", tenant="default", state=HostedState.SUCCEEDED, instruction="hello", created_at=1.0, end=end
     )
 
     @asynccontextmanager
@@ -103,8 +102,9 @@ def test_a_run_whose_checkpoint_fails_still_gives_its_answer_and_an_exit_code(mo
 class FakeClient:
     """Answers every run with one result, in a session that stores nothing."""
 
-    def __init__(self, result: RunResult) -> None:
+    def __init__(self, result: HostedRun) -> None:
         self._result = result
+        self.runs = self
 
     async def open_session(self, *_: object, **__: object) -> Any:
         session = FailingSession(FULL, [])
@@ -115,5 +115,8 @@ class FakeClient:
 
         return opened()
 
-    async def run(self, *_: object, **__: object) -> RunResult:
+    async def execute(self, *_: object) -> HostedRun:
         return self._result
+
+    async def transcript(self, _: str) -> list[dict[str, Any]]:
+        return []

@@ -28,7 +28,7 @@ from orchestrator.settings import OrchestratorSettings
 from store.api_keys import ApiKeys
 from store.batches import BatchDefaults, BatchItem, BatchRecord, BatchState, CallBody, Ground, Outcome, RunLimits
 from store.connection import open_redis
-from store.runs import RunQueue
+from store.runs import HostedRun, HostedState, RunQueue
 from store.tenants import RedisTenants
 from tests.log_lines import read_log
 from tests.model_server.running import ModelServer, running_model_server
@@ -153,8 +153,8 @@ async def find_outcomes(runs: BatchRuns, batch: str) -> list[Outcome]:
 
 async def check_rows(runs: BatchRuns, batch: str, items: list[str]) -> None:
     """Fail unless each item has exactly one correct answer."""
-    told = [(outcome.body or {}).get("answer") for outcome in await find_outcomes(runs, batch)]
-    assert sorted(map(str, told)) == sorted(f"{item} acted {STEPS} times" for item in items)
+    answers = [(outcome.body or {}).get("answer") or outcome.failure for outcome in await find_outcomes(runs, batch)]
+    assert sorted(map(str, answers)) == sorted(f"{item} acted {STEPS} times" for item in items)
 
 
 def dump(client: "redis.Redis") -> bytes:
@@ -342,3 +342,54 @@ async def test_an_interactive_call_does_not_wait_for_a_batch(place: Place, servi
             await eventually(lambda: place.has_ended("default", "slow"), UP_S, service.said)
         finally:
             await tenants.replace("default", TenantPolicy())
+
+
+@contextlib.contextmanager
+def started_run(place: Place, item: str) -> Iterator["subprocess.Popen[bytes]"]:
+    """Run `toolcrew run` until one of its calls has ended."""
+    argv = [TOOLCREW, "run", f"[item {item}] act", "--max-iterations", "1000"]
+    log = place.folder / f"{item}.log"
+    with log.open("wb") as stderr:
+        environment = place.footprint.environment(place.environment)
+        process = subprocess.Popen(
+            argv, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=stderr
+        )
+    try:
+        wait_until(lambda: "model 0." in log.read_text(), UP_S, log.read_text)
+        yield process
+    finally:
+        end_process(process)
+
+
+async def find_run(client: ToolClient, item: str) -> HostedRun:
+    (run,) = [run for run in (await client.runs.list()).runs if f"[item {item}]" in run.instruction]
+    return run
+
+
+async def test_a_run_of_the_command_line_is_continued_after_its_process_was_killed(
+    place: Place, service: Service
+) -> None:
+    async with place.client() as client:
+        with started_run(place, "alone") as process:
+            begun = await find_run(client, "alone")
+            assert (begun.state, service.runs("run_begun") & {begun.id}) == (HostedState.RUNNING, set())
+            process.kill()
+            process.wait()
+        with place.stack.open_redis() as redis_client:
+            # The run is released after a lease. The test shortens this wait.
+            redis_client.zadd("toolcrew:default:runs:leases", {f"default|{begun.id}": 1.0})
+        async for _ in client.runs.follow(begun.id):
+            pass
+        ended = await client.runs.get(begun.id)
+        assert ended.end is not None
+        assert (ended.state, ended.end.answer) == (HostedState.SUCCEEDED, f"alone acted {STEPS} times")
+        await (await client.session(str(ended.session))).close()
+
+
+async def test_an_interrupted_run_of_the_command_line_is_cancelled(place: Place, service: Service) -> None:
+    async with place.client() as client:
+        with started_run(place, "endless") as process:
+            process.send_signal(signal.SIGINT)
+            assert process.wait(UP_S) == 130
+        stopped = await find_run(client, "endless")
+        assert (stopped.state, service.runs("run_begun") & {stopped.id}) == (HostedState.CANCELLED, set())

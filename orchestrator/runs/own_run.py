@@ -1,0 +1,99 @@
+"""Executes one hosted run in the process that starts it, as `toolcrew run` does.
+
+The run is like any other hosted run: its log is in Redis, and other programs can follow and cancel it. If this process
+dies, an orchestrator of the pool continues the run. The run differs in one point: a person waits for it. Therefore it
+is never queued, and a failure ends the run instead of delaying it.
+"""
+
+import secrets
+
+from contract.run_events import OnEvent, RunEvent
+from orchestrator.approvals import Approver
+from orchestrator.dispatch.pool_connection import PoolConnection
+from orchestrator.runs.event_publisher import RunEventPublisher
+from orchestrator.runs.hosted import HostedRuns
+from orchestrator.runs.item_work import ItemWork
+from orchestrator.runs.models import Models
+from orchestrator.runs.run_gate import RunGate
+from orchestrator.runs.run_parts import RunParts
+from orchestrator.runs.run_slots import RunSlot
+from orchestrator.runs.runner import Runner
+from orchestrator.settings import OrchestratorSettings
+from orchestrator.traces.opening import Traces
+from store.batches import BatchDefaults, BatchEventWriter, Ground, RunBody
+from store.runs import HostedRun
+
+_DEFAULTS = BatchDefaults(retries=0)
+
+
+class _NoWaiting(RunGate):
+    """Gate that lets every error end its run."""
+
+    def classify(self, error: Exception, own_model: str | None) -> None:
+        """Return None: the error ends this run."""
+
+
+class _OwnWork(ItemWork):
+    """Executes the run of this program. Everything that a follower sees is also passed to `on_event`."""
+
+    priority = "interactive"
+
+    def __init__(
+        self,
+        pool: PoolConnection,
+        parts: RunParts,
+        models: Models,
+        traces: Traces,
+        publisher: RunEventPublisher,
+        on_event: OnEvent,
+    ) -> None:
+        super().__init__(pool, parts, models, traces, publisher)
+        self.gate = _NoWaiting()
+        self._on_event = on_event
+
+    def _show_on(self, publish: OnEvent) -> OnEvent:
+        """Return a listener that also passes each event to this program."""
+
+        def show(event: RunEvent) -> None:
+            self._on_event(event)
+            publish(event)
+
+        return show
+
+    def _approver(self, defaults: BatchDefaults, slot: RunSlot) -> Approver:
+        """Return the approver of this program, which may ask at the terminal."""
+        return self._parts.approver
+
+
+class OwnRuns:
+    """Starts runs of a client and executes them in this process."""
+
+    def __init__(
+        self,
+        settings: OrchestratorSettings,
+        pool: PoolConnection,
+        parts: RunParts,
+        traces: Traces,
+        hosted: HostedRuns,
+    ) -> None:
+        self._settings, self._pool, self._parts, self._traces, self._hosted = settings, pool, parts, traces, hosted
+
+    async def execute(self, tenant: str, body: RunBody, session: str, on_event: OnEvent) -> HostedRun:
+        """Start a run in an open session and execute it. Return the run after its end. A cancellation of this method
+        cancels the run.
+
+        `on_event` receives every event of the run while this process executes it. Raises like HostedRuns.start.
+        """
+        token, queue = secrets.token_hex(8), self._hosted.queue
+        run = await self._hosted.start(tenant, body, Ground(session=session), token=token)
+        claim = await queue.started_claim(tenant, run.id, token)
+        client, deployment = self._pool.redis, self._settings.deployment
+        async with Models(self._settings) as models:
+            publisher = RunEventPublisher(client, deployment)
+            work = _OwnWork(self._pool, self._parts, models, self._traces, publisher, on_event)
+            writer = BatchEventWriter(client, deployment)
+            await Runner(client, deployment, queue, work, writer, 1, None, hosted_defaults=_DEFAULTS).run_claimed(claim)
+        # A process that was stopped for longer than its lease has lost the run: wait for its end elsewhere.
+        async for _ in self._hosted.follow(tenant, run.id):
+            pass
+        return await self._hosted.get(tenant, run.id)
