@@ -22,8 +22,6 @@ CLEAN: Mapping[str, Any] = {
     "jobs": 0,
     "entries": {"workspace": 0, "tmp": 0, "output": 0, "shm": 0},
     "workspace": {"bytes": 1 << 28, "inodes": 65_536, "type": "tmpfs"},
-    "python": [3, 11, 2],
-    "programs": ["bash"],
 }
 """The state that a guest reports for an unused sandbox."""
 
@@ -184,6 +182,9 @@ class FakeEngine:
 
     async def image_id(self, image: str) -> str | None:
         return f"{self.image}-{image}"
+
+    async def image_variables(self, image: str) -> list[str]:
+        return []
 
     async def has_guest(self, image: str) -> bool:
         return image != "foreign"

@@ -27,17 +27,16 @@ GUEST_PARENT = Path(__file__).resolve().parent.parent / "sandbox-images"
 if str(GUEST_PARENT) not in sys.path:
     sys.path.append(str(GUEST_PARENT))
 
-# Another version of Python, to check whether the guest runs on that version (scripts/check-guest-pythons).
-_PYTHON = os.environ.get("TOOLCREW_GUEST_PYTHON") or (
-    "/usr/bin/python3" if os.access("/usr/bin/python3", os.X_OK) else sys.executable
-)
+_PYTHON = "/usr/bin/python3" if os.access("/usr/bin/python3", os.X_OK) else sys.executable
+RIPGREP = b"/usr/bin/rg"
+"""The ripgrep of this machine. In a sandbox the guest has its own."""
 _BOOT = (
     "import sys; sys.path.insert(0, sys.argv[1]);"
     "from guest import supervisors; from guest.loop import main, parse_options; from guest.paths import GuestPaths;"
     "supervisors.IDLE_S = float(sys.argv[2]);"
     "exec(sys.argv[3]);"
     "paths = [path.encode() for path in sys.argv[4:7]];"
-    "main(parse_options(sys.argv[7:]), GuestPaths(tuple(paths[:-1]), paths[-1]))"
+    f"main(parse_options(sys.argv[7:]), GuestPaths(tuple(paths[:-1]), paths[-1], ripgrep={RIPGREP!r}))"
 )
 # Each guest has its own user, because the kernel counts processes by user over the whole host.
 _FIRST_UID = 200_000

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from tests.guest_harness import GUEST_PARENT
+from tests.guest_harness import GUEST_PARENT, RIPGREP
 
 assert GUEST_PARENT
 from guest.failures import Failure  # noqa: E402
@@ -60,7 +60,7 @@ class Ground:
         return path
 
     def paths(self, **how: bool) -> GuestPaths:
-        return GuestPaths((bytes(self.workspace), bytes(self.tmp)), bytes(self.output), **how)
+        return GuestPaths((bytes(self.workspace), bytes(self.tmp)), bytes(self.output), ripgrep=RIPGREP, **how)
 
     def glob(self, pattern: str, **fields: Any) -> Found:
         plain = {"pattern": pattern, "path": ".", "kind": "file", "limit": 100, "max_bytes": 32768, "timeout_s": 10}

@@ -1,4 +1,4 @@
-"""The state of the sandbox as PID 1 reports it: processes, files, free space, and the programs of the image.
+"""The state of the sandbox as PID 1 reports it: processes, files, and free space.
 
 The report forks no process.
 """
@@ -6,10 +6,9 @@ The report forks no process.
 from __future__ import annotations
 
 import os
-import sys
 
 from guest.failures import check_fields
-from guest.paths import PROGRAMS, GuestPaths
+from guest.paths import GuestPaths
 from guest.processes import read_processes
 
 TYPE_CHECKING = False
@@ -44,8 +43,6 @@ def attest(header: dict[str, Any], paths: GuestPaths, spared: Set[int], jobs: in
             "shm": _count_entries(_SHARED_MEMORY),
         },
         "workspace": _measure(paths.workspace),
-        "python": list(sys.version_info[:3]),
-        "programs": sorted(name for name, paths in PROGRAMS.items() if any(os.access(path, os.X_OK) for path in paths)),
     }
 
 

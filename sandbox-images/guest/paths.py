@@ -1,10 +1,14 @@
-"""The folders of a sandbox, the environment of its programs, and the fixed paths of helper programs."""
+"""The folders of a sandbox, the environment of its programs, and the folder of the guest's own programs."""
 
 from __future__ import annotations
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+
+TOOLKIT = b"/opt/toolcrew/bin"
+"""The guest's own programs. They work in any image, and no file of the session can replace them."""
 
 
 class GuestPaths:
@@ -15,7 +19,17 @@ class GuestPaths:
     program starts with `environment`.
     """
 
-    __slots__ = ("environment", "output", "readable", "roots", "state", "use_openat2", "use_ripgrep", "workspace")
+    __slots__ = (
+        "environment",
+        "output",
+        "readable",
+        "ripgrep",
+        "roots",
+        "state",
+        "use_openat2",
+        "use_ripgrep",
+        "workspace",
+    )
 
     def __init__(
         self,
@@ -23,6 +37,7 @@ class GuestPaths:
         output: bytes = b"/output",
         use_openat2: bool = True,
         use_ripgrep: bool = True,
+        ripgrep: bytes = TOOLKIT + b"/rg",
     ) -> None:
         self.roots = roots
         self.workspace = roots[0]
@@ -31,7 +46,12 @@ class GuestPaths:
         self.readable = (*roots, output)
         self.use_openat2 = use_openat2
         self.use_ripgrep = use_ripgrep
+        self.ripgrep = ripgrep
         self.environment: Mapping[str, str] = ENVIRONMENT
+
+    def add_variables(self, image: Mapping[str, str]) -> None:
+        """Add the variables of the image. They replace the guest's own, which are defaults."""
+        self.environment = {**self.environment, **{name: image[name] for name in image if image[name].isprintable()}}
 
     def offer_proxy(self, port: int) -> None:
         """Set the proxy variables of programs. Programs differ in the variable names that they read."""
@@ -53,13 +73,3 @@ ENVIRONMENT: Mapping[str, str] = {
     "PYTHONUNBUFFERED": "1",
     "PIP_PROGRESS_BAR": "off",
 }
-
-PROGRAMS: Mapping[str, tuple[bytes, ...]] = {
-    "bash": (b"/bin/bash",),
-    "git": (b"/usr/bin/git", b"/usr/local/bin/git", b"/bin/git"),
-    "ripgrep": (b"/usr/bin/rg", b"/usr/local/bin/rg", b"/bin/rg"),
-}
-"""Programs that an image may have and that the tools use.
-
-The paths are fixed, so that no file of the session can replace a program.
-"""

@@ -16,7 +16,7 @@ import os
 import time
 
 from guest.failures import INVALID_ARGUMENTS, SPAWN_FAILED, Failure, describe_os_error, encode_text, printable
-from guest.paths import PROGRAMS
+from guest.paths import TOOLKIT
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -53,7 +53,14 @@ _SIGCONT = 18
 
 MAX_ARGUMENT_BYTES = 131_071
 """Longest argument that the kernel accepts, in bytes, without the final NUL."""
-BASH = (*PROGRAMS["bash"], b"--noprofile", b"--norc", b"-c")
+_BASH_PATHS = (b"/bin/bash", b"/usr/bin/bash", b"/usr/local/bin/bash")
+BASH = (
+    next((path for path in _BASH_PATHS if os.access(path, os.X_OK)), TOOLKIT + b"/bash"),
+    b"--noprofile",
+    b"--norc",
+    b"-c",
+)
+"""The bash of the image. An image without one gets the bash of the toolkit."""
 # Above every descriptor that a supervisor opens.
 _SPARE_FD = 200
 
@@ -105,13 +112,6 @@ def spawn(
     except OSError as error:
         if error.errno == errno.E2BIG:
             raise Failure(INVALID_ARGUMENTS, "arguments and environment are too large together") from None
-        if program == BASH[0] and error.errno == errno.ENOENT:
-            # Every shell of the session uses this path. When the file does not exist, the image has no bash.
-            message = (
-                "the image of this sandbox has no /bin/bash, so no command can run; the file and search tools work "
-                "without it"
-            )
-            raise Failure(SPAWN_FAILED, message) from None
         reason = os.strerror(error.errno or 0).lower()
         raise Failure(SPAWN_FAILED, f"{printable(argv[0][:200])} could not be started: {reason}") from None
 

@@ -54,10 +54,10 @@ def inspected_of(config: Mapping[str, Any]) -> dict[str, Any]:
 GOLDEN: dict[str, Any] = {
     "Image": "toolcrew-sandbox@sha256:0",
     "User": "1000:1000",
-    "Entrypoint": ["/usr/bin/python3", "-I", "-S", "-u", "/opt/toolcrew", "--life", "86400"],
+    "Entrypoint": ["/opt/toolcrew/bin/python3", "-I", "-S", "-u", "/opt/toolcrew", "--life", "86400"],
     "Cmd": [],
     "WorkingDir": "/workspace",
-    "Env": ["PATH=/usr/local/bin:/usr/bin:/bin", "HOME=/workspace", "LANG=C.UTF-8", "TERM=dumb"],
+    "Env": ["HOME=/workspace", "LANG=C.UTF-8", "TERM=dumb"],
     "Hostname": "sandbox",
     "Domainname": "",
     "Labels": {"toolcrew.session": "s1"},
@@ -152,7 +152,7 @@ def test_a_sandbox_with_egress_has_no_network_all_the_same_and_is_told_of_the_pr
 
 def test_an_image_without_a_guest_gets_ours_read_only() -> None:
     config = build(variant=Variant(guest_volume="toolcrew-guest-1"))
-    assert config["Entrypoint"][0] == "python3"
+    assert config["Entrypoint"] == build()["Entrypoint"]
     assert [(mount["Type"], mount["Target"], mount["ReadOnly"]) for mount in config["HostConfig"]["Mounts"]] == [
         ("volume", "/opt/toolcrew", True)
     ]
@@ -319,6 +319,16 @@ def test_the_sentence_names_the_row_and_what_was_found(place: str, value: object
 
     assert len(drift := find_drift(config, inspected)) == 1
     assert words in drift[0]
+
+
+def test_the_environment_of_the_image_is_no_drift() -> None:
+    config = build()
+    inspected = inspected_of(config)
+    section, name = place_in(inspected, "Env")
+    section[name] = ["PATH=/opt/conda/bin", *GOLDEN["Env"]]
+
+    assert find_drift(config, inspected, ["HOME=/root", "PATH=/opt/conda/bin"]) == []
+    assert len(find_drift(config, inspected, ["PATH=/usr/bin"])) == 1
 
 
 def test_a_volume_of_the_image_is_told() -> None:

@@ -300,6 +300,7 @@ async def _try_sandbox(daemon: Daemon, plan: SandboxPlan) -> str | None:
         return str(error)
     try:
         inspected = await daemon.setup.engine.inspect(sandbox.container)
+        variables = await daemon.setup.engine.image_variables(plan.image)
         attestation = await ask_attestation(sandbox, timeout_s=10.0)
     finally:
         await factory.discard(sandbox, workspace)
@@ -307,7 +308,7 @@ async def _try_sandbox(daemon: Daemon, plan: SandboxPlan) -> str | None:
         (str(found["Source"]) for found in inspected.get("Mounts") or [] if found.get("Destination") == "/workspace"),
         None,
     )
-    drift = find_drift(daemon.setup.profile.build_config(plan, WorkspaceMount(bind), {}), inspected)
+    drift = find_drift(daemon.setup.profile.build_config(plan, WorkspaceMount(bind), {}), inspected, variables)
     if drift:
         advice = "Look for an engine plugin that changes containers, or use another engine or runtime"
         raise SandboxUnavailable(f"the engine does not keep the sandbox profile: {' '.join(drift)} {advice}")

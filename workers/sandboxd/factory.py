@@ -21,7 +21,7 @@ from workers.sandboxd.background import settle
 from workers.sandboxd.disks.base import Workspace, Workspaces, WorkspaceSize
 from workers.sandboxd.plans import Profile, SandboxPlan
 from workers.sandboxd.records import Records
-from workers.sandboxd.runtime.attestation import Guest, ask_attestation, explain_lacks, find_misfits
+from workers.sandboxd.runtime.attestation import Guest, ask_attestation, find_misfits
 from workers.sandboxd.runtime.engine import (
     LABEL_CREATED_AT,
     LABEL_DEADLINE,
@@ -318,7 +318,7 @@ class StartCheck:
         self._passed: set[tuple[str, str]] = set()
 
     async def check(self, plan: SandboxPlan, size: WorkspaceSize, sandbox: Guest) -> None:
-        """Check a new sandbox with a workspace of that size. Programs that the image lacks are logged.
+        """Check a new sandbox with a workspace of that size.
 
         Raises WorkspaceMissed, and SandboxUnavailable when the guest does not attest.
         """
@@ -330,6 +330,4 @@ class StartCheck:
             raise WorkspaceMissed(
                 f"a sandbox of image {plan.image} does not get its workspace: {'; '.join(misfits)}; {FOLDERS}"
             )
-        for lack in explain_lacks(found, plan.image):
-            log.warning("image_lacks_a_program", lack=lack)
         self._passed.add((plan.image, plan.runtime))

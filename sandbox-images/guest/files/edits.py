@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import stat
-import sys
 import time
 from collections import Counter
 
@@ -131,12 +130,9 @@ def _complain(parse: Callable[[bytes], object], data: bytes) -> str | None:
 
 
 def _parse_toml(data: bytes) -> object:
-    """Parse TOML. Python before 3.11 has no TOML parser; every file is then accepted."""
-    if sys.version_info >= (3, 11):
-        import tomllib
+    import tomllib
 
-        return tomllib.loads(data.decode())
-    return None
+    return tomllib.loads(data.decode())
 
 
 def _parse_python(data: bytes) -> object:
@@ -258,11 +254,11 @@ class _FileEdit:
 
     def _make(self, edit: Edit, text: FileText, edited: EditedText, data: bytes) -> None:
         old, new = text.encode(edit.old, f"{edit.name}old_string"), text.encode(edit.new, f"{edit.name}new_string")
+        if old == new:
+            raise Failure(NO_CHANGE, f"{edit.name}old_string and new_string are the same; nothing was written")
         if not old:
             self._create(edit, new, edited)
             return
-        if old == new:
-            raise Failure(NO_CHANGE, f"{edit.name}old_string and new_string are the same; nothing was written")
         needle = Needle(edited.body, old, text.codec)
         first = needle.find_next(0)
         if first is None:

@@ -7,7 +7,6 @@ one part of a path. `**` as a part matches any number of parts. `{a,b}` is expan
 from __future__ import annotations
 
 import re
-import sys
 
 from guest.failures import INVALID_PATTERN, Failure
 from guest.files.suggestions import escaped
@@ -25,9 +24,8 @@ MAX_REGEX_CHARS = 131_072
 """Maximum length of a regular expression, in characters. A longer expression takes seconds to compile."""
 # Cost of compiling a character class, expressed as a number of characters.
 _CLASS_COST = 500
-# An atomic group is never backtracked into. Python before 3.11 has no atomic groups and uses a plain group, which
-# only costs time: backtracking finds no further matches.
-_ONCE = "(?>" if sys.version_info >= (3, 11) else "(?:"
+# An atomic group is never backtracked into: backtracking would find no further matches and cost time.
+_ONCE = "(?>"
 _MAGIC = re.compile(r"[*?\[{\\]")
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 
-from guest.paths import PROGRAMS
 from guest.search.grep_children import Child, start_program
 from guest.search.grep_files import MAX_FOUND_BYTES
 from guest.search.grep_records import SEPARATOR, count_marks, read_counts, read_names
@@ -41,10 +40,6 @@ _MARKING = [
     b"--max-columns=1",
     b"--field-match-separator=" + SEPARATOR,
 ]
-
-
-def find_ripgrep() -> bytes | None:
-    return next((program for program in PROGRAMS["ripgrep"] if os.access(program, os.X_OK)), None)
 
 
 class Ripgrep:

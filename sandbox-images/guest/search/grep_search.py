@@ -27,7 +27,7 @@ from guest.search.grep_lines import FilePrinter, Mark, Page
 from guest.search.grep_patterns import GrepPattern
 from guest.search.grep_python import PythonEngine
 from guest.search.grep_records import group_marks
-from guest.search.grep_ripgrep import Ripgrep, find_ripgrep
+from guest.search.grep_ripgrep import Ripgrep
 from guest.search.names import build_names
 from guest.search.start import Start, open_start
 from guest.search.walk import Walk
@@ -115,9 +115,10 @@ class _Search:
         self._bad_rules: list[str] = []
         self._is_partial = False
         self._shown = self._shown_files = 0
-        program = find_ripgrep() if self._paths.use_ripgrep and not pattern.needs_python else None
         self._engine: Ripgrep | PythonEngine = (
-            Ripgrep(program, pattern) if program is not None else PythonEngine(pattern)
+            Ripgrep(self._paths.ripgrep, pattern)
+            if self._paths.use_ripgrep and not pattern.needs_python
+            else PythonEngine(pattern)
         )
 
     # --- which files --------------------------------------------------------------------------------------------------

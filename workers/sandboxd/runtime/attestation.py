@@ -11,12 +11,6 @@ _MOST = 2**63
 _KIND = re.compile(r"[a-z0-9_.?-]{1,40}")
 _FOLDERS = ("workspace", "tmp", "output", "shm")
 _NAMES = {"workspace": "/workspace", "tmp": "/tmp", "output": "/output", "shm": "/dev/shm"}
-_PROGRAMS = ("bash", "git", "ripgrep")
-_LOSSES = {
-    "bash": "bash_tool cannot run a command",
-    "git": "git is not there for commands; the other tools do not need it",
-    "ripgrep": "grep_tool uses its slower Python engine",
-}
 # The tables of a file system use a part of its image.
 _LEAST_SHARE = 0.7
 
@@ -35,8 +29,6 @@ class Attestation:
     workspace_bytes: int
     workspace_inodes: int
     workspace_type: str
-    python: tuple[int, ...]
-    programs: frozenset[str]
 
 
 class Guest(Protocol):
@@ -71,8 +63,6 @@ def parse_attestation(done: Mapping[str, Any]) -> Attestation:
         workspace_bytes=_count(workspace, "bytes"),
         workspace_inodes=_count(workspace, "inodes"),
         workspace_type=kind,
-        python=_parse_version(done.get("python")),
-        programs=_parse_programs(done.get("programs")),
     )
 
 
@@ -95,13 +85,6 @@ def find_misfits(attestation: Attestation, size_bytes: int, inodes: int) -> list
     ]
 
 
-def explain_lacks(attestation: Attestation, image: str) -> list[str]:
-    """Return sentences about programs that the operator's image lacks. Empty if the image has all programs that the
-    tools use.
-    """
-    return [f"image {image} has no {name}: {_LOSSES[name]}" for name in _PROGRAMS if name not in attestation.programs]
-
-
 def _compare(what: str, found: int, requested: int, kind: str) -> Iterator[str]:
     # A kernel rounds up to whole pages or groups of inodes, not further.
     if found > requested * 1.1 + 65_536:
@@ -122,19 +105,3 @@ def _count(fields: Mapping[str, Any], name: str) -> int:
     if type(value) is not int or not 0 <= value < _MOST:
         raise ValueError(f"'{name}' is missing or no count")
     return value
-
-
-def _parse_version(value: object) -> tuple[int, ...]:
-    if (
-        not isinstance(value, list)
-        or len(value) != 3
-        or not all(type(part) is int and 0 <= part < 1000 for part in value)
-    ):
-        raise ValueError("'python' is no version of three numbers")
-    return tuple(value)
-
-
-def _parse_programs(value: object) -> frozenset[str]:
-    if not isinstance(value, list) or len(value) > len(_PROGRAMS) or not all(name in _PROGRAMS for name in value):
-        raise ValueError("'programs' is no list of known programs")
-    return frozenset(value)

@@ -168,11 +168,15 @@ class Engine:
         Raises SandboxUnavailable for an image that would exceed the profile.
         """
         found = await self._run(self._lanes.start_check, lambda api: _find_image(api, image))
-        config = (found or {}).get("Config") or {}
-        fault = explain_unfit(config, image)
+        fault = explain_unfit(found or {}, image)
         if fault is not None:
             raise SandboxUnavailable(fault)
-        return (config.get("Labels") or {}).get(LABEL_GUEST) == "1"
+        return (((found or {}).get("Config") or {}).get("Labels") or {}).get(LABEL_GUEST) == "1"
+
+    async def image_variables(self, image: str) -> list[str]:
+        """Return the environment of an image, each variable as NAME=VALUE."""
+        found = await self._run(self._lanes.start_check, lambda api: _find_image(api, image))
+        return list(((found or {}).get("Config") or {}).get("Env") or [])
 
     async def start(self, config: Mapping[str, Any], name: str) -> AttachedContainer:
         """Create a container of that raw configuration, attach to it, and start it.

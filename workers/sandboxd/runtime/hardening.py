@@ -7,7 +7,7 @@ the engine reports.
 """
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Final, cast
 
@@ -18,16 +18,16 @@ MIB: Final = 1024 * 1024
 LABEL_PREFIX: Final = "toolcrew."
 GUEST_FOLDER: Final = "/opt/toolcrew"
 SKILLS_FOLDER: Final = "/skills"
-GUEST_COMMAND: Final = ("-I", "-S", "-u", GUEST_FOLDER)
-OWN_PYTHON: Final = "/usr/bin/python3"
+GUEST_COMMAND: Final = (f"{GUEST_FOLDER}/bin/python3", "-I", "-S", "-u", GUEST_FOLDER)
+"""The guest brings its own Python, so that it runs in any image."""
 PROXY_PORT: Final = 3128
 """Port of the proxy on the loopback interface of a sandbox with `egress`."""
 ENVIRONMENT: Final[Mapping[str, str]] = {
-    "PATH": "/usr/local/bin:/usr/bin:/bin",
     "HOME": "/workspace",  # the only folder that is large, executable and kept
     "LANG": "C.UTF-8",
     "TERM": "dumb",
 }
+_DEFAULT_PATH: Final = "PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 _PROXY: Final = f"http://127.0.0.1:{PROXY_PORT}"
 EGRESS_ENVIRONMENT: Final[Mapping[str, str]] = {
     **{
@@ -129,7 +129,7 @@ def build_promises(
         row("Entrypoint", _entrypoint(variant), "the guest is PID 1: signals from inside cannot end it"),
         row("Cmd", [], "nothing of the image is appended to the guest's command"),
         row("WorkingDir", "/workspace", "relative paths start where files may be made"),
-        row("Env", _environment(variant), "exactly this: no secret, nothing of the image"),
+        row("Env", _environment(variant), "these, over the image's own: no secret of the host"),
         row("Hostname", "sandbox", "reveals nothing about the host"),
         row("Domainname", "", "reveals nothing about the host"),
         row("Labels", dict(labels), "how the reaper finds its containers; anyone with the socket can read them"),
@@ -207,10 +207,7 @@ _IPC_SYSCTLS: Final[Mapping[str, str]] = {
 
 
 def _entrypoint(variant: Variant) -> list[str]:
-    # In a foreign image the program has only a name: the engine searches PATH and reports a missing program.
-    python = OWN_PYTHON if variant.guest_volume is None else "python3"
     return [
-        python,
         *GUEST_COMMAND,
         "--life",
         f"{variant.life_s:g}",
@@ -311,9 +308,11 @@ def build_container_config(
     return {**config, "HostConfig": host}
 
 
-def find_drift(config: Mapping[str, object], inspected: Mapping[str, object]) -> list[str]:
+def find_drift(
+    config: Mapping[str, object], inspected: Mapping[str, object], image_variables: Sequence[str] = ()
+) -> list[str]:
     """Return a sentence for every value in `config`, and every engine default, that the inspected container does not
-    confirm. Empty when all hold.
+    confirm. Empty when all hold. `image_variables`: the environment of the image, to which the engine adds ours.
 
     `inspected` may describe a created or a running container. The engine reports what it accepted; the attack tests
     show that the kernel enforces it.
@@ -321,6 +320,8 @@ def find_drift(config: Mapping[str, object], inspected: Mapping[str, object]) ->
     host = cast(Mapping[str, object], config["HostConfig"])
     requested = {f"Config.{name}": value for name, value in config.items() if name != "HostConfig"}
     requested |= {f"HostConfig.{name}": value for name, value in host.items()}
+    variables = [*image_variables, *cast(Sequence[str], config.get("Env", []))]
+    requested["Config.Env"] = list({variable.partition("=")[0]: variable for variable in variables}.values())
     drift = []
     for place, value in requested.items():
         found = _look_up(inspected, place)
@@ -374,6 +375,13 @@ def _is_same_in_any_order(requested: object, found: object) -> bool:
     )
 
 
+def _is_same_environment(requested: object, found: object) -> bool:
+    """Return whether the variables are the same. The engine adds its default PATH if nothing else sets one."""
+    if isinstance(found, list):
+        found = [variable for variable in found if variable != _DEFAULT_PATH or variable in cast(list[str], requested)]
+    return _is_same_in_any_order(requested, found)
+
+
 def _are_our_labels(requested: object, found: object) -> bool:
     """Return whether all labels of the profile are set. An image may add labels of its own."""
     return isinstance(requested, Mapping) and requested.items() <= (found if isinstance(found, Mapping) else {}).items()
@@ -387,7 +395,7 @@ def _is_left_enabled(requested: object, found: object) -> bool:
 
 
 _COMPARISONS: Final[Mapping[str, Callable[[object, object], bool]]] = {
-    "Config.Env": _is_same_in_any_order,
+    "Config.Env": _is_same_environment,
     "Config.Labels": _are_our_labels,
     "HostConfig.Ulimits": _is_same_in_any_order,
     "HostConfig.OomKillDisable": _is_left_enabled,
