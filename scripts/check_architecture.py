@@ -118,6 +118,8 @@ ENVIRONMENT_READERS = (
     # These files run inside a sandbox and pass its environment to the server that they start.
     "workers/mcp/sandbox_driver.py",
     "workers/mcp/sandbox_visit.py",
+    # The entry point of the guest passes the environment of the image to the programs of the sandbox.
+    "sandbox-images/guest/boot.py",
 )
 
 # Modules that contract must not import: contract defines data and rules, and performs no actions.

@@ -133,7 +133,7 @@ async def test_no_answer_that_is_none_of_an_engine_is_taken_for_one(
         asked: tuple[Callable[[Engine], Awaitable[object]], ...] = (
             Engine.facts,
             partial(Engine.image_id, image=IMAGE),
-            partial(Engine.has_guest, image=IMAGE),
+            partial(Engine.check_image, image=IMAGE),
             partial(Engine.inspect, container="x"),
             partial(Engine.list_sandboxes, deployment="x"),
             partial(Engine.ensure_guest_volume, image=IMAGE),
@@ -335,8 +335,6 @@ async def test_two_sandboxd_fill_a_guest_volume_at_once_and_a_half_filled_one_is
         again = await first.ensure_guest_volume(own_image)
 
         assert [*names, again] == [volume] * 3
-        assert await first.has_guest(own_image) is True
-        assert await first.has_guest("no-such-image:ever") is False
         with pytest.raises(SandboxUnavailable, match="the engine has no image"):
             await first.ensure_guest_volume("no-such-image:ever")
     finally:

@@ -308,7 +308,8 @@ async def _try_sandbox(daemon: Daemon, plan: SandboxPlan) -> str | None:
         (str(found["Source"]) for found in inspected.get("Mounts") or [] if found.get("Destination") == "/workspace"),
         None,
     )
-    drift = find_drift(daemon.setup.profile.build_config(plan, WorkspaceMount(bind), {}), inspected, variables)
+    config = daemon.setup.profile.build_config(plan, WorkspaceMount(bind), {}, await factory.guest_volume())
+    drift = find_drift(config, inspected, variables)
     if drift:
         advice = "Look for an engine plugin that changes containers, or use another engine or runtime"
         raise SandboxUnavailable(f"the engine does not keep the sandbox profile: {' '.join(drift)} {advice}")

@@ -167,7 +167,7 @@ class SandboxFactory:
         guest_image: str,
     ) -> None:
         """Create the factory. `owner`: the labels of deployment, sandboxd and lease. `guest_image`: a toolcrew image
-        that provides the guest for images without a guest.
+        with the toolkit. The toolkit is mounted into every sandbox, so no image can bring a guest of its own.
         """
         self.engine = engine
         self.workspaces = workspaces
@@ -186,6 +186,10 @@ class SandboxFactory:
         """Checks a new sandbox and its workspace. Raises SandboxUnavailable when it is not to be used."""
         self.is_ending = False
         self.shortage: str | None = None
+
+    async def guest_volume(self) -> str:
+        """Return the volume with the toolkit. Raises SandboxUnavailable."""
+        return await self.engine.ensure_guest_volume(self._guest_image)
 
     async def make_workspace(self, plan: SandboxPlan) -> Workspace:
         """Create an empty workspace. Raises SandboxUnavailable."""
@@ -215,11 +219,8 @@ class SandboxFactory:
                 LABEL_CREATED_AT: str(int(now)),
                 LABEL_DEADLINE: str(int(deadline)),
             }
-            volume = (
-                None
-                if await self.engine.has_guest(plan.image)
-                else await self.engine.ensure_guest_volume(self._guest_image)
-            )
+            await self.engine.check_image(plan.image)
+            volume = await self.guest_volume()
             async with workspace.mounted() as mount:
                 with explained(plan.image):
                     attached = await self.engine.start(self._profile.build_config(plan, mount, labels, volume), name)

@@ -43,8 +43,6 @@ LABEL_DEADLINE: Final = "toolcrew.deadline"
 the container.
 """
 LABEL_LEASE: Final = "toolcrew.lease"
-LABEL_GUEST: Final = "toolcrew.guest"
-"""Label of an image that contains its own guest."""
 PRODUCT: Final = "sandbox"
 _REMOVAL_S: Final = 20
 """Time limit of the engine for the removal of a container, in seconds."""
@@ -161,17 +159,14 @@ class Engine:
         found = await self._run(self._lanes.start_check, lambda api: _find_image(api, image))
         return None if found is None else str(found["Id"])
 
-    async def has_guest(self, image: str) -> bool:
-        """Return whether the image's label says that it contains a guest. False for an image that the engine does not
-        have.
-
-        Raises SandboxUnavailable for an image that would exceed the profile.
+    async def check_image(self, image: str) -> None:
+        """Raise SandboxUnavailable for an image that would exceed the profile. Accepts an image that the engine does
+        not have.
         """
         found = await self._run(self._lanes.start_check, lambda api: _find_image(api, image))
         fault = explain_unfit(found or {}, image)
         if fault is not None:
             raise SandboxUnavailable(fault)
-        return (((found or {}).get("Config") or {}).get("Labels") or {}).get(LABEL_GUEST) == "1"
 
     async def image_variables(self, image: str) -> list[str]:
         """Return the environment of an image, each variable as NAME=VALUE."""
@@ -237,8 +232,7 @@ class Engine:
         return await self._run(self._lanes.start_check, work)
 
     async def ensure_guest_volume(self, image: str) -> str:
-        """Return the name of a volume with the guest of that toolcrew image, for images that have none. Creates and
-        fills the volume if needed.
+        """Return the name of a volume with the toolkit of that toolcrew image. Creates and fills the volume if needed.
 
         Raises SandboxUnavailable when the image is missing or has no guest, and when the volume holds something else
         and is in use.

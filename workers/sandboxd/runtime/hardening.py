@@ -86,7 +86,7 @@ _OWN_MEMORY: Final = WorkspaceMount()
 @dataclass(frozen=True)
 class Variant:
     """Properties that differ between sandboxes of one host, besides image, runtime and sizes. `guest_volume`: the
-    guest for an image without a guest. `skills_volume`: the skills of sandboxes, or None.
+    toolkit; None: the toolkit of the image. `skills_volume`: the skills of sandboxes, or None.
     """
 
     workspace: WorkspaceMount = _OWN_MEMORY
@@ -189,7 +189,7 @@ def build_promises(
             row(
                 "HostConfig.Mounts",
                 mounts,
-                "the workspace where it is kept apart, the guest where the image has none, and skills, both read-only",
+                "the workspace where it is kept apart, and the toolkit and skills, both read-only",
             )
         )
     if cgroup_version == 1:  # version 2 has no such setting, and engines refuse or drop it there

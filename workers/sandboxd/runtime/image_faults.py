@@ -2,7 +2,7 @@
 
 import platform
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -10,6 +10,10 @@ from contract.errors import SandboxUnavailable
 
 FOLDERS = "/workspace, /tmp, /output and /opt/toolcrew must be folders in an image, or missing"
 _MAX_CHARS = 2000
+_NO_FOLDER = re.compile(
+    r'to rootfs at "(/[a-z/]{1,40})"[^\n]*(?:: not a directory|cannot be mounted because it is not of type proc)'
+    r"|Cannot mkdir: /workspace is not a directory|evalSymlinksInScope: too many links"
+)
 _ARCHITECTURES = {"x86_64": "amd64", "aarch64": "arm64"}
 """Names of processors: the kernel's and those of images."""
 
@@ -20,12 +24,10 @@ def explain_start_failure(error_text: str, image: str) -> str | None:
     `error_text`: the engine's error, or what the container wrote to its stderr. Only its first 2,000 characters are
     examined.
     """
-    head = error_text[:_MAX_CHARS]
-    for pattern, explain in _FAULTS:
-        found = pattern.search(head)
-        if found is not None:
-            return f"image {image} cannot be a sandbox: {explain(found)}"
-    return None
+    found = _NO_FOLDER.search(error_text[:_MAX_CHARS])
+    if found is None:
+        return None
+    return f"image {image} cannot be a sandbox: its {found[1] or '/workspace'} is not a folder; {FOLDERS}"
 
 
 def explain_unfit(image: Mapping[str, Any], name: str) -> str | None:
@@ -58,36 +60,3 @@ def explained(image: str) -> Iterator[None]:
         if sentence is None:
             raise
         raise SandboxUnavailable(sentence) from error
-
-
-def _say(sentence: str) -> Callable[[re.Match[str]], str]:
-    return lambda _: sentence
-
-
-_FAULTS: tuple[tuple[re.Pattern[str], Callable[[re.Match[str]], str]], ...] = (
-    (
-        re.compile(
-            r'to rootfs at "(/[a-z/]{1,40})"[^\n]*'
-            r"(?:: not a directory|cannot be mounted because it is not of type proc)"
-        ),
-        lambda found: f"its {found[1]} is not a folder; {FOLDERS}",
-    ),
-    (
-        re.compile(r"Cannot mkdir: /workspace is not a directory|evalSymlinksInScope: too many links"),
-        _say(f"its /workspace is not a folder; {FOLDERS}"),
-    ),
-    (
-        re.compile(
-            r"can't find '__main__' module in '/opt/toolcrew'|can't open file '/opt/toolcrew'"
-            r"|/opt/toolcrew/bin/python3\": stat |/opt/toolcrew/bin/python3: no such file"
-        ),
-        _say(
-            "there is no guest in /opt/toolcrew: build the image FROM the toolcrew image, or remove its label "
-            "toolcrew.guest to have the guest mounted"
-        ),
-    ),
-    (
-        re.compile(r"toolcrew guest: (unknown option|--[a-z]{1,20} without a value)"),
-        _say("its guest is of another version than this sandboxd; build it again with scripts/build-image"),
-    ),
-)
