@@ -1,4 +1,4 @@
--- What is done in a step of admission; slots_state.lua comes before it, in the same script.
+-- The operations of admission. slots_state.lua precedes this file in the same script.
 
 -- Slots
 
@@ -6,29 +6,29 @@ local function leave_lane(id, call, queue, pair, tenant)
   redis.call('HDEL', prefix .. 'waiting', id)
   redis.call('ZREM', prefix .. 'lane:' .. pair.name .. ':' .. call.lane, id)
   calls[id], pair.heads = false, nil
-  count(pair, call.lane, -1)
-  count(pair, 'waiting', -1)
-  count(queue, 'waiting', -1)
-  count(tenant, 'waiting', -1)
+  add(pair, call.lane, -1)
+  add(pair, 'waiting', -1)
+  add(queue, 'waiting', -1)
+  add(tenant, 'waiting', -1)
 end
 
 local function hold(id, call, is_long, charge, queue, pair, tenant)
   call.granted, call.long, call.charge = now, is_long, charge
   redis.call('HSET', prefix .. 'held', id, cjson.encode(call))
   if is_long then
-    count(queue, 'long', 1)
-    count(pair, 'long', 1)
+    add(queue, 'long', 1)
+    add(pair, 'long', 1)
   else
     redis.call('ZADD', prefix .. 'young:' .. queue.name, string.format('%.17g', now), id)
   end
-  count(queue, 'held', 1)
-  count(pair, 'held', 1)
-  count(tenant, 'held', 1)
-  count(pair, 'charged', charge)
+  add(queue, 'held', 1)
+  add(pair, 'held', 1)
+  add(tenant, 'held', 1)
+  add(pair, 'charged', charge)
 end
 
--- The tenant with the least use for its weight among those whose next call fits; nil when there is none.
-local function lowest(queue)
+-- Returns the tenant with the lowest use per weight among the tenants whose next call fits, or nil.
+local function choose_tenant(queue)
   local ready = prefix .. 'ready:' .. queue.name
   local short = redis.call('ZRANGE', ready .. ':short', 0, 0, 'WITHSCORES')
   local long = queue.fields.long < queue.slots and redis.call('ZRANGE', ready .. ':long', 0, 0, 'WITHSCORES') or {}
@@ -36,12 +36,12 @@ local function lowest(queue)
   return short[1] or long[1]
 end
 
-local function choose(queue, pair)
-  local is_turn_of_batch = pair.fields.run >= INTERACTIVE_RUN
+local function choose_call(queue, pair)
+  local is_batch_turn = pair.fields.run >= INTERACTIVE_RUN
   local best, best_is_first
   for _, head in ipairs(heads_of(pair)) do
     if estimate(head.call) < LONG_S or (pair.fields.long < queue.long_each and queue.fields.long < queue.slots) then
-      local is_first = head.call.batch == is_turn_of_batch
+      local is_first = head.call.batch == is_batch_turn
       if not best or (is_first and not best_is_first) or (is_first == best_is_first and head.call.seq < best.call.seq) then
         best, best_is_first = head, is_first
       end
@@ -51,31 +51,31 @@ local function choose(queue, pair)
 end
 
 local function grant_next(queue, pair, tenant)
-  local head = choose(queue, pair)
+  local head = choose_call(queue, pair)
   if not head then
     unrank(queue, pair)
     return refresh(queue, pair)
   end
   local call = head.call
-  local passed = not call.batch and pair.fields['batch:short'] + pair.fields['batch:long'] > 0
-  pair.fields.run = passed and pair.fields.run + 1 or 0
+  local overtakes = not call.batch and pair.fields['batch:short'] + pair.fields['batch:long'] > 0
+  pair.fields.run = overtakes and pair.fields.run + 1 or 0
   leave_lane(head.id, call, queue, pair, tenant)
-  if tenant.fields.rate > 0 then count(tenant, 'tokens', -1) end
+  if tenant.fields.rate > 0 then add(tenant, 'tokens', -1) end
   queue.fields.clock = math.max(queue.fields.clock, pair.fields.used)
   hold(head.id, call, estimate(call) >= LONG_S, estimate(call) / weight_of(tenant), queue, pair, tenant)
-  tell(head.id)
+  add_grant(head.id)
   refresh(queue, pair)
 end
 
--- Whether the next call is over in a moment: only such ones go beyond a queue's capacity. Changes nothing.
+-- Returns whether the next call is tiny. Only tiny calls may exceed the capacity of a queue.
 local function is_tiny(queue, name)
-  local head = choose(queue, pair_of(queue, name))
+  local head = choose_call(queue, pair_of(queue, name))
   return head and estimate(head.call) < TINY_S
 end
 
 local function grant(queue)
   while queue.fields.held < queue.tiny_capacity and queue.fields.waiting > 0 do
-    local name = lowest(queue)
+    local name = choose_tenant(queue)
     if not name or (queue.fields.held >= queue.capacity and not is_tiny(queue, name)) then return end
     local tenant, pair = tenant_of({tenant = name}), pair_of(queue, name)
     local until_at = limit_of(tenant)
@@ -89,12 +89,12 @@ local function grant(queue)
   end
 end
 
--- Its queues, the longest blocked first, as far as the tenant may begin calls.
+-- Unblocks the queues of the tenant, the longest blocked first, while the tenant may start calls.
 local function unblock(tenant)
   while tenant.fields.blocked > 0 do
     local until_at = limit_of(tenant)
     if until_at then
-      wake_at(until_at, tenant)
+      schedule_wake(until_at, tenant)
       return
     end
     local name = redis.call('ZPOPMIN', prefix .. 'blocked:' .. tenant.name)[1]
@@ -105,42 +105,42 @@ local function unblock(tenant)
     local queue = queue_of(name)
     local pair = pair_of(queue, tenant.name)
     pair.fields.blocked = 0
-    count(tenant, 'blocked', -1)
+    add(tenant, 'blocked', -1)
     refresh(queue, pair)
     grant(queue)
   end
 end
 
-local function give_up(id, call)
+local function stop_waiting(id, call)
   local queue, tenant = queue_of(call.queue), tenant_of(call)
   local pair = pair_of(queue, call.tenant)
   leave_lane(id, call, queue, pair, tenant)
   if pair.fields.waiting == 0 and pair.fields.blocked == 1 then
     redis.call('ZREM', prefix .. 'blocked:' .. tenant.name, queue.name)
     pair.fields.blocked = 0
-    count(tenant, 'blocked', -1)
+    add(tenant, 'blocked', -1)
   end
   refresh(queue, pair)
   grant(queue)
 end
 
-local function give_back(id, text, used)
+local function return_slot(id, text, used)
   redis.call('HDEL', prefix .. 'held', id)
-  -- Opening the queue may find that this call is long: not any more.
+  -- The call is removed first, so that `queue_of` does not count it as long.
   local call = cjson.decode(text)
   if not call.long then redis.call('ZREM', prefix .. 'young:' .. call.queue, id) end
   local queue, tenant = queue_of(call.queue), tenant_of(call)
   local pair, fields = pair_of(queue, call.tenant), pair_of(queue, call.tenant).fields
-  for _, one in ipairs({queue, tenant, pair}) do count(one, 'held', -1) end
+  for _, entry in ipairs({queue, tenant, pair}) do add(entry, 'held', -1) end
   if call.long then
-    count(queue, 'long', -1)
-    count(pair, 'long', -1)
+    add(queue, 'long', -1)
+    add(pair, 'long', -1)
   end
-  local took = math.max(0, math.min(used or math.huge, now - call.granted))
+  local run_s = math.max(0, math.min(used or math.huge, now - call.granted))
   fields.charged = fields.held == 0 and 0 or math.max(0, fields.charged - call.charge)
-  fields.used = fields.used + took / weight_of(tenant)
+  fields.used = fields.used + run_s / weight_of(tenant)
   if used and used > 0 then
-    learn(call, took, true)
+    update_estimate(call, run_s, true)
     pair.heads = nil
   end
   refresh(queue, pair)
@@ -148,34 +148,34 @@ local function give_back(id, text, used)
   grant(queue)
 end
 
--- Whatever it was; nothing for an id that is not known.
+-- Removes a call that has a slot or waits for one. Ignores an unknown id.
 local function drop(id, used)
   redis.call('ZREM', prefix .. 'expiry', id)
   local held = redis.call('HGET', prefix .. 'held', id)
-  if held then return give_back(id, held, used) end
+  if held then return return_slot(id, held, used) end
   local call = waiting_call(id)
-  if call then give_up(id, call) end
+  if call then stop_waiting(id, call) end
 end
 
 -- Operations
 
-local run = {}
+local operations = {}
 
-local function take_policy(tenant, policy)
+local function store_policy(tenant, policy)
   for name, value in pairs(policy) do tenant.fields[name] = value end
 end
 
-local function lease_to(id)
+local function renew_lease(id)
   redis.call('ZADD', prefix .. 'expiry', string.format('%.17g', now + lease), id)
 end
 
 local function retry_after(call, tenant, pair)
-  local known = estimates[call.tenant .. '|' .. call.tool] and estimate(call) or 1
+  local expected_s = estimates[call.tenant .. '|' .. call.tool] and estimate(call) or 1
   local by_rate = tenant.fields.rate > 0 and 1 / tenant.fields.rate or 0
-  return math.max(0.1, math.min(60, math.max(by_rate, known / math.max(1, pair.fields.held))))
+  return math.max(0.1, math.min(60, math.max(by_rate, expected_s / math.max(1, pair.fields.held))))
 end
 
--- Grants a slot to a call that comes to a queue in which nothing waits, as the lanes would, and returns true.
+-- Grants a slot directly when no call waits in the queue, with the same result as through a lane. Returns whether the call has a slot.
 local function grant_at_once(id, call, queue, pair, tenant)
   local seconds = estimate(call)
   local is_long, fields = seconds >= LONG_S, pair.fields
@@ -183,27 +183,27 @@ local function grant_at_once(id, call, queue, pair, tenant)
   if queue.fields.held >= (seconds < TINY_S and queue.tiny_capacity or queue.capacity) then return false end
   if is_long and (fields.long >= queue.long_each or queue.fields.long >= queue.slots) then return false end
   if limit_of(tenant) then return false end
-  if tenant.fields.rate > 0 then count(tenant, 'tokens', -1) end
+  if tenant.fields.rate > 0 then add(tenant, 'tokens', -1) end
   fields.run = 0
   fields.used = math.max(fields.used, queue.fields.clock)
   queue.fields.clock = fields.used
-  lease_to(id)
+  renew_lease(id)
   hold(id, call, is_long, seconds / weight_of(tenant), queue, pair, tenant)
   refresh(queue, pair)
-  tell(id)
+  add_grant(id)
   return true
 end
 
-function run.enqueue(id, call, policy)
-  if redis.call('HEXISTS', prefix .. 'held', id) == 1 then return tell(id) end
+function operations.enqueue(id, call, policy)
+  if redis.call('HEXISTS', prefix .. 'held', id) == 1 then return add_grant(id) end
   if waiting_call(id) then return end
   local queue, tenant = queue_of(call.queue), tenant_of(call)
   local pair = pair_of(queue, call.tenant)
-  take_policy(tenant, policy)
+  store_policy(tenant, policy)
   if call.urgent then
-    lease_to(id)
+    renew_lease(id)
     hold(id, call, false, 0, queue, pair, tenant)
-    return tell(id)
+    return add_grant(id)
   end
   local is_long = estimate(call) >= LONG_S
   if tenant.fields.waiting >= tenant.fields.queued then
@@ -211,17 +211,17 @@ function run.enqueue(id, call, policy)
     return
   end
   if grant_at_once(id, call, queue, pair, tenant) then return end
-  count(queue, 'sequence', 1)
-  -- No slot is given to the lane 'paused': its calls are counted as waiting until their orchestrator takes them out.
+  add(queue, 'sequence', 1)
+  -- Calls in the lane 'paused' get no slot. They count as waiting until their orchestrator removes them.
   local lane = (call.batch and 'batch:' or 'interactive:') .. (is_long and 'long' or 'short')
   call.seq, call.lane = queue.fields.sequence, call.paused and 'paused' or lane
-  call.since = now  -- for who watches how long calls wait
+  call.since = now  -- for reports of waiting times
   calls[id] = call
   redis.call('HSET', prefix .. 'waiting', id, cjson.encode(call))
   redis.call('ZADD', prefix .. 'lane:' .. pair.name .. ':' .. call.lane, call.seq, id)
-  lease_to(id)
-  count(pair, call.lane, 1)
-  for _, one in ipairs({queue, tenant, pair}) do count(one, 'waiting', 1) end
+  renew_lease(id)
+  add(pair, call.lane, 1)
+  for _, entry in ipairs({queue, tenant, pair}) do add(entry, 'waiting', 1) end
   if pair.fields[call.lane] == 1 then pair.heads = nil end
   queued[#queued + 1] = id
   refresh(queue, pair)
@@ -236,49 +236,49 @@ local function waiting_reason(call)
   return limit_of(tenant) == math.huge and 'in_flight' or 'rate'
 end
 
-function run.restore(id, call, policy)
+function operations.restore(id, call, policy)
   if redis.call('HEXISTS', prefix .. 'held', id) == 1 then return end
   drop(id, 0)
   local queue, tenant = queue_of(call.queue), tenant_of(call)
-  take_policy(tenant, policy)
-  lease_to(id)
+  store_policy(tenant, policy)
+  renew_lease(id)
   hold(id, call, estimate(call) >= LONG_S, 0, queue, pair_of(queue, call.tenant), tenant)
 end
 
-function run.release(id, used)
+function operations.release(id, used)
   drop(id, used)
 end
 
-local function renew(ids, where, otherwise)
+local function renew(ids, hash, on_missing)
   if #ids == 0 then return end
-  local flat, found = {}, redis.call('HMGET', prefix .. where, unpack(ids))
+  local leases, calls_by_position = {}, redis.call('HMGET', prefix .. hash, unpack(ids))
   for at, id in ipairs(ids) do
-    if found[at] then
-      flat[#flat + 1], flat[#flat + 2] = string.format('%.17g', now + lease), id
+    if calls_by_position[at] then
+      leases[#leases + 1], leases[#leases + 2] = string.format('%.17g', now + lease), id
     else
-      otherwise(id)
+      on_missing(id)
     end
   end
-  if #flat > 0 then redis.call('ZADD', prefix .. 'expiry', unpack(flat)) end
+  if #leases > 0 then redis.call('ZADD', prefix .. 'expiry', unpack(leases)) end
 end
 
-function run.renew(held, waiting)
-  local function not_known(id) table.insert(unknown, id) end
-  renew(held, 'held', not_known)
+function operations.renew(held, waiting)
+  local function report_unknown(id) table.insert(unknown, id) end
+  renew(held, 'held', report_unknown)
   renew(waiting, 'waiting', function(id)
-    if redis.call('HEXISTS', prefix .. 'held', id) == 0 then return not_known(id) end
-    lease_to(id)
-    tell(id)
+    if redis.call('HEXISTS', prefix .. 'held', id) == 0 then return report_unknown(id) end
+    renew_lease(id)
+    add_grant(id)
   end)
 end
 
-function run.tick(...)
+function operations.tick(...)
   for _, name in ipairs({...}) do grant(queue_of(name)) end
 end
 
--- Ends the leases of orchestrators that have died. After a silence, of Redis or of all orchestrators, those that live first get the time to renew.
--- `seen` is the instant of a step at most a twentieth of a lease ago: most steps need not write it.
-local function sweep()
+-- Ends the leases of orchestrators that have died. After an outage of Redis or of all orchestrators, live orchestrators get time to renew first.
+-- `seen` is the time of a step at most a twentieth of a lease ago, so that most steps do not write the field.
+local function end_expired_leases()
   local clock = redis.call('HMGET', prefix .. 'clock', 'seen', 'sweep_from')
   local seen, sweep_from = tonumber(clock[1] or nil), tonumber(clock[2] or nil) or 0
   local was_silent = seen and now - seen > lease / 2
@@ -296,7 +296,7 @@ local function first_wake()
   return redis.call('ZRANGE', prefix .. 'wake', 0, 0, 'WITHSCORES')[2]
 end
 
-sweep()
+end_expired_leases()
 local wake = first_wake()
 for _, name in ipairs(wake and tonumber(wake) <= now and redis.call('ZRANGEBYSCORE', prefix .. 'wake', '-inf', string.format('%.17g', now), 'LIMIT', 0, SWEEP_AT_ONCE) or {}) do
   redis.call('ZREM', prefix .. 'wake', name)
@@ -304,7 +304,7 @@ for _, name in ipairs(wake and tonumber(wake) <= now and redis.call('ZRANGEBYSCO
   unblock(tenant_of({tenant = name}))
 end
 for _, operation in ipairs(cjson.decode(ARGV[6])) do
-  run[operation[1]](unpack(operation, 2))
+  operations[operation[1]](unpack(operation, 2))
 end
 
 local waiting = {}
@@ -313,9 +313,9 @@ for _, id in ipairs(queued) do
   if call then waiting[#waiting + 1] = {id, waiting_reason(call)} end
 end
 
-for _, one in pairs(records) do save(one) end
-for orchestrator, ids in pairs(told) do
-  if orchestrator ~= me then redis.call('PUBLISH', prefix .. 'told:' .. orchestrator, cjson.encode(ids)) end
+for _, entry in pairs(records) do save_record(entry) end
+for orchestrator, ids in pairs(granted) do
+  if orchestrator ~= this_orchestrator then redis.call('PUBLISH', prefix .. 'told:' .. orchestrator, cjson.encode(ids)) end
 end
 if wakes_changed then wake = first_wake() end
-return cjson.encode({granted = told[me] or {}, refused = refused, waiting = waiting, unknown = unknown, wake = wake and math.max(0, tonumber(wake) - now) or nil})
+return cjson.encode({granted = granted[this_orchestrator] or {}, refused = refused, waiting = waiting, unknown = unknown, wake = wake and math.max(0, tonumber(wake) - now) or nil})

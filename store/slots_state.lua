@@ -1,75 +1,75 @@
--- One step of admission, whole or not at all: what one orchestrator asks for, and what follows from it for everybody.
--- docs/design.md draws the state and says why it is so.
+-- One atomic step of admission: processes the operations of one orchestrator and grants the slots that become free. docs/design.md explains the state.
 --
--- ARGV: prefix of the keys, prefix of the keys of slots, this orchestrator, seconds of a lease, the instant ("" for Redis's own), operations (JSON):
---   ["enqueue", id, call, policy]   a call that wants a slot; once more: tells its state
---   ["restore", id, call, policy]   it has a slot, which Redis has lost
---   ["release", id, used]           a slot given back after so many seconds of use (0: it did not run), or a wait given up
---   ["renew", ids, ids]             these hold slots, those wait
---   ["tick", queue, ...]            look whether the queues' slots have changed
--- Answer (JSON): granted: ids of this orchestrator that have a slot now; refused: [id, retry after] of those that may not wait;
--- waiting: [id, reason] of those that were queued in this step and wait (reasons: waiting.py); unknown: ids that Redis does not know; wake: seconds until a tenant's rate allows its next call. Other orchestrators are told by pub/sub.
+-- ARGV: prefix of the keys, prefix of the keys of slots, this orchestrator, seconds of a lease, time ("" for Redis's clock), operations (JSON):
+--   ["enqueue", id, call, policy]   requests a slot for a call; repeatable, returns the state of the call
+--   ["restore", id, call, policy]   restores the slot of a call after Redis has lost its data
+--   ["release", id, used]           returns a slot after `used` seconds of run time (0: the call did not run), or stops waiting
+--   ["renew", ids, ids]             renews the leases of the calls that have slots (first list) or wait (second list)
+--   ["tick", queue, ...]            grants slots after the number of slots of these queues may have changed
+-- Result (JSON): granted: ids of this orchestrator that have a slot now; refused: [id, retry after] of calls that may not wait; waiting: [id, reason] of
+-- calls that this step has queued (reasons: WaitReason in slots.py); unknown: ids that Redis does not have; wake: seconds until the rate limit of a tenant
+-- allows its next call. The script publishes the grants of other orchestrators by pub/sub.
 
-local prefix, slots_prefix, me, lease = ARGV[1], ARGV[2], ARGV[3], tonumber(ARGV[4])
+local prefix, slots_prefix, this_orchestrator, lease = ARGV[1], ARGV[2], ARGV[3], tonumber(ARGV[4])
 local now = tonumber(ARGV[5])
 if not now then
   local time = redis.call('TIME')
   now = tonumber(time[1]) + tonumber(time[2]) / 1000000
 end
 
-local LONG_S = 1           -- a call of so many seconds is long
-local TINY_S = 0.05        -- one of less is over before the next message is there
-local UNKNOWN_SLOTS = 4    -- capacity of a queue whose workers nobody knows
-local INTERACTIVE_RUN = 7  -- so many interactive calls in a row may pass one of a batch
-local FADE = 0.8           -- what is left of a longer estimate after a shorter call
+local LONG_S = 1           -- minimum run time of a long call
+local TINY_S = 0.05        -- a shorter call ends before the next message arrives
+local UNKNOWN_SLOTS = 4    -- capacity of a queue without reports from workers
+local INTERACTIVE_RUN = 7  -- how many interactive calls in a row may overtake a batch call
+local DECAY = 0.8          -- weight of a longer estimate after a shorter call
 local IDLE_S, ESTIMATE_S = 600, 86400
 local SWEEP_AT_ONCE = 500
 local LANES = {'interactive:short', 'interactive:long', 'batch:short', 'batch:long'}
 
 local records, estimates, calls = {}, {}, {}
-local told, refused, unknown, queued = {}, {}, {}, {}
+local granted, refused, unknown, queued = {}, {}, {}, {}
 
--- Hashes of numbers, read once in a step. What has changed is written once at its end. A field that is not there is 0.
+-- Hashes of numbers. A step reads each hash once and writes its changed fields once, at the end. A missing field is 0.
 
 local ZERO = {__index = function() return 0 end}
 
-local function record(key)
-  local found = records[key]
-  if found then return found end
-  found = {key = prefix .. key, fields = setmetatable({}, ZERO), saved = {}}
-  local flat = redis.call('HGETALL', found.key)
+local function load_record(key)
+  local entry = records[key]
+  if entry then return entry end
+  entry = {key = prefix .. key, fields = setmetatable({}, ZERO), saved = {}}
+  local flat = redis.call('HGETALL', entry.key)
   for at = 1, #flat, 2 do
     local number = tonumber(flat[at + 1])
-    found.fields[flat[at]], found.saved[flat[at]] = number, number
+    entry.fields[flat[at]], entry.saved[flat[at]] = number, number
   end
-  found.was_idle = #flat > 0 and found.fields.held + found.fields.waiting == 0
-  records[key] = found
-  return found
+  entry.was_idle = #flat > 0 and entry.fields.held + entry.fields.waiting == 0
+  records[key] = entry
+  return entry
 end
 
-local function save(one)
-  local flat, fields = {}, one.fields
+local function save_record(entry)
+  local changes, fields = {}, entry.fields
   for name, value in pairs(fields) do
-    if one.saved[name] ~= value then flat[#flat + 1], flat[#flat + 2] = name, string.format('%.17g', value) end
+    if entry.saved[name] ~= value then changes[#changes + 1], changes[#changes + 2] = name, string.format('%.17g', value) end
   end
-  if #flat > 0 then redis.call('HSET', one.key, unpack(flat)) end
+  if #changes > 0 then redis.call('HSET', entry.key, unpack(changes)) end
   if next(fields) == nil then return end
   if fields.held + fields.waiting == 0 then
-    local keep = fields.rate > 0 and math.min(604800, fields.burst / fields.rate) or 0
-    redis.call('EXPIRE', one.key, math.ceil(math.max(IDLE_S, keep)))
-  elseif one.was_idle then
-    redis.call('PERSIST', one.key)
+    local refill_s = fields.rate > 0 and math.min(604800, fields.burst / fields.rate) or 0
+    redis.call('EXPIRE', entry.key, math.ceil(math.max(IDLE_S, refill_s)))
+  elseif entry.was_idle then
+    redis.call('PERSIST', entry.key)
   end
 end
 
-local function count(one, what, by)
-  one.fields[what] = one.fields[what] + by
+local function add(entry, field, by)
+  entry.fields[field] = entry.fields[field] + by
 end
 
 local function tenant_of(call)
-  local found = record('tenant:' .. call.tenant)
-  found.name = call.tenant
-  return found
+  local entry = load_record('tenant:' .. call.tenant)
+  entry.name = call.tenant
+  return entry
 end
 
 local function weight_of(tenant)
@@ -78,9 +78,9 @@ end
 
 local function pair_of(queue, tenant_name)
   local name = queue.name .. '|' .. tenant_name
-  local found = record('pair:' .. name)
-  found.name, found.tenant = name, tenant_name
-  return found
+  local entry = load_record('pair:' .. name)
+  entry.name, entry.tenant = name, tenant_name
+  return entry
 end
 
 -- Calls
@@ -101,10 +101,10 @@ local function estimate(call)
   return math.min(estimates[name] or call.limit, call.limit)
 end
 
-local function learn(call, used, is_over)
+local function update_estimate(call, used, is_over)
   local name, key = call.tenant .. '|' .. call.tool, prefix .. 'estimates:' .. call.tenant
   local before = tonumber(redis.call('HGET', key, call.tool) or nil)
-  local after = math.max(used, before and (is_over and before * FADE + used * (1 - FADE) or before) or 0)
+  local after = math.max(used, before and (is_over and before * DECAY + used * (1 - DECAY) or before) or 0)
   after = tonumber(string.format('%.9g', after))
   if before ~= after then
     redis.call('HSET', key, call.tool, string.format('%.9g', after))
@@ -113,13 +113,13 @@ local function learn(call, used, is_over)
   estimates[name] = after
 end
 
-local function tell(id)
+local function add_grant(id)
   local orchestrator = id:match('^[^.]+')
-  told[orchestrator] = told[orchestrator] or {}
-  table.insert(told[orchestrator], id)
+  granted[orchestrator] = granted[orchestrator] or {}
+  table.insert(granted[orchestrator], id)
 end
 
--- What may go next
+-- Ranks of tenants in queues
 
 local function heads_of(pair)
   if not pair.heads then
@@ -147,7 +147,7 @@ local function set_ready(queue, pair, which, is_ready, score)
   pair.fields[field] = is_ready and 1 or 0
 end
 
--- Out of both ranks, whatever its record says: what is picked and cannot be served must not be picked again in this step.
+-- Removes the tenant from both ranks, independent of its record. A tenant that was chosen and cannot be served must not be chosen again in this step.
 local function unrank(queue, pair)
   for _, which in ipairs({'short', 'long'}) do
     redis.call('ZREM', prefix .. 'ready:' .. queue.name .. ':' .. which, pair.tenant)
@@ -162,7 +162,7 @@ local function set_stuck(queue, pair, is_stuck)
   end
 end
 
--- Where the tenant stands in the queue after anything about it has changed.
+-- Updates the ranks of the tenant in the queue after a change.
 local function refresh(queue, pair)
   local fields, short, long, stuck = pair.fields, false, false, false
   if fields.waiting > 0 and fields.blocked == 0 then
@@ -173,7 +173,7 @@ local function refresh(queue, pair)
     end
   end
   local was_ready = fields.ready_short + fields.ready_long > 0
-  -- Who was not able to use its share meanwhile has saved none up.
+  -- A tenant does not save up its share while it has no ready call.
   if (short or long) and not was_ready then fields.used = math.max(fields.used, queue.fields.clock) end
   local score = fields.used + fields.charged
   set_ready(queue, pair, 'short', short, score)
@@ -182,7 +182,7 @@ local function refresh(queue, pair)
   set_stuck(queue, pair, stuck)
 end
 
--- The held calls that have turned out long.
+-- Counts running calls as long once they have run for LONG_S.
 local function promote(queue)
   if queue.fields.held <= queue.fields.long then return end
   local key = prefix .. 'young:' .. queue.name
@@ -193,22 +193,22 @@ local function promote(queue)
       local call = cjson.decode(text)
       call.long = true
       redis.call('HSET', prefix .. 'held', id, cjson.encode(call))
-      count(queue, 'long', 1)
-      count(pair_of(queue, call.tenant), 'long', 1)
-      learn(call, now - call.granted, false)
+      add(queue, 'long', 1)
+      add(pair_of(queue, call.tenant), 'long', 1)
+      update_estimate(call, now - call.granted, false)
     end
   end
 end
 
 local function queue_of(name)
-  local queue = record('queue:' .. name)
+  local queue = load_record('queue:' .. name)
   if queue.slots then return queue end
   local number = tonumber(redis.call('GET', slots_prefix .. name) or nil)
   local is_known = number ~= nil and number >= 1
   queue.name = name
   queue.slots = is_known and math.floor(number) or UNKNOWN_SLOTS
   queue.capacity = is_known and math.max(queue.slots + 1, math.floor(queue.slots * 3 / 2)) or UNKNOWN_SLOTS
-  -- On its way a call is for some milliseconds, whatever it does: for tiny ones that is most of the time.
+  -- Delivery of a message takes some milliseconds, which is most of the time of a tiny call.
   queue.tiny_capacity = is_known and math.max(queue.slots + 4, queue.slots * 2) or UNKNOWN_SLOTS
   queue.long_each = math.max(1, math.floor(queue.slots * 9 / 10))
   promote(queue)
@@ -219,7 +219,7 @@ local function queue_of(name)
   return queue
 end
 
--- nil when the tenant may begin a call; else the instant from which its rate allows it, math.huge when it must give a slot back first.
+-- Returns nil when the tenant may start a call, the time at which its rate limit allows the call, or math.huge when it must return a slot first.
 local function limit_of(tenant)
   local fields = tenant.fields
   if fields.held >= fields.in_flight then return math.huge end
@@ -234,7 +234,7 @@ end
 
 local wakes_changed = false
 
-local function wake_at(until_at, tenant)
+local function schedule_wake(until_at, tenant)
   if until_at < math.huge then
     redis.call('ZADD', prefix .. 'wake', string.format('%.17g', until_at), tenant.name)
     wakes_changed = true
@@ -242,11 +242,11 @@ local function wake_at(until_at, tenant)
 end
 
 local function block(queue, pair, tenant, until_at)
-  count(tenant, 'turn', 1)
+  add(tenant, 'turn', 1)
   redis.call('ZADD', prefix .. 'blocked:' .. tenant.name, tenant.fields.turn, queue.name)
-  wake_at(until_at, tenant)
+  schedule_wake(until_at, tenant)
   pair.fields.blocked = 1
-  count(tenant, 'blocked', 1)
+  add(tenant, 'blocked', 1)
   unrank(queue, pair)
   refresh(queue, pair)
 end
