@@ -70,11 +70,7 @@ def answering(**fields: Any) -> Any:
 
 async def dispatch(tally: Tally, answer: Any, call: ToolCall | None = None) -> ToolResult:
     door = Dispatcher(
-        AnsweringTransport(answer),
-        TenantCatalog(StaticCatalog(ECHO)),
-        KEY,
-        queue_wait_s=60,
-        middleware=[tally.calls],
+        AnsweringTransport(answer), TenantCatalog(StaticCatalog(ECHO)), KEY, queue_wait_s=60, middleware=[tally.calls]
     )
     return await door.dispatch(Request(call or build_call(text="hi"), *ROUTE))
 
@@ -147,11 +143,7 @@ async def test_a_caller_that_leaves_is_counted_but_one_whose_call_goes_on_elsewh
 
     async with open_tally(redis_server) as (tally, page):
         door = Dispatcher(
-            Silent(answering()),
-            TenantCatalog(StaticCatalog(ECHO)),
-            KEY,
-            queue_wait_s=60,
-            middleware=[tally.calls],
+            Silent(answering()), TenantCatalog(StaticCatalog(ECHO)), KEY, queue_wait_s=60, middleware=[tally.calls]
         )
         for keeps in (False, True):
             began.clear()

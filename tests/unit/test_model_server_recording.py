@@ -120,11 +120,9 @@ async def test_a_secret_that_a_stream_brings_in_pieces_is_struck_out_of_it(tmp_p
     texts = [
         delta["content"] if kind == "content" else delta["tool_calls"][0]["function"]["arguments"] for delta in came
     ]
-    assert ("".join(texts), len(texts), pair.body.endswith("data: [DONE]\n\n")) == (
-        "it is [secret], I think",
-        len(pieces),
-        True,
-    )
+    assert "".join(texts) == "it is [secret], I think"
+    assert len(texts) == len(pieces)
+    assert pair.body.endswith("data: [DONE]\n\n")
 
 
 async def test_refusals_bytes_and_their_headers_are_recorded_too(tmp_path: Path) -> None:

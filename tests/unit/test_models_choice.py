@@ -59,12 +59,10 @@ def test_the_models_settings_are_read_from_the_environment(monkeypatch: pytest.M
     }.items():
         monkeypatch.setenv(f"TOOLCREW_{name}", value)
     settings = load_settings()
-    assert (settings.model_streaming, settings.model_retries, settings.model_context_tokens, settings.dialect) == (
-        False,
-        0,
-        4096,
-        "auto",
-    )
+    assert settings.model_streaming is False
+    assert settings.model_retries == 0
+    assert settings.model_context_tokens == 4096
+    assert settings.dialect == "auto"
 
 
 @pytest.mark.parametrize("name", ["local", "scripted"])

@@ -45,11 +45,9 @@ async def test_extra_fields_of_model_and_request_go_into_the_body_and_the_reques
         model = OpenAIModel("m", server.url, KEY, 5.0, {"seed": 7, "top_k": 1})
         [_] = [chunk async for chunk in model.stream(ModelRequest([], [{"type": "function"}], {"seed": 8}))]
         await model.aclose()
-        assert (server.bodies[0]["seed"], server.bodies[0]["top_k"], server.bodies[0]["tools"]) == (
-            8,
-            1,
-            [{"type": "function"}],
-        )
+        assert server.bodies[0]["seed"] == 8
+        assert server.bodies[0]["top_k"] == 1
+        assert server.bodies[0]["tools"] == [{"type": "function"}]
 
 
 async def test_a_server_that_refuses_usage_is_asked_again_without_and_remembered() -> None:

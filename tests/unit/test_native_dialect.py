@@ -98,10 +98,8 @@ def test_a_malformed_call_stands_in_the_transcript_with_valid_arguments(raw: str
 def test_a_name_that_no_server_takes_back_is_made_fit_in_the_transcript_only() -> None:
     [event], end = read(chunk(call(0, "a", name="functions.bash tool")))
     assert isinstance(event, CallRequested)
-    assert (event.call.name, end.message["tool_calls"][0]["function"]["name"]) == (
-        "functions.bash tool",
-        "functions_bash_tool",
-    )
+    assert event.call.name == "functions.bash tool"
+    assert end.message["tool_calls"][0]["function"]["name"] == "functions_bash_tool"
 
 
 def test_a_name_too_long_for_the_contract_is_malformed() -> None:

@@ -205,12 +205,10 @@ async def test_a_malformed_call_of_any_length_is_told(malformed: MalformedCall) 
 async def test_a_model_that_always_calls_stops_at_the_limit_with_a_warning() -> None:
     model, tools, seen = ScriptedModel(lambda _: Calls([("echo", {})], "Working.")), Tools(), []
     result = await work(model, run_call=tools.run, seen=seen, max_iterations=3)
-    assert (result.stop_reason, result.answer, len(model.requests), len(tools.calls)) == (
-        StopReason.MAX_ITERATIONS,
-        "Working.",
-        3,
-        3,
-    )
+    assert result.stop_reason == StopReason.MAX_ITERATIONS
+    assert result.answer == "Working."
+    assert len(model.requests) == 3
+    assert len(tools.calls) == 3
     assert next(event.message for event in seen if isinstance(event, Warned)).startswith(
         "stopped by the limit max_iterations after 3 steps"
     )

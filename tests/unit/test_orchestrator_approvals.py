@@ -108,11 +108,9 @@ async def test_the_request_tells_whose_call_it_is_why_it_is_asked_and_until_when
     await allow(call, BASH, approver, tenant="acme", session="s1", ttl_s=60, clock=lambda: 1000.0)
     (request,) = approver.requests
     assert (request.tenant, request.session, request.expires_at) == ("acme", "s1", 1060.0)
-    assert (request.call, request.command, request.warning) == (
-        call,
-        "rm -rf /srv/build",
-        "this command removes folders with all that is in them",
-    )
+    assert request.call == call
+    assert request.command == "rm -rf /srv/build"
+    assert request.warning == "this command removes folders with all that is in them"
     assert request.digest == digest_call(call, "acme", "s1")
 
 
@@ -196,11 +194,9 @@ async def test_an_approver_that_raises_has_refused_and_is_logged(caplog: pytest.
         raise OSError("secret")
 
     result = await refuse(CALL, WRITE, CallbackApprover(fail))
-    assert (result.error_code, "secret" in str(result.error), "approver_failed" in caplog.text) == (
-        ErrorCode.PERMISSION_DENIED,
-        False,
-        True,
-    )
+    assert result.error_code == ErrorCode.PERMISSION_DENIED
+    assert "secret" not in str(result.error)
+    assert "approver_failed" in caplog.text
 
 
 async def test_an_approver_that_never_answers_has_refused_when_its_time_is_up() -> None:

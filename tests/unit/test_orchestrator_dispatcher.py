@@ -63,14 +63,12 @@ async def test_the_context_carries_tenant_session_run_model_and_blob() -> None:
     door = Door()
     await door.call(run="r1", model="m", blob="b", timeout_s=7)
     [context] = door.transport.contexts
-    assert (context.tenant, context.session, context.run, context.model, context.blob, context.timeout_s) == (
-        "acme",
-        "s1",
-        "r1",
-        "m",
-        "b",
-        7,
-    )
+    assert context.tenant == "acme"
+    assert context.session == "s1"
+    assert context.run == "r1"
+    assert context.model == "m"
+    assert context.blob == "b"
+    assert context.timeout_s == 7
 
 
 async def test_a_worker_gets_arguments_that_are_whole_and_canonical() -> None:
@@ -86,11 +84,9 @@ async def test_a_worker_gets_arguments_that_are_whole_and_canonical() -> None:
 async def test_an_unknown_tool_is_named_exactly_with_the_nearest_ones() -> None:
     door = Door()
     result = await door.call(build_call("ehco"))
-    assert (result.success, result.error, result.error_code) == (
-        False,
-        "Tool not found: ehco",
-        ErrorCode.TOOL_NOT_FOUND,
-    )
+    assert result.success is False
+    assert result.error == "Tool not found: ehco"
+    assert result.error_code == ErrorCode.TOOL_NOT_FOUND
     assert result.metadata["nearest"][0] == "echo"  # type: ignore[index]
     assert door.transport.deliveries == []
 

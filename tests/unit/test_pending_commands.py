@@ -46,10 +46,8 @@ async def test_a_refused_command_is_logged_and_the_others_go_on(
     server = AnsweringRedis(LPUSH=error)
     await send_all(server)
     (record,) = caplog.records
-    assert (record.levelname, record.getMessage().split(" error=")[0]) == (
-        "ERROR",
-        "event=redis_command_refused command=LPUSH key=b",
-    )
+    assert record.levelname == "ERROR"
+    assert record.getMessage().split(" error=")[0] == "event=redis_command_refused command=LPUSH key=b"
     assert server.sent == [[DEL, PUSH, TRIM]]
 
 
@@ -61,8 +59,6 @@ async def test_a_command_that_redis_cannot_run_now_is_sent_again_with_those_behi
     server = AnsweringRedis(LPUSH=error)
     await send_all(server)
     (record,) = caplog.records
-    assert (record.levelname, record.getMessage().split(" error=")[0]) == (
-        "WARNING",
-        "event=redis_commands_delayed commands=2",
-    )
+    assert record.levelname == "WARNING"
+    assert record.getMessage().split(" error=")[0] == "event=redis_commands_delayed commands=2"
     assert server.sent == [[DEL, PUSH, TRIM], [PUSH, TRIM]]

@@ -199,10 +199,8 @@ async def test_a_pool_without_a_worker_leaves_the_catalog_and_its_tools_say_whic
 
     missing = Dispatcher(AnsweringTransport(fine), TenantCatalog(pools.catalog), KEY, queue_wait_s=5)
     result = await missing.dispatch(Request(build_call("web_tool"), *ROUTE))
-    assert (result.error_code, result.error) == (
-        ErrorCode.CONFIG_MISSING,
-        "no worker serves web_tool now: start one with `toolcrew serve worker --kind web`",
-    )
+    assert result.error_code == ErrorCode.CONFIG_MISSING
+    assert result.error == "no worker serves web_tool now: start one with `toolcrew serve worker --kind web`"
 
 
 async def test_an_orchestrator_that_never_saw_the_pool_says_the_same(pools: Pools) -> None:

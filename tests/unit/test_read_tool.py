@@ -167,10 +167,8 @@ def test_an_empty_file_is_said() -> None:
 
 def test_a_picture_is_described() -> None:
     result = read(build_read_response(b"", size=12345, kind="image", type="a PNG image", width=640, height=480))
-    assert (result.success, result.output) == (
-        True,
-        "[a PNG image, 640x480 pixels, 12345 bytes: nothing of it can be shown as text]",
-    )
+    assert result.success is True
+    assert result.output == "[a PNG image, 640x480 pixels, 12345 bytes: nothing of it can be shown as text]"
     assert result.metadata == {"size_bytes": 12345, "type": "a PNG image", "width": 640, "height": 480}
     unsized = read(build_read_response(b"", size=9, kind="document", type="a PDF document"))
     assert unsized.output == "[a PDF document, 9 bytes: nothing of it can be shown as text]"
@@ -206,10 +204,8 @@ def test_a_failure_names_the_next_move(code: str, next_move: str) -> None:
 
 
 def test_another_failure_is_told_as_it_is() -> None:
-    assert (refused("PATH_NOT_ALLOWED").error, refused("PATH_NOT_ALLOWED").error_code) == (
-        "a.txt: words",
-        ErrorCode.PATH_NOT_ALLOWED,
-    )
+    assert refused("PATH_NOT_ALLOWED").error == "a.txt: words"
+    assert refused("PATH_NOT_ALLOWED").error_code == ErrorCode.PATH_NOT_ALLOWED
     assert refused("NOT_A_REGULAR_FILE").error_code is ErrorCode.PATH_NOT_ALLOWED
 
 

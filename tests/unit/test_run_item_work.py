@@ -92,10 +92,8 @@ async def test_a_tool_that_fails_in_a_run_is_the_models_to_deal_with(make: Made)
 async def test_a_run_that_reaches_a_limit_is_a_failure_of_the_model_with_what_there_is(make: Made) -> None:
     ground = make(echo_then("never", "a", "b", "c"))
     outcome = await ground.worked(await ground.put(build_run(limits=RunLimits(max_iterations=2))))
-    assert (outcome.failure and outcome.failure.kind, outcome.failure and outcome.failure.code) == (
-        FailureKind.MODEL,
-        "max_iterations",
-    )
+    assert (outcome.failure and outcome.failure.kind) == FailureKind.MODEL
+    assert (outcome.failure and outcome.failure.code) == "max_iterations"
     assert outcome.body is not None
     assert outcome.body["steps"] == 2
 
@@ -189,10 +187,8 @@ async def test_a_chat_asks_for_no_sandbox_and_says_what_its_line_says(make: Made
     assert ground.sent() == []
     assert isinstance(ground.model, ScriptedModel)
     (request,) = ground.model.requests
-    assert (request.messages, request.tools) == (
-        [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hi"}],
-        [],
-    )
+    assert request.messages == [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hi"}]
+    assert request.tools == []
 
 
 async def test_a_chat_needs_no_pool_that_works(make: Made) -> None:

@@ -37,11 +37,7 @@ async def claimed(ground: RunGround) -> RunClaim:
 
 
 async def journal_of(ground: RunGround, claim: RunClaim, on_taken: Any = lambda: None) -> Journal:
-    return Journal(
-        await RunLog.load(ground.client, "d", KEY, claim.attempt),
-        on_taken,
-        clock=lambda: 1.0,
-    )
+    return Journal(await RunLog.load(ground.client, "d", KEY, claim.attempt), on_taken, clock=lambda: 1.0)
 
 
 async def read(model: LoggedModel) -> str:

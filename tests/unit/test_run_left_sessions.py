@@ -12,14 +12,7 @@ from contract.run_events import ModelReplied, SessionOpened, SessionOpening
 from orchestrator.runs import runner as runner_module
 from store import run_log
 from store.batches import BatchState
-from store.run_log import (
-    LogEntry,
-    RunLog,
-    close_left_sessions,
-    entry_purpose,
-    run_key,
-    run_log_key,
-)
+from store.run_log import LogEntry, RunLog, close_left_sessions, entry_purpose, run_key, run_log_key
 from store.runs import RunClaim
 from store.sessions import SessionStore
 from tests.builders import KEY

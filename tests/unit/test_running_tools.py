@@ -88,10 +88,8 @@ def test_rules_of_a_tenant_about_bash_are_about_runs_and_those_about_its_command
 )
 def test_the_approval_policy_judges_a_run_as_both(rules: tuple[Rule, ...], run: str, load: str) -> None:
     policy = ApprovalPolicy(rules)
-    assert (policy.decide("acme", SKILL_TOOL, RUN).action, policy.decide("acme", SKILL_TOOL, LOAD).action) == (
-        run,
-        load,
-    )
+    assert policy.decide("acme", SKILL_TOOL, RUN).action == run
+    assert policy.decide("acme", SKILL_TOOL, LOAD).action == load
 
 
 def test_a_tenants_own_rules_ask_about_runs_too() -> None:

@@ -122,10 +122,8 @@ async def test_sending_more_than_was_asked_for_costs_the_container(tmp_path: Pat
     async with running_sandboxd(tmp_path, answering(*flood)) as daemon:
         client, name = await daemon.open()
         done = await call(client, name)
-        assert (done["error"]["code"], "more output than was asked for" in done["error"]["message"]) == (
-            "SANDBOX_UNAVAILABLE",
-            True,
-        )
+        assert done["error"]["code"] == "SANDBOX_UNAVAILABLE"
+        assert "more output than was asked for" in done["error"]["message"]
         await emptied(daemon)
 
 

@@ -151,11 +151,9 @@ async def test_an_archive_that_cannot_be_unpacked_does_not_lock_its_session_up(t
         assert (host.alive, host.factory.slots.taken) == ([], 0)
         _, sandbox = await host.sessions.use("acme:s", "c")
         told = entry.describe_sandbox(sandbox)
-        assert (told["rebuilt"], "cannot be unpacked" in told["news"], host.suspension_store.archives) == (
-            True,
-            True,
-            {},
-        )
+        assert told["rebuilt"] is True
+        assert "cannot be unpacked" in told["news"]
+        assert host.suspension_store.archives == {}
 
 
 async def test_a_lost_archive_with_all_files_is_told_before_an_empty_sandbox_is_shown(tmp_path: Path) -> None:
@@ -275,11 +273,9 @@ async def test_a_kept_session_has_what_its_class_has_today(tmp_path: Path) -> No
         second.sessions.adopt()
         await second.sessions.use("acme:s", "c")
         config = second.engine.guests[0].config
-        assert (config["HostConfig"]["Runtime"], config["Image"], config["HostConfig"]["PidsLimit"]) == (
-            "runc",
-            "default",
-            PLAN.pids,
-        )
+        assert config["HostConfig"]["Runtime"] == "runc"
+        assert config["Image"] == "default"
+        assert config["HostConfig"]["PidsLimit"] == PLAN.pids
         assert "--proxy" not in config["Entrypoint"]
 
 
@@ -428,10 +424,8 @@ async def test_a_restore_that_fails_leaves_nothing(tmp_path: Path) -> None:
         with pytest.raises(ToolFailure, match="no such checkpoint"):
             await daemon.open(restore="c")
         host = daemon.host
-        assert (
-            host.alive,
-            workspaces.alive,
-            host.records.sessions(),
-            host.factory.slots.taken,
-            len(host.sessions),
-        ) == ([], {}, [], 0, 0)
+        assert host.alive == []
+        assert workspaces.alive == {}
+        assert host.records.sessions() == []
+        assert host.factory.slots.taken == 0
+        assert len(host.sessions) == 0

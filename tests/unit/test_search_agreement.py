@@ -17,9 +17,7 @@ from tests.search_ground import Found, Ground
 
 pytestmark = pytest.mark.skipif(shutil.which("rg") is None, reason="needs ripgrep")
 QUICK = settings(
-    max_examples=20,
-    deadline=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+    max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
 )
 
 LISTING = (

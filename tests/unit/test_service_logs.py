@@ -55,13 +55,11 @@ with structlog.contextvars.bound_contextvars(tenant="acme", call="c-1"):
 log.info("said"); log.debug("unsaid")
 """
     lost, said = events_of(side, code)
-    assert (lost["level"], lost["event"], lost["tenant"], lost["call"], lost["token"]) == (
-        "warning",
-        "call_lost",
-        "acme",
-        "c-1",
-        "[masked: token]",
-    )
+    assert lost["level"] == "warning"
+    assert lost["event"] == "call_lost"
+    assert lost["tenant"] == "acme"
+    assert lost["call"] == "c-1"
+    assert lost["token"] == "[masked: token]"
     assert SECRET not in lost["error"]
     assert "url-password-1" not in lost["error"]
     assert (said["event"], "tenant" in said) == ("said", False)
@@ -115,12 +113,10 @@ def test_a_worker_with_an_unknown_level_does_not_start() -> None:
         timeout=60,
     )
     (told,) = read_events(done.stderr)
-    assert (done.returncode, told["level"], told["event"], told["error"].startswith(name)) == (
-        1,
-        "critical",
-        "not_started",
-        True,
-    )
+    assert done.returncode == 1
+    assert told["level"] == "critical"
+    assert told["event"] == "not_started"
+    assert told["error"].startswith(name)
 
 
 def test_a_program_that_uses_the_sdk_keeps_its_own_logging() -> None:

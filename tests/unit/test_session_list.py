@@ -72,13 +72,11 @@ async def test_a_session_tells_where_it_lives_and_of_its_last_checkpoint(client:
     await open_some(client, 1)
     await client.hset(place_key("d", "acme", "acme-0"), mapping={"checkpoint": "c1", "checkpoint_at": 1_700_000_000.0})
     [session] = (await SessionList(client, "d", KEYS).read("acme")).sessions
-    assert (session.id, session.tenant, session.state, session.host, session.queue) == (
-        "acme-0",
-        "acme",
-        "open",
-        "a",
-        "host.a.b1",
-    )
+    assert session.id == "acme-0"
+    assert session.tenant == "acme"
+    assert session.state == "open"
+    assert session.host == "a"
+    assert session.queue == "host.a.b1"
     assert (session.fence, session.image, session.ttl_s, session.checkpoint) == (1, "python", 60.0, "c1")
     assert session.to_json()["checkpoint_at"] == "2023-11-14T22:13:20Z"
 

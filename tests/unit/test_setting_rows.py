@@ -22,9 +22,7 @@ def rows_of(settings: Any) -> dict[str, tuple[str | None, str]]:
 
 
 def test_values_are_told_as_one_writes_them_and_what_was_not_given_is_default(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {
-        "EGRESS_UIDS": "[7]",
-    }.items():
+    for name, value in {"EGRESS_UIDS": "[7]"}.items():
         monkeypatch.setenv(f"TOOLCREW_{name}", value)
     rows = rows_of(SandboxdSettings())
 

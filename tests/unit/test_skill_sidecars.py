@@ -27,13 +27,11 @@ def test_the_entrypoint_is_enough() -> None:
     sidecar = parse()
     assert (sidecar.args, sidecar.interpreter, sidecar.timeout, sidecar.network) == ("json-stdin", None, None, False)
     spec = build_skill_spec(summary(), sidecar)
-    assert (spec.name, spec.pool, spec.requires_permission, spec.dangerous, spec.timeout_s) == (
-        "word-count",
-        "sandbox",
-        False,
-        False,
-        None,
-    )
+    assert spec.name == "word-count"
+    assert spec.pool == "sandbox"
+    assert spec.requires_permission is False
+    assert spec.dangerous is False
+    assert spec.timeout_s is None
     assert spec.description == "Counts words. It runs in the session's sandbox, without network."
 
 

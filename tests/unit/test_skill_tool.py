@@ -124,11 +124,9 @@ def test_a_script_is_run_with_json_from_where_the_bundle_lies(root: Path) -> Non
     assert bench.use(name="alpha", action="run", script="a.py", args={"x": 1}).text() == "1\n"
     place, archive = bench.client.skills[bench.skills[0].summary.digest]
     (run,) = bench.client.requests
-    assert (run["argv"], run["cwd"], run["env"]) == (
-        ["python3", f"{place}/scripts/a.py"],
-        "/workspace",
-        {"SKILL_DIR": place},
-    )
+    assert run["argv"] == ["python3", f"{place}/scripts/a.py"]
+    assert run["cwd"] == "/workspace"
+    assert run["env"] == {"SKILL_DIR": place}
     assert json.loads(bench.client.bodies[-1]) == {"x": 1}
     with tarfile.open(fileobj=io.BytesIO(archive)) as packed:
         assert packed.getnames() == [file.path for file in bench.skills[0].files]

@@ -93,10 +93,8 @@ async def test_a_tenants_skill_is_a_tool_where_the_name_is_free_or_a_skills(inst
     ]
     rivals = await catalog.of("rival")
     assert not any(tool.is_installed_skill for tool in rivals.tools)
-    assert (described(rivals, "late"), described(rivals, "plain")) == (
-        ("system", "yes", False),
-        ("system", "no", False),
-    )
+    assert described(rivals, "late") == ("system", "yes", False)
+    assert described(rivals, "plain") == ("system", "no", False)
     assert [skill.name for skill in rivals.skills] == ["late", "mcp__git__log", "plain"]
 
 

@@ -45,10 +45,7 @@ def test_a_run_that_is_not_there_is_one_sentence_and_an_object_with_json(trace: 
     assert json.loads(run("show", "nope", "--json")[1])["error"]["code"] == "CONFIG_MISSING"
 
 
-@pytest.mark.parametrize(
-    ("to", "key"),
-    [("atif", "schema_version"), ("otel", "resourceSpans")],
-)
+@pytest.mark.parametrize(("to", "key"), [("atif", "schema_version"), ("otel", "resourceSpans")])
 def test_export_prints_or_writes_each_format(trace: Path, tmp_path: Path, to: str, key: str) -> None:
     assert key in json.loads(run("export", "run1", "--to", to)[1])
     assert run("export", "run1", "--to", to, "-o", str(tmp_path / "x.json"))[1] == ""

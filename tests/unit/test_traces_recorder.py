@@ -86,10 +86,8 @@ async def test_a_request_holds_what_is_new_since_the_last_one_and_its_tools_once
         (2, 2, 4),
         (4, 2, 6),
     ]
-    assert (["new_tools" in line for line in requests], [line["tools"] for line in requests]) == (
-        [True, False, False],
-        [1, 1, 1],
-    )
+    assert ["new_tools" in line for line in requests] == [True, False, False]
+    assert [line["tools"] for line in requests] == [1, 1, 1]
     assert [step.messages for step in load_trace(path).steps] == [request.messages for request in model.requests]
 
 
@@ -119,10 +117,8 @@ async def test_an_aborted_run_says_why(tmp_path: Path) -> None:
 async def test_a_malformed_call_has_a_result_and_was_not_called(tmp_path: Path) -> None:
     path, _, _ = await run_traced(tmp_path, ScriptedModel([Calls([("echo", "{broken")]), "done"]))
     results = [line["result"] for line in of_type(path, "CallFinished")]
-    assert (of_type(path, "CallStarted"), [result["error_code"] for result in results]) == (
-        [],
-        ["INVALID_ARGUMENTS"],
-    )
+    assert of_type(path, "CallStarted") == []
+    assert [result["error_code"] for result in results] == ["INVALID_ARGUMENTS"]
 
 
 async def test_a_reply_that_the_time_limit_interrupts_is_told_as_far_as_it_came(tmp_path: Path) -> None:
@@ -144,10 +140,8 @@ async def test_a_reply_that_the_time_limit_interrupts_is_told_as_far_as_it_came(
         result = await agent.run("do it")
     assert result.stop_reason is StopReason.MAX_WALL
     told = load_trace(trace.path)
-    assert ([call.result.error_code for call in told.calls if call.result], told.finished) == (
-        ["CANCELLED"],
-        told.end,
-    )
+    assert [call.result.error_code for call in told.calls if call.result] == ["CANCELLED"]
+    assert told.finished == told.end
     assert told.finished is not None
     assert told.finished.stop_reason == "max_wall"
     assert told.steps[0].answered is not None
@@ -180,19 +174,11 @@ async def test_questions_and_answers_of_approvals_are_told(tmp_path: Path) -> No
         reviewed = await review(call, spec, approver, policy=ApprovalPolicy(), on_event=trace, run=RUN)
     assert isinstance(reviewed, ToolCall)
     [asked], [decided] = of_type(trace.path, "ApprovalAsked"), of_type(trace.path, "ApprovalDecided")
-    assert (
-        asked["call"]["id"],
-        asked["call"]["name"],
-        decided["is_allowed"],
-        decided["is_changed"],
-        decided["reason"],
-    ) == (
-        "c1",
-        "echo",
-        True,
-        True,
-        "fine",
-    )
+    assert asked["call"]["id"] == "c1"
+    assert asked["call"]["name"] == "echo"
+    assert decided["is_allowed"] is True
+    assert decided["is_changed"] is True
+    assert decided["reason"] == "fine"
     assert asked["digest"] == decided["digest"]
 
 
@@ -349,11 +335,9 @@ async def test_whatever_a_run_says_all_of_it_can_be_read_back(
         tmp_path_factory.mktemp("t"), model, also=seen.append, max_malformed_replies=9
     )
     trace = load_trace(path)
-    assert (trace.faults(), recorder.lost_lines, trace.finished is not None and trace.finished.stop_reason) == (
-        [],
-        0,
-        result.stop_reason.value,
-    )
+    assert trace.faults() == []
+    assert recorder.lost_lines == 0
+    assert (trace.finished is not None and trace.finished.stop_reason) == result.stop_reason.value
     told = [(call.call_id, call.result.text()) for call in trace.calls if call.result]
     assert told == [(event.result.call_id, event.result.text()) for event in seen if isinstance(event, CallFinished)]
 
@@ -376,13 +360,11 @@ async def test_another_process_that_takes_the_run_over_continues_the_trace(tmp_p
         file.write(b'{"v":2,"seq":13,"type":"Warn')
     await run_traced(tmp_path, ScriptedModel(["Better."]))
     trace = load_trace(path)
-    assert (trace.attempts, trace.torn, trace.damaged, trace.finished and trace.finished.answer, len(trace.steps)) == (
-        2,
-        1,
-        0,
-        "Better.",
-        1,
-    )
+    assert trace.attempts == 2
+    assert trace.torn == 1
+    assert trace.damaged == 0
+    assert (trace.finished and trace.finished.answer) == "Better."
+    assert len(trace.steps) == 1
     numbers = [json.loads(line)["seq"] for line in re.findall(r'.*"RunStarted".*', path.read_text())]
     assert (numbers, trace.gaps) == ([0, 13], 0)
 
@@ -412,12 +394,10 @@ async def test_a_folder_that_cannot_be_written_ends_no_run_and_is_told_once(tmp_
         for _ in range(3):
             trace(RunStarted(run=RUN, instruction="x" * 20_000, model="m", dialect="native"))
             trace.close()
-    assert (trace.lost_lines, len(told), "make room, or set TOOLCREW_TRACES" in told[0], trace.warnings == told) == (
-        3,
-        1,
-        True,
-        True,
-    )
+    assert trace.lost_lines == 3
+    assert len(told) == 1
+    assert "make room, or set TOOLCREW_TRACES" in told[0]
+    assert trace.warnings == told
 
 
 async def test_a_disk_that_is_full_in_the_middle_costs_lines_and_the_end_says_how_many(
@@ -442,12 +422,10 @@ async def test_a_disk_that_is_full_in_the_middle_costs_lines_and_the_end_says_ho
         trace(RunStarted(run=RUN, instruction="again", model="m", dialect="native"))
         trace.close()
     told = load_trace(trace.path)
-    assert (lost > 0, trace.lost_lines, told.torn + told.damaged, told.gaps, len(told.events)) == (
-        True,
-        lost,
-        1,
-        lost,
-        6 - lost,
-    )
+    assert lost > 0
+    assert trace.lost_lines == lost
+    assert told.torn + told.damaged == 1
+    assert told.gaps == lost
+    assert len(told.events) == 6 - lost
     assert told.start is not None
     assert told.start.instruction == "again"

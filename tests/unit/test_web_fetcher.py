@@ -68,12 +68,10 @@ def test_a_page_comes_with_its_status_type_and_body(server: WebServer) -> None:
     server.replies["/"] = answer("hello", content_type="text/plain; charset=utf-8")
     fetched = fetch(server)
     page = fetched.page
-    assert (page.status, page.phrase, page.content_type, page.body) == (
-        200,
-        "200 OK",
-        "text/plain; charset=utf-8",
-        b"hello",
-    )
+    assert page.status == 200
+    assert page.phrase == "200 OK"
+    assert page.content_type == "text/plain; charset=utf-8"
+    assert page.body == b"hello"
     assert (fetched.source, page.redirects, page.is_whole) == ("network", (), True)
 
 

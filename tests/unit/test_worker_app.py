@@ -16,12 +16,7 @@ from workers.settings import WorkerSettings
 
 @pytest.mark.parametrize(
     ("told", "slots"),
-    [
-        ({}, 16),
-        ({"worker_kind": "web"}, 4),
-        ({"concurrency": 7}, 7),
-        ({"worker_kind": "web", "concurrency": 9}, 9),
-    ],
+    [({}, 16), ({"worker_kind": "web"}, 4), ({"concurrency": 7}, 7), ({"worker_kind": "web", "concurrency": 9}, 9)],
 )
 def test_a_thread_is_cheap_and_a_process_is_not(told: dict[str, Any], slots: int) -> None:
     assert WorkerSettings.model_validate({"redis_url": "redis://127.0.0.1", **told}).concurrency == slots

@@ -165,11 +165,9 @@ def test_a_failure_of_the_tool_is_the_models_to_read() -> None:
 
     with capture_logs() as logs:
         result = House(fail).execute()
-    assert (result.error_code, result.error, result.metadata) == (
-        ErrorCode.NO_MATCH,
-        "nothing like it",
-        {"nearest": "b"},
-    )
+    assert result.error_code == ErrorCode.NO_MATCH
+    assert result.error == "nothing like it"
+    assert result.metadata == {"nearest": "b"}
     assert logs == []
 
 
@@ -232,11 +230,9 @@ def test_kill_report_sandbox_and_clocks_are_passed_on() -> None:
 def test_they_are_passed_on_also_when_the_guest_failed() -> None:
     done = {"error": {"code": "TIMEOUT", "message": "too slow"}, "kill": KILL, "sandbox": {"id": "c0ffee"}}
     result = House(ask_guest, GuestResponse(done)).execute()
-    assert (result.error_code, result.kill, result.sandbox) == (
-        ErrorCode.TIMEOUT,
-        KillReport(**KILL),
-        SandboxInfo(id="c0ffee"),
-    )
+    assert result.error_code == ErrorCode.TIMEOUT
+    assert result.kill == KillReport(**KILL)
+    assert result.sandbox == SandboxInfo(id="c0ffee")
 
 
 def test_the_time_in_the_queue_starts_when_the_call_was_sent() -> None:
@@ -280,10 +276,8 @@ def test_what_happened_to_the_sandbox_before_stands_at_the_end_of_the_output() -
         "sandbox": sandbox,
     }
     result = House(ask_guest, GuestResponse(done)).execute()
-    assert (result.output.endswith("\n[it was rebuilt]"), result.sandbox and result.sandbox.news) == (
-        True,
-        "it was rebuilt",
-    )
+    assert result.output.endswith("\n[it was rebuilt]")
+    assert (result.sandbox and result.sandbox.news) == "it was rebuilt"
 
 
 # Content outside the envelope

@@ -303,13 +303,11 @@ def test_a_held_session_is_nobody_else_s_until_it_is_let_go(ground: HostGround) 
     assert sessions.release("acme:s1", 6)
 
     moved = ground.place("acme:s1")
-    assert (moved.state, moved.queue, moved.fence, moved.checkpoint, moved.moving_until) == (
-        LocationState.MOVING,
-        "",
-        6,
-        "c1",
-        0.0,
-    )
+    assert moved.state == LocationState.MOVING
+    assert moved.queue == ""
+    assert moved.fence == 6
+    assert moved.checkpoint == "c1"
+    assert moved.moving_until == 0.0
 
 
 def test_a_session_that_is_not_quiet_is_served_again_where_it_was(ground: HostGround) -> None:
