@@ -102,9 +102,9 @@ def test_a_schema_that_no_large_number_can_be_divided_by_does_not_break_the_chec
 # Lines of a server over stdio
 
 
-def _server(tmp_path: Path, said: bytes) -> SandboxServer:
+def _server(tmp_path: Path, reply: bytes) -> SandboxServer:
     """Return a server that answers calls of `echo` with this reply, unchanged."""
-    env = {"OF": SecretStr(str(tmp_path)), "SAYS": SecretStr(said.hex())}
+    env = {"OF": SecretStr(str(tmp_path)), "SAYS": SecretStr(reply.hex())}
     return SandboxServer(
         "peer", StdioEntry(command=sys.executable, args=(PEER, "says"), network="none", env=env), stands_alone=True
     )
@@ -114,7 +114,7 @@ _HEAD = b'{"jsonrpc":"2.0","id":ID,'
 
 
 @pytest.mark.parametrize(
-    ("said", "code"),
+    ("reply", "code"),
     [
         (_HEAD + b'"result":{"x":NaN}}\n', ErrorCode.HTTP_ERROR),
         (_HEAD + b'"result":{"x":1e999}}\n', ErrorCode.HTTP_ERROR),
@@ -130,9 +130,9 @@ _HEAD = b'{"jsonrpc":"2.0","id":ID,'
     ],
 )  # fmt: skip
 def test_an_answer_that_is_none_costs_its_own_call_alone(
-    box: LocalSandbox, tmp_path: Path, said: bytes, code: ErrorCode
+    box: LocalSandbox, tmp_path: Path, reply: bytes, code: ErrorCode
 ) -> None:
-    server = _server(tmp_path, said)
+    server = _server(tmp_path, reply)
     with pytest.raises(ToolFailure) as caught:
         server.call_tool(box.run, "echo", {"text": "x"}, "/workspace", 1.5)
     assert caught.value.code is code
@@ -143,8 +143,8 @@ def test_an_answer_that_is_none_costs_its_own_call_alone(
 def test_depths_that_the_sandboxs_python_reads_or_does_not_are_refused_either_way(
     box: LocalSandbox, tmp_path: Path
 ) -> None:
-    said = _HEAD + b'"result":' + b"[" * 5000 + b"]" * 5000 + b"}\n"
-    server = _server(tmp_path, said)
+    reply = _HEAD + b'"result":' + b"[" * 5000 + b"]" * 5000 + b"}\n"
+    server = _server(tmp_path, reply)
     with pytest.raises(ToolFailure) as caught:
         server.call_tool(box.run, "echo", {"text": "x"}, "/workspace", 1.5)
     assert caught.value.code in (ErrorCode.HTTP_ERROR, ErrorCode.TIMEOUT)

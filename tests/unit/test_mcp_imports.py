@@ -46,9 +46,9 @@ def test_every_name_fits_and_tells_its_server(server: str, tool: str) -> None:
 
 
 @given(SERVERS, SERVERS, NAMES, NAMES)
-def test_two_servers_never_share_a_name(one: str, other: str, tool: str, another: str) -> None:
-    if one != other:
-        assert fit_name(one, tool) != fit_name(other, another)
+def test_two_servers_never_share_a_name(first: str, other: str, tool: str, another: str) -> None:
+    if first != other:
+        assert fit_name(first, tool) != fit_name(other, another)
 
 
 @given(SERVERS, st.lists(NAMES, max_size=20), st.randoms())
@@ -75,31 +75,31 @@ def test_a_tool_without_a_name_is_left_out_and_told(name: Any) -> None:
 
 def test_include_and_exclude_take_names_with_stars() -> None:
     tools = [{**TOOL, "name": name} for name in ("read_a", "read_b", "write_a", "[x]")]
-    found = _import(*tools, include=("read_*", "[x]"), exclude=("*_b",))
-    assert sorted(tool.name for tool in found) == ["[x]", "read_a"]
+    imported = _import(*tools, include=("read_*", "[x]"), exclude=("*_b",))
+    assert sorted(tool.name for tool in imported) == ["[x]", "read_a"]
 
 
 def test_no_more_tools_than_the_bound() -> None:
     with capture_logs() as logs:
-        found = _import(*({**TOOL, "name": f"t{n}"} for n in range(MAX_TOOLS + 5)))
-    assert (len(found), logs[-1]["event"]) == (MAX_TOOLS, "mcp_tools_too_many")
+        imported = _import(*({**TOOL, "name": f"t{n}"} for n in range(MAX_TOOLS + 5)))
+    assert (len(imported), logs[-1]["event"]) == (MAX_TOOLS, "mcp_tools_too_many")
 
 
 def test_no_more_of_one_server_together_than_everybody_can_read_again_and_again() -> None:
     schema = _schema(x={"enum": ["x" * 15_000]})
     with capture_logs() as logs:
-        found = _import(*({**TOOL, "name": f"t{n}", "inputSchema": schema} for n in range(60)))
-    assert sum(len(tool.spec.model_dump_json()) for tool in found) <= MAX_TOGETHER_BYTES
-    assert len(found) + len(logs) == 60
+        imported = _import(*({**TOOL, "name": f"t{n}", "inputSchema": schema} for n in range(60)))
+    assert sum(len(tool.spec.model_dump_json()) for tool in imported) <= MAX_TOGETHER_BYTES
+    assert len(imported) + len(logs) == 60
 
 
 # Descriptions and flags
 
 
 def test_a_description_is_marked_as_its_servers_and_printable() -> None:
-    told = _spec(description="Read\x1b[2J everything" + "x" * 10_000).description
-    assert told.startswith("[A tool of the MCP server docs, in its words:] Read\ufffd[2J everything")
-    assert len(told) < 4200
+    description = _spec(description="Read\x1b[2J everything" + "x" * 10_000).description
+    assert description.startswith("[A tool of the MCP server docs, in its words:] Read\ufffd[2J everything")
+    assert len(description) < 4200
 
 
 HINTS = {"readOnlyHint": True, "destructiveHint": False, "idempotentHint": True, "openWorldHint": False}
@@ -164,8 +164,8 @@ def _deep() -> dict[str, Any]:
 )
 def test_a_schema_that_is_none_or_costs_too_much_leaves_its_tool_out(schema: Any) -> None:
     with capture_logs() as logs:
-        found = _import({**TOOL, "inputSchema": schema}, {**TOOL, "name": "good"})
-    assert [tool.name for tool in found] == ["good"], "and no other"
+        imported = _import({**TOOL, "inputSchema": schema}, {**TOOL, "name": "good"})
+    assert [tool.name for tool in imported] == ["good"], "and no other"
     assert [entry["event"] for entry in logs] == ["mcp_tool_left_out"]
 
 

@@ -99,9 +99,9 @@ def _open_read(fifo: Path) -> int | None:
 @pytest.mark.parametrize("how", ["good", "old"])
 def test_later_calls_find_the_process_of_the_first_and_its_state(box: LocalSandbox, tmp_path: Path, how: str) -> None:
     server = _server(tmp_path, how)
-    told = [_count(box, server) for _ in range(3)]
-    assert [number for number, _ in told] == [1, 2, 3]
-    assert len({pid for _, pid in told}) == 1
+    counts = [_count(box, server) for _ in range(3)]
+    assert [number for number, _ in counts] == [1, 2, 3]
+    assert len({pid for _, pid in counts}) == 1
     assert box.ops == ["exec", "job_list", "job_start", "exec", "exec", "exec"]
 
 
@@ -259,15 +259,15 @@ def test_in_a_session_with_network_a_server_without_is_refused(box: LocalSandbox
 
 
 @pytest.mark.parametrize(
-    "said",
+    "data",
     [b"", b"+", b"9" * 100, b"1 x\n", b"-1 5\nhello", b"0 0\n", b"9999999999 1\n", b"0 9999999999\n", b"0 2\n{}", b"0 2\n[]", b"0 3\nNaN", b"0 4\n\xff\xff\xff\xff"],
 )  # fmt: skip
-def test_nonsense_on_its_socket_does_not_end_it(box: LocalSandbox, tmp_path: Path, said: bytes) -> None:
+def test_nonsense_on_its_socket_does_not_end_it(box: LocalSandbox, tmp_path: Path, data: bytes) -> None:
     server = _server(tmp_path)
     before = _count(box, server)
     with socket.socket(socket.AF_UNIX) as line:
         line.connect("\0" + name_keeper(server.entry))
-        line.sendall(said)
+        line.sendall(data)
         assert _count(box, server) == (2, before[1])
 
 

@@ -189,7 +189,7 @@ def test_a_process_of_the_pool_has_what_came_after_it_was_forked() -> None:
     ground = Ground(source)
     ground.ask()
     go, goes = os.pipe()
-    told, tells = os.pipe()
+    pid_reader, tells = os.pipe()
     child = os.fork()
     if child == 0:
         os.read(go, 1)
@@ -199,9 +199,9 @@ def test_a_process_of_the_pool_has_what_came_after_it_was_forked() -> None:
     source.listed = [_tool("later")]
     ground.ask(REFRESH_S)
     os.write(goes, b"x")
-    assert os.read(told, 1000).decode() == "['docs__later'] True"
+    assert os.read(pid_reader, 1000).decode() == "['docs__later'] True"
     os.waitpid(child, 0)
-    for fd in (go, goes, told, tells):
+    for fd in (go, goes, pid_reader, tells):
         os.close(fd)
 
 
@@ -216,8 +216,8 @@ def test_the_news_are_read_once() -> None:
 
 
 def test_a_task_that_is_not_there_is_asked_for_once_and_then_an_error() -> None:
-    tasks, asked = LiveTasks(), []
-    tasks.find = asked.append
+    tasks, requests = LiveTasks(), []
+    tasks.find = requests.append
     with pytest.raises(tasks.NotRegistered):
         tasks["tool.none"]
-    assert asked == ["tool.none"]
+    assert requests == ["tool.none"]

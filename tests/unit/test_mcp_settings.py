@@ -24,14 +24,14 @@ def _write(folder: Path, servers: Any) -> Path:
 
 def _complaint(folder: Path, servers: Any) -> str:
     """Return the error message, which is the same for both workers."""
-    path, said = _write(folder, servers), []
+    path, warnings = _write(folder, servers), []
     kinds: tuple[type[HttpEntry] | type[StdioEntry], ...] = (HttpEntry, StdioEntry)
     for kind in kinds:
         try:
             load_servers(path, kind, ENVIRONMENT)
         except ConfigError as error:
-            said.append(str(error))
-    return said[0]
+            warnings.append(str(error))
+    return warnings[0]
 
 
 def test_no_file_is_no_server() -> None:

@@ -32,14 +32,19 @@ def spec(**fields: object) -> ToolSpec:
     ],
 )
 def test_hints_say_what_the_spec_says(fields: dict[str, object], hints: tuple[bool | None, ...]) -> None:
-    told = build_hints(spec(**fields))
-    assert (told.read_only_hint, told.destructive_hint, told.idempotent_hint, told.open_world_hint) == hints
+    made = build_hints(spec(**fields))
+    assert (
+        made.read_only_hint,
+        made.destructive_hint,
+        made.idempotent_hint,
+        made.open_world_hint,
+    ) == hints
 
 
 def test_schemas_of_the_built_in_tools_go_out_word_for_word() -> None:
-    for known in build_registry().specs():
-        told = build_tool(known).model_dump(mode="json", by_alias=True)
-        assert (told["inputSchema"], told["description"]) == (known.parameters, known.description)
+    for tool_spec in build_registry().specs():
+        tool = build_tool(tool_spec).model_dump(mode="json", by_alias=True)
+        assert (tool["inputSchema"], tool["description"]) == (tool_spec.parameters, tool_spec.description)
 
 
 @pytest.mark.parametrize(

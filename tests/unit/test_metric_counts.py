@@ -74,8 +74,8 @@ def test_a_field_is_read_as_it_was_written_whatever_the_labels_are(model: str, d
 
 @given(st.text(max_size=60))
 def test_a_field_of_a_stranger_is_none_or_a_metric_of_ours(field: str) -> None:
-    known = parse_field(field)
-    assert known is None or field == f"{known[1]}\t{encode_series(known[0], known[2])}"
+    parsed = parse_field(field)
+    assert parsed is None or field == f"{parsed[1]}\t{encode_series(parsed[0], parsed[2])}"
 
 
 @pytest.mark.parametrize(
@@ -169,8 +169,8 @@ def test_models_that_a_program_invents_fill_neither_it_nor_redis(client: "redis.
             counts.count(TOKENS, f"{source}-{number}", "input")
         send(client, counts, source)
         assert len(counts._totals) <= TOKENS.most + 1
-    known = [parse_field(field.decode()) for field in client.hkeys(SUMS)]  # type: ignore[union-attr]
-    series = {found[2] for found in known if found is not None}
+    fields = [parse_field(field.decode()) for field in client.hkeys(SUMS)]  # type: ignore[union-attr]
+    series = {parsed[2] for parsed in fields if parsed is not None}
     assert len(series) == TOKENS.most + 1
     assert told(client, TOKENS, OTHER, OTHER) == 5 * TOKENS.most
 

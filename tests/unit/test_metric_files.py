@@ -22,11 +22,11 @@ _SUFFIX = re.compile(r"_(bucket|sum|count)$")
 def promtool(*arguments: str | Path, text: bytes | None = None) -> str:
     """Run promtool and return its output. Fails if promtool finds an error."""
     ran = subprocess.run([ROOT / "scripts" / "promtool", *arguments], input=text, capture_output=True, check=False)
-    said = (ran.stdout + ran.stderr).decode()
+    output = (ran.stdout + ran.stderr).decode()
     if ran.returncode == 69:
-        missing(said)
-    assert ran.returncode == 0, said
-    return said
+        missing(output)
+    assert ran.returncode == 0, output
+    return output
 
 
 def expressions_of_dashboard() -> list[str]:
@@ -41,13 +41,13 @@ def expressions_of_rules() -> list[str]:
 
 def metrics_of(expression: str) -> set[str]:
     """Return the metrics named in the text, each in the form that its kind allows."""
-    found = set()
+    names = set()
     for name in _NAME.findall(re.sub(r'"[^"]*"', '""', expression)):
         metric = METRICS.get(name) or METRICS.get(_SUFFIX.sub("", name))
         assert metric is not None, f"there is no {name}: {expression}"
         assert (metric.kind == "histogram") == (name != metric.name), expression
-        found.add(metric.name)
-    return found
+        names.add(metric.name)
+    return names
 
 
 def labels_of(expression: str) -> set[str]:

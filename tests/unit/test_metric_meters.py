@@ -62,8 +62,8 @@ async def read(tally: Tally, page: MetricsPage) -> dict[Key, float]:
 def answering(**fields: Any) -> Any:
     def answer(call: ToolCall, _: ToolContext) -> ToolResult:
         code = fields.get("error_code")
-        told = {"output": "ü" * 60, "success": True} if code is None else {"success": False, "error": "no"}
-        return ToolResult.model_validate({"call_id": call.id, "name": call.name, "clocks": CLOCKS, **told, **fields})
+        payload = {"output": "ü" * 60, "success": True} if code is None else {"success": False, "error": "no"}
+        return ToolResult.model_validate({"call_id": call.id, "name": call.name, "clocks": CLOCKS, **payload, **fields})
 
     return answer
 
@@ -79,13 +79,13 @@ async def test_a_call_is_counted_with_its_code_its_clocks_and_its_output(redis_s
     async with open_tally(redis_server) as (tally, page):
         await dispatch(tally, answering(truncated=True))
         await dispatch(tally, answering(error_code=ErrorCode.TIMEOUT))
-        found = await read(tally, page)
-    assert counted(found, "toolcrew_tool_calls_total") == {("", "ok", "echo"): 1, ("TIMEOUT", "error", "echo"): 1}
-    assert counted(found, "toolcrew_calls_ended_total") == {("done",): 2}
-    assert found[key("toolcrew_tool_duration_seconds_sum", tool="echo")] == 4.0
-    assert found[key("toolcrew_tool_queue_wait_seconds_count", queue="host")] == 2
-    assert found[key("toolcrew_tool_output_bytes_sum", tool="echo")] == 120
-    assert counted(found, "toolcrew_tool_output_truncated_total") == {("echo",): 1}
+        series = await read(tally, page)
+    assert counted(series, "toolcrew_tool_calls_total") == {("", "ok", "echo"): 1, ("TIMEOUT", "error", "echo"): 1}
+    assert counted(series, "toolcrew_calls_ended_total") == {("done",): 2}
+    assert series[key("toolcrew_tool_duration_seconds_sum", tool="echo")] == 4.0
+    assert series[key("toolcrew_tool_queue_wait_seconds_count", queue="host")] == 2
+    assert series[key("toolcrew_tool_output_bytes_sum", tool="echo")] == 120
+    assert counted(series, "toolcrew_tool_output_truncated_total") == {("echo",): 1}
 
 
 @pytest.mark.parametrize(
@@ -105,26 +105,26 @@ async def test_a_call_that_no_worker_answered_is_counted_by_what_became_of_it(
 
     async with open_tally(redis_server) as (tally, page):
         await dispatch(tally, refuse)
-        found = await read(tally, page)
-    assert counted(found, "toolcrew_tool_calls_total") == {(code.value, "error", "echo"): 1}
-    assert counted(found, "toolcrew_calls_ended_total") == {(end,): 1}
-    assert counted(found, "toolcrew_security_refusals_total") == ({(code.value,): 1} if is_refusal else {})
+        series = await read(tally, page)
+    assert counted(series, "toolcrew_tool_calls_total") == {(code.value, "error", "echo"): 1}
+    assert counted(series, "toolcrew_calls_ended_total") == {(end,): 1}
+    assert counted(series, "toolcrew_security_refusals_total") == ({(code.value,): 1} if is_refusal else {})
 
 
 async def test_names_that_a_model_invents_are_counted_as_other(redis_server: RedisProcess) -> None:
     async with open_tally(redis_server) as (tally, page):
         for number in range(300):
             await dispatch(tally, answering(), build_call(f"invented-{number}"))
-        found = await read(tally, page)
-    assert counted(found, "toolcrew_tool_calls_total") == {("TOOL_NOT_FOUND", "error", "other"): 300}
+        series = await read(tally, page)
+    assert counted(series, "toolcrew_tool_calls_total") == {("TOOL_NOT_FOUND", "error", "other"): 300}
 
 
 async def test_the_names_of_tools_are_known_after_a_call_of_an_unknown_tool(redis_server: RedisProcess) -> None:
     async with open_tally(redis_server) as (tally, page):
         await dispatch(tally, answering(), build_call("invented"))
         tally.calls.count_unsent("echo", ErrorCode.PERMISSION_DENIED)
-        found = await read(tally, page)
-    assert counted(found, "toolcrew_tool_calls_total") == {
+        series = await read(tally, page)
+    assert counted(series, "toolcrew_tool_calls_total") == {
         ("TOOL_NOT_FOUND", "error", "other"): 1,
         ("PERMISSION_DENIED", "error", "echo"): 1,
     }
@@ -151,8 +151,8 @@ async def test_a_caller_that_leaves_is_counted_but_one_whose_call_goes_on_elsewh
             await began.wait()
             task.cancel()
             await asyncio.wait({task})
-        found = await read(tally, page)
-    assert counted(found, "toolcrew_tool_calls_total") == {("CANCELLED", "error", "echo"): 1}
+        series = await read(tally, page)
+    assert counted(series, "toolcrew_tool_calls_total") == {("CANCELLED", "error", "echo"): 1}
 
 
 class Book:
@@ -182,17 +182,17 @@ ENDED = RunFinished(run="r", answer="", stop_reason="answered", clocks=Clocks())
 
 async def test_a_run_tells_tokens_steps_its_end_and_the_calls_that_were_never_sent(redis_server: RedisProcess) -> None:
     async with open_tally(redis_server) as (tally, page):
-        heard = list[RunEvent]()
-        tell = tally.watch_run(heard.append, None)
+        run_events = list[RunEvent]()
+        tell = tally.watch_run(run_events.append, None)
         events = [*story(is_sent=True), *story(is_sent=False, code=ErrorCode.PERMISSION_DENIED), ENDED]
         for event in events:
             tell(event)
-        found = await read(tally, page)
-    assert heard == events
-    assert counted(found, "toolcrew_llm_tokens_total") == {("input", "m"): 200, ("output", "m"): 14}
-    assert found[key("toolcrew_agent_iterations_sum")] == 2
-    assert counted(found, "toolcrew_agent_runs_total") == {("answered",): 1}
-    assert counted(found, "toolcrew_tool_calls_total") == {("PERMISSION_DENIED", "error", "other"): 1}
+        series = await read(tally, page)
+    assert run_events == events
+    assert counted(series, "toolcrew_llm_tokens_total") == {("input", "m"): 200, ("output", "m"): 14}
+    assert series[key("toolcrew_agent_iterations_sum")] == 2
+    assert counted(series, "toolcrew_agent_runs_total") == {("answered",): 1}
+    assert counted(series, "toolcrew_tool_calls_total") == {("PERMISSION_DENIED", "error", "other"): 1}
 
 
 async def test_what_a_resumed_run_tells_once_more_is_not_counted_once_more(redis_server: RedisProcess) -> None:
@@ -205,10 +205,10 @@ async def test_what_a_resumed_run_tells_once_more_is_not_counted_once_more(redis
         book.is_catching_up = False
         for event in (*story(is_sent=True), RunAborted(run="r", reason="the process ends"), ENDED):
             tell(event)
-        found = await read(tally, page)
-    assert counted(found, "toolcrew_llm_tokens_total") == {("input", "m"): 100, ("output", "m"): 7}
-    assert counted(found, "toolcrew_tool_calls_total") == {}
-    assert counted(found, "toolcrew_agent_runs_total") == {("answered",): 1}
+        series = await read(tally, page)
+    assert counted(series, "toolcrew_llm_tokens_total") == {("input", "m"): 100, ("output", "m"): 7}
+    assert counted(series, "toolcrew_tool_calls_total") == {}
+    assert counted(series, "toolcrew_agent_runs_total") == {("answered",): 1}
 
 
 async def test_questions_and_answers_are_counted(redis_server: RedisProcess) -> None:
@@ -221,9 +221,9 @@ async def test_questions_and_answers_are_counted(redis_server: RedisProcess) -> 
                     run="r", call_id="c", digest="d", is_allowed=is_allowed, reason="", is_changed=is_changed
                 )
             )
-        found = await read(tally, page)
-    assert counted(found, "toolcrew_approvals_total") == {("approved",): 1, ("modified",): 1, ("rejected",): 2}
-    assert found[key("toolcrew_approvals_asked_total")] == 4
+        series = await read(tally, page)
+    assert counted(series, "toolcrew_approvals_total") == {("approved",): 1, ("modified",): 1, ("rejected",): 2}
+    assert series[key("toolcrew_approvals_asked_total")] == 4
 
 
 async def test_what_was_counted_is_there_about_a_second_later_and_at_the_end(redis_server: RedisProcess) -> None:
@@ -249,6 +249,6 @@ async def test_a_redis_that_is_away_costs_no_count(redis_server: RedisProcess) -
             await tally.flush()
         redis_server.start()
         await dispatch(tally, answering())
-        found = await read(tally, page)
+        series = await read(tally, page)
     # A count that a server without a disk forgot is lost; a count that it never received is not.
-    assert counted(found, "toolcrew_tool_calls_total")["", "ok", "echo"] in (2, 3)
+    assert counted(series, "toolcrew_tool_calls_total")["", "ok", "echo"] in (2, 3)

@@ -56,9 +56,9 @@ async def page(redis_server: RedisProcess) -> AsyncIterator[MetricsPage]:
 
 
 def report(client: "redis.Redis", *reports: HostReport) -> None:
-    for one in reports:
-        client.set(host_key(DEPLOYMENT, one.queue), one.model_dump_json())
-        client.zadd(hosts_key(DEPLOYMENT), {one.queue: time.time()})
+    for host_report in reports:
+        client.set(host_key(DEPLOYMENT, host_report.queue), host_report.model_dump_json())
+        client.zadd(hosts_key(DEPLOYMENT), {host_report.queue: time.time()})
 
 
 def absorb(client: "redis.Redis", counts: Counts) -> None:
@@ -78,11 +78,11 @@ def queue_call(client: "redis.Redis", queue: str, age_s: float, call: str = "c1"
 
 async def test_a_deployment_without_anything_tells_zeros_that_promtool_takes(page: MetricsPage) -> None:
     text = await page.render()
-    found = read_page(text)
-    assert found[key("toolcrew_sandbox_oom_total")] == 0
-    assert found[key("toolcrew_envelope_refusals_total", reason="signature")] == 0
-    assert found[key("toolcrew_queue_messages", queue=POOL_WEB)] == 0
-    assert found[key("toolcrew_lost_hosts")] == 0
+    series = read_page(text)
+    assert series[key("toolcrew_sandbox_oom_total")] == 0
+    assert series[key("toolcrew_envelope_refusals_total", reason="signature")] == 0
+    assert series[key("toolcrew_queue_messages", queue=POOL_WEB)] == 0
+    assert series[key("toolcrew_lost_hosts")] == 0
     promtool("check", "metrics", text=text)
 
 
@@ -94,15 +94,15 @@ async def test_what_was_counted_is_told_in_both_formats(page: MetricsPage, clien
         counts.observe(metrics.CALL_SECONDS, value, "bash_tool")
     absorb(client, counts)
     for is_open in (False, True):
-        found = read_page(await page.render(is_open=is_open), is_open=is_open)
-        assert found[key("toolcrew_tool_calls_total", tool="bash_tool", status="error", error_code="TIMEOUT")] == 2
-        assert found[key("toolcrew_llm_tokens_total", model=metrics.clean_label(HOSTILE), direction="input")] == 7
+        series = read_page(await page.render(is_open=is_open), is_open=is_open)
+        assert series[key("toolcrew_tool_calls_total", tool="bash_tool", status="error", error_code="TIMEOUT")] == 2
+        assert series[key("toolcrew_llm_tokens_total", model=metrics.clean_label(HOSTILE), direction="input")] == 7
         buckets = {
-            bound: found[key("toolcrew_tool_duration_seconds_bucket", tool="bash_tool", le=bound)]
+            bound: series[key("toolcrew_tool_duration_seconds_bucket", tool="bash_tool", le=bound)]
             for bound in ("0.1", "5.0", "+Inf")
         }
         assert buckets == {"0.1": 1, "5.0": 2, "+Inf": 3}
-        assert found[key("toolcrew_tool_duration_seconds_sum", tool="bash_tool")] == pytest.approx(10002.05)
+        assert series[key("toolcrew_tool_duration_seconds_sum", tool="bash_tool")] == pytest.approx(10002.05)
     promtool("check", "metrics", text=await page.render())
 
 
@@ -131,21 +131,21 @@ async def test_hosts_tell_their_load_and_their_sandboxes(page: MetricsPage, clie
     gauges = {"sandboxes": {"busy": 3, "idle": 1, "warm": 2, "invented": 5}, "warm_target": 4}
     client.set(host_gauges_key(DEPLOYMENT, QUEUE), json.dumps(gauges))
     client.set(host_gauges_key(DEPLOYMENT, "host.h2.b00t"), "no json")
-    found = read_page(await page.render())
-    assert counted(found, "toolcrew_hosts") == {
+    series = read_page(await page.render())
+    assert counted(series, "toolcrew_hosts") == {
         ("sandbox", "serving"): 1,
         ("sandbox", "unhealthy"): 1,
         ("sandbox", "restarting"): 1,
         ("web", "serving"): 1,
         ("web", "draining"): 1,
     }
-    assert found[key("toolcrew_host_busy", host="h1", kind="web")] == 3
-    assert found[key("toolcrew_host_slots", host="h1", kind="web")] == 4
-    assert counted(found, "toolcrew_host_sessions") == {("h1",): 5}
-    assert found[key("toolcrew_host_disk_free_bytes", host="h1")] == 77
-    assert counted(found, "toolcrew_sandbox_active") == {("h1", "busy"): 3, ("h1", "idle"): 1, ("h1", "warm"): 2}
-    assert counted(found, "toolcrew_warm_pool_target") == {("h1",): 4}
-    assert found[key("toolcrew_calls", state="running")] == 6
+    assert series[key("toolcrew_host_busy", host="h1", kind="web")] == 3
+    assert series[key("toolcrew_host_slots", host="h1", kind="web")] == 4
+    assert counted(series, "toolcrew_host_sessions") == {("h1",): 5}
+    assert series[key("toolcrew_host_disk_free_bytes", host="h1")] == 77
+    assert counted(series, "toolcrew_sandbox_active") == {("h1", "busy"): 3, ("h1", "idle"): 1, ("h1", "warm"): 2}
+    assert counted(series, "toolcrew_warm_pool_target") == {("h1",): 4}
+    assert series[key("toolcrew_calls", state="running")] == 6
 
 
 async def test_a_queue_tells_its_length_and_for_how_long_its_oldest_message_has_lain_there(
@@ -154,11 +154,11 @@ async def test_a_queue_tells_its_length_and_for_how_long_its_oldest_message_has_
     report(client, build_report("h1"))
     queue_call(client, QUEUE, 40, "oldest")
     queue_call(client, QUEUE, 5, "newest")
-    found = read_page(await page.render())
-    assert found[key("toolcrew_queue_messages", queue=QUEUE)] == 2
-    assert 40 <= found[key("toolcrew_queue_oldest_message_seconds", queue=QUEUE)] < 100
-    assert found[key("toolcrew_queue_oldest_message_seconds", queue=POOL_WEB)] == 0
-    assert found[key("toolcrew_dead_host_queues")] == 0
+    series = read_page(await page.render())
+    assert series[key("toolcrew_queue_messages", queue=QUEUE)] == 2
+    assert 40 <= series[key("toolcrew_queue_oldest_message_seconds", queue=QUEUE)] < 100
+    assert series[key("toolcrew_queue_oldest_message_seconds", queue=POOL_WEB)] == 0
+    assert series[key("toolcrew_dead_host_queues")] == 0
 
 
 async def test_the_queue_of_a_host_that_does_not_report_is_told_as_dead(
@@ -166,13 +166,13 @@ async def test_the_queue_of_a_host_that_does_not_report_is_told_as_dead(
 ) -> None:
     client.zadd(hosts_key(DEPLOYMENT), {"host.gone.1": 1, "host.empty.1": 1, "pool.gone.1": 1})
     queue_call(client, "host.gone.1", 300)
-    found = read_page(await page.render())
-    told = [
-        found[key(name)]
+    series = read_page(await page.render())
+    values = [
+        series[key(name)]
         for name in ("toolcrew_lost_hosts", "toolcrew_dead_host_queues", "toolcrew_dead_host_queue_messages")
     ]
-    assert told == [3, 1, 1]
-    assert found[key("toolcrew_queue_oldest_message_seconds", queue="host.gone.1")] >= 300
+    assert values == [3, 1, 1]
+    assert series[key("toolcrew_queue_oldest_message_seconds", queue="host.gone.1")] >= 300
 
 
 @pytest.mark.parametrize(
@@ -192,9 +192,9 @@ async def test_a_strangers_message_breaks_nothing_and_is_counted(
 ) -> None:
     client.lpush(POOL_WEB, message)
     client.hset(call_key(DEPLOYMENT, "acme", "text"), "queued_at", "nan")
-    found = read_page(await page.render())
-    assert found[key("toolcrew_queue_messages", queue=POOL_WEB)] == 1
-    assert found.get(key("toolcrew_queue_oldest_message_seconds", queue=POOL_WEB), 0.0) in (0.0, 86400.0)
+    series = read_page(await page.render())
+    assert series[key("toolcrew_queue_messages", queue=POOL_WEB)] == 1
+    assert series.get(key("toolcrew_queue_oldest_message_seconds", queue=POOL_WEB), 0.0) in (0.0, 86400.0)
 
 
 async def test_admission_tells_who_runs_and_who_waits(page: MetricsPage, client: "redis.Redis") -> None:
@@ -205,13 +205,13 @@ async def test_admission_tells_who_runs_and_who_waits(page: MetricsPage, client:
     set_slots(client, 2, POOL_WEB)
     for _ in range(5):
         ground.ask("acme", queue=POOL_WEB, limit_s=0.5)
-    found = read_page(await page.render())
-    assert counted(found, "toolcrew_tenant_calls") == {("in_flight", "acme"): 3, ("waiting", "acme"): 2}
-    assert counted(found, "toolcrew_queue_calls") == {(POOL_WEB, "in_flight"): 3, (POOL_WEB, "waiting"): 2}
-    assert found[key("toolcrew_queue_slots", queue=POOL_WEB)] == 2
-    assert found[key("toolcrew_queue_oldest_waiting_call_seconds", queue=POOL_WEB)] >= 50
-    assert found[key("toolcrew_tenants")] == 2
-    assert found[key("toolcrew_tenant_calls", tenant="idle", state="waiting")] == 0
+    series = read_page(await page.render())
+    assert counted(series, "toolcrew_tenant_calls") == {("in_flight", "acme"): 3, ("waiting", "acme"): 2}
+    assert counted(series, "toolcrew_queue_calls") == {(POOL_WEB, "in_flight"): 3, (POOL_WEB, "waiting"): 2}
+    assert series[key("toolcrew_queue_slots", queue=POOL_WEB)] == 2
+    assert series[key("toolcrew_queue_oldest_waiting_call_seconds", queue=POOL_WEB)] >= 50
+    assert series[key("toolcrew_tenants")] == 2
+    assert series[key("toolcrew_tenant_calls", tenant="idle", state="waiting")] == 0
 
 
 def ask_at_random(ground: Ground, seed: int) -> None:
@@ -245,11 +245,11 @@ async def test_the_oldest_wait_of_a_queue_is_the_one_that_autoscalers_are_told(
     async with redis.asyncio.Redis.from_url(redis_server.url, socket_timeout=10) as opened:
         pressure = Pressure(opened, DEPLOYMENT)
         before = [await pressure.queue(queue) for queue in (POOL_WEB, QUEUE)]
-        found = read_page(await page.render())
+        series = read_page(await page.render())
         after = [await pressure.queue(queue) for queue in (POOL_WEB, QUEUE)]
-    told = [found[key("toolcrew_queue_oldest_waiting_call_seconds", queue=queue)] for queue in (POOL_WEB, QUEUE)]
-    assert any(told)
-    for early, waited_s, late in zip(before, told, after, strict=True):
+    values = [series[key("toolcrew_queue_oldest_waiting_call_seconds", queue=queue)] for queue in (POOL_WEB, QUEUE)]
+    assert any(values)
+    for early, waited_s, late in zip(before, values, after, strict=True):
         assert early.oldest_s - 0.01 <= waited_s <= late.oldest_s + 0.01
 
 
@@ -259,8 +259,8 @@ async def test_long_calls_that_are_set_aside_wait_for_a_slot_as_well(page: Metri
     for _ in range(2):
         ground.ask("acme", queue=POOL_WEB, limit_s=30.0)
     assert client.smembers(f"{admission_prefix(DEPLOYMENT)}stuck:{POOL_WEB}") == {b"acme"}
-    found = read_page(await page.render())
-    assert found[key("toolcrew_queue_oldest_waiting_call_seconds", queue=POOL_WEB)] >= 50
+    series = read_page(await page.render())
+    assert series[key("toolcrew_queue_oldest_waiting_call_seconds", queue=POOL_WEB)] >= 50
 
 
 @pytest.mark.parametrize("first", ["a", "z"])
@@ -280,10 +280,10 @@ async def test_what_is_more_than_one_look_takes_is_told_whole(
     for tenant in tenants:
         ground.ask(tenant, queue=POOL_WEB)
         ground.now += 15 if tenant == first else 0
-    found = read_page(await page.render())
-    assert counted(found, "toolcrew_tenant_calls") == {("waiting", tenant): 1 for tenant in tenants}
-    assert found[key("toolcrew_queue_oldest_waiting_call_seconds", queue=POOL_WEB)] >= 500
-    assert (found[key("toolcrew_lost_hosts")], found[key("toolcrew_dead_host_queues")]) == (number, 1)
+    series = read_page(await page.render())
+    assert counted(series, "toolcrew_tenant_calls") == {("waiting", tenant): 1 for tenant in tenants}
+    assert series[key("toolcrew_queue_oldest_waiting_call_seconds", queue=POOL_WEB)] >= 500
+    assert (series[key("toolcrew_lost_hosts")], series[key("toolcrew_dead_host_queues")]) == (number, 1)
 
 
 @pytest.mark.parametrize("call", ["no json", '{"since": "yesterday"}', '{"since": -1e999}', '{"since": 1e400}'])
@@ -298,9 +298,9 @@ async def test_state_of_admission_that_somebody_else_wrote_breaks_nothing(
     client.hset(f"{admission}pair:{POOL_WEB}|bolt", "batch:long", 1)
     client.zadd(f"{admission}lane:{POOL_WEB}|bolt:batch:long", {"x.1": 1})
     client.hset(f"{admission}waiting", "x.1", call)
-    found = read_page(await page.render())
-    assert found[key("toolcrew_queue_calls", queue=POOL_WEB, state="waiting")] == 3
-    assert found[key("toolcrew_queue_oldest_waiting_call_seconds", queue=POOL_WEB)] == 0
+    series = read_page(await page.render())
+    assert series[key("toolcrew_queue_calls", queue=POOL_WEB, state="waiting")] == 3
+    assert series[key("toolcrew_queue_oldest_waiting_call_seconds", queue=POOL_WEB)] == 0
 
 
 async def test_runs_batches_and_questions_are_told(page: MetricsPage, client: "redis.Redis") -> None:
@@ -309,9 +309,9 @@ async def test_runs_batches_and_questions_are_told(page: MetricsPage, client: "r
     client.zadd(batch_key(DEPLOYMENT, "acme", "b1") + ":waiting", {"r1": 1, "r2": 2})
     client.zadd(f"{runs}leases", {"acme|r3": 1})
     client.zadd(approvals_key(DEPLOYMENT), {"over": (time.time() - 1) * 1000, "open": (time.time() + 100) * 1000})
-    found = read_page(await page.render())
-    assert counted(found, "toolcrew_runs") == {("waiting",): 2, ("running",): 1}
-    assert found[key("toolcrew_approvals_waiting")] == 1
+    series = read_page(await page.render())
+    assert counted(series, "toolcrew_runs") == {("waiting",): 2, ("running",): 1}
+    assert series[key("toolcrew_approvals_waiting")] == 1
 
 
 @pytest.mark.parametrize("name", ["batches", "delayed", "leases"])
@@ -320,9 +320,9 @@ async def test_a_key_of_the_queue_of_runs_of_another_type_breaks_nothing(
 ) -> None:
     client.set(runs_prefix(DEPLOYMENT) + name, "somebody else's")
     client.zadd(approvals_key(DEPLOYMENT), {"open": (time.time() + 100) * 1000})
-    found = read_page(await page.render())
-    assert counted(found, "toolcrew_runs") == {}
-    assert found[key("toolcrew_approvals_waiting")] == 1
+    series = read_page(await page.render())
+    assert counted(series, "toolcrew_runs") == {}
+    assert series[key("toolcrew_approvals_waiting")] == 1
 
 
 async def test_what_others_have_written_is_left_out_and_counted(page: MetricsPage, client: "redis.Redis") -> None:
@@ -340,24 +340,24 @@ async def test_what_others_have_written_is_left_out_and_counted(page: MetricsPag
     giant = build_report("h1", disk_free_bytes=10**300, busy=10**400)
     report(client, giant)
     client.set(f"toolcrew:{DEPLOYMENT}:slots:{QUEUE}", "inf")
-    found = read_page(await page.render())
-    assert found[key("toolcrew_metrics_unreadable_fields")] == 4
-    assert found[key("toolcrew_envelope_refusals_total", reason="signature")] == 2
-    assert found[key("toolcrew_queue_slots", queue=QUEUE)] == 0
-    assert found[key("toolcrew_lost_hosts")] == 3
+    series = read_page(await page.render())
+    assert series[key("toolcrew_metrics_unreadable_fields")] == 4
+    assert series[key("toolcrew_envelope_refusals_total", reason="signature")] == 2
+    assert series[key("toolcrew_queue_slots", queue=QUEUE)] == 0
+    assert series[key("toolcrew_lost_hosts")] == 3
 
 
 async def test_the_user_of_an_orchestrator_may_look_and_one_that_may_not_ask_for_memory_still_sees_the_rest() -> None:
     with open_server(users=True) as server:
         async with redis.asyncio.Redis.from_url(server.url("orchestrator")) as opened:
-            found = read_page(await MetricsPage(opened, "default").render())
-            assert found[key("toolcrew_redis_memory_used_bytes")] > 0
+            series = read_page(await MetricsPage(opened, "default").render())
+            assert series[key("toolcrew_redis_memory_used_bytes")] > 0
         with server.client() as admin:
             admin.execute_command("ACL", "SETUSER", "orchestrator", "-info")
         async with redis.asyncio.Redis.from_url(server.url("orchestrator")) as opened:
-            found = read_page(await MetricsPage(opened, "default").render())
-        assert key("toolcrew_redis_memory_used_bytes") not in found
-        assert found[key("toolcrew_build_info", release="1")] == 1
+            series = read_page(await MetricsPage(opened, "default").render())
+        assert key("toolcrew_redis_memory_used_bytes") not in series
+        assert series[key("toolcrew_build_info", release="1")] == 1
 
 
 async def test_a_redis_that_is_away_is_said() -> None:

@@ -38,12 +38,14 @@ async def test_a_native_call_comes_with_the_item_in_it_and_the_answer_with_the_o
         "reply": {"text": "{{match.last}} of {{item}}"},
     }
     async with playing(CALL, answer) as server:
-        asked = await read(server.model(streaming=streaming), user("[item 17] count"), tools=TOOLS)
-        assert [(call.name, json.loads(call.raw)) for call in asked.calls] == [("bash_tool", {"command": "seq 17"})]
-        told = await read(
+        call_reply = await read(server.model(streaming=streaming), user("[item 17] count"), tools=TOOLS)
+        assert [(call.name, json.loads(call.raw)) for call in call_reply.calls] == [
+            ("bash_tool", {"command": "seq 17"})
+        ]
+        text_reply = await read(
             server.model(streaming=streaming), *after_call("[item 17] count", "15\n16\n17\n"), tools=TOOLS
         )
-        assert told.text == "17 of 17"
+        assert text_reply.text == "17 of 17"
         assert server.stats["conversations"] == {"17": {"requests": 2, "replies": {"0": 1, "1": 1}}}
 
 
@@ -115,13 +117,13 @@ async def test_a_request_that_no_rule_goes_for_is_refused_with_what_to_add() -> 
 async def test_whoever_finds_out_what_the_server_can_do_finds_everything_and_is_no_conversation() -> None:
     async with playing({"kind": "server", "context_window": 4096}, OK) as server:
         model = server.model()
-        found = await probe(model)
+        capabilities = await probe(model)
         await model.aclose()
-        assert found.native_tools is True
-        assert found.parallel is True
-        assert found.strict is True
-        assert found.json_schema is True
-        assert found.context_window == 4096
+        assert capabilities.native_tools is True
+        assert capabilities.parallel is True
+        assert capabilities.strict is True
+        assert capabilities.json_schema is True
+        assert capabilities.context_window == 4096
         assert (server.stats["requests"], server.stats["conversations"]) == (0, {})
         assert server.stats["probes"] > 0
 

@@ -81,10 +81,10 @@ async def test_a_recorded_stream_is_played_again_byte_for_byte(tmp_path: Path) -
 async def test_no_secret_of_the_client_is_in_the_file_though_the_endpoint_repeats_it(tmp_path: Path) -> None:
     file = tmp_path / "pairs.jsonl"
     echo = {"error": {"message": f"Incorrect API key provided: {KEY}"}}
-    said = {"role": "user", "content": f"my key is {KEY}"}
+    message = {"role": "user", "content": f"my key is {KEY}"}
 
     got, seen = await record(
-        file, lambda _: httpx.Response(401, json=echo, headers={"set-cookie": "session=abcdef123456"}), (said, False)
+        file, lambda _: httpx.Response(401, json=echo, headers={"set-cookie": "session=abcdef123456"}), (message, False)
     )
 
     assert seen[0].headers["authorization"] == f"Bearer {KEY}"
@@ -99,8 +99,8 @@ async def test_no_secret_of_the_client_is_in_the_file_though_the_endpoint_repeat
 
 @pytest.mark.parametrize("kind", ["content", "arguments"])
 async def test_a_secret_that_a_stream_brings_in_pieces_is_struck_out_of_it(tmp_path: Path, kind: str) -> None:
-    said = f"it is {KEY}, I think"
-    pieces = [said[at : at + 3] for at in range(0, len(said), 3)]
+    text = f"it is {KEY}, I think"
+    pieces = [text[at : at + 3] for at in range(0, len(text), 3)]
     deltas = [
         {"content": piece} if kind == "content" else {"tool_calls": [{"index": 0, "function": {"arguments": piece}}]}
         for piece in pieces
@@ -115,8 +115,8 @@ async def test_a_secret_that_a_stream_brings_in_pieces_is_struck_out_of_it(tmp_p
     )
     assert got[0].text == body
     [pair] = load_pairs(file)
-    told = [json.loads(part.removeprefix("data: ")) for part in pair.body.split("\n\n")[:-2]]
-    came = [choice["delta"] for chunk in told for choice in chunk["choices"]]
+    chunks = [json.loads(part.removeprefix("data: ")) for part in pair.body.split("\n\n")[:-2]]
+    came = [choice["delta"] for chunk in chunks for choice in chunk["choices"]]
     texts = [
         delta["content"] if kind == "content" else delta["tool_calls"][0]["function"]["arguments"] for delta in came
     ]
@@ -221,14 +221,14 @@ def test_ids_orders_and_blanks_do_not_count_but_texts_do() -> None:
 
 def test_what_is_ignored_does_not_count() -> None:
     ignored = [re.compile(r"\d+ ms")]
-    said = [[{"role": "user", "content": f"it took {number} ms"}] for number in (3, 4)]
-    assert digest_messages(said[0], ignored) == digest_messages(said[1], ignored)
-    assert digest_messages(said[0]) != digest_messages(said[1])
+    conversations = [[{"role": "user", "content": f"it took {number} ms"}] for number in (3, 4)]
+    assert digest_messages(conversations[0], ignored) == digest_messages(conversations[1], ignored)
+    assert digest_messages(conversations[0]) != digest_messages(conversations[1])
 
 
 def test_a_recording_that_cannot_be_played_is_told_by_its_line(tmp_path: Path) -> None:
     file = tmp_path / "pairs.jsonl"
-    for content, told in (
+    for content, expected in (
         (None, "cannot be read"),
         ("", "holds no pair"),
         ('{"kind": "pair"}\n', "pairs.jsonl:1: digest"),
@@ -236,7 +236,7 @@ def test_a_recording_that_cannot_be_played_is_told_by_its_line(tmp_path: Path) -
     ):
         if content is not None:
             file.write_text(content)
-        with pytest.raises(BadScript, match=told):
+        with pytest.raises(BadScript, match=expected):
             load_pairs(file)
 
 

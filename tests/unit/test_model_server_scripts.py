@@ -14,7 +14,7 @@ RULE = '{"kind": "rule", "reply": {"text": "ok"}}'
 
 
 @pytest.mark.parametrize(
-    ("line", "told"),
+    ("line", "expected"),
     [
         ("{", "s:2: column 2: not JSON"),
         ("[]", "s:2: "),
@@ -48,10 +48,10 @@ RULE = '{"kind": "rule", "reply": {"text": "ok"}}'
         ("[" * 100_000, "s:2: nested too deep"),
     ],
 )
-def test_a_wrong_line_is_named_with_what_to_do(line: str, told: str) -> None:
+def test_a_wrong_line_is_named_with_what_to_do(line: str, expected: str) -> None:
     with pytest.raises(BadScript) as caught:
         parse_script(f"{RULE}\n{line}\n", "s")
-    assert told in str(caught.value)
+    assert expected in str(caught.value)
 
 
 def test_all_wrong_lines_are_told_at_once_and_the_rest_is_counted() -> None:

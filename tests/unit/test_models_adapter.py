@@ -77,9 +77,11 @@ async def test_questions_at_once_or_without_an_answer_count_as_well() -> None:
         yield END
 
     adapter = BudgetedModel(StreamModel(silent), max_tokens=150)
-    asked = (adapter.complete("x" * 400, timeout_s=0.01) for _ in range(4))
+    requests = (adapter.complete("x" * 400, timeout_s=0.01) for _ in range(4))
     codes = [
-        error.code for error in await asyncio.gather(*asked, return_exceptions=True) if isinstance(error, ToolFailure)
+        error.code
+        for error in await asyncio.gather(*requests, return_exceptions=True)
+        if isinstance(error, ToolFailure)
     ]
     assert codes == [ErrorCode.TIMEOUT] * 2 + [ErrorCode.PERMISSION_DENIED] * 2
     with pytest.raises(ToolFailure, match="its budget is 150"):
@@ -103,13 +105,13 @@ async def test_a_reply_that_takes_too_long_is_a_timeout_of_the_tool() -> None:
 
 
 async def test_a_reply_that_breaks_off_is_asked_for_again_and_nothing_of_it_kept() -> None:
-    asked = 0
+    requests = 0
 
     async def breaking(_: ModelRequest) -> AsyncIterator[Chunk]:
-        nonlocal asked
-        asked += 1
+        nonlocal requests
+        requests += 1
         yield HELLO
-        if asked < 3:
+        if requests < 3:
             raise ModelInterrupted("broke off")
         yield END
 

@@ -64,9 +64,9 @@ class FakeServer:
 
 
 async def ask(server: FakeServer) -> Capabilities:
-    found = await probe(server)
+    capabilities = await probe(server)
     assert len(server.requests) <= MAX_REQUESTS
-    return found
+    return capabilities
 
 
 async def test_a_server_that_takes_everything_is_asked_three_times() -> None:
@@ -225,8 +225,8 @@ async def test_each_model_and_each_endpoint_is_asked(tmp_path: Path) -> None:
 
 async def test_callers_at_the_same_time_ask_once() -> None:
     probe, cache = Probe(), CapabilityCache(None)
-    found = await asyncio.gather(*(find(cache, probe) for _ in range(10)))
-    assert (found, probe.asked) == ([EVERYTHING] * 10, 1)
+    capabilities = await asyncio.gather(*(find(cache, probe) for _ in range(10)))
+    assert (capabilities, probe.asked) == ([EVERYTHING] * 10, 1)
 
 
 async def test_a_failed_probe_is_not_kept(tmp_path: Path) -> None:

@@ -67,14 +67,14 @@ def test_the_models_settings_are_read_from_the_environment(monkeypatch: pytest.M
 
 @pytest.mark.parametrize("name", ["local", "scripted"])
 async def test_the_name_of_a_shipped_model_is_refused_while_a_server_is_named(name: str) -> None:
-    for settings, asked in (
+    for settings, expected in (
         (OrchestratorSettings(openai_base_url="http://127.0.0.1:9/v1", model=name), None),
         (OrchestratorSettings(openai_base_url="http://127.0.0.1:9/v1"), name),
     ):
         with pytest.raises(
             ConfigError, match=f"the model '{name}' is shipped with toolcrew, and OPENAI_BASE_URL names a server"
         ):
-            async with choose_model(settings, asked):
+            async with choose_model(settings, expected):
                 raise AssertionError("a model was chosen")
 
 

@@ -19,11 +19,11 @@ async def ask(url: str, *, streaming: bool = True) -> list[Chunk]:
     return await read(OpenAIModel("m", url, KEY, 5.0, retries=0, streaming=streaming))
 
 
-def refusing(word: str, otherwise: bytes = stream(END)) -> Answer:
+def refusing(field: str, otherwise: bytes = stream(END)) -> Answer:
     """Return a server that does not accept the field `word`."""
 
     def reply(_: int, body: dict[str, Any]) -> bytes:
-        return answer(400, {"error": {"message": f"unknown field {word}"}}) if word in body else otherwise
+        return answer(400, {"error": {"message": f"unknown field {field}"}}) if field in body else otherwise
 
     return reply
 

@@ -195,8 +195,8 @@ async def test_an_error_of_the_server_after_a_part_is_an_interruption_with_its_w
 
 
 async def test_a_reply_that_grows_too_long_is_no_interruption(waits: Waits) -> None:
-    told = {"error": {"message": "context full", "type": "exceed_context_size_error", "n_ctx": 512}}
-    async with serving([stream(HELLO, told)]) as server:
+    body = {"error": {"message": "context full", "type": "exceed_context_size_error", "n_ctx": 512}}
+    async with serving([stream(HELLO, body)]) as server:
         error = await failure(read(build(server.url, waits)))
     assert isinstance(error, ContextWindowExceeded)
     assert error.limit_tokens == 512

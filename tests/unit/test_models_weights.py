@@ -93,9 +93,9 @@ async def hub(content: bytes) -> AsyncIterator[tuple[str, list[str]]]:
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         head = (await reader.readuntil(b"\r\n\r\n")).decode()
         heads.append(head)
-        asked = re.search(r"(?i)range: bytes=(\d+)-", head)
-        part = content[int(asked[1]) :] if asked else content
-        status = "206 Partial Content" if asked else "200 OK"
+        match = re.search(r"(?i)range: bytes=(\d+)-", head)
+        part = content[int(match[1]) :] if match else content
+        status = "206 Partial Content" if match else "200 OK"
         writer.write(f"HTTP/1.1 {status}\r\ncontent-length: {len(part)}\r\nconnection: close\r\n\r\n".encode() + part)
         await writer.drain()
         writer.close()
@@ -112,17 +112,17 @@ async def test_the_hub_is_asked_for_the_same_file_name(tmp_path: Path) -> None:
 
 async def test_a_download_goes_on_where_it_stopped_and_tells_its_progress(tmp_path: Path) -> None:
     put(tmp_path / "cache" / "tiny.gguf.part", CONTENT[:1000])
-    told: list[tuple[int, int]] = []
+    progress: list[tuple[int, int]] = []
     async with hub(CONTENT) as (url, heads):
         await asyncio.to_thread(
             load_weights,
             WEIGHTS,
             cache_dir=tmp_path / "cache",
             hub_url=url,
-            progress=lambda there, total: told.append((there, total)),
+            progress=lambda there, total: progress.append((there, total)),
         )
     assert "bytes=1000-" in heads[0]
-    assert told[-1] == (len(CONTENT), len(CONTENT))
+    assert progress[-1] == (len(CONTENT), len(CONTENT))
 
 
 async def test_a_hub_that_serves_another_file_is_passed_over(tmp_path: Path) -> None:

@@ -36,7 +36,7 @@ def assemble(*chunks: dict[str, Any], strict: bool = True) -> Reply:
 
 def calls(*entries: dict[str, Any]) -> list[tuple[str, str, dict[str, Any]]]:
     """Return the calls of a reply with one entry per delta."""
-    return [(call.id, call.name, call.arguments) for call in assemble(*(delta(one) for one in entries)).calls]
+    return [(call.id, call.name, call.arguments) for call in assemble(*(delta(item) for item in entries)).calls]
 
 
 A = ("a", "one", {"x": 1})
@@ -65,8 +65,8 @@ def test_without_an_index_a_known_id_continues_its_call(index: Any) -> None:
 
 
 def test_without_an_index_a_new_id_or_name_starts_a_call_and_the_rest_continues_the_last() -> None:
-    found = calls(entry(id="a", name="one"), entry(arguments='{"x":1}'), entry(name="two", arguments='{"y":2}'))
-    assert [call[1:] for call in found] == [A[1:], B[1:]]
+    assembled = calls(entry(id="a", name="one"), entry(arguments='{"x":1}'), entry(name="two", arguments='{"y":2}'))
+    assert [call[1:] for call in assembled] == [A[1:], B[1:]]
 
 
 def test_an_index_that_appears_later_finds_the_call_that_came_without() -> None:
@@ -78,13 +78,13 @@ def test_a_new_id_with_a_name_at_an_occupied_index_is_a_new_call() -> None:
 
 
 def test_a_known_id_at_a_shared_index_continues_its_own_call() -> None:
-    found = calls(
+    assembled = calls(
         entry(0, "a", "one", '{"x"'),
         entry(0, "b", "two", '{"y"'),
         entry(0, "a", "one", ":1}"),
         entry(0, "b", arguments=":2}"),
     )
-    assert found == [A, B]
+    assert assembled == [A, B]
 
 
 def test_another_id_without_a_name_continues_the_call_under_its_first_id() -> None:
@@ -223,14 +223,14 @@ def test_arguments_sent_as_an_object_too_deep_to_write_down_are_malformed() -> N
 
 @pytest.mark.parametrize("kind", ["arguments", "calls", "names"])
 def test_eight_times_the_deltas_take_about_eight_times_as_long(kind: str) -> None:
-    one = {
+    first = {
         "arguments": entry(0, arguments="0123456789abcdef"),
         "calls": entry(name="one"),
         "names": entry(0, name="0123456789abcdef"),
     }[kind]
 
     def seconds(count: int) -> float:
-        assembler, chunk = NativeCallAssembler(), delta(one)
+        assembler, chunk = NativeCallAssembler(), delta(first)
         started = time.process_time()
         for _ in range(count):
             assembler.feed(chunk)

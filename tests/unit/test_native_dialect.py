@@ -35,7 +35,7 @@ def read(
     reads_tags: bool = True,
 ) -> tuple[list[Event], ReplyEnd]:
     reader = (dialect or NativeDialect()).open_reader(run, step, reads_tags=reads_tags)
-    events = [event for one in chunks for event in reader.feed(one)]
+    events = [event for piece in chunks for event in reader.feed(piece)]
     last, end = reader.finish()
     return events + last, end
 
@@ -121,13 +121,13 @@ def test_a_cut_call_says_that_it_was_cut() -> None:
 
 
 def test_each_result_is_a_tool_message_under_the_models_id() -> None:
-    [told] = NativeDialect().build_observations([("c1", result(output="11"))])
+    [observation] = NativeDialect().build_observations([("c1", result(output="11"))])
     asking = {
         "role": "assistant",
         "content": None,
         "tool_calls": [{"id": "c1", "type": "function", "function": {"name": "t", "arguments": "{}"}}],
     }
-    assert NativeDialect().build_request([asking, told], []).messages == [
+    assert NativeDialect().build_request([asking, observation], []).messages == [
         asking,
         {"role": "tool", "tool_call_id": "c1", "content": "11"},
     ]
@@ -157,8 +157,8 @@ def test_with_tag_parsing_off_tags_are_text() -> None:
 
 
 def test_a_tag_result_under_the_native_dialect_is_sent_as_a_user_message() -> None:
-    told = NativeDialect().build_observations([("r1-2-0", result())])
-    [message] = NativeDialect().build_request(told, []).messages
+    observations = NativeDialect().build_observations([("r1-2-0", result())])
+    [message] = NativeDialect().build_request(observations, []).messages
     assert message["role"] == "user"
 
 

@@ -18,10 +18,11 @@ def test_without_network_nothing_changes() -> None:
 def test_with_egress_the_description_of_bash_names_the_hosts_and_no_longer_says_that_there_is_none() -> None:
     words = info(network="egress", hosts=("pypi.org", "*.pythonhosted.org")).describe_network()
     bash = next(spec for spec in build_registry().specs() if spec.name == "bash_tool")
-    told = bash.with_network(words)
+    described = bash.with_network(words)
     assert NO_NETWORK in bash.description
-    assert (NO_NETWORK in told.description, "to pypi.org, *.pythonhosted.org" in told.description) == (False, True)
-    assert told.network == words
+    assert NO_NETWORK not in described.description
+    assert "to pypi.org, *.pythonhosted.org" in described.description
+    assert described.network == words
 
 
 def test_a_tool_of_another_pool_has_no_sandbox_to_tell_of() -> None:
@@ -35,5 +36,5 @@ def test_an_authors_own_words_stay_as_they_are() -> None:
     spec = build_spec(
         "count", description="Counts, also without network. It runs in the session's sandbox, without network."
     )
-    told = spec.with_network("with all of it").description
-    assert told == "Counts, also without network. It runs in the session's sandbox, with all of it."
+    description = spec.with_network("with all of it").description
+    assert description == "Counts, also without network. It runs in the session's sandbox, with all of it."

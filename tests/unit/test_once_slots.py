@@ -92,9 +92,9 @@ async def test_an_answer_that_redis_has_lost_the_claim_of_is_kept(slots: Idempot
 async def test_a_full_account_claims_nothing_new_and_is_told_what_it_has(
     slots: IdempotencyStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    kept = slots.name("key", "word", "d", "1")
-    await slots.claim(kept)
-    await slots.keep(kept, RECORD)
+    key = slots.name("key", "word", "d", "1")
+    await slots.claim(key)
+    await slots.keep(key, RECORD)
     monkeypatch.setattr(once_slots, "KEPT_BYTES", SIZE - 1)
     with pytest.raises(ToolFailure) as refused:
         await slots.claim(slots.name("key", "other", "d", "2"))

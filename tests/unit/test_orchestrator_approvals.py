@@ -130,10 +130,10 @@ def test_the_digest_is_over_canonical_json_and_differs_in_every_part() -> None:
 
 
 @pytest.mark.parametrize(
-    ("digest", "now", "told"), [("other", 5.0, "not those that were approved"), ("digest", 10.1, "too late")]
+    ("digest", "now", "expected"), [("other", 5.0, "not those that were approved"), ("digest", 10.1, "too late")]
 )
-def test_an_approval_holds_for_one_call_and_until_its_end(digest: str, now: float, told: str) -> None:
-    with pytest.raises(ToolFailure, match=told):
+def test_an_approval_holds_for_one_call_and_until_its_end(digest: str, now: float, expected: str) -> None:
+    with pytest.raises(ToolFailure, match=expected):
         Approval("digest", 10.0).redeem(digest, now)
     Approval("digest", 10.0).redeem("digest", 10.0)
 
@@ -209,15 +209,15 @@ async def test_an_approver_that_never_answers_has_refused_when_its_time_is_up() 
 
 
 async def test_cancelling_a_run_is_no_answer() -> None:
-    asked = asyncio.Event()
+    is_asked = asyncio.Event()
 
     async def never(request: ApprovalRequest) -> bool:
-        asked.set()
+        is_asked.set()
         await asyncio.Event().wait()
         return True
 
     reviewing = asyncio.create_task(review(CALL, WRITE, CallbackApprover(never)))
-    await asked.wait()
+    await is_asked.wait()
     reviewing.cancel()
     with pytest.raises(asyncio.CancelledError):
         await reviewing
@@ -286,10 +286,10 @@ async def test_without_a_terminal_the_refusal_says_why_it_was_asked_and_what_to_
     result = await refuse(
         build_call("bash_tool", command="git push --force"), BASH, choose_approver("ask", is_interactive=False)
     )
-    told = str(result.error)
+    error = str(result.error)
     assert all(
-        word in told
-        for word in ("TOOLCREW_APPROVALS=auto", "TOOLCREW_APPROVAL_POLICY", "overwrites what others pushed")
+        fact in error
+        for fact in ("TOOLCREW_APPROVALS=auto", "TOOLCREW_APPROVAL_POLICY", "overwrites what others pushed")
     )
 
 

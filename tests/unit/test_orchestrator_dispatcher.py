@@ -155,10 +155,11 @@ def test_the_limit_is_the_callers_else_the_arguments_else_the_default(
     assert effective_limit(TIMED, arguments, Request(build_call(), *ROUTE, **fields)) == limit
 
 
-@pytest.mark.parametrize(("arguments", "asked"), [({}, 100), ({"timeout": 100}, None), ({}, None)])
-def test_the_tools_maximum_is_the_last_word(arguments: dict[str, Any], asked: float | None) -> None:
+@pytest.mark.parametrize(("arguments", "timeout_s"), [({}, 100), ({"timeout": 100}, None), ({}, None)])
+def test_the_tools_maximum_is_the_last_word(arguments: dict[str, Any], timeout_s: float | None) -> None:
     assert (
-        effective_limit(build_spec(max_timeout_s=20), arguments, Request(build_call(), *ROUTE, timeout_s=asked)) == 20
+        effective_limit(build_spec(max_timeout_s=20), arguments, Request(build_call(), *ROUTE, timeout_s=timeout_s))
+        == 20
     )
 
 

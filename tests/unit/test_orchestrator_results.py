@@ -242,11 +242,11 @@ async def test_one_id_awaited_twice_is_refused_and_the_first_is_served(
 ) -> None:
     async with listening(redis_server) as (hub, client):
         task_id = hub.task_id("c1")
-        with hub.expect(task_id) as one:
+        with hub.expect(task_id) as first:
             with pytest.raises(ValueError, match="awaited already"), hub.expect(task_id):
                 pass
             await publish(client, task_id)
-            await arrives(one)
+            await arrives(first)
 
 
 async def test_nothing_is_kept_of_a_result_that_was_taken(redis_server: RedisProcess, not_sweeping: None) -> None:
@@ -316,10 +316,10 @@ async def test_closing_ends_also_when_a_cancellation_is_swallowed(not_sweeping: 
 
 
 async def test_two_hubs_do_not_hear_each_other(redis_server: RedisProcess, not_sweeping: None) -> None:
-    async with listening(redis_server) as (one, client), listening(redis_server) as (two, _):
-        assert one.id != two.id
-        with one.expect(one.task_id("c")) as future, two.expect(two.task_id("c")) as other:
-            await publish(client, one.task_id("c"))
+    async with listening(redis_server) as (first, client), listening(redis_server) as (two, _):
+        assert first.id != two.id
+        with first.expect(first.task_id("c")) as future, two.expect(two.task_id("c")) as other:
+            await publish(client, first.task_id("c"))
             await arrives(future)
             assert not other.done()
 

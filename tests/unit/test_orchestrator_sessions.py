@@ -77,8 +77,8 @@ async def test_a_checkpoint_and_a_network_are_asked_for_when_it_opens() -> None:
 
 
 async def test_a_checkpoint_is_told_with_its_size_and_what_it_lacks() -> None:
-    told = {"checkpoint": "c1", "bytes": 5, "sha256": "ab", "skipped": 1, "torn": True}
-    session = await Pool(checkpoint={"metadata": told}).open()
+    metadata = {"checkpoint": "c1", "bytes": 5, "sha256": "ab", "skipped": 1, "torn": True}
+    session = await Pool(checkpoint={"metadata": metadata}).open()
     assert await session.checkpoint() == Checkpoint("c1", 5, "ab", skipped=1, torn=True)
 
 

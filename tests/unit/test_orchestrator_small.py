@@ -184,8 +184,8 @@ def shown(*events: RunEvent) -> str:
 def test_a_run_is_shown_from_its_start_to_its_end() -> None:
     text = shown(*EVENTS)
     assert all(
-        word in text
-        for word in ("model m", "step 1", "hi", '-> echo {"a": [1]}', "fine", "warning: careful", "stopped: answered")
+        part in text
+        for part in ("model m", "step 1", "hi", '-> echo {"a": [1]}', "fine", "warning: careful", "stopped: answered")
     )
 
 

@@ -67,8 +67,8 @@ def test_a_cut_leaves_whole_lines_and_whole_signs_and_counts_what_is_missing(dat
     raw = signs.encode()
     head = data.draw(st.integers(0, 20))
     tail = data.draw(st.integers(0, 20))
-    kept = raw[:head] + raw[len(raw) - tail :]
-    text, cut = show_output(kept, {"total": len(raw), "head": head, "tail": tail})
+    shown = raw[:head] + raw[len(raw) - tail :]
+    text, cut = show_output(shown, {"total": len(raw), "head": head, "tail": tail})
     before, _, rest = text.partition("[... ")
     omitted = int(rest.partition(" bytes")[0])
     after = rest.partition(" ...]")[2]

@@ -106,17 +106,19 @@ async def test_tenants_with_calls_come_first_with_their_shares_and_unregistered_
             ground.ask("acme", queue=QUEUE, limit_s=0.5)
         ground.ask("stranger", queue=QUEUE, limit_s=0.5)
 
-    told = {tenant.tenant: tenant for tenant in (await reader.read()).tenants}
+    tenant_rows = {tenant.tenant: tenant for tenant in (await reader.read()).tenants}
 
-    assert list(told) == ["acme", "stranger", "idle", "torn"]
-    assert told["acme"].held == 3
-    assert told["acme"].in_flight == 8
-    assert told["acme"].share == 0.75
-    assert told["acme"].fair_share == 0.75
-    assert (told["stranger"].held, told["stranger"].is_registered, told["stranger"].share) == (1, False, 0.25)
-    assert (told["idle"].held, told["idle"].share, told["idle"].fair_share) == (0, 0.0, 0.0)
-    assert [name for name, tenant in told.items() if tenant.is_paused] == ["idle"]
-    assert "cannot be verified" in told["torn"].trouble
+    assert list(tenant_rows) == ["acme", "stranger", "idle", "torn"]
+    assert tenant_rows["acme"].held == 3
+    assert tenant_rows["acme"].in_flight == 8
+    assert tenant_rows["acme"].share == 0.75
+    assert tenant_rows["acme"].fair_share == 0.75
+    assert tenant_rows["stranger"].held == 1
+    assert tenant_rows["stranger"].is_registered is False
+    assert tenant_rows["stranger"].share == 0.25
+    assert (tenant_rows["idle"].held, tenant_rows["idle"].share, tenant_rows["idle"].fair_share) == (0, 0.0, 0.0)
+    assert [name for name, tenant in tenant_rows.items() if tenant.is_paused] == ["idle"]
+    assert "cannot be verified" in tenant_rows["torn"].trouble
 
 
 async def test_a_tenant_that_its_own_rate_stops_is_told_with_what_waits(
@@ -148,8 +150,8 @@ async def test_batches_are_told_while_anything_of_them_waits_or_runs(
 
     seen = await reader.read()
 
-    told = {batch.batch: (batch.tenant, batch.total, batch.running, batch.waiting) for batch in seen.batches}
-    assert told == {"waits": ("acme", 3, 1, 2), "runs": ("bolt", 1, 1, 0)}
+    batches = {batch.batch: (batch.tenant, batch.total, batch.running, batch.waiting) for batch in seen.batches}
+    assert batches == {"waits": ("acme", 3, 1, 2), "runs": ("bolt", 1, 1, 0)}
     assert seen.running == 2
 
 

@@ -63,7 +63,7 @@ async def test_pausing_and_resuming_stand_in_the_audit_once_each(client: "redis.
     for _ in range(2):
         await tenants.resume("default")
     entries = [json.loads(fields[b"entry"]) for _, fields in await client.xrange(audit_key("d"))]
-    assert [(one["action"], one["target"], one["details"].get("reason")) for one in entries] == [
+    assert [(entry["action"], entry["target"], entry["details"].get("reason")) for entry in entries] == [
         ("tenant.pause", "default", "the bill is open"),
         ("tenant.resume", "default", None),
     ]
@@ -128,9 +128,9 @@ async def test_very_many_paused_batches_do_not_keep_the_others_waiting(ground: R
         await pipe.execute()
     await ground.submit(1, tenant="bolt")
     await tenants.pause("acme")
-    found = [await claimed(ground) for _ in range(2)]
-    assert [] in found
-    assert ["bolt/b-1"] in found
+    claims = [await claimed(ground) for _ in range(2)]
+    assert [] in claims
+    assert ["bolt/b-1"] in claims
 
 
 async def test_in_an_open_pool_every_name_is_paused_with_the_default_one(ground: RunGround) -> None:

@@ -235,7 +235,7 @@ def test_a_policy_is_read_from_toml_and_json(tmp_path: Path, name: str, text: st
 
 
 @pytest.mark.parametrize(
-    ("name", "text", "told"),
+    ("name", "text", "expected"),
     [
         ("p.yaml", "", "a .toml or a .json file"),
         ("p.toml", "rules = [", "this is not TOML"),
@@ -265,13 +265,13 @@ def test_a_policy_is_read_from_toml_and_json(tmp_path: Path, name: str, text: st
         ("p.json", "[" * 100_000, "this is not JSON"),
     ],
 )
-def test_a_wrong_policy_says_where_and_what_to_do(tmp_path: Path, name: str, text: str, told: str) -> None:
+def test_a_wrong_policy_says_where_and_what_to_do(tmp_path: Path, name: str, text: str, expected: str) -> None:
     path = tmp_path / name
     path.write_text(text)
     with pytest.raises(ConfigError) as refused:
         load_policy(path)
     assert str(path) in str(refused.value)
-    assert told in str(refused.value)
+    assert expected in str(refused.value)
 
 
 def test_a_policy_that_is_not_there_is_an_error_and_not_an_empty_one(tmp_path: Path) -> None:

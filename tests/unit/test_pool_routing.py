@@ -170,8 +170,8 @@ async def test_the_catalogs_are_read_in_one_round_trip(pools: Pools) -> None:
     pools.store.config_resetstat()
     await pools.names()
     commands = {
-        name: told["calls"]
-        for name, told in pools.store.info("commandstats").items()
+        name: stats["calls"]
+        for name, stats in pools.store.info("commandstats").items()
         if name not in ("cmdstat_config|resetstat",)
     }
     assert commands.get("cmdstat_mget") == 1
@@ -228,8 +228,8 @@ async def test_of_two_tools_of_one_name_that_of_the_sandbox_is_taken_and_the_log
     pools.publish(tools=(build_spec("bash", pool="tools"),), sandbox=(build_spec("bash"),))
     for _ in range(3):
         assert [spec.pool for spec in await pools.catalog.specs()] == ["sandbox"]
-    told = [record.getMessage() for record in caplog.records if "tool_published_twice" in record.getMessage()]
-    assert len(told) == 1
+    messages = [record.getMessage() for record in caplog.records if "tool_published_twice" in record.getMessage()]
+    assert len(messages) == 1
 
 
 @pytest.mark.parametrize("garbage", ["", "null", "7", "[[", '{"a": 1}', '[1, null, "web_tool"]'])
@@ -263,7 +263,7 @@ async def test_doctor_lists_who_serves_what_and_which_worker_to_start(pools: Poo
     pools.publish(sandbox=(build_spec("bash"), build_spec("session.open", audience="session")))
     report = Report()
     await examine_workers(pools.catalog, report)
-    told = {finding.text: finding.is_good for finding in report.findings}
-    assert told["sandbox: bash"] is True
-    assert told["web: no worker; start one with `toolcrew serve worker --kind web`"] is False
+    findings = {finding.text: finding.is_good for finding in report.findings}
+    assert findings["sandbox: bash"] is True
+    assert findings["web: no worker; start one with `toolcrew serve worker --kind web`"] is False
     assert report.is_healthy

@@ -41,14 +41,14 @@ SERVERS = {"toolcrew up", "toolcrew serve worker", "toolcrew serve worker --kind
 
 
 def find_commands(text: str) -> list[str]:
-    return ["".join(found) for found in _MARKED.findall(text)]
+    return ["".join(command) for command in _MARKED.findall(text)]
 
 
 def check_command(line: str) -> None:
     """Check a command. Fails if the command does not exist, lacks an argument, or has an unknown option. X may be a
     number.
     """
-    words = ["1" if word == "X" else word for word in shlex.split(line)[1:]]
+    words = ["1" if argument == "X" else argument for argument in shlex.split(line)[1:]]
     command: object = get_command(app)
     while isinstance(command, TyperGroup):
         assert words, f"`{line}` names a group of commands"
@@ -89,9 +89,9 @@ def printed_commands() -> list[tuple[str, str]]:
 
 
 def test_every_command_in_a_message_exists() -> None:
-    found = {command for _, command in printed_commands()}
-    assert len(found) > 30
-    for command in found:
+    printed = {command for _, command in printed_commands()}
+    assert len(printed) > 30
+    for command in printed:
         check_command(command)
 
 
@@ -108,9 +108,9 @@ def test_every_command_in_a_message_is_marked() -> None:
     assert isinstance(root, TyperGroup)
     command = re.compile(rf"toolcrew (?:{'|'.join(root.commands)})\b[^\n]*")
     unmarked = {
-        (path, found)
+        (path, option)
         for path, text in printed_texts()
-        for found in command.findall(_MARKED.sub("", text))
+        for option in command.findall(_MARKED.sub("", text))
         if path not in NO_HINTS
     }
     assert unmarked == set()
@@ -121,10 +121,10 @@ def test_no_message_builds_a_command_for_one_tenant_by_hand() -> None:
     tenants.
     """
     by_hand = re.compile(r"toolcrew (batches|runs|sessions|traces|skills) [a-z]+ [^`]*X")
-    found = {
+    missing = {
         (path, command) for path, command in printed_commands() if by_hand.search(command) and "--tenant" not in command
     }
-    assert found == set()
+    assert missing == set()
 
 
 @pytest.mark.parametrize(

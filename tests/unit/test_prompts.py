@@ -63,7 +63,7 @@ def parameter_line(schema: Any, *, required: bool = False) -> str:
 @pytest.mark.parametrize("name", ["native", "tags", "tags-small", "json", "json-small", "fallback"])
 def test_the_whole_system_prompt_is_as_it_was_seen_and_approved(name: str) -> None:
     """After a wanted change: write the new prompt into the file, and read it."""
-    told = {
+    texts = {
         "native": NativeDialect().build_system("Be brief.", BUILTIN),
         "tags": TagsDialect().build_system("Be brief.", BUILTIN),
         "tags-small": TagsDialect(profile=SMALL).build_system("Be brief.", BUILTIN[:1]),
@@ -71,7 +71,7 @@ def test_the_whole_system_prompt_is_as_it_was_seen_and_approved(name: str) -> No
         "json-small": JsonDecisionDialect(profile=SMALL).build_system("Be brief.", BUILTIN[:1]),
         "fallback": PromptJsonDialect().build_system("Be brief.", BUILTIN[:1]),
     }[name]
-    assert told + "\n" == (SNAPSHOTS / f"prompt-{name}.txt").read_text()
+    assert texts + "\n" == (SNAPSHOTS / f"prompt-{name}.txt").read_text()
 
 
 def test_an_empty_instruction_becomes_the_default_one() -> None:
@@ -105,7 +105,7 @@ def test_without_tools_the_prompt_is_the_sentence_that_there_are_none() -> None:
 
 
 @pytest.mark.parametrize(
-    ("schema", "told"),
+    ("schema", "expected"),
     [
         ({"type": "integer", "minimum": 1, "maximum": 9}, "integer, 1 to 9"),
         ({"type": "number", "minimum": 0}, "number, from 0"),
@@ -127,8 +127,8 @@ def test_without_tools_the_prompt_is_the_sentence_that_there_are_none() -> None:
         ),
     ],
 )
-def test_types_are_told_in_a_few_words(schema: Any, told: str) -> None:
-    assert parameter_line(schema) == f"  value ({told}, optional)"
+def test_types_are_told_in_a_few_words(schema: Any, expected: str) -> None:
+    assert parameter_line(schema) == f"  value ({expected}, optional)"
 
 
 def test_a_schema_that_contains_itself_is_told_to_its_first_turn() -> None:

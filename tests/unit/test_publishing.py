@@ -61,17 +61,17 @@ def record(server: "redis.Redis", call_id: str = "c1") -> Any:
 
 
 async def forbid(server: "redis.Redis", attempt: int = 1) -> str:
-    known = server.get_connection_kwargs()
-    client = redis.asyncio.Redis(host=known["host"], port=known["port"], password=known["password"])
+    options = server.get_connection_kwargs()
+    client = redis.asyncio.Redis(host=options["host"], port=options["port"], password=options["password"])
     try:
         return await CallStore(client, "d").forbid("acme", "c1", attempt)
     finally:
         await client.aclose()
 
 
-async def reason_of(publisher: Publisher, letter: Attempt) -> str | None:
+async def reason_of(publisher: Publisher, call: Attempt) -> str | None:
     try:
-        await publisher.publish(build_call_message(letter, "hub-task", "d"))
+        await publisher.publish(build_call_message(call, "hub-task", "d"))
     except NotSent as refused:
         return refused.reason
     return None
@@ -82,13 +82,13 @@ async def test_a_call_is_in_its_queue_and_in_the_ledger(publisher: Publisher, se
     [message] = [json.loads(item) for item in server.lrange(QUEUE, 0, -1)]
     assert (message["headers"]["id"], message["headers"]["task"]) == ("hub-task", "tool.read_tool")
     assert json.loads(base64.b64decode(message["body"]))[1] == {"envelope": '{"v":2}'}
-    noted = record(server)
-    assert noted.state == CallState.QUEUED
-    assert noted.attempt == 1
-    assert noted.tool == "read_tool"
-    assert noted.session == "s1"
-    assert noted.queue == QUEUE
-    assert abs(noted.queued_at - time.time()) < 30
+    stored = record(server)
+    assert stored.state == CallState.QUEUED
+    assert stored.attempt == 1
+    assert stored.tool == "read_tool"
+    assert stored.session == "s1"
+    assert stored.queue == QUEUE
+    assert abs(stored.queued_at - time.time()) < 30
     assert 0 < server.ttl(call_key("d", "acme", "c1")) <= CALL_TTL_S
 
 
@@ -176,8 +176,8 @@ async def test_a_renewed_call_is_sent_again_once_and_nothing_of_the_lost_attempt
     second = attempt(number=2)
     assert [await reason_of(publisher, second), await reason_of(publisher, second)] == [None, "duplicate"]
     assert server.llen(QUEUE) == 2
-    noted = record(server)
-    assert (noted.attempt, noted.state, noted.holder, noted.started_at) == (2, CallState.QUEUED, "", 0.0)
+    stored = record(server)
+    assert (stored.attempt, stored.state, stored.holder, stored.started_at) == (2, CallState.QUEUED, "", 0.0)
 
 
 @pytest.mark.parametrize(
@@ -412,12 +412,14 @@ async def test_another_attempt_is_not_forbidden_by_the_one_before(publisher: Pub
 
 
 @pytest.mark.parametrize(
-    ("state", "told"), [("queued", "queued"), ("lost", "queued"), ("running", "superseded"), ("done", "superseded")]
+    ("state", "expected"), [("queued", "queued"), ("lost", "queued"), ("running", "superseded"), ("done", "superseded")]
 )
 async def test_what_redis_forgot_to_renew_is_forbidden_unless_an_earlier_attempt_may_have_acted(
-    publisher: Publisher, server: "redis.Redis", state: str, told: str
+    publisher: Publisher, server: "redis.Redis", state: str, expected: str
 ) -> None:
     server.hset(call_key("d", "acme", "c1"), mapping={"state": state, "attempt": 1})
-    assert await forbid(server, attempt=2) == told
-    noted = record(server)
-    assert (noted.state, noted.attempt) == ((CallState.FORBIDDEN, 2) if told == "queued" else (CallState(state), 1))
+    assert await forbid(server, attempt=2) == expected
+    stored = record(server)
+    assert (stored.state, stored.attempt) == (
+        (CallState.FORBIDDEN, 2) if expected == "queued" else (CallState(state), 1)
+    )

@@ -69,8 +69,8 @@ def test_the_guest_is_asked_for_a_page_that_fits_the_output_with_its_footer() ->
 def test_without_a_range_it_asks_for_the_first_2000_lines_in_any_encoding() -> None:
     bench = Bench(build_read_response(b""))
     bench.read()
-    asked = {name: bench.client.requests[0][name] for name in ("offset", "limit", "column", "encoding")}
-    assert asked == {"offset": 1, "limit": 2000, "column": 1, "encoding": "auto"}
+    fields = {name: bench.client.requests[0][name] for name in ("offset", "limit", "column", "encoding")}
+    assert fields == {"offset": 1, "limit": 2000, "column": 1, "encoding": "auto"}
 
 
 def test_a_part_says_where_to_go_on() -> None:

@@ -175,11 +175,11 @@ def test_an_orchestrator_cannot_speak_on_the_control_channel(server: Server) -> 
 def test_an_orchestrator_hears_its_results_whatever_its_hub_is_called(server: Server) -> None:
     with server.client("orchestrator") as client:
         for hub in ("00ff12aa9b3c", "a7ff12aa9b3c", "ffff12aa9b3c"):
-            with client.pubsub() as heard:
-                heard.psubscribe(names.result_channel_pattern(hub))
-                told = heard.get_message(timeout=5)
-                assert told is not None
-                assert told["type"] == "psubscribe"
+            with client.pubsub() as subscriber:
+                subscriber.psubscribe(names.result_channel_pattern(hub))
+                message = subscriber.get_message(timeout=5)
+                assert message is not None
+                assert message["type"] == "psubscribe"
 
 
 def test_a_user_without_its_password_and_the_default_one_are_refused(server: Server) -> None:
@@ -227,9 +227,9 @@ def test_the_command_writes_users_and_their_passwords_for_nobody_else_to_read(fo
     assert ran.exit_code == 0, ran.output
     acl, passwords = folder / "users.acl", folder / "redis-passwords.env"
     assert {path.stat().st_mode & 0o777 for path in (acl, passwords)} == {0o600}
-    told = dict(line.split("=", 1) for line in passwords.read_text().splitlines())
-    assert told.keys() == {f"TOOLCREW_REDIS_{role.upper()}_PASSWORD" for role in ROLES}
-    for password in told.values():
+    passwords_by_user = dict(line.split("=", 1) for line in passwords.read_text().splitlines())
+    assert passwords_by_user.keys() == {f"TOOLCREW_REDIS_{role.upper()}_PASSWORD" for role in ROLES}
+    for password in passwords_by_user.values():
         assert len(password) >= 32
         assert password not in acl.read_text() + ran.output
         assert hash_password(password) in acl.read_text()

@@ -30,8 +30,8 @@ class Shelf:
 
 @given(st.text(), st.dictionaries(st.text(), st.none() | st.booleans() | st.integers(-(2**60), 2**60) | st.text()))
 def test_a_result_survives_the_way(output: str, metadata: dict[str, Any]) -> None:
-    told = result(output=output, metadata=metadata)
-    assert decode_result(json.loads(json.dumps(encode_result(told)))) == told
+    sent = result(output=output, metadata=metadata)
+    assert decode_result(json.loads(json.dumps(encode_result(sent)))) == sent
 
 
 @given(st.integers(0, 3), st.sampled_from(["x", "é", "读", "\U0001f600"]))
@@ -39,18 +39,18 @@ def test_whatever_is_larger_than_fits_lies_beside_and_comes_back_whole(around: i
     shelf = Shelf()
     empty = len(encode_result(result(output=""))["data"][0][0][0].encode())
     count = (INLINE_BYTES - empty) // len(character.encode()) + around - 1
-    told = result(output=character * count)
-    encoded = json.loads(json.dumps(encode_result(told, shelf.keep)))
+    sent = result(output=character * count)
+    encoded = json.loads(json.dumps(encode_result(sent, shelf.keep)))
     is_kept = empty + count * len(character.encode()) > INLINE_BYTES
     assert (kept_result_key(encoded) is not None) is is_kept
     assert len(json.dumps(encoded, ensure_ascii=False).encode()) < INLINE_BYTES + 1024
     whole = join_result(encoded, shelf.kept[0]) if is_kept else encoded
-    assert decode_result(whole) == told
+    assert decode_result(whole) == sent
 
 
 def test_without_a_place_beside_everything_travels_inline() -> None:
-    told = result(output="x" * 200_000)
-    assert decode_result(encode_result(told)) == told
+    sent = result(output="x" * 200_000)
+    assert decode_result(encode_result(sent)) == sent
 
 
 def test_a_result_that_lies_beside_is_none_without_its_record() -> None:
@@ -95,8 +95,8 @@ def test_a_record_of_another_shape_is_refused(data: Any) -> None:
 
 
 def test_half_a_character_in_a_tools_metadata_costs_that_character_only() -> None:
-    told = decode_result(encode_result(result(output="fine", metadata={"name": "a\ud800b"})))
-    assert (told.output, told.metadata) == ("fine", {"name": "a?b"})
+    decoded = decode_result(encode_result(result(output="fine", metadata={"name": "a\ud800b"})))
+    assert (decoded.output, decoded.metadata) == ("fine", {"name": "a?b"})
 
 
 @pytest.mark.parametrize("maxlen", [None, 46, 160, 100_000])

@@ -28,8 +28,8 @@ async def test_what_waits_for_another_attempt_ends_with_its_batch(ground: RunGro
     await ground.submit(1, batch="c")
     (claim, _) = await ground.queue.claim(2, BATCH)
     (other,) = await ground.queue.claim(1, ("acme", "c"))
-    for one in (claim, other):
-        assert await ground.queue.give_back(one, after_s=1000.0, anew=True)
+    for item in (claim, other):
+        assert await ground.queue.give_back(item, after_s=1000.0, anew=True)
     assert await ground.queue.cancel(*BATCH) == 1
     record = await ground.queue.batch(*BATCH)
     assert (record.state, record.failed[FailureKind.CANCELLED]) == (BatchState.CANCELLING, 1)

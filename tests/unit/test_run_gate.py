@@ -138,10 +138,10 @@ async def test_the_first_chunk_says_that_the_model_is_there(gate: RunGate) -> No
     chunk: Chunk = {"choices": []}
     model = GatedModel(Replies(ModelUnavailable("down"), chunk), gate, "a")
     with pytest.raises(EndpointDown):
-        _ = [one async for one in model.stream(REQUEST)]
+        _ = [event async for event in model.stream(REQUEST)]
     with pytest.raises(ModelUnavailable, match="had not begun to answer"):
         model.check_answered()
-    assert [one async for one in model.stream(REQUEST)] == [chunk]
+    assert [event async for event in model.stream(REQUEST)] == [chunk]
     assert gate.down_s is None
     model.check_answered()
 
@@ -162,13 +162,13 @@ def test_a_quota_lets_begin_as_many_as_there_was_room_for_and_then_one_more_at_a
 
 
 def test_what_ended_a_runs_work_is_judged_by_whose_fault_it_is(gate: RunGate) -> None:
-    told = [
+    events = [
         gate.classify(EndpointDown("down", is_lone=False), None),
         gate.classify(EndpointDown("500", is_lone=True), None),
         gate.classify(ToolFailure(ErrorCode.QUOTA_EXCEEDED, "full"), None),
         gate.classify(ToolFailure(ErrorCode.RATE_LIMITED, "slower"), None),
     ]
-    assert [reason.cause if isinstance(reason, RunDeferred) else reason for reason in told] == [
+    assert [reason.cause if isinstance(reason, RunDeferred) else reason for reason in events] == [
         "endpoint",
         "request",
         "quota",

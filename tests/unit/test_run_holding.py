@@ -87,7 +87,7 @@ async def told(ground: RunGround) -> list[RunEvent]:
 
 
 async def notes(ground: RunGround) -> list[str]:
-    return [one.message for one in await told(ground) if isinstance(one, BatchNotice)]
+    return [event.message for event in await told(ground) if isinstance(event, BatchNotice)]
 
 
 @pytest.mark.parametrize("cause", ["endpoint", "request", "quota"])
@@ -97,7 +97,7 @@ async def test_a_run_that_has_to_wait_is_gone_on_with_in_the_same_attempt(ground
     await work(ground, troubled)
     assert troubled.begun == [("b-1", 1, False), ("b-1", 1, True), ("b-1", 1, True)]
     assert (await ground.queue.batch(*BATCH)).succeeded == 1
-    assert not any(isinstance(one, RunRetried) for one in await told(ground))
+    assert not any(isinstance(event, RunRetried) for event in await told(ground))
 
 
 async def test_who_watches_is_told_once_what_is_waited_for_and_when_it_is_there(ground: RunGround) -> None:
@@ -105,11 +105,11 @@ async def test_who_watches_is_told_once_what_is_waited_for_and_when_it_is_there(
     troubled = Troubled(*[RunDeferred("it is down", "endpoint")] * 3, *[RunDeferred("full", "quota")] * 2)
     troubled.gate.has_answered_since(troubled.gate.now())
     await work(ground, troubled)
-    heard = await notes(ground)
-    assert sum("full" in note for note in heard) == 1
+    messages = await notes(ground)
+    assert sum("full" in note for note in messages) == 1
     assert (
-        sum("the batch waits for its model" in note for note in heard)
-        == sum("answers again" in note for note in heard)
+        sum("the batch waits for its model" in note for note in messages)
+        == sum("answers again" in note for note in messages)
         >= 1
     )
 

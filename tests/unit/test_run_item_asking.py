@@ -124,8 +124,8 @@ async def asker_of(ground: ItemGround, question: ApprovalQuestion) -> Any:
 
 async def test_the_operators_last_word_holds_for_items_that_ask(make: Made) -> None:
     ground = make(echo_then("done", "a", "b"), policy=ASKED)
-    told = ground.parts._settings.model_copy(update={"approvals": "never"})
-    ground.work._parts = RunParts(told, ground.pool, ground.parts.approver, ASKED)
+    settings = ground.parts._settings.model_copy(update={"approvals": "never"})
+    ground.work._parts = RunParts(settings, ground.pool, ground.parts.approver, ASKED)
     outcome = await ended(asyncio.create_task(ground.worked(await ground.put(build_run()), ASKING)))
     assert outcome.body is not None
     assert argument_of(ground) == []
@@ -137,11 +137,11 @@ def test_a_batch_that_does_not_ask_can_be_read_by_releases_that_know_nothing_of_
     assert "asks_people" not in BatchDefaults().model_dump()
     fields = {"state": "in_progress", "total": "1", "sha256": "x", "concurrency": "1", "created_at": "0"}
     for defaults in (BatchDefaults(), ASKING):
-        kept = {
+        entries = {
             name.encode(): value.encode()
             for name, value in {**fields, "defaults": seal_defaults(KEY, "acme", "b", defaults)}.items()
         }
-        assert parse_batch(KEY, "acme", "b", kept).defaults == defaults
+        assert parse_batch(KEY, "acme", "b", entries).defaults == defaults
 
 
 async def test_an_item_that_waits_for_a_person_has_no_place_meanwhile(make: Made) -> None:

@@ -73,8 +73,8 @@ async def test_a_call_out_of_the_log_is_told_with_the_time_that_it_took(make: Ma
         claim = await first.put(item)
         await first.worked(claim)
         await second.worked(await second.taken_over(claim))
-        (told,) = [told for told in second.run_events if isinstance(told, CallFinished)]
-        assert told.seconds >= 0.05
+        (event,) = [event for event in second.run_events if isinstance(event, CallFinished)]
+        assert event.seconds >= 0.05
 
 
 async def test_a_session_that_was_being_opened_is_given_up_where_it_is_and_another_one_opened(make: Made) -> None:
@@ -208,8 +208,8 @@ async def test_an_attempt_begun_anew_shares_neither_calls_nor_session_with_the_o
     assert (outcome.failure, outcome.attempt) == (None, 2)
     assert second.sent() == ["open", "echo", "close"]
     assert {call.id for call in first.transport.calls}.isdisjoint(call.id for call in second.transport.calls)
-    assert {one.session for one in first.transport.contexts}.isdisjoint(
-        one.session for one in second.transport.contexts
+    assert {context.session for context in first.transport.contexts}.isdisjoint(
+        context.session for context in second.transport.contexts
     )
 
 

@@ -60,7 +60,7 @@ async def test_a_single_call_is_made_in_a_session_of_its_own(make: Made) -> None
     outcome = await ground.worked(await ground.put(build_tool_call()))
     assert (outcome.failure, outcome.body and outcome.body["output"]) == (None, "said x")
     assert ground.sent() == ["open", "echo", "close"]
-    (delivery,) = [one for one in ground.transport.deliveries if one.request.call.name == "echo"]
+    (delivery,) = [sent for sent in ground.transport.deliveries if sent.request.call.name == "echo"]
     assert delivery.request.keeps_result
     assert ground.transport.settled == [("acme", delivery.call_id)]
     assert ground.asked() == 0

@@ -133,14 +133,14 @@ async def test_results_and_decisions_are_there_for_whoever_comes_next(ground: Ru
     await journal.note_review("c1", build_call(call_id="c1", text="changed"))
     await journal.note_review("c2", refusal)
     await journal.note_artifacts(["a.txt"], ["*.md"])
-    known = await journal_of(ground, claim)
-    assert known.result_of("c1") == done("c1")
-    assert isinstance(approved := known.review_of("c1"), ToolCall)
+    resumed = await journal_of(ground, claim)
+    assert resumed.result_of("c1") == done("c1")
+    assert isinstance(approved := resumed.review_of("c1"), ToolCall)
     assert approved.arguments == {"text": "changed"}
-    assert known.review_of("c2") == refusal
-    assert (known.result_of("c2"), known.review_of("c3")) == (None, None)
-    assert known.artifacts is not None
-    assert (known.artifacts.paths, known.artifacts.missing) == (("a.txt",), ("*.md",))
+    assert resumed.review_of("c2") == refusal
+    assert (resumed.result_of("c2"), resumed.review_of("c3")) == (None, None)
+    assert resumed.artifacts is not None
+    assert (resumed.artifacts.paths, resumed.artifacts.missing) == (("a.txt",), ("*.md",))
 
 
 async def test_a_session_is_known_when_it_is_there_and_suspected_before(ground: RunGround) -> None:
@@ -150,10 +150,10 @@ async def test_a_session_is_known_when_it_is_there_and_suspected_before(ground: 
     await journal.note_opening("s1")
     assert ((await journal_of(ground, claim)).opening, journal.session) == ("s1", None)
     await journal.note_opened("s1", {"host": "h1"})
-    known = await journal_of(ground, claim)
-    assert known.opening is None
-    assert known.session is not None
-    assert (known.session.session, known.session.info) == ("s1", {"host": "h1"})
+    resumed = await journal_of(ground, claim)
+    assert resumed.opening is None
+    assert resumed.session is not None
+    assert (resumed.session.session, resumed.session.info) == ("s1", {"host": "h1"})
 
 
 async def test_whose_run_was_taken_stops_and_never_comes_to_an_outcome(ground: RunGround) -> None:
@@ -203,9 +203,9 @@ async def test_a_model_is_not_asked_to_go_on_when_its_sandbox_is_gone(ground: Ru
     resumed = await journal_of(ground, claim)
     assert resumed.next_reply() is not None
     assert journal.next_reply() is None
-    for known in (journal, resumed):
+    for candidate in (journal, resumed):
         with pytest.raises(SandboxUnavailable, match="retry the item"):
-            await read(LoggedModel(played, known, {}))
+            await read(LoggedModel(played, candidate, {}))
     assert played.requests == []
 
 

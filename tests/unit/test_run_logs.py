@@ -37,8 +37,8 @@ async def claimed(ground: RunGround) -> RunLog:
     return await load(ground, claim.token)
 
 
-async def load(ground: RunGround, word: str) -> RunLog:
-    return await RunLog.load(ground.client, "d", KEY, RunAttempt("acme", "b-1", 1, word))
+async def load(ground: RunGround, claim_field: str) -> RunLog:
+    return await RunLog.load(ground.client, "d", KEY, RunAttempt("acme", "b-1", 1, claim_field))
 
 
 def opening(number: int) -> LogEntry:
@@ -46,8 +46,8 @@ def opening(number: int) -> LogEntry:
 
 
 def result(text: str) -> LogEntry:
-    found = ToolResult(call_id="c1", name="echo", success=True, output=text)
-    return LogEntry(CallFinished(run="b-1", at=1.0, result=found))
+    tool_result = ToolResult(call_id="c1", name="echo", success=True, output=text)
+    return LogEntry(CallFinished(run="b-1", at=1.0, result=tool_result))
 
 
 async def test_what_was_appended_is_there_for_whoever_comes_next(ground: RunGround) -> None:
@@ -59,8 +59,8 @@ async def test_what_was_appended_is_there_for_whoever_comes_next(ground: RunGrou
     ]
     for entry in entries:
         await log.append(entry)
-    (word,) = await ground.client.hmget("toolcrew:d:t:acme:run.b-1", "claim")
-    assert (await load(ground, word.decode())).entries == entries
+    (claim_field,) = await ground.client.hmget("toolcrew:d:t:acme:run.b-1", "claim")
+    assert (await load(ground, claim_field.decode())).entries == entries
 
 
 async def test_a_large_entry_lies_beside_the_log(ground: RunGround) -> None:
@@ -87,10 +87,10 @@ async def test_an_entry_whose_answer_was_lost_is_not_appended_twice(
     real, lost = log._append, [LostConnection("cut"), LostConnection("cut")]
 
     async def append(**arguments: Any) -> Any:
-        told = await real(**arguments)
+        reply = await real(**arguments)
         if lost:
             raise lost.pop()
-        return told
+        return reply
 
     log._append = append  # type: ignore[assignment]
     await log.append(opening(1))

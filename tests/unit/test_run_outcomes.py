@@ -91,5 +91,7 @@ def test_only_a_run_that_answered_is_a_success_and_every_other_end_says_why(reas
 
 
 def test_a_status_tells_whose_fault_it_is() -> None:
-    told = [status_of(judge_error(error)) for error in (ModelRefused("x"), ConfigError("x"), BrokerUnavailable("x"))]
-    assert (status_of(None), told) == (200, [422, 400, 503])
+    statuses = [
+        status_of(judge_error(error)) for error in (ModelRefused("x"), ConfigError("x"), BrokerUnavailable("x"))
+    ]
+    assert (status_of(None), statuses) == (200, [422, 400, 503])

@@ -107,10 +107,12 @@ async def test_a_batch_is_complete_when_every_run_has_ended(ground: RunGround) -
         await ground.queue.finish(claim, build_outcome(claim, kind))
     record = await ground.queue.batch("acme", "b")
     assert (record.state, record.succeeded, record.failed[FailureKind.MODEL]) == (BatchState.COMPLETED, 1, 1)
-    (told,) = await ground.queue.runs([("acme", "b-3")])
-    assert told is not None
-    assert told.state == RunState.ENDED
-    assert (told.outcome.failure.kind if told.outcome and told.outcome.failure else None) == FailureKind.INFRASTRUCTURE
+    (status,) = await ground.queue.runs([("acme", "b-3")])
+    assert status is not None
+    assert status.state == RunState.ENDED
+    assert (
+        status.outcome.failure.kind if status.outcome and status.outcome.failure else None
+    ) == FailureKind.INFRASTRUCTURE
 
 
 async def test_only_what_failed_in_the_asked_way_is_queued_again(ground: RunGround) -> None:
@@ -130,10 +132,10 @@ async def test_only_what_failed_in_the_asked_way_is_queued_again(ground: RunGrou
 
 async def test_what_is_given_back_is_resumed_at_once_or_begun_anew_later(ground: RunGround) -> None:
     await ground.submit(2)
-    (one, two) = await ground.queue.claim(2)
+    (first, two) = await ground.queue.claim(2)
     await ground.client.rpush("toolcrew:d:t:acme:run.b-1:log", "{}")
     await ground.client.rpush("toolcrew:d:t:acme:run.b-2:log", "{}")
-    assert await ground.queue.give_back(one)
+    assert await ground.queue.give_back(first)
     assert await ground.queue.give_back(two, after_s=0.3, anew=True)
     (resumed,) = await ground.other.claim(9)
     assert (resumed.run, resumed.is_resumed, resumed.record.attempt) == ("b-1", True, 1)

@@ -74,9 +74,9 @@ async def test_who_watches_a_batch_is_told_once_of_items_that_can_have_no_row(
     with RowFiles.open(tmp_path / "o.jsonl", tmp_path / "e.jsonl", lambda _, run, /: run == "b-3") as rows:
         await Follower(ground.queue, reader, "acme", "b", rows=rows, show=shown.append, tick=lambda: None).run()
         assert list(rows.succeeded) == ["item-3"]
-    (told,) = shown
-    assert isinstance(told, BatchNotice)
-    assert "Redis has lost 2 items" in told.message
+    (status,) = shown
+    assert isinstance(status, BatchNotice)
+    assert "Redis has lost 2 items" in status.message
 
 
 async def test_a_batch_that_is_cancelled_before_any_line_was_queued_is_cancelled(ground: RunGround) -> None:
@@ -153,8 +153,8 @@ async def test_very_many_batches_that_have_nothing_to_give_hide_none_that_has(gr
             pipe.zadd("toolcrew:d:runs:batches", {f"idle|{number}": 1.0})
             pipe.zadd(f"toolcrew:d:t:idle:batch.{number}:waiting", {"run": 1.0})
         await pipe.execute()
-    found = [len(await ground.queue.claim(1)) for _ in range(6)]
-    assert sum(found) == 1
+    counts = [len(await ground.queue.claim(1)) for _ in range(6)]
+    assert sum(counts) == 1
 
 
 async def test_every_key_of_a_batch_is_forgotten_some_day(ground: RunGround) -> None:
@@ -193,11 +193,11 @@ class Forgetful(redis.asyncio.Redis):
     forgets: tuple[str, ...] = ()
 
     async def execute_command(self, *arguments: Any, **options: Any) -> Any:
-        told = await super().execute_command(*arguments, **options)
+        reply = await super().execute_command(*arguments, **options)
         if self.forgets:
             name, *self.forgets = self.forgets  # type: ignore[assignment]
             await super().execute_command("ZREM", "toolcrew:d:t:acme:batch-ids", name)
-        return told
+        return reply
 
 
 async def test_a_batch_that_is_forgotten_while_a_page_is_read_hides_no_other_one(

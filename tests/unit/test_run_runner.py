@@ -51,11 +51,11 @@ async def test_two_processes_share_a_batch_and_work_each_item_once(house: House)
         return outcome_of(claim)
 
     await house.submit(30)
-    one, two = Worker(work), Worker(work)
-    async with house.working(house.runner(one, concurrency=2), house.runner(two, house.other, concurrency=2)):
+    first, two = Worker(work), Worker(work)
+    async with house.working(house.runner(first, concurrency=2), house.runner(two, house.other, concurrency=2)):
         await house.until(BatchState.COMPLETED)
-    assert sorted(one.begun + two.begun) == sorted((f"b-{number}", 1) for number in range(1, 31))
-    assert min(len(one.begun), len(two.begun)) > 0
+    assert sorted(first.begun + two.begun) == sorted((f"b-{number}", 1) for number in range(1, 31))
+    assert min(len(first.begun), len(two.begun)) > 0
     assert len(await house.ends()) == 30
 
 
@@ -68,8 +68,8 @@ async def test_what_fails_for_the_infrastructure_is_begun_anew_so_often_and_then
     async with house.working(house.runner(worker)):
         await house.until(BatchState.COMPLETED)
     assert worker.begun == [("b-1", attempt) for attempt in (1, 2, 3)]
-    told = [one for one in await house.batch_events() if isinstance(one, RunRetried | RunEnded)]
-    assert [(type(one), one.attempt) for one in told] == [(RunRetried, 2), (RunRetried, 3), (RunEnded, 3)]
+    events = [event for event in await house.batch_events() if isinstance(event, RunRetried | RunEnded)]
+    assert [(type(event), event.attempt) for event in events] == [(RunRetried, 2), (RunRetried, 3), (RunEnded, 3)]
     (record,) = await house.queue.runs([("acme", "b-1")])
     assert record is not None
     assert record.outcome is not None
@@ -116,7 +116,7 @@ async def test_what_runs_is_kept(house: House) -> None:
     worker, queue = Worker(), WatchedQueue(house.client)
     async with house.working(house.runner(worker, queue, concurrency=1)):
         await worker.has_begun.wait()
-        (claim,) = [one.claim for one in (await house.queue.runs([("acme", "b-1")])) if one is not None]
+        (claim,) = [run.claim for run in (await house.queue.runs([("acme", "b-1")])) if run is not None]
         await house.client.zadd("toolcrew:d:runs:leases", {"acme|b-1": 1.0})
         queue.renewed.clear()
         await queue.renewed.wait()

@@ -162,16 +162,16 @@ class Process:
 
     def doings(self, *, is_ending: bool) -> list[Doing]:
         """Return the possible next steps. `is_ending`: only the steps that end all runs."""
-        found: list[Doing] = [self._claim] if self.plans and not self.claiming and self.slots.count_free() else []
+        actions: list[Doing] = [self._claim] if self.plans and not self.claiming and self.slots.count_free() else []
         if self.claiming:
-            found.append(self._claimed.set)
+            actions.append(self._claimed.set)
         for task, run in self.runs.items():
-            found += [gate.is_open.set for gate in (*run.working.values(), *run.asked.values())]
+            actions += [gate.is_open.set for gate in (*run.working.values(), *run.asked.values())]
             if not is_ending:
-                found += [gate.run_out for gate in run.asked.values()]
-                found += [run.wall.run_out] if run.asked and not run.is_cancelled else []
-                found.append(lambda task=task, run=run: self._cancel(task, run))  # type: ignore[misc]
-        return found
+                actions += [gate.run_out for gate in run.asked.values()]
+                actions += [run.wall.run_out] if run.asked and not run.is_cancelled else []
+                actions.append(lambda task=task, run=run: self._cancel(task, run))  # type: ignore[misc]
+        return actions
 
     def check(self) -> None:
         held = [run for run in self.runs.values() if run.at_work]

@@ -78,10 +78,10 @@ def by_name(spans: list[Span]) -> dict[str, Span]:
 
 
 def assert_one_tree(spans: list[Span]) -> None:
-    known = {span.ref.span_id for span in spans}
-    assert len(known) == len(spans), "a span was told of twice"
+    span_ids = {span.ref.span_id for span in spans}
+    assert len(span_ids) == len(spans), "a span was told of twice"
     assert len({span.ref.trace_id for span in spans}) == 1
-    assert [span.name for span in spans if span.parent is not None and span.parent.span_id not in known] == []
+    assert [span.name for span in spans if span.parent is not None and span.parent.span_id not in span_ids] == []
 
 
 async def test_each_attempt_at_a_lost_call_has_a_span_that_is_linked_to_the_one_before(
@@ -94,14 +94,15 @@ async def test_each_attempt_at_a_lost_call_has_a_span_that_is_linked_to_the_one_
     of_call = [
         span
         for span in ended
-        if span.ref.trace_id == next(one for one in ended if one.name == "execute_tool safe").ref.trace_id
+        if span.ref.trace_id
+        == next(execution for execution in ended if execution.name == "execute_tool safe").ref.trace_id
     ]
     assert_one_tree(of_call)
     first, second = [span for span in of_call if span.name == "send safe"]
     assert (first.ref.span_id, second.ref.span_id) == (attempt_span_id("c1", 1), attempt_span_id("c1", 2))
     assert (first.error, second.error, second.links) == ("CALL_LOST", "", (first.ref,))
-    told = [context.trace for _, context in ground.fleet.calls]
-    assert told == [str(first.ref), str(second.ref)]
+    contexts = [context.trace for _, context in ground.fleet.calls]
+    assert contexts == [str(first.ref), str(second.ref)]
 
 
 async def test_an_item_with_its_session_is_one_trace_under_ids_made_of_its_run(make: Made) -> None:

@@ -104,8 +104,8 @@ def test_only_what_has_changed_since_is_taken() -> None:
 
 def test_an_event_of_which_only_the_kind_was_kept_is_noted_and_does_no_harm() -> None:
     call = {"id": "c", "name": "bash_tool", "arguments": {f"name {number}": "x" for number in range(5000)}}
-    kept = build_event({"type": "CallStarted", "run": "r", "at": 1.0, "attempt": 1, "step": 1, "call": call})
-    assert "call" not in json.loads(kept)
+    event = build_event({"type": "CallStarted", "run": "r", "at": 1.0, "attempt": 1, "step": 1, "call": call})
+    assert "call" not in json.loads(event)
     story = RunStory()
     for kind in (
         "CallStarted",
@@ -117,6 +117,6 @@ def test_an_event_of_which_only_the_kind_was_kept_is_noted_and_does_no_harm() ->
         "TextArrived",
         "Warned",
     ):
-        story.add(kept.replace("CallStarted", kind))
+        story.add(event.replace("CallStarted", kind))
     assert story.notes[0] == "A CallStarted event was too large for the stream: the transcript has it."
     assert len(story.notes) == 8

@@ -43,14 +43,14 @@ async def test_two_checkpoints_of_a_session_are_made_one_after_the_other(tmp_pat
     checkpoints = GatedCheckpoints()
     async with running_sandboxd(tmp_path, checkpoints=checkpoints) as daemon:
         _, name = await daemon.open()
-        asked = [
+        requests = [
             asyncio.create_task(daemon.control.answer({"verb": "checkpoint", "sandbox": name}, no_body))
             for _ in range(2)
         ]
         await asyncio.wait_for(checkpoints.saving.wait(), SOON_S)
         await asyncio.sleep(0)
         checkpoints.go.set()
-        answers = await asyncio.wait_for(asyncio.gather(*asked), SOON_S)
+        answers = await asyncio.wait_for(asyncio.gather(*requests), SOON_S)
         assert ([answer["checkpoint"] for answer, _ in answers], checkpoints.most_at_once) == (["c1", "c1"], 1)
 
 
@@ -60,13 +60,13 @@ async def test_a_session_is_in_use_until_its_checkpoint_is_stored(tmp_path: Path
         client, name = await daemon.open()
         entry = daemon.sessions.find(name)
         assert entry is not None
-        asked = asyncio.create_task(asyncio.to_thread(client.checkpoint, name))
+        checkpoint = asyncio.create_task(asyncio.to_thread(client.checkpoint, name))
         await asyncio.wait_for(checkpoints.saving.wait(), SOON_S)
         entry.used_at -= 2 * entry.ttl_s
         assert not await daemon.sessions.suspender.give_up(entry)
         await daemon.host.monitor.expire()
         checkpoints.go.set()
-        await asyncio.wait_for(asked, SOON_S)
+        await asyncio.wait_for(checkpoint, SOON_S)
         await daemon.host.monitor.expire()
         assert daemon.sessions.find(name) is entry
         assert entry.idle_s() < SOON_S

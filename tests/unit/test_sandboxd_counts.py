@@ -62,11 +62,11 @@ async def test_starts_failures_and_losses_are_counted(tmp_path: Path) -> None:
         with pytest.raises(SandboxUnavailable):
             await host.sessions.open("t", NewSession(PLAN, 60))
         await lose(host.sessions)
-        told = host.factory.counts.describe()
-    assert (told["starts"]["count"], told["failed_starts"]) == (1, 1)
-    assert told["starts"]["sum"] > 0
+        counts = host.factory.counts.describe()
+    assert (counts["starts"]["count"], counts["failed_starts"]) == (1, 1)
+    assert counts["starts"]["sum"] > 0
     # The stillborn one was lost before it was anybody's.
-    assert told["lost"] == {"ended": 2}
+    assert counts["lost"] == {"ended": 2}
 
 
 async def test_kills_and_kills_for_want_of_memory_are_counted_once_a_call(tmp_path: Path) -> None:
@@ -74,8 +74,8 @@ async def test_kills_and_kills_for_want_of_memory_are_counted_once_a_call(tmp_pa
     async with running_sandboxd(tmp_path, answering({"ev": "done", "oom": True, "kill": kill})) as daemon:
         client, name = await daemon.open()
         await call(client, name)
-        told = daemon.host.factory.counts.describe()
-    assert (told["oom"], told["kills"]) == (1, {"tree": 1})
+        counts = daemon.host.factory.counts.describe()
+    assert (counts["oom"], counts["kills"]) == (1, {"tree": 1})
 
 
 async def test_survivors_count_as_one_kill_by_the_container(tmp_path: Path) -> None:
@@ -83,16 +83,16 @@ async def test_survivors_count_as_one_kill_by_the_container(tmp_path: Path) -> N
     async with running_sandboxd(tmp_path, answering({"ev": "done", "kill": kill})) as daemon:
         client, name = await daemon.open()
         await call(client, name)
-        told = daemon.host.factory.counts.describe()
-    assert told["kills"] == {"container": 1}
+        counts = daemon.host.factory.counts.describe()
+    assert counts["kills"] == {"container": 1}
 
 
 async def test_a_guest_that_breaks_the_protocol_is_counted_as_such(tmp_path: Path) -> None:
     async with running_sandboxd(tmp_path, answering({"ev": "nonsense"})) as daemon:
         client, name = await daemon.open()
         assert (await call(client, name))["sandbox_lost"]
-        told = daemon.host.factory.counts.describe()
-    assert told["lost"] == {"guest_broke_protocol": 1}
+        counts = daemon.host.factory.counts.describe()
+    assert counts["lost"] == {"guest_broke_protocol": 1}
 
 
 async def test_states_are_told_of_containers_that_there_are(tmp_path: Path) -> None:
@@ -115,14 +115,14 @@ async def test_what_sandboxd_counted_is_taken_over_once_whoever_is_its_worker(
     statuses.append(build_status(oom=5, starts=starts, failed_starts=1))
     second, _ = build_taker(client, statuses[-1])
     second.keep()
-    found = await read(redis_server)
-    assert found[key("toolcrew_sandbox_oom_total")] == 5
-    assert found[key("toolcrew_sandbox_start_seconds_count")] == 2
-    assert found[key("toolcrew_sandbox_start_seconds_bucket", le="1.0")] == 2
-    assert found[key("toolcrew_sandbox_start_failures_total")] == 1
-    assert counted(found, "toolcrew_sandbox_kills_total") == {("tree",): 1}
-    assert counted(found, "toolcrew_sandbox_lost_total") == {("ended",): 1}
-    assert counted(found, "toolcrew_warm_sandboxes_total") == {("handed_out",): 4}
+    counts = await read(redis_server)
+    assert counts[key("toolcrew_sandbox_oom_total")] == 5
+    assert counts[key("toolcrew_sandbox_start_seconds_count")] == 2
+    assert counts[key("toolcrew_sandbox_start_seconds_bucket", le="1.0")] == 2
+    assert counts[key("toolcrew_sandbox_start_failures_total")] == 1
+    assert counted(counts, "toolcrew_sandbox_kills_total") == {("tree",): 1}
+    assert counted(counts, "toolcrew_sandbox_lost_total") == {("ended",): 1}
+    assert counted(counts, "toolcrew_warm_sandboxes_total") == {("handed_out",): 4}
 
 
 async def test_a_sandboxd_that_begins_anew_adds_to_what_its_predecessor_counted(
@@ -139,9 +139,9 @@ async def test_a_sandboxd_that_begins_anew_adds_to_what_its_predecessor_counted(
 async def test_states_are_told_while_the_worker_reports(redis_server: RedisProcess, client: "redis.Redis") -> None:
     report(client, build_report("h1"))
     build_taker(client, build_status())[0].keep()
-    found = await read(redis_server)
-    assert counted(found, "toolcrew_sandbox_active") == {("h1", "warm"): 2}
-    assert found[key("toolcrew_warm_pool_target", host="h1")] == 3
+    counts = await read(redis_server)
+    assert counted(counts, "toolcrew_sandbox_active") == {("h1", "warm"): 2}
+    assert counts[key("toolcrew_warm_pool_target", host="h1")] == 3
 
 
 @pytest.mark.parametrize(

@@ -171,9 +171,9 @@ async def test_a_kept_connection_that_stands_is_used_again(tmp_path: Path) -> No
     async with running_sandboxd(tmp_path) as daemon:
         client = daemon.client()
         await asyncio.to_thread(client.status)
-        kept = client._sock
+        sock = client._sock
         await asyncio.to_thread(client.status)
-        assert client._sock is kept
+        assert client._sock is sock
 
 
 def test_the_socket_is_open_to_other_users_only_when_some_may_connect() -> None:

@@ -331,8 +331,8 @@ async def test_frames_without_a_body_are_not_free(tmp_path: Path) -> None:
     async def flooding(guest: FakeGuest) -> None:
         await guest.hello()
         request, _ = await guest.request()
-        one = encode_frame({"id": request["id"], "ev": "data", "stream": "stdout"}, max_total=MAX_UP)
-        await guest.send_raw(one * 6000)
+        frame = encode_frame({"id": request["id"], "ev": "data", "stream": "stdout"}, max_total=MAX_UP)
+        await guest.send_raw(frame * 6000)
         await guest.done(request, exit_code=0)
 
     async with running_sandboxd(tmp_path, flooding) as daemon:

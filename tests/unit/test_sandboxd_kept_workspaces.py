@@ -42,8 +42,8 @@ async def test_a_session_is_rebuilt_around_its_workspace_at_once_and_says_so_onc
         await lose(host, entry.sandbox)
         same, sandbox = await host.sessions.use("acme:s")
         assert (same, sandbox.generation) == (entry, 2)
-        told = entry.describe_sandbox(sandbox)
-        assert (told["rebuilt"], "files in /workspace are kept" in told["news"]) == (True, True)
+        description = entry.describe_sandbox(sandbox)
+        assert (description["rebuilt"], "files in /workspace are kept" in description["news"]) == (True, True)
         assert "news" not in entry.describe_sandbox(sandbox)
         mounts = [guest.config["HostConfig"]["Mounts"][0]["Source"] for guest in host.engine.guests]
         assert mounts[0] == mounts[1]

@@ -40,14 +40,14 @@ async def test_a_restored_session_tells_once_what_is_gone_and_of_when_its_files_
     async with running_sandboxd(tmp_path, checkpoints=Shelf()) as daemon:
         client, name, sandbox = await open_moved(daemon, 5, checkpoint_at=AT)
         assert (sandbox["generation"], sandbox["rebuilt"]) == (5, True)
-        told = (await call(client, name)).done["sandbox"]
-        assert (told["generation"], told["rebuilt"]) == (5, True)
+        answer = (await call(client, name)).done["sandbox"]
+        assert (answer["generation"], answer["rebuilt"]) == (5, True)
         for words in (
             "host that had this session was lost",
             f"checkpoint of {AT}",
             "background jobs and /tmp are lost",
         ):
-            assert words in told["news"]
+            assert words in answer["news"]
         assert "news" not in (await call(client, name)).done["sandbox"]
 
 

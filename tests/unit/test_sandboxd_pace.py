@@ -70,8 +70,8 @@ async def test_a_worker_that_is_slow_gets_all_of_its_output_and_costs_no_sandbox
         decoder, got, last = FrameDecoder(MAX_DOWN), 0, {}
         async with asyncio.timeout(SOON_S):
             while last.get("ev") != "done":
-                for one in decoder.feed(await reader.read(65536)):
-                    got, last = got + len(one.body), one.header
+                for received in decoder.feed(await reader.read(65536)):
+                    got, last = got + len(received.body), received.header
         assert (got, last.get("exit_code")) == (PIECES * len(PIECE), 0)
         writer.close()
 
@@ -175,7 +175,7 @@ async def test_what_comes_and_nobody_takes_is_bounded(tmp_path: Path) -> None:
     await until(lambda: links and not links[0].transport.is_reading())  # type: ignore[union-attr]
     assert links[0]._waiting_bytes < 4 * 1024 * 1024
     got = [await asyncio.wait_for(links[0].next(), SOON_S) for _ in sent]
-    assert [one.header["n"] for one in got if one is not None] == list(range(200))
+    assert [received.header["n"] for received in got if received is not None] == list(range(200))
     writer.close()
     assert await asyncio.wait_for(links[0].next(), SOON_S) is None
     links[0].close()

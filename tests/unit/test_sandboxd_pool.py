@@ -104,16 +104,16 @@ async def test_the_pool_gives_its_places_up_for_sessions(tmp_path: Path) -> None
 
 
 async def test_the_pool_is_not_filled_while_memory_is_short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = asyncio.Event()
+    is_asked = asyncio.Event()
 
     def short() -> int:
-        asked.set()
+        is_asked.set()
         return PLAN.memory_reserve_bytes
 
     monkeypatch.setattr(pool_module, "available_memory", short)
     async with open_host(tmp_path, pool=replace(QUICK, memory_floor_bytes=1)) as host:
         filling = asyncio.create_task(host.pools.keep_filled())
-        await asyncio.wait_for(asked.wait(), SOON_S)
+        await asyncio.wait_for(is_asked.wait(), SOON_S)
         assert host.engine.guests == []
         filling.cancel()
 

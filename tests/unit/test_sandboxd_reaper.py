@@ -18,8 +18,8 @@ from workers.sandboxd.records import Records
 from workers.sandboxd.sessions import NewSession
 
 
-def hold_lease(folder: Path, name: str, told: Any, go: Any) -> None:
-    told.send(Lease.take(folder, name).label)
+def hold_lease(folder: Path, name: str, sender: Any, go: Any) -> None:
+    sender.send(Lease.take(folder, name).label)
     go.recv()
     os._exit(9)
 
@@ -28,9 +28,9 @@ def hold_lease(folder: Path, name: str, told: Any, go: Any) -> None:
 def neighbour(tmp_path: Path) -> Iterator[tuple[str, Any, Any]]:
     """Start another process that holds a lease. Return its label, a function that kills it, and the process."""
     context = multiprocessing.get_context("spawn")
-    hears, told = context.Pipe()
+    hears, sender = context.Pipe()
     goes, go = context.Pipe()
-    process = context.Process(target=hold_lease, args=(tmp_path / "leases", "neighbour", told, goes), daemon=True)
+    process = context.Process(target=hold_lease, args=(tmp_path / "leases", "neighbour", sender, goes), daemon=True)
     process.start()
     yield hears.recv(), go, process
     process.kill()
@@ -41,7 +41,7 @@ async def test_what_a_predecessor_of_the_name_left_goes_at_once(tmp_path: Path) 
     async with open_host(tmp_path) as host:
         host.engine.listed = [listed("a", sandboxd="test"), listed("b", sandboxd="another")]
         assert await host.reaper.sweep() == 1
-        assert [one.name for one in host.engine.listed] == ["b"]
+        assert [container.name for container in host.engine.listed] == ["b"]
 
 
 async def test_what_this_sandboxd_holds_stays(tmp_path: Path) -> None:
@@ -64,7 +64,7 @@ async def test_what_is_past_its_deadline_goes_whoever_made_it(tmp_path: Path) ->
         labels = [{"toolcrew.deadline": str(int(time.time()) + shift)} for shift in (-61, -30, 60)]
         host.engine.listed = [listed(name, labels=label) for name, label in zip("abc", labels, strict=True)]
         assert await host.reaper.sweep() == 1
-        assert [one.name for one in host.engine.listed] == ["b", "c"]
+        assert [container.name for container in host.engine.listed] == ["b", "c"]
 
 
 @pytest.mark.parametrize("deadline", ["", "soon", "-1", "²", "1e3"])
@@ -82,7 +82,7 @@ async def test_what_was_never_started_goes_after_a_while(tmp_path: Path) -> None
             listed("old", state="created", created_at=old),
         ]
         assert await host.reaper.sweep() == 1
-        assert [one.name for one in host.engine.listed] == ["new"]
+        assert [container.name for container in host.engine.listed] == ["new"]
 
 
 async def test_what_a_dead_sandboxd_left_goes_and_what_a_living_one_has_stays(

@@ -167,8 +167,8 @@ async def test_requests_sent_in_advance_are_answered_in_their_order(tmp_path: Pa
 
 
 def test_a_stream_may_come_a_byte_at_a_time() -> None:
-    asked = 10_000
-    assert count_budget({"op": "exec", "capture": {"stream": asked}}) >= asked * (1 + FRAME_COST_BYTES)
+    limit = 10_000
+    assert count_budget({"op": "exec", "capture": {"stream": limit}}) >= limit * (1 + FRAME_COST_BYTES)
 
 
 def test_a_negative_or_wrong_capture_takes_nothing_from_the_others() -> None:

@@ -150,9 +150,9 @@ async def test_an_archive_that_cannot_be_unpacked_does_not_lock_its_session_up(t
                 await host.sessions.use("acme:s", "c")
         assert (host.alive, host.factory.slots.taken) == ([], 0)
         _, sandbox = await host.sessions.use("acme:s", "c")
-        told = entry.describe_sandbox(sandbox)
-        assert told["rebuilt"] is True
-        assert "cannot be unpacked" in told["news"]
+        description = entry.describe_sandbox(sandbox)
+        assert description["rebuilt"] is True
+        assert "cannot be unpacked" in description["news"]
         assert host.suspension_store.archives == {}
 
 

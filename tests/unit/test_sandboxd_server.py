@@ -81,9 +81,9 @@ async def test_status_has_facts_and_counts_and_no_name_of_a_tenant(tmp_path: Pat
 
 async def test_two_workers_use_one_sandbox_at_once(tmp_path: Path) -> None:
     async with running_sandboxd(tmp_path) as daemon:
-        one, name = await daemon.open()
+        client, name = await daemon.open()
         two = daemon.client()
-        first, second = await asyncio.gather(call(one, name, body=b"1"), call(two, name, body=b"2"))
+        first, second = await asyncio.gather(call(client, name, body=b"1"), call(two, name, body=b"2"))
         assert (first.streams["stdout"], second.streams["stdout"]) == (b"1", b"2")
 
 

@@ -155,10 +155,10 @@ async def test_a_start_that_failed_frees_its_place(tmp_path: Path) -> None:
 
 async def test_a_session_opened_twice_at_once_has_one_sandbox(tmp_path: Path) -> None:
     async with open_sessions(tmp_path) as (sessions, engine):
-        one, two = await asyncio.gather(
+        first, two = await asyncio.gather(
             sessions.open("s", NewSession(PLAN, 60)), sessions.open("s", NewSession(PLAN, 60))
         )
-        assert one is two
+        assert first is two
         assert len(engine.alive) == 1
 
 
@@ -170,10 +170,10 @@ async def test_a_sandbox_is_labelled_as_this_sandboxds(tmp_path: Path) -> None:
 
 async def test_no_sandbox_serves_two_sessions(tmp_path: Path) -> None:
     async with open_sessions(tmp_path) as (sessions, _):
-        one = await sessions.open("a", NewSession(PLAN, 60))
+        first = await sessions.open("a", NewSession(PLAN, 60))
         await sessions.close("a")
         two = await sessions.open("b", NewSession(PLAN, 60))
-        assert one.sandbox.container != two.sandbox.container
+        assert first.sandbox.container != two.sandbox.container
 
 
 # Closing

@@ -160,10 +160,10 @@ def standing(entry: Session | None) -> Standing:
 async def test_open_gives_what_class_and_terms_allow_and_tells_it(tmp_path: Path) -> None:
     async with running_sandboxd(tmp_path, plans=PLANS) as daemon:
         client = daemon.client()
-        told = await asyncio.to_thread(
+        reply = await asyncio.to_thread(
             client.describe_open, "acme:s1", None, 60, terms=OPEN.model_copy(update={"images": ("node",)})
         )
-        assert (told["image"], told["network"], told["hosts"]) == ("node", "egress", ["site.example"])
+        assert (reply["image"], reply["network"], reply["hosts"]) == ("node", "egress", ["site.example"])
         less = await asyncio.to_thread(
             client.describe_open, "acme:s2", None, 60, terms=OPEN.model_copy(update={"network": "none"})
         )

@@ -49,8 +49,8 @@ class Store:
 
 
 async def row(daemon: Sandboxd) -> dict[str, Any]:
-    [found] = await asyncio.to_thread(daemon.client().sessions)
-    return dict(found)
+    [summary] = await asyncio.to_thread(daemon.client().sessions)
+    return dict(summary)
 
 
 # Traces
@@ -100,9 +100,9 @@ json_values = st.recursive(
 
 
 @given(st.lists(st.tuples(st.sampled_from(["job_list", "job_start", "job_poll"]), json_values), max_size=8))
-def test_a_guest_that_lies_of_jobs_is_remembered_in_little(told: list[tuple[str, Any]]) -> None:
+def test_a_guest_that_lies_of_jobs_is_remembered_in_little(events: list[tuple[str, Any]]) -> None:
     activity = SessionActivity()
-    for op, value in told:
+    for op, value in events:
         activity.note(op, {"job": value, "jobs": value})
         activity.note(op, value if isinstance(value, dict) else {})
     for number in range(100):
@@ -117,9 +117,9 @@ def test_a_guest_that_lies_of_jobs_is_remembered_in_little(told: list[tuple[str,
 async def test_a_row_has_what_a_worker_decides_by(tmp_path: Path) -> None:
     async with running_sandboxd(tmp_path) as daemon:
         await daemon.open(ttl_s=77.0)
-        told = await row(daemon)
+        fields = await row(daemon)
         figures = {
-            name: told[name]
+            name: fields[name]
             for name in ("name", "generation", "fence", "calls", "jobs", "changed", "checkpoint", "ttl_s", "image")
         }
         assert figures == {
@@ -133,7 +133,7 @@ async def test_a_row_has_what_a_worker_decides_by(tmp_path: Path) -> None:
             "ttl_s": 77.0,
             "image": "default",
         }
-        assert 0 <= told["idle_s"] < SOON_S
+        assert 0 <= fields["idle_s"] < SOON_S
 
 
 async def test_a_call_that_runs_is_counted_and_its_session_is_not_idle(tmp_path: Path) -> None:
@@ -150,12 +150,12 @@ async def test_a_call_that_runs_is_counted_and_its_session_is_not_idle(tmp_path:
         client, name = await daemon.open()
         running = asyncio.create_task(call(client, name))
         await asyncio.wait_for(started.wait(), SOON_S)
-        told = await row(daemon)
-        assert (told["calls"], told["idle_s"], told["changed"]) == (1, 0.0, False)
+        fields = await row(daemon)
+        assert (fields["calls"], fields["idle_s"], fields["changed"]) == (1, 0.0, False)
         go.set()
         await running
-        told = await row(daemon)
-        assert (told["calls"], told["changed"]) == (0, True)
+        fields = await row(daemon)
+        assert (fields["calls"], fields["changed"]) == (0, True)
 
 
 async def test_a_job_that_was_started_is_counted(tmp_path: Path) -> None:
@@ -178,7 +178,7 @@ async def test_rows_of_more_sessions_than_a_page_has_come_in_several(
     async with running_sandboxd(tmp_path) as daemon:
         for session in ("d", "b", "a", "c"):
             client, _ = await daemon.open(session)
-        assert [found["name"] for found in await asyncio.to_thread(client.sessions)] == [
+        assert [listed["name"] for listed in await asyncio.to_thread(client.sessions)] == [
             "acme:a",
             "acme:b",
             "acme:c",
@@ -197,8 +197,8 @@ async def test_a_checkpoint_answers_for_what_was_written_before_it_and_not_for_w
         client, name = await daemon.open()
         await call(client, name)
         await asyncio.to_thread(client.checkpoint, name)
-        told = await row(daemon)
-        assert (told["changed"], told["checkpoint"]) == (False, "c1")
+        fields = await row(daemon)
+        assert (fields["changed"], fields["checkpoint"]) == (False, "c1")
         store.go.clear()
         store.saving.clear()
         other = daemon.client()
@@ -218,8 +218,8 @@ async def test_a_checkpoint_that_failed_answers_for_nothing(tmp_path: Path) -> N
         await call(client, name)
         with pytest.raises(SandboxUnavailable, match="disk is full"):
             await asyncio.to_thread(client.checkpoint, name)
-        told = await row(daemon)
-        assert (told["changed"], told["checkpoint"]) == (True, None)
+        fields = await row(daemon)
+        assert (fields["changed"], fields["checkpoint"]) == (True, None)
 
 
 async def test_an_automatic_checkpoint_is_no_use_of_its_session(tmp_path: Path) -> None:

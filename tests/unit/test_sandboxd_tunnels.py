@@ -253,16 +253,16 @@ async def test_the_operator_is_told_once_that_the_proxy_is_away_and_once_that_it
 
 
 async def test_a_socket_of_another_user_is_not_told_whose_connection_it_is(tmp_path: Path) -> None:
-    told: asyncio.Queue[bytes] = asyncio.Queue()
+    received: asyncio.Queue[bytes] = asyncio.Queue()
 
     async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        told.put_nowait(await reader.read())
+        received.put_nowait(await reader.read())
         writer.close()
 
     server = await asyncio.start_unix_server(accept, str(tmp_path / "false.sock"))
     with pytest.raises(OSError, match="uid"):
         await open_proxy(tmp_path / "false.sock", PREAMBLE, frozenset({os.geteuid() + 1}))
-    assert await asyncio.wait_for(told.get(), SOON_S) == b""
+    assert await asyncio.wait_for(received.get(), SOON_S) == b""
     server.close()
 
 

@@ -122,9 +122,9 @@ def test_the_walk_shows_what_ripgrep_lists(
     assume(path not in files)
     plant(ground, files, rules, repositories)
     (ground.workspace / path).mkdir(exist_ok=True)
-    found = ground.glob("**/*", path=path)
+    result = ground.glob("**/*", path=path)
     prefix = "" if path == "." else f"{path}/"
-    assert set(found.lines) == {prefix + name for name in list_by_ripgrep(ground, path)}
+    assert set(result.lines) == {prefix + name for name in list_by_ripgrep(ground, path)}
 
 
 def list_by_ripgrep(ground: Ground, path: str) -> set[str]:

@@ -31,14 +31,14 @@ SIDES = pytest.mark.parametrize("side", [WORKERS, ORCHESTRATOR], ids=["workers",
 
 
 def say(side: str, code: str, **environment: str) -> "subprocess.CompletedProcess[str]":
-    given = {
+    settings = {
         "TOOLCREW_REDIS_URL": "redis://:url-password-1@127.0.0.1:1/0",
         "TOOLCREW_SECRET": SECRET,
         "PYTHONSAFEPATH": "",
         **environment,
     }
     return subprocess.run(
-        [sys.executable, "-c", side + code], env=given, capture_output=True, text=True, check=False, timeout=60
+        [sys.executable, "-c", side + code], env=settings, capture_output=True, text=True, check=False, timeout=60
     )
 
 
@@ -54,7 +54,7 @@ with structlog.contextvars.bound_contextvars(tenant="acme", call="c-1"):
     log.warning("call_lost", error="redis://:url-password-1@h/0 {SECRET}", token="t")
 log.info("said"); log.debug("unsaid")
 """
-    lost, said = events_of(side, code)
+    lost, done = events_of(side, code)
     assert lost["level"] == "warning"
     assert lost["event"] == "call_lost"
     assert lost["tenant"] == "acme"
@@ -62,7 +62,7 @@ log.info("said"); log.debug("unsaid")
     assert lost["token"] == "[masked: token]"
     assert SECRET not in lost["error"]
     assert "url-password-1" not in lost["error"]
-    assert (said["event"], "tenant" in said) == ("said", False)
+    assert (done["event"], "tenant" in done) == ("said", False)
 
 
 @SIDES
@@ -79,16 +79,18 @@ except KeyError:
     log.exception("tool_bug")
 raise ValueError("the end")
 """
-    told = events_of(side, code)
-    assert [one["event"] for one in told] == [
+    events = events_of(side, code)
+    assert [event["event"] for event in events] == [
         "library_said",
         "library_said",
         "thread_failed",
         "tool_bug",
         "process_failed",
     ]
-    assert (told[0]["logger"], told[0]["message"], told[1]["logger"]) == ("some.library", "two\\nlines", "py.warnings")
-    assert [one["exception"] for one in told[2:]] == [
+    assert events[0]["logger"] == "some.library"
+    assert events[0]["message"] == "two\\nlines"
+    assert events[1]["logger"] == "py.warnings"
+    assert [event["exception"] for event in events[2:]] == [
         "ZeroDivisionError: division by zero",
         "KeyError: 'k'",
         "ValueError: the end",
@@ -112,11 +114,11 @@ def test_a_worker_with_an_unknown_level_does_not_start() -> None:
         check=False,
         timeout=60,
     )
-    (told,) = read_events(done.stderr)
+    (event,) = read_events(done.stderr)
     assert done.returncode == 1
-    assert told["level"] == "critical"
-    assert told["event"] == "not_started"
-    assert told["error"].startswith(name)
+    assert event["level"] == "critical"
+    assert event["event"] == "not_started"
+    assert event["error"].startswith(name)
 
 
 def test_a_program_that_uses_the_sdk_keeps_its_own_logging() -> None:

@@ -116,7 +116,7 @@ async def test_a_session_of_another_tenant_is_told_as_one_that_never_was() -> No
     """
     house = House()
     foreign = (await house.open("bolt")).id
-    told = set()
+    reported = set()
     for name in (
         foreign,
         "never-was",
@@ -129,6 +129,6 @@ async def test_a_session_of_another_tenant_is_told_as_one_that_never_was() -> No
     ):
         with pytest.raises(ToolFailure) as refused:
             await house.attach(name, "acme")
-        told.add((refused.value.code, refused.value.message))
-    assert [code for code, _ in told] == [ErrorCode.SESSION_NOT_FOUND]
-    assert "bolt" not in str(told)
+        reported.add((refused.value.code, refused.value.message))
+    assert [code for code, _ in reported] == [ErrorCode.SESSION_NOT_FOUND]
+    assert "bolt" not in str(reported)

@@ -40,12 +40,12 @@ async def open_some(client: "redis.asyncio.Redis", count: int, tenant: str = "ac
 
 async def read_all(client: "redis.asyncio.Redis", tenant: str | None, limit: int) -> list[str]:
     """Read the list page by page."""
-    found, cursor = list[str](), None
+    sessions, cursor = list[str](), None
     while True:
         page = await SessionList(client, "d", KEYS).read(tenant, cursor, limit)
-        found += [session.id for session in page.sessions]
+        sessions += [session.id for session in page.sessions]
         if page.cursor is None:
-            return found
+            return sessions
         cursor = page.cursor
 
 

@@ -129,10 +129,10 @@ async def test_an_opening_that_the_next_worker_of_its_host_has_taken_over_is_ask
 ) -> None:
     """If the opening were abandoned, its sandbox would remain without an owner."""
     hosts = Hosts("a", "b")
-    asked: list[tuple[str, int]] = []
+    requests: list[tuple[str, int]] = []
 
     async def send_open(opening: Opening, address: SessionAddress) -> ToolResult:
-        asked.append((address.queue, address.fence))
+        requests.append((address.queue, address.fence))
         if address.fence == 1:
             place = place_key("d", opening.tenant, opening.session)
             await client.hset(place, "queue", "host.a.n3w")
@@ -144,7 +144,7 @@ async def test_an_opening_that_the_next_worker_of_its_host_has_taken_over_is_ask
     opened = await locator.open("acme", "s1", DEFAULT, {})
 
     assert opened.success
-    assert asked[1:] == [("host.a.n3w", 2)]
+    assert requests[1:] == [("host.a.n3w", 2)]
     assert await locator.find("acme", "s1", DEFAULT) == SessionAddress("host.a.n3w", 2)
 
 
@@ -184,10 +184,10 @@ async def test_many_who_see_the_loss_at_once_open_the_session_once(client: "redi
     await hosts.lose(client, "host.a.b00t")
     hosts.all["host.b.b00t"] = build_report("b")
     programs = [first, *(build_locator(client, hosts) for _ in range(4))]
-    found = await asyncio.gather(
+    addresses = await asyncio.gather(
         *(locator.refresh("acme", "s1", seen, DEFAULT, is_lost=True) for locator in programs for _ in range(3))
     )
-    assert set(found) == {SessionAddress("host.b.b00t", 2)}
+    assert set(addresses) == {SessionAddress("host.b.b00t", 2)}
     assert len(hosts.opened) == 2
 
 
@@ -413,9 +413,9 @@ async def test_when_all_hosts_refuse_their_own_words_are_told_and_nothing_is_lef
         hosts.answers[queue] = ToolResult.failed(
             ToolCall(id="c", name="session.open"), ErrorCode.SANDBOX_UNAVAILABLE, words
         )
-    told = await build_locator(client, hosts).open("acme", "s1", DEFAULT, {})
-    assert told.error_code == ErrorCode.SANDBOX_UNAVAILABLE
-    assert "has no engine" in str(told.error)
+    result = await build_locator(client, hosts).open("acme", "s1", DEFAULT, {})
+    assert result.error_code == ErrorCode.SANDBOX_UNAVAILABLE
+    assert "has no engine" in str(result.error)
     assert len(hosts.opened) == 2
     assert await client.hget(place_key("d", "acme", "s1"), "state") == b"closed"
 

@@ -75,7 +75,10 @@ def test_only_plain_files_within_the_folder_are_the_skills() -> None:
         entry("./device", tarfile.CHRTYPE),
     ]
     archive = archive_of(
-        (entry("./SKILL.md"), FRONT), (entry("./data/x"), b"0"), (entry("./data/x"), b"1"), *((one, b"") for one in odd)
+        (entry("./SKILL.md"), FRONT),
+        (entry("./data/x"), b"0"),
+        (entry("./data/x"), b"1"),
+        *((name, b"") for name in odd),
     )
     skill = find(Liar(archive))
     assert [file.path for file in skill.files] == ["SKILL.md", "data/x"]
@@ -165,5 +168,5 @@ def test_a_tar_that_failed_is_not_taken_for_a_skill() -> None:
 
 
 def test_a_list_names_only_what_can_be_a_skill() -> None:
-    told: Any = SessionSkills(SkillExaminer()).all(Liar(b""))  # type: ignore[arg-type]
-    assert told == {"own": "Does it."}
+    skills: Any = SessionSkills(SkillExaminer()).all(Liar(b""))  # type: ignore[arg-type]
+    assert skills == {"own": "Does it."}

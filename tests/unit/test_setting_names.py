@@ -50,7 +50,10 @@ LOADERS = (
 def test_the_list_of_settings_is_that_of_all_settings_classes() -> None:
     """A new setting is added to contract/setting_names.py as well."""
     fields = {
-        name for one in CLASSES for field, info in one.model_fields.items() for name in variable_names(field, info)
+        name
+        for settings_class in CLASSES
+        for field, info in settings_class.model_fields.items()
+        for name in variable_names(field, info)
     }
     assert {name.removeprefix(PREFIX) for name in fields if name.startswith(PREFIX)} == SETTINGS
 

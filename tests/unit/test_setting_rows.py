@@ -60,10 +60,10 @@ def test_no_secret_is_told_and_of_redis_where_it_is() -> None:
     rows = [row for settings in (orchestrator, web, worker) for row in build_rows(settings)]
 
     assert [row for row in rows if "gehe" in f"{row.value}{row.default}"] == []
-    told = rows_of(orchestrator)
-    assert told["TOOLCREW_REDIS_URL"][0] == f"sentinel://{MASK}@h1:1/0;sentinel://h2:2"
-    assert told["TOOLCREW_SECRET"] == (MASK, "environment")
-    assert told["TOOLCREW_SECRETS_PREVIOUS"] == (f'["{MASK}"]', "environment")
+    process_rows = rows_of(orchestrator)
+    assert process_rows["TOOLCREW_REDIS_URL"][0] == f"sentinel://{MASK}@h1:1/0;sentinel://h2:2"
+    assert process_rows["TOOLCREW_SECRET"] == (MASK, "environment")
+    assert process_rows["TOOLCREW_SECRETS_PREVIOUS"] == (f'["{MASK}"]', "environment")
 
 
 @pytest.mark.parametrize(
@@ -77,26 +77,26 @@ def test_no_secret_is_told_and_of_redis_where_it_is() -> None:
     ],
 )
 def test_a_redis_url_that_is_none_tells_nothing_of_what_may_be_its_password(url: str) -> None:
-    told = rows_of(OrchestratorSettings.model_validate({"redis_url": url}))
-    assert "geheim" not in (told["TOOLCREW_REDIS_URL"][0] or "")
+    rows = rows_of(OrchestratorSettings.model_validate({"redis_url": url}))
+    assert "geheim" not in (rows["TOOLCREW_REDIS_URL"][0] or "")
 
 
 async def test_every_process_is_told_and_one_that_would_not_start_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TOOLCREW_REDIS_URL", raising=False)
     monkeypatch.setenv("TOOLCREW_MAX_SANDBOXES", "many")
-    told = {one["process"]: one for one in await read_settings()}
+    processes = {process["process"]: process for process in await read_settings()}
 
-    assert set(told) == {"orchestrator", "tracing, of all", *PROCESSES}
-    assert {name for name, one in told.items() if one["problem"]} == {"sandboxd"}
-    assert told["sandboxd"]["problem"].startswith("TOOLCREW_MAX_SANDBOXES")
-    redis = next(row for row in told["worker"]["settings"] if row["name"] == "TOOLCREW_REDIS_URL")
+    assert set(processes) == {"orchestrator", "tracing, of all", *PROCESSES}
+    assert {name for name, process in processes.items() if process["problem"]} == {"sandboxd"}
+    assert processes["sandboxd"]["problem"].startswith("TOOLCREW_MAX_SANDBOXES")
+    redis = next(row for row in processes["worker"]["settings"] if row["name"] == "TOOLCREW_REDIS_URL")
     assert (redis["value"], redis["origin"]) == (None, "default")
 
 
 def test_a_worker_with_something_else_wrong_says_that(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TOOLCREW_REDIS_URL", raising=False)
     monkeypatch.setenv("TOOLCREW_CONCURRENCY", "0")
-    assert ["TOOLCREW_CONCURRENCY" in one["problem"] for one in build_list() if one["process"] == "worker"] == [True]
+    assert ["TOOLCREW_CONCURRENCY" in row["problem"] for row in build_list() if row["process"] == "worker"] == [True]
 
 
 def test_the_command_shows_what_is_set_and_fails_where_a_process_would_not_start(
@@ -112,16 +112,16 @@ def test_the_command_shows_what_is_set_and_fails_where_a_process_would_not_start
     assert "blue  [environment; default: default]" in shown.stdout
     assert "TOOLCREW_DIALECT" not in shown.stdout
     assert as_json.exit_code == 1
-    problems = {one["process"]: one["problem"] for one in json.loads(as_json.stdout)["processes"]}
+    problems = {row["process"]: row["problem"] for row in json.loads(as_json.stdout)["processes"]}
     assert "TOOLCREW_APPROVALS" in problems["orchestrator"]
 
 
 def test_asking_the_worker_side_leaves_no_process_behind_when_it_is_cancelled() -> None:
     async def work() -> None:
-        asked = asyncio.ensure_future(read_settings())
+        reading = asyncio.ensure_future(read_settings())
         await asyncio.sleep(0)
-        asked.cancel()
+        reading.cancel()
         with pytest.raises(asyncio.CancelledError):
-            await asked
+            await reading
 
     asyncio.run(work())

@@ -31,11 +31,11 @@ TEXTS = {
 }
 
 
-def run(name: str, folder: Path, asked: Any) -> "subprocess.CompletedProcess[str]":
+def run(name: str, folder: Path, arguments: Any) -> "subprocess.CompletedProcess[str]":
     tool = SKILLS[name].tool
     assert tool is not None
     script = SHIPPED / name / tool.sidecar.entrypoint
-    text = asked if isinstance(asked, str) else json.dumps(asked)
+    text = arguments if isinstance(arguments, str) else json.dumps(arguments)
     # Isolated: as in a sandbox there is nothing of ours, and no package.
     return subprocess.run(
         [sys.executable, "-I", script], input=text, capture_output=True, text=True, cwd=folder, timeout=60
@@ -83,10 +83,10 @@ def test_all_are_tools_without_faults_and_need_no_package() -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize(
-    "asked", ["", "no json", "[]", "{}", "null", '{"query": 1, "files": 1}', '{"query": "!", "files": []}']
+    "arguments", ["", "no json", "[]", "{}", "null", '{"query": 1, "files": 1}', '{"query": "!", "files": []}']
 )
-def test_what_cannot_be_answered_is_said_in_a_sentence(name: str, asked: str, tmp_path: Path) -> None:
-    done = run(name, tmp_path, asked)
+def test_what_cannot_be_answered_is_said_in_a_sentence(name: str, arguments: str, tmp_path: Path) -> None:
+    done = run(name, tmp_path, arguments)
     assert (done.returncode, done.stdout) == (1, "")
     assert "give" in done.stderr
     assert "Traceback" not in done.stderr
@@ -123,15 +123,15 @@ def test_only_the_files_that_were_asked_for_are_searched(workspace: Path) -> Non
 
 def test_what_has_been_read_is_kept_until_the_file_changes(workspace: Path) -> None:
     assert found(workspace, "roses") == ["garden.md"]
-    kept = sorted((workspace / ".toolcrew" / "vector-search").iterdir())
-    assert len(kept) == 3
-    before = [path.stat().st_mtime_ns for path in kept]
+    files = sorted((workspace / ".toolcrew" / "vector-search").iterdir())
+    assert len(files) == 3
+    before = [path.stat().st_mtime_ns for path in files]
     assert found(workspace, "roses") == ["garden.md"]
-    assert [path.stat().st_mtime_ns for path in kept] == before
+    assert [path.stat().st_mtime_ns for path in files] == before
     (workspace / "garden.md").write_text("Nothing grows.\n")
     (workspace / "billing.md").write_text("Roses are invoiced.\n")
-    for path in kept:
-        path.write_text("{" if path != kept[0] else path.read_text())
+    for path in files:
+        path.write_text("{" if path != files[0] else path.read_text())
     assert found(workspace, "roses") == ["billing.md"]
 
 

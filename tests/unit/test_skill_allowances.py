@@ -61,15 +61,15 @@ def test_both_forms_of_it_are_read(value: Any, expected: list[tuple[str, tuple[s
 def test_what_cannot_be_kept_to_is_left_out_and_told(
     value: Any, expected: list[tuple[str, tuple[str, ...]]], warning: str
 ) -> None:
-    found, warnings = read(value)
-    assert found == expected
+    allowances, warnings = read(value)
+    assert allowances == expected
     assert warning in warnings[0]
 
 
 @given(st.one_of(st.text(), st.lists(st.text()), st.text(alphabet="Bash(git:*), ")))
 def test_any_value_is_read(value: Any) -> None:
-    found, _ = read(value)
-    assert len(found) <= MAX_ALLOWED_TOOLS
+    allowances, _ = read(value)
+    assert len(allowances) <= MAX_ALLOWED_TOOLS
 
 
 def test_a_skill_has_them_and_its_warnings() -> None:

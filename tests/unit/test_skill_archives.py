@@ -53,10 +53,10 @@ def test_a_skill_that_is_packed_comes_back_as_it_was(tmp_path: Path) -> None:
     back = load_zip(tmp_path / "other.zip")
     assert (back.summary, back.body) == (skill.summary, skill.body)
     assert back.source.read("references/ü b.md") == b"\x00\xff"
-    with pack_skill(back) as one, pack_skill(skill) as other:
-        assert one.read() == other.read()
-    kept = load_members("kept", "pdf", expand_bundle(compress_bundle(back)), owner="acme")
-    assert (kept.summary, kept.owner) == (skill.summary, "acme")
+    with pack_skill(back) as first, pack_skill(skill) as other:
+        assert first.read() == other.read()
+    stored = load_members("kept", "pdf", expand_bundle(compress_bundle(back)), owner="acme")
+    assert (stored.summary, stored.owner) == (skill.summary, "acme")
 
 
 def test_a_folder_or_what_is_in_it_may_be_packed_and_what_other_programs_add_is_left_out(tmp_path: Path) -> None:
@@ -76,7 +76,7 @@ def test_a_folder_or_what_is_in_it_may_be_packed_and_what_other_programs_add_is_
 
 
 @pytest.mark.parametrize(
-    ("fill", "told"),
+    ("fill", "expected"),
     [
         (lambda archive: archive.writestr(entry("pdf/link", stat.S_IFLNK), "/etc/passwd"), "is no plain file"),
         (lambda archive: archive.writestr(entry("pdf/device", stat.S_IFCHR), ""), "is no plain file"),
@@ -96,8 +96,8 @@ def test_a_folder_or_what_is_in_it_may_be_packed_and_what_other_programs_add_is_
         (lambda archive: archive.writestr("pdf/zeros", bytes(MAX_BUNDLE_BYTES)), "larger than 64 MiB"),
     ],
 )
-def test_what_is_not_plain_is_refused(tmp_path: Path, fill: Fill, told: str) -> None:
-    with pytest.raises(SkillBroken, match=told):
+def test_what_is_not_plain_is_refused(tmp_path: Path, fill: Fill, expected: str) -> None:
+    with pytest.raises(SkillBroken, match=expected):
         load_zip(zip_of(tmp_path, fill))
 
 
@@ -140,8 +140,8 @@ def test_a_hostile_archive_is_examined_in_a_program_of_its_own(tmp_path: Path) -
     with pytest.raises(SkillBroken, match=r"no .zip file"):
         examine_skill(tmp_path / "x.zip")
     folder = write_skill(tmp_path, "word", files={"a": "b"})
-    found = examine_skill(folder, as_zip=tmp_path / "word.zip", as_bundle=tmp_path / "bundle")
-    assert examine_skill(tmp_path / "word.zip") == found
+    examined = examine_skill(folder, as_zip=tmp_path / "word.zip", as_bundle=tmp_path / "bundle")
+    assert examine_skill(tmp_path / "word.zip") == examined
     assert len(expand_bundle((tmp_path / "bundle").read_bytes())) == 2
 
 
@@ -166,8 +166,8 @@ def test_what_is_kept_is_a_bundle_or_refused(junk: bytes) -> None:
 
 def test_the_largest_skill_is_examined_within_the_memory_that_there_is_for_it(tmp_path: Path) -> None:
     folder = write_skill(tmp_path, "large", files={f"part-{number}": os.urandom(10_000_000) for number in range(6)})
-    found = examine_skill(folder, as_zip=tmp_path / "large.zip", as_bundle=tmp_path / "bundle")
-    assert examine_skill(tmp_path / "large.zip", as_bundle=tmp_path / "again") == found
+    examined = examine_skill(folder, as_zip=tmp_path / "large.zip", as_bundle=tmp_path / "bundle")
+    assert examine_skill(tmp_path / "large.zip", as_bundle=tmp_path / "again") == examined
     assert (tmp_path / "again").read_bytes() == (tmp_path / "bundle").read_bytes()
 
 
@@ -177,8 +177,8 @@ def test_the_program_that_examines_a_skill_has_no_secret(tmp_path: Path, monkeyp
     monkeypatch.setattr(skill_folders, "program", lambda _: [sys.executable, "-c", tell])
     for name in ("TOOLCREW_SECRET", "TOOLCREW_REDIS_URL", "OPENAI_API_KEY", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.setenv(name, "secret")
-    with pytest.raises(SkillBroken) as told:
+    with pytest.raises(SkillBroken) as refused:
         examine_skill(tmp_path)
     assert not {"TOOLCREW_SECRET", "TOOLCREW_REDIS_URL", "OPENAI_API_KEY", "AWS_SECRET_ACCESS_KEY"} & set(
-        str(told.value).split()
+        str(refused.value).split()
     )

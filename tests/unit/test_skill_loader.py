@@ -151,7 +151,7 @@ def test_a_broken_skill_is_told_and_costs_no_other(tmp_path: Path) -> None:
     (write_skill(tmp_path, "c") / "SKILL.md").write_bytes(b"---\nname: \xff\n---\n")
     with capture_logs() as logs:
         assert [skill.name for skill in load_skills([tmp_path])] == ["b"]
-    assert [(one["event"], Path(one["folder"]).name) for one in logs] == [
+    assert [(log["event"], Path(log["folder"]).name) for log in logs] == [
         ("skill_not_loaded", "a"),
         ("skill_not_loaded", "c"),
     ]
@@ -162,7 +162,7 @@ def test_of_two_with_one_name_the_first_root_wins_and_it_is_told(tmp_path: Path)
     with capture_logs() as logs:
         [skill] = load_skills([tmp_path / "1", tmp_path / "2"])
     assert str(skill.source) == str(first)
-    assert [(one["event"], one["folder"]) for one in logs] == [("skill_shadowed", str(second))]
+    assert [(log["event"], log["folder"]) for log in logs] == [("skill_shadowed", str(second))]
 
 
 def test_a_root_that_is_not_there_is_an_error_of_the_operator(tmp_path: Path) -> None:
@@ -274,9 +274,9 @@ def test_files_that_have_changed_are_not_packed(tmp_path: Path) -> None:
         assert second.read() == data
     for change in (lambda: (folder / "b").write_text("d"), lambda: (folder / "b").unlink()):
         change()
-        with pytest.raises(ToolFailure) as told:
+        with pytest.raises(ToolFailure) as refused:
             pack_skill(skill)
-        assert told.value.code is ErrorCode.STALE_FILE
+        assert refused.value.code is ErrorCode.STALE_FILE
 
 
 def test_two_hundred_skills_are_loaded_in_a_blink(tmp_path: Path) -> None:

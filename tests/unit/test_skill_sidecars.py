@@ -118,8 +118,8 @@ def test_its_timeout_is_also_the_longest() -> None:
 
 
 def test_arguments_as_words() -> None:
-    given = {"path": "-rf", "deep": True, "quiet": False, "none": None, "n": [1, "b"], "at": {"x": "ü"}, "f": 1.5}
-    assert build_argv(given) == ["--path=-rf", "--deep", "--n=1", "--n=b", '--at={"x": "ü"}', "--f=1.5"]
+    parameters = {"path": "-rf", "deep": True, "quiet": False, "none": None, "n": [1, "b"], "at": {"x": "ü"}, "f": 1.5}
+    assert build_argv(parameters) == ["--path=-rf", "--deep", "--n=1", "--n=b", '--at={"x": "ü"}', "--f=1.5"]
 
 
 @given(st.binary(max_size=400))

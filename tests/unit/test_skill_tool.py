@@ -99,7 +99,7 @@ def test_read_gives_pages_of_numbered_lines(root: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("asked", "code"),
+    ("arguments", "code"),
     [
         ({"path": "../secret"}, ErrorCode.FILE_NOT_FOUND),
         ({"path": "/etc/passwd"}, ErrorCode.FILE_NOT_FOUND),
@@ -110,8 +110,8 @@ def test_read_gives_pages_of_numbered_lines(root: Path) -> None:
         ({"path": "long.md", "script": "a.py"}, ErrorCode.INVALID_ARGUMENTS),
     ],
 )
-def test_what_cannot_be_read_is_refused(root: Path, asked: dict[str, Any], code: ErrorCode) -> None:
-    assert Bench(root).use(name="alpha", action="read", **asked).error_code is code
+def test_what_cannot_be_read_is_refused(root: Path, arguments: dict[str, Any], code: ErrorCode) -> None:
+    assert Bench(root).use(name="alpha", action="read", **arguments).error_code is code
 
 
 def test_a_name_that_is_none_gets_the_nearest(root: Path) -> None:
@@ -219,12 +219,12 @@ def test_a_sandboxd_that_goes_while_it_is_asked_for_a_skill_leaves_a_call_that_h
 
 def test_word_count_counts(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("Two words\ntwo more\n")
-    asked = json.dumps({"files": ["a.txt", "none.txt"], "top": 1})
+    payload = json.dumps({"files": ["a.txt", "none.txt"], "top": 1})
     script = SHIPPED / "word-count" / "scripts" / "count.py"
-    told = subprocess.run(
-        [sys.executable, script], input=asked, capture_output=True, text=True, cwd=tmp_path, check=True
+    done = subprocess.run(
+        [sys.executable, script], input=payload, capture_output=True, text=True, cwd=tmp_path, check=True
     )
-    assert json.loads(told.stdout) == {
+    assert json.loads(done.stdout) == {
         "a.txt": {"lines": 2, "words": 4, "characters": 19, "top": [["two", 2]]},
         "none.txt": {"error": "No such file or directory"},
     }

@@ -49,8 +49,8 @@ def test_what_has_ended_reaches_the_collector_at_the_latest_when_it_is_closed(mo
         )
         (span,) = tell(tracer)
         tracer.close()
-        found = collector.one("work")
-        assert (found.id, found.service, warned) == (span.ref.span_id, "mine", [])
+        exported = collector.one("work")
+        assert (exported.id, exported.service, warned) == (span.ref.span_id, "mine", [])
 
 
 @pytest.mark.parametrize("trouble", ["dead", "500", "503", "slow"])
@@ -119,16 +119,18 @@ def test_off_is_what_it_is_unless_it_is_turned_on(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "told"),
+    ("name", "value", "expected"),
     [
         ("TOOLCREW_TRACING", "yes", "TOOLCREW_TRACING: Input should be 'off', 'otlp' or 'otlp-content'"),
         ("OTEL_EXPORTER_OTLP_PROTOCOL", "grpc", "set it to that value or unset it"),
     ],
 )
-def test_a_setting_that_cannot_be_is_named(monkeypatch: pytest.MonkeyPatch, name: str, value: str, told: str) -> None:
+def test_a_setting_that_cannot_be_is_named(
+    monkeypatch: pytest.MonkeyPatch, name: str, value: str, expected: str
+) -> None:
     monkeypatch.setenv("TOOLCREW_TRACING", "otlp")
     monkeypatch.setenv(name, value)
-    with pytest.raises(ConfigError, match=told):
+    with pytest.raises(ConfigError, match=expected):
         load_tracing_settings()
 
 
@@ -164,10 +166,10 @@ def test_content_is_masked_before_it_is_cut() -> None:
         lambda _: None, lambda _: True, has_content=True, masker=Masker({"password": "correct-horse-battery"})
     )
     text = "x" * (MAX_CONTENT_CHARS - 5) + "correct-horse-battery" + "y" * 10_000
-    told = str(clean(tracer.content(names.TOOL_RESULT, lambda: text))[names.TOOL_RESULT])
-    assert "corre" not in told
-    assert len(told) < MAX_CONTENT_CHARS + 100
-    assert told.endswith("characters left out]")
+    attribute = str(clean(tracer.content(names.TOOL_RESULT, lambda: text))[names.TOOL_RESULT])
+    assert "corre" not in attribute
+    assert len(attribute) < MAX_CONTENT_CHARS + 100
+    assert attribute.endswith("characters left out]")
     assert Tracer(lambda _: None, lambda _: True).content(names.TOOL_RESULT, lambda: text) == {}
 
 

@@ -30,7 +30,7 @@ async def test_an_upload_is_what_was_sent_and_of_its_tenant_alone(files: StoredF
     stored = await files.upload("acme", chunks(TAR_GZ[:3], TAR_GZ[3:]))
     assert stored.bytes == len(TAR_GZ)
     assert b"".join([chunk async for chunk in files.read("acme", stored.id)]) == TAR_GZ
-    assert [one.id for one in (await files.list_page("acme"))[0]] == [stored.id]
+    assert [file.id for file in (await files.list_page("acme"))[0]] == [stored.id]
     assert (await files.list_page("rival"))[0] == []
     for attempt in (files.get("rival", stored.id), files.delete("rival", stored.id)):
         with pytest.raises(ToolFailure) as refused:

@@ -51,17 +51,17 @@ def start(root: Path, **parts: str) -> "subprocess.Popen[str]":
 
 def run(root: Path, **parts: str) -> tuple[int, str]:
     process = start(root, **parts)
-    told, _ = process.communicate(timeout=100)
-    return process.returncode, told
+    output, _ = process.communicate(timeout=100)
+    return process.returncode, output
 
 
 def test_parts_that_pass_are_counted_and_their_skips_told(tmp_path: Path) -> None:
-    status, told = run(tmp_path, one=PASSES, two=SKIPS)
+    status, output = run(tmp_path, one=PASSES, two=SKIPS)
 
-    assert status == 0, told
-    assert "test: tests/one: 1 passed in" in told
-    assert "no moon" in told
-    assert told.endswith("test: all parts passed\n")
+    assert status == 0, output
+    assert "test: tests/one: 1 passed in" in output
+    assert "no moon" in output
+    assert output.endswith("test: all parts passed\n")
 
 
 def test_the_slowest_tests_of_all_parts_are_named(tmp_path: Path) -> None:
@@ -78,25 +78,25 @@ def test_the_slowest_tests_of_all_parts_are_named(tmp_path: Path) -> None:
 
 
 def test_a_directory_in_another_is_a_part_of_its_own_and_run_once(tmp_path: Path) -> None:
-    status, told = run(tmp_path, outer=PASSES, **{"outer/inner": PASSES + SKIPS})
+    status, output = run(tmp_path, outer=PASSES, **{"outer/inner": PASSES + SKIPS})
 
-    assert status == 0, told
-    assert "test: tests/outer: 1 passed in" in told
-    assert "test: tests/outer/inner: 1 passed, 1 skipped in" in told
+    assert status == 0, output
+    assert "test: tests/outer: 1 passed in" in output
+    assert "test: tests/outer/inner: 1 passed, 1 skipped in" in output
 
 
 def test_what_fails_and_what_dies_fails_all_is_told_whole_and_named_last(tmp_path: Path) -> None:
-    status, told = run(tmp_path, good=PASSES, bad=FAILS, deadly=DIES)
+    status, output = run(tmp_path, good=PASSES, bad=FAILS, deadly=DIES)
 
     assert status == 1
-    assert "test: tests/good: 1 passed" in told
-    assert "what it said" in told
+    assert "test: tests/good: 1 passed" in output
+    assert "what it said" in output
     # The lines of passed tests are omitted.
-    assert "test_good" not in told.partition("slowest tests:")[0]
-    last = told[told.index("it ran last:") :].splitlines()
+    assert "test_good" not in output.partition("slowest tests:")[0]
+    last = output[output.index("it ran last:") :].splitlines()
     assert last[1].startswith("tests/deadly/test_deadly.py::test_first PASSED")
     assert last[2].startswith("tests/deadly/test_deadly.py::test_deadly")
-    names = told.rpartition("test: failed:\n")[2].splitlines()
+    names = output.rpartition("test: failed:\n")[2].splitlines()
     assert [name.partition(" - ")[0] for name in sorted(names)] == [
         "FAILED tests/bad/test_bad.py::test_bad",
         "tests/deadly: no result (died of SIGABRT)",
@@ -126,21 +126,21 @@ def test_a_fault_of_pytest_itself_fails_all_and_names_what_ran(tmp_path: Path) -
     )
     (tmp_path / "tests" / "one" / "test_one.py").write_text(PASSES)
 
-    status, told = run(tmp_path, two=PASSES)
+    status, output = run(tmp_path, two=PASSES)
 
     assert status == 3
-    assert "INTERNALERROR> RuntimeError: a plugin" in told
-    assert "it ran last:\ntests/one/test_one.py::test_good" in told
+    assert "INTERNALERROR> RuntimeError: a plugin" in output
+    assert "it ran last:\ntests/one/test_one.py::test_good" in output
 
 
 def test_a_test_that_no_part_would_run_is_refused(tmp_path: Path) -> None:
     (tmp_path / "tests").mkdir()
     (tmp_path / "tests" / "test_astray.py").write_text(PASSES)
 
-    status, told = run(tmp_path, one=PASSES)
+    status, output = run(tmp_path, one=PASSES)
 
     assert status == 1
-    assert "put tests/test_astray.py into a directory below tests/" in told
+    assert "put tests/test_astray.py into a directory below tests/" in output
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -149,7 +149,7 @@ def test_a_signal_ends_the_parts_in_order(tmp_path: Path, number: signal.Signals
     wait_until((tmp_path / "begun").exists, 60, "the test has begun")
 
     process.send_signal(number)
-    told, _ = process.communicate(timeout=60)
+    output, _ = process.communicate(timeout=60)
 
-    assert process.returncode == 128 + number, told
+    assert process.returncode == 128 + number, output
     assert (tmp_path / "cleared").exists()

@@ -53,10 +53,10 @@ def read(text: str) -> list[TagEvent]:
 def read_by_hand(call: str) -> dict[str, str]:
     """Return the parameters of a call in the grammar's two forms of a child, without use of the parser."""
     body = call[call.index(">") + 1 : call.rindex("</tool_action>")]
-    found = list(_CHILD.finditer(body))
-    assert "".join(child[0] for child in found) == body
+    matches = list(_CHILD.finditer(body))
+    assert "".join(child[0] for child in matches) == body
     return {
-        child[1] or child[3]: decode_attribute(child[2], '"') if child[1] else strip_body(child[4]) for child in found
+        child[1] or child[3]: decode_attribute(child[2], '"') if child[1] else strip_body(child[4]) for child in matches
     }
 
 

@@ -21,7 +21,7 @@ def chunk(content: str | None = None, finish: str | None = None, **delta: Any) -
 
 def read(*chunks: dict[str, Any], reads_tags: bool = True) -> tuple[list[Event], ReplyEnd]:
     reader = TagsDialect().open_reader("r1", 2, reads_tags=reads_tags)
-    events = [event for one in chunks for event in reader.feed(one)]
+    events = [event for piece in chunks for event in reader.feed(piece)]
     last, end = reader.finish()
     return events + last, end
 
@@ -79,9 +79,9 @@ def test_with_tag_parsing_off_tags_are_text() -> None:
 def sent(*results: ToolResult, profile: Profile = STANDARD) -> Any:
     """Return the message that the model gets for these results."""
     dialect = TagsDialect(profile=profile)
-    told = dialect.build_observations([(one.call_id, one) for one in results])
-    assert [message["role"] for message in told] == ["tool"] * len(results)
-    [message] = dialect.build_request(told, []).messages
+    observations = dialect.build_observations([(finished.call_id, finished) for finished in results])
+    assert [message["role"] for message in observations] == ["tool"] * len(results)
+    [message] = dialect.build_request(observations, []).messages
     return message
 
 

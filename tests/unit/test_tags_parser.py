@@ -263,16 +263,16 @@ def test_a_long_line_behind_a_fence_is_read_alike_however_it_is_cut() -> None:
         assert any(isinstance(event, Call) for event in events)
 
 
-@pytest.mark.parametrize("word", ["-x", "a.b", "中", "@on", "w"])
+@pytest.mark.parametrize("name", ["-x", "a.b", "中", "@on", "w"])
 @pytest.mark.parametrize("place", range(1, 5))
-def test_what_looks_like_an_attribute_is_one_wherever_it_is_cut(word: str, place: int) -> None:
-    text = f'<tool_action name=\'t\'><v value="a" {word}="1" /></tool_action>'
+def test_what_looks_like_an_attribute_is_one_wherever_it_is_cut(name: str, place: int) -> None:
+    text = f'<tool_action name=\'t\'><v value="a" {name}="1" /></tool_action>'
     split = text.index('a"') + place
     parser = TagStreamParser()
     for chunk in (text[:22], text[22:23], text[23:split], text[split:]):
         events = parser.feed(chunk)
     assert [(type(event), getattr(event, "reason", "")) for event in events] == [
-        (Malformed, f"unexpected attribute '{word}'")
+        (Malformed, f"unexpected attribute '{name}'")
     ]
 
 

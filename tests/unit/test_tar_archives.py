@@ -50,8 +50,8 @@ def test_what_python_packs_is_read(files: list[tuple[list[str], bytes, bool]], f
             entry = tarfile.TarInfo("/".join(parts))
             entry.size, entry.mode = len(data), 0o755 if is_executable else 0o644
             archive.addfile(entry, io.BytesIO(data))
-    found = [(one.name, one.read(buffer), one.is_executable) for one in read_tar(buffer, 100)]
-    assert found == [("/".join(parts), data, is_executable) for parts, data, is_executable in files]
+    members = [(member.name, member.read(buffer), member.is_executable) for member in read_tar(buffer, 100)]
+    assert members == [("/".join(parts), data, is_executable) for parts, data, is_executable in files]
 
 
 @pytest.mark.parametrize("form", ["gnu", "pax", "ustar"])
@@ -64,9 +64,9 @@ def test_what_tar_packs_is_read(tmp_path: Path, form: str) -> None:
     done = subprocess.run(
         ["tar", "-c", f"--format={form}", "-C", str(tmp_path), "."], capture_output=True, check=True, timeout=20
     )
-    kinds = {one.name.rpartition("/")[2]: one for one in read(done.stdout)}
-    assert {one.kind for one in kinds.values()} == {"folder", "file", "hardlink", "symlink"}
-    assert (kinds["link"].link, sum(one.size for one in kinds.values())) == ("file", 1000)
+    kinds = {member.name.rpartition("/")[2]: member for member in read(done.stdout)}
+    assert {member.kind for member in kinds.values()} == {"folder", "file", "hardlink", "symlink"}
+    assert (kinds["link"].link, sum(member.size for member in kinds.values())) == ("file", 1000)
 
 
 HOSTILE = {
@@ -88,9 +88,9 @@ HOSTILE = {
 
 
 def test_many_short_records_of_an_extended_header_take_linear_time() -> None:
-    one = header("x", b"x", b"6 a=b\n" * 10_000) + header("f", b"0")
+    data = header("x", b"x", b"6 a=b\n" * 10_000) + header("f", b"0")
     began = time.process_time()
-    assert len(read(one * 100 + bytes(1024))) == 100
+    assert len(read(data * 100 + bytes(1024))) == 100
     assert time.process_time() - began < 4
 
 
@@ -102,8 +102,8 @@ def test_hostile_archives_are_refused(name: str) -> None:
 
 def test_time_and_memory_follow_the_size_of_the_archive() -> None:
     """Names of digits and many extended headers: what other readers need quadratic time for."""
-    one = header("x", b"x", pax(("path", "1" * 4000), ("comment", "1" * 50_000))) + header("f", b"0")
-    data = one * 250 + bytes(1024)
+    archive = header("x", b"x", pax(("path", "1" * 4000), ("comment", "1" * 50_000))) + header("f", b"0")
+    data = archive * 250 + bytes(1024)
     tracemalloc.start()
     began = time.process_time()
     assert len(read(data)) == 250
@@ -117,6 +117,6 @@ def test_any_bytes_are_an_archive_or_refused(noise: bytes, at: int) -> None:
     whole = header("./a", b"0", b"content") + header("./b", b"0", b"more") + bytes(1024)
     for data in (noise, whole[:at] + noise + whole[at + len(noise) :]):
         try:
-            assert all(one.offset + one.size <= len(data) for one in read(data))
+            assert all(member.offset + member.size <= len(data) for member in read(data))
         except TarRefused:
             continue

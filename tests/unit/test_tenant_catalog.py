@@ -83,8 +83,8 @@ async def test_a_tenants_skill_is_a_tool_where_the_name_is_free_or_a_skills(inst
     own = {tool.name for tool in offer.tools if tool.is_installed_skill}
     assert own == {"new", "late", "plain", "rivals"}
     for name in NAMES:
-        found = await find(catalog, name, "acme")
-        assert found == next((tool for tool in offer.tools if tool.name == name), None), name
+        found_spec = await find(catalog, name, "acme")
+        assert found_spec == next((tool for tool in offer.tools if tool.name == name), None), name
     assert [described(offer, name) for name in ("new", "late", "ours", "away")] == [
         ("tenant", "yes", False),
         ("tenant", "yes", True),

@@ -171,14 +171,14 @@ async def test_an_operators_key_is_named_in_the_audit(pool: SwitchedPool, client
         made = await keys.add("default", "operator", name="op")
         client._credential = Credential(keys, made.text)
         await client.disable("echo", reason="why", tenant="acme")
-        (kept, _) = (await Audit(opened, "default").read()).entries
-        entry = kept.entry
+        (record, _) = (await Audit(opened, "default").read()).entries
+        entry = record.entry
         assert entry.action == "tool.disable"
         assert entry.tenant == "acme"
         assert entry.target == "echo"
         assert entry.details == {"reason": "why"}
         assert (entry.actor.key, entry.actor.name) == (made.id, "op")
-        assert [one.entry.action for one in (await (await client.audit()).read()).entries] == [
+        assert [row.entry.action for row in (await (await client.audit()).read()).entries] == [
             "tool.disable",
             "key.add",
         ]

@@ -39,7 +39,7 @@ def test_the_table_has_every_option_with_its_field_and_default() -> None:
         option: ".".join(path) for option, path in OPTIONS.items()
     }
     defaults = TenantPolicy().model_dump(mode="json")
-    for option, (_, told) in rows.items():
+    for option, (_, meaning) in rows.items():
         value = defaults
         for name in OPTIONS[option]:
             value = value[name]
@@ -51,7 +51,7 @@ def test_the_table_has_every_option_with_its_field_and_default() -> None:
             "class": "`default`",
         }.get(option, "as the class says")
         expected = f"{value:,.0f}" if isinstance(value, int | float) else words
-        assert told.strip() == expected, option
+        assert meaning.strip() == expected, option
 
 
 def test_the_file_of_the_page_is_a_policy() -> None:

@@ -48,10 +48,10 @@ class FixedTenants:
         self._policies = policies
 
     def find(self, tenant: str) -> TenantPolicy:
-        found = self._policies.get(tenant, ToolFailure(ErrorCode.UNKNOWN_TENANT, f"there is no tenant {tenant}"))
-        if isinstance(found, Exception):
-            raise found
-        return found
+        policy = self._policies.get(tenant, ToolFailure(ErrorCode.UNKNOWN_TENANT, f"there is no tenant {tenant}"))
+        if isinstance(policy, Exception):
+            raise policy
+        return policy
 
 
 class OrchestratorTenants(FixedTenants):

@@ -239,12 +239,12 @@ def test_a_policy_that_cannot_be_read_serves_nothing_and_says_what_to_do(text: b
         match=r"policy of tenant acme cannot be read .*nothing is served.*toolcrew tenants set acme --from FILE",
     ):
         look(own=sealed, fields=1).policy("acme", KEY)
-    found = parse_tenants(
+    policies = parse_tenants(
         KEY,
         {b"acme": sealed, b"other": seal_policy(KEY, "other", TenantPolicy()).encode(), VERSION_FIELD.encode(): b"v"},
     )
-    assert isinstance(found["acme"], ConfigError)
-    assert (found["other"], len(found)) == (TenantPolicy(), 2)
+    assert isinstance(policies["acme"], ConfigError)
+    assert (policies["other"], len(policies)) == (TenantPolicy(), 2)
 
 
 @pytest.mark.parametrize(
@@ -299,6 +299,6 @@ def test_a_policy_is_read_as_it_was_kept(policy: TenantPolicy) -> None:
 @given(st.binary(max_size=200))
 def test_no_bytes_are_anything_but_a_policy_or_a_sentence(text: bytes) -> None:
     sealed = KEY.seal("policy acme", text.decode(errors="replace")).encode()
-    found = parse_tenants(KEY, {b"acme": sealed})["acme"]
-    assert isinstance(found, TenantPolicy) or "policy of tenant acme" in str(found)
+    policy = parse_tenants(KEY, {b"acme": sealed})["acme"]
+    assert isinstance(policy, TenantPolicy) or "policy of tenant acme" in str(policy)
     assert isinstance(parse_tenants(KEY, {b"acme": text})["acme"], ConfigError)

@@ -50,8 +50,8 @@ def tenants(client: "redis.asyncio.Redis") -> RedisTenants:
 
 def count_commands(server: RedisProcess) -> dict[str, int]:
     with server.client() as client:
-        told: Any = client.info("commandstats")
-    return {name.removeprefix("cmdstat_"): int(facts["calls"]) for name, facts in told.items()}
+        stats: Any = client.info("commandstats")
+    return {name.removeprefix("cmdstat_"): int(facts["calls"]) for name, facts in stats.items()}
 
 
 async def failure_of(work: Any) -> ErrorCode:
@@ -297,21 +297,21 @@ def seen(version: bytes, weight: int, tenant: str = "acme") -> StoredPolicy:
 
 
 def test_an_answer_that_was_overtaken_is_not_remembered() -> None:
-    known = PolicyCache(KEYS, Clock())
-    known.confirm(b"new", asked_at=101)
-    known.learn("acme", seen(b"new", 2), asked_at=101)
-    assert known.learn("acme", seen(b"old", 1), asked_at=100).weight == 1
-    known.confirm(b"old", asked_at=100)
-    found = known.find("acme")
-    assert found is not None
-    assert found.weight == 2
+    cache = PolicyCache(KEYS, Clock())
+    cache.confirm(b"new", asked_at=101)
+    cache.learn("acme", seen(b"new", 2), asked_at=101)
+    assert cache.learn("acme", seen(b"old", 1), asked_at=100).weight == 1
+    cache.confirm(b"old", asked_at=100)
+    policy = cache.find("acme")
+    assert policy is not None
+    assert policy.weight == 2
 
 
 def test_what_is_remembered_is_bounded() -> None:
-    known = PolicyCache(KEYS, Clock())
+    cache = PolicyCache(KEYS, Clock())
     for number in range(MAX_CACHED_POLICIES + 10):
-        known.learn(f"t{number}", seen(b"v", 2, f"t{number}"), asked_at=100)
-    assert (known.find("t9"), known.find("t10") is None) == (None, False)
+        cache.learn(f"t{number}", seen(b"v", 2, f"t{number}"), asked_at=100)
+    assert (cache.find("t9"), cache.find("t10") is None) == (None, False)
 
 
 async def test_who_wants_the_same_shares_one_read_and_a_cancelled_one_takes_it_from_nobody() -> None:
@@ -338,5 +338,5 @@ async def test_a_shared_read_that_fails_fails_for_all_who_asked() -> None:
         raise BrokerUnavailable("away")
 
     reads = SharedReads[int]()
-    told = await asyncio.gather(*(reads.read("a", read) for _ in range(3)), return_exceptions=True)
-    assert [type(error) for error in told] == [BrokerUnavailable] * 3
+    results = await asyncio.gather(*(reads.read("a", read) for _ in range(3)), return_exceptions=True)
+    assert [type(error) for error in results] == [BrokerUnavailable] * 3

@@ -30,10 +30,10 @@ class Book(dict[str, SandboxTerms | Exception]):
     """Terms by tenant, or the exception that a request for the terms raises."""
 
     def policy(self, tenant: str) -> TenantPolicy:
-        found = self[tenant]
-        if isinstance(found, Exception):
-            raise found
-        return TenantPolicy(sandbox=found)
+        policy = self[tenant]
+        if isinstance(policy, Exception):
+            raise policy
+        return TenantPolicy(sandbox=policy)
 
 
 @pytest.fixture

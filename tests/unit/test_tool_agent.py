@@ -57,8 +57,8 @@ async def test_a_conversation_that_was_cancelled_in_a_call_can_go_on() -> None:
         await running
     assert (await talk.run("two")).content == "Sorry."
     messages = model.requests[1].messages
-    asked = [entry["id"] for message in messages for entry in message.get("tool_calls", ())]
-    assert asked == [message["tool_call_id"] for message in messages if message["role"] == "tool"]
+    call_ids = [entry["id"] for message in messages for entry in message.get("tool_calls", ())]
+    assert call_ids == [message["tool_call_id"] for message in messages if message["role"] == "tool"]
 
 
 @pytest.mark.parametrize("arguments", ["", '{"text": "b"}'])
@@ -123,12 +123,12 @@ async def test_the_fallback_runs_nothing_that_the_model_only_thought_of() -> Non
 
 async def test_the_fallback_takes_messages_of_any_content() -> None:
     model = ScriptedModel(["ok"])
-    asked: list[ChatMessage | Message] = [
+    history: list[ChatMessage | Message] = [
         SystemMessage(""),
         {"role": "user", "content": ""},
         AIMessage("", [build_tool_call("c", "echo", {})]),
         ToolMessage("did", "c"),
     ]
-    await fallback(model).invoke(asked)
+    await fallback(model).invoke(history)
     contents = [message["content"] for message in model.requests[0].messages[1:]]
     assert contents == ["", '{"tool": "echo", "arguments": {}}', "Tool result for echo:\ndid"]

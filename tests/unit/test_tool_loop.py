@@ -15,17 +15,17 @@ REPLY = json.dumps({"tool": None, "reply": "hi"})
 
 
 @pytest.mark.parametrize(
-    "given",
+    "reply",
     [REPLY, {"role": "assistant", "content": REPLY}, SimpleNamespace(content=REPLY)],
     ids=["text", "mapping", "message"],
 )
 @pytest.mark.parametrize("is_async", [False, True])
-async def test_a_gateway_gives_the_content_or_a_message_with_it(given: Any, is_async: bool) -> None:
+async def test_a_gateway_gives_the_content_or_a_message_with_it(reply: Any, is_async: bool) -> None:
     async def later(_: list[Message]) -> Any:
-        return given
+        return reply
 
     result = await run_tool_loop(
-        {"chat": later if is_async else lambda _: given, "tool_registry": create_tool_registry()}, "s", "hello"
+        {"chat": later if is_async else lambda _: reply, "tool_registry": create_tool_registry()}, "s", "hello"
     )
     assert (result.reply, result.rounds, result.stop_reason) == ("hi", 1, StopReason.ANSWERED)
 
@@ -39,13 +39,13 @@ async def test_a_session_remembers_and_another_one_does_not() -> None:
     deps = ToolLoopDeps(ScriptedModel([REPLY] * 3), create_tool_registry(), ContextEngine("Be brief."))
     for session in ("a", "a", "b"):
         await run_tool_loop(deps, session, "hello")
-    asked = deps.chat.requests  # type: ignore[union-attr]
-    assert [[message["role"] for message in request.messages] for request in asked] == [
+    requests = deps.chat.requests  # type: ignore[union-attr]
+    assert [[message["role"] for message in request.messages] for request in requests] == [
         ["system", "user"],
         ["system", "user", "assistant", "user"],
         ["system", "user"],
     ]
-    assert asked[0].messages[0]["content"].startswith("Be brief.")
+    assert requests[0].messages[0]["content"].startswith("Be brief.")
 
 
 async def test_a_registry_lists_gets_and_executes() -> None:
@@ -58,7 +58,7 @@ async def test_a_registry_lists_gets_and_executes() -> None:
             "execute": lambda args: args["n"] * 2,
         }
     )
-    found = registry.get("double")
-    assert found is not None
+    tool = registry.get("double")
+    assert tool is not None
     assert ([spec.name for spec in registry.list()], registry.get("nothing")) == (["double"], None)
     assert (await registry.execute("nothing", {})).error == "Tool not found: nothing"

@@ -40,8 +40,8 @@ def test_show_prints_the_last_attempt_of_an_item_and_lists_the_others(trace: Pat
 
 
 def test_a_run_that_is_not_there_is_one_sentence_and_an_object_with_json(trace: Path) -> None:
-    code, _, told = run("show", "nope")
-    assert (code, told.startswith("toolcrew: there is no trace of the run nope"), told.count("\n")) == (1, True, 1)
+    code, _, errors = run("show", "nope")
+    assert (code, errors.startswith("toolcrew: there is no trace of the run nope"), errors.count("\n")) == (1, True, 1)
     assert json.loads(run("show", "nope", "--json")[1])["error"]["code"] == "CONFIG_MISSING"
 
 
@@ -56,5 +56,5 @@ def test_a_page_is_its_owners_alone(trace: Path, tmp_path: Path) -> None:
     page = tmp_path / "page.html"
     assert run("export", "run1", "--to", "html", "-o", str(page))[0] == 0
     assert (page.read_text().startswith("<!doctype html>"), page.stat().st_mode & 0o777) == (True, 0o600)
-    code, _, told = run("export", "run1", "--to", "html", "-o", str(tmp_path / "no" / "page.html"))
-    assert (code, "give another file with -o" in told) == (1, True)
+    code, _, errors = run("export", "run1", "--to", "html", "-o", str(tmp_path / "no" / "page.html"))
+    assert (code, "give another file with -o" in errors) == (1, True)

@@ -19,49 +19,51 @@ from tests.trace_ground import call_echo, echo, fail, run_traced, scripts
 
 async def export(folder: Path, build: Any, *turns: Any, **options: Any) -> dict[str, Any]:
     path, _, _ = await run_traced(folder, ScriptedModel(list(turns)) if turns else None, **options)
-    told: dict[str, Any] = json.loads(json.dumps(build(load_trace(path))))
-    return told
+    exported: dict[str, Any] = json.loads(json.dumps(build(load_trace(path))))
+    return exported
 
 
 # ATIF
 
 
 async def test_a_trajectory_has_prompt_instruction_and_a_step_for_each_reply(tmp_path: Path) -> None:
-    told = await export(tmp_path, build_atif)
-    assert (told["schema_version"], told["session_id"], told["trajectory_id"]) == ("ATIF-v1.7", "run1", "run1")
-    assert [(step["step_id"], step["source"]) for step in told["steps"]] == [
+    exported = await export(tmp_path, build_atif)
+    assert exported["schema_version"] == "ATIF-v1.7"
+    assert exported["session_id"] == "run1"
+    assert exported["trajectory_id"] == "run1"
+    assert [(step["step_id"], step["source"]) for step in exported["steps"]] == [
         (1, "system"),
         (2, "user"),
         (3, "agent"),
         (4, "agent"),
     ]
-    step = told["steps"][2]
+    step = exported["steps"][2]
     assert step["message"] == "Let me see."
     assert step["tool_calls"][0]["function_name"] == "echo"
     assert step["tool_calls"][0]["arguments"] == {"text": "a"}
     [result] = step["observation"]["results"]
     assert (result["source_call_id"], result["content"]) == (step["tool_calls"][0]["tool_call_id"], "a")
-    assert told["steps"][3]["message"] == "It is a."
-    assert told["final_metrics"]["total_steps"] == 4
-    assert told["final_metrics"]["total_prompt_tokens"] == 2
-    assert told["agent"]["name"] == "toolcrew"
-    assert told["agent"]["model_name"] == "scripted"
-    assert len(told["agent"]["tool_definitions"]) == 1
+    assert exported["steps"][3]["message"] == "It is a."
+    assert exported["final_metrics"]["total_steps"] == 4
+    assert exported["final_metrics"]["total_prompt_tokens"] == 2
+    assert exported["agent"]["name"] == "toolcrew"
+    assert exported["agent"]["model_name"] == "scripted"
+    assert len(exported["agent"]["tool_definitions"]) == 1
 
 
 async def test_what_a_model_thinks_is_no_message(tmp_path: Path) -> None:
-    told = await export(tmp_path, build_atif, "<think>hm</think>Yes.")
-    assert (told["steps"][-1]["reasoning_content"], told["steps"][-1]["message"]) == ("hm", "Yes.")
+    exported = await export(tmp_path, build_atif, "<think>hm</think>Yes.")
+    assert (exported["steps"][-1]["reasoning_content"], exported["steps"][-1]["message"]) == ("hm", "Yes.")
 
 
 async def test_replies_of_an_earlier_conversation_are_marked_as_copied(tmp_path: Path) -> None:
-    told = await export(
+    exported = await export(
         tmp_path,
         build_atif,
         "ok",
         history=[{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}],
     )
-    assert [step.get("is_copied_context") for step in told["steps"]] == [None, None, True, None, None]
+    assert [step.get("is_copied_context") for step in exported["steps"]] == [None, None, True, None, None]
 
 
 @pytest.mark.parametrize(
@@ -125,8 +127,8 @@ async def test_atif_says_why_a_call_was_not_run(tmp_path: Path) -> None:
         )
 
     turns = [Calls([("echo", {"text": "a"}), ("echo", "{broken"), ("nope", {})]), "done"]
-    told = await export(tmp_path, build_atif, *turns, answer=refuse)
-    calls = [call for step in told["steps"] for call in step.get("tool_calls", ())]
+    exported = await export(tmp_path, build_atif, *turns, answer=refuse)
+    calls = [call for step in exported["steps"] for call in step.get("tool_calls", ())]
     assert [call["extra"]["unrun"] for call in calls] == [
         "it was refused",
         "its request was malformed",
@@ -138,8 +140,8 @@ async def test_atif_says_why_a_call_was_not_run(tmp_path: Path) -> None:
 
 
 async def test_spans_are_one_tree_with_the_conventions_names(tmp_path: Path) -> None:
-    told = await export(tmp_path, build_otel)
-    [resource] = told["resourceSpans"]
+    exported = await export(tmp_path, build_otel)
+    [resource] = exported["resourceSpans"]
     spans = resource["scopeSpans"][0]["spans"]
     assert [(span["name"], span["kind"]) for span in spans] == [
         ("invoke_agent toolcrew", 1),
@@ -166,8 +168,8 @@ async def test_spans_hold_no_text_of_the_run_unless_it_is_asked_for(tmp_path: Pa
 
 
 async def test_a_call_that_failed_has_its_code_as_error_type(tmp_path: Path) -> None:
-    told = await export(tmp_path, build_otel, answer=fail)
-    span = told["resourceSpans"][0]["scopeSpans"][0]["spans"][3]
+    exported = await export(tmp_path, build_otel, answer=fail)
+    span = exported["resourceSpans"][0]["scopeSpans"][0]["spans"][3]
     assert {"key": "error.type", "value": {"stringValue": "TIMEOUT"}} in span["attributes"]
     assert span["status"] == {"code": 2}
 
@@ -175,6 +177,6 @@ async def test_a_call_that_failed_has_its_code_as_error_type(tmp_path: Path) -> 
 async def test_two_attempts_have_no_span_in_common(tmp_path: Path) -> None:
     ids = []
     for _ in range(2):
-        told = await export(tmp_path, build_otel)
-        ids.append({span["spanId"] for span in told["resourceSpans"][0]["scopeSpans"][0]["spans"]})
+        exported = await export(tmp_path, build_otel)
+        ids.append({span["spanId"] for span in exported["resourceSpans"][0]["scopeSpans"][0]["spans"]})
     assert ids[0] & ids[1] == set()

@@ -176,10 +176,10 @@ def test_a_password_in_a_url_is_known_as_it_is_written_and_as_it_is_meant(monkey
 
 
 def test_what_a_client_of_a_pool_was_given_or_has_made_up_is_known() -> None:
-    known = secrets_of_pool(
+    secrets = secrets_of_pool(
         "redis://:redis-made-up@h", flower_url="http://toolcrew:flower-made-up@h/", api_key="key-of-the-tenant"
     )
-    assert sorted(known.values()) == ["flower-made-up", "key-of-the-tenant", "redis-made-up"]
+    assert sorted(secrets.values()) == ["flower-made-up", "key-of-the-tenant", "redis-made-up"]
     assert secrets_of_pool("redis://h:1") == {}
 
 

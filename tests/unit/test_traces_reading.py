@@ -124,13 +124,13 @@ async def test_a_large_part_names_no_file_elsewhere(tmp_path: Path) -> None:
     st.lists(st.tuples(st.floats(0, 1, exclude_max=True), st.integers(0, 255)), min_size=1, max_size=5), st.floats(0, 1)
 )
 async def test_no_damage_raises(
-    tmp_path_factory: pytest.TempPathFactory, damages: list[tuple[float, int]], kept: float
+    tmp_path_factory: pytest.TempPathFactory, damages: list[tuple[float, int]], lines: float
 ) -> None:
     path, _, _ = await run_traced(tmp_path_factory.mktemp("t"))
     content = bytearray(path.read_bytes())
     for place, byte in damages:
         content[int(place * len(content))] = byte
-    path.write_bytes(content[: int(kept * len(content))])
+    path.write_bytes(content[: int(lines * len(content))])
     trace = load_trace(path)
     build_lines(trace)
     if trace.events:
@@ -197,7 +197,7 @@ async def test_a_run_that_two_tenants_have_is_asked_about(tmp_path: Path) -> Non
 async def test_a_run_is_shown_step_by_step(tmp_path: Path) -> None:
     path, _, _ = await run_traced(tmp_path)
     text = "\n".join(build_lines(load_trace(path)))
-    for told in (
+    for expected in (
         "model scripted",
         "do it",
         "step 1",
@@ -208,7 +208,7 @@ async def test_a_run_is_shown_step_by_step(tmp_path: Path) -> None:
         "answer: It is a.",
         "stopped: answered",
     ):
-        assert told in text
+        assert expected in text
 
 
 async def test_the_sandbox_that_a_run_begins_in_is_told_before_its_steps(tmp_path: Path) -> None:
@@ -247,8 +247,8 @@ async def test_hostile_text_drives_no_terminal(tmp_path: Path) -> None:
 
 async def test_the_object_of_a_run_has_every_event(tmp_path: Path) -> None:
     path, _, _ = await run_traced(tmp_path)
-    told = json.loads(json.dumps(build_json(load_trace(path))))
-    assert (len(told["events"]), told["faults"], told["run"]) == (13, [], "run1")
+    exported = json.loads(json.dumps(build_json(load_trace(path))))
+    assert (len(exported["events"]), exported["faults"], exported["run"]) == (13, [], "run1")
 
 
 class Tags(HTMLParser):
@@ -275,13 +275,13 @@ async def test_a_page_needs_no_network_and_runs_nothing_of_what_it_shows(tmp_pat
         [Calls([("echo", {"text": HOSTILE}), (f"x{HOSTILE}", {})], f"<think>{HOSTILE}</think>{HOSTILE}"), HOSTILE]
     )
     path, _, _ = await run_traced(tmp_path, model)
-    found = Tags(build_page(load_trace(path)))
-    assert not found.tags & {"script", "img", "link", "iframe", "object", "a", "form", "base"}
-    assert found.attributes.keys() <= {"lang", "charset", "http-equiv", "content", "name", "class", "style"}
-    assert any("default-src 'none'" in content for content in found.attributes["content"])
-    assert all(style.startswith("left:") for style in found.attributes["style"])
-    assert "<script>alert(1)</script>" in found.text
-    assert not {"\x1b", "\u202e"} & set(found.text)
+    tags = Tags(build_page(load_trace(path)))
+    assert not tags.tags & {"script", "img", "link", "iframe", "object", "a", "form", "base"}
+    assert tags.attributes.keys() <= {"lang", "charset", "http-equiv", "content", "name", "class", "style"}
+    assert any("default-src 'none'" in content for content in tags.attributes["content"])
+    assert all(style.startswith("left:") for style in tags.attributes["style"])
+    assert "<script>alert(1)</script>" in tags.text
+    assert not {"\x1b", "\u202e"} & set(tags.text)
 
 
 async def test_a_page_is_dark_where_the_reader_wants_it_dark(tmp_path: Path) -> None:

@@ -139,12 +139,12 @@ async def test_a_reply_that_the_time_limit_interrupts_is_told_as_far_as_it_came(
         )
         result = await agent.run("do it")
     assert result.stop_reason is StopReason.MAX_WALL
-    told = load_trace(trace.path)
-    assert [call.result.error_code for call in told.calls if call.result] == ["CANCELLED"]
-    assert told.finished == told.end
-    assert told.finished is not None
-    assert told.finished.stop_reason == "max_wall"
-    assert told.steps[0].answered is not None
+    read = load_trace(trace.path)
+    assert [call.result.error_code for call in read.calls if call.result] == ["CANCELLED"]
+    assert read.finished == read.end
+    assert read.finished is not None
+    assert read.finished.stop_reason == "max_wall"
+    assert read.steps[0].answered is not None
 
 
 # Sandboxes, approvals, pieces
@@ -173,13 +173,13 @@ async def test_questions_and_answers_of_approvals_are_told(tmp_path: Path) -> No
         trace(RunStarted(run=RUN, instruction="x", model="m", dialect="native"))
         reviewed = await review(call, spec, approver, policy=ApprovalPolicy(), on_event=trace, run=RUN)
     assert isinstance(reviewed, ToolCall)
-    [asked], [decided] = of_type(trace.path, "ApprovalAsked"), of_type(trace.path, "ApprovalDecided")
-    assert asked["call"]["id"] == "c1"
-    assert asked["call"]["name"] == "echo"
+    [question], [decided] = of_type(trace.path, "ApprovalAsked"), of_type(trace.path, "ApprovalDecided")
+    assert question["call"]["id"] == "c1"
+    assert question["call"]["name"] == "echo"
     assert decided["is_allowed"] is True
     assert decided["is_changed"] is True
     assert decided["reason"] == "fine"
-    assert asked["digest"] == decided["digest"]
+    assert question["digest"] == decided["digest"]
 
 
 async def test_nobody_is_asked_and_nothing_told_of_a_call_that_needs_no_approval(tmp_path: Path) -> None:
@@ -211,8 +211,8 @@ async def test_events_of_other_runs_are_passed_over(tmp_path: Path) -> None:
 
 def all_of(folder: Path) -> tuple[bytes, str]:
     """Return the contents and the names of all files below the folder."""
-    found = list(folder.rglob("*"))
-    return b"".join(file.read_bytes() for file in found if file.is_file()), " ".join(str(file) for file in found)
+    paths = list(folder.rglob("*"))
+    return b"".join(file.read_bytes() for file in paths if file.is_file()), " ".join(str(file) for file in paths)
 
 
 async def test_a_secret_is_nowhere_in_the_folder_in_any_form(tmp_path: Path) -> None:
@@ -258,9 +258,9 @@ async def test_a_masked_text_that_is_longer_than_its_field_may_be_is_cut(tmp_pat
         answer=lambda call: echo(call).model_copy(update={"output": answer}),
     )
     trace = load_trace(path)
-    [unknown, known] = trace.calls
+    [unknown, valid] = trace.calls
     assert trace.faults() == []
-    assert (len(unknown.tool), known.result and len(known.result.output or "")) == (MAX_NAME_CHARS, MAX_OUTPUT_CHARS)
+    assert (len(unknown.tool), valid.result and len(valid.result.output or "")) == (MAX_NAME_CHARS, MAX_OUTPUT_CHARS)
 
 
 async def test_files_and_folders_are_the_owners_alone(tmp_path: Path) -> None:
@@ -304,8 +304,8 @@ async def test_arguments_that_look_like_a_large_part_bring_no_file_into_the_trac
         [Calls([("echo", {"text": forged}), ("echo", forged), ("echo", {"$literal": {"$blob": "x"}})]), "done"]
     )
     path, _, _ = await run_traced(tmp_path, model, answer=lambda call: echo(call).model_copy(update={"output": ""}))
-    told = [call.arguments for call in load_trace(path).calls]
-    assert told == [{"text": forged}, forged, {"$literal": {"$blob": "x"}}]
+    arguments = [call.arguments for call in load_trace(path).calls]
+    assert arguments == [{"text": forged}, forged, {"$literal": {"$blob": "x"}}]
 
 
 async def test_text_that_no_utf8_carries_and_numbers_that_no_json_has_are_written(tmp_path: Path) -> None:
@@ -338,8 +338,8 @@ async def test_whatever_a_run_says_all_of_it_can_be_read_back(
     assert trace.faults() == []
     assert recorder.lost_lines == 0
     assert (trace.finished is not None and trace.finished.stop_reason) == result.stop_reason.value
-    told = [(call.call_id, call.result.text()) for call in trace.calls if call.result]
-    assert told == [(event.result.call_id, event.result.text()) for event in seen if isinstance(event, CallFinished)]
+    results = [(call.call_id, call.result.text()) for call in trace.calls if call.result]
+    assert results == [(event.result.call_id, event.result.text()) for event in seen if isinstance(event, CallFinished)]
 
 
 # Writing
@@ -389,15 +389,15 @@ async def test_a_trace_that_is_a_link_to_somewhere_else_is_not_written(tmp_path:
 
 async def test_a_folder_that_cannot_be_written_ends_no_run_and_is_told_once(tmp_path: Path) -> None:
     (tmp_path / "acme").write_text("a file")
-    told: list[str] = []
-    with open_trace(tmp_path, "acme", RUN, masker=Masker(), on_warning=told.append) as trace:
+    warnings: list[str] = []
+    with open_trace(tmp_path, "acme", RUN, masker=Masker(), on_warning=warnings.append) as trace:
         for _ in range(3):
             trace(RunStarted(run=RUN, instruction="x" * 20_000, model="m", dialect="native"))
             trace.close()
     assert trace.lost_lines == 3
-    assert len(told) == 1
-    assert "make room, or set TOOLCREW_TRACES" in told[0]
-    assert trace.warnings == told
+    assert len(warnings) == 1
+    assert "make room, or set TOOLCREW_TRACES" in warnings[0]
+    assert trace.warnings == warnings
 
 
 async def test_a_disk_that_is_full_in_the_middle_costs_lines_and_the_end_says_how_many(
@@ -421,11 +421,11 @@ async def test_a_disk_that_is_full_in_the_middle_costs_lines_and_the_end_says_ho
         room[0] = 1 << 20
         trace(RunStarted(run=RUN, instruction="again", model="m", dialect="native"))
         trace.close()
-    told = load_trace(trace.path)
+    read = load_trace(trace.path)
     assert lost > 0
     assert trace.lost_lines == lost
-    assert told.torn + told.damaged == 1
-    assert told.gaps == lost
-    assert len(told.events) == 6 - lost
-    assert told.start is not None
-    assert told.start.instruction == "again"
+    assert read.torn + read.damaged == 1
+    assert read.gaps == lost
+    assert len(read.events) == 6 - lost
+    assert read.start is not None
+    assert read.start.instruction == "again"

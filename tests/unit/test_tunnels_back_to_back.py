@@ -205,14 +205,14 @@ def test_whatever_both_ends_do_every_byte_arrives_in_order_and_nothing_is_left(
             ends.append((End(sockets[0], program), End(sockets[1], proxy)))
         async with asyncio.timeout(SOON_S):
             await asyncio.gather(*(end.work() for both in ends for end in both))
-        for one, other in ends:
-            assert other.sent.startswith(bytes(one.got))
-            assert one.sent.startswith(bytes(other.got))
-            if one.doing.leaves_after is None and other.doing.leaves_after is None:
-                assert one.is_cut is False
+        for client, other in ends:
+            assert other.sent.startswith(bytes(client.got))
+            assert client.sent.startswith(bytes(other.got))
+            if client.doing.leaves_after is None and other.doing.leaves_after is None:
+                assert client.is_cut is False
                 assert other.is_cut is False
-                assert len(one.got) == len(other.sent)
-                assert len(other.got) == len(one.sent)
+                assert len(client.got) == len(other.sent)
+                assert len(other.got) == len(client.sent)
         await pair.until_over()
 
     pair.loop.run_until_complete(play())

@@ -132,7 +132,7 @@ def test_a_304_to_a_question_that_was_not_asked_is_an_error_status(site: Site) -
 
 
 @pytest.mark.parametrize(
-    ("control", "kept", "fresh_s"),
+    ("control", "is_stored", "fresh_s"),
     [
         ("", True, FRESH_S),
         ("max-age=5", True, 5),
@@ -142,9 +142,9 @@ def test_a_304_to_a_question_that_was_not_asked_is_an_error_status(site: Site) -
         ("max-age=x", True, FRESH_S),
     ],
 )
-def test_cache_control_is_read(control: str, kept: bool, fresh_s: float) -> None:
+def test_cache_control_is_read(control: str, is_stored: bool, fresh_s: float) -> None:
     headers = {"cache-control": control}
-    assert (may_be_kept(headers), fresh_for_s(headers)) == (kept, fresh_s)
+    assert (may_be_kept(headers), fresh_for_s(headers)) == (is_stored, fresh_s)
 
 
 @pytest.mark.parametrize("value", ["", "a\x7fb", "\u00e9", "x" * 513])

@@ -369,13 +369,13 @@ def test_a_name_server_that_does_not_answer_costs_its_limit_only(monkeypatch: py
 
     monkeypatch.setattr(socket, "getaddrinfo", silent)
     resolver = SystemResolver()
-    said = []
+    errors = []
     for _ in range(MAX_LOOKUPS + 1):
         with pytest.raises(ToolFailure) as failed:
             resolver.resolve("a.example", Deadline(5), 0.02)
         assert failed.value.code is ErrorCode.TIMEOUT
-        said.append(failed.value.message)
-    assert ["too many lookups" in message for message in said] == [*[False] * MAX_LOOKUPS, True]
+        errors.append(failed.value.message)
+    assert ["too many lookups" in message for message in errors] == [*[False] * MAX_LOOKUPS, True]
     released.set()
     for thread in threading.enumerate():
         if thread.name == "dns":

@@ -89,11 +89,11 @@ def test_the_main_part_comes_as_markdown_without_what_is_around_it(server: WebSe
 def test_that_a_part_was_left_out_is_said_with_the_way_to_all_of_it(server: WebServer) -> None:
     server.replies["/"] = answer(ARTICLE.replace("</nav>", "<p>menu</p>" * 100 + "</nav>"))
     result = fetch(server)
-    found = re.search(
+    match = re.search(
         r"the main part of a page with (\d+) characters of text; format=html gives all of it", footer_of(result)
     )
-    assert found is not None
-    assert int(found[1]) > len(body_of(result))
+    assert match is not None
+    assert int(match[1]) > len(body_of(result))
 
 
 def test_text_has_no_markup_and_html_has_all_of_it(server: WebServer) -> None:
@@ -328,10 +328,10 @@ def test_the_parser_has_no_environment_and_what_it_leaves_behind_is_ended(
     )
     monkeypatch.setenv("TOOLCREW_SECRET", "hidden")
     monkeypatch.setattr(pages, "_PROGRAM", spy)
-    told = json.loads(Extractor().extract("<p>x</p>", "http://a.example/", "markdown", Deadline(20)).text)
-    assert not [name for name in told["names"] if name != "LC_CTYPE"]
+    extracted = json.loads(Extractor().extract("<p>x</p>", "http://a.example/", "markdown", Deadline(20)).text)
+    assert not [name for name in extracted["names"] if name != "LC_CTYPE"]
     until = time.monotonic() + 5
-    while _is_alive(told["child"]):
+    while _is_alive(extracted["child"]):
         # The process that inherits it reaps it, without a notice to us.
         assert time.monotonic() < until
         time.sleep(0.01)
@@ -362,11 +362,11 @@ def test_the_parser_reaches_nothing_even_when_a_page_took_it_over(
         "'whole_chars': 0}))\n"
     )
     monkeypatch.setattr(pages, "_PROGRAM", spy)
-    told = json.loads(Extractor().extract("<p>x</p>", "http://a.example/", "markdown", Deadline(20)).text)
-    assert (told["alarm_s"], told["memory"], told["fds"]) == (7, 256 * 1024 * 1024, [])
-    if not told["confined"]:
+    extracted = json.loads(Extractor().extract("<p>x</p>", "http://a.example/", "markdown", Deadline(20)).text)
+    assert (extracted["alarm_s"], extracted["memory"], extracted["fds"]) == (7, 256 * 1024 * 1024, [])
+    if not extracted["confined"]:
         pytest.skip("this kernel has no Landlock")
-    assert told["reached"] == []
+    assert extracted["reached"] == []
 
 
 class Interrupted(BaseException):

@@ -68,8 +68,8 @@ class Ground:
         await self.queue.finish(claim, Outcome(custom_id=claim.record.item.custom_id, run="b-1", status_code=200))
 
     async def due(self) -> dict[str, float]:
-        found = await self.client.zrange("toolcrew:d:runs:webhooks", 0, -1, withscores=True)
-        return {name.decode(): score for name, score in found}
+        entries = await self.client.zrange("toolcrew:d:runs:webhooks", 0, -1, withscores=True)
+        return {name.decode(): score for name, score in entries}
 
     async def make_due(self) -> None:
         for name in await self.due():

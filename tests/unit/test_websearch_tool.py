@@ -138,11 +138,11 @@ def test_exa_is_asked_in_its_own_words(server: WebServer) -> None:
     server.replies["/search"] = says(entries("exa", "https://a.example/"))
     assert search(Service(server, "exa"), **FILTERS).success
     assert (server.requests[0].split()[0], server.header("x-api-key")) == ("POST", KEY)
-    asked = json.loads(server.bodies[0])
-    assert asked["numResults"] == 3
-    assert asked["includeDomains"] == ["a.example", "b.example"]
-    assert asked["excludeDomains"] == ["c.example"]
-    assert asked["startPublishedDate"] == "2026-09-14T14:13:20.000Z"
+    payload = json.loads(server.bodies[0])
+    assert payload["numResults"] == 3
+    assert payload["includeDomains"] == ["a.example", "b.example"]
+    assert payload["excludeDomains"] == ["c.example"]
+    assert payload["startPublishedDate"] == "2026-09-14T14:13:20.000Z"
 
 
 @pytest.mark.parametrize(
@@ -157,8 +157,8 @@ def test_a_service_without_fields_for_domains_gets_them_within_the_query(
 ) -> None:
     server.replies[path] = says(entries(kind, "https://a.example/"))
     assert search(Service(server, kind), **FILTERS).success
-    asked = parse_qs(server.paths[0].partition("?")[2])
-    assert asked == {"q": ["needle (site:a.example OR site:b.example) -site:c.example"], **own}
+    parameters = parse_qs(server.paths[0].partition("?")[2])
+    assert parameters == {"q": ["needle (site:a.example OR site:b.example) -site:c.example"], **own}
     assert server.header("x-subscription-token") == (KEY if kind == "brave" else None)
 
 

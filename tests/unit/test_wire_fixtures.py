@@ -48,8 +48,8 @@ HASHES = ("place", "ledger")
 
 
 def read_fixture(path: Path) -> dict[str, str]:
-    told: dict[str, str] = json.loads(path.read_text())
-    return told
+    texts: dict[str, str] = json.loads(path.read_text())
+    return texts
 
 
 @pytest.mark.parametrize("path", FIXTURES, ids=lambda path: path.stem)
@@ -64,14 +64,14 @@ def test_what_this_release_writes_is_what_the_one_before_wrote(path: Path, name:
 
 @pytest.mark.parametrize("path", FIXTURES, ids=lambda path: path.stem)
 def test_what_the_release_before_wrote_means_the_same_here(path: Path) -> None:
-    told = {name: READ[name](text) for name, text in read_fixture(path).items()}
-    assert told["call"] == (CALL, CONTEXT)
-    assert told["result"] == RESULT
-    assert told["host"] == REPORT
-    assert told["tenant"] == TenantPolicy(weight=2)
-    assert told["switch"] == Switch(by="root", at=1.0, reason="not today")
-    assert told["event"] == {"stream": "stdout", "text": "x"}
-    assert all(isinstance(value, BaseModel) for name, value in told.items() if name not in ("call", "event"))
+    values = {name: READ[name](text) for name, text in read_fixture(path).items()}
+    assert values["call"] == (CALL, CONTEXT)
+    assert values["result"] == RESULT
+    assert values["host"] == REPORT
+    assert values["tenant"] == TenantPolicy(weight=2)
+    assert values["switch"] == Switch(by="root", at=1.0, reason="not today")
+    assert values["event"] == {"stream": "stdout", "text": "x"}
+    assert all(isinstance(value, BaseModel) for name, value in values.items() if name not in ("call", "event"))
 
 
 def test_there_is_a_fixture_of_a_release_for_every_record() -> None:

@@ -98,7 +98,7 @@ def test_the_checkpoint_of_a_session_that_ended_is_deleted_and_that_of_one_that_
     for name in ("acme:closed", "acme:expired", "acme:moved", "acme:parked"):
         host.add(name)
     host.look()
-    kept = dict(zip(host.sandboxd.kept_of, host.sandboxd.kept, strict=True))
+    checkpoints = dict(zip(host.sandboxd.kept_of, host.sandboxd.kept, strict=True))
     host.ground.drop_place("acme:closed")
     host.ground.put_place("acme:moved", queue="host.b.b1", fence=2)
     host.ground.put_place("acme:parked", queue="", state="moving", fence=2)
@@ -108,7 +108,7 @@ def test_the_checkpoint_of_a_session_that_ended_is_deleted_and_that_of_one_that_
     monkeypatch.setattr(checkpoints_module.time, "monotonic", lambda: float("inf"))
     host.checkpoints.forget_superseded(host.sandboxd.client())
 
-    assert sorted(host.sandboxd.deleted) == sorted([kept["acme:closed"], kept["acme:expired"]])
+    assert sorted(host.sandboxd.deleted) == sorted([checkpoints["acme:closed"], checkpoints["acme:expired"]])
 
 
 def test_sessions_without_a_place_of_ours_are_not_kept(host: Host) -> None:

@@ -409,7 +409,7 @@ def test_blaming_the_operator_by_an_error_code_does_not_work(code: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("told", "code"),
+    ("guest_code", "code"),
     [
         ("FILE_NOT_FOUND", ErrorCode.FILE_NOT_FOUND),
         ("NO_SPACE", ErrorCode.NO_SPACE),
@@ -420,8 +420,8 @@ def test_blaming_the_operator_by_an_error_code_does_not_work(code: str) -> None:
         (None, ErrorCode.INTERNAL),
     ],
 )
-def test_a_guests_code_is_one_of_ours_or_internal(told: Any, code: ErrorCode) -> None:
-    assert House(ask_guest, GuestResponse({"error": {"code": told, "message": "x"}})).execute().error_code is code
+def test_a_guests_code_is_one_of_ours_or_internal(guest_code: Any, code: ErrorCode) -> None:
+    assert House(ask_guest, GuestResponse({"error": {"code": guest_code, "message": "x"}})).execute().error_code is code
 
 
 def test_a_long_message_of_a_guest_is_cut() -> None:

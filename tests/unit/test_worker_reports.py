@@ -30,8 +30,8 @@ def ground(redis_server: RedisProcess) -> HostGround:
 
 
 def slots(ground: HostGround, queue: str) -> int | None:
-    told = ground.redis.get(slots_key(DEPLOYMENT, queue))
-    return int(told) if told is not None else None  # type: ignore[arg-type]
+    stored = ground.redis.get(slots_key(DEPLOYMENT, queue))
+    return int(stored) if stored is not None else None  # type: ignore[arg-type]
 
 
 def test_a_report_is_there_while_its_worker_lives_and_is_listed_by_redis_s_clock(ground: HostGround) -> None:
@@ -39,10 +39,10 @@ def test_a_report_is_there_while_its_worker_lives_and_is_listed_by_redis_s_clock
 
     assert hosts.report(build_report()) is ReportResult.ACCEPTED
 
-    told = ground.redis.get(host_key(DEPLOYMENT, QUEUE))
+    stored = ground.redis.get(host_key(DEPLOYMENT, QUEUE))
     assert 0 < ground.redis.ttl(host_key(DEPLOYMENT, QUEUE)) <= HOST_TTL_S  # type: ignore[operator]
     listed = ground.redis.zscore(hosts_key(DEPLOYMENT), QUEUE)
-    assert told is not None
+    assert stored is not None
     assert listed == pytest.approx(ground.redis.time()[0], abs=5)
 
 
@@ -346,7 +346,7 @@ def test_a_worker_that_was_paused_and_replaced_ends(ground: HostGround) -> None:
 def test_an_outage_of_redis_ends_no_heartbeat(ground: HostGround, monkeypatch: pytest.MonkeyPatch) -> None:
     beating = Beating(ground)
     failures = threading.Semaphore(0)
-    told = beating.hosts.report
+    report = beating.hosts.report
 
     def away(*_: object, **__: object) -> ReportResult:
         failures.release()
@@ -357,7 +357,7 @@ def test_an_outage_of_redis_ends_no_heartbeat(ground: HostGround, monkeypatch: p
         beating.duty.start()
         assert failures.acquire(timeout=20)
         assert failures.acquire(timeout=20)
-        monkeypatch.setattr(beating.hosts, "report", told)
+        monkeypatch.setattr(beating.hosts, "report", report)
         await_true(lambda: beating.hosts.find(QUEUE) is not None)
         beating.end("stopped")
     assert {entry["event"] for entry in logs} == {"worker_not_reported"}

@@ -62,11 +62,11 @@ def desk(redis_server: RedisProcess) -> Iterator[Desk]:
 
 def test_an_answer_is_stored_published_and_its_call_done(desk: Desk) -> None:
     desk.write(CallState.RUNNING)
-    with desk.client.pubsub() as heard:
-        heard.psubscribe("celery-task-meta-h*")
-        assert heard.get_message(timeout=5)
+    with desk.client.pubsub() as subscriber:
+        subscriber.psubscribe("celery-task-meta-h*")
+        assert subscriber.get_message(timeout=5)
         desk.store(code="TIMEOUT")
-        message = heard.get_message(timeout=5)
+        message = subscriber.get_message(timeout=5)
     stored, record = desk.stored(), desk.record()
     assert (stored["status"], stored["result"], stored["task_id"]) == ("SUCCESS", ENCODED, "h-c1")
     assert message is not None

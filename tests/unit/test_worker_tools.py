@@ -68,8 +68,8 @@ def test_what_is_no_checkpoint_or_network_is_not_asked_for(wrong: dict[str, str]
 
 def test_a_checkpoint_is_of_the_sandbox_of_the_context() -> None:
     bench = Bench()
-    told = {"checkpoint": "c1", "bytes": 10240, "sha256": "0" * 64, "skipped": 0, "torn": False}
-    assert bench.run("session.checkpoint").metadata == told
+    metadata = {"checkpoint": "c1", "bytes": 10240, "sha256": "0" * 64, "skipped": 0, "torn": False}
+    assert bench.run("session.checkpoint").metadata == metadata
     assert bench.client.names == ["acme:s1"]
 
 

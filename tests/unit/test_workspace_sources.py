@@ -40,7 +40,7 @@ def zip_bytes(*names: str) -> bytes:
 
 
 def git(folder: Path, *arguments: str) -> None:
-    identity = {f"GIT_{who}_{what}": "a@b" for who in ("AUTHOR", "COMMITTER") for what in ("NAME", "EMAIL")}
+    identity = {f"GIT_{role}_{what}": "a@b" for role in ("AUTHOR", "COMMITTER") for what in ("NAME", "EMAIL")}
     subprocess.run(["git", *arguments], cwd=folder, env={**os.environ, **identity}, check=True, capture_output=True)
 
 
@@ -130,7 +130,7 @@ def test_what_is_no_source_is_refused_with_what_to_do(make: Callable[[Path], Non
     make(tmp_path / "it")
     with pytest.raises(ConfigError, match=says) as refused:
         load_source(tmp_path / "it")
-    assert any(word in str(refused.value) for word in ("give", "make it", "mend"))
+    assert any(advice in str(refused.value) for advice in ("give", "make it", "mend"))
 
 
 def test_a_bundle_of_a_whole_repository_is_taken(repository: Path, tmp_path: Path) -> None:

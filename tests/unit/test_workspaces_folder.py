@@ -70,10 +70,10 @@ async def test_what_no_container_has_had_is_not_counted(workspaces: FolderWorksp
 
 async def test_a_removed_one_is_watched_no_longer(workspaces: FolderWorkspaces) -> None:
     (await open_one(workspaces, "big") / "file").write_bytes(b"x" * 5 * MIB)
-    found = workspaces.find("big", SMALL)
-    assert found is not None
+    workspace = workspaces.find("big", SMALL)
+    assert workspace is not None
 
-    await found.remove()
+    await workspace.remove()
 
     assert await workspaces.find_overfull() == {}
 

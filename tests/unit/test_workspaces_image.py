@@ -96,10 +96,10 @@ async def test_the_whole_size_is_usable_and_little_more_and_the_host_pays_only_f
     workspace = await images.make("one", size)
 
     async with workspace.mounted() as mount:
-        found = os.statvfs(mount.bind or "")
+        stats = os.statvfs(mount.bind or "")
 
-    assert size.bytes <= found.f_bavail * found.f_frsize <= size.bytes * 1.05
-    assert size.inodes <= found.f_favail <= size.inodes * 1.05
+    assert size.bytes <= stats.f_bavail * stats.f_frsize <= size.bytes * 1.05
+    assert size.inodes <= stats.f_favail <= size.inodes * 1.05
     assert (tmp_path / "one" / "image").stat().st_blocks * 512 < MIB
     await released(tmp_path / "one" / "image")
 
@@ -285,8 +285,8 @@ async def test_what_a_repair_finds_without_a_name_is_the_sandboxes(images: Image
     change(image, "set_super_value state 0")
 
     async with workspace.mounted() as mount:
-        (found,) = files_below(mount)
-        assert (found.parent.name, found.parent.stat().st_uid, found.read_text()) == ("lost+found", 1000, "kept")
+        (file,) = files_below(mount)
+        assert (file.parent.name, file.parent.stat().st_uid, file.read_text()) == ("lost+found", 1000, "kept")
     await released(image)
 
 
@@ -306,19 +306,19 @@ async def test_one_that_its_kernel_made_read_only_is_checked_and_can_be_written_
 
 
 @pytest.mark.parametrize(
-    ("start", "said"),
+    ("start", "expected"),
     [(0, "not an ext4 image"), (1024 + 0x28, "cannot be mounted")],
     ids=["all of it", "files a group"],
 )
 async def test_a_damaged_image_is_refused_with_what_is_wrong(
-    images: ImageWorkspaces, tmp_path: Path, start: int, said: str
+    images: ImageWorkspaces, tmp_path: Path, start: int, expected: str
 ) -> None:
     workspace = await images.make("one", SMALL)
     with (tmp_path / "one" / "image").open("r+b") as file:
         file.seek(start)
         file.write(bytes(8192 if start == 0 else 4))
 
-    with pytest.raises(SandboxUnavailable, match=said):
+    with pytest.raises(SandboxUnavailable, match=expected):
         async with workspace.mounted():
             pass
 

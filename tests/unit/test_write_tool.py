@@ -36,7 +36,7 @@ def answer(text: bytes = b"", **fields: Any) -> GuestResponse:
 
 
 @pytest.mark.parametrize(
-    ("mode", "created", "said"),
+    ("mode", "created", "expected"),
     [
         ("overwrite", True, "created"),
         ("overwrite", False, "overwrote"),
@@ -44,10 +44,10 @@ def answer(text: bytes = b"", **fields: Any) -> GuestResponse:
         ("create", True, "created"),
     ],
 )
-def test_what_was_written_is_said(mode: str, created: bool, said: str) -> None:
+def test_what_was_written_is_said(mode: str, created: bool, expected: str) -> None:
     bench = Bench(answer(created=created), timeout_s=7)
     result = bench.write(file_path="a", content="é\nb", mode=mode)
-    assert (result.output, bench.client.bodies) == (f"{said} a (4 bytes, 2 lines)", ["é\nb".encode()])
+    assert (result.output, bench.client.bodies) == (f"{expected} a (4 bytes, 2 lines)", ["é\nb".encode()])
     assert result.metadata == {"size_bytes": 4, "created": created, "encoding": "utf-8"}
     assert bench.client.requests == [
         {
