@@ -226,15 +226,15 @@ class ApiKeys:
         """
         with broker_errors("the API keys were not read"):
             details: Any = await self._client.hgetall(self._key)
-        found: dict[str, ApiKeyRecord | ConfigError] = {}
+        records: dict[str, ApiKeyRecord | ConfigError] = {}
         for raw, data in details.items():
             key_id = raw.decode(errors="replace")
             try:
-                found[key_id] = self._parse(key_id, data)
+                records[key_id] = self._parse(key_id, data)
             except ConfigError as error:
-                found[key_id] = error
+                records[key_id] = error
         return dict(
-            sorted(found.items(), key=lambda item: item[1].created_at if isinstance(item[1], ApiKeyRecord) else 0.0)
+            sorted(records.items(), key=lambda item: item[1].created_at if isinstance(item[1], ApiKeyRecord) else 0.0)
         )
 
     def _identity(self, key_id: str, record: ApiKeyRecord) -> Identity:

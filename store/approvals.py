@@ -286,15 +286,15 @@ class ApprovalQueue:
         """Return the answers of those questions that have one. An answer with a wrong signature is replaced by an
         EnvelopeRefused.
         """
-        found: dict[str, ApprovalAnswer | EnvelopeRefused] = {}
+        answers: dict[str, ApprovalAnswer | EnvelopeRefused] = {}
         for at in range(0, len(ids), _AT_ONCE):
             some = ids[at : at + _AT_ONCE]
             with broker_errors(_WHAT):
                 replies: Any = await self._client.mget([self._keys_of(id_)[1] for id_ in some])
             for id_, sealed in zip(some, replies, strict=True):
                 if sealed is not None:
-                    found[id_] = self._opened(id_, sealed)
-        return found
+                    answers[id_] = self._opened(id_, sealed)
+        return answers
 
     async def pending(
         self, actor: Actor, tenant: str | None = None, cursor: str | None = None, limit: int = 50
@@ -311,24 +311,24 @@ class ApprovalQueue:
                 ErrorCode.PERMISSION_DENIED,
                 f"the API key is for tenant {actor.tenant} and not for {tenant}: leave the tenant out",
             )
-        after, found, at = _parse_cursor(cursor), list[PendingQuestion](), 0
+        after, questions, at = _parse_cursor(cursor), list[PendingQuestion](), 0
         key = self._sets(tenant)[-1] if tenant is not None else approvals_key(self._deployment)
         # Expired questions stay in the set until the next `ask`, so the page starts at the present time.
         after = max(after, (int(await read_clock(self._client) * 1000), ""))
         while True:
-            places = await self._places(key, after[0], at)
-            new = [place for place in places if place > after]
+            positions = await self._places(key, after[0], at)
+            new = [position for position in positions if position > after]
             waiting = await self._read([id_ for _, id_ in new])
             for score, id_ in new:
                 if id_ in waiting:
-                    found.append(waiting[id_])
-                    if len(found) == limit:
-                        return QuestionPage(tuple(found), f"{score}-{id_}")
-            if len(places) < _AT_ONCE:
-                return QuestionPage(tuple(found), None)
+                    questions.append(waiting[id_])
+                    if len(questions) == limit:
+                        return QuestionPage(tuple(questions), f"{score}-{id_}")
+            if len(positions) < _AT_ONCE:
+                return QuestionPage(tuple(questions), None)
             # A whole read found no new question, because so many expire in the same millisecond. The next read starts
             # further on.
-            after, at = (new[-1], 0) if new else (after, at + len(places))
+            after, at = (new[-1], 0) if new else (after, at + len(positions))
 
     async def get(self, id_: str, actor: Actor) -> PendingQuestion:
         """Return an open question. Raises UnknownQuestion, AlreadyAnswered or QuestionOver."""
@@ -373,12 +373,10 @@ class ApprovalQueue:
         # The script checks digest and expiry again: another process may have changed the question since `get`.
         reply = await self._run(self._answer_script, keys, args)
         if reply[0] == b"answered":
-            known = self._opened(id_, reply[1])
-            raise (
-                AlreadyAnswered(known)
-                if isinstance(known, ApprovalAnswer)
-                else OperatorError(f"the question {id_} has an answer, and {known}")
-            )
+            existing = self._opened(id_, reply[1])
+            if isinstance(existing, ApprovalAnswer):
+                raise AlreadyAnswered(existing)
+            raise OperatorError(f"the question {id_} has an answer that cannot be verified: {existing}")
         if reply[0] == b"over":
             raise QuestionOver(float(reply[1]) / 1000)
         if reply[0] != b"done":
@@ -402,12 +400,12 @@ class ApprovalQueue:
             pipe.hmget(self._keys_of(id_)[0], ["question", "created_at", "expires_at"])
         with broker_errors(_WHAT):
             rows = await pipe.execute() if ids else []
-        found = {}
+        questions = {}
         for id_, (sealed, created_at, expires_at) in zip(ids, rows, strict=True):
             question = self._asked(id_, sealed) if sealed is not None else None
             if question is not None:
-                found[id_] = PendingQuestion(question, float(created_at) / 1000, float(expires_at) / 1000)
-        return found
+                questions[id_] = PendingQuestion(question, float(created_at) / 1000, float(expires_at) / 1000)
+        return questions
 
     def _asked(self, id_: str, sealed: bytes) -> ApprovalQuestion | None:
         try:

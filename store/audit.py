@@ -227,7 +227,7 @@ class Audit:
         """
         if not 1 <= limit <= MAX_PAGE:
             raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, f"the limit is 1 to {MAX_PAGE}, not {limit}")
-        cursor, found, count_read = _parse_cursor(after) if after is not None else None, list[Audited](), 0
+        cursor, entries, count_read = _parse_cursor(after) if after is not None else None, list[Audited](), 0
         owners = await self._owners(tenant)
         while count_read < MAX_LOOKED_AT:
             rows, is_last = await self._rows(cursor, owners)
@@ -236,12 +236,12 @@ class Audit:
                 cursor = position
                 stored = _parse(position, fields)
                 if stored is not None and _fits(stored.entry, tenant, actions, target):
-                    found.append(stored)
-                    if len(found) == limit:
-                        return AuditPage(tuple(found), str(cursor))
+                    entries.append(stored)
+                    if len(entries) == limit:
+                        return AuditPage(tuple(entries), str(cursor))
             if is_last:
-                return AuditPage(tuple(found), None)
-        return AuditPage(tuple(found), str(cursor))
+                return AuditPage(tuple(entries), None)
+        return AuditPage(tuple(entries), str(cursor))
 
     async def _owners(self, tenant: str | None) -> list[str]:
         """Return the owners of the streams that may have entries about that tenant, or about any tenant (None). The
@@ -318,8 +318,8 @@ def _parse(position: _Position, fields: Mapping[bytes, bytes]) -> Audited | None
 
 
 def _parse_cursor(text: str) -> _Position:
-    found = _CURSOR.fullmatch(text)
-    position = _Position(int(found[1]), int(found[2]), found[3] or "") if found is not None else None
+    match = _CURSOR.fullmatch(text)
+    position = _Position(int(match[1]), int(match[2]), match[3] or "") if match is not None else None
     if position is None or max(position.milliseconds, position.sequence) >= 2**64:
         raise ToolFailure(
             ErrorCode.INVALID_ARGUMENTS, "that is no cursor of the audit: give one as a page gave it, or leave it out"

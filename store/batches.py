@@ -233,11 +233,11 @@ def seal_defaults(keys: SigningKeys, tenant: str, batch: str, defaults: BatchDef
     return keys.seal(f"defaults {tenant} {batch}", defaults.model_dump_json())
 
 
-def seal_rows(keys: SigningKeys, tenant: str, batch: str, place: RowPlace) -> str:
+def seal_rows(keys: SigningKeys, tenant: str, batch: str, position: RowPlace) -> str:
     """Return the signed location of a batch's rows. The signature matters, because a later command writes files
     there.
     """
-    return keys.seal(f"rows {tenant} {batch}", place.model_dump_json())
+    return keys.seal(f"rows {tenant} {batch}", position.model_dump_json())
 
 
 def parse_batch(keys: SigningKeys, tenant: str, batch: str, fields: Mapping[bytes, bytes]) -> BatchRecord:

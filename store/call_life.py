@@ -146,11 +146,11 @@ class CallLife:
             # A lost call has no known duration: `ended_at` is the time at which the loss was noticed.
             "run_s": _seconds(record.started_at, record.ended_at) if not record.noticed_by else None,
         }
-        waits, place, result = self.waiting, self.place, self.result
+        waits, location, result = self.waiting, self.place, self.result
         fields["waits_in"] = waits.where if waits is not None else None
         fields["ahead"] = waits.ahead if waits is not None else None
         fields["waiting"] = waits.waiting if waits is not None else None
-        fields["place"] = _place_json(place) if place is not None else None
+        fields["place"] = _place_json(location) if location is not None else None
         fields["result"] = _result_json(result) if result is not None else None
         return fields
 
@@ -205,10 +205,10 @@ class CallLives:
         Raises ToolFailure(INVALID_ARGUMENTS): no call matches, or several tenants have a call with that id.
         """
         owner, call_id = await self.resolve(text, tenant)
-        life = await self.read(owner, call_id)
-        if life is None:
+        call = await self.read(owner, call_id)
+        if call is None:
             raise unknown_call(text, owner)
-        return life
+        return call
 
     async def resolve(self, text: str, tenant: str | None) -> tuple[str, str]:
         """Return the tenant and the id of a call, as in `find`. With a given tenant, the call need not exist."""
@@ -230,8 +230,8 @@ class CallLives:
     async def tenants(self) -> list[str]:
         """Return the tenants that are registered or have opened a session."""
         registered: Any = await _ask(self._client.hkeys(tenants_key(self._deployment)))
-        seen: Any = await _ask(self._client.zrange(seen_tenants_key(self._deployment), 0, -1))
-        return sorted({DEFAULT_TENANT, *(name.decode() for name in (*registered, *seen))} - {VERSION_FIELD})
+        active: Any = await _ask(self._client.zrange(seen_tenants_key(self._deployment), 0, -1))
+        return sorted({DEFAULT_TENANT, *(name.decode() for name in (*registered, *active))} - {VERSION_FIELD})
 
     async def owners(self, call_id: str) -> list[str]:
         """Return the tenants that have a call with that id. Searches tenants that are registered, have opened a
@@ -243,8 +243,8 @@ class CallLives:
         pipe = self._client.pipeline(transaction=False)
         for name in names:
             pipe.exists(call_key(self._deployment, name, call_id))
-        known = {name for name, is_there in zip(names, await _ask(pipe.execute()), strict=True) if is_there}
-        return sorted(known | {str(fields["tenant"]) for _, fields in await self._tickets(call_id)})
+        owners = {name for name, is_there in zip(names, await _ask(pipe.execute()), strict=True) if is_there}
+        return sorted(owners | {str(fields["tenant"]) for _, fields in await self._tickets(call_id)})
 
     async def _record(self, tenant: str, call_id: str) -> CallRecord | None:
         fields: Any = await _ask(self._client.hgetall(call_key(self._deployment, tenant, call_id)))
@@ -258,10 +258,10 @@ class CallLives:
 
     async def _waiting_life(self, tenant: str, call_id: str) -> CallLife | None:
         """Return the state of a call that waits for its first slot."""
-        found = [(ticket, fields) for ticket, fields in await self._tickets(call_id) if fields["tenant"] == tenant]
-        if not found:
+        tickets = [(ticket, fields) for ticket, fields in await self._tickets(call_id) if fields["tenant"] == tenant]
+        if not tickets:
             return None
-        ticket, fields = found[0]
+        ticket, fields = tickets[0]
         lane = f"{admission_prefix(self._deployment)}lane:{fields['queue']}|{tenant}:{fields.get('lane')}"
         ahead = await _ask(self._client.zrank(lane, ticket))
         waiting = Waiting("admission", str(fields["queue"]), ahead, int(await _ask(self._client.zcard(lane))))
@@ -271,16 +271,16 @@ class CallLives:
     async def _tickets(self, call_id: str) -> list[tuple[str, dict[str, Any]]]:
         """Return the entries for a call id in the queue of admission, as pairs of ticket and fields."""
         key, needle = f"{admission_prefix(self._deployment)}waiting", f'"call":"{call_id}"'.encode()
-        found: list[tuple[str, dict[str, Any]]] = []
+        tickets: list[tuple[str, dict[str, Any]]] = []
         cursor, looked_at = 0, 0
         while looked_at < MAX_LOOKED_AT:
             answer: Any = await _ask(self._client.hscan(key, cursor, count=1000))
             cursor, rows = answer
-            found += [(ticket.decode(), json.loads(text)) for ticket, text in rows.items() if needle in text]
+            tickets += [(ticket.decode(), json.loads(text)) for ticket, text in rows.items() if needle in text]
             looked_at += len(rows)
             if not cursor:
                 break
-        return found
+        return tickets
 
     async def _in_queue(self, record: CallRecord) -> Waiting:
         ahead, length = await _ask(self._position(keys=[record.queue], args=[f'"id": "{record.task}"']))
@@ -341,19 +341,19 @@ def unknown_call(text: str, tenant: str | None) -> ToolFailure:
 
 def parse_task_id(text: str) -> tuple[str, str] | None:
     """Return the tenant and the call id in a Celery task id, as Flower shows it; None for another task."""
-    found = _TASK.fullmatch(text)
-    return (found[3], found[1]) if found is not None else None
+    match = _TASK.fullmatch(text)
+    return (match[3], match[1]) if match is not None else None
 
 
-def _place_json(place: SessionLocation) -> dict[str, Any]:
+def _place_json(location: SessionLocation) -> dict[str, Any]:
     return {
-        "state": place.state.value,
-        "host": host_of(place.queue) if place.queue else None,
-        "queue": place.queue or None,
-        "generation": place.fence,
-        "opened_at": _instant(place.opened_at),
-        "checkpoint": show_checkpoint(place.checkpoint),
-        "checkpoint_at": _instant(place.checkpoint_at),
+        "state": location.state.value,
+        "host": host_of(location.queue) if location.queue else None,
+        "queue": location.queue or None,
+        "generation": location.fence,
+        "opened_at": _instant(location.opened_at),
+        "checkpoint": show_checkpoint(location.checkpoint),
+        "checkpoint_at": _instant(location.checkpoint_at),
     }
 
 

@@ -74,39 +74,39 @@ class CallList:
         self._client = client
         self._deployment = deployment
 
-    async def read(self, tenants: Sequence[str], most: int = 100) -> CallPage:
+    async def read(self, tenants: Sequence[str], limit: int = 100) -> CallPage:
         """Return at most `most` calls of these tenants. Raises BrokerUnavailable when Redis does not answer."""
         waiting, is_cut = await self._scan("waiting", tenants)
         # The waiting calls are read first: a call that gets its slot in between is then found twice, but never missed.
-        held, is_also_cut = await self._scan("held", tenants)
+        running, is_also_cut = await self._scan("held", tenants)
         limits = await self._limits(tenants)
         listed = [_build_waiting(entry, limits[entry["tenant"]]) for entry in waiting]
-        names = {(str(entry["tenant"]), str(entry["call"])) for entry in held}
-        names |= await self._recent(tenants, most + 1)
-        listed += await self._read_records(sorted(names), {(one.tenant, one.call) for one in listed})
+        names = {(str(entry["tenant"]), str(entry["call"])) for entry in running}
+        names |= await self._recent(tenants, limit + 1)
+        listed += await self._read_records(sorted(names), {(call.tenant, call.call) for call in listed})
         listed.sort(key=_rank)
-        return CallPage(tuple(listed[:most]), is_cut or is_also_cut or len(listed) > most)
+        return CallPage(tuple(listed[:limit]), is_cut or is_also_cut or len(listed) > limit)
 
     async def _scan(self, name: str, tenants: Sequence[str]) -> tuple[list[dict[str, Any]], bool]:
         """Return the entries of a hash of admission that are calls of these tenants. Also return whether some entries
         were not read.
         """
-        key, wanted = admission_prefix(self._deployment) + name, set(tenants)
-        found: list[dict[str, Any]] = []
+        key, tenant_names = admission_prefix(self._deployment) + name, set(tenants)
+        calls: list[dict[str, Any]] = []
         cursor, scanned = 0, 0
         while scanned < MAX_SCANNED:
             cursor, rows = await _ask(self._client.hscan(key, cursor, count=_SCAN_COUNT))
             entries = [json.loads(text) for text in rows.values()]
             # Commands to sessions take slots too, but are not calls of a user.
-            found += [
+            calls += [
                 entry
                 for entry in entries
-                if entry["tenant"] in wanted and not str(entry["tool"]).startswith(SESSION_COMMANDS)
+                if entry["tenant"] in tenant_names and not str(entry["tool"]).startswith(SESSION_COMMANDS)
             ]
             scanned += len(rows)
             if not cursor:
-                return found, False
-        return found, True
+                return calls, False
+        return calls, True
 
     async def _limits(self, tenants: Sequence[str]) -> dict[str, Mapping[bytes, bytes]]:
         """Return admission's hash of each tenant: its limits and their use."""
@@ -115,10 +115,10 @@ class CallList:
             pipe.hgetall(f"{admission_prefix(self._deployment)}tenant:{tenant}")
         return dict(zip(tenants, await _ask(pipe.execute()), strict=True))
 
-    async def _recent(self, tenants: Sequence[str], most: int) -> set[tuple[str, str]]:
+    async def _recent(self, tenants: Sequence[str], limit: int) -> set[tuple[str, str]]:
         pipe = self._client.pipeline(transaction=False)
         for tenant in tenants:
-            pipe.zrevrange(tenant_calls_key(self._deployment, tenant), 0, most - 1)
+            pipe.zrevrange(tenant_calls_key(self._deployment, tenant), 0, limit - 1)
         pages: list[list[bytes]] = await _ask(pipe.execute())
         return {
             (tenant, call.decode(errors="replace"))

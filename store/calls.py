@@ -518,10 +518,10 @@ class CallStore:
                 async with self._client.pipeline(transaction=False) as pipe:
                     for tenant, call_id in calls[at : at + READ_BATCH]:
                         pipe.hgetall(call_key(self._deployment, tenant, call_id))
-                    found = await pipe.execute()
+                    replies = await pipe.execute()
             records += [
                 _parse_record(call_id, fields)
-                for (_, call_id), fields in zip(calls[at : at + READ_BATCH], found, strict=True)
+                for (_, call_id), fields in zip(calls[at : at + READ_BATCH], replies, strict=True)
             ]
         return records
 
@@ -561,8 +561,8 @@ class CallStore:
         """Mark the call as ended with `code`, because no process waits for it any longer. Return the resulting state:
         `done` if the call has ended normally.
         """
-        found = await self._set(tenant, call_id, attempt, state, attempt, code.value)
-        return CallState(found) if found else None
+        record = await self._set(tenant, call_id, attempt, state, attempt, code.value)
+        return CallState(record) if record else None
 
     async def kill(self, order: KillOrder, *, is_ours: bool = False) -> CallState | None:
         """Store an order to end a call; repeatable. Return the resulting state of the call: FORBIDDEN if the call will
@@ -618,11 +618,11 @@ class CallStore:
         total = 0
         with broker_errors("the queue of a lost host was not read"):
             # Small batches: a script blocks Redis while it runs.
-            while (taken := int(await self._reap(keys=keys, args=arguments))) > 0:
-                total += taken
+            while (count := int(await self._reap(keys=keys, args=arguments))) > 0:
+                total += count
         if total:
             log.warning("host_reaped", queue=queue, messages=total)
-        return taken == 0
+        return count == 0
 
     async def reap_all(self, now: int) -> list[str]:
         """Reap every host instance that has not reported for HOST_TTL_S. Return the queues of the lost instances."""
@@ -642,10 +642,10 @@ class CallStore:
         self, tenant: str, call_id: str, attempt: int, state: CallState, new_attempt: int, code: str = ""
     ) -> str:
         with broker_errors("the state of the call was not changed"):
-            found = await self._change(
+            reply = await self._change(
                 keys=[call_key(self._deployment, tenant, call_id)], args=[attempt, state.value, new_attempt, code]
             )
-        return _text(found)
+        return _text(reply)
 
 
 def _lost_result(queue: str) -> tuple[str, str]:

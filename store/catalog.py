@@ -96,10 +96,10 @@ class RedisCatalog:
         self._read_at = time.monotonic()
 
     def _parse(self, pool: str, text: str | bytes) -> Catalog:
-        known = self._parsed.get(pool)
-        if known is None or known[0] != text:
-            known = self._parsed[pool] = text, self._open(pool, text)
-        return known[1]
+        cached = self._parsed.get(pool)
+        if cached is None or cached[0] != text:
+            cached = self._parsed[pool] = text, self._open(pool, text)
+        return cached[1]
 
     def _open(self, pool: str, sealed: str | bytes) -> Catalog:
         try:
@@ -121,22 +121,22 @@ class RedisCatalog:
                 "no worker has published its tools: start one with `toolcrew serve worker`, or everything with "
                 "`toolcrew up`"
             )
-        found: dict[str, ToolSpec] = {}
+        tools: dict[str, ToolSpec] = {}
         lost: dict[str, str] = {"session.open": "sandbox"}
         for pool, text in texts.items():
             if text is None:
                 lost.update((name, pool) for name in _parse_names(names[pool]) or () if name not in lost)
                 continue
             for spec in self._parse(pool, text).tools:
-                self._note_clash(found.setdefault(spec.name, spec), spec)
+                self._note_clash(tools.setdefault(spec.name, spec), spec)
         sandbox = texts["sandbox"]
         self._skills = (
             tuple(sorted(self._parse("sandbox", sandbox).skills, key=lambda skill: skill.name))
             if sandbox is not None
             else ()
         )
-        self._lost = {name: pool for name, pool in lost.items() if name not in found}
-        return tuple(sorted(found.values(), key=lambda spec: spec.name))
+        self._lost = {name: pool for name, pool in lost.items() if name not in tools}
+        return tuple(sorted(tools.values(), key=lambda spec: spec.name))
 
     async def _fetch(self) -> tuple[dict[str, str | bytes | None], dict[str, str | bytes | None]]:
         """Return for each pool the text of its catalog, and the text of the names that it published last."""
@@ -147,23 +147,23 @@ class RedisCatalog:
             zip(CATALOG_POOLS, values[count:], strict=True)
         )
 
-    def _note_clash(self, taken: ToolSpec, other: ToolSpec) -> None:
+    def _note_clash(self, tool: ToolSpec, hidden: ToolSpec) -> None:
         """Log once that a tool is hidden by another tool with its name."""
-        if taken is other or taken.name in self._clashes:
+        if tool is hidden or tool.name in self._clashes:
             return
-        self._clashes.add(taken.name)
-        log.error("tool_published_twice", tool=taken.name, served_by=taken.pool, hidden=other.pool)
+        self._clashes.add(tool.name)
+        log.error("tool_published_twice", tool=tool.name, served_by=tool.pool, hidden=hidden.pool)
 
 
 def find_skill(name: str, skills: Sequence[SkillSummary]) -> SkillSummary:
     """Return the skill with that name. Raises ToolFailure(FILE_NOT_FOUND) with the nearest names: there is no such
     skill.
     """
-    found = next((skill for skill in skills if skill.name == name), None)
-    if found is None:
+    match = next((skill for skill in skills if skill.name == name), None)
+    if match is None:
         nearest = difflib.get_close_matches(name, [skill.name for skill in skills], n=3, cutoff=0.0)
         raise ToolFailure(ErrorCode.FILE_NOT_FOUND, f"Skill not found: {name}", nearest=nearest)
-    return found
+    return match
 
 
 def _parse_names(text: str | bytes | None) -> list[str] | None:
@@ -219,20 +219,20 @@ async def check_tools(client: "redis.asyncio.Redis", deployment: str, tenant: st
         texts: Any = await client.mget([catalog_names_key(deployment, pool) for pool in CATALOG_POOLS])
         skills: Any = await client.hkeys(installed_skills_key(deployment, tenant))
     published = {name for text in texts if text is not None for name in json.loads(text)}
-    known = sorted({*BUILTIN_TOOLS, *published, *(skill.decode(errors="replace") for skill in skills)})
+    names = sorted({*BUILTIN_TOOLS, *published, *(skill.decode(errors="replace") for skill in skills)})
     warnings = list[str]()
     for pattern in policy.tools:
-        if pattern in known or pattern.startswith("session."):
+        if pattern in names or pattern.startswith("session."):
             continue
         if pattern.endswith("*"):
-            if not any(name.startswith(pattern[:-1]) for name in known):
+            if not any(name.startswith(pattern[:-1]) for name in names):
                 warnings.append(f"--tools: no tool that has been published matches {pattern}")
         elif published:
             raise ToolFailure(
                 ErrorCode.INVALID_ARGUMENTS,
                 f"--tools: there is no tool {pattern}: see `toolcrew tools list`; start the workers of a new tool once "
                 "before you allow it",
-                nearest=difflib.get_close_matches(pattern, known, n=3),
+                nearest=difflib.get_close_matches(pattern, names, n=3),
             )
         else:
             warnings.append(f"--tools: {pattern} was not checked: no worker has published its tools yet")

@@ -88,14 +88,14 @@ class RedisAccessDenied(OperatorError):
 
 
 @contextlib.contextmanager
-def broker_errors(what: str) -> Iterator[None]:
+def broker_errors(failure: str) -> Iterator[None]:
     """Raise BrokerUnavailable in place of the errors of the Redis client. `what`: a clause that says what failed, for
     example "the policy was not read".
     """
     try:
         yield
     except _REDIS_ERRORS as error:
-        raise BrokerUnavailable(f"{what}: Redis does not answer ({error}); see that Redis is up") from error
+        raise BrokerUnavailable(f"{failure}: Redis does not answer ({error}); see that Redis is up") from error
 
 
 def open_redis(broker: BrokerSettings) -> "redis.asyncio.Redis":
@@ -487,7 +487,9 @@ class ScriptConnection(asyncio.Protocol):
         # Redis answers in the order of the commands, so a queue is enough to match replies.
         self._unanswered += invocations
         self._transport.write(
-            b"".join(hiredis.pack_command((*command(one.script), *one.arguments)) for one in invocations)
+            b"".join(
+                hiredis.pack_command((*command(invocation.script), *invocation.arguments)) for invocation in invocations
+            )
         )
         if self._timer is None:
             self._timer = loop.call_later(TIMEOUT_S, self._check_silence, context=self._context)

@@ -149,8 +149,8 @@ class HostStore:
             texts: Any = (
                 await self._client.mget([host_key(self._deployment, queue) for queue in queues]) if queues else []
             )
-        found = [self._parse(queue, text) for queue, text in zip(queues, texts, strict=True)]
-        return [report for report in found if report is not None]
+        reports = [self._parse(queue, text) for queue, text in zip(queues, texts, strict=True)]
+        return [report for report in reports if report is not None]
 
     async def find(self, queue: str) -> HostReport | None:
         """Return the last report of a listed instance; None if there is none, or if this release cannot read it."""
@@ -297,8 +297,8 @@ class WorkerHostStore:
         with broker_errors(_WHAT):
             names: Any = self._client.zrange(hosts_key(self._deployment), 0, -1)
         queues = [name for name in (item.decode() for item in names) if name.startswith(host_prefix(host))]
-        found = [self.find(queue) for queue in queues]
-        return [report for report in found if report is not None]
+        reports = [self.find(queue) for queue in queues]
+        return [report for report in reports if report is not None]
 
     def dismiss(self, report: HostReport) -> None:
         """Remove the report of a worker that has ended. The reaper then processes its queue."""

@@ -92,12 +92,12 @@ class IdempotencyStore:
         with broker_errors("the request was not started, send it again"):
             # The limit is approximate: requests that run at the same time may exceed it by their own responses.
             is_full = await self.count(claim.account) > KEPT_BYTES
-            found: Any = await self._claim(
+            content: Any = await self._claim(
                 [claim.slot, claim.gone], [claim.pending, PENDING_S, "full" if is_full else ""]
             )
-        if found == b"full":
+        if content == b"full":
             raise ToolFailure(ErrorCode.QUOTA_EXCEEDED, FULL)
-        return self._open(claim.slot, found) if found is not None else None
+        return self._open(claim.slot, content) if content is not None else None
 
     async def keep(self, claim: SlotClaim, record: str) -> None:
         """Store the response in the slot, unless another request holds the slot. Repeatable. Raises BrokerUnavailable
@@ -111,16 +111,16 @@ class IdempotencyStore:
             self._keep([claim.slot, self._hour(claim.account)], [claim.pending, record, KEPT_S, size, KEPT_S + 3600])
         )
 
-    def _open(self, slot: str, found: bytes) -> dict[str, Any]:
+    def _open(self, slot: str, content: bytes) -> dict[str, Any]:
         """Return a pending claim or a signed response. Raises RecordRefused: the response cannot be verified. A
         pending claim needs no signature, because it decides nothing.
         """
         try:
-            if found.startswith(b"{"):
-                pending: dict[str, Any] = json.loads(found)
+            if content.startswith(b"{"):
+                pending: dict[str, Any] = json.loads(content)
                 if pending.get("pending") is True:
                     return pending
-            answer: dict[str, Any] = json.loads(self._signing.unseal(_purpose(slot), found))
+            answer: dict[str, Any] = json.loads(self._signing.unseal(_purpose(slot), content))
         except (EnvelopeRefused, ValueError) as error:
             raise RecordRefused(
                 "the stored answer to this Idempotency-Key cannot be verified: send the request with a new key"

@@ -195,13 +195,15 @@ class Counts:
     def _find(self, metric: Metric, labels: tuple[str, ...]) -> _Series:
         """Return the series with these label values. Return the overflow series if this source has too many series."""
         key = (metric.name, *labels)
-        found = self._series.get(key)
-        if found is None:
+        series = self._series.get(key)
+        if series is None:
             if self._numbers.get(metric.name, 0) >= metric.most:
                 return _Series(overflow_series(metric), metric)
             self._numbers[metric.name] = self._numbers.get(metric.name, 0) + 1
-            found = self._series[key] = _Series(encode_series(metric, [clean_label(label) for label in labels]), metric)
-        return found
+            series = self._series[key] = _Series(
+                encode_series(metric, [clean_label(label) for label in labels]), metric
+            )
+        return series
 
 
 def is_mark(field: str) -> bool:
@@ -291,9 +293,9 @@ class MetricsStore:
                 pipe.hgetall(refusals_key(self._deployment))
                 pipe.hkeys(tenants_key(self._deployment))
                 pipe.zrange(seen_tenants_key(self._deployment), 0, -1)
-                queues, sums, refusals, fields, seen = await pipe.execute()
+                queues, sums, refusals, fields, active = await pipe.execute()
         registered = [name for name in _decode(fields) if not name.startswith("#")]
-        tenants = {DEFAULT_TENANT, *registered, *_decode(seen)}
+        tenants = {DEFAULT_TENANT, *registered, *_decode(active)}
         return StoredCounts(_decode(queues), sums, refusals, registered, list(tenants))
 
     async def read_refusals(self) -> dict[str, str]:
@@ -336,15 +338,15 @@ class MetricsStore:
         waiting, delayed, running = state["runs"]
         return DeploymentState(waiting, delayed, running, state["batches"], state["approvals"])
 
-    async def _read_rows(self, what: str, rows: Sequence[str]) -> list[Any]:
-        found: list[Any] = []
+    async def _read_rows(self, subject: str, rows: Sequence[str]) -> list[Any]:
+        results: list[Any] = []
         for start in range(0, len(rows), LOOK_AT_ONCE):
-            found += await self._run(what, rows[start : start + LOOK_AT_ONCE])
-        return found
+            results += await self._run(subject, rows[start : start + LOOK_AT_ONCE])
+        return results
 
-    async def _run(self, what: str, rows: Sequence[Any]) -> Any:
+    async def _run(self, subject: str, rows: Sequence[Any]) -> Any:
         with broker_errors(_NOT_READ):
-            text: Any = await self._look(keys=[], args=[what, json.dumps(rows), *self._places])
+            text: Any = await self._look(keys=[], args=[subject, json.dumps(rows), *self._places])
         return json.loads(text.decode(errors="replace"))
 
 

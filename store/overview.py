@@ -150,8 +150,8 @@ class OverviewReader:
         """
         with broker_errors(_WHAT):
             message: Any = await self._client.lindex(queue, -1)
-            found = _CALL_KEY.search(bytes(message or b"")[-_TAIL_BYTES:])
-            key = found[1].decode(errors="replace") if found else ""
+            match = _CALL_KEY.search(bytes(message or b"")[-_TAIL_BYTES:])
+            key = match[1].decode(errors="replace") if match else ""
             # This process does not verify the message, so it reads only keys of this deployment.
             if not key.startswith(deployment_key(self._deployment, "")):
                 return None
@@ -163,53 +163,59 @@ class OverviewReader:
 
     async def _look(self, queues: Sequence[str], tenants: Sequence[str]) -> dict[str, Any]:
         prefix = deployment_key(self._deployment, "")
-        places = [
+        prefixes = [
             prefix,
             admission_prefix(self._deployment),
             slots_key(self._deployment, ""),
             runs_prefix(self._deployment),
         ]
         with broker_errors(_WHAT):
-            text: Any = await self._script(args=[*places, json.dumps(queues), json.dumps(tenants), MOST_BATCHES])
+            text: Any = await self._script(args=[*prefixes, json.dumps(queues), json.dumps(tenants), MOST_BATCHES])
         return dict(json.loads(text))
 
 
 def _queues(data: Mapping[str, Mapping[str, Any]]) -> tuple[QueueSummary, ...]:
-    found = [QueueSummary.model_validate({"queue": queue, **fields}) for queue, fields in data.items()]
-    return tuple(sorted(found, key=lambda one: (-one.waiting - one.length, -one.held, one.queue)))
+    queues = [QueueSummary.model_validate({"queue": queue, **fields}) for queue, fields in data.items()]
+    return tuple(sorted(queues, key=lambda queue: (-queue.waiting - queue.length, -queue.held, queue.queue)))
 
 
 def _tenants(
     data: Mapping[str, Sequence[int]], policies: Mapping[str, TenantPolicy | ConfigError]
 ) -> tuple[TenantSummary, ...]:
-    known = {name: policy if isinstance(policy, TenantPolicy) else TenantPolicy() for name, policy in policies.items()}
-    default = known.get("default", TenantPolicy())
-    all_held = sum(held for held, _ in data.values())
-    all_weight = sum(known.get(name, default).weight for name in data)
-    found = []
+    policy_by_name = {
+        name: policy if isinstance(policy, TenantPolicy) else TenantPolicy() for name, policy in policies.items()
+    }
+    default = policy_by_name.get("default", TenantPolicy())
+    all_held = sum(running for running, _ in data.values())
+    all_weight = sum(policy_by_name.get(name, default).weight for name in data)
+    tenants = []
     for name in sorted({*policies, *data}):
-        policy, (held, waiting), stored = known.get(name, default), data.get(name, (0, 0)), policies.get(name)
-        look = TenantSummary(
+        policy, (running, waiting), stored = (
+            policy_by_name.get(name, default),
+            data.get(name, (0, 0)),
+            policies.get(name),
+        )
+        summary = TenantSummary(
             tenant=name,
             is_registered=name in policies,
             weight=policy.weight,
             in_flight=policy.in_flight,
-            held=held,
+            held=running,
             waiting=waiting,
-            share=held / all_held if all_held else 0.0,
+            share=running / all_held if all_held else 0.0,
             fair_share=policy.weight / all_weight if name in data else 0.0,
             is_paused=policy.is_paused,
             trouble=str(stored) if isinstance(stored, ConfigError) else "",
         )
-        found.append(look)
-    return tuple(sorted(found, key=lambda one: (-one.waiting, -one.held, one.tenant)))
+        tenants.append(summary)
+    return tuple(sorted(tenants, key=lambda tenant: (-tenant.waiting, -tenant.held, tenant.tenant)))
 
 
 def _batches(data: Iterable[Any]) -> tuple[BatchSummary, ...]:
     """Return batches, the newest first. Lua encodes an empty list as an object, which also works here."""
-    found = []
+    batches = []
     for tenant, batch, created_at, total, succeeded, ended, running, waiting in data:
-        look = BatchSummary(
+        summary = BatchSummary(
             tenant=tenant,
             batch=batch,
             created_at=float(created_at),
@@ -219,5 +225,5 @@ def _batches(data: Iterable[Any]) -> tuple[BatchSummary, ...]:
             running=running,
             waiting=waiting,
         )
-        found.append(look)
-    return tuple(sorted(found, key=lambda one: (-one.created_at, one.tenant, one.batch)))
+        batches.append(summary)
+    return tuple(sorted(batches, key=lambda batch: (-batch.created_at, batch.tenant, batch.batch)))

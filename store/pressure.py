@@ -77,10 +77,10 @@ class Pressure:
         """Return the demand of one queue; zero for a queue without calls."""
         scan, now = await self._waiting(), await self._now()
         with broker_errors(_WHAT):
-            held, slots = await self._numbers(name)
+            running, slots = await self._numbers(name)
         since = scan.since.get(name)
         age_s = 0.0 if since is None else max(0.0, now - since)
-        return QueuePressure(name, slots, held, scan.waiting[name], scan.stopped[name], round(age_s, 3))
+        return QueuePressure(name, slots, running, scan.waiting[name], scan.stopped[name], round(age_s, 3))
 
     async def hosts(self) -> HostsPressure:
         """Return the demand for hosts. The sessions of a draining host need another host, and its capacity does not
@@ -89,10 +89,16 @@ class Pressure:
         reports = [report for report in await self._hosts.reports() if report.kind == "sandbox"]
         open_ones = [report for report in reports if not report.draining and report.healthy]
         sessions, busy = sum(report.sessions for report in reports), sum(report.busy for report in reports)
-        most, slots = sum(report.max_sessions for report in open_ones), sum(report.slots for report in open_ones)
-        needed = max(sessions / (FULL_SHARE * most) if most else 0.0, busy / (BUSY_SHARE * slots) if slots else 0.0)
+        max_sessions, slots = (
+            sum(report.max_sessions for report in open_ones),
+            sum(report.slots for report in open_ones),
+        )
+        needed = max(
+            sessions / (FULL_SHARE * max_sessions) if max_sessions else 0.0,
+            busy / (BUSY_SHARE * slots) if slots else 0.0,
+        )
         return HostsPressure(
-            len(open_ones), sessions, most, busy, slots, max(1, math.ceil(needed * len(open_ones) - 1e-9))
+            len(open_ones), sessions, max_sessions, busy, slots, max(1, math.ceil(needed * len(open_ones) - 1e-9))
         )
 
     async def _waiting(self) -> _Scan:
@@ -107,11 +113,11 @@ class Pressure:
         """Read all waiting calls in steps. Redis serves other clients between two steps."""
         calls: dict[tuple[str, str], list[float]] = defaultdict(list)
         paused = Counter[str]()
-        cursor, found = 0, dict[bytes, bytes]()
+        cursor, rows = 0, dict[bytes, bytes]()
         while True:
             answer: Any = await self._client.hscan(f"{self._prefix}waiting", cursor, count=SCAN)
-            cursor, found = answer
-            for text in found.values():
+            cursor, rows = answer
+            for text in rows.values():
                 call = json.loads(text)
                 if call["lane"] == "paused":
                     paused[call["queue"]] += 1
@@ -139,8 +145,8 @@ class Pressure:
         async with self._client.pipeline(transaction=False) as pipe:
             pipe.hget(f"{self._prefix}queue:{queue}", "held")
             pipe.get(slots_key(self._deployment, queue))
-            held, slots = await pipe.execute()
-        return int(float(held or 0)), int(float(slots or 0))
+            running, slots = await pipe.execute()
+        return int(float(running or 0)), int(float(slots or 0))
 
     async def _now(self) -> float:
         """Return the time of the clock that admission uses, in Unix seconds."""

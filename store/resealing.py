@@ -44,8 +44,8 @@ async def reseal(client: "redis.asyncio.Redis", deployment: str, keys: SigningKe
     }
     done, script = Resealed(), client.register_script(_REPLACE)
     with broker_errors("some records were not signed again"):
-        known: Any = await client.hkeys(tenants_key(deployment))
-        for tenant in {DEFAULT_TENANT, *(raw.decode(errors="replace") for raw in known)} - {VERSION_FIELD}:
+        names: Any = await client.hkeys(tenants_key(deployment))
+        for tenant in {DEFAULT_TENANT, *(raw.decode(errors="replace") for raw in names)} - {VERSION_FIELD}:
             hashes[installed_skills_key(deployment, tenant)] = (
                 f"skill of tenant {tenant}",
                 partial(skill_purpose, tenant),

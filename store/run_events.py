@@ -123,10 +123,19 @@ class RunEventStore:
         no event twice.
         """
         pipe = self._client.pipeline(transaction=False)
-        for one in batches:
-            keys = [run_key(self._deployment, one.tenant, one.run), self.key(one.tenant, one.run)]
-            step = "" if one.told_step is None else one.told_step
-            args = [one.claim, one.first, step, one.asking, RUN_TTL_S, MAX_EVENTS, MAX_STREAM_BYTES, *one.events]
+        for batch in batches:
+            keys = [run_key(self._deployment, batch.tenant, batch.run), self.key(batch.tenant, batch.run)]
+            step = "" if batch.told_step is None else batch.told_step
+            args = [
+                batch.claim,
+                batch.first,
+                step,
+                batch.asking,
+                RUN_TTL_S,
+                MAX_EVENTS,
+                MAX_STREAM_BYTES,
+                *batch.events,
+            ]
             await self._append(keys=keys, args=args, client=pipe)
         return [reply == b"told" for reply in await self._ask(pipe.execute())]
 
@@ -139,9 +148,9 @@ class RunEventStore:
         pipe.xrange(key, min=f"({after}", count=PAGE)
         pipe.xrevrange(key, count=1)
         pipe.hmget(run_key(self._deployment, tenant, run), "batch", "state", "trimmed", "last_event", "end")
-        found, last, fields = await self._ask(pipe.execute())
+        rows, last, fields = await self._ask(pipe.execute())
         tip = last[0][0].decode() if last else START
-        entries = [(id_.decode(), entry[b"e"].decode()) for id_, entry in found]
+        entries = [(id_.decode(), entry[b"e"].decode()) for id_, entry in rows]
         if fields[0] is None and last:
             # Redis has lost the record. The last event of the stream reports the loss.
             return EventPage(tuple(entries), tip, is_over=not entries or entries[-1][0] == tip)
@@ -158,27 +167,27 @@ class RunEventStore:
 
     async def last(self, tenant: str, run: str) -> str:
         """Return the JSON of the last stored event of a tenant's run; "" for none."""
-        found = await self._ask(self._client.xrevrange(self.key(tenant, run), count=1))
-        return found[0][1][b"e"].decode() if found else ""
+        rows = await self._ask(self._client.xrevrange(self.key(tenant, run), count=1))
+        return rows[0][1][b"e"].decode() if rows else ""
 
     async def _ask(self, command: Awaitable[Any]) -> Any:
         with broker_errors("the events of the run were not read or written"):
             return await command
 
 
-def _page(run: str, after: str, found: list[StoredEvent], tip: str, values: Mapping[str, str]) -> EventPage:
+def _page(run: str, after: str, events: list[StoredEvent], tip: str, values: Mapping[str, str]) -> EventPage:
     trimmed, last = values["trimmed"], values["last_event"]
     entries = [(trimmed, _missed(run))] if trimmed and is_before(after, trimmed) else []
-    entries += found
+    entries += events
     if values["state"] != "ended":
         return EventPage(tuple(entries), tip, is_over=False)
     if not last or not is_before(after, last):
-        return EventPage(tuple(entries), tip, is_over=not found)
-    if not found:
+        return EventPage(tuple(entries), tip, is_over=not events)
+    if not events:
         # The stream has expired, a day after the end, or Redis has lost it. The record still contains the end of the
         # run.
-        place = _id_before(last)
-        entries = [(place, _missed(run))] if is_before(after, place) else []
+        previous = _id_before(last)
+        entries = [(previous, _missed(run))] if is_before(after, previous) else []
         entries.append((last, values["end"]))
     return EventPage(tuple(entries), tip, is_over=entries[-1][0] == last)
 
@@ -214,9 +223,9 @@ def parse_id(text: str) -> str:
     return f"{int(parts[1])}-{int(parts[2] or 0)}"
 
 
-def is_before(one: str, other: str) -> bool:
+def is_before(first: str, second: str) -> bool:
     """Return whether the first event id is before the other."""
-    return _place(one) < _place(other)
+    return _place(first) < _place(second)
 
 
 def _place(event: str) -> tuple[int, int]:
@@ -393,25 +402,25 @@ class RunEventHub:
     async def _read_all(self) -> None:
         while True:
             check_cancelled()
-            known = {stream.key: stream.last for stream in self._streams.values() if stream.last is not None}
-            if known:
-                await self._read_new(known)
+            last_ids = {stream.key: stream.last for stream in self._streams.values() if stream.last is not None}
+            if last_ids:
+                await self._read_new(last_ids)
             await asyncio.sleep(PAUSE_S)
 
-    async def _read_new(self, known: dict[str, str]) -> None:
+    async def _read_new(self, last_ids: dict[str, str]) -> None:
         try:
-            streams: Any = dict(known)
+            streams: Any = dict(last_ids)
             with broker_errors("the runs are not followed"):
                 reply: Any = await self._client.xread(streams, count=READ_COUNT, block=BLOCK_MS)
         except BrokerUnavailable as error:
-            log.warning("runs_not_followed", runs=len(known), error=str(error))
+            log.warning("runs_not_followed", runs=len(last_ids), error=str(error))
             await asyncio.sleep(AGAIN_S)
             return
         for key, entries in _streams_of(reply):
             stream = self._streams.get(key)
             # If all followers left and a new one joined, the stream starts at another id. These events then do not
             # follow its last event.
-            if stream is not None and stream.last == known[key]:
+            if stream is not None and stream.last == last_ids[key]:
                 stream.take(entries)
 
 
@@ -423,9 +432,9 @@ def _is_end(entry: StoredEvent) -> bool:
 
 def _streams_of(reply: Any) -> list[tuple[str, list[StoredEvent]]]:
     """Parse either form of the reply: pairs of key and entries, or a dict whose entries may be in an inner list."""
-    found = []
+    streams = []
     for key, entries in reply.items() if isinstance(reply, dict) else reply or ():
         if entries and isinstance(entries[0], list) and (not entries[0] or isinstance(entries[0][0], list | tuple)):
             entries = entries[0]
-        found.append((key.decode(), [(event.decode(), fields[b"e"].decode()) for event, fields in entries]))
-    return found
+        streams.append((key.decode(), [(event.decode(), fields[b"e"].decode()) for event, fields in entries]))
+    return streams

@@ -247,11 +247,11 @@ async def close_left_sessions(
     """Close the sessions of these runs. Return how many sessions their logs contain. The hosts remove the sandboxes.
     Raises BrokerUnavailable when Redis does not answer.
     """
-    names, places = list(runs), SessionStore(client, deployment)
+    names, store = list(runs), SessionStore(client, deployment)
     count = 0
     for at in range(0, len(names), AT_ONCE):
         for session in await _find_sessions(client, deployment, keys, tenant, names[at : at + AT_ONCE]):
-            await places.close(tenant, session)
+            await store.close(tenant, session)
             count += 1
     return count
 
@@ -260,19 +260,19 @@ async def _find_sessions(
     client: "redis.asyncio.Redis", deployment: str, keys: SigningKeys, tenant: str, runs: Sequence[str]
 ) -> list[str]:
     """Return all sessions that were opened or were about to be opened."""
-    found: list[str] = []
+    sessions: list[str] = []
     first = 0
     while runs:
         pages = await _read(client, deployment, tenant, runs, first)
-        sessions = [
+        session_pages = [
             [_session_of(keys, tenant, run, attempt, first + at, item) for at, item in enumerate(items)]
             for run, (attempt, items) in zip(runs, pages, strict=True)
         ]
-        found += [session for page in sessions for session in page if session is not None]
+        sessions += [session for page in session_pages for session in page if session is not None]
         # After a page that contains only entries of sessions, more such entries may follow.
-        runs = [run for run, page in zip(runs, sessions, strict=True) if len(page) == PAGE and None not in page]
+        runs = [run for run, page in zip(runs, session_pages, strict=True) if len(page) == PAGE and None not in page]
         first += PAGE
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys(sessions))
 
 
 async def _read(

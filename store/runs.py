@@ -286,9 +286,9 @@ class RunQueue:
         sealed = seal_defaults(self.keys, tenant, batch, defaults)
         await self._set(tenant, batch, concurrency=concurrency, defaults=sealed, is_detached=int(is_detached))
 
-    async def note_rows(self, tenant: str, batch: str, place: RowPlace) -> None:
+    async def note_rows(self, tenant: str, batch: str, position: RowPlace) -> None:
         """Store where the rows of a batch are written."""
-        await self._set(tenant, batch, rows=seal_rows(self.keys, tenant, batch, place))
+        await self._set(tenant, batch, rows=seal_rows(self.keys, tenant, batch, position))
 
     async def set_concurrency(self, tenant: str, batch: str, concurrency: int) -> None:
         """Set how many items of a batch run at the same time, over all orchestrators."""
@@ -310,7 +310,7 @@ class RunQueue:
             )
         return parse_batch(self.keys, tenant, batch, fields)
 
-    async def list_batches(self, tenant: str, cursor: str = "", most: int | None = None) -> BatchPage:
+    async def list_batches(self, tenant: str, cursor: str = "", limit: int | None = None) -> BatchPage:
         """Return at most `most` batches of a tenant (None: all), from `cursor` on. A cursor stays valid while batches
         are added and removed. Raises ToolFailure(INVALID_ARGUMENTS): invalid cursor.
         """
@@ -320,8 +320,8 @@ class RunQueue:
                 ErrorCode.INVALID_ARGUMENTS, "this is a cursor of another list: give the one of this list"
             )
         instant, last = after.groups() if after is not None else ("", "")
-        older, reply = await self.step("list_batches", tenant, instant, last, -1 if most is None else most)
-        names, found, expired = (
+        older, reply = await self.step("list_batches", tenant, instant, last, -1 if limit is None else limit)
+        names, batches, expired = (
             [name.decode(errors="replace") for name in reply[::2]],
             dict[str, BatchRecord](),
             list[str](),
@@ -332,14 +332,14 @@ class RunQueue:
             ):
                 try:
                     if b"total" in fields:
-                        found[name] = parse_batch(self.keys, tenant, name, fields)
+                        batches[name] = parse_batch(self.keys, tenant, name, fields)
                     else:
                         expired.append(name)
                 except ConfigError as error:
                     log.error("batch_not_readable", tenant=tenant, batch=name, error=str(error))
         if expired:
             await _ask(self._client.zrem(batches_key(self._deployment, tenant), *expired))
-        return BatchPage(found, older, f"{float(reply[-1]):.9f}/{names[-1]}" if older and names else None)
+        return BatchPage(batches, older, f"{float(reply[-1]):.9f}/{names[-1]}" if older and names else None)
 
     async def reopen(self, tenant: str, batch: str) -> bool:
         """Continue a batch that was cancelled or appeared complete. Return whether the batch has runs that wait or
@@ -355,7 +355,9 @@ class RunQueue:
         while waiting := await self.step("cancel", tenant, batch, AT_ONCE):
             names = [run.decode() for run in waiting]
             records = await self.runs([(tenant, name) for name in names])
-            outcomes = [_cancelled(name, one) for name, one in zip(names, records, strict=True) if one is not None]
+            outcomes = [
+                _cancelled(name, record) for name, record in zip(names, records, strict=True) if record is not None
+            ]
             dropped += len(await self.settle(tenant, batch, outcomes))
         return dropped if record.state in (BatchState.IN_PROGRESS, BatchState.CANCELLING) else 0
 
@@ -363,13 +365,13 @@ class RunQueue:
         """Queue the runs again that failed in one of these ways. Return how many. `entry`: the entry for the audit
         log, written with the first of the runs; "" for none.
         """
-        wanted, count = [kind.value for kind in kinds], 0
+        kind_names, count = [kind.value for kind in kinds], 0
         ended = await self.ended(tenant, batch, 0)
         for some in _in_steps(run for _, run in ended):
             audited = entry if not count else ""
             count += len(
                 await self.step(
-                    "retry", tenant, batch, audit_key(self._deployment), audited, len(wanted), *wanted, *some
+                    "retry", tenant, batch, audit_key(self._deployment), audited, len(kind_names), *kind_names, *some
                 )
             )
         return count
@@ -380,12 +382,12 @@ class RunQueue:
             run.decode() for run in await _ask(self._client.zrange(self._batch_key(tenant, batch) + ":waiting", 0, -1))
         }
 
-    async def ended(self, tenant: str, batch: str, after: int, most: int = -1) -> list[tuple[int, str]]:
+    async def ended(self, tenant: str, batch: str, after: int, limit: int = -1) -> list[tuple[int, str]]:
         """Return the runs that ended after the given sequence number, in order, at most `most` (-1: all), each with
         its number.
         """
         key = self._batch_key(tenant, batch) + ":ended"
-        rows = await _ask(self._client.zrangebyscore(key, f"({after}", "+inf", start=0, num=most, withscores=True))
+        rows = await _ask(self._client.zrangebyscore(key, f"({after}", "+inf", start=0, num=limit, withscores=True))
         return [(int(number), run.decode()) for run, number in rows]
 
     async def items(self, tenant: str, batch: str, first: int = 0, last: int = -1) -> list[str]:
@@ -417,30 +419,28 @@ class RunQueue:
             sealed = [
                 (run, seal_item(self.keys, tenant, run, batch, item), item.priority, item.line) for run, item in some
             ]
-            count = int(await self.step("add", tenant, batch, *(value for one in sealed for value in one)))
+            count = int(await self.step("add", tenant, batch, *(value for entry in sealed for value in entry)))
             if count < 0:
                 raise BatchCancelled(batch)
             added += count
         return added
 
     async def claim(
-        self, most: int, only: tuple[str, str] | None = None, tenants: Collection[str] = ()
+        self, limit: int, only: tuple[str, str] | None = None, tenants: Collection[str] = ()
     ) -> list[RunClaim]:
         """Claim at most `most` runs. Runs of dead processes come first, then the next run of each batch in turn.
         `only`: claim from that tenant's batch. None: claim from all detached batches, of `tenants` if not empty. A run
         that this process cannot verify or read is given back.
         """
-        most = min(most, AT_ONCE)
-        wanted = (member(*only) if only is not None else "", f",{','.join(tenants)}," if tenants else "")
-        reply, left = await self.step(
-            "claim", self.owner, most, LEASE_S, *wanted, *(secrets.token_hex(8) for _ in range(most))
+        limit = min(limit, AT_ONCE)
+        filters = (member(*only) if only is not None else "", f",{','.join(tenants)}," if tenants else "")
+        reply, abandoned = await self.step(
+            "claim", self.owner, limit, LEASE_S, *filters, *(secrets.token_hex(8) for _ in range(limit))
         )
-        await self._end_left([tuple(part.decode() for part in one) for one in left])
-        given = [tuple(part.decode() for part in one) for one in reply]
+        await self._end_left([tuple(part.decode() for part in row) for row in abandoned])
+        rows = [tuple(part.decode() for part in row) for row in reply]
         claims: list[RunClaim] = []
-        for (tenant, run, token, how), fields in zip(
-            given, await self._fields([one[:2] for one in given]), strict=True
-        ):
+        for (tenant, run, token, how), fields in zip(rows, await self._fields([row[:2] for row in rows]), strict=True):
             if b"item" not in fields:
                 continue
             try:
@@ -458,16 +458,16 @@ class RunQueue:
         cancelled: set[tuple[str, str]] = set()
         for some in _in_steps(claims):
             pairs = [part for claim in some for part in (member(claim.tenant, claim.run), claim.token)]
-            gone, ended = await self.step("renew", LEASE_S, *pairs)
-            lost |= {split_member(one.decode()) for one in gone}
-            cancelled |= {split_member(one.decode()) for one in ended}
+            lost_members, cancelled_members = await self.step("renew", LEASE_S, *pairs)
+            lost |= {split_member(name.decode()) for name in lost_members}
+            cancelled |= {split_member(name.decode()) for name in cancelled_members}
         return lost, cancelled
 
     async def cancels(self) -> set[tuple[str, str]]:
         """Return the hosted runs that their holders must end, as (tenant, run)."""
         return {
-            split_member(one.decode())
-            for one in await _ask(self._client.zrange(self._prefixes[1] + "cancels", 0, AT_ONCE))
+            split_member(name.decode())
+            for name in await _ask(self._client.zrange(self._prefixes[1] + "cancels", 0, AT_ONCE))
         }
 
     async def finish(self, claim: RunClaim, outcome: Outcome) -> bool:
@@ -489,15 +489,15 @@ class RunQueue:
             raise BatchCancelled(claim.record.batch)
         return bool(reply)
 
-    async def _end_left(self, left: Sequence[tuple[str, ...]]) -> None:
+    async def _end_left(self, abandoned: Sequence[tuple[str, ...]]) -> None:
         """End the runs of cancelled batches whose holder died, because no process may be following those batches. A
         cancelled hosted run has already ended; only its sessions are closed.
         """
-        for tenant, _, run in (one for one in left if one[1] == HOSTED_BATCH):
+        for tenant, _, run in (row for row in abandoned if row[1] == HOSTED_BATCH):
             await self.close_sessions(tenant, [run])
-        left = [one for one in left if one[1] != HOSTED_BATCH]
-        records = await self._fields([(tenant, run) for tenant, _, run in left])
-        for (tenant, batch, run), fields in zip(left, records, strict=True):
+        abandoned = [row for row in abandoned if row[1] != HOSTED_BATCH]
+        records = await self._fields([(tenant, run) for tenant, _, run in abandoned])
+        for (tenant, batch, run), fields in zip(abandoned, records, strict=True):
             try:
                 await self.settle(tenant, batch, [_cancelled(run, parse_run(self.keys, tenant, run, fields))])
             except ConfigError as error:
@@ -508,12 +508,16 @@ class RunQueue:
         settled: set[str] = set()
         for some in _in_steps(outcomes):
             sealed = [
-                (one.run, seal_outcome(self.keys, tenant, one.run, one), one.failure.kind.value if one.failure else "")
-                for one in some
+                (
+                    outcome.run,
+                    seal_outcome(self.keys, tenant, outcome.run, outcome),
+                    outcome.failure.kind.value if outcome.failure else "",
+                )
+                for outcome in some
             ]
             ended = {
                 run.decode()
-                for run in await self.step("settle", tenant, batch, *(part for one in sealed for part in one))
+                for run in await self.step("settle", tenant, batch, *(part for entry in sealed for part in entry))
             }
             await self.close_sessions(tenant, ended)
             settled |= ended
@@ -531,9 +535,9 @@ class RunQueue:
         """Return records by (tenant, run); None for a removed run. Raises ConfigError: a record cannot be verified or
         read.
         """
-        found = zip(names, await self._fields(names), strict=True)
+        rows = zip(names, await self._fields(names), strict=True)
         return [
-            parse_run(self.keys, tenant, run, fields) if b"item" in fields else None for (tenant, run), fields in found
+            parse_run(self.keys, tenant, run, fields) if b"item" in fields else None for (tenant, run), fields in rows
         ]
 
     async def custom_ids(self, tenant: str, batch: str, runs: Sequence[str]) -> list[str | None]:
@@ -543,10 +547,10 @@ class RunQueue:
         pipe = self._client.pipeline(transaction=False)
         for run in runs:
             pipe.hget(run_key(self._deployment, tenant, run), "item")
-        found = zip(runs, await _ask(pipe.execute()), strict=True)
+        rows = zip(runs, await _ask(pipe.execute()), strict=True)
         return [
             open_item(self.keys, tenant, run, batch, sealed).custom_id if sealed is not None else None
-            for run, sealed in found
+            for run, sealed in rows
         ]
 
     # --- Hosted runs
@@ -595,13 +599,13 @@ class RunQueue:
         names = [*LISTED, "outcome"]
         values: Any = await _ask(self._client.hmget(run_key(self._deployment, tenant, run), names))
         fields = dict(zip(names, values, strict=True))
-        found, sealed = parse_hosted(tenant, run, fields), fields["outcome"]
-        if found is None:
+        hosted_run, sealed = parse_hosted(tenant, run, fields), fields["outcome"]
+        if hosted_run is None:
             raise not_found(run)
-        if found.end is None or not sealed:
-            return found
+        if hosted_run.end is None or not sealed:
+            return hosted_run
         # The shortened end in the hash is for lists and is not signed. Only the outcome is signed.
-        return found.model_copy(update={"end": build_end(open_outcome(self.keys, tenant, run, sealed))})
+        return hosted_run.model_copy(update={"end": build_end(open_outcome(self.keys, tenant, run, sealed))})
 
     async def list_hosted(
         self, tenant: str, before: int, limit: int, state: HostedState | None
@@ -610,21 +614,21 @@ class RunQueue:
         page, 0 if there is none.
         """
         runs: list[HostedRun] = []
-        wanted, looks = (
+        state_name, max_checked = (
             state.value if state is not None else "",
             LOOKS if state is not None and not state.is_final else limit,
         )
         for _ in range(MAX_STEPS):
-            reply, names = await self.step("list_runs", tenant, before, limit - len(runs), wanted, looks)
+            reply, names = await self.step("list_runs", tenant, before, limit - len(runs), state_name, max_checked)
             before, pipe = int(reply), self._client.pipeline(transaction=False)
             for name in names:
                 pipe.hmget(run_key(self._deployment, tenant, name.decode()), *LISTED)
             rows = await _ask(pipe.execute()) if names else []
-            found = [
+            parsed = [
                 parse_hosted(tenant, name.decode(), dict(zip(LISTED, row, strict=True)))
                 for name, row in zip(names, rows, strict=True)
             ]
-            runs += [run for run in found if run is not None]
+            runs += [run for run in parsed if run is not None]
             if not before or len(runs) >= limit:
                 break
         return runs, before

@@ -456,8 +456,8 @@ class WorkerSessionStore:
         with broker_errors(_WHAT), self._client.pipeline(transaction=False) as pipe:
             for name in names:
                 pipe.hgetall(self._key(name))
-            found = {name: _parse_readable(fields) for name, fields in zip(names, pipe.execute(), strict=True)}
-        return {name: location for name, location in found.items() if location is not None}
+            locations = {name: _parse_readable(fields) for name, fields in zip(names, pipe.execute(), strict=True)}
+        return {name: location for name, location in locations.items() if location is not None}
 
     def find_ended(self, names: Sequence[str]) -> set[str]:
         """Return the sessions that are certainly useless on this host: closed, or on another host. A session without a
@@ -603,20 +603,20 @@ class SessionList:
         """
         if not 1 <= limit <= MAX_PAGE:
             raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, f"the limit is 1 to {MAX_PAGE}, not {limit}")
-        after, found, looked_at = _parse_cursor(cursor), list[OpenSession](), 0
+        after, sessions, looked_at = _parse_cursor(cursor), list[OpenSession](), 0
         while looked_at < MAX_LOOKED_AT:
             rows = await self._rows(tenant, after)
             locations = await self._locations(rows)
             await self._drop([row for row, location in zip(rows, locations, strict=True) if location == "expired"])
             for row, location in zip(rows, locations, strict=True):
-                if len(found) == limit:
-                    return SessionPage(tuple(found), _cursor(after))
+                if len(sessions) == limit:
+                    return SessionPage(tuple(sessions), _cursor(after))
                 after, looked_at = row, looked_at + 1
                 if isinstance(location, OpenSession):
-                    found.append(location)
+                    sessions.append(location)
             if len(rows) < AT_ONCE:
-                return SessionPage(tuple(found), None)
-        return SessionPage(tuple(found), _cursor(after))
+                return SessionPage(tuple(sessions), None)
+        return SessionPage(tuple(sessions), _cursor(after))
 
     async def counts(self, tenants: Sequence[str]) -> dict[str, int]:
         """Return how many sessions of each tenant are listed, including sessions that have just expired. Raises
@@ -704,13 +704,13 @@ def _row(member: str, at: int, tenant: str | None) -> _Row:
 def _parse_cursor(text: str | None) -> _Row | None:
     if text is None:
         return None
-    found = _CURSOR.fullmatch(text)
-    if found is None:
+    match = _CURSOR.fullmatch(text)
+    if match is None:
         raise ToolFailure(
             ErrorCode.INVALID_ARGUMENTS,
             "that is no cursor of a list of sessions: give the cursor of a page, or leave it out",
         )
-    return _Row(int(found[1]), found[2], found[3])
+    return _Row(int(match[1]), match[2], match[3])
 
 
 def _cursor(row: _Row | None) -> str | None:

@@ -274,8 +274,8 @@ def skill_purpose(tenant: str, name: str) -> str:
 
 
 def _parse_all(keys: SigningKeys, tenant: str, fields: Mapping[bytes, bytes]) -> dict[str, InstalledSkill]:
-    found = {name.decode(errors="replace"): sealed for name, sealed in sorted(fields.items())}
-    records = {name: _parse(keys, tenant, name, sealed) for name, sealed in found.items()}
+    names = {name.decode(errors="replace"): sealed for name, sealed in sorted(fields.items())}
+    records = {name: _parse(keys, tenant, name, sealed) for name, sealed in names.items()}
     return {name: record for name, record in records.items() if record is not None}
 
 
@@ -307,8 +307,8 @@ def _refused(verdict: str, tenant: str, name: str) -> ToolFailure:
 
 
 def _too_large(tenant: str) -> ToolFailure:
-    most = MAX_INSTALLED_BYTES // 1024 // 1024
+    limit_mib = MAX_INSTALLED_BYTES // 1024 // 1024
     return ToolFailure(
         ErrorCode.QUOTA_EXCEEDED,
-        f"the skills of tenant {tenant} would take more than {most} MiB: remove some, or leave out files",
+        f"the skills of tenant {tenant} would take more than {limit_mib} MiB: remove some, or leave out files",
     )

@@ -101,14 +101,14 @@ def script_arguments(
     now: float | None = None,
 ) -> list[str]:
     """Return ARGV of one step. `now`: Unix seconds; None: the clock of Redis."""
-    told = json.dumps(list(operations), separators=(",", ":"))
+    text = json.dumps(list(operations), separators=(",", ":"))
     return [
         admission_prefix(deployment),
         slots_key(deployment, ""),
         orchestrator,
         repr(lease_s),
         "" if now is None else repr(now),
-        told,
+        text,
     ]
 
 
@@ -129,9 +129,9 @@ def release(call: str, used_s: float) -> Operation:
     return ("release", call, used_s)
 
 
-def renew(held: Sequence[str], waiting: Sequence[str]) -> Operation:
+def renew(running: Sequence[str], waiting: Sequence[str]) -> Operation:
     """Return the operation that extends the leases of calls that have a slot or wait for one."""
-    return ("renew", list(held), list(waiting))
+    return ("renew", list(running), list(waiting))
 
 
 def tick(queues: Iterable[str]) -> Operation:
@@ -156,10 +156,10 @@ class SlotReply:
 
 def parse_reply(text: bytes | str) -> SlotReply:
     """Return the reply of the script. An empty table of Lua arrives as a JSON object, not as a list."""
-    told = json.loads(text)
-    refused = {str(call): float(retry_after_s) for call, retry_after_s in told["refused"]}
-    waiting = {str(call): WaitReason(reason) for call, reason in told["waiting"]}
-    return SlotReply(tuple(told["granted"]), refused, waiting, tuple(told["unknown"]), told.get("wake"))
+    reply = json.loads(text)
+    refused = {str(call): float(retry_after_s) for call, retry_after_s in reply["refused"]}
+    waiting = {str(call): WaitReason(reason) for call, reason in reply["waiting"]}
+    return SlotReply(tuple(reply["granted"]), refused, waiting, tuple(reply["unknown"]), reply.get("wake"))
 
 
 def _terms(request: SlotRequest) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -174,14 +174,14 @@ def _terms(request: SlotRequest) -> tuple[dict[str, Any], dict[str, Any]]:
         "urgent": request.is_urgent,
         "paused": policy.is_paused,
     }
-    terms = {
+    limits = {
         "weight": policy.weight,
         "in_flight": policy.in_flight,
         "queued": policy.queued,
         "rate": policy.rate_per_s or 0,
         "burst": policy.burst,
     }
-    return call, terms
+    return call, limits
 
 
 # --- Steps ------------------------------------------------------------------------------------------------------------
@@ -315,12 +315,12 @@ class SlotStore:
         self._idle.clear()
         releases = dict(itertools.islice(self._releases.items(), AT_ONCE))
         requests = dict(itertools.islice(self._requests.items(), AT_ONCE - len(releases)))
-        others, self._others = self._others[:OTHERS_AT_ONCE], self._others[OTHERS_AT_ONCE:]
+        other_operations, self._others = self._others[:OTHERS_AT_ONCE], self._others[OTHERS_AT_ONCE:]
         for call in requests:
             del self._requests[call]
         operations = [
             *(release(call, used_s) for call, used_s in releases.items()),
-            *others,
+            *other_operations,
             *(enqueue(call, request) for call, request in requests.items()),
         ]
         now = self._clock() if self._clock is not None else None

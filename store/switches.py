@@ -68,16 +68,16 @@ class RedisSwitches:
         """Return the switches. Raises BrokerUnavailable when Redis does not answer: a tool that may be off must not be
         called.
         """
-        known = self._known
-        if time.monotonic() - known.read_at >= SWITCHES_FRESH_S:
+        cached = self._known
+        if time.monotonic() - cached.read_at >= SWITCHES_FRESH_S:
             asked_at = time.monotonic()
             with broker_errors("the switches were not read"):
                 fields: Any = await self._client.hgetall(self._key)
-            if fields != known.fields:
-                known.fields, known.switches = fields, parse_switches(self._keys, fields)
+            if fields != cached.fields:
+                cached.fields, cached.switches = fields, parse_switches(self._keys, fields)
             # The age counts from the request: a slow reply must not delay a switch.
-            known.read_at = asked_at
-        return known.switches
+            cached.read_at = asked_at
+        return cached.switches
 
     async def turn_off(self, name: str, switch: Switch, tenant: str | None = None) -> None:
         """Turn a tool off for all tenants, or for one tenant. The change takes effect everywhere within 2 seconds.

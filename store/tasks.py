@@ -64,18 +64,18 @@ class SharedReads(Generic[T]):
     def __init__(self) -> None:
         self._running: dict[str, asyncio.Task[T]] = {}
 
-    async def read(self, what: str, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
+    async def read(self, subject: str, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
         """Return the result of `work`, or of a read of the same subject that is in progress. Raises the errors of the
         read.
         """
-        task = self._running.get(what)
+        task = self._running.get(subject)
         if task is None:
-            task = self._running[what] = begin_shared(work(), "shared-read")
-            task.add_done_callback(partial(self._end, what))
+            task = self._running[subject] = begin_shared(work(), "shared-read")
+            task.add_done_callback(partial(self._end, subject))
         return await asyncio.shield(task)
 
-    def _end(self, what: str, task: "asyncio.Task[T]") -> None:
-        self._running.pop(what, None)
+    def _end(self, subject: str, task: "asyncio.Task[T]") -> None:
+        self._running.pop(subject, None)
         if not task.cancelled():
             # Reading the exception prevents asyncio's warning if all callers have been cancelled.
             task.exception()

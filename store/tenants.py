@@ -148,25 +148,25 @@ class PolicyCache:
                 self._turn_to(version, is_known_same=version is not None)
                 self._asked_at = asked_at
 
-    def learn(self, tenant: str, look: StoredPolicy, asked_at: float) -> TenantPolicy:
+    def learn(self, tenant: str, stored: StoredPolicy, asked_at: float) -> TenantPolicy:
         """Return the tenant's policy from the fields of the hash. Raises the same errors as StoredPolicy.policy. Also
         raises ConfigError: Redis has lost the tenants that this process has seen. No name then gets the default
         policy.
         """
-        if look.is_open and self._had_tenants:
+        if stored.is_open and self._had_tenants:
             raise ConfigError(
                 "Redis has lost the registered tenants, so nothing is served: restore its data, or register the "
                 "tenants again (toolcrew tenants add NAME)"
             )
-        self._had_tenants = self._had_tenants or not look.is_open
+        self._had_tenants = self._had_tenants or not stored.is_open
         with self._lock:
             if asked_at >= self._asked_at:
-                self._turn_to(look.version, is_known_same=True)
-        policy = look.policy(tenant, self._keys)
+                self._turn_to(stored.version, is_known_same=True)
+        policy = stored.policy(tenant, self._keys)
         with self._lock:
             # Another thread may have seen a newer version while this policy was read. The policy may then be out of
             # date.
-            if look.version == self._version:
+            if stored.version == self._version:
                 while len(self._policies) >= MAX_CACHED_POLICIES:
                     del self._policies[next(iter(self._policies))]
                 self._policies[tenant] = policy
@@ -357,10 +357,10 @@ class RedisTenants:
         """
         _check_name(name)
         with broker_errors(f"tenant {name} was not changed"):
-            kept: Any = await self._client.hget(self._keys[0], name)
-        if kept is None and name != DEFAULT_TENANT:
+            sealed: Any = await self._client.hget(self._keys[0], name)
+        if sealed is None and name != DEFAULT_TENANT:
             raise _missing(name)
-        present = bytes(kept or b"")
+        present = bytes(sealed or b"")
         try:
             is_removed = self._parse(name, present).is_removed
         except ConfigError:

@@ -101,9 +101,9 @@ class RedisState:
         with _state_errors(), self._store.client.pipeline(transaction=True) as pipe:
             pipe.hgetall(self._key)
             pipe.expire(self._key, STATE_TTL_S)
-            found, _ = pipe.execute()
+            items, _ = pipe.execute()
         entries = {
-            name[len(_ENTRY) :].decode(): _parsed(entry)[1] for name, entry in found.items() if name.startswith(_ENTRY)
+            name[len(_ENTRY) :].decode(): _parsed(entry)[1] for name, entry in items.items() if name.startswith(_ENTRY)
         }
         return {key: json.loads(text) for key, text in entries.items()}
 

@@ -134,8 +134,8 @@ class PageCache:
 
     def _has_room(self) -> bool:
         memory = self._client.info("memory")
-        most = memory.get("maxmemory", 0)
-        return not most or memory.get("used_memory", 0) < MAX_SHARE * most
+        limit = memory.get("maxmemory", 0)
+        return not limit or memory.get("used_memory", 0) < MAX_SHARE * limit
 
     def _prefix(self, tenant: str) -> str:
         return tenant_key(self._deployment, tenant, "web")
@@ -154,8 +154,8 @@ def fresh_for_s(headers: Mapping[str, str]) -> float:
     directives = _directives(headers)
     if "no-cache" in directives:
         return 0.0
-    found = _MAX_AGE.search(directives)
-    return min(FRESH_S, float(found[1])) if found else FRESH_S
+    match = _MAX_AGE.search(directives)
+    return min(FRESH_S, float(match[1])) if match else FRESH_S
 
 
 def validator(headers: Mapping[str, str], name: str) -> str | None:

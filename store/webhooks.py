@@ -50,9 +50,9 @@ class DueNotices:
         """Create the list. `step`: the method RunQueue.step."""
         self._step = step
 
-    async def claim(self, most: int, lease_s: float) -> list[DueNotice]:
+    async def claim(self, limit: int, lease_s: float) -> list[DueNotice]:
         """Return due notices. Other processes do not get them until `lease_s` seconds have passed."""
-        found = await self._step("claim_webhooks", most, lease_s)
+        rows = await self._step("claim_webhooks", limit, lease_s)
         return [
             DueNotice(
                 tenant.decode(),
@@ -62,7 +62,7 @@ class DueNotices:
                 tries,
                 ended.decode(),
             )
-            for tenant, kind, name, sealed, tries, ended in found
+            for tenant, kind, name, sealed, tries, ended in rows
         ]
 
     async def settle(self, notice: DueNotice, again_s: float | None) -> None:

@@ -58,14 +58,14 @@ class LogLines:
         """Return the line without its line end. `at`: Unix seconds. `exc_info` in the fields: as in the logging
         module.
         """
-        others = {**self._fixed, **fields}
-        error = _find_exception(others.pop("exc_info", None))
-        common = {name: others.pop(name, None) for name in FIELDS}
-        ordered = {name: value for name, value in common.items() if value is not None} | others
+        all_fields = {**self._fixed, **fields}
+        error = _find_exception(all_fields.pop("exc_info", None))
+        common = {name: all_fields.pop(name, None) for name in FIELDS}
+        ordered = {name: value for name, value in common.items() if value is not None} | all_fields
         if error is not None:
             ordered["exception"], ordered["traceback"] = describe_exception(error)
-        for most in _SHRUNK:
-            line = self._line(level, event, at, self._clean_all(ordered, most))
+        for limit in _SHRUNK:
+            line = self._line(level, event, at, self._clean_all(ordered, limit))
             if len(line.encode(errors="replace")) <= MAX_LINE_BYTES:
                 return line
         shortened = {name: ordered[name] for name in FIELDS if name in ordered} | {
@@ -87,16 +87,16 @@ class LogLines:
             shown["exception"], shown["traceback"] = describe_exception(error)
         return _to_logfmt({"event": escape_line(event)} | self._clean_all(shown, MAX_VALUE_CHARS))
 
-    def _clean_all(self, fields: Mapping[str, Any], most: int) -> dict[str, Any]:
+    def _clean_all(self, fields: Mapping[str, Any], limit: int) -> dict[str, Any]:
         cleaned = {}
         for name, value in fields.items():
             shown, is_secret = _clean_name(str(name))
-            cleaned[shown] = f"{MARK}{shown}]" if is_secret and value else self._clean(value, most)
+            cleaned[shown] = f"{MARK}{shown}]" if is_secret and value else self._clean(value, limit)
         return cleaned
 
-    def _clean(self, value: object, most: int) -> Any:
+    def _clean(self, value: object, limit: int) -> Any:
         if isinstance(value, str):
-            return self._clean_text(value, most)
+            return self._clean_text(value, limit)
         if value is None or isinstance(value, bool):
             return value
         if isinstance(value, int) and abs(value) < 1 << 63:
@@ -104,16 +104,16 @@ class LogLines:
         if isinstance(value, float) and math.isfinite(value):
             return float(value)
         if isinstance(value, list | tuple | set | frozenset):
-            listed = [self._clean(one, most // 4) for one in list(value)[:MAX_LISTED]]
+            listed = [self._clean(item, limit // 4) for item in list(value)[:MAX_LISTED]]
             return listed if len(value) <= MAX_LISTED else [*listed, f"... {len(value) - MAX_LISTED} more"]
-        return self._clean_text(_show(value), most)
+        return self._clean_text(_show(value), limit)
 
-    def _clean_text(self, text: str, most: int) -> str:
+    def _clean_text(self, text: str, limit: int) -> str:
         # Mask before cutting: half of a secret would not be recognized.
         shown = escape_line(self._masker.mask(text[:_MOST_READ]))
-        if len(shown) <= most and len(text) <= _MOST_READ:
+        if len(shown) <= limit and len(text) <= _MOST_READ:
             return shown
-        return f"{shown[:most]}... ({len(text)} characters)"
+        return f"{shown[:limit]}... ({len(text)} characters)"
 
     def _line(self, level: str, event: str, at: float, fields: dict[str, Any]) -> str:
         instant = datetime.fromtimestamp(at, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
@@ -209,8 +209,8 @@ def describe_exception(error: BaseException) -> tuple[str, str]:
     run > workers/b.py:3 read; ...`.
     """
     chain = list(_exception_chain(error))
-    return "; ".join(f"{link}{_exception_text(one)}" for link, one in chain), "; ".join(
-        f"{link}{_exception_place(one)}" for link, one in chain
+    return "; ".join(f"{link}{_exception_text(exception)}" for link, exception in chain), "; ".join(
+        f"{link}{_exception_place(exception)}" for link, exception in chain
     )
 
 
@@ -219,17 +219,17 @@ def _exception_chain(error: BaseException) -> Iterator[tuple[str, BaseException]
     visited: set[int] = set()
     waiting: list[tuple[str, BaseException]] = [("", error)]
     while waiting and len(visited) < MAX_CHAIN:
-        link, one = waiting.pop(0)
-        if id(one) in visited:
+        link, exception = waiting.pop(0)
+        if id(exception) in visited:
             continue
-        visited.add(id(one))
-        yield link, one
-        if isinstance(one, BaseExceptionGroup):
-            waiting += [("of which ", inner) for inner in one.exceptions]
-        if one.__cause__ is not None:
-            waiting.append(("caused by ", one.__cause__))
-        elif one.__context__ is not None and not one.__suppress_context__:
-            waiting.append(("while handling ", one.__context__))
+        visited.add(id(exception))
+        yield link, exception
+        if isinstance(exception, BaseExceptionGroup):
+            waiting += [("of which ", inner) for inner in exception.exceptions]
+        if exception.__cause__ is not None:
+            waiting.append(("caused by ", exception.__cause__))
+        elif exception.__context__ is not None and not exception.__suppress_context__:
+            waiting.append(("while handling ", exception.__context__))
 
 
 def _exception_text(error: BaseException) -> str:

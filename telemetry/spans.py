@@ -133,7 +133,7 @@ def clean_text(text: str, limit: int = MAX_TEXT_CHARS) -> str:
     if len(text) <= limit and text.isprintable():
         # Fast path for nearly all texts: no character that the code below escapes is printable.
         return text
-    return _UNSHOWN.sub(lambda found: f"\\u{ord(found[0]):04x}", _cut(text, limit))
+    return _UNSHOWN.sub(lambda match: f"\\u{ord(match[0]):04x}", _cut(text, limit))
 
 
 def _cut(text: str, limit: int, more: int = 0) -> str:
@@ -146,7 +146,7 @@ def _clean(value: Value, limit: int) -> Value:
     if isinstance(value, str):
         return clean_text(value, limit)
     if isinstance(value, list):
-        return [clean_text(one, limit) for one in value[:MAX_ITEMS]]
+        return [clean_text(item, limit) for item in value[:MAX_ITEMS]]
     if isinstance(value, int) and abs(value) > _MAX_INT:
         return clean_text(hex(value), limit)
     return value

@@ -114,12 +114,12 @@ class ArchiveHash:
     def facts(self) -> StoredFacts:
         return StoredFacts(self.bytes, self._sha256.hexdigest())
 
-    def check(self, name: str, wanted: StoredFacts) -> None:
+    def check(self, name: str, expected: StoredFacts) -> None:
         """Raise SandboxUnavailable if the bytes differ from the stored archive."""
-        if self.facts() != wanted:
+        if self.facts() != expected:
             raise SandboxUnavailable(
                 f"the stored files {name} are damaged: {self.bytes} bytes with sha256 {self._sha256.hexdigest()[:12]} "
-                f"were read and {wanted.bytes} with {wanted.sha256[:12]} were written; see the store's disk, and "
+                f"were read and {expected.bytes} with {expected.sha256[:12]} were written; see the store's disk, and "
                 "restore another checkpoint"
             )
 
@@ -152,11 +152,11 @@ def parse_facts(name: str, data: bytes) -> StoredFacts:
     layout.
     """
     try:
-        told = json.loads(data)
+        fields = json.loads(data)
     except (ValueError, RecursionError):
-        told = None
-    told = told if isinstance(told, dict) else {}
-    size, digest, layout = told.get("bytes"), told.get("sha256"), told.get("layout")
+        fields = None
+    fields = fields if isinstance(fields, dict) else {}
+    size, digest, layout = fields.get("bytes"), fields.get("sha256"), fields.get("layout")
     if (
         type(size) is not int
         or size < 0

@@ -50,8 +50,8 @@ def is_stored(text: str) -> bool:
 
 def file_created_at(file: str) -> float | None:
     """Return the creation time of an upload or of artifacts, in Unix seconds; None for any other name."""
-    found = _FILE_ID.fullmatch(file)
-    return float(int(found[1], 16)) if found is not None else None
+    match = _FILE_ID.fullmatch(file)
+    return float(int(match[1], 16)) if match is not None else None
 
 
 def store_root(setting: str) -> str:

@@ -54,12 +54,12 @@ class FolderStore:
     async def put(self, name: str, chunks: AsyncIterator[bytes]) -> StoredFacts:
         tenant, archive = split_name(name)
         failed = f"the folder {self._folder} did not take the files of a session"
-        place, group = await self._do(failed, lambda: self._make_folder(tenant))
-        part = place / f".{archive}.{secrets.token_hex(8)}{_PART}"
+        folder, group = await self._do(failed, lambda: self._make_folder(tenant))
+        part = folder / f".{archive}.{secrets.token_hex(8)}{_PART}"
         try:
             with await self._do(failed, lambda: _create(part, group)) as file:
                 facts = await self._write(file, chunks, failed)
-            await self._do(failed, lambda: _publish(part, place / (archive + _DATA), facts, group))
+            await self._do(failed, lambda: _publish(part, folder / (archive + _DATA), facts, group))
         finally:
             await self._do(failed, lambda: part.unlink(missing_ok=True))
         return facts
@@ -72,13 +72,13 @@ class FolderStore:
         )
 
     async def get(self, name: str) -> AsyncGenerator[bytes]:
-        wanted, tally, failed = await self.describe(name), ArchiveHash(), f"the stored files {name} cannot be read"
+        expected, tally, failed = await self.describe(name), ArchiveHash(), f"the stored files {name} cannot be read"
         tenant, archive = split_name(name)
         with await self._do(failed, lambda: open(self._folder / tenant / (archive + _DATA), "rb", 0)) as file:
             while chunk := await self._do(failed, lambda: file.read(_READ_BYTES)):
                 tally.add(chunk)
                 yield chunk
-        tally.check(name, wanted)
+        tally.check(name, expected)
 
     async def delete(self, name: str) -> bool:
         tenant, archive = split_name(name)
@@ -121,17 +121,17 @@ class FolderStore:
     def _make_folder(self, tenant: str) -> tuple[Path, int]:
         """Return the folder of a tenant, and the mode bits for its group."""
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        mode, place = self._folder.stat().st_mode, self._folder / tenant
+        mode, folder = self._folder.stat().st_mode, self._folder / tenant
         group = mode & 0o2070 if mode & 0o020 else 0
         with contextlib.suppress(FileExistsError):
-            place.mkdir(mode=0o700)
-            place.chmod(0o700 | group)
-        return place, group
+            folder.mkdir(mode=0o700)
+            folder.chmod(0o700 | group)
+        return folder, group
 
     def _find(self, prefix: str) -> Sequence[str]:
         tenant, is_whole, _ = prefix.partition("/")
-        found = (self._folder / tenant).glob(f"*{_FACTS}") if is_whole else self._folder.glob(f"*/*{_FACTS}")
-        names = (f"{path.parent.name}/{path.stem}" for path in found)
+        paths = (self._folder / tenant).glob(f"*{_FACTS}") if is_whole else self._folder.glob(f"*/*{_FACTS}")
+        names = (f"{path.parent.name}/{path.stem}" for path in paths)
         return sorted(name for name in names if is_name(name) and name.startswith(prefix))
 
     async def _write(self, file: BinaryIO, chunks: AsyncIterator[bytes], failed: str) -> StoredFacts:
@@ -146,7 +146,7 @@ class FolderStore:
         await self._do(failed, lambda: os.fsync(file.fileno()))
         return tally.facts()
 
-    async def _do(self, what: str, work: Callable[[], T]) -> T:
+    async def _do(self, failure: str, work: Callable[[], T]) -> T:
         """Run blocking work in a thread, because disks and folders of other hosts may be slow. Raises
         SandboxUnavailable with the clause `what`: the work failed.
         """
@@ -154,7 +154,7 @@ class FolderStore:
             return await self._threads.run(work)
         except OSError as error:
             raise SandboxUnavailable(
-                f"{what} ({error}): see its rights and its disk, or set {self._setting} to another place"
+                f"{failure} ({error}): see its rights and its disk, or set {self._setting} to another place"
             ) from error
 
 
@@ -199,12 +199,12 @@ def _publish(part: Path, data: Path, facts: StoredFacts, group: int) -> None:
         os.close(folder)
 
 
-def _delete(place: Path, archive: str) -> bool:
+def _delete(folder: Path, archive: str) -> bool:
     was_there = True
     try:
         # The facts are deleted first, so that a reader never finds facts without data.
-        (place / (archive + _FACTS)).unlink()
+        (folder / (archive + _FACTS)).unlink()
     except FileNotFoundError:
         was_there = False
-    (place / (archive + _DATA)).unlink(missing_ok=True)
+    (folder / (archive + _DATA)).unlink(missing_ok=True)
     return was_there

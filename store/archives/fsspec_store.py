@@ -82,7 +82,7 @@ class FsspecStore:
         return parse_facts(name, await self._do(f"did not tell of {name}", lambda: self._read_facts(name)))
 
     async def get(self, name: str) -> AsyncGenerator[bytes]:
-        wanted, tally, failed = await self.describe(name), ArchiveHash(), f"did not give {name}"
+        expected, tally, failed = await self.describe(name), ArchiveHash(), f"did not give {name}"
         file = await self._do(failed, lambda: self._fs.open(self._path(name, _DATA), "rb"))
         try:
             while chunk := bytes(await self._do(failed, lambda: file.read(_READ_BYTES))):
@@ -90,7 +90,7 @@ class FsspecStore:
                 yield chunk
         finally:
             await self._do(failed, file.close)
-        tally.check(name, wanted)
+        tally.check(name, expected)
 
     async def delete(self, name: str) -> bool:
         split_name(name)
@@ -208,18 +208,18 @@ class FsspecStore:
         self._fs.invalidate_cache()
         tenant, is_whole, _ = prefix.partition("/")
         try:
-            found = self._fs.find(f"{self._root.rstrip('/')}/{tenant}" if is_whole else self._root)
+            paths = self._fs.find(f"{self._root.rstrip('/')}/{tenant}" if is_whole else self._root)
         except FileNotFoundError:
             return []
         names = (
-            "/".join(str(path).removesuffix(_FACTS).rsplit("/", 2)[-2:]) for path in found if str(path).endswith(_FACTS)
+            "/".join(str(path).removesuffix(_FACTS).rsplit("/", 2)[-2:]) for path in paths if str(path).endswith(_FACTS)
         )
         return sorted(name for name in names if is_name(name) and name.startswith(prefix))
 
     def _path(self, name: str, suffix: str) -> str:
         return f"{self._root.rstrip('/')}/{name}{suffix}"
 
-    async def _do(self, what: str, work: Callable[[], T], within_s: float | None = None) -> T:
+    async def _do(self, failure: str, work: Callable[[], T], within_s: float | None = None) -> T:
         """Run blocking work in a thread. The packages of the stores have no common base class of errors, so every
         error becomes SandboxUnavailable. The log contains the original error.
         """
@@ -228,9 +228,9 @@ class FsspecStore:
         except NotStored:
             raise
         except Exception as error:  # any error of the store's package
-            log.warning("store_failed", what=what, error=repr(error)[:1000])
+            log.warning("store_failed", what=failure, error=repr(error)[:1000])
             raise SandboxUnavailable(
-                f"the store of TOOLCREW_WORKSPACE_STORE {what} ({type(error).__name__}): see that it is up and what "
+                f"the store of TOOLCREW_WORKSPACE_STORE {failure} ({type(error).__name__}): see that it is up and what "
                 "rights this host has there; sandboxd's log has its words"
             ) from error
 

@@ -173,16 +173,16 @@ async def test_batches_are_listed_in_pages_that_stay_good_while_batches_come_and
         await ground.client.zadd(
             "toolcrew:d:t:acme:batch-ids", {f"b{number}": 1000 + number // 2}
         )  # some in the same instant
-    first = await ground.queue.list_batches("acme", most=3)
+    first = await ground.queue.list_batches("acme", limit=3)
     assert (list(first.batches), first.older) == (["b6", "b5", "b4"], 4)
     await ground.submit(1, batch="newer")
     await ground.client.zadd("toolcrew:d:t:acme:batch-ids", {"newer": 2000})
-    second = await ground.queue.list_batches("acme", str(first.cursor), most=2)
+    second = await ground.queue.list_batches("acme", str(first.cursor), limit=2)
     assert (list(second.batches), second.older) == (["b3", "b2"], 2)
     await ground.client.delete("toolcrew:d:t:acme:batch.b1")
-    third = await ground.queue.list_batches("acme", str(second.cursor), most=1)
+    third = await ground.queue.list_batches("acme", str(second.cursor), limit=1)
     assert (list(third.batches), third.older) == ([], 1), "it is forgotten, and what follows is not lost"
-    last = await ground.queue.list_batches("acme", str(third.cursor), most=5)
+    last = await ground.queue.list_batches("acme", str(third.cursor), limit=5)
     assert (list(last.batches), last.cursor) == (["b0"], None)
     assert len((await ground.queue.list_batches("acme")).batches) == 7, "b1 is gone, newer has come"
 
@@ -206,17 +206,17 @@ async def test_a_batch_that_is_forgotten_while_a_page_is_read_hides_no_other_one
     for number in range(5):
         await ground.submit(1, batch=f"b{number}")
         await ground.client.zadd("toolcrew:d:t:acme:batch-ids", {f"b{number}": 1000 + number})
-    first = await ground.queue.list_batches("acme", most=2)
+    first = await ground.queue.list_batches("acme", limit=2)
     assert list(first.batches) == ["b4", "b3"]
     async with Forgetful.from_url(redis_server.url, socket_timeout=5) as client:
         queue = RunQueue(client, "d", KEY)
-        await queue.list_batches("acme", most=1)  # Redis knows the script from now
+        await queue.list_batches("acme", limit=1)  # Redis knows the script from now
         client.forgets = ("b4", "b0")
-        second = await queue.list_batches("acme", str(first.cursor), most=2)
+        second = await queue.list_batches("acme", str(first.cursor), limit=2)
     assert (list(second.batches), second.older) == (["b2", "b1"], 1)
 
 
 @pytest.mark.parametrize("place", ["7", "1000/", "x/b1", "1000/b 1", "1e999/b1", "-1/b1"])
 async def test_a_place_of_another_list_is_refused(ground: RunGround, place: str) -> None:
     with pytest.raises(ToolFailure, match="cursor of another list"):
-        await ground.queue.list_batches("acme", place, most=1)
+        await ground.queue.list_batches("acme", place, limit=1)

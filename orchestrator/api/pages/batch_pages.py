@@ -42,7 +42,7 @@ async def batches(person: Looking) -> Response:
     found: list[tuple[str, str, BatchRecord]] = []
     older = 0
     for name in names[:MOST_TENANTS]:
-        known = await _runs(person).queue.list_batches(name, most=MOST)
+        known = await _runs(person).queue.list_batches(name, limit=MOST)
         found += [(name, batch, record) for batch, record in known.batches.items()]
         older += known.older
     found.sort(key=lambda one: -one[2].created_at)
