@@ -76,7 +76,7 @@ class RunLimits(Record):
     max_cost: float | None = Field(default=None, gt=0)
 
 
-class Ground(Record):
+class ItemEnvironment(Record):
     """The environment of an item. `workspace`: a folder, an archive or a git bundle that the orchestrator reads, or a
     file of the store (store/archives/files.py) that the host reads. `restore`: a checkpoint in place of a workspace.
 
@@ -128,7 +128,7 @@ class BatchItem(Record):
     line: int = Field(ge=1)
     url: Literal["/v1/agent/runs", "/v1/tools/execute", "/v1/chat/completions"]
     work: RunBody | CallBody
-    ground: Ground = Ground()
+    ground: ItemEnvironment = ItemEnvironment()
     priority: int = Field(default=0, ge=-100, le=100)
 
 

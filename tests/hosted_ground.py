@@ -15,7 +15,7 @@ from orchestrator.runs.event_publisher import RunEventPublisher
 from orchestrator.runs.hosted import HostedRuns
 from orchestrator.runs.run_service import ServiceWork
 from orchestrator.runs.runner import Runner
-from store.batches import BatchEventWriter, Ground, RunBody
+from store.batches import BatchEventWriter, ItemEnvironment, RunBody
 from store.runs import HostedRun, RunClaim
 from tests.builders import KEY
 from tests.conftest import RedisProcess
@@ -54,7 +54,7 @@ class HostedGround(ItemGround):
 
     async def start(self, body: RunBody = ECHO, **options: Any) -> str:
         """Start a run and return its id."""
-        ground = options.pop("ground", Ground())
+        ground = options.pop("ground", ItemEnvironment())
         return (await self.runs.start("acme", body, ground, **options)).id
 
     async def events(self, run: str, after: str = "") -> list[Event]:

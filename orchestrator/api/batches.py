@@ -17,7 +17,7 @@ from contract.webhooks import MAX_URL_CHARS, Webhook
 from orchestrator.api.access import AnyCaller, Caller
 from orchestrator.api.paging import Cursor, Limit, Page, decode_cursor, encode_cursor
 from orchestrator.api.problem_handlers import responses
-from orchestrator.batches.lines import MAX_SHOWN, BadBatch, BatchFile, Complaint, read_lines
+from orchestrator.batches.lines import MAX_SHOWN, BadBatch, BatchFile, LineError, read_lines
 from orchestrator.batches.rows import build_row, build_row_line
 from orchestrator.dialects.profiles import ProfileName
 from orchestrator.http.problems import ApiCode, ApiProblem
@@ -288,13 +288,13 @@ async def _check_uploads(caller: Caller, file: BatchFile) -> None:
     for item in file.items:
         if item.ground.workspace is not None and is_file_id(item.ground.workspace):
             lines.setdefault(item.ground.workspace, item.line)
-    missing = await caller.app_state.stored_files().check_all(caller.tenant, lines) if lines else []
+    missing = await caller.app_state.stored_files().find_missing(caller.tenant, lines) if lines else []
     if missing:
-        complaints = [
-            Complaint(f"tenant {caller.tenant} has no file {name}: upload it (POST /v1/files)", lines[name])
+        errors = [
+            LineError(f"tenant {caller.tenant} has no file {name}: upload it (POST /v1/files)", lines[name])
             for name in missing
         ]
-        raise BadBatch("the body", complaints[:MAX_SHOWN], max(0, len(complaints) - MAX_SHOWN))
+        raise BadBatch("the body", errors[:MAX_SHOWN], max(0, len(errors) - MAX_SHOWN))
 
 
 async def _read(request: Request, key: str, store: TenantStore) -> BatchFile:

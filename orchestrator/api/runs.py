@@ -24,7 +24,7 @@ from orchestrator.dialects.profiles import ProfileName
 from orchestrator.http.problems import ApiCode, ApiProblem
 from orchestrator.runs.hosted import HostedRuns
 from store.archives.files import MAX_LOCATION_CHARS, is_file_id
-from store.batches import Ground, RunBody, RunLimits
+from store.batches import ItemEnvironment, RunBody, RunLimits
 from store.run_events import parse_id
 from store.runs import HostedRun, HostedState
 
@@ -100,9 +100,9 @@ class NewRun(BaseModel):
             limits=limits,
         )
 
-    def ground(self) -> Ground:
+    def ground(self) -> ItemEnvironment:
         """Return where the run works: its session, or how to open one."""
-        return Ground(
+        return ItemEnvironment(
             workspace=self.workspace,
             restore=self.restore,
             image=self.image,

@@ -22,7 +22,7 @@ MAX_PATTERN_CHARS = 1024
 MAX_PATTERNS = 100
 _PLAIN = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789-_.")
 _MAX_NAME_CHARS = 200
-_KEPT_CHARS = 140
+_MAX_PREFIX_CHARS = 140
 
 
 class ArtifactsNotWritten(OperatorError):
@@ -43,19 +43,19 @@ class Pattern:
         /workspace.
         """
         if not text or len(text) > MAX_PATTERN_CHARS or "\0" in text:
-            raise ValueError(f"a pattern has 1 to {MAX_PATTERN_CHARS} characters, and no NUL among them")
+            raise ValueError(f"a pattern has 1 to {MAX_PATTERN_CHARS} characters and contains no NUL")
         inner = text.removeprefix(ROOT) if text == ROOT or text.startswith(ROOT + "/") else text
         if inner == text and text.startswith("/"):
-            raise ValueError(f"it is not below {ROOT}: only files of the workspace are copied out, named from there")
+            raise ValueError(f"the path is not below {ROOT}: name a file of the workspace")
         parts = [part for part in inner.split("/") if part not in ("", ".")]
         if ".." in parts:
-            raise ValueError("it holds '..': name files of the workspace from its top")
+            raise ValueError("the pattern contains '..': write the path from the top of the workspace")
         self.text = text
         # Several `**` in a row have the same meaning as a single `**`.
-        kept = [part for place, part in enumerate(parts) if part != "**" or place == 0 or parts[place - 1] != "**"] or [
-            "**"
-        ]
-        self._steps = [None if part == "**" else re.compile(fnmatch.translate(part)) for part in kept]
+        unique = [
+            part for number, part in enumerate(parts) if part != "**" or number == 0 or parts[number - 1] != "**"
+        ] or ["**"]
+        self._steps = [None if part == "**" else re.compile(fnmatch.translate(part)) for part in unique]
 
     def matches(self, path: str) -> bool:
         """Return whether the pattern matches a path below /workspace, or a folder that contains the path."""
@@ -88,8 +88,8 @@ class Copied:
 
     def missing(self) -> list[str]:
         """Return a sentence for each requested file or pattern that was not copied."""
-        return [f"no file of the workspace is named by '{pattern}'" for pattern in self.unmatched] + [
-            f"'{path}' was not copied: it is a link that leads to no file of the workspace" for path in self.skipped
+        return [f"no file of the workspace matches '{pattern}'" for pattern in self.unmatched] + [
+            f"'{path}' was not copied: the link does not lead to a file of the workspace" for path in self.skipped
         ]
 
 
@@ -98,14 +98,14 @@ def choose_paths(paths: Iterable[str], patterns: Sequence[str]) -> tuple[list[st
     is invalid.
     """
     parsed = [Pattern(text) for text in patterns]
-    idle = set(range(len(parsed)))
-    chosen = []
+    unmatched = set(range(len(parsed)))
+    selected = []
     for path in paths:
-        hits = {place for place, pattern in enumerate(parsed) if pattern.matches(path)}
+        hits = {number for number, pattern in enumerate(parsed) if pattern.matches(path)}
         if hits:
-            chosen.append(path)
-            idle -= hits
-    return sorted(chosen), [patterns[place] for place in sorted(idle)]
+            selected.append(path)
+            unmatched -= hits
+    return sorted(selected), [patterns[number] for number in sorted(unmatched)]
 
 
 def artifact_folder(artifacts: Path, custom_id: str) -> Path:
@@ -124,22 +124,23 @@ def build_folder_name(custom_id: str) -> str:
     would be too long is cut, and `%+` and a hash of the whole id follow.
     """
     pieces = [
-        letter if letter in _PLAIN else "".join(f"%{byte:02X}" for byte in letter.encode()) for letter in custom_id
+        character if character in _PLAIN else "".join(f"%{byte:02X}" for byte in character.encode())
+        for character in custom_id
     ]
-    for place in (0, -1):
-        if pieces[place] == ".":
-            pieces[place] = "%2E"
+    for position in (0, -1):
+        if pieces[position] == ".":
+            pieces[position] = "%2E"
     letters = [piece for piece in pieces if len(piece) == 1 and piece.isalpha()]
-    cases = sum(1 << place for place, letter in enumerate(letters) if letter.isupper())
+    cases = sum(1 << position for position, character in enumerate(letters) if character.isupper())
     name = "".join(pieces) + (f"%~{cases:x}" if cases else "")
     if len(name) <= _MAX_NAME_CHARS:
         return name
-    kept = ""
+    prefix = ""
     for piece in pieces:
-        if len(kept) + len(piece) > _KEPT_CHARS:
+        if len(prefix) + len(piece) > _MAX_PREFIX_CHARS:
             break
-        kept += piece
-    return f"{kept}%+{hashlib.sha256(custom_id.encode()).hexdigest()[:40]}"
+        prefix += piece
+    return f"{prefix}%+{hashlib.sha256(custom_id.encode()).hexdigest()[:40]}"
 
 
 def copy_artifacts(exported: Path, patterns: Sequence[str], target: Path) -> Copied:
@@ -149,9 +150,9 @@ def copy_artifacts(exported: Path, patterns: Sequence[str], target: Path) -> Cop
     Each file is replaced atomically. Other files in `target` do not change. `target` is created if a file matches. A
     link to a file of the workspace becomes a copy of the file. Raises ArtifactsNotWritten.
     """
-    chosen, idle = choose_paths(_walk(exported), patterns)
-    done, skipped, size = [], [], 0
-    for path in chosen:
+    selected, unmatched = choose_paths(_walk(exported), patterns)
+    copied, skipped, size = [], [], 0
+    for path in selected:
         source = _real_file(exported, path)
         if source is None:
             skipped.append(path)
@@ -159,13 +160,13 @@ def copy_artifacts(exported: Path, patterns: Sequence[str], target: Path) -> Cop
         try:
             size += _copy(source, target, path)
         except OSError as error:
-            what = "make room on it" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "mend that"
+            advice = "free space on the disk" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "fix the problem"
             raise ArtifactsNotWritten(
-                f"'{path}' cannot be copied to {target} ({error.strerror or error}): {what}, then resume; nothing is "
-                "lost until then"
+                f"'{path}' cannot be copied to {target} ({error.strerror or error}). Nothing is lost; {advice}, then "
+                "resume"
             ) from error
-        done.append(path)
-    return Copied(tuple(done), size, tuple(idle), tuple(skipped))
+        copied.append(path)
+    return Copied(tuple(copied), size, tuple(unmatched), tuple(skipped))
 
 
 def _walk(folder: Path) -> Iterator[str]:
@@ -187,17 +188,17 @@ def _real_file(exported: Path, path: str) -> Path | None:
 
 def _copy(source: Path, target: Path, path: str) -> int:
     """Copy one file atomically and return its size in bytes. Raises OSError."""
-    place = target / path
-    place.parent.mkdir(parents=True, exist_ok=True)
+    destination = target / path
+    destination.parent.mkdir(parents=True, exist_ok=True)
     # A link in the target folder may lead to another folder.
-    if not place.parent.resolve().is_relative_to(target.resolve()):
-        raise OSError(errno.ELOOP, "a link on the way leads out of the folder", str(place.parent))
+    if not destination.parent.resolve().is_relative_to(target.resolve()):
+        raise OSError(errno.ELOOP, "a link in the path leads out of the folder", str(destination.parent))
     # The temporary name has a fixed length: a name derived from a 255-byte name would be too long for the disk.
-    unfinished = place.parent / f".{secrets.token_hex(8)}.partial"
+    unfinished = destination.parent / f".{secrets.token_hex(8)}.partial"
     try:
         shutil.copyfile(source, unfinished)
         unfinished.chmod(0o755 if source.stat().st_mode & 0o100 else 0o644)
-        os.replace(unfinished, place)
+        os.replace(unfinished, destination)
     finally:
         unfinished.unlink(missing_ok=True)
-    return place.stat().st_size
+    return destination.stat().st_size

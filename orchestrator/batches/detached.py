@@ -5,15 +5,15 @@ Security: a submitter must not read or write files of the machines on which the 
 
 from collections.abc import Iterator
 
-from orchestrator.batches.lines import MAX_SHOWN, BadBatch, BatchFile, Complaint
+from orchestrator.batches.lines import MAX_SHOWN, BadBatch, BatchFile, LineError
 from store.archives.files import is_stored
 from store.batches import BatchItem
 
 WORKSPACE = (
-    "its workspace is a path of the submitter's machine, which a service does not read: set "
-    "TOOLCREW_WORKSPACE_STORE so that it is uploaded, or give the id of an upload"
+    "the workspace is a path of the submitter's machine, which a service cannot read: set "
+    "TOOLCREW_WORKSPACE_STORE so that the workspace is uploaded, or use the id of an upload"
 )
-ARTIFACTS = "its artifacts would go to a folder of the submitter's machine, which a service does not write"
+ARTIFACTS = "the artifacts would go to a folder of the submitter's machine, which a service cannot write"
 
 
 def find_paths(item: BatchItem, artifacts: str | None) -> Iterator[str]:
@@ -30,14 +30,14 @@ def check_detached(file: BatchFile, artifacts: str | None, name: str, *, uploads
     """Raise BadBatch if items can only run on the machine of the submitter. `uploads`: the workspaces of the items
     are uploaded.
     """
-    complaints = [
-        Complaint(sentence, item.line) for item in file.items for sentence in find_paths(item, None) if not uploads
+    errors = [
+        LineError(sentence, item.line) for item in file.items for sentence in find_paths(item, None) if not uploads
     ]
     if artifacts is not None:
         sentence = (
-            f"artifacts of a detached batch go to the store, not to {artifacts}: leave out --artifacts, and copy them "
-            "with `toolcrew batches export BATCH --artifacts DIR` afterwards"
+            f"artifacts of a detached batch go to the store, not to {artifacts}: omit --artifacts, and copy the files "
+            "with `toolcrew batches export BATCH --artifacts DIR` after the batch"
         )
-        complaints.insert(0, Complaint(sentence))
-    if complaints:
-        raise BadBatch(name, complaints[:MAX_SHOWN], max(0, len(complaints) - MAX_SHOWN))
+        errors.insert(0, LineError(sentence))
+    if errors:
+        raise BadBatch(name, errors[:MAX_SHOWN], max(0, len(errors) - MAX_SHOWN))

@@ -56,13 +56,13 @@ class Display:
         """`every_s`: minimum time between two statuses, in seconds."""
         self._watched, self._every_s = watched, every_s
         self._opened_at, self._next_at = watched.wall(), watched.ticks() + every_s
-        self._ended_before = 0
+        self._ended_earlier = 0
 
     def __enter__(self) -> "Display":
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self, error_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Show the summary, unless the reader of the output has closed the pipe."""
         if not isinstance(error, BrokenPipeError):
@@ -73,7 +73,7 @@ class Display:
         is_new = self._watched.progress.add(event)
         if event.at < self._opened_at:
             # A resumed batch may have been paused for days. Ends before the pause say nothing about the current rate.
-            self._ended_before = self._watched.progress.ended
+            self._ended_earlier = self._watched.progress.ended
         self._show_event(event, is_new)
         self.tick()
 
@@ -92,14 +92,14 @@ class Display:
 
     def _counts(self, s: Snapshot) -> str:
         """Return the numbers of items by state."""
-        kinds = ", ".join(f"{count:,} {kind}" for kind, count in s.failures.items())
-        failed = f"{s.failed:,} failed" + (f" ({kinds})" if kinds else "")
+        failures = ", ".join(f"{count:,} {failure_kind}" for failure_kind, count in s.failures.items())
+        failed = f"{s.failed:,} failed" + (f" ({failures})" if failures else "")
         return f"{s.done:,} of {s.total:,} done, {failed}, {s.running:,} running, {s.queued:,} queued"
 
     def _figures(self, s: Snapshot) -> str:
         """Return the rate since the display was opened, the estimated remaining time at that rate, and the cost."""
         seconds = self._watched.wall() - self._opened_at
-        rate = max(0, s.ended - self._ended_before) / seconds if seconds > 0 else 0.0
+        rate = max(0, s.ended - self._ended_earlier) / seconds if seconds > 0 else 0.0
         eta = format_seconds((s.total - s.ended) / rate) if rate else "unknown"
         tokens = f"{format_count(s.prompt_tokens)} in, {format_count(s.completion_tokens)} out"
         return (

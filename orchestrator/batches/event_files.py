@@ -23,7 +23,7 @@ class BatchEventFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.lost = 0
+        self.lost_events = 0
         self._file: IO[str] | None = None
 
     def __enter__(self) -> "BatchEventFile":
@@ -32,19 +32,19 @@ class BatchEventFile:
             self._file = self.path.open("a", encoding="utf-8")
         except OSError as error:
             raise ConfigError(
-                f"{self.path} cannot be written ({error.strerror or error}): give another place for it"
+                f"{self.path} cannot be written ({error.strerror or error}): choose another path"
             ) from error
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self, error_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Close the file. An error is logged and not raised."""
         if self._file is not None:
             try:
                 self._file.close()
             except OSError as failure:
-                log.warning("batch_events_not_kept", path=str(self.path), lost=self.lost, error=str(failure))
+                log.warning("batch_events_not_kept", path=str(self.path), lost=self.lost_events, error=str(failure))
 
     def add(self, event: RunEvent) -> None:
         """Append an event."""
@@ -53,8 +53,8 @@ class BatchEventFile:
             self._file.write(json.dumps(event.to_json(), separators=(",", ":")) + "\n")
             self._file.flush()
         except OSError as error:
-            self.lost += 1
-            if self.lost == 1:
+            self.lost_events += 1
+            if self.lost_events == 1:
                 log.warning("batch_events_not_kept", path=str(self.path), error=str(error))
 
 

@@ -17,11 +17,11 @@ def format_count(count: int) -> str:
     """Return the whole number up to 99,999. Larger numbers have three digits and a letter."""
     if count < 100_000:
         return f"{count:,}"
-    size, letter = next((size, letter) for size, letter in _STEPS if count >= size)
+    size, suffix = next((size, suffix) for size, suffix in _STEPS if count >= size)
     # Round down: 999,999 must not become 1M.
     digits = 0 if count >= 100 * size else 1 if count >= 10 * size else 2
     return (
-        f"{math.floor(count / size * 10**digits) / 10**digits:.{digits}f}{letter}" if count < 1e15 else f"{count:.3g}"
+        f"{math.floor(count / size * 10**digits) / 10**digits:.{digits}f}{suffix}" if count < 1e15 else f"{count:.3g}"
     )
 
 
@@ -33,12 +33,12 @@ def format_seconds(seconds: float) -> str:
         return f"{math.floor(seconds * 10) / 10:.1f} s"
     if seconds >= 1e9:
         return "over 30 years"
-    whole = int(seconds)
-    if whole < 3600:
-        return f"{whole // 60} min {whole % 60:02} s"
-    if whole < 86400:
-        return f"{whole // 3600} h {whole % 3600 // 60:02} min"
-    return f"{whole // 86400} d {whole % 86400 // 3600} h"
+    whole_seconds = int(seconds)
+    if whole_seconds < 3600:
+        return f"{whole_seconds // 60} min {whole_seconds % 60:02} s"
+    if whole_seconds < 86400:
+        return f"{whole_seconds // 3600} h {whole_seconds % 3600 // 60:02} min"
+    return f"{whole_seconds // 86400} d {whole_seconds % 86400 // 3600} h"
 
 
 def format_cost(cost: float | None, unknown: int = 0) -> str:

@@ -7,7 +7,17 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from contract.calls import MAX_NAME_CHARS, MAX_TIMEOUT_S
 from orchestrator.dialects.profiles import ProfileName
-from store.batches import CALLS_URL, CHAT_URL, MAX_ID_CHARS, RUNS_URL, BatchItem, CallBody, Ground, RunBody, RunLimits
+from store.batches import (
+    CALLS_URL,
+    CHAT_URL,
+    MAX_ID_CHARS,
+    RUNS_URL,
+    BatchItem,
+    CallBody,
+    ItemEnvironment,
+    RunBody,
+    RunLimits,
+)
 
 _Id = Annotated[str, Field(min_length=1, max_length=MAX_ID_CHARS)]
 _Name = Annotated[str, Field(min_length=1, max_length=MAX_NAME_CHARS)]
@@ -20,7 +30,7 @@ longer than the parsing.
 _Roles = Literal["system", "developer", "user", "assistant", "tool"]
 
 
-class Unfit(Exception):
+class InvalidField(Exception):
     """A field that cannot be accepted. `path`: position of the field. `message`: a sentence."""
 
     def __init__(self, path: tuple[str | int, ...], message: str) -> None:
@@ -54,7 +64,7 @@ class LimitFields(Shape):
     max_cost: float | None = Field(default=None, gt=0)
 
 
-class GroundFields(Shape):
+class EnvironmentFields(Shape):
     """Environment of an item, and its priority."""
 
     workspace: Annotated[str, Field(min_length=1, max_length=4096)] | None = None
@@ -64,14 +74,14 @@ class GroundFields(Shape):
     artifacts: list[str] = []
     priority: int = Field(default=0, ge=-100, le=100)
 
-    def to_ground(self) -> Ground:
+    def to_environment(self) -> ItemEnvironment:
         """Return the environment of the item. Raises Unfit: the line names both a workspace and a checkpoint."""
         if self.workspace is not None and self.restore is not None:
-            raise Unfit(
+            raise InvalidField(
                 ("restore",),
-                "a session begins with a workspace or with a checkpoint: leave one of `workspace` and `restore`",
+                "a session starts from a workspace or from a checkpoint: remove `workspace` or `restore`",
             )
-        return Ground(
+        return ItemEnvironment(
             workspace=self.workspace,
             restore=self.restore,
             image=self.image,
@@ -80,7 +90,7 @@ class GroundFields(Shape):
         )
 
 
-class RunFields(GroundFields):
+class RunFields(EnvironmentFields):
     """Body of an agent run."""
 
     instruction: _Text | None = None
@@ -95,14 +105,13 @@ class RunFields(GroundFields):
     def to_work(self) -> RunBody:
         """Return the run. Raises Unfit: a field cannot be accepted."""
         if (self.instruction is None) == (self.input is None):
-            one = self.instruction is None
             raise (
-                Unfit((), "`instruction` is missing: say what is to be done")
-                if one
-                else Unfit(("input",), "`input` and `instruction` are two names of one thing: leave one")
+                InvalidField((), "`instruction` is missing: add it")
+                if self.instruction is None
+                else InvalidField(("input",), "`input` is an alias of `instruction`: remove one of them")
             )
-        for place, message in enumerate(self.history):
-            _check_message(message, ("history", place))
+        for number, message in enumerate(self.history):
+            _check_message(message, ("history", number))
         return RunBody(
             instruction=self.instruction or self.input or "",
             history=tuple(self.history),
@@ -114,7 +123,7 @@ class RunFields(GroundFields):
         )
 
 
-class CallFields(GroundFields):
+class CallFields(EnvironmentFields):
     """Body of one tool call."""
 
     name: _Name
@@ -132,7 +141,7 @@ class ShortRun(RunFields):
     id: _Id
 
 
-class ShortCall(GroundFields):
+class ShortCall(EnvironmentFields):
     """A tool call in the short form."""
 
     id: _Id
@@ -173,11 +182,13 @@ class ChatFields(Shape):
     def to_work(self) -> RunBody:
         """Return the run. Raises Unfit: a field cannot be accepted."""
         self._check_promises()
-        for place, message in enumerate(self.messages):
-            _check_message(message, ("messages", place))
+        for number, message in enumerate(self.messages):
+            _check_message(message, ("messages", number))
         last = len(self.messages) - 1
         if self.messages[-1]["role"] != "user":
-            raise Unfit(("messages", last), "the last message is not the user's: end with what the model is to answer")
+            raise InvalidField(
+                ("messages", last), "the last message does not have the role `user`: end with a message of the user"
+            )
         sampling = {name: value for name in _SAMPLING if (value := getattr(self, name)) is not None}
         return RunBody(
             instruction=_instruction(self.messages[-1], last),
@@ -191,18 +202,18 @@ class ChatFields(Shape):
     def _check_promises(self) -> None:
         """Raise Unfit for fields that ask for something that a row cannot contain."""
         if self.n not in (None, 1):
-            raise Unfit(("n",), "a row has one answer: leave `n` out, and write a line for each answer")
+            raise InvalidField(("n",), "a row contains one answer: remove `n`, and write a line for each answer")
         if self.stream:
-            raise Unfit(("stream",), "a row is written when its answer is whole: leave `stream` out")
+            raise InvalidField(("stream",), "a row contains the complete answer: remove `stream`")
         if self.logprobs:
-            raise Unfit(("logprobs",), "rows carry no log probabilities: leave `logprobs` out")
+            raise InvalidField(("logprobs",), "rows contain no log probabilities: remove `logprobs`")
         if self.store:
-            raise Unfit(("store",), "nothing is stored at the endpoint: leave `store` out")
+            raise InvalidField(("store",), "answers are not stored at the endpoint: remove `store`")
         if self.tools or self.tool_choice not in (None, "none", "auto"):
-            raise Unfit(
+            raise InvalidField(
                 ("tools",) if self.tools else ("tool_choice",),
-                f"functions of yours cannot be called from here: leave `tools` out, or use the url {RUNS_URL}, whose "
-                "tools run in a sandbox",
+                f"a batch cannot call functions of the client: remove `tools` and `tool_choice`, or use the url "
+                f"{RUNS_URL}, whose tools run in a sandbox",
             )
 
 
@@ -234,9 +245,11 @@ def build_item(line: int, custom_id: Any, url: str, fields: Fields) -> BatchItem
     """Return the item of a line. Raises Unfit with the path inside `fields`. Raises ValidationError: the custom_id is
     invalid.
     """
-    ground, priority = (Ground(), 0) if isinstance(fields, ChatFields) else (fields.to_ground(), fields.priority)
+    environment, priority = (
+        (ItemEnvironment(), 0) if isinstance(fields, ChatFields) else (fields.to_environment(), fields.priority)
+    )
     work = fields.to_work()
-    return BatchItem(custom_id=custom_id, line=line, url=url, work=work, ground=ground, priority=priority)
+    return BatchItem(custom_id=custom_id, line=line, url=url, work=work, ground=environment, priority=priority)
 
 
 def _limits(fields: LimitFields) -> RunLimits:
@@ -248,26 +261,28 @@ def _check_message(message: dict[str, Json], path: tuple[str | int, ...]) -> Non
     """Raise Unfit if a message has an invalid role or content."""
     role, content = message.get("role"), message.get("content")
     if role not in _Roles.__args__:  # type: ignore[attr-defined]
-        raise Unfit((*path, "role"), f"`role` of a message is one of {', '.join(_Roles.__args__)}")  # type: ignore[attr-defined]
+        raise InvalidField((*path, "role"), f"`role` of a message is one of {', '.join(_Roles.__args__)}")  # type: ignore[attr-defined]
     has_calls = role == "assistant" and bool(message.get("tool_calls"))
     if not isinstance(content, str | list) and not (content is None and has_calls):
-        raise Unfit((*path, "content"), "`content` of a message is text, or a list of parts")
+        raise InvalidField((*path, "content"), "`content` of a message is text, or a list of parts")
 
 
-def _instruction(message: dict[str, Json], place: int) -> str:
+def _instruction(message: dict[str, Json], number: int) -> str:
     """Return the text of the last message. Raises Unfit: the message contains anything other than text."""
     content = message.get("content")
     parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
     texts = []
-    for at, part in enumerate(parts if isinstance(parts, list) else []):
+    for part_number, part in enumerate(parts if isinstance(parts, list) else []):
         text = part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None
         if not isinstance(text, str):
-            raise Unfit(
-                ("messages", place, "content", at),
-                "the last message can only hold text here: put files into the workspace of a run",
+            raise InvalidField(
+                ("messages", number, "content", part_number),
+                "the last message may contain only text: put files into the workspace of a run",
             )
         texts.append(text)
     joined = "\n".join(texts)
     if not re.search(r"\S", joined):
-        raise Unfit(("messages", place, "content"), "the last message is empty: say what the model is to answer")
+        raise InvalidField(
+            ("messages", number, "content"), "the last message is empty: add the text that the model answers"
+        )
     return joined

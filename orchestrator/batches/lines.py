@@ -16,16 +16,16 @@ from pydantic_core import ErrorDetails
 
 from contract.calls import MAX_BLOB_BYTES
 from contract.errors import ErrorCode, OperatorError
-from orchestrator.batches.grounds import Grounds
+from orchestrator.batches.environments import EnvironmentChecker
 from orchestrator.batches.line_shapes import (
     BODIES,
     LIMIT_NAMES,
     Fields,
+    InvalidField,
     OpenAILine,
     Shape,
     ShortCall,
     ShortRun,
-    Unfit,
     build_item,
 )
 from orchestrator.batches.strict_json import NotStrict, find_columns, parse_object
@@ -42,31 +42,35 @@ class ItemList(Sequence[BatchItem]):
     """Items in the order of the lines. Items that are stored as text are parsed again on each access."""
 
     def __init__(self) -> None:
-        self._kept: list[BatchItem | bytes] = []
+        self._stored: list[BatchItem | bytes] = []
 
     def add(self, item: BatchItem, values: int) -> None:
         """Append an item. `values`: the number of values in the item's line, or a slightly larger number."""
-        self._kept.append(item if values <= MANY_VALUES else item.model_dump_json().encode())
+        self._stored.append(item if values <= MANY_VALUES else item.model_dump_json().encode())
 
     def __len__(self) -> int:
-        return len(self._kept)
+        return len(self._stored)
 
     @overload
-    def __getitem__(self, place: int) -> BatchItem: ...
+    def __getitem__(self, index: int) -> BatchItem: ...
 
     @overload
-    def __getitem__(self, place: slice) -> list[BatchItem]: ...
+    def __getitem__(self, index: slice) -> list[BatchItem]: ...
 
-    def __getitem__(self, place: int | slice) -> BatchItem | list[BatchItem]:
-        return [_made(kept) for kept in self._kept[place]] if isinstance(place, slice) else _made(self._kept[place])
+    def __getitem__(self, index: int | slice) -> BatchItem | list[BatchItem]:
+        return (
+            [_parse_item(stored) for stored in self._stored[index]]
+            if isinstance(index, slice)
+            else _parse_item(self._stored[index])
+        )
 
     def __iter__(self) -> Iterator[BatchItem]:
-        return map(_made, self._kept)
+        return map(_parse_item, self._stored)
 
 
-def _made(kept: BatchItem | bytes) -> BatchItem:
+def _parse_item(stored: BatchItem | bytes) -> BatchItem:
     """Return the item. A stored text is parsed again."""
-    return BatchItem.model_validate_json(kept) if isinstance(kept, bytes) else kept
+    return BatchItem.model_validate_json(stored) if isinstance(stored, bytes) else stored
 
 
 MAX_LINE_BYTES = 16 * 1024 * 1024
@@ -84,7 +88,7 @@ FieldPath = tuple[str | int, ...]
 
 
 @dataclass(frozen=True)
-class Complaint:
+class LineError:
     """An error in a line, or in the whole file if `line` is None. `line` and `column` count from 1."""
 
     message: str
@@ -98,23 +102,26 @@ class Complaint:
 
 
 class BadBatch(OperatorError):
-    """The file has errors, and no item was started. `complaints`: the first errors. `more`: number of further
+    """The file has errors, and no item was started. `errors`: the first errors. `more`: number of further
     errors.
     """
 
     code = ErrorCode.INVALID_ARGUMENTS
 
-    def __init__(self, name: str, complaints: Iterable[Complaint], more: int = 0) -> None:
-        self.complaints = tuple(complaints)
+    def __init__(self, name: str, errors: Iterable[LineError], more: int = 0) -> None:
+        self.errors = tuple(errors)
         self.more = more
-        count = len(self.complaints) + more
-        rest = [f"  and {more} more" + ("; what follows was not read" if more >= MAX_COUNTED else "")] if more else []
-        told = [f"  {complaint}" for complaint in self.complaints] + rest
-        head = (
-            f"{name} has {count} error{'s' if count > 1 else ''} and nothing of it was started: mend the file and "
-            "submit it again"
+        count = len(self.errors) + more
+        hidden = (
+            [f"  and {more} more" + ("; the rest of the file was not read" if more >= MAX_COUNTED else "")]
+            if more
+            else []
         )
-        super().__init__("\n".join([head, *told]))
+        lines = [f"  {error}" for error in self.errors] + hidden
+        head = (
+            f"{name} has {count} error{'s' if count > 1 else ''}; nothing was started. Fix the file and submit it again"
+        )
+        super().__init__("\n".join([head, *lines]))
 
 
 @dataclass(frozen=True)
@@ -133,7 +140,7 @@ class BatchFile:
 def load_lines(path: Path, store: TenantStore | None = None, max_bytes: int = MAX_BLOB_BYTES) -> BatchFile:
     """Return the items of a file in the order of the lines. Relative workspace paths start at the folder of the file.
 
-    `store`, `max_bytes`: passed to Grounds. Raises BadBatch with all errors.
+    `store`, `max_bytes`: passed to EnvironmentChecker. Raises BadBatch with all errors.
     """
     try:
         # Check the type before opening: opening a pipe waits for its writer, and a device may never end.
@@ -141,18 +148,19 @@ def load_lines(path: Path, store: TenantStore | None = None, max_bytes: int = MA
             raise BadBatch(
                 str(path),
                 [
-                    Complaint(
-                        "it is no plain file, and its lines are read again to go on with the batch: save them to one"
+                    LineError(
+                        "the path is not a regular file. The lines are read again when the batch resumes: save them "
+                        "to a regular file"
                     )
                 ],
             )
         with path.open("rb") as file:
             return read_lines(file, path.parent, str(path), store, max_bytes)
     except FileNotFoundError:
-        raise BadBatch(str(path), [Complaint("the file does not exist: look at its name")]) from None
+        raise BadBatch(str(path), [LineError("the file does not exist: check the path")]) from None
     except (OSError, ValueError) as error:
         raise BadBatch(
-            str(path), [Complaint(f"the file cannot be read ({error}): give a file of JSON lines")]
+            str(path), [LineError(f"the file cannot be read ({error}): use a file of JSON lines")]
         ) from error
 
 
@@ -163,13 +171,13 @@ def read_lines(
 
     Raises BadBatch, OSError.
     """
-    reader = _Reader(Grounds(folder, store, max_bytes))
+    reader = _Reader(EnvironmentChecker(folder, store, max_bytes))
     reader.read(stream)
-    if reader.complaints:
-        raise BadBatch(name, reader.complaints, reader.more)
+    if reader.errors:
+        raise BadBatch(name, reader.errors, reader.more)
     if not reader.items:
         raise BadBatch(
-            name, [Complaint("the file holds no line: write one object a line, with an id and an instruction")]
+            name, [LineError("the file has no lines: write one object per line, with an id and an instruction")]
         )
     return BatchFile(reader.items, reader.sha256.hexdigest(), reader.bytes, reader.url)
 
@@ -177,14 +185,14 @@ def read_lines(
 class _Reader:
     """Reads the lines of one file and collects items and errors."""
 
-    def __init__(self, grounds: Grounds) -> None:
+    def __init__(self, environments: EnvironmentChecker) -> None:
         self.items = ItemList()
-        self.complaints: list[Complaint] = []
+        self.errors: list[LineError] = []
         self.more = 0
         self.sha256 = hashlib.sha256()
         self.bytes = 0
         self.url: str | None = None
-        self._grounds = grounds
+        self._environments = environments
         self._lines_of: dict[str, int] = {}
         self._shape: tuple[str | None, int] | None = None
 
@@ -196,23 +204,21 @@ class _Reader:
             self.bytes += len(raw)
             self.sha256.update(raw)
             if self.bytes > MAX_INPUT_BYTES:
-                return self._complain(
-                    Complaint(f"the file is larger than {MAX_INPUT_BYTES} bytes: make several batches of it")
+                return self._add_error(
+                    LineError(f"the file is larger than {MAX_INPUT_BYTES} bytes: split it into several batches")
                 )
             line = raw.rstrip(b"\r\n")
             if len(line) > MAX_LINE_BYTES:
-                told = (
-                    f"it is longer than {MAX_LINE_BYTES} bytes: put what is large into the workspace; what follows was "
-                    "not read"
+                message = (
+                    f"the line is longer than {MAX_LINE_BYTES} bytes: put large content into the workspace. The rest "
+                    "of the file was not read"
                 )
-                return self._complain(Complaint(told, number))
+                return self._add_error(LineError(message, number))
             line = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
             if line.strip():
                 if len(self._lines_of) >= MAX_ITEMS:
-                    return self._complain(
-                        Complaint(
-                            f"this is line {MAX_ITEMS + 1} of at most {MAX_ITEMS}: make several batches of it", number
-                        )
+                    return self._add_error(
+                        LineError(f"the file has more than {MAX_ITEMS} lines: split it into several batches", number)
                     )
                 self._read_line(number, line)
         return None
@@ -222,57 +228,60 @@ class _Reader:
         text = ""
         try:
             text = _decode(line)
-            found = parse_object(text)
+            fields = parse_object(text)
         except NotStrict as error:
-            return self._complain(Complaint(error.message, number, error.column))
-        complaints = list(self._take(number, found, text.count(",") + text.count("{") + text.count("[")))
-        shown = complaints[: MAX_SHOWN - len(self.complaints)]
-        for (_, message), column in zip(shown, find_columns(text, [path for path, _ in shown]), strict=True):
-            self._complain(Complaint(message, number, column))
-        self.more += len(complaints) - len(shown)
+            return self._add_error(LineError(error.message, number, error.column))
+        errors = list(self._take(number, fields, text.count(",") + text.count("{") + text.count("[")))
+        visible = errors[: MAX_SHOWN - len(self.errors)]
+        for (_, message), column in zip(visible, find_columns(text, [path for path, _ in visible]), strict=True):
+            self._add_error(LineError(message, number, column))
+        self.more += len(errors) - len(visible)
         return None
 
-    def _take(self, number: int, found: dict[str, Any], values: int) -> Iterator[tuple[FieldPath, str]]:
+    def _take(self, number: int, line_fields: dict[str, Any], values: int) -> Iterator[tuple[FieldPath, str]]:
         """Store the item of a line, or yield the errors of the line as (path, message)."""
-        is_openai = not _OUTER_NAMES.isdisjoint(found)
-        yield from self._check_id(number, "custom_id" if is_openai else "id", found)
-        url = str(found.get("url")) if is_openai else None
+        is_openai = not _OUTER_NAMES.isdisjoint(line_fields)
+        yield from self._check_id(number, "custom_id" if is_openai else "id", line_fields)
+        url = str(line_fields.get("url")) if is_openai else None
         yield from self._check_shape(number, url)
         if is_openai:
-            problems = _parse(OpenAILine, found, (), is_told=not self._is_full)[1]
+            problems = _parse(OpenAILine, line_fields, (), has_messages=not self._is_full)[1]
             yield from problems
-            if url not in BODIES or not isinstance(found.get("body"), dict):
+            if url not in BODIES or not isinstance(line_fields.get("body"), dict):
                 return
-        shape: type[Fields] = BODIES[url] if url is not None else ShortCall if "tool" in found else ShortRun
+        shape: type[Fields] = BODIES[url] if url is not None else ShortCall if "tool" in line_fields else ShortRun
         fields, problems = _parse(
-            shape, found["body"] if is_openai else found, ("body",) if is_openai else (), is_told=not self._is_full
+            shape,
+            line_fields["body"] if is_openai else line_fields,
+            ("body",) if is_openai else (),
+            has_messages=not self._is_full,
         )
         yield from problems
         if fields is None:
             return
-        custom_id, prefix = found.get("custom_id" if is_openai else "id"), ("body",) if is_openai else ()
+        custom_id, prefix = line_fields.get("custom_id" if is_openai else "id"), ("body",) if is_openai else ()
         try:
-            item = build_item(number, custom_id, url or (CALLS_URL if "tool" in found else RUNS_URL), fields)
-        except Unfit as error:
+            item = build_item(number, custom_id, url or (CALLS_URL if "tool" in line_fields else RUNS_URL), fields)
+        except InvalidField as error:
             yield (*prefix, *error.path), error.message
             return
         except ValidationError:
             # The error is in the fields around the body, and was reported above.
             return
-        for path, message in self._grounds.complaints(item.ground):
+        for path, message in self._environments.find_errors(item.ground):
             yield (*prefix, *path), message
         # After an error no item will run, so the remaining items are checked and not stored.
-        if not self.complaints:
-            self.items.add(item.model_copy(update={"ground": self._grounds.settle(item.ground)}), values)
+        if not self.errors:
+            self.items.add(item.model_copy(update={"ground": self._environments.normalize(item.ground)}), values)
 
-    def _check_id(self, number: int, name: str, found: dict[str, Any]) -> Iterator[tuple[FieldPath, str]]:
+    def _check_id(self, number: int, name: str, fields: dict[str, Any]) -> Iterator[tuple[FieldPath, str]]:
         """Yield an error if an earlier line has the same id."""
-        custom_id = found.get(name)
+        custom_id = fields.get(name)
         first = self._lines_of.setdefault(custom_id, number) if isinstance(custom_id, str) else number
         if first != number:
             yield (
                 (name,),
-                f"'{_short(str(custom_id))}' is the id of line {first} as well: give each line one of its own",
+                f"'{_short(str(custom_id))}' is also the id of line {first}: use a different id for each line",
             )
 
     def _check_shape(self, number: int, url: str | None) -> Iterator[tuple[FieldPath, str]]:
@@ -289,26 +298,26 @@ class _Reader:
                 (),
                 (
                     f"this line has another shape than line {first}: write all lines with custom_id, method, url and "
-                    "body, or all short"
+                    "body, or all lines in the short form"
                 ),
             )
         else:
             yield (
                 ("url",),
-                f"this is '{url}' and line {first} has '{expected}': a file has one url, make two batches of it",
+                f"this is '{url}' and line {first} has '{expected}': a file has one url, so split it into two batches",
             )
 
     @property
     def _is_full(self) -> bool:
         """Return whether no further error is shown."""
-        return len(self.complaints) >= MAX_SHOWN
+        return len(self.errors) >= MAX_SHOWN
 
-    def _complain(self, complaint: Complaint) -> None:
+    def _add_error(self, error: LineError) -> None:
         """Add an error, or count the error if enough errors are shown."""
         if self._is_full:
             self.more += 1
         else:
-            self.complaints.append(complaint)
+            self.errors.append(error)
 
 
 def _decode(line: bytes) -> str:
@@ -317,41 +326,40 @@ def _decode(line: bytes) -> str:
         return line.decode()
     except UnicodeDecodeError as error:
         at = len(line[: error.start].decode()) + 1
-        raise NotStrict(f"this is no UTF-8 (byte 0x{line[error.start]:02x}): save the file as UTF-8", at) from None
+        raise NotStrict(f"the line is not UTF-8 (byte 0x{line[error.start]:02x}): save the file as UTF-8", at) from None
 
 
 def _parse(
-    shape: type[S], fields: Any, prefix: FieldPath, *, is_told: bool
+    shape: type[S], fields: Any, prefix: FieldPath, *, has_messages: bool
 ) -> tuple[S | None, list[tuple[FieldPath, str]]]:
-    """Return the record, or its errors as (path, message). The messages are empty if `is_told` is False: they would
-    not be shown, and building them takes time.
+    """Return the record, or its errors as (path, message). The messages are empty if `has_messages` is False: they
+    would not be shown, and building them takes time.
     """
     try:
         return shape.model_validate(fields), []
     except ValidationError as error:
-        told = [(problem, (*prefix, *problem["loc"])) for problem in error.errors(include_url=False)]
+        problems = [(problem, (*prefix, *problem["loc"])) for problem in error.errors(include_url=False)]
         return None, [
-            (path, _sentence(shape, problem, path) if is_told and at < MAX_SHOWN else "")
-            for at, (problem, path) in enumerate(told)
+            (path, _sentence(shape, problem, path) if has_messages and at < MAX_SHOWN else "")
+            for at, (problem, path) in enumerate(problems)
         ]
 
 
 def _sentence(shape: type[BaseModel], problem: ErrorDetails, path: FieldPath) -> str:
     """Return the message for one validation error."""
-    kind, value, last = problem["type"], problem["input"], str(path[-1])
+    error_type, value, last = problem["type"], problem["input"], str(path[-1])
     field = f"`{'.'.join(_short(str(step)) for step in path)}`"
-    if kind == "missing":
-        return f"{field} is missing: give it"
-    if kind == "extra_forbidden":
-        return f"{field} is not known: {_nearest(shape, last, problem['loc'][:-1])}"
-    if kind == "literal_error" and last == "url":
-        return f"{field} is one of {', '.join(BODIES)}, not {_shown(value)}"
-    return (
-        f"{field} {problem['msg'].removeprefix('Input ').removeprefix('String ')[:300]}, not {_shown(value)}: mend it"
-    )
+    if error_type == "missing":
+        return f"{field} is missing: add it"
+    if error_type == "extra_forbidden":
+        return f"{field} is an unknown field: {_nearest(shape, last, problem['loc'][:-1])}"
+    if error_type == "literal_error" and last == "url":
+        return f"{field} is one of {', '.join(BODIES)}, not {_format_value(value)}"
+    expected = problem["msg"].removeprefix("Input ").removeprefix("String ")[:300]
+    return f"{field} {expected}, not {_format_value(value)}: fix it"
 
 
-_MEANT = {
+_SUGGESTIONS = {
     "custom_id": "id", "prompt": "instruction", "task": "instruction", "question": "instruction", "text": "instruction",
     "timeout": "timeout_s", "folder": "workspace", "dir": "workspace", "files": "artifacts", "args": "arguments",
     "checkpoint": "restore",
@@ -364,11 +372,13 @@ def _nearest(shape: type[BaseModel], name: str, above: FieldPath) -> str:
     if name in LIMIT_NAMES and "limits" in names:
         return f"write it as `limits.{name}`"
     plain = re.sub(r"(?<=[a-z])(?=[A-Z])|[- ]", "_", name[:100]).lower()
-    close = [meant] if (meant := _MEANT.get(plain)) in names else difflib.get_close_matches(plain, names, 1)
-    return f"did you mean `{close[0]}`?" if close else f"there are {', '.join(sorted(names))}"
+    close = (
+        [suggestion] if (suggestion := _SUGGESTIONS.get(plain)) in names else difflib.get_close_matches(plain, names, 1)
+    )
+    return f"did you mean `{close[0]}`?" if close else f"the fields are {', '.join(sorted(names))}"
 
 
-def _shown(value: object) -> str:
+def _format_value(value: object) -> str:
     """Return the value for a message."""
     if isinstance(value, dict | list):
         return "a list" if isinstance(value, list) else "an object"

@@ -39,10 +39,10 @@ class LiveProgress(Display):
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self, error_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._live.stop()
-        super().__exit__(kind, error, trace)
+        super().__exit__(error_type, error, trace)
 
     def _show_status(self, s: Snapshot) -> None:
         self._bar.update(self._task, total=s.total, completed=s.ended)

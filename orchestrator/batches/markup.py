@@ -31,15 +31,15 @@ def element(name: str, *children: Markup, **attributes: str | float) -> Markup:
     """Return an element. An underscore in the name of an attribute becomes a hyphen; an underscore at the end is
     removed.
     """
-    shown = "".join(
+    rendered = "".join(
         f' {_attribute(key)}="{_value(value, 10**6 if key == "points" else _MOST_CHARS)}"'
         for key, value in attributes.items()
     )
     if not _NAME.fullmatch(name):
-        raise ValueError(f"'{name}' is no name of an element: give one of letters, digits and hyphens")
+        raise ValueError(f"'{name}' is not an element name: use letters, digits and hyphens")
     if name in _VOID:
-        return Markup(f"<{name}{shown}>")
-    return Markup(f"<{name}{shown}>{''.join(children)}</{name}>")
+        return Markup(f"<{name}{rendered}>")
+    return Markup(f"<{name}{rendered}>{''.join(children)}</{name}>")
 
 
 def join(parts: list[Markup], between: str = "") -> Markup:

@@ -117,7 +117,7 @@ class _Attempt:
     counted: tuple[int, ...] = _NOTHING
     reported: tuple[int, ...] | None = None
 
-    def spent(self) -> tuple[int, ...]:
+    def usage(self) -> tuple[int, ...]:
         """Return the larger count of each kind. Some events may be lost, and the end event may be missing."""
         return tuple(map(max, self.counted, self.reported or _NOTHING))
 
@@ -138,7 +138,7 @@ class Progress:
         """Numbers of running and ended items. All other items are queued."""
         self._failures = Counter[tuple[FailureKind, str]]()
         self._examples: dict[tuple[FailureKind, str], RunEnded] = {}
-        self._spent: tuple[int, ...] = _NOTHING
+        self._usage: tuple[int, ...] = _NOTHING
         # A sum of floats depends on the order of the events. A sum of integers does not.
         self._nano_cost = self._costs = self._costs_unknown = 0
         self._notes: list[tuple[float, str]] = []
@@ -192,7 +192,7 @@ class Progress:
         total, failed, running = max(self._total, len(self._items)), self._failures.total(), self._stages[Stage.RUNNING]
         has_ended = self._total > 0 and self.ended == total
         wall = max(0.0, (self.last_at if has_ended else now) - (now if self._first_at is None else self._first_at))
-        steps, calls, prompt_tokens, completion_tokens = self._spent
+        steps, calls, prompt_tokens, completion_tokens = self._usage
         groups = [self._group(*key, count) for key, count in self._failures.items() if count]
         failures = {kind: sum(group.count for group in groups if group.kind == kind) for kind in FailureKind}
         return Snapshot(
@@ -240,7 +240,7 @@ class Progress:
 
     def _spend(self, attempt: _Attempt, event: RunEvent) -> None:
         """Add the steps, calls, tokens and cost of an event to the totals."""
-        before = attempt.spent()
+        before = attempt.usage()
         match event:
             case StepFinished(usage=usage):
                 attempt.counted = _add(attempt.counted, (1, 0, usage.prompt_tokens, usage.completion_tokens))
@@ -251,7 +251,7 @@ class Progress:
                 self._costs += event.cost is not None
                 self._costs_unknown += event.cost is None
                 self._nano_cost += round((event.cost or 0) * _NANO)
-        self._spent = _add(self._spent, (after - old for after, old in zip(attempt.spent(), before, strict=True)))
+        self._usage = _add(self._usage, (after - old for after, old in zip(attempt.usage(), before, strict=True)))
 
     def _move(self, event: RunEvent) -> None:
         """Move an item to the stage of its event. An item never moves back: an event of an earlier attempt or stage
@@ -286,4 +286,4 @@ class Progress:
 
 def _add(sums: tuple[int, ...], more: Iterable[int]) -> tuple[int, ...]:
     """Return the sums, element by element."""
-    return tuple(one + other for one, other in zip(sums, more, strict=True))
+    return tuple(left + right for left, right in zip(sums, more, strict=True))

@@ -162,9 +162,9 @@ class _Report:
         if not snapshot.failed:
             return paragraph("No item has failed.")
         latest = self._progress.latest
-        shown = sorted(
-            (one for one in self._failed.values() if latest(one.item) == (one.attempt, Stage.ENDED)),
-            key=lambda one: (one.at, one.item),
+        listed = sorted(
+            (end for end in self._failed.values() if latest(end.item) == (end.attempt, Stage.ENDED)),
+            key=lambda end: (end.at, end.item),
         )
         rows = [
             (
@@ -175,21 +175,21 @@ class _Report:
                 format_time(end.at),
                 end.failure.message,
             )
-            for end in shown
+            for end in listed
             if end.failure is not None
         ]
         kinds = ", ".join(f"{count:,} {kind}" for kind, count in snapshot.failures.items())
         columns = ("item", "kind", "code", "attempt", "ended", "message")
-        title = f"Failed items: {len(shown):,} of {snapshot.failed:,}"
+        title = f"Failed items: {len(listed):,} of {snapshot.failed:,}"
         more = (
-            f"{snapshot.failed - len(shown):,} more failed items are not listed here; the error file has all of them."
+            f"{snapshot.failed - len(listed):,} more failed items are not listed here; the error file has all of them."
         )
         return join(
             [
                 paragraph(f"{snapshot.failed:,} failed: {kinds}. Items whose retry succeeded do not count."),
                 _groups(snapshot),
                 table(title, columns, rows, words=(0, 1, 2, 4, 5), most=MAX_CELL_CHARS),
-                paragraph(more if snapshot.failed > len(shown) else ""),
+                paragraph(more if snapshot.failed > len(listed) else ""),
             ]
         )
 
@@ -218,7 +218,7 @@ class _Report:
         if calls:
             parts.append(table("Calls by tool", ("tool", *_TIMES, "errors", "queued p95"), calls))
             parts.append(
-                paragraph("From the request to the result. Queued: until a worker took the call, a part of it.")
+                paragraph("Time from the request to the result. Queued: the part of it until a worker took the call.")
             )
         if waits:
             parts.append(table("Waiting", ("for", *_TIMES), waits))

@@ -105,10 +105,10 @@ def _legend(lines: Sequence[Line], y: float) -> list[Markup]:
 
 def _duration(seconds: float) -> str:
     """Return a duration without its zero parts: "2 h" and not "2 h 00 min"."""
-    shown = format_seconds(seconds) if seconds else "0"
+    text_ = format_seconds(seconds) if seconds else "0"
     for zero, short in ((" 00 s", ""), (" 00 min", ""), (".0 s", " s"), (" 0 h", "")):
-        shown = shown.replace(zero, short)
-    return shown
+        text_ = text_.replace(zero, short)
+    return text_
 
 
 def _number(value: float) -> str:

@@ -66,7 +66,7 @@ class RowFile:
         try:
             return cls._open(path, belongs)
         except OSError as error:
-            raise _unusable(path, error) from error
+            raise _build_open_error(path, error) from error
 
     @classmethod
     def _open(cls, path: Path, belongs: Belongs) -> "RowFile":
@@ -78,7 +78,7 @@ class RowFile:
             os.close(descriptor)
             raise
         try:
-            file._mend(scan)
+            file._repair(scan)
         except BaseException:
             file.close()
             raise
@@ -114,14 +114,14 @@ class RowFile:
         `newer` in place of older lines. Raises RowsNotWritten.
         """
         with self._lock:
-            self._check_place()
+            self._check_file()
             try:
                 self._replace(leave_out, newer)
                 _sync_folder(self.path.parent)
             except OSError as error:
-                raise self._not_written(error) from error
+                raise self._build_write_error(error) from error
             except ValueError as error:
-                raise self._changed() from error
+                raise self._build_changed_error() from error
 
     def close(self) -> None:
         """Close the file, so that another process can open it. A second call does nothing."""
@@ -136,7 +136,7 @@ class RowFile:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _mend(self, scan: Scan) -> None:
+    def _repair(self, scan: Scan) -> None:
         """Remove the remains of a crash, and check that the disk has room for more rows."""
         self._set_end()
         try:
@@ -161,10 +161,10 @@ class RowFile:
             if self._is_torn:
                 self._set_end()
                 self._is_torn = False
-            self._check_place()
+            self._check_file()
             self._is_torn, end = True, self._end
             for line in lines:
-                end += _write_whole(self._descriptor, line, end)
+                end += _write_fully(self._descriptor, line, end)
             # After a failed fsync, the kernel may count lost data as written. Remove the rows, so that the next call
             # writes them again.
             os.fsync(self._descriptor)
@@ -174,42 +174,44 @@ class RowFile:
             with contextlib.suppress(OSError):
                 self._set_end()
                 self._is_torn = False
-            raise self._not_written(error) from error
+            raise self._build_write_error(error) from error
         self._is_torn = False
         self._end = end
 
-    def _check_place(self) -> None:
+    def _check_file(self) -> None:
         """Raise RowsNotWritten if the file was moved, replaced or changed. Rows would be lost in that file, or would
         overwrite other data.
         """
         if self._descriptor < 0:
-            raise RowsNotWritten(f"{self.path} is closed: open it again")
-        mine = os.fstat(self._descriptor)
+            raise RowsNotWritten(f"the file {self.path} is closed: open it again")
+        opened = os.fstat(self._descriptor)
         try:
-            there = self.path.stat()
+            current = self.path.stat()
         except OSError:
-            there = None
-        if there is None or not os.path.samestat(mine, there):
+            current = None
+        if current is None or not os.path.samestat(opened, current):
             raise RowsNotWritten(
-                f"{self.path} has been moved or deleted while rows were written to it: put it back, then resume"
+                f"{self.path} was moved or deleted while rows were written to it: restore it, then resume"
             )
-        if mine.st_size != self._end and not self._is_torn:
-            raise self._changed()
+        if opened.st_size != self._end and not self._is_torn:
+            raise self._build_changed_error()
 
     def _replace(self, leave_out: Collection[str], newer: Mapping[str, bytes]) -> None:
         """Write a new file next to the old file, then rename the new file to the name of the old file."""
         # The temporary name has a fixed length: the name of the row file may already have the maximum length.
-        beside = self.path.with_name(f".rows-{hashlib.sha256(os.fsencode(self.path.name)).hexdigest()[:16]}.unfinished")
-        fresh = os.open(beside, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        temporary = self.path.with_name(
+            f".rows-{hashlib.sha256(os.fsencode(self.path.name)).hexdigest()[:16]}.unfinished"
+        )
+        fresh = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         try:
             # Lock the new file before another process can find the file by its final name.
             fcntl.flock(fresh, fcntl.LOCK_EX | fcntl.LOCK_NB)
             ids, end = self._copy(fresh, leave_out, newer)
             os.fsync(fresh)
-            os.replace(beside, self.path)
+            os.replace(temporary, self.path)
         except BaseException:
             os.close(fresh)
-            beside.unlink(missing_ok=True)
+            temporary.unlink(missing_ok=True)
             raise
         os.close(self._descriptor)
         self._descriptor, self._ids, self._end, self._is_torn = fresh, ids, end, False
@@ -228,20 +230,20 @@ class RowFile:
         with os.fdopen(os.dup(self._descriptor), "rb") as source:
             for custom_id, line in read_rows(source, self._end):
                 if custom_id not in leave_out:
-                    end += _write_whole(fresh, newer.get(custom_id, line), end)
+                    end += _write_fully(fresh, newer.get(custom_id, line), end)
                     ids.add(custom_id)
         return ids, end
 
-    def _changed(self) -> RowsNotWritten:
+    def _build_changed_error(self) -> RowsNotWritten:
         """Return the error for a file that another program has changed."""
         return RowsNotWritten(
-            f"{self.path} has been changed by another program while rows were written to it: undo that, then resume"
+            f"another program changed {self.path} while rows were written to it: undo the change, then resume"
         )
 
-    def _not_written(self, error: OSError) -> RowsNotWritten:
+    def _build_write_error(self, error: OSError) -> RowsNotWritten:
         """Return the error for rows that the disk does not accept."""
         return RowsNotWritten(
-            f"rows cannot be written to {self.path} ({error.strerror}): {_advice(error)}, then resume; no row is lost"
+            f"rows cannot be written to {self.path} ({error.strerror}): {_advice(error)}, then resume. No row is lost"
         )
 
 
@@ -261,7 +263,7 @@ class RowFiles:
         if os.path.realpath(output) == os.path.realpath(errors) or (
             output.exists() and errors.exists() and os.path.samefile(output, errors)
         ):
-            raise ConfigError(f"{output} and {errors} are one file: give the rows of failures a file of their own")
+            raise ConfigError(f"{output} and {errors} are the same file: use a separate file for the rows of failures")
         first = RowFile.open(output, belongs)
         try:
             return cls(first, RowFile.open(errors, belongs))
@@ -346,8 +348,8 @@ def _build_line(outcome: Outcome) -> tuple[bytes, bool]:
         return build_row_line(build_row(outcome)), outcome.failure is None
     except ValueError as error:
         message = (
-            f"the item ended, and its row cannot be kept: {error}; ask for less of it, as without its transcript, and "
-            "retry it"
+            f"the item ended, but its row cannot be stored: {error}. Request less output, for example no transcript, "
+            "and retry the item"
         )
         failure = Failure(kind=FailureKind.MODEL, code=ErrorCode.INTERNAL, message=message)
         return build_row_line(build_row(outcome.model_copy(update={"body": None, "failure": failure}))), False
@@ -367,12 +369,12 @@ def _open_locked(path: Path) -> tuple[Path, int]:
         except BlockingIOError:
             os.close(descriptor)
             raise ConfigError(
-                f"another process is writing rows to {path}: wait until it has ended, or give another file"
+                f"another process is writing rows to {path}: wait until it ends, or use another file"
             ) from None
         except OSError as error:
             os.close(descriptor)
             raise ConfigError(
-                f"{path} cannot be locked ({error.strerror}): give a file on a disk that keeps locks"
+                f"{path} cannot be locked ({error.strerror}): use a file on a disk that supports locks"
             ) from error
         os.close(descriptor)
 
@@ -384,33 +386,33 @@ def _open_file(path: Path) -> tuple[Path, int]:
         # Check the type before opening: opening a pipe waits for its reader.
         if path.exists() and not path.is_file():
             raise ConfigError(
-                f"{path} is no plain file, and rows are kept, not only printed: give a file (`toolcrew batches export "
-                "ID` prints what is in it)"
+                f"{path} is not a regular file, and rows must be stored: use a regular file (`toolcrew batches export "
+                "ID` prints the rows)"
             )
         if real.parent.is_dir() and not os.access(real.parent, os.W_OK | os.X_OK):
             raise ConfigError(
-                f"rows cannot be written to {path}: no file can be made in its folder; mend the folder's rights, or "
-                "give another"
+                f"rows cannot be written to {path}: no file can be created in its folder. Fix the permissions of the "
+                "folder, or use another folder"
             )
         return real, os.open(real, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK, 0o666)
     except ValueError as error:
-        raise ConfigError(f"rows cannot be written to {str(path)!r} ({error}): give another name") from error
+        raise ConfigError(f"rows cannot be written to {str(path)!r} ({error}): use another name") from error
     except OSError as error:
-        raise _unusable(path, error) from error
+        raise _build_open_error(path, error) from error
 
 
-def _unusable(path: Path, error: OSError) -> ConfigError:
+def _build_open_error(path: Path, error: OSError) -> ConfigError:
     """Return the error for a path that cannot be used."""
     return ConfigError(f"rows cannot be written to {path} ({error.strerror}): {_advice(error)}")
 
 
-def _write_whole(descriptor: int, line: bytes, at: int) -> int:
+def _write_fully(descriptor: int, line: bytes, at: int) -> int:
     """Write the whole line at the position. On a disk that is nearly full, the kernel may write a part and report the
     error at the next write.
     """
-    done = 0
-    while done < len(line):
-        done += os.pwrite(descriptor, memoryview(line)[done:], at + done)
+    written = 0
+    while written < len(line):
+        written += os.pwrite(descriptor, memoryview(line)[written:], at + written)
     return len(line)
 
 
@@ -426,9 +428,9 @@ def _sync_folder(folder: Path) -> None:
 def _advice(error: OSError) -> str:
     """Return advice for an error of the disk."""
     if error.errno in _FULL:
-        return "make room on its disk"
+        return "free space on its disk"
     if error.errno == errno.ENOENT:
-        return "make its folder"
+        return "create its folder"
     if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
-        return "mend its rights, or give another file"
-    return "mend its disk, or give another file"
+        return "fix its permissions, or use another file"
+    return "fix its disk, or use another file"

@@ -54,7 +54,7 @@ def scan_rows(descriptor: int, path: Path, belongs: Belongs) -> Scan:
                 _take_line(scan, line, path, number, belongs)
                 scan.end = at
             elif len(line) > MAX_ROW_BYTES:
-                raise _no_row(path, number, f"it is longer than {MAX_ROW_BYTES} bytes")
+                raise _build_row_error(path, number, f"the line is longer than {MAX_ROW_BYTES} bytes")
             else:
                 _take_tail(scan, line, path, number, belongs)
     return scan
@@ -95,9 +95,9 @@ def _take_tail(scan: Scan, tail: bytes, path: Path, number: int, belongs: Belong
         scan.end += len(tail)
         scan.lacks_newline = True
         return
-    begun = tail.rstrip(b"\0")
-    if not begun.startswith(_BEGIN[: len(begun)]) and tail.strip() and not (b"\0" in tail and _is_hole(scan, tail)):
-        raise _no_row(path, number, "it begins as none does")
+    start = tail.rstrip(b"\0")
+    if not start.startswith(_BEGIN[: len(start)]) and tail.strip() and not (b"\0" in tail and _is_hole(scan, tail)):
+        raise _build_row_error(path, number, "the line does not start like a row")
     scan.dropped_bytes += len(tail)
 
 
@@ -114,12 +114,12 @@ def _take_row(scan: Scan, row: Row, path: Path, number: int, belongs: Belongs) -
     """Add the id of a row. Raises ConfigError for a row of another batch and for a second row of an item."""
     if not belongs(row.custom_id, row.id):
         raise ConfigError(
-            f"{path} holds a row of another batch (line {number}, '{row.custom_id[:100]}'): give a file of this one, "
-            "or a new one"
+            f"{path} contains a row of another batch (line {number}, '{row.custom_id[:100]}'): use a file of this "
+            "batch, or a new file"
         )
     if row.custom_id in scan.ids:
         raise ConfigError(
-            f"{path} holds two rows of '{row.custom_id[:100]}', the second in line {number}: remove one of them"
+            f"{path} contains two rows of '{row.custom_id[:100]}', the second in line {number}: remove one of them"
         )
     scan.ids.add(row.custom_id)
 
@@ -129,12 +129,12 @@ def _parse(line: bytes, path: Path, number: int) -> Row:
     try:
         return parse_row(line)
     except ValueError as error:
-        raise _no_row(path, number, str(error)) from None
+        raise _build_row_error(path, number, str(error)) from None
 
 
-def _no_row(path: Path, number: int, why: str) -> ConfigError:
+def _build_row_error(path: Path, number: int, reason: str) -> ConfigError:
     """Return the error for a line that is not a row."""
     return ConfigError(
-        f"line {number} of {path} is no row of a batch ({why[:300]}): nothing was changed in it; give another file, or "
-        "take the line out"
+        f"line {number} of {path} is not a row of a batch ({reason[:300]}). The file was not changed: use another "
+        "file, or remove the line"
     )

@@ -87,9 +87,9 @@ def build_row_line(row: Mapping[str, Any]) -> bytes:
             # A file name or a model wrote half of a surrogate pair. An escape preserves the half.
             line = json.dumps(row, allow_nan=False).encode() + b"\n"
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"it cannot be written as JSON ({error})") from error
+        raise ValueError(f"the row cannot be written as JSON ({error})") from error
     if len(line) > MAX_ROW_BYTES:
-        raise ValueError(f"it is larger than {MAX_ROW_BYTES} bytes")
+        raise ValueError(f"the row is larger than {MAX_ROW_BYTES} bytes")
     return line
 
 
@@ -100,10 +100,10 @@ def parse_row(line: bytes) -> Row:
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         raise ValueError(
-            f"this is no row of a batch: `{'.'.join(str(step) for step in first['loc'])}` {first['msg']}"
+            f"the line is not a row of a batch: `{'.'.join(str(step) for step in first['loc'])}` {first['msg']}"
         ) from None
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"this is no row of a batch: {error}") from None
+        raise ValueError(f"the line is not a row of a batch: {error}") from None
 
 
 def parse_outcome(row: Row) -> Iterator[Outcome]:
@@ -142,18 +142,20 @@ def build_run_body(
         "cost": result.cost,
         "clocks": result.clocks.model_dump(),
     }
-    return _with(
+    return _add_lists(
         body,
         transcript=[dict(message) for message in result.transcript] if has_transcript else None,
-        **_artifacts(artifacts, missing),
-    ) | _archive(file)
+        **_build_artifact_fields(artifacts, missing),
+    ) | _build_archive_field(file)
 
 
 def build_call_body(
     result: ToolResult, *, artifacts: Iterable[str] | None = None, missing: Iterable[str] = (), file: str = ""
 ) -> dict[str, JsonValue]:
     """Return the body of a row of /v1/tools/execute: the result of the call."""
-    return _with(result.model_dump(mode="json"), **_artifacts(artifacts, missing)) | _archive(file)
+    return _add_lists(
+        result.model_dump(mode="json"), **_build_artifact_fields(artifacts, missing)
+    ) | _build_archive_field(file)
 
 
 def build_chat_body(result: RunResult, *, model: str, created: float) -> dict[str, JsonValue]:
@@ -195,16 +197,16 @@ def build_answer_body(
     return build_run_body(result, has_transcript=has_transcript, **artifacts)
 
 
-def _artifacts(paths: Iterable[str] | None, missing: Iterable[str]) -> dict[str, Iterable[str] | None]:
+def _build_artifact_fields(paths: Iterable[str] | None, missing: Iterable[str]) -> dict[str, Iterable[str] | None]:
     """Return the fields about artifacts; None for fields that are left out."""
     return {"artifacts": paths, "artifacts_missing": list(missing) or None}
 
 
-def _archive(file: str) -> dict[str, JsonValue]:
+def _build_archive_field(file: str) -> dict[str, JsonValue]:
     """Return the field with the id of the archive; no field if there is no archive."""
     return {"artifacts_file": file} if file else {}
 
 
-def _with(body: dict[str, JsonValue], **lists: Iterable[Any] | None) -> dict[str, JsonValue]:
+def _add_lists(body: dict[str, JsonValue], **lists: Iterable[Any] | None) -> dict[str, JsonValue]:
     """Return the body with the lists that are not None."""
     return body | {name: list(entries) for name, entries in lists.items() if entries is not None}

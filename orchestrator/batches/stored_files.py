@@ -22,7 +22,7 @@ from store.archives.files import (
 MAX_UPLOADS = 1000
 """Maximum number of uploads that a tenant may have at a time."""
 _PIECE_BYTES = 1024 * 1024
-_LOOKS_AT_ONCE = 16
+_MAX_PARALLEL_CHECKS = 16
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class StoredFiles:
         if len([file for file in await self._ids(tenant) if is_upload(file)]) >= MAX_UPLOADS:
             raise ToolFailure(
                 ErrorCode.QUOTA_EXCEEDED,
-                f"tenant {tenant} has {MAX_UPLOADS} uploads, which is the limit: delete some",
+                f"tenant {tenant} has reached the limit of {MAX_UPLOADS} uploads: delete some uploads",
             )
         file = new_file_id("file")
         await self._store.put(f"{tenant}/{file}", self._checked(in_pieces(chunks, _PIECE_BYTES)))
@@ -77,11 +77,11 @@ class StoredFiles:
         """Return the size, hash and creation time of a file."""
         created_at = file_created_at(file)
         if created_at is None:
-            raise _not_found(file)
+            raise _build_not_found_error(file)
         try:
             facts = await self._store.describe(f"{tenant}/{file}")
         except NotStored:
-            raise _not_found(file) from None
+            raise _build_not_found_error(file) from None
         return StoredFile(file, facts.bytes, facts.sha256, created_at)
 
     async def read(self, tenant: str, file: str) -> AsyncGenerator[bytes]:
@@ -91,39 +91,39 @@ class StoredFiles:
             async for chunk in self._store.get(f"{tenant}/{file}"):
                 yield chunk
         except NotStored:
-            raise _not_found(file) from None
+            raise _build_not_found_error(file) from None
 
     async def delete(self, tenant: str, file: str) -> None:
         """Delete a file."""
         if not is_file_id(file) or not await self._store.delete(f"{tenant}/{file}"):
-            raise _not_found(file)
+            raise _build_not_found_error(file)
 
     async def list_page(self, tenant: str, before: str = "", limit: int = 50) -> tuple[list[StoredFile], str | None]:
         """Return the newest files that are older than `before`, and the id of the last file if there are more."""
         ids = sorted(await self._ids(tenant), key=_age, reverse=True)
         later = [file for file in ids if not before or _age(file) < _age(before)]
-        found = await asyncio.gather(*(self.get(tenant, file) for file in later[:limit]), return_exceptions=True)
+        results = await asyncio.gather(*(self.get(tenant, file) for file in later[:limit]), return_exceptions=True)
         files = list[StoredFile]()
-        for one in found:
+        for result in results:
             # A file may be deleted or expire between the listing and the look-up, so a missing file is skipped.
-            if isinstance(one, StoredFile):
-                files.append(one)
-            elif not isinstance(one, ToolFailure):
-                raise one
+            if isinstance(result, StoredFile):
+                files.append(result)
+            elif not isinstance(result, ToolFailure):
+                raise result
         return files, later[limit - 1] if len(later) > limit else None
 
-    async def check_all(self, tenant: str, files: Iterable[str]) -> list[str]:
+    async def find_missing(self, tenant: str, files: Iterable[str]) -> list[str]:
         """Return the ids in `files` that the tenant does not have."""
-        looks, missing = asyncio.Semaphore(_LOOKS_AT_ONCE), list[str]()
+        slots, missing = asyncio.Semaphore(_MAX_PARALLEL_CHECKS), list[str]()
 
-        async def look(file: str) -> None:
-            async with looks:
+        async def check(file: str) -> None:
+            async with slots:
                 try:
                     await self.get(tenant, file)
                 except ToolFailure:
                     missing.append(file)
 
-        await asyncio.gather(*(look(file) for file in sorted(set(files))))
+        await asyncio.gather(*(check(file) for file in sorted(set(files))))
         return missing
 
     async def _ids(self, tenant: str) -> list[str]:
@@ -137,16 +137,16 @@ class StoredFiles:
         async for piece in pieces:
             # The kind is checked on the first piece, so that a wrong file is rejected before the rest is uploaded.
             if total == 0 and find_kind(piece[:HEAD_BYTES]) is None:
-                raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, f"the file is of no known kind: give {KNOWN_KINDS}")
+                raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, f"the file has an unknown type: use {KNOWN_KINDS}")
             total += len(piece)
             if total > self._max_bytes:
                 raise ToolFailure(
                     ErrorCode.FILE_TOO_LARGE,
-                    f"the file is larger than {self._max_bytes} bytes, which is the limit: give a smaller one",
+                    f"the file is larger than the limit of {self._max_bytes} bytes: use a smaller file",
                 )
             yield piece
         if total == 0:
-            raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, f"the file is empty: give {KNOWN_KINDS}")
+            raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, f"the file is empty: use {KNOWN_KINDS}")
 
 
 def _age(file: str) -> tuple[float, str]:
@@ -154,7 +154,7 @@ def _age(file: str) -> tuple[float, str]:
     return file_created_at(file) or 0.0, file
 
 
-def _not_found(file: str) -> ToolFailure:
+def _build_not_found_error(file: str) -> ToolFailure:
     """Return the error for a file that the tenant does not have."""
     return ToolFailure(
         ErrorCode.FILE_NOT_FOUND,

@@ -14,7 +14,7 @@ from contract.json_limits import has_more_values, has_more_values_in_text
 MAX_DEPTH = 64
 MAX_VALUES = 20_000
 """Maximum number of values in one object, including nested values."""
-_TOO_MANY = f"it has more than {MAX_VALUES} values: put what is large into a file of the workspace"
+_TOO_MANY = f"the object has more than {MAX_VALUES} values: put large content into a file of the workspace"
 
 Path = tuple[str | int, ...]
 """Keys and indices from the outermost object to a value."""
@@ -37,13 +37,13 @@ class NotStrict(Exception):
 
 
 @dataclass(frozen=True)
-class Place:
+class TokenPosition:
     """Position at which a key or a value starts."""
 
     path: Path
     column: int
     is_key: bool
-    word: str
+    token: str
 
 
 def parse_object(text: str) -> dict[str, Any]:
@@ -57,17 +57,19 @@ def parse_object(text: str) -> dict[str, Any]:
         value = _DECODER.decode(text)
     except json.JSONDecodeError as error:
         raise NotStrict(_sentence(error, text), error.pos + 1) from None
-    except _Doubled as doubled:
-        raise NotStrict(f"the key '{doubled}' is there twice in one object: leave one", _find_doubled(text)) from None
+    except _DuplicateKey as duplicate:
+        message = f"the key '{duplicate}' occurs twice in one object: remove one"
+        raise NotStrict(message, _find_duplicate_key(text)) from None
     except _Infinite as number:
         column = next(
-            (place.column for place in walk_places(text) if not place.is_key and _is_infinite(place.word)), None
+            (position.column for position in walk_tokens(text) if not position.is_key and _is_infinite(position.token)),
+            None,
         )
-        raise NotStrict(f"{number} is no number of JSON: write null, or a finite number", column) from None
+        raise NotStrict(f"{number} is not a JSON number: write null, or a finite number", column) from None
     except ValueError as error:
         raise NotStrict(f"a number cannot be read ({error}): write it as a string", None) from None
     if not isinstance(value, dict):
-        raise NotStrict(f"this is {_kind(value)}: every line is one object", 1)
+        raise NotStrict(f"the line is {_describe_type(value)}: write one object per line", 1)
     if has_more_values(value, MAX_VALUES):
         raise NotStrict(_TOO_MANY)
     if "\\u" in text:
@@ -80,50 +82,50 @@ def find_columns(text: str, paths: Iterable[Path]) -> list[int | None]:
 
     For a missing value, return the column of the nearest existing object or list around the value.
     """
-    wanted = list(paths)
-    around = {path[:depth] for path in wanted for depth in range(len(path) + 1)}
+    requested = list(paths)
+    around = {path[:depth] for path in requested for depth in range(len(path) + 1)}
     columns: dict[Path, int] = {}
-    for place in walk_places(text):
-        if not place.is_key and place.path in around:
-            columns.setdefault(place.path, place.column)
+    for position in walk_tokens(text):
+        if not position.is_key and position.path in around:
+            columns.setdefault(position.path, position.column)
     return [
         next((columns[path[:depth]] for depth in range(len(path), -1, -1) if path[:depth] in columns), None)
-        for path in wanted
+        for path in requested
     ]
 
 
-def walk_places(text: str) -> Iterator[Place]:
+def walk_tokens(text: str) -> Iterator[TokenPosition]:
     """Yield every key and value of a text in order. Stops at the first token that is not JSON."""
     kinds: list[str] = []
     steps: list[str | int] = []
     expects_key = False
-    for token in _TOKEN.finditer(text):
-        word, column = token[0], token.start() + 1
-        if word in ("}", "]"):
+    for match in _TOKEN.finditer(text):
+        token, column = match[0], match.start() + 1
+        if token in ("}", "]"):
             if not kinds:
                 return
             kinds.pop()
             steps.pop()
             expects_key = False
-        elif word == ",":
+        elif token == ",":
             if not kinds:
                 return
             expects_key = kinds[-1] == "{"
             if not expects_key:
                 steps[-1] = int(steps[-1]) + 1
-        elif expects_key and word != ":":
-            steps[-1] = _key(word)
+        elif expects_key and token != ":":
+            steps[-1] = _key(token)
             expects_key = False
-            yield Place(tuple(steps), column, True, word)
-        elif word != ":":
-            yield Place(tuple(steps), column, False, word)
-            if word in ("{", "["):
-                kinds.append(word)
-                steps.append("" if word == "{" else 0)
-                expects_key = word == "{"
+            yield TokenPosition(tuple(steps), column, True, token)
+        elif token != ":":
+            yield TokenPosition(tuple(steps), column, False, token)
+            if token in ("{", "["):
+                kinds.append(token)
+                steps.append("" if token == "{" else 0)
+                expects_key = token == "{"
 
 
-class _Doubled(Exception):
+class _DuplicateKey(Exception):
     """A key that occurs twice in one object."""
 
 
@@ -133,33 +135,33 @@ class _Infinite(Exception):
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Return the object. Raises _Doubled: a key occurs twice."""
-    made = dict(pairs)
-    if len(made) < len(pairs):
+    value = dict(pairs)
+    if len(value) < len(pairs):
         seen: set[str] = set()
-        raise _Doubled(next(key for key, _ in pairs if key in seen or seen.add(key)))  # type: ignore[func-returns-value]
-    return made
+        raise _DuplicateKey(next(key for key, _ in pairs if key in seen or seen.add(key)))  # type: ignore[func-returns-value]
+    return value
 
 
-def _refuse(word: str) -> NoReturn:
+def _refuse(token: str) -> NoReturn:
     """Raise _Infinite for NaN and Infinity."""
-    raise _Infinite(word)
+    raise _Infinite(token)
 
 
-def _finite(word: str) -> float:
+def _finite(token: str) -> float:
     """Return the number. Raises _Infinite: the number is too large for a float."""
-    number = float(word)
+    number = float(token)
     if not math.isfinite(number):
-        raise _Infinite(word)
+        raise _Infinite(token)
     return number
 
 
 _DECODER = json.JSONDecoder(object_pairs_hook=_unique, parse_constant=_refuse, parse_float=_finite)
 
 
-def _is_infinite(word: str) -> bool:
+def _is_infinite(token: str) -> bool:
     """Return whether the token is a number without a finite value."""
     try:
-        return not word.startswith('"') and not math.isfinite(float(word))
+        return not token.startswith('"') and not math.isfinite(float(token))
     except ValueError:
         return False
 
@@ -177,7 +179,7 @@ def _check_depth(text: str) -> None:
         if token[0] in ("{", "["):
             depth += 1
             if depth > MAX_DEPTH:
-                raise NotStrict(f"the JSON is nested deeper than {MAX_DEPTH}: make it flatter", token.start() + 1)
+                raise NotStrict(f"the JSON is nested deeper than {MAX_DEPTH} levels", token.start() + 1)
         elif token[0] in ("}", "]"):
             depth -= 1
 
@@ -187,30 +189,31 @@ def _check_characters(text: str) -> None:
     for escape in _ESCAPE.finditer(text):
         if escape[1] is not None:
             raise NotStrict(
-                f"{escape[1]} is half a character: write both halves, or the character itself", escape.start() + 1
+                f"{escape[1]} is half of a surrogate pair: write both halves, or the character itself",
+                escape.start() + 1,
             )
 
 
-def _find_doubled(text: str) -> int | None:
+def _find_duplicate_key(text: str) -> int | None:
     """Return the column of the first duplicate key."""
     seen: set[Path] = set()
-    for place in walk_places(text):
-        if place.is_key:
-            if place.path in seen:
-                return place.column
-            seen.add(place.path)
+    for position in walk_tokens(text):
+        if position.is_key:
+            if position.path in seen:
+                return position.column
+            seen.add(position.path)
     return None
 
 
-def _key(word: str) -> str:
+def _key(token: str) -> str:
     """Return the text of a key token."""
     try:
-        return str(json.loads(word))
+        return str(json.loads(token))
     except ValueError:
-        return word
+        return token
 
 
-def _kind(value: object) -> str:
+def _describe_type(value: object) -> str:
     """Return the kind of a value for a message."""
     names = {
         list: "a list",
@@ -225,12 +228,12 @@ def _kind(value: object) -> str:
 
 def _sentence(error: json.JSONDecodeError, text: str) -> str:
     """Return the message for a text that is not JSON."""
-    rest = text[error.pos :].strip()
+    remainder = text[error.pos :].strip()
     if error.msg == "Extra data":
-        return "something follows the object: a line holds one object and nothing else"
-    if text.strip() in ("[", "{") or (not rest and text.lstrip().startswith(("{", "["))):
+        return "the line has text after the object: write only one object per line"
+    if text.strip() in ("[", "{") or (not remainder and text.lstrip().startswith(("{", "["))):
         return (
-            "the JSON is not whole at the end of the line: write each object on one line (`jq -c .` does, `jq -c "
-            "'.[]'` of a list)"
+            "the JSON is incomplete at the end of the line: write each object on one line (`jq -c .`, or `jq -c "
+            "'.[]'` for a list)"
         )
-    return f"this is no JSON ({error.msg[0].lower()}{error.msg[1:]}): mend it"
+    return f"the line is not JSON ({error.msg[0].lower()}{error.msg[1:]}): fix it"

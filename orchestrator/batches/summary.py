@@ -54,7 +54,7 @@ def _next(snapshot: Snapshot, batch: str, tenant: str, is_kept: bool, rows: Sequ
             f"{unfinished:,} {'item has' if unfinished == 1 else 'items have'} no result yet: resume {resume}"
         )
     if cancelled := counts.get(FailureKind.CANCELLED, 0):
-        sentences.append(f"{cancelled:,} cancelled: resume them {resume}")
+        sentences.append(f"{cancelled:,} were cancelled: resume them {resume}")
     if infrastructure := counts.get(FailureKind.INFRASTRUCTURE, 0):
         sentences.append(f"{infrastructure:,} failed because of the infrastructure: retry them {retry}")
     if wrong := counts.get(FailureKind.INPUT, 0):
@@ -62,12 +62,12 @@ def _next(snapshot: Snapshot, batch: str, tenant: str, is_kept: bool, rows: Sequ
     if count := counts.get(FailureKind.MODEL, 0):
         run = next((group.run for group in snapshot.groups if group.kind == FailureKind.MODEL and group.run), "RUN")
         show = f"`{build_command('traces', 'show', one_line(run), tenant=tenant)}`"
-        sentences.append(f"{count:,} failed because of the model, and would fail again: see one of them with {show}")
+        sentences.append(f"{count:,} failed because of the model, and would fail again: show an example with {show}")
     if count := counts.get(FailureKind.TOOL, 0):
-        sentences.append(f"{count:,} failed because of a tool, and would fail again: their rows say why")
+        sentences.append(f"{count:,} failed because of a tool, and would fail again: read the reasons in their rows")
     if snapshot.ended and rows:
-        shown = [row for row, count in zip(rows, (snapshot.done, snapshot.failed), strict=True) if count]
-        sentences.append(f"read the rows in {' and '.join(one_line(quote(row)) for row in shown)}")
+        files = [row for row, count in zip(rows, (snapshot.done, snapshot.failed), strict=True) if count]
+        sentences.append(f"read the rows in {' and '.join(one_line(quote(row)) for row in files)}")
     elif snapshot.ended and is_kept:
         sentences.append(f"read the rows with `{build_command('batches', 'export', batch, tenant=tenant)}`")
     return sentences
@@ -77,8 +77,10 @@ def build_summary_lines(summary: Summary) -> list[str]:
     """Return the summary for people. The lines are safe for a terminal, but may be wider than the terminal."""
     s = summary
     counts = [f"{s.done:,} of {s.total:,} succeeded", f"{s.failed:,} failed"]
-    counts += [f"{count:,} {word}" for count, word in ((s.running, "running"), (s.queued, "queued")) if count]
-    again = "".join(f", {count:,} {word}" for count, word in ((s.retried, "retried"), (s.resumed, "resumed")) if count)
+    counts += [f"{count:,} {state}" for count, state in ((s.running, "running"), (s.queued, "queued")) if count]
+    again = "".join(
+        f", {count:,} {state}" for count, state in ((s.retried, "retried"), (s.resumed, "resumed")) if count
+    )
     rates = f"{format_rate(s.items_per_s)} items/s, {s.steps:,} steps, {s.calls:,} calls"
     tokens = f"{format_count(s.prompt_tokens)} in, {format_count(s.completion_tokens)} out"
     return [
@@ -87,7 +89,7 @@ def build_summary_lines(summary: Summary) -> list[str]:
         f"  tokens {tokens}; cost {format_cost(s.cost, s.cost_unknown)}",
         *(f"  warning: {one_line(warning, MAX_NOTE_CHARS)}" for warning in s.warnings),
         *(_group_line(group) for group in s.groups[:MAX_SHOWN_GROUPS]),
-        *_rest_line(s.groups[MAX_SHOWN_GROUPS:]),
+        *_hidden_groups_line(s.groups[MAX_SHOWN_GROUPS:]),
         *(f"  next: {sentence}" for sentence in s.next),
     ]
 
@@ -99,7 +101,7 @@ def _group_line(group: FailureGroup) -> str:
     return f"  failed {group.count:,}: {group.kind} {one_line(group.code, 64)}{example}"
 
 
-def _rest_line(groups: Sequence[FailureGroup]) -> list[str]:
+def _hidden_groups_line(groups: Sequence[FailureGroup]) -> list[str]:
     """Return the line about the groups that are not shown, if there are any."""
     count = sum(group.count for group in groups)
     return [f"  and {count:,} more failed with {len(groups)} other codes"] if groups else []

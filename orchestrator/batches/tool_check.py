@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterable, Iterator
 from contract.errors import ToolFailure
 from contract.schema import prepare_arguments
 from contract.specs import ToolSpec
-from orchestrator.batches.lines import MAX_SHOWN, BadBatch, BatchFile, Complaint
+from orchestrator.batches.lines import MAX_SHOWN, BadBatch, BatchFile, LineError
 from orchestrator.terminal.commands import build_command
 from store.batches import BatchItem, CallBody
 
-NOT_CHECKED = "no worker publishes its tools now, so the names and arguments of tools were not checked"
+NOT_CHECKED = "no worker is online, so the names and arguments of tools were not checked"
 MIN_LIKENESS = 0.6
 CHECK_S = 20.0
 """Processor time for the check of a whole batch, in seconds. The arguments of each call are checked again before the
@@ -20,33 +20,34 @@ call is sent.
 
 
 def check_tools(
-    file: BatchFile, specs: Iterable[ToolSpec], is_known: Callable[[str], bool], name: str, tenant: str
+    file: BatchFile, specs: Iterable[ToolSpec], exists: Callable[[str], bool], name: str, tenant: str
 ) -> list[str]:
     """Check the tools and arguments. Return warnings about arguments that use an alias of their parameter.
 
-    `specs`: tools of `tenant`. `is_known`: returns whether a tool exists that no worker serves now. `name`: the file
+    `specs`: tools of `tenant`. `exists`: returns whether a tool exists that no worker serves now. `name`: the file
     name in messages. Raises BadBatch: a line names a tool that does not exist, or a call has invalid arguments.
     """
     tools = {spec.name: spec for spec in specs if spec.audience == "model"}
     aliases: dict[tuple[str, str], list[int]] = {}
-    complaints: list[Complaint] = []
+    errors: list[LineError] = []
     more, unchecked = 0, 0
     began = time.thread_time()
     for item in file.items:
         if time.thread_time() - began > CHECK_S:
             unchecked = item.line
             break
-        for problem in _problems(item, tools, is_known, aliases, tenant):
-            if len(complaints) < MAX_SHOWN:
-                complaints.append(Complaint(problem, item.line))
+        for problem in _problems(item, tools, exists, aliases, tenant):
+            if len(errors) < MAX_SHOWN:
+                errors.append(LineError(problem, item.line))
             else:
                 more += 1
-    if complaints:
-        raise BadBatch(name, complaints, more)
+    if errors:
+        raise BadBatch(name, errors, more)
     warnings = [_alias_warning(tool, alias, lines) for (tool, alias), lines in aliases.items()]
     if unchecked:
         warnings.append(
-            f"from line {unchecked} on, tools and arguments were not checked: checking those before took {CHECK_S:g} s"
+            f"tools and arguments from line {unchecked} on were not checked: the check reached its limit of "
+            f"{CHECK_S:g} s"
         )
     return warnings
 
@@ -62,7 +63,7 @@ def suggest_tool(name: str, tools: Iterable[str], tenant: str) -> str:
 def _problems(
     item: BatchItem,
     tools: dict[str, ToolSpec],
-    is_known: Callable[[str], bool],
+    exists: Callable[[str], bool],
     aliases: dict[tuple[str, str], list[int]],
     tenant: str,
 ) -> Iterator[str]:
@@ -70,14 +71,14 @@ def _problems(
     work = item.work
     names = (work.name,) if isinstance(work, CallBody) else work.tools or ()
     for tool in names:
-        if tool not in tools and tool != "all" and not is_known(tool):
-            yield f"there is no tool {tool}: {suggest_tool(tool, tools, tenant)}"
+        if tool not in tools and tool != "all" and not exists(tool):
+            yield f"the tool {tool} does not exist: {suggest_tool(tool, tools, tenant)}"
     if not isinstance(work, CallBody) or (spec := tools.get(work.name)) is None:
         return
     try:
         _, used = prepare_arguments(spec, work.arguments)
     except ToolFailure as failure:
-        yield f"`arguments` do not fit the tool: {failure.message}"
+        yield f"`arguments` are invalid for the tool: {failure.message}"
         return
     for alias in used:
         aliases.setdefault((spec.name, alias), []).append(item.line)
@@ -85,6 +86,6 @@ def _problems(
 
 def _alias_warning(tool: str, alias: str, lines: list[int]) -> str:
     """Return the warning about an alias. `alias`: "given -> canonical"."""
-    given, _, canonical = alias.partition(" -> ")
+    used_name, _, canonical = alias.partition(" -> ")
     where = f"line {lines[0]}" if len(lines) == 1 else f"line {lines[0]} and {len(lines) - 1} more"
-    return f"{where}: `{given}` is read as `{canonical}`, which is the name of the parameter of {tool}"
+    return f"{where}: `{used_name}` is an alias of the parameter `{canonical}` of {tool}"

@@ -79,14 +79,16 @@ class _UploadedItems(Sequence[BatchItem]):
         return len(self._items)
 
     @overload
-    def __getitem__(self, place: int) -> BatchItem: ...
+    def __getitem__(self, index: int) -> BatchItem: ...
 
     @overload
-    def __getitem__(self, place: slice) -> list[BatchItem]: ...
+    def __getitem__(self, index: slice) -> list[BatchItem]: ...
 
-    def __getitem__(self, place: int | slice) -> BatchItem | list[BatchItem]:
-        found = self._items[place]
-        return self._replace(found) if isinstance(found, BatchItem) else [self._replace(item) for item in found]
+    def __getitem__(self, index: int | slice) -> BatchItem | list[BatchItem]:
+        selected = self._items[index]
+        return (
+            self._replace(selected) if isinstance(selected, BatchItem) else [self._replace(item) for item in selected]
+        )
 
     def __iter__(self) -> Iterator[BatchItem]:
         return map(self._replace, self._items)

@@ -16,7 +16,7 @@ from contract.errors import ErrorCode, ToolFailure
 from contract.run_events import CallFinished, ModelReplied
 from contract.signing import SigningKeys
 from contract.webhooks import Webhook
-from orchestrator.batches.grounds import Grounds
+from orchestrator.batches.environments import EnvironmentChecker
 from orchestrator.dialects.base import CallRequested, MalformedCall
 from orchestrator.dialects.native import NativeDialect
 from orchestrator.dialects.observations import build_tool_messages
@@ -25,7 +25,7 @@ from orchestrator.models.choice import LOCAL
 from orchestrator.settings import OrchestratorSettings
 from store.archives.files import TenantStore
 from store.audit import Actor, build_entry, entry_text
-from store.batches import HOSTED_BATCH, RUNS_URL, BatchItem, Ground, RunBody
+from store.batches import HOSTED_BATCH, RUNS_URL, BatchItem, ItemEnvironment, RunBody
 from store.connection import RedisClient
 from store.run_events import RunEventHub, not_found
 from store.run_log import LogEntry
@@ -83,7 +83,7 @@ def _observed(known: dict[str, str], result: ToolResult) -> list[dict[str, Any]]
 
 
 MAX_PAGE = 200
-_NOWHERE = Ground()
+_NOWHERE = ItemEnvironment()
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 
@@ -127,7 +127,7 @@ class HostedRuns:
         self,
         tenant: str,
         body: RunBody,
-        ground: Ground = _NOWHERE,
+        ground: ItemEnvironment = _NOWHERE,
         *,
         word: str | None = None,
         metadata: Mapping[str, str] | None = None,
@@ -256,7 +256,7 @@ class HostedRuns:
         raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, message)
 
 
-def _build_item(run: str, body: RunBody, ground: Ground, priority: int, *, is_own: bool) -> BatchItem:
+def _build_item(run: str, body: RunBody, ground: ItemEnvironment, priority: int, *, is_own: bool) -> BatchItem:
     """Return the item of a run. `is_own`: this process executes the run. Raises ToolFailure(INVALID_ARGUMENTS): no
     orchestrator accepts the input.
     """
@@ -286,7 +286,7 @@ def _build_item(run: str, body: RunBody, ground: Ground, priority: int, *, is_ow
         ) from error
     if body.model == LOCAL and not is_own:
         raise _refused("no orchestrator starts a model of its own for a run: name one of its endpoint, or none")
-    if ground.session is not None and ground != Ground(session=ground.session, artifacts=ground.artifacts):
+    if ground.session is not None and ground != ItemEnvironment(session=ground.session, artifacts=ground.artifacts):
         raise _refused(
             "an open session has its image, network and files: leave out `image`, `network`, `workspace` and "
             "`restore`, or `session`"
@@ -294,11 +294,11 @@ def _build_item(run: str, body: RunBody, ground: Ground, priority: int, *, is_ow
     return item
 
 
-def _check_files(ground: Ground, store: TenantStore) -> None:
+def _check_files(ground: ItemEnvironment, store: TenantStore) -> None:
     """Raise ToolFailure(INVALID_ARGUMENTS) for initial files that no sandbox can have, and for invalid patterns."""
     if ground.workspace is not None and ground.restore is not None:
         raise _refused("a session starts from a workspace or a checkpoint: leave out `workspace` or `restore`")
-    for path, problem in Grounds(None, store).complaints(ground):
+    for path, problem in EnvironmentChecker(None, store).find_errors(ground):
         raise _refused(f"{'.'.join(str(part) for part in path)}: {problem}")
 
 
@@ -311,7 +311,7 @@ def _checked(run: str) -> str:
     return run
 
 
-def _build_about(body: RunBody, ground: Ground, metadata: Mapping[str, str]) -> str:
+def _build_about(body: RunBody, ground: ItemEnvironment, metadata: Mapping[str, str]) -> str:
     """Return the fields that lists show, as JSON. Raises ToolFailure(INVALID_ARGUMENTS): the metadata is invalid."""
     is_long = any(
         not 1 <= len(name) <= MAX_METADATA_NAME or len(text) > MAX_METADATA_TEXT for name, text in metadata.items()

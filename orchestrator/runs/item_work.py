@@ -52,7 +52,7 @@ from store.batches import (
     BatchDefaults,
     BatchItem,
     CallBody,
-    Ground,
+    ItemEnvironment,
     Outcome,
     RunBody,
     RunLimits,
@@ -420,7 +420,7 @@ def _printable(texts: Iterable[str]) -> list[str]:
 
 def _needs_session(item: BatchItem) -> bool:
     """Return whether the item needs a sandbox. A run without tools and with a default `ground` needs none."""
-    return isinstance(item.work, CallBody) or item.work.tools != () or item.ground != Ground()
+    return isinstance(item.work, CallBody) or item.work.tools != () or item.ground != ItemEnvironment()
 
 
 def _run_name(claim: RunClaim, attempt: int | None = None) -> str:

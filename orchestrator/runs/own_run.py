@@ -20,7 +20,7 @@ from orchestrator.runs.run_slots import RunSlot
 from orchestrator.runs.runner import Runner
 from orchestrator.settings import OrchestratorSettings
 from orchestrator.traces.opening import Traces
-from store.batches import BatchDefaults, BatchEventWriter, Ground, RunBody
+from store.batches import BatchDefaults, BatchEventWriter, ItemEnvironment, RunBody
 from store.runs import HostedRun
 
 _DEFAULTS = BatchDefaults(retries=0)
@@ -85,7 +85,7 @@ class OwnRuns:
         `on_event` receives every event of the run while this process executes it. Raises like HostedRuns.start.
         """
         token, queue = secrets.token_hex(8), self._hosted.queue
-        run = await self._hosted.start(tenant, body, Ground(session=session), token=token)
+        run = await self._hosted.start(tenant, body, ItemEnvironment(session=session), token=token)
         claim = await queue.started_claim(tenant, run.id, token)
         client, deployment = self._pool.redis, self._settings.deployment
         async with Models(self._settings) as models:

@@ -9,7 +9,7 @@ from orchestrator.dispatch.sessions import Session
 from orchestrator.runs.hosted import HostedRuns
 from orchestrator.runs.own_run import OwnRuns
 from store.audit import Actor
-from store.batches import Ground, RunBody
+from store.batches import ItemEnvironment, RunBody
 from store.runs import HostedRun, HostedState, RunPage
 
 
@@ -37,7 +37,7 @@ class ClientRuns:
         self,
         instruction: RunBody | str,
         *,
-        ground: Ground | None = None,
+        ground: ItemEnvironment | None = None,
         word: str | None = None,
         metadata: Mapping[str, str] | None = None,
         priority: int = 0,
@@ -50,7 +50,7 @@ class ClientRuns:
         return await self._hosted.start(
             await self._tenant(),
             body,
-            ground or Ground(),
+            ground or ItemEnvironment(),
             word=word,
             metadata=metadata,
             priority=priority,

@@ -17,13 +17,13 @@ async def test_a_batch_with_a_misspelled_tool_is_refused_and_an_alias_is_a_warni
         store.set(catalog_key("default", "sandbox"), seal_catalog(redis_server.keys, "sandbox", Catalog(tools=(spec,))))
     refused = await api["acme"].post("/v1/batches", content='{"id": "a", "tool": "bash_tol"}', headers=HEADERS)
     assert (refused.status_code, refused.json()["code"]) == (422, "INVALID_ARGUMENTS")
-    assert "line 1: there is no tool bash_tol: did you mean bash_tool?" in refused.text
+    assert "line 1: the tool bash_tol does not exist: did you mean bash_tool?" in refused.text
     assert (await api["acme"].get("/v1/batches")).json()["data"] == []
     line = '{"id": "a", "tool": "bash_tool", "arguments": {"cmd": "ls"}}'
     accepted = await api["acme"].post("/v1/batches", content=line, headers=HEADERS)
     assert accepted.status_code == 201
     assert accepted.json()["warnings"] == [
-        "line 1: `cmd` is read as `command`, which is the name of the parameter of bash_tool"
+        "line 1: `cmd` is an alias of the parameter `command` of bash_tool"
     ]
 
 
@@ -31,5 +31,5 @@ async def test_a_batch_that_cannot_be_checked_is_accepted_and_says_so(api: ApiGr
     accepted = await api["acme"].post("/v1/batches", content='{"id": "a", "tool": "bash_tol"}', headers=HEADERS)
     assert accepted.status_code == 201
     assert accepted.json()["warnings"] == [
-        "no worker publishes its tools now, so the names and arguments of tools were not checked"
+        "no worker is online, so the names and arguments of tools were not checked"
     ]

@@ -298,7 +298,7 @@ def test_a_call_without_a_model_has_a_row_to_look_at_and_no_trace() -> None:
     progress.add(ended(at=BEGAN, item="a", run="run0", failure=FailureKind.TOOL, code="C"))
     told = build_summary(progress.snapshot(BEGAN), batch="b", rows=("out.jsonl", "my errors.jsonl"))
     assert told.next == (
-        "1 failed because of a tool, and would fail again: their rows say why",
+        "1 failed because of a tool, and would fail again: read the reasons in their rows",
         "read the rows in 'my errors.jsonl'",
     )
 

@@ -20,7 +20,7 @@ from contract.calls import MAX_BLOB_BYTES
 from orchestrator.batches import lines as lines_module
 from orchestrator.batches.lines import BadBatch, BatchFile, load_lines, read_lines
 from orchestrator.batches.rows import parse_row
-from store.batches import CALLS_URL, CHAT_URL, RUNS_URL, BatchItem, CallBody, Ground, RunBody, RunLimits
+from store.batches import CALLS_URL, CHAT_URL, RUNS_URL, BatchItem, CallBody, ItemEnvironment, RunBody, RunLimits
 
 calmly = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 TEXT = st.text(st.characters(exclude_categories=("Cs",)), min_size=1, max_size=40)
@@ -50,8 +50,8 @@ def chat_line(*messages: dict[str, Any], **body: Any) -> str:
 def refused(text: str | bytes, folder: Path = Path("/nowhere")) -> str:
     with pytest.raises(BadBatch) as caught:
         read(text, folder)
-    assert (caught.value.more, len(caught.value.complaints)) == (0, 1)
-    return str(caught.value.complaints[0])
+    assert (caught.value.more, len(caught.value.errors)) == (0, 1)
+    return str(caught.value.errors[0])
 
 
 def test_a_short_line_is_a_run(tmp_path: Path) -> None:
@@ -76,7 +76,7 @@ def test_a_short_line_is_a_run(tmp_path: Path) -> None:
         tools=("bash_tool",),
         limits=RunLimits(max_iterations=9, max_cost=0.5),
     )
-    assert item.ground == Ground(
+    assert item.ground == ItemEnvironment(
         workspace=str(tmp_path / "ws"), image="python:3.11", network="none", artifacts=("out/*.csv",)
     )
     assert (item.custom_id, item.line, item.url, item.priority) == ("a", 1, RUNS_URL, 3)
@@ -155,7 +155,7 @@ def is_taken_or_refused(raw: bytes) -> bool:
     try:
         return len(read(raw).items) > 0
     except BadBatch as error:
-        return len(error.complaints) > 0
+        return len(error.errors) > 0
 
 
 @calmly
@@ -184,27 +184,27 @@ GOOD = '{"id":"a","instruction":"x"}'
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        ('{"id":"a","instructoin":"x"}', "line 1, column 25: `instructoin` is not known: did you mean `instruction`?"),
+        ('{"id":"a","instructoin":"x"}', "line 1, column 25: `instructoin` is an unknown field: did you mean `instruction`?"),
         (
             '{"id":"a","instruction":"x","prompt":"y"}',
-            "line 1, column 38: `prompt` is not known: did you mean `instruction`?",
+            "line 1, column 38: `prompt` is an unknown field: did you mean `instruction`?",
         ),
         (
             '{"id":"a","instruction":"x","max_iterations":3}',
-            "line 1, column 46: `max_iterations` is not known: write it as `limits.max_iterations`",
+            "line 1, column 46: `max_iterations` is an unknown field: write it as `limits.max_iterations`",
         ),
         (
             '{"id":"a","instruction":"x","limits":{"maxTokens":3}}',
-            "column 51: `limits.maxTokens` is not known: did you mean `max_tokens`?",
+            "column 51: `limits.maxTokens` is an unknown field: did you mean `max_tokens`?",
         ),
-        ('{"custom_id":"a","id":"b","instruction":"x"}', "`custom_id` is not known: did you mean `id`?"),
-        ('{"id":"a","instruction":"x","zzz":1}', "`zzz` is not known: there are artifacts, dialect,"),
+        ('{"custom_id":"a","id":"b","instruction":"x"}', "`custom_id` is an unknown field: did you mean `id`?"),
+        ('{"id":"a","instruction":"x","zzz":1}', "`zzz` is an unknown field: the fields are artifacts, dialect,"),
         ('{"id":"a"}', "line 1, column 1: `instruction` is missing"),
         ('{"instruction":"x"}', "line 1, column 1: `id` is missing"),
         ('{"id":7,"instruction":"x"}', "line 1, column 7: `id` should be a valid string, not 7"),
         ('{"id":"","instruction":"x"}', "`id` should have at least 1 character"),
         (json.dumps({"id": "a" * 257, "instruction": "x"}), "`id` should have at most 256 characters"),
-        ('{"id":"a","instruction":"x","input":"y"}', "column 37: `input` and `instruction` are two names of one thing"),
+        ('{"id":"a","instruction":"x","input":"y"}', "column 37: `input` is an alias of `instruction`"),
         (
             '{"id":"a","instruction":"x","limits":{"max_iterations":0}}',
             "`limits.max_iterations` should be greater than or equal to 1, not 0",
@@ -212,66 +212,66 @@ GOOD = '{"id":"a","instruction":"x"}'
         ('{"id":"a","instruction":"x","limits":{"max_iterations":"5"}}', "should be a valid integer, not '5'"),
         ('{"id":"a","instruction":"x","tools":["a",true]}', "column 42: `tools.1` should be a valid string, not true"),
         ('{"id":"a","tool":"t","timeout_s":601}', "less than or equal to 600, not 601"),
-        ('{"id":"a","tool":"t","instruction":"x"}', "`instruction` is not known"),
-        ('{"id":"a","instruction":"x","workspace":".","restore":"c1"}', "leave one of `workspace` and `restore`"),
+        ('{"id":"a","tool":"t","instruction":"x"}', "`instruction` is an unknown field"),
+        ('{"id":"a","instruction":"x","workspace":".","restore":"c1"}', "remove `workspace` or `restore`"),
         (
             '{"id":"a","instruction":"x","artifacts":["a","../b"]}',
-            "column 46: '../b' cannot be copied out: it holds '..'",
+            "column 46: '../b' is not a valid pattern: the pattern contains '..'",
         ),
-        ('{"id":"a","instruction":"x","artifacts":["/etc/passwd"]}', "it is not below /workspace"),
+        ('{"id":"a","instruction":"x","artifacts":["/etc/passwd"]}', "the path is not below /workspace"),
         ('{"id":"a","instruction":"x","workspace":"a\\u0000b"}', "embedded null byte"),
-        ('{"id":"a","instruction":"x","id":"b"}', "line 1, column 29: the key 'id' is there twice in one object"),
-        ('{"id":"a","tool":"t","arguments":{"x":[{"k":1,"k":2}]}}', "line 1, column 47: the key 'k' is there twice"),
-        ('{"id":"a","tool":"t","arguments":{"NaN":1,"x":NaN}}', "line 1, column 47: NaN is no number of JSON"),
-        ('{"id":"a","tool":"t","arguments":{"x":-Infinity}}', "line 1, column 39: -Infinity is no number of JSON"),
-        ('{"id":"a","tool":"t","arguments":{"x":1e999}}', "line 1, column 39: 1e999 is no number of JSON"),
+        ('{"id":"a","instruction":"x","id":"b"}', "line 1, column 29: the key 'id' occurs twice in one object"),
+        ('{"id":"a","tool":"t","arguments":{"x":[{"k":1,"k":2}]}}', "line 1, column 47: the key 'k' occurs twice"),
+        ('{"id":"a","tool":"t","arguments":{"NaN":1,"x":NaN}}', "line 1, column 47: NaN is not a JSON number"),
+        ('{"id":"a","tool":"t","arguments":{"x":-Infinity}}', "line 1, column 39: -Infinity is not a JSON number"),
+        ('{"id":"a","tool":"t","arguments":{"x":1e999}}', "line 1, column 39: 1e999 is not a JSON number"),
         ('{"id":"a","tool":"t","arguments":{"x":' + "9" * 5000 + "}}", "a number cannot be read"),
         (
             '{"id":"a","tool":"t","arguments":{"x":' + "[" * 70 + "]" * 70 + "}}",
             "line 1, column 101: the JSON is nested deeper than 64",
         ),
         ("[" * 100_000, "nested deeper than 64"),
-        ('{"id":"a","instruction":"\\ud83d"}', "line 1, column 26: \\ud83d is half a character"),
-        ('{"id":"a","instruction":"\\ude00\\ud83d"}', "column 26: \\ude00 is half a character"),
-        ('{"id":"a" "instruction":"x"}', "line 1, column 11: this is no JSON (expecting ',' delimiter)"),
-        ('{"id":"a","instruction":"x"} {}', "line 1, column 30: something follows the object"),
-        ('{"id":"a","instruction":"x"', "is not whole at the end of the line"),
-        ('"a"', "line 1, column 1: this is a string: every line is one object"),
-        ("[]", "line 1, column 1: this is a list"),
-        (b'{"id":"a","instruction":"\xe9t\xe9"}', "line 1, column 26: this is no UTF-8 (byte 0xe9)"),
-        ('{"id":"a","instruction":"x"}'.encode("utf-16"), "line 1, column 1: this is no UTF-8 (byte 0xff)"),
-        ("", "the file holds no line"),
-        ("\n \n", "the file holds no line"),
+        ('{"id":"a","instruction":"\\ud83d"}', "line 1, column 26: \\ud83d is half of a surrogate pair"),
+        ('{"id":"a","instruction":"\\ude00\\ud83d"}', "column 26: \\ude00 is half of a surrogate pair"),
+        ('{"id":"a" "instruction":"x"}', "line 1, column 11: the line is not JSON (expecting ',' delimiter)"),
+        ('{"id":"a","instruction":"x"} {}', "line 1, column 30: the line has text after the object"),
+        ('{"id":"a","instruction":"x"', "is incomplete at the end of the line"),
+        ('"a"', "line 1, column 1: the line is a string"),
+        ("[]", "line 1, column 1: the line is a list"),
+        (b'{"id":"a","instruction":"\xe9t\xe9"}', "line 1, column 26: the line is not UTF-8 (byte 0xe9)"),
+        ('{"id":"a","instruction":"x"}'.encode("utf-16"), "line 1, column 1: the line is not UTF-8 (byte 0xff)"),
+        ("", "the file has no lines"),
+        ("\n \n", "the file has no lines"),
         (GOOD + "\n" + openai_line("b", instruction="x"), "line 2, column 1: this line has another shape than line 1"),
         (openai_line("b", input="x") + "\n" + GOOD, "line 2, column 1: this line has another shape than line 1"),
         (
             openai_line(input="x") + "\n" + openai_line("b", CALLS_URL, name="t"),
             "line 2, column 45: this is '/v1/tools/execute' and line 1 has",
         ),
-        (f"{GOOD}\n\n{GOOD}", "line 3, column 7: 'a' is the id of line 1 as well"),
+        (f"{GOOD}\n\n{GOOD}", "line 3, column 7: 'a' is also the id of line 1"),
         (
             openai_line(url="/v1/embeddings"),
             "`url` is one of /v1/agent/runs, /v1/tools/execute, /v1/chat/completions, not '/v1/embeddings'",
         ),
         (openai_line(input="x").replace("POST", "GET"), "`method` should be 'POST', not 'GET'"),
-        (openai_line(instruction="x", bogus=1), "`body.bogus` is not known"),
+        (openai_line(instruction="x", bogus=1), "`body.bogus` is an unknown field"),
         ('{"custom_id":"a","method":"POST","url":"/v1/agent/runs"}', "`body` is missing"),
-        (chat_line(n=2), "`n` out"),
-        (chat_line(stream=True), "`stream` out"),
-        (chat_line(logprobs=True), "`logprobs` out"),
-        (chat_line(store=True), "`store` out"),
+        (chat_line(n=2), "remove `n`"),
+        (chat_line(stream=True), "remove `stream`"),
+        (chat_line(logprobs=True), "remove `logprobs`"),
+        (chat_line(store=True), "remove `store`"),
         (chat_line(tools=[{"type": "function"}]), "use the url /v1/agent/runs"),
-        (chat_line(stream_options={}), "`body.stream_options` is not known"),
+        (chat_line(stream_options={}), "`body.stream_options` is an unknown field"),
         (chat_line({"role": "user", "content": " "}), "the last message is empty"),
         (chat_line({"role": "robot", "content": "x"}), "`role` of a message is one of system, developer"),
         (chat_line({"role": "user", "content": None}), "`content` of a message is text"),
         (
             chat_line({"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}),
-            "the last message is not the user's",
+            "the last message does not have the role `user`",
         ),
         (
             chat_line({"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}),
-            "can only hold text",
+            "may contain only text",
         ),
     ],
 )
@@ -285,9 +285,9 @@ def test_all_that_is_wrong_is_told_at_once_the_first_twenty_in_words() -> None:
             "\n".join(json.dumps({"id": str(number), "instruction": "x", "a": 1, "b": 2}) for number in range(15))
             + "\nno JSON\n"
         )
-    assert (len(caught.value.complaints), caught.value.more) == (20, 11)
+    assert (len(caught.value.errors), caught.value.more) == (20, 11)
     assert str(caught.value).startswith(
-        "tasks.jsonl has 31 errors and nothing of it was started: mend the file and submit it again\n  line 1, "
+        "tasks.jsonl has 31 errors; nothing was started. Fix the file and submit it again\n  line 1, "
     )
     assert str(caught.value).endswith("\n  and 11 more")
 
@@ -335,7 +335,7 @@ def test_a_ground_that_many_lines_name_is_kept_once(tmp_path: Path) -> None:
 
 def test_too_many_lines_are_refused_where_they_begin_to_be(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lines_module, "MAX_ITEMS", 2)
-    assert "line 4: this is line 3 of at most 2" in refused(
+    assert "line 4: the file has more than 2 lines" in refused(
         "\n".join(json.dumps({"id": str(n), "instruction": "x"}) if n else "" for n in range(9))
     )
 
@@ -343,7 +343,7 @@ def test_too_many_lines_are_refused_where_they_begin_to_be(monkeypatch: pytest.M
 def test_too_large_a_file_and_too_long_a_line_are_read_no_further(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lines_module, "MAX_LINE_BYTES", 40)
     assert read(GOOD + " " * (40 - len(GOOD)) + "\r\n").items
-    assert "line 1: it is longer than 40 bytes" in refused(GOOD + " " * 80)
+    assert "line 1: the line is longer than 40 bytes" in refused(GOOD + " " * 80)
     monkeypatch.setattr(lines_module, "MAX_INPUT_BYTES", 30)
     assert "the file is larger than 30 bytes" in refused(GOOD + "\n" + GOOD)
 
@@ -386,5 +386,5 @@ def test_what_is_no_file_of_lines_is_told(tmp_path: Path, kind: str) -> None:
         path.write_bytes({"binary": bytes(range(256)) * 64, "empty": b"", "nothing but blank lines": b"\n \r\n"}[kind])
     with pytest.raises(BadBatch) as caught:
         load_lines(path)
-    told = {"pipe": "it is no plain file", "binary": "this is no UTF-8 (byte 0x80)"}
-    assert told.get(kind, "the file holds no line") in str(caught.value)
+    told = {"pipe": "not a regular file", "binary": "the line is not UTF-8 (byte 0x80)"}
+    assert told.get(kind, "the file has no lines") in str(caught.value)

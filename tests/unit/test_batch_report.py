@@ -268,7 +268,7 @@ def test_an_item_cancelled_in_the_queue_never_ran() -> None:
 
 
 def test_an_element_cannot_be_given_a_name_that_is_none() -> None:
-    with pytest.raises(ValueError, match="give one of letters"):
+    with pytest.raises(ValueError, match="not an element name"):
         element("a b")
     assert element("p", text("<"), class_='"') == Markup('<p class="&quot;">&lt;</p>')
 

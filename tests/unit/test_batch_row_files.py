@@ -89,16 +89,16 @@ def test_blocks_that_never_reached_the_disk_are_taken_out_between_rows(path: Pat
 @pytest.mark.parametrize(
     ("content", "told"),
     [
-        (b"hello\n", "line 1 of .* is no row"),
-        (b"hello", "line 1 of .* is no row of a batch \\(it begins as none does"),
-        (b'{"id": "a", "instruction": "x"}', "line 1 of .* is no row"),
-        (b'{"custom_id": "a", "meth', "line 1 of .* is no row"),
-        (raw("a") + b"hello\n" + raw("b"), "line 2 of .* is no row"),
-        (raw("a") + b"hello", "line 2 of .* is no row"),
-        (raw("a")[:-9] + b"\n" + raw("b"), "line 1 of .* is no row"),
-        (b"\x89PNG\0\0\0", "line 1 of .* is no row"),
-        (b"\x89PNG\0\0\0\nxx\0", "line 1 of .* is no row"),
-        (raw("a", "b", "a"), "holds two rows of 'a', the second in line 3"),
+        (b"hello\n", "line 1 of .* is not a row"),
+        (b"hello", "line 1 of .* is not a row of a batch \\(the line does not start like a row"),
+        (b'{"id": "a", "instruction": "x"}', "line 1 of .* is not a row"),
+        (b'{"custom_id": "a", "meth', "line 1 of .* is not a row"),
+        (raw("a") + b"hello\n" + raw("b"), "line 2 of .* is not a row"),
+        (raw("a") + b"hello", "line 2 of .* is not a row"),
+        (raw("a")[:-9] + b"\n" + raw("b"), "line 1 of .* is not a row"),
+        (b"\x89PNG\0\0\0", "line 1 of .* is not a row"),
+        (b"\x89PNG\0\0\0\nxx\0", "line 1 of .* is not a row"),
+        (raw("a", "b", "a"), "contains two rows of 'a', the second in line 3"),
     ],
 )
 def test_what_no_crash_of_ours_can_have_left_is_refused_and_not_touched(path: Path, content: bytes, told: str) -> None:
@@ -110,7 +110,7 @@ def test_what_no_crash_of_ours_can_have_left_is_refused_and_not_touched(path: Pa
 
 def test_rows_of_another_batch_are_refused(path: Path) -> None:
     path.write_bytes(raw("a", "b") + raw("c")[:-5])
-    with pytest.raises(ConfigError, match="holds a row of another batch \\(line 2, 'b'\\)"):
+    with pytest.raises(ConfigError, match="contains a row of another batch \\(line 2, 'b'\\)"):
         RowFile.open(path, lambda custom_id, run: (custom_id, run) == ("a", "run-a"))
     assert path.read_bytes() == raw("a", "b") + raw("c")[:-5]
 
@@ -165,9 +165,9 @@ def make_device(path: Path) -> None:
 @pytest.mark.parametrize(
     ("make", "told"),
     [
-        (make_folder, "no plain file"),
-        (make_pipe, "no plain file"),
-        (make_device, "no plain file"),
+        (make_folder, "not a regular file"),
+        (make_pipe, "not a regular file"),
+        (make_device, "not a regular file"),
         (make_loop, "cannot be"),
     ],
 )
@@ -180,7 +180,7 @@ def test_what_keeps_no_rows_is_refused_before_the_batch_begins(path: Path, make:
 @pytest.mark.parametrize(
     ("name", "told"),
     [
-        ("none/out.jsonl", "make its folder"),
+        ("none/out.jsonl", "create its folder"),
         ("x" * 300, "too long"),
         ("a\0b", "null"),
         ("file/out.jsonl", "[Nn]ot a directory"),
@@ -196,7 +196,7 @@ def test_a_folder_in_which_no_file_can_be_made_is_told_before_the_batch_begins(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "access", lambda *_: False)
-    with pytest.raises(ConfigError, match="mend the folder's rights"):
+    with pytest.raises(ConfigError, match="permissions of the folder"):
         RowFile.open(path, any_row)
 
 
@@ -204,7 +204,7 @@ def test_what_does_not_fit_is_in_the_file_not_at_all_and_goes_in_later(path: Pat
     with RowFile.open(path, any_row) as file:
         file.append(rows("a"))
         with room_for(len(raw("a")) * 2 + 10):
-            with pytest.raises(RowsNotWritten, match="make room on its disk, then resume; no row is lost"):
+            with pytest.raises(RowsNotWritten, match="free space on its disk, then resume. No row is lost"):
                 file.append(rows("b", "c"))
             assert path.read_bytes() == raw("a")
             assert list(file.ids) == ["a"]
@@ -214,7 +214,7 @@ def test_what_does_not_fit_is_in_the_file_not_at_all_and_goes_in_later(path: Pat
 
 def test_a_disk_without_room_is_told_before_the_batch_begins(path: Path) -> None:
     path.write_bytes(raw("a"))
-    with room_for(len(raw("a")) + 10), pytest.raises(ConfigError, match="make room on its disk"):
+    with room_for(len(raw("a")) + 10), pytest.raises(ConfigError, match="free space on its disk"):
         RowFile.open(path, any_row)
     assert path.read_bytes() == raw("a")
 
@@ -293,14 +293,14 @@ def test_a_file_that_was_moved_or_changed_meanwhile_gets_no_rows(path: Path) -> 
         file.append(rows("a"))
         with path.open("ab") as other:
             other.write(b"hello\n")
-        with pytest.raises(RowsNotWritten, match="has been changed by another program"):
+        with pytest.raises(RowsNotWritten, match="another program changed"):
             file.append(rows("b"))
         os.truncate(path, len(raw("a")))
         path.rename(path.with_name("moved"))
-        with pytest.raises(RowsNotWritten, match="has been moved or deleted"):
+        with pytest.raises(RowsNotWritten, match="was moved or deleted"):
             file.append(rows("b"))
         path.write_bytes(b"")
-        with pytest.raises(RowsNotWritten, match="has been moved or deleted"):
+        with pytest.raises(RowsNotWritten, match="was moved or deleted"):
             file.append(rows("b"))
         path.with_name("moved").rename(path)
         file.append(rows("b"))
@@ -318,7 +318,7 @@ def test_a_closed_file_gets_no_rows(path: Path) -> None:
 def test_standard_output_is_taken_as_a_file_and_refused_as_a_pipe(path: Path) -> None:
     reader, writer = os.pipe()
     try:
-        with pytest.raises(ConfigError, match="no plain file"):
+        with pytest.raises(ConfigError, match="not a regular file"):
             RowFile.open(Path(f"/dev/fd/{writer}"), any_row)
     finally:
         os.close(reader)

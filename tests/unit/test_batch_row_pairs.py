@@ -73,7 +73,7 @@ def test_a_disk_that_is_full_when_all_is_settled_leaves_both_files_as_they_were(
         files.append([build_outcome(name, fails=True) for name in "abc"])
         files.append([build_outcome("b")])
         before = [path.read_bytes() for path in pair]
-        with room_for(10), pytest.raises(RowsNotWritten, match="make room"):
+        with room_for(10), pytest.raises(RowsNotWritten, match="free space"):
             files.settle()
         assert [path.read_bytes() for path in pair] == before
         assert len(os.listdir(pair[0].parent)) == 2
@@ -86,12 +86,12 @@ def test_one_file_under_two_names_is_refused(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to("out")
     os.link(tmp_path / "out", tmp_path / "hard")
     for other in ("out", "link", "hard"):
-        with pytest.raises(ConfigError, match="are one file"):
+        with pytest.raises(ConfigError, match="are the same file"):
             RowFiles.open(tmp_path / "out", tmp_path / other, any_row)
 
 
 def test_an_errors_file_that_cannot_be_had_gives_the_output_back(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="make its folder"):
+    with pytest.raises(ConfigError, match="create its folder"):
         RowFiles.open(tmp_path / "out", tmp_path / "none" / "err", any_row)
     RowFile.open(tmp_path / "out", any_row).close()
 
@@ -104,4 +104,4 @@ def test_a_row_that_could_not_be_read_again_is_a_failure_and_holds_up_no_other(
     with RowFiles.open(*pair, any_row) as files:
         assert files.append([build_outcome("a").model_copy(update={"body": body}), build_outcome("b")]) == ["b", "a"]
     assert [ids_of(path) for path in pair] == [["b"], ["a"]]
-    assert "its row cannot be kept: it " in pair[1].read_text()
+    assert "its row cannot be stored: the row " in pair[1].read_text()

@@ -121,7 +121,7 @@ def test_a_row_of_another_program_is_read_as_far_as_it_says_something() -> None:
     ],
 )
 def test_what_is_no_row_is_refused_with_a_sentence(line: bytes) -> None:
-    with pytest.raises(ValueError, match="this is no row of a batch"):
+    with pytest.raises(ValueError, match="not a row of a batch"):
         parse_row(line)
 
 

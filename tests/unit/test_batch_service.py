@@ -28,7 +28,7 @@ from orchestrator.runs.models import Models
 from orchestrator.runs.run_service import MAX_IDLE_MODELS, ServiceWork
 from orchestrator.runs.runner import Runner
 from orchestrator.settings import OrchestratorSettings
-from store.batches import BatchDefaults, BatchEventWriter, Ground, Outcome
+from store.batches import BatchDefaults, BatchEventWriter, ItemEnvironment, Outcome
 from store.run_log import RunLog
 from store.runs import RunClaim
 from tests.builders import KEY
@@ -63,15 +63,15 @@ def test_lines_that_name_paths_are_told_when_they_are_handed_over(tmp_path: Path
     with pytest.raises(BadBatch) as refused:
         check_detached(load_lines(file), "/srv/out", "in.jsonl")
     told = str(refused.value).splitlines()
-    assert told[0].startswith("in.jsonl has 2 errors and nothing of it was started")
-    assert "leave out --artifacts" in told[1]
-    assert told[2].strip().startswith("line 2: its workspace is a path")
+    assert told[0].startswith("in.jsonl has 2 errors")
+    assert "--artifacts" in told[1]
+    assert told[2].strip().startswith("line 2: the workspace is a path")
 
 
 async def test_the_sdk_cannot_hand_over_paths_either(ground: RunGround, tmp_path: Path) -> None:
     batches = Batches(ground.queue, BatchEventWriter(ground.client, "d"), "acme")
     file = load_lines(write(tmp_path, '{"id": "b", "instruction": "x", "workspace": "."}'))
-    with pytest.raises(BadBatch, match=r"line 1: its workspace is a path"):
+    with pytest.raises(BadBatch, match=r"line 1: the workspace is a path"):
         await batches.submit(file, batch="b", is_detached=True)
     assert await ground.client.keys() == []
 
@@ -169,13 +169,13 @@ def service_of(pool: FakePool, models: Any = None) -> ServiceWork:
 @pytest.mark.parametrize(
     ("fields", "folder"),
     [
-        (Ground(workspace="/etc"), None),
-        (Ground(), "/srv/out"),
-        (Ground(artifacts=("x",)), "/srv/out"),
+        (ItemEnvironment(workspace="/etc"), None),
+        (ItemEnvironment(), "/srv/out"),
+        (ItemEnvironment(artifacts=("x",)), "/srv/out"),
     ],
 )
 async def test_a_record_that_names_a_path_is_refused_whatever_wrote_it(
-    ground: RunGround, fields: Ground, folder: str | None
+    ground: RunGround, fields: ItemEnvironment, folder: str | None
 ) -> None:
     claim, journal = await take(ground, ground=fields)
     pool = FakePool(Tenants("acme"))

@@ -48,15 +48,15 @@ def submit(redis_server: RedisProcess, monkeypatch: pytest.MonkeyPatch) -> Calla
 @pytest.mark.parametrize(
     ("item", "words"),
     [
-        (call("bash_tol", command="ls"), "line 1: there is no tool bash_tol: did you mean bash_tool?"),
-        (call("zzz"), "line 1: there is no tool zzz: `toolcrew tools list` lists the tools"),
-        (call("session.open"), "line 1: there is no tool session.open"),
-        (call("bash_tool"), "line 1: `arguments` do not fit the tool: bash_tool: parameter 'command' is required"),
+        (call("bash_tol", command="ls"), "line 1: the tool bash_tol does not exist: did you mean bash_tool?"),
+        (call("zzz"), "line 1: the tool zzz does not exist: `toolcrew tools list` lists the tools"),
+        (call("session.open"), "line 1: the tool session.open does not exist"),
+        (call("bash_tool"), "line 1: `arguments` are invalid for the tool: bash_tool: parameter 'command' is required"),
         (call("bash_tool", command=5), "parameter 'command' must be string, not integer 5"),
         (call("bash_tool", comand="ls"), "unknown parameter 'comand'; did you mean 'command'?"),
         (
             {"instruction": "act", "tools": ["bash_tool", "bash_tol"]},
-            "line 1: there is no tool bash_tol: did you mean bash_tool?",
+            "line 1: the tool bash_tol does not exist: did you mean bash_tool?",
         ),
     ],
 )
@@ -68,7 +68,7 @@ def test_a_tool_that_does_not_exist_and_arguments_that_do_not_fit_stop_a_submiss
         done = submit(write(tmp_path, item))
         assert (done.exit_code, done.stdout) == (1, "")
         assert words in done.stderr
-        assert "nothing of it was started" in done.stderr
+        assert "nothing was started" in done.stderr
         assert set(client.keys()) == before
 
 
@@ -80,7 +80,7 @@ def test_an_alias_is_accepted_with_one_warning_for_all_its_lines(
     )
     assert done.exit_code == 0, done.stderr
     assert (
-        "warning: line 2 and 1 more: `cmd` is read as `command`, which is the name of the parameter of bash_tool"
+        "warning: line 2 and 1 more: `cmd` is an alias of the parameter `command` of bash_tool"
         in done.stderr
     )
 
@@ -102,12 +102,12 @@ def test_the_first_problems_are_shown_and_the_others_counted(tmp_path: Path) -> 
     file = load_lines(write(tmp_path, *(call("bash_tol") for _ in range(MAX_SHOWN + 5))))
     with pytest.raises(BadBatch) as refused:
         check_tools(file, (BASH,), lambda _: False, "in.jsonl", "acme")
-    assert (len(refused.value.complaints), refused.value.more) == (MAX_SHOWN, 5)
+    assert (len(refused.value.errors), refused.value.more) == (MAX_SHOWN, 5)
 
 
 def test_the_check_of_a_batch_ends_at_its_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("orchestrator.batches.tool_check.CHECK_S", -1.0)
     file = load_lines(write(tmp_path, call("bash_tol")))
     assert check_tools(file, [BASH], lambda _: False, "in.jsonl", "default") == [
-        "from line 1 on, tools and arguments were not checked: checking those before took -1 s"
+        "tools and arguments from line 1 on were not checked: the check reached its limit of -1 s"
     ]

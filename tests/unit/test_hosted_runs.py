@@ -17,7 +17,7 @@ from orchestrator.runs.hosted import HostedRuns
 from store import run_log
 from store.archives.files import new_file_id
 from store.audit import Actor, Audit
-from store.batches import HOSTED_BATCH, BatchEventWriter, BatchItem, Ground, RunBody
+from store.batches import HOSTED_BATCH, BatchEventWriter, BatchItem, ItemEnvironment, RunBody
 from store.run_log import MAX_TRANSCRIPT_BYTES
 from store.runs import BatchCancelled, HostedState, parse_run
 from store.tenants import RedisTenants
@@ -189,23 +189,28 @@ async def test_a_word_starts_one_run_however_often_it_is_given(ground: HostedGro
 @pytest.mark.parametrize(
     ("body", "ground_of", "options", "told"),
     [
-        (ECHO.model_copy(update={"instruction": "x" * 2**20}), Ground(), {}, "leave large texts"),
-        (ECHO, Ground(workspace="/etc"), {}, "upload it"),
-        (ECHO, Ground(workspace=new_file_id("file")), {}, "TOOLCREW_WORKSPACE_STORE"),
-        (ECHO, Ground(artifacts=("out/**",)), {}, "TOOLCREW_WORKSPACE_STORE"),
-        (ECHO, Ground(workspace=new_file_id("file"), restore="c"), {}, "`restore`"),
-        (ECHO.model_copy(update={"model": "local"}), Ground(), {}, "no model|of its own"),
-        (ECHO, Ground(), {"metadata": {str(number): "" for number in range(17)}}, "metadata"),
-        (ECHO, Ground(), {"metadata": {"a": "x" * 513}}, "metadata"),
-        (ECHO, Ground(), {"word": ""}, "1 to 256"),
-        (ECHO, Ground(), {"metadata": {"a": "\ud83d"}}, "Unicode"),
-        (ECHO.model_copy(update={"history": ({"role": "user", "content": nested(1000)},)}), Ground(), {}, "flatter"),
-        (ECHO, Ground(session="s", image="i"), {}, "`session`"),
-        (ECHO, Ground(), {"priority": 101}, "priority"),
+        (ECHO.model_copy(update={"instruction": "x" * 2**20}), ItemEnvironment(), {}, "leave large texts"),
+        (ECHO, ItemEnvironment(workspace="/etc"), {}, "upload the workspace"),
+        (ECHO, ItemEnvironment(workspace=new_file_id("file")), {}, "TOOLCREW_WORKSPACE_STORE"),
+        (ECHO, ItemEnvironment(artifacts=("out/**",)), {}, "TOOLCREW_WORKSPACE_STORE"),
+        (ECHO, ItemEnvironment(workspace=new_file_id("file"), restore="c"), {}, "`restore`"),
+        (ECHO.model_copy(update={"model": "local"}), ItemEnvironment(), {}, "no model|of its own"),
+        (ECHO, ItemEnvironment(), {"metadata": {str(number): "" for number in range(17)}}, "metadata"),
+        (ECHO, ItemEnvironment(), {"metadata": {"a": "x" * 513}}, "metadata"),
+        (ECHO, ItemEnvironment(), {"word": ""}, "1 to 256"),
+        (ECHO, ItemEnvironment(), {"metadata": {"a": "\ud83d"}}, "Unicode"),
+        (
+            ECHO.model_copy(update={"history": ({"role": "user", "content": nested(1000)},)}),
+            ItemEnvironment(),
+            {},
+            "flatter",
+        ),
+        (ECHO, ItemEnvironment(session="s", image="i"), {}, "`session`"),
+        (ECHO, ItemEnvironment(), {"priority": 101}, "priority"),
     ],
 )
 async def test_what_no_orchestrator_would_work_is_refused_at_once(
-    ground: HostedGround, body: RunBody, ground_of: Ground, options: Any, told: str
+    ground: HostedGround, body: RunBody, ground_of: ItemEnvironment, options: Any, told: str
 ) -> None:
     failure = await refused(ground.start(body, ground=ground_of, **options))
     assert failure.code is ErrorCode.INVALID_ARGUMENTS
@@ -229,21 +234,21 @@ async def test_a_run_works_in_an_open_session_by_itself_and_leaves_it_open(groun
     session = await Session.open(ground.pool.dispatcher, ground.pool.blobs, tenant="acme", start=SessionStart())
     place = {"state": "open", "queue": "host.h1.b00t", "fence": "1"}
     await ground.client.hset(f"toolcrew:d:t:acme:session.{session.id}:place", mapping=place)
-    run = await ground.start(ground=Ground(session=session.id))
-    busy = await refused(ground.start(ground=Ground(session=session.id)))
+    run = await ground.start(ground=ItemEnvironment(session=session.id))
+    busy = await refused(ground.start(ground=ItemEnvironment(session=session.id)))
     assert run in busy.message
     async with ground.working():
         assert (await ground.ended(run)).state is HostedState.SUCCEEDED
     assert "close" not in ground.sent()
     assert ground.sent().count("open") <= 2
-    assert await ground.start(ground=Ground(session=session.id)) != run
+    assert await ground.start(ground=ItemEnvironment(session=session.id)) != run
 
 
 async def test_a_session_of_another_tenant_is_none(ground: HostedGround) -> None:
     place = {"state": "open", "queue": "host.h1.b00t", "fence": "1"}
     await ground.client.hset("toolcrew:d:t:zeta:session.theirs:place", mapping=place)
     for name in ("theirs", "nobodys", "../zeta", "theirs:place"):
-        assert (await refused(ground.start(ground=Ground(session=name)))).code is ErrorCode.SESSION_NOT_FOUND
+        assert (await refused(ground.start(ground=ItemEnvironment(session=name)))).code is ErrorCode.SESSION_NOT_FOUND
 
 
 # Cancelled in every state
@@ -365,4 +370,4 @@ async def test_an_item_without_a_session_has_the_bytes_of_the_release_before(gro
     assert "session" not in BatchItem(custom_id="a", line=1, url="/v1/agent/runs", work=ECHO).model_dump_json()
     run = await ground.start()
     fields: Any = await ground.client.hgetall(f"toolcrew:d:t:acme:run.{run}")
-    assert parse_run(KEY, "acme", run, fields).item.ground == Ground()
+    assert parse_run(KEY, "acme", run, fields).item.ground == ItemEnvironment()

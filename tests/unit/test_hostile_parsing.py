@@ -230,7 +230,7 @@ def test_wrong_batch_lines_are_refused(name: str) -> None:
     data = LINES[name]()
     with bounded(64), pytest.raises(BadBatch) as refused:
         read_lines(io.BytesIO(data), None, "the body")
-    assert 1 <= len(refused.value.complaints) <= 20
+    assert 1 <= len(refused.value.errors) <= 20
 
 
 def bomb(levels: int, key: str) -> str:

@@ -36,9 +36,9 @@ async def test_an_upload_is_what_was_sent_and_of_its_tenant_alone(files: StoredF
         with pytest.raises(ToolFailure) as refused:
             await attempt
         assert refused.value.code is ErrorCode.FILE_NOT_FOUND
-    assert await files.check_all("rival", [stored.id]) == [stored.id]
+    assert await files.find_missing("rival", [stored.id]) == [stored.id]
     await files.delete("acme", stored.id)
-    assert await files.check_all("acme", [stored.id]) == [stored.id]
+    assert await files.find_missing("acme", [stored.id]) == [stored.id]
 
 
 @pytest.mark.parametrize(

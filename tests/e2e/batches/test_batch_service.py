@@ -26,7 +26,16 @@ from orchestrator.runs.batch_runs import BatchRuns
 from orchestrator.sdk.client import ToolClient
 from orchestrator.settings import OrchestratorSettings
 from store.api_keys import ApiKeys
-from store.batches import BatchDefaults, BatchItem, BatchRecord, BatchState, CallBody, Ground, Outcome, RunLimits
+from store.batches import (
+    BatchDefaults,
+    BatchItem,
+    BatchRecord,
+    BatchState,
+    CallBody,
+    ItemEnvironment,
+    Outcome,
+    RunLimits,
+)
 from store.connection import open_redis
 from store.runs import HostedRun, HostedState, RunQueue
 from store.tenants import RedisTenants
@@ -264,7 +273,7 @@ async def test_a_cancelled_batch_ends_and_one_that_was_not_handed_over_is_its_su
 
 def call(name: str, **ground: Any) -> BatchItem:
     body = CallBody(name="bash_tool", arguments={"command": "cat secret* */secret*"})
-    return BatchItem(custom_id=name, line=1, url="/v1/tools/execute", work=body, ground=Ground(**ground))
+    return BatchItem(custom_id=name, line=1, url="/v1/tools/execute", work=body, ground=ItemEnvironment(**ground))
 
 
 async def submit_by_hand(

@@ -138,7 +138,7 @@ def test_an_output_that_is_the_input_or_another_batchs_is_told_and_left_as_it_is
     Path(shell.out).write_text(json.dumps(row) + "\n")
     done = shell.run("batches", "submit", str(file), "--output", shell.out, "--id", "same")
     assert done.returncode == 1
-    assert "holds a row of another batch" in done.stderr
+    assert "contains a row of another batch" in done.stderr
     assert shell.run("batches", "show", "same").returncode == 1
 
 
@@ -164,7 +164,7 @@ def test_a_disk_that_fills_up_holds_up_rows_and_loses_none(shell: TroubledShell)
         "6",
     )
     told = Told(shell, *arguments, prefix=in_namespace)
-    told.wait_for("make room on its disk")
+    told.wait_for("free space on its disk")
     Path(f"/proc/{told.process.pid}/root{disk}/ballast").unlink()
     assert told.end() == 0, told.said()
     assert answers(shell.rows()) == expected(24)

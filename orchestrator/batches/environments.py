@@ -9,7 +9,7 @@ from contract.errors import ConfigError
 from orchestrator.batches.artifacts import MAX_PATTERNS, Pattern
 from orchestrator.dispatch.workspace_sources import find_source_kind, load_source
 from store.archives.files import NO_STORE, TenantStore, is_stored
-from store.batches import Ground
+from store.batches import ItemEnvironment
 
 _HEAD_BYTES = 1024 * 1024
 """Number of bytes that are read from a larger archive, for the check of its kind. Every packer writes the first file
@@ -17,8 +17,8 @@ name within these bytes.
 """
 
 
-class Grounds:
-    """Checks the `ground` fields of one file's items. Relative names become absolute paths. A name that many lines
+class EnvironmentChecker:
+    """Checks the `environment` fields of one file's items. Relative names become absolute paths. A name that many lines
     use is checked once.
     """
 
@@ -32,63 +32,69 @@ class Grounds:
         self._store = store
         self._workspaces: dict[str, str | None] = {}
         self._patterns: dict[str, str | None] = {}
-        self._known: dict[Ground, Ground] = {}
+        self._environments: dict[ItemEnvironment, ItemEnvironment] = {}
 
-    def settle(self, ground: Ground) -> Ground:
-        """Return the ground with the absolute path of its workspace. Equal grounds share one record, to save
+    def normalize(self, environment: ItemEnvironment) -> ItemEnvironment:
+        """Return the environment with the absolute path of its workspace. Equal environments share one record, to save
         memory.
         """
-        if ground.workspace is not None and self._folder is not None and not is_stored(ground.workspace):
-            ground = ground.model_copy(update={"workspace": self._whole(ground.workspace)})
-        return self._known.setdefault(ground, ground)
+        if environment.workspace is not None and self._folder is not None and not is_stored(environment.workspace):
+            environment = environment.model_copy(update={"workspace": self._build_absolute_path(environment.workspace)})
+        return self._environments.setdefault(environment, environment)
 
-    def complaints(self, ground: Ground) -> Iterator[tuple[tuple[str | int, ...], str]]:
-        """Yield each problem of a ground, as (path of the field, sentence)."""
-        if ground.workspace is not None and (complaint := self._find_refusal(ground.workspace)) is not None:
-            yield ("workspace",), complaint
-        if ground.artifacts and self._folder is None and (self._store is None or self._store.setting is None):
+    def find_errors(self, environment: ItemEnvironment) -> Iterator[tuple[tuple[str | int, ...], str]]:
+        """Yield each error of an environment, as (path of the field, sentence)."""
+        if (
+            environment.workspace is not None
+            and (error := self._find_workspace_problem(environment.workspace)) is not None
+        ):
+            yield ("workspace",), error
+        if environment.artifacts and self._folder is None and (self._store is None or self._store.setting is None):
             yield ("artifacts",), NO_STORE
-        if len(ground.artifacts) > MAX_PATTERNS:
+        if len(environment.artifacts) > MAX_PATTERNS:
             yield (
                 ("artifacts",),
                 (
-                    f"there are {len(ground.artifacts)} patterns, at most {MAX_PATTERNS} are taken: use `**`, or name "
-                    "folders"
+                    f"the item has {len(environment.artifacts)} patterns and the limit is {MAX_PATTERNS}: use `**`, or "
+                    "name folders"
                 ),
             )
-        for place, pattern in enumerate(ground.artifacts[:MAX_PATTERNS]):
+        for number, pattern in enumerate(environment.artifacts[:MAX_PATTERNS]):
             if pattern not in self._patterns:
-                self._patterns[pattern] = _complaint_of(pattern)
-            if (complaint := self._patterns[pattern]) is not None:
-                yield ("artifacts", place), complaint
+                self._patterns[pattern] = _find_pattern_error(pattern)
+            if (error := self._patterns[pattern]) is not None:
+                yield ("artifacts", number), error
 
-    def _find_refusal(self, workspace: str) -> str | None:
+    def _find_workspace_problem(self, workspace: str) -> str | None:
         """Return why a workspace cannot be used; None if the workspace can be used."""
         if is_stored(workspace):
             return self._store.explain_refusal(workspace) if self._store is not None else None
         if self._folder is None:
-            return "a path of your machine cannot be read here: upload it (POST /v1/files) and give the id of the file"
-        path = self._whole(workspace)
+            return (
+                "this process cannot read a path of your machine: upload the workspace (POST /v1/files) and use the id "
+                "of the file"
+            )
+        path = self._build_absolute_path(workspace)
         if path not in self._workspaces:
-            self._workspaces[path] = _look_at(path, self._max_bytes)
+            self._workspaces[path] = _find_workspace_error(path, self._max_bytes)
         return self._workspaces[path]
 
-    def _whole(self, workspace: str) -> str:
+    def _build_absolute_path(self, workspace: str) -> str:
         """Return the absolute path of a workspace."""
         assert self._folder is not None
         return os.path.normpath(self._folder / workspace)
 
 
-def _complaint_of(pattern: str) -> str | None:
+def _find_pattern_error(pattern: str) -> str | None:
     """Return why a pattern is invalid; None if the pattern is valid."""
     try:
         Pattern(pattern)
     except ValueError as error:
-        return f"'{pattern[:200]}' cannot be copied out: {error}"
+        return f"'{pattern[:200]}' is not a valid pattern: {error}"
     return None
 
 
-def _look_at(text: str, max_bytes: int) -> str | None:
+def _find_workspace_error(text: str, max_bytes: int) -> str | None:
     """Return why a workspace cannot be used; None if there is no problem that can be found without packing."""
     path = Path(text)
     try:
@@ -107,5 +113,5 @@ def _look_at(text: str, max_bytes: int) -> str | None:
     except ConfigError as error:
         return str(error)
     except (OSError, ValueError) as error:
-        return f"the workspace {text} cannot be read ({error}): mend its name or its rights"
+        return f"the workspace {text} cannot be read ({error}): check the path and its permissions"
     return None
