@@ -204,7 +204,7 @@ def test_what_does_not_fit_is_in_the_file_not_at_all_and_goes_in_later(path: Pat
     with RowFile.open(path, any_row) as file:
         file.append(rows("a"))
         with room_for(len(raw("a")) * 2 + 10):
-            with pytest.raises(RowsNotWritten, match="free space on its disk, then resume. No row is lost"):
+            with pytest.raises(RowsNotWritten, match=r"free space on its disk, then resume\. No row is lost"):
                 file.append(rows("b", "c"))
             assert path.read_bytes() == raw("a")
             assert list(file.ids) == ["a"]
