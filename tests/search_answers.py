@@ -30,7 +30,6 @@ def build_grep_done(**fields: Any) -> dict[str, Any]:
     plain = {
         **dict.fromkeys(counts, 0),
         **{name: [] for name in names},
-        "engine": "ripgrep",
         "is_file": False,
         "cut": False,
         "partial": False,

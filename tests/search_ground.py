@@ -66,7 +66,7 @@ class Ground:
         plain = {"pattern": pattern, "path": ".", "kind": "file", "limit": 100, "max_bytes": 32768, "timeout_s": 10}
         return self._search(glob, GlobRequest, {**plain, **fields}, self.paths())
 
-    def grep(self, pattern: str, *, use_ripgrep: bool = True, use_openat2: bool = True, **fields: Any) -> Found:
+    def grep(self, pattern: str, *, use_openat2: bool = True, **fields: Any) -> Found:
         plain = {
             "pattern": pattern,
             "path": ".",
@@ -76,7 +76,7 @@ class Ground:
             "max_lines": 2000,
             "timeout_s": 10,
         }
-        paths = self.paths(use_ripgrep=use_ripgrep, use_openat2=use_openat2)
+        paths = self.paths(use_openat2=use_openat2)
         return self._search(grep, GrepRequest, {**plain, **fields}, paths)
 
     @staticmethod

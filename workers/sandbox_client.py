@@ -573,7 +573,6 @@ class _Glob(_Shape):
 
 
 class _Grep(_Shape):
-    engine: Literal["ripgrep", "python"]
     is_file: bool
     matches: _Count
     files: _Count

@@ -36,7 +36,6 @@ class GuestPaths:
         roots: tuple[bytes, ...] = (b"/workspace", b"/tmp"),
         output: bytes = b"/output",
         use_openat2: bool = True,
-        use_ripgrep: bool = True,
         ripgrep: bytes = TOOLKIT + b"/rg",
     ) -> None:
         self.roots = roots
@@ -45,7 +44,6 @@ class GuestPaths:
         self.state = output + b"/.state"
         self.readable = (*roots, output)
         self.use_openat2 = use_openat2
-        self.use_ripgrep = use_ripgrep
         self.ripgrep = ripgrep
         self.environment: Mapping[str, str] = ENVIRONMENT
 

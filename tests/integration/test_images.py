@@ -305,7 +305,7 @@ async def test_any_image_is_a_sandbox_with_all_tools(
         assert await bash(sandbox, "echo $UID $PWD; echo needle here > a") == "1000 /workspace\n"
         grep = {"op": "grep", "pattern": "needle", "path": ".", "mode": "content", "limit": 9, "max_lines": 9}
         found = await sandbox.ask({**grep, "max_bytes": 9999, "timeout_s": 9.0, "body_bytes": 0}, sink=lambda _: None)
-        assert (found["engine"], found["matches"]) == ("ripgrep", 1)
+        assert found["matches"] == 1
         for variable, value in [line.removeprefix("ENV ").split("=") for line in changes if line.startswith("ENV ")]:
             assert await bash(sandbox, f"echo ${variable}") == f"{value}\n"
         if any(b"echo Python" in content for _, _, content in files):

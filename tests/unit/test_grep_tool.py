@@ -167,7 +167,6 @@ def test_lines_are_shown_as_they_come() -> None:
     [
         {"matches": -1},
         {"matches": "3"},
-        {"engine": "perl"},
         {"binary_names": ["x"] * 11},
         {"large_names": ["x" * 401]},
         {"partial": 1},

@@ -14,7 +14,7 @@ MAX_LIMIT = 1000
 MAX_CONTEXT = 20
 _CONTEXT = {"type": "integer", "minimum": 0, "maximum": MAX_CONTEXT, "default": 0}
 _GLOBS = {"type": "string", "minLength": 1}
-_TOLD = ("matches", "files", "shown", "searched", "ignored", "large", "binary", "unreadable", "partial", "engine")
+_TOLD = ("matches", "files", "shown", "searched", "ignored", "large", "binary", "unreadable", "partial")
 
 _SPEC = ToolSpec(
     name="grep_tool",

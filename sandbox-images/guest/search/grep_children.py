@@ -12,7 +12,6 @@ import select
 import signal
 import time
 
-from guest.failures import Failure
 from guest.paths import ENVIRONMENT
 from guest.processes import offer_to_oom_killer
 
@@ -21,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 _READ_BYTES = 65_536
-# Exit status of an engine that could not read a file or did not accept the pattern.
+# Exit status of ripgrep if it could not read a file or did not accept the pattern.
 _FAULT = 2
 _POLL_MS = 50
 _MANY_PIECES = 16
@@ -30,6 +29,7 @@ _KEPT_BYTES = 4 << 20
 _SIGNALS = tuple(number for number in range(1, 65) if number not in (9, 19, 32, 33))
 # Matches an error about a file. The name may contain line ends.
 _OS_ERROR = re.compile(rb"^(?:rg: )?\./(.*?): [^:\n]*\(os error \d+\)$", re.MULTILINE | re.DOTALL)
+_GAVE_UP = b"PCRE2: error matching"
 
 
 class Child:
@@ -104,13 +104,19 @@ class Child:
 
     @property
     def was_late(self) -> bool:
-        """Return whether the process was killed because the time was up."""
-        return self.status is None
+        """Return whether the process was killed because the time was up, or PCRE2 has given up."""
+        return self.status is None or _GAVE_UP in self._complaints
 
     @property
     def was_cut_off(self) -> bool:
-        """Return whether the process ended early: at the time limit, by a signal, or for lack of memory or threads."""
-        return self.status is None or os.waitstatus_to_exitcode(self.status) not in (0, 1, _FAULT)
+        """Return whether the process has not searched everything: it was killed at the time limit or by a signal,
+        lacked memory or threads, or PCRE2 gave up a text that takes too many steps.
+        """
+        return (
+            self.status is None
+            or os.waitstatus_to_exitcode(self.status) not in (0, 1, _FAULT)
+            or _GAVE_UP in self._complaints
+        )
 
     @property
     def has_refused(self) -> bool:
@@ -118,7 +124,8 @@ class Child:
 
         Such an error is about the pattern.
         """
-        return self.status is not None and os.waitstatus_to_exitcode(self.status) == _FAULT and not self.unreadable()
+        is_fault = self.status is not None and os.waitstatus_to_exitcode(self.status) == _FAULT
+        return is_fault and not self.unreadable() and not self.was_late
 
     @property
     def complaint(self) -> str:
@@ -159,33 +166,3 @@ def start_program(argv: list[bytes], inherited: tuple[int, ...] = ()) -> Callabl
             os.close(null)
 
     return start
-
-
-def start_function(work: Callable[[int, int], None]) -> Callable[[int, int], int]:
-    """Return a start function for Child that calls `work(stdout, stderr)` in a fork of this process.
-
-    A Failure ends the fork with the exit status of a fault. Any other exception ends it by a signal.
-    """
-
-    def start(out: int, errors: int) -> int:
-        pid = os.fork()
-        if pid:
-            return pid
-        try:
-            work(out, errors)
-            os._exit(0)
-        except Failure as failure:
-            write_all(errors, failure.message.encode("utf-8", "replace"))
-            os._exit(_FAULT)
-        finally:
-            # The fork must never return into the code of its parent, so SIGKILL ends it after any other exception.
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    return start
-
-
-def write_all(fd: int, data: bytes) -> None:
-    """Write all data to a pipe. Raises OSError."""
-    view = memoryview(data)
-    while view:
-        view = view[os.write(fd, view) :]

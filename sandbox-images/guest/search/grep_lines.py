@@ -4,7 +4,7 @@ from __future__ import annotations
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator
 
 MAX_LINE_CHARS = 500
 # Maximum number of bytes of one character in UTF-8.
@@ -24,6 +24,16 @@ class Mark:
         self.line = line
         self.column = column
         self.offset = offset
+
+
+def find_offsets(text: bytes, marks: Iterable[Mark]) -> Iterator[Mark]:
+    """Yield the marks, which are in the order of their lines, with the offsets of these lines in the text."""
+    line, offset = 1, 0
+    for mark in marks:
+        while line < mark.line:
+            offset = text.find(b"\n", offset) + 1
+            line += 1
+        yield Mark(line, mark.column, offset)
 
 
 class Page:

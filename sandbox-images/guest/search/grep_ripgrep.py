@@ -1,11 +1,13 @@
-"""Search with ripgrep: find the program and build its arguments."""
+"""Search with ripgrep: build the arguments of the program and read its output."""
 
 from __future__ import annotations
 
 import os
+import re
 
 from guest.search.grep_children import Child, start_program
 from guest.search.grep_files import MAX_FOUND_BYTES
+from guest.search.grep_patterns import PCRE_LINE_ENDS
 from guest.search.grep_records import SEPARATOR, count_marks, read_counts, read_names
 from guest.search.walk import MAX_DEPTH, VCS_NAMES
 
@@ -13,7 +15,6 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from guest.failures import Failure
     from guest.search.filter import NameFilter
     from guest.search.grep_patterns import GrepPattern
 
@@ -26,7 +27,6 @@ _ALWAYS = [
     b"--with-filename",
     b"--null",
     b"--text",
-    b"--crlf",
     b"--no-mmap",
     b"--no-ignore-messages",
     b"--case-sensitive",
@@ -43,9 +43,7 @@ _MARKING = [
 
 
 class Ripgrep:
-    """ripgrep engine of one search. It runs in the current directory of this process."""
-
-    name = "ripgrep"
+    """ripgrep for one search. It runs in the current directory of this process."""
 
     def __init__(self, program: bytes, pattern: GrepPattern) -> None:
         self._pattern = pattern
@@ -66,6 +64,11 @@ class Ripgrep:
         only = names.names_at_most()
         options += [f"--type-add=wanted:{glob}".encode() for glob in only] + ([b"--type=wanted"] if only else [])
         return start_program([*self._argv, *options, b"--regexp", self._raw_pattern(), b"--", b"./"])
+
+    def start_counting_files(self, files: list[bytes], names_only: bool) -> Callable[[int, int], int]:
+        """Return a start function that counts the matching lines of these files, without any ignore rule."""
+        options = [*self._counting(names_only), b"--no-ignore", b"--regexp", self._raw_pattern(), b"--"]
+        return start_program([*self._argv, *options, *(b"./" + path for path in files)])
 
     def start_counting_one(self, fd: int, names_only: bool) -> Callable[[int, int], int]:
         """Return a start function that counts the matching lines of one open file."""
@@ -101,10 +104,6 @@ class Ripgrep:
             return count_marks(child.read_records(b"\n", is_late))
         return read_counts(child.read_records(b"\0", is_late))
 
-    def explain(self, complaint: str) -> Failure:
-        """Convert an error message about the pattern to a failure."""
-        return self._pattern.explain(complaint)
-
     def _counting(self, names_only: bool) -> list[bytes]:
         """Return the options that count matches.
 
@@ -116,10 +115,16 @@ class Ripgrep:
         return _MARKING if self._pattern.multiline else [b"--count"]
 
     def _raw_pattern(self) -> bytes:
-        return self._pattern.text.encode("utf-8")
+        pattern = self._pattern
+        if not pattern.needs_pcre:
+            return pattern.text.encode("utf-8")
+        text = re.escape(pattern.text) if pattern.fixed_strings else pattern.text
+        return (PCRE_LINE_ENDS + text).encode("utf-8")
 
 
 def _build_pattern_options(pattern: GrepPattern) -> list[bytes]:
     options = [b"--ignore-case"] if pattern.ignore_case else []
-    options += [b"--fixed-strings"] if pattern.fixed_strings else []
-    return options + ([b"--multiline", b"--multiline-dotall"] if pattern.multiline else [])
+    options += [b"--multiline", b"--multiline-dotall"] if pattern.multiline else []
+    if pattern.needs_pcre:
+        return [*options, b"--pcre2"]
+    return [*options, b"--crlf", *([b"--fixed-strings"] if pattern.fixed_strings else [])]

@@ -23,9 +23,8 @@ from guest.search.grep_files import (
     open_file,
     read_text,
 )
-from guest.search.grep_lines import FilePrinter, Mark, Page
+from guest.search.grep_lines import FilePrinter, Mark, Page, find_offsets
 from guest.search.grep_patterns import GrepPattern
-from guest.search.grep_python import PythonEngine
 from guest.search.grep_records import group_marks
 from guest.search.grep_ripgrep import Ripgrep
 from guest.search.names import build_names
@@ -34,13 +33,14 @@ from guest.search.walk import Walk
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Iterator
 
     from guest.paths import GuestPaths
     from guest.search.requests import GrepRequest
     from guest.supervisors import RequestContext
 
 _REST_S = 0.001
+_MAX_ARGUMENTS_BYTES = 1 << 20
 _FIRST_BATCH = 4
 _LAST_BATCH = 64
 
@@ -113,30 +113,37 @@ class _Search:
         self._binary: set[bytes] = set()
         self._unreadable: set[bytes] = set()
         self._bad_rules: list[str] = []
-        self._is_partial = False
+        self._is_partial = self._was_killed = False
         self._shown = self._shown_files = 0
-        self._engine: Ripgrep | PythonEngine = (
-            Ripgrep(self._paths.ripgrep, pattern)
-            if self._paths.use_ripgrep and not pattern.needs_python
-            else PythonEngine(pattern)
-        )
+        self._ripgrep = Ripgrep(self._paths.ripgrep, pattern)
 
     # --- which files --------------------------------------------------------------------------------------------------
 
     def find_files(self, names: NameFilter) -> None:
-        """Find the matching files below the start. Raises Failure."""
+        """Find the matching files below the start. Raises Failure.
+
+        ripgrep searches while this process walks: the walk gives times, sizes, and what is hidden and why.
+        """
         walk = Walk(self._start, self._paths, not self._request.include_ignored, names.excludes)
-        self._survey_tree(walk, names)
-        if walk.has_odd_rules and isinstance(self._engine, Ripgrep):
-            # ripgrep would wait for a FIFO with the name of a rule file, and would apply rules that the walk does not
-            # apply.
-            self._engine = PythonEngine(self._pattern)
-            walk = Walk(self._start, self._paths, True, names.excludes)
+        with Child(self._start_counting(walk, names), _REST_S) as child:
             self._survey_tree(walk, names)
+            if not walk.has_odd_rules and not self._survey.large:
+                self._collect(self._read_counts(child))
+        if walk.has_odd_rules:
+            # ripgrep would wait for a FIFO with the name of a rule file, and would apply rules that the walk does not
+            # apply. It gets the names of the files instead.
+            for files in _split(list(self._survey.files)):
+                with Child(self._ripgrep.start_counting_files(files, self._names_only), _REST_S) as child:
+                    self._collect(self._read_counts(child))
+                if self._is_partial:
+                    break
+        elif self._survey.large:
+            with Child(self._start_counting(walk, names, has_large=True), _REST_S) as child:
+                self._collect(self._read_counts(child))
         self._unreadable.update(os.fsencode(name).rstrip(b"/") for name in walk.unreadable)
         self._bad_rules = walk.bad_rules
-        self._collect(self._start_counting(walk, names))
         self._matches.sort(key=lambda match: (match.changed, match.path))
+        self._check_found()
 
     def find_in_file(self, name: bytes) -> None:
         """Search the one file that the request names.
@@ -156,9 +163,10 @@ class _Search:
                 f"{shown}: has {status.st_size} bytes, more than {MAX_NAMED_BYTES}; search it with grep in bash_tool",
                 size=status.st_size,
             )
-        for _, count in self._run_counting(self._engine.start_counting_one(fd, self._names_only)):
-            self._matches.append(_Match(-status.st_mtime_ns, name, count))
+        with Child(self._ripgrep.start_counting_one(fd, self._names_only), _REST_S) as child:
+            self._matches += [_Match(-status.st_mtime_ns, name, count) for _, count in self._read_counts(child)]
         os.close(fd)
+        self._check_found()
 
     @property
     def _names_only(self) -> bool:
@@ -191,19 +199,19 @@ class _Search:
                 self._is_partial = True
                 return
 
-    def _start_counting(self, walk: Walk, names: NameFilter) -> Callable[[int, int], int]:
-        if isinstance(self._engine, PythonEngine):
-            return self._engine.start_counting(
-                self._names_only, self._start.fd, list(self._survey.files), self._paths.use_openat2
-            )
-        rules = not self._request.include_ignored
-        return self._engine.start_counting(
-            self._names_only, names, rules, not walk.is_start_ignored, walk.kept_out, bool(self._survey.large)
+    def _start_counting(self, walk: Walk, names: NameFilter, *, has_large: bool = False) -> Callable[[int, int], int]:
+        return self._ripgrep.start_counting(
+            self._names_only,
+            names,
+            not self._request.include_ignored,
+            not walk.is_start_ignored,
+            walk.kept_out,
+            has_large,
         )
 
-    def _collect(self, start: Callable[[int, int], int]) -> None:
+    def _collect(self, found: Iterable[tuple[bytes, int]]) -> None:
         files = self._survey.files
-        for raw, count in self._run_counting(start):
+        for raw, count in found:
             path = raw[2:]
             changed = files.get(path)
             if changed is None:
@@ -211,34 +219,35 @@ class _Search:
                 continue
             self._matches.append(_Match(changed, path, count))
 
-    def _run_counting(self, start: Callable[[int, int], int]) -> list[tuple[bytes, int]]:
-        """Return (path, count) of each matching file.
+    def _read_counts(self, child: Child) -> list[tuple[bytes, int]]:
+        """Return (path, count) of each matching file. Raises Failure if ripgrep rejects the pattern."""
+        found = list(self._ripgrep.read_counting(child, self._names_only, lambda: self._clock.is_too_late_to_find))
+        # ripgrep also reads files that the request excludes. Errors about those files are not reported.
+        self._unreadable.update(
+            path for path in child.unreadable() if path in self._survey.files or not os.path.isfile(path)
+        )
+        if child.was_cut_off:
+            self._is_partial = True
+            self._was_killed = not child.was_late
+        if child.has_refused:
+            raise self._pattern.explain(child.complaint)
+        return found
 
-        Raises Failure if the engine rejects the pattern, or if it found nothing in time.
-        """
-        with Child(start, _REST_S) as child:
-            found = list(self._engine.read_counting(child, self._names_only, lambda: self._clock.is_too_late_to_find))
-            # The engine also reads files that the request excludes. Errors about those files are not reported.
-            self._unreadable.update(
-                path for path in child.unreadable() if path in self._survey.files or not os.path.isfile(path)
-            )
-            if child.was_cut_off:
-                self._is_partial = True
-            if child.has_refused:
-                raise self._engine.explain(child.complaint)
-        if child.was_cut_off and not child.was_late and not found:
+    def _check_found(self) -> None:
+        """Raise Failure if the search ended early and has found nothing."""
+        if not self._is_partial or self._matches:
+            return
+        if self._was_killed:
             raise Failure(
                 INTERNAL,
                 "the search was killed before it found anything, for want of memory or processes: narrow path or "
                 "include, or end what runs beside it",
             )
-        if self._is_partial and not found:
-            raise Failure(
-                TIMEOUT,
-                f"nothing found in {self._clock.seconds:g} s, and not all was searched: narrow path or include, or "
-                "simplify the pattern",
-            )
-        return found
+        raise Failure(
+            TIMEOUT,
+            f"nothing found in {self._clock.seconds:g} s, and not all was searched: narrow path or include, or "
+            "simplify the pattern",
+        )
 
     # --- which lines --------------------------------------------------------------------------------------------------
 
@@ -307,7 +316,7 @@ class _Search:
             if not by_name:
                 return 0
             most = limit if self._request.max_per_file is None else min(limit, self._request.max_per_file)
-            child = opened.enter_context(Child(self._engine.start_marking([fd for _, fd in by_name.values()], most)))
+            child = opened.enter_context(Child(self._ripgrep.start_marking([fd for _, fd in by_name.values()], most)))
             for name, marks in group_marks(child.read_records(b"\n", lambda: self._clock.is_over)):
                 shown += self._send_file(*by_name[name], itertools.islice(marks, min(most, limit - shown)))
                 if shown >= limit or self._page.is_full:
@@ -317,10 +326,10 @@ class _Search:
         return shown
 
     def _send_file(self, match: _Match, fd: int, marks: Iterable[Mark]) -> int:
-        printer = FilePrinter(
-            self._page, self._start.show(match.path), read_text(fd), self._request.before, self._request.after
-        )
-        printer.print_marks(marks)
+        text = read_text(fd)
+        printer = FilePrinter(self._page, self._start.show(match.path), text, self._request.before, self._request.after)
+        # PCRE2 gets a replacement character for each byte that is not UTF-8, so its offsets are larger.
+        printer.print_marks(find_offsets(text, marks) if self._pattern.needs_pcre else marks)
         self._context.writer.send("lines", self._page.take())
         self._shown += printer.matches
         self._shown_files += printer.matches > 0
@@ -329,7 +338,6 @@ class _Search:
     def fields(self) -> dict[str, object]:
         """Return the fields of the done event."""
         return {
-            "engine": self._engine.name,
             "is_file": self._start.file is not None,
             "matches": sum(match.count for match in self._matches),
             "files": len(self._matches),
@@ -351,3 +359,18 @@ class _Search:
 
     def _named(self, path: bytes) -> bytes:
         return self._start.shown + path
+
+
+def _split(files: list[bytes]) -> Iterator[list[bytes]]:
+    """Yield the files in lists that fit into the arguments of one program."""
+    size = 0
+    part: list[bytes] = []
+    for path in files:
+        if size + len(path) > _MAX_ARGUMENTS_BYTES:
+            yield part
+            size, part = 0, []
+        # The kernel also counts a pointer for each argument.
+        size += len(path) + 16
+        part.append(path)
+    if part:
+        yield part
