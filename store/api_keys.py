@@ -156,8 +156,8 @@ class ApiKeys:
         if record is None or not is_right:
             raise ToolFailure(
                 ErrorCode.UNAUTHENTICATED,
-                "the API key is none, or was revoked: check that all of it was copied, or have the operator make "
-                "another (toolcrew keys create TENANT)",
+                "the API key is invalid or was revoked: check that you copied the complete key, or ask the "
+                "operator for a new key (toolcrew keys create TENANT)",
             )
         return self._identity(key_id, record)
 
@@ -167,7 +167,7 @@ class ApiKeys:
         """
         record = await self._find(key_id)
         if record is None:
-            raise ToolFailure(ErrorCode.UNAUTHENTICATED, "the API key was revoked: show another one")
+            raise ToolFailure(ErrorCode.UNAUTHENTICATED, "the API key was revoked: use another key")
         return self._identity(key_id, record)
 
     async def add(self, tenant: str, role: Role = "tenant", *, name: str = "", ttl_s: float | None = None) -> NewKey:
@@ -203,7 +203,7 @@ class ApiKeys:
         if added != 1:
             raise ToolFailure(
                 ErrorCode.UNKNOWN_TENANT,
-                f"there is no tenant {tenant}: register it first (toolcrew tenants add {tenant})",
+                f"tenant {tenant} does not exist: register it first (toolcrew tenants add {tenant})",
             )
         return NewKey(key_id, text, record)
 
@@ -241,7 +241,7 @@ class ApiKeys:
         if record.expires_at is not None and self._clock() >= record.expires_at:
             raise ToolFailure(
                 ErrorCode.UNAUTHENTICATED,
-                f"the API key {key_id} has expired: have the operator make another (`toolcrew keys create "
+                f"the API key {key_id} has expired: ask the operator for a new key (`toolcrew keys create "
                 f"{record.tenant}`)",
             )
         return Identity(record.tenant, record.role, key_id, record.name)
@@ -267,7 +267,7 @@ class ApiKeys:
         return record
 
     def _parse(self, key_id: str, data: bytes) -> ApiKeyRecord:
-        advice = f"the key is refused: remove it (toolcrew keys revoke {key_id}) and create another"
+        advice = f"the key is rejected: remove it (toolcrew keys revoke {key_id}) and create another"
         try:
             return ApiKeyRecord.model_validate_json(self._signing.unseal(_purpose(key_id), data))
         except EnvelopeRefused as error:
@@ -300,8 +300,8 @@ class Credential:
         if not identity.may_act_for(tenant):
             raise ToolFailure(
                 ErrorCode.PERMISSION_DENIED,
-                f"the API key is for tenant {identity.tenant} and not for {tenant}: leave the tenant out, or use a key "
-                "of that one",
+                f"the API key belongs to tenant {identity.tenant}, not to {tenant}: omit the tenant, or use a key "
+                "of that tenant",
             )
         return identity
 

@@ -167,7 +167,8 @@ class UnknownQuestion(ToolFailure):
     def __init__(self, id_: str) -> None:
         shown = id_ if len(id_) == ID_CHARS and id_.isalnum() else "of that id"
         super().__init__(
-            ErrorCode.INVALID_ARGUMENTS, f"there is no question {shown}: list those that wait (toolcrew approvals list)"
+            ErrorCode.INVALID_ARGUMENTS,
+            f"the question {shown} does not exist: list the open questions (toolcrew approvals list)",
         )
 
 
@@ -177,7 +178,7 @@ class AlreadyAnswered(ToolFailure):
     def __init__(self, answer: ApprovalAnswer) -> None:
         super().__init__(
             ErrorCode.INVALID_ARGUMENTS,
-            f"it was {answer.describe()} already, and a call is decided once: nothing was changed",
+            f"the call was already {answer.describe()}, and a call is decided once: nothing was changed",
         )
         self.answer = answer
 
@@ -188,8 +189,8 @@ class QuestionOver(ToolFailure):
     def __init__(self, at: float) -> None:
         super().__init__(
             ErrorCode.INVALID_ARGUMENTS,
-            f"nobody waits for this answer any more since {format_instant(at)}: its time was up, or its run has ended; "
-            "answer another",
+            f"the question has been closed since {format_instant(at)}, because its time limit was reached or its "
+            "run has ended: answer another",
         )
 
 
@@ -199,7 +200,7 @@ class OtherCall(ToolFailure):
     def __init__(self) -> None:
         super().__init__(
             ErrorCode.INVALID_ARGUMENTS,
-            "the digest is not that of the call that is asked about: look at the question again, and answer that",
+            "the digest does not match the call in question: read the question again, then send its digest",
         )
 
 
@@ -271,8 +272,8 @@ class ApprovalQueue:
         if reply[0] == b"full":
             raise ToolFailure(
                 ErrorCode.QUOTA_EXCEEDED,
-                f"it needs approval, and {MAX_PENDING} calls of the tenant wait for one already: try again when some "
-                "have been answered",
+                f"the call needs approval, but {MAX_PENDING} calls of the tenant already wait for one: try again "
+                "after some have been answered",
             )
         return unseal(self._keys, ApprovalAnswer, question.id, reply[1]) if reply[0] == b"answered" else None
 
@@ -303,13 +304,13 @@ class ApprovalQueue:
         ToolFailure(PERMISSION_DENIED): another tenant. Raises ToolFailure(INVALID_ARGUMENTS): invalid limit or cursor.
         """
         if not 1 <= limit <= MAX_PAGE:
-            raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, f"the limit is 1 to {MAX_PAGE}, not {limit}")
+            raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, f"the limit must be between 1 and {MAX_PAGE}, not {limit}")
         if actor.role == "tenant":
             tenant = tenant or actor.tenant
         if not actor.may_act_for(tenant):
             raise ToolFailure(
                 ErrorCode.PERMISSION_DENIED,
-                f"the API key is for tenant {actor.tenant} and not for {tenant}: leave the tenant out",
+                f"the API key belongs to tenant {actor.tenant}, not to {tenant}: omit the tenant",
             )
         after, questions, at = _parse_cursor(cursor), list[PendingQuestion](), 0
         key = self._sets(tenant)[-1] if tenant is not None else approvals_key(self._deployment)
@@ -353,7 +354,7 @@ class ApprovalQueue:
         if actor.role == "tenant" and self._approvers == "operator":
             raise ToolFailure(
                 ErrorCode.PERMISSION_DENIED,
-                "calls are approved by operators here (TOOLCREW_APPROVERS=operator): ask one, or cancel the run",
+                "only operators approve calls here (TOOLCREW_APPROVERS=operator): ask an operator, or cancel the run",
             )
         if digest != question.digest:
             raise OtherCall()
@@ -451,7 +452,7 @@ def _parse_cursor(text: str | None) -> tuple[int, str]:
     if not (dash and score.isascii() and score.isdecimal() and len(score) <= 15 and len(id_) == ID_CHARS):
         raise ToolFailure(
             ErrorCode.INVALID_ARGUMENTS,
-            "that is no cursor of the questions: give one as a page gave it, or leave it out",
+            "the cursor does not belong to the list of questions: use the cursor of the previous page, or omit it",
         )
     return int(score), id_
 
@@ -470,7 +471,7 @@ def build_answer(question: ApprovalQuestion, decision: Decision, by: Actor, at: 
     arguments = dict(decision.arguments) if decision.arguments is not None else None
     if arguments is not None and not decision.is_allowed:
         raise ToolFailure(
-            ErrorCode.INVALID_ARGUMENTS, "a call that is refused runs with no arguments: leave them out, or allow it"
+            ErrorCode.INVALID_ARGUMENTS, "a refused call has no arguments: omit the arguments, or allow the call"
         )
     try:
         text = dump_plain(arguments)
@@ -490,16 +491,17 @@ def build_answer(question: ApprovalQuestion, decision: Decision, by: Actor, at: 
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         raise ToolFailure(
-            ErrorCode.INVALID_ARGUMENTS, f"the answer cannot be kept: {first['loc'][0]}: {first['msg']}"
+            ErrorCode.INVALID_ARGUMENTS, f"the answer cannot be stored: {first['loc'][0]}: {first['msg']}"
         ) from error
     except (ValueError, TypeError, RecursionError) as error:
         raise ToolFailure(
-            ErrorCode.INVALID_ARGUMENTS, f"the arguments are no plain JSON: {error}; write one JSON object"
+            ErrorCode.INVALID_ARGUMENTS, f"the arguments are not plain JSON: {error}. Send one JSON object"
         ) from error
     if len(text) > MAX_ARGUMENT_BYTES:
         raise ToolFailure(
             ErrorCode.INVALID_ARGUMENTS,
-            f"the arguments are {len(text)} bytes as JSON; at most {MAX_ARGUMENT_BYTES} are kept: write less",
+            f"the arguments have {len(text)} bytes as JSON, and the maximum is {MAX_ARGUMENT_BYTES}: send smaller "
+            "arguments",
         )
     return answer
 
@@ -520,7 +522,7 @@ def unseal(keys: SigningKeys, kind: type[Kept], id_: str, sealed: bytes) -> Kept
         return kind.model_validate(json.loads(text))
     except (ValueError, RecursionError) as error:
         raise EnvelopeRefused(
-            "this record is of another release: upgrade the program that reads it", "version"
+            "another release wrote this record: upgrade the program that reads it", "version"
         ) from error
 
 

@@ -174,7 +174,7 @@ def build_entry(
         first = error.errors(include_url=False, include_input=False)[0]
         where = ".".join(str(part) for part in first["loc"])
         raise ToolFailure(
-            ErrorCode.INVALID_ARGUMENTS, f"nothing was changed: {where} cannot be written down: {first['msg']}"
+            ErrorCode.INVALID_ARGUMENTS, f"nothing was changed, because {where} cannot be stored: {first['msg']}"
         ) from error
 
 
@@ -226,7 +226,7 @@ class Audit:
         answer.
         """
         if not 1 <= limit <= MAX_PAGE:
-            raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, f"the limit is 1 to {MAX_PAGE}, not {limit}")
+            raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, f"the limit must be between 1 and {MAX_PAGE}, not {limit}")
         cursor, entries, count_read = _parse_cursor(after) if after is not None else None, list[Audited](), 0
         owners = await self._owners(tenant)
         while count_read < MAX_LOOKED_AT:
@@ -322,7 +322,8 @@ def _parse_cursor(text: str) -> _Position:
     position = _Position(int(match[1]), int(match[2]), match[3] or "") if match is not None else None
     if position is None or max(position.milliseconds, position.sequence) >= 2**64:
         raise ToolFailure(
-            ErrorCode.INVALID_ARGUMENTS, "that is no cursor of the audit: give one as a page gave it, or leave it out"
+            ErrorCode.INVALID_ARGUMENTS,
+            "the cursor does not belong to the audit log: use the cursor of the previous page, or omit it",
         )
     return position
 

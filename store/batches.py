@@ -307,7 +307,7 @@ def parse_batch_event(text: str | bytes) -> RunEvent:
     """Return one of PROGRESS_EVENTS. Raises ValueError: the text is another event or invalid."""
     event = parse_event(json.loads(text))
     if not isinstance(event, PROGRESS_EVENTS):
-        raise ValueError("this is no event of a batch")
+        raise ValueError("the record is not an event of a batch")
     return event
 
 

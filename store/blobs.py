@@ -82,7 +82,7 @@ class Blobs:
         if len(data) > MAX_BLOB_BYTES:
             raise ToolFailure(
                 ErrorCode.FILE_TOO_LARGE,
-                f"{len(data)} bytes; at most {MAX_BLOB_BYTES} travel in one call: send them in parts",
+                f"the content has {len(data)} bytes, and one call can carry at most {MAX_BLOB_BYTES}: send it in parts",
             )
         key = new_blob_key(self._deployment, tenant, pool, data)
         until = Backoff(ROOM_WAIT_S)
@@ -119,9 +119,7 @@ class Blobs:
         with broker_errors("the result's content was not read"):
             data = await self._client.get(key)
         if data is None:
-            raise ToolFailure(
-                ErrorCode.OUTCOME_UNKNOWN, f"the result's content is gone: it lay more than {BLOB_TTL_S} s"
-            )
+            raise ToolFailure(ErrorCode.OUTCOME_UNKNOWN, f"the content of the result has expired after {BLOB_TTL_S} s")
         assert isinstance(data, bytes)
         check_blob(key, data)
         await self.drop(key)
@@ -152,7 +150,8 @@ class WorkerBlobs:
         if data is None:
             raise ToolFailure(
                 ErrorCode.OUTCOME_UNKNOWN,
-                f"the content of this call is gone: its caller gave it up, or it lay more than {BLOB_TTL_S} s",
+                "the content of this call is missing: its caller cancelled the call, or the content has expired "
+                f"after {BLOB_TTL_S} s",
             )
         assert isinstance(data, bytes)
         check_blob(key, data)
@@ -167,7 +166,8 @@ class WorkerBlobs:
         """
         if len(data) > MAX_BLOB_BYTES:
             raise ToolFailure(
-                ErrorCode.FILE_TOO_LARGE, f"{len(data)} bytes; at most {MAX_BLOB_BYTES} travel in one call"
+                ErrorCode.FILE_TOO_LARGE,
+                f"the content has {len(data)} bytes, and one call can carry at most {MAX_BLOB_BYTES}",
             )
         key = new_blob_key(self._deployment, tenant, self._pool, data)
         until = time.monotonic() + RESULT_ROOM_WAIT_S
@@ -203,8 +203,8 @@ def check_blob(key: str, data: bytes) -> None:
     if hashlib.sha256(data).hexdigest() != key[-_DIGEST_CHARS:]:
         raise ToolFailure(
             ErrorCode.ENVELOPE_REFUSED,
-            "the content in Redis is not the content that was signed, and was refused: another program has written to "
-            "Redis. Find it, then send the call again",
+            "the content in Redis was refused because it differs from the signed content: another program has "
+            "written to Redis. Find that program, then send the call again",
         )
 
 
@@ -231,6 +231,6 @@ def no_room(tenant: str) -> ToolFailure:
     """Return the failure for a blob beyond the limit."""
     return ToolFailure(
         ErrorCode.QUOTA_EXCEEDED,
-        f"the contents of the running calls of tenant {tenant} take {TENANT_BLOB_BYTES // 2**20} MiB of Redis, which "
-        "is the limit of one tenant: wait until some of them have ended, and send it again",
+        f"the contents of the running calls of tenant {tenant} take {TENANT_BLOB_BYTES // 2**20} MiB of Redis, "
+        "which is the limit of a tenant: wait until some calls have ended, then send the call again",
     )

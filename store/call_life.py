@@ -221,7 +221,7 @@ class CallLives:
         if len(owners) > 1:
             raise ToolFailure(
                 ErrorCode.INVALID_ARGUMENTS,
-                f"several tenants have a call {text}: name one by --tenant: {', '.join(owners[:20])}",
+                f"several tenants have a call {text}: select one with --tenant: {', '.join(owners[:20])}",
             )
         if not owners:
             raise unknown_call(text, None)
@@ -252,8 +252,8 @@ class CallLives:
             return parse_record(fields)
         except ValidationError as error:
             raise BrokerUnavailable(
-                f"the record of call {call_id} in Redis is none of ours: run the same release everywhere, or look at "
-                "it with a later one"
+                f"the record of call {call_id} in Redis cannot be read: run the same release everywhere, or use a "
+                "later release"
             ) from error
 
     async def _waiting_life(self, tenant: str, call_id: str) -> CallLife | None:
@@ -334,8 +334,8 @@ def unknown_call(text: str, tenant: str | None) -> ToolFailure:
     whose = f" of tenant {tenant}" if tenant is not None else ""
     return ToolFailure(
         ErrorCode.INVALID_ARGUMENTS,
-        f"nothing is known of call {text[:128]}{whose}: look at the id and --tenant; calls are remembered for a day, "
-        "and one that waits because its tenant is paused is known to its own program alone",
+        f"call {text[:128]}{whose} was not found: check the id and --tenant. Calls are stored for a day. While a "
+        "tenant is paused, only the program that sent a waiting call can show it",
     )
 
 

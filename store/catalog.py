@@ -106,7 +106,7 @@ class RedisCatalog:
             return open_catalog(self._signing, pool, sealed)
         except EnvelopeRefused as error:
             raise RecordRefused(
-                f"the tools that workers of the pool {pool} publish cannot be verified: run the same release "
+                f"the tools that workers of pool {pool} publish cannot be verified: run the same release "
                 f"everywhere. {error}"
             ) from error
         except ValidationError as error:

@@ -95,7 +95,7 @@ def broker_errors(failure: str) -> Iterator[None]:
     try:
         yield
     except _REDIS_ERRORS as error:
-        raise BrokerUnavailable(f"{failure}: Redis does not answer ({error}); see that Redis is up") from error
+        raise BrokerUnavailable(f"{failure}: Redis does not answer ({error}). Check that Redis is running") from error
 
 
 def open_redis(broker: BrokerSettings) -> "redis.asyncio.Redis":

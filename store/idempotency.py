@@ -24,8 +24,8 @@ KEPT_BYTES = 256 * 1024 * 1024
 SLOT_BYTES = 200
 """Additional memory of a stored response, in bytes."""
 FULL = (
-    f"the answers that are kept for this API key fill {KEPT_BYTES // 2**20} MiB, so that this request was not begun: "
-    "send it without an Idempotency-Key, with another API key, or when those of yesterday are forgotten"
+    f"the stored responses of this API key fill {KEPT_BYTES // 2**20} MiB, so the request was not started: send it "
+    "without an Idempotency-Key or with another API key, or wait until yesterday's responses expire"
 )
 # Every script is repeatable after a lost reply. A claim recognizes itself, and a settled slot is not settled again. A
 # claim may also arrive after its own release, from a connection that was given up. Its result then has no reader, so
@@ -89,7 +89,7 @@ class IdempotencyStore:
         """Take the slot and return None, or return the content of the slot. Raises BrokerUnavailable: the slot may
         have been taken. Raises ToolFailure(QUOTA_EXCEEDED): the account is full.
         """
-        with broker_errors("the request was not started, send it again"):
+        with broker_errors("the request was not started"):
             # The limit is approximate: requests that run at the same time may exceed it by their own responses.
             is_full = await self.count(claim.account) > KEPT_BYTES
             content: Any = await self._claim(
@@ -123,7 +123,7 @@ class IdempotencyStore:
             answer: dict[str, Any] = json.loads(self._signing.unseal(_purpose(slot), content))
         except (EnvelopeRefused, ValueError) as error:
             raise RecordRefused(
-                "the stored answer to this Idempotency-Key cannot be verified: send the request with a new key"
+                "the stored response for this Idempotency-Key cannot be verified: send the request with a new key"
             ) from error
         return answer
 

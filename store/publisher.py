@@ -103,7 +103,7 @@ class Publisher:
                 may_be_sent = may_be_sent or unanswered.may_have_run
                 if str(unanswered) == CLOSED:
                     raise BrokerUnavailable(
-                        "the client was closed while the call was sent: it may or may not act"
+                        "the client was closed while it sent the call: the call may or may not act"
                     ) from None
                 waited_s = asyncio.get_running_loop().time() - began
                 if not may_be_sent and waited_s > SEND_WAIT_S:

@@ -88,7 +88,7 @@ class ResultHub:
     async def close(self) -> None:
         """Stop listening. Waiting callers get BrokerUnavailable."""
         await cancel_all(self._tasks)
-        self._fail_all("the client was closed while this call was awaited: it may or may not have acted")
+        self._fail_all("the client was closed while it waited for this call: the call may or may not have acted")
         self._waiting.clear()
         # Received results are deleted. If Redis is unavailable, they expire by themselves.
         with contextlib.suppress(BrokerUnavailable, TimeoutError):
@@ -107,7 +107,7 @@ class ResultHub:
         `keeps`: the result stays in Redis until its receiver discards the key.
         """
         if task_id in self._waiting:
-            raise ValueError(f"task {task_id} is awaited already")
+            raise ValueError(f"another caller already waits for task {task_id}")
         future: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
         self._waiting[task_id] = future
         if keeps:

@@ -199,7 +199,7 @@ def _missed(run: str) -> str:
 def not_found(run: str) -> ToolFailure:
     return ToolFailure(
         ErrorCode.FILE_NOT_FOUND,
-        f"there is no run {run[:80]}: list those that there are; runs are remembered for 30 days",
+        f"run {run[:80]} was not found: list the runs that exist. Runs are stored for 30 days",
     )
 
 
@@ -218,7 +218,8 @@ def parse_id(text: str) -> str:
     ):
         raise ToolFailure(
             ErrorCode.INVALID_ARGUMENTS,
-            "this is no id of an event: give one as it came with an event, or none to begin with the first",
+            "the event id is invalid: use the id of an event that you received, or omit it to start with the first "
+            "event",
         )
     return f"{int(parts[1])}-{int(parts[2] or 0)}"
 

@@ -84,7 +84,7 @@ def parse_entry(text: str | bytes) -> LogEntry:
     data = json.loads(text)
     event = parse_event(data["event"]) if isinstance(data, dict) and isinstance(data.get("event"), dict) else None
     if not isinstance(event, LOGGED):
-        raise ValueError("the entry is no event that a log has")
+        raise ValueError("the entry is not an event of a run log")
     return LogEntry(event, float(data.get("wall_s", 0.0)))
 
 
@@ -173,7 +173,7 @@ class RunLog:
             ) from error
         except ValueError as error:
             raise ConfigError(
-                f"the log of run {run} is of another release: finish its batch with that one, or retry the item"
+                f"another release wrote the log of run {run}: finish the batch with that release, or retry the item"
             ) from error
         return cls(client, deployment, keys, attempt, entries, clock)
 
@@ -229,7 +229,7 @@ async def _whole(
     text: Any = await client.hget(run_parts_key(deployment, tenant, run), str(index))
     if not isinstance(text, bytes):
         raise ConfigError(
-            f"a part of the log of run {run} is missing in Redis: see that it evicts nothing, and retry the item"
+            f"a part of the log of run {run} is missing in Redis: check that Redis evicts no keys, then retry the item"
         )
     return text
 
@@ -320,13 +320,14 @@ def unpack_transcript(run: str, packed: bytes) -> list[dict[str, Any]]:
     try:
         text = inflater.decompress(packed, MAX_TRANSCRIPT_BYTES).decode()
         if not inflater.eof or has_more_values_in_text(text, MAX_TRANSCRIPT_VALUES):
-            raise ValueError("cut off, or larger than a transcript may be")
+            raise ValueError("it is cut off, or larger than a transcript may be")
         messages = json.loads(text)
         if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
-            raise ValueError("no list of messages")
+            raise ValueError("it is not a list of messages")
     except (zlib.error, ValueError, RecursionError) as error:
         raise ConfigError(
-            f"the transcript of run {run} in Redis cannot be read ({error}): run the same release everywhere, and see "
-            "which process writes to this Redis. If the run was traced, its trace has the messages (docs/observe.md)"
+            f"the transcript of run {run} in Redis cannot be read ({error}): run the same release everywhere, and "
+            "check which process writes to this Redis. If the run was traced, its trace has the messages "
+            "(docs/observe.md)"
         ) from error
     return messages

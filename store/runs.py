@@ -305,8 +305,8 @@ class RunQueue:
         if b"total" not in fields:
             raise ToolFailure(
                 ErrorCode.INVALID_ARGUMENTS,
-                f"nothing is known of batch {batch} of tenant {tenant}: look at the id and --tenant; batches are "
-                "remembered for 30 days",
+                f"batch {batch} of tenant {tenant} was not found: check the id and --tenant. Batches are stored for "
+                "30 days",
             )
         return parse_batch(self.keys, tenant, batch, fields)
 
@@ -317,7 +317,7 @@ class RunQueue:
         after = _CURSOR.fullmatch(cursor)
         if cursor and after is None:
             raise ToolFailure(
-                ErrorCode.INVALID_ARGUMENTS, "this is a cursor of another list: give the one of this list"
+                ErrorCode.INVALID_ARGUMENTS, "the cursor belongs to another list: use the cursor of a page of this list"
             )
         instant, last = after.groups() if after is not None else ("", "")
         older, reply = await self.step("list_batches", tenant, instant, last, -1 if limit is None else limit)
@@ -706,7 +706,7 @@ def _cancelled(run: str, record: RunRecord) -> Outcome:
     failure = Failure(
         kind=FailureKind.CANCELLED,
         code=ErrorCode.CANCELLED.value,
-        message="the batch was cancelled before this item was begun",
+        message="the batch was cancelled before this item started",
     )
     return Outcome(custom_id=record.item.custom_id, run=run, status_code=499, failure=failure, attempt=record.attempt)
 

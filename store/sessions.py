@@ -307,15 +307,15 @@ class SessionStore:
         if result == "full":
             raise ToolFailure(
                 ErrorCode.QUOTA_EXCEEDED,
-                f"tenant {tenant} has {limit} sessions open, which is all it may have: close one, or have the operator "
-                f"raise it (`toolcrew tenants set {tenant} --sandboxes {limit + 1}`)",
+                f"tenant {tenant} has reached its limit of {limit} open sessions: close one, or ask the operator "
+                f"for a higher limit (`toolcrew tenants set {tenant} --sandboxes {limit + 1}`)",
             )
         if result == CLOSED:
             raise ToolFailure(
-                ErrorCode.SESSION_NOT_FOUND, "the session was closed before it was opened: open a new one"
+                ErrorCode.SESSION_NOT_FOUND, "the session was closed before it was opened: open a new session"
             )
         if result == "exists":
-            raise ValueError(f"there is a session {session} already")
+            raise ValueError(f"session {session} already exists")
         return SessionAddress(queue, 1)
 
     async def find(self, tenant: str, session: str) -> SessionLocation | None:
@@ -326,7 +326,7 @@ class SessionStore:
             return parse_session_location(fields)
         except ValidationError as error:
             raise BrokerUnavailable(
-                f"the location of session {session} in Redis is none of ours: run the same release everywhere"
+                f"the location of session {session} in Redis cannot be read: run the same release everywhere"
             ) from error
 
     async def begin_move(
@@ -602,7 +602,7 @@ class SessionList:
         answer.
         """
         if not 1 <= limit <= MAX_PAGE:
-            raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, f"the limit is 1 to {MAX_PAGE}, not {limit}")
+            raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, f"the limit must be between 1 and {MAX_PAGE}, not {limit}")
         after, sessions, looked_at = _parse_cursor(cursor), list[OpenSession](), 0
         while looked_at < MAX_LOOKED_AT:
             rows = await self._rows(tenant, after)
@@ -708,7 +708,7 @@ def _parse_cursor(text: str | None) -> _Row | None:
     if match is None:
         raise ToolFailure(
             ErrorCode.INVALID_ARGUMENTS,
-            "that is no cursor of a list of sessions: give the cursor of a page, or leave it out",
+            "the cursor does not belong to the list of sessions: use the cursor of the previous page, or omit it",
         )
     return _Row(int(match[1]), match[2], match[3])
 

@@ -260,10 +260,11 @@ def parse_installed(keys: SigningKeys, tenant: str, name: str, sealed: bytes) ->
             f"the skill {name} of tenant {tenant} cannot be verified, so it is not used: {advice}. {error}"
         ) from error
     except ValidationError as error:
-        raise ConfigError(f"the skill {name} of tenant {tenant} was installed by another release: {advice}") from error
+        raise ConfigError(f"another release installed the skill {name} of tenant {tenant}: {advice}") from error
     if record.skill.name != name:
         raise ConfigError(
-            f"the skill {name} of tenant {tenant} has the record of {record.skill.name}, so it is not used: {advice}"
+            f"the record of skill {name} of tenant {tenant} is for skill {record.skill.name}, so it is not used: "
+            f"{advice}"
         )
     return record
 
@@ -292,16 +293,17 @@ def _refused(verdict: str, tenant: str, name: str) -> ToolFailure:
     if verdict == "taken":
         return ToolFailure(
             ErrorCode.INVALID_ARGUMENTS,
-            f"tenant {tenant} has a skill {name} already: replace it (--replace), or remove it first",
+            f"tenant {tenant} already has a skill {name}: replace it (--replace), or remove it first",
         )
     if verdict == "tenant":
         return ToolFailure(
-            ErrorCode.UNKNOWN_TENANT, f"there is no tenant {tenant}: register it first (toolcrew tenants add {tenant})"
+            ErrorCode.UNKNOWN_TENANT,
+            f"tenant {tenant} does not exist: register it first (toolcrew tenants add {tenant})",
         )
     if verdict == "many":
         return ToolFailure(
             ErrorCode.QUOTA_EXCEEDED,
-            f"tenant {tenant} has {MAX_INSTALLED} skills, which is all that may be: remove some",
+            f"tenant {tenant} has reached its limit of {MAX_INSTALLED} skills: remove some",
         )
     return _too_large(tenant)
 
@@ -310,5 +312,5 @@ def _too_large(tenant: str) -> ToolFailure:
     limit_mib = MAX_INSTALLED_BYTES // 1024 // 1024
     return ToolFailure(
         ErrorCode.QUOTA_EXCEEDED,
-        f"the skills of tenant {tenant} would take more than {limit_mib} MiB: remove some, or leave out files",
+        f"the skills of tenant {tenant} would take more than {limit_mib} MiB: remove skills, or omit files",
     )

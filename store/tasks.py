@@ -146,6 +146,6 @@ def in_thread(work: Callable[[], T], name: str) -> "asyncio.Future[T]":
         threading.Thread(target=go, name=name, daemon=True).start()
     except RuntimeError as error:
         raise SandboxUnavailable(
-            f"this host gives the process no more threads ({error}): raise its limit of tasks"
+            f"the process cannot start another thread on this host ({error}): raise its limit of tasks"
         ) from error
     return future

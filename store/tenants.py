@@ -105,15 +105,15 @@ class StoredPolicy:
             policy = parse_policy(keys, tenant, self.own)
             if policy.is_removed:
                 raise ToolFailure(
-                    ErrorCode.UNKNOWN_TENANT, f"tenant {tenant} was removed: call for one that is registered"
+                    ErrorCode.UNKNOWN_TENANT, f"tenant {tenant} was removed: send the call for a registered tenant"
                 )
             return policy
         if tenant == DEFAULT_TENANT or self.is_open:
             return parse_policy(keys, DEFAULT_TENANT, self.default) if self.default is not None else TenantPolicy()
         raise ToolFailure(
             ErrorCode.UNKNOWN_TENANT,
-            f"there is no tenant {tenant}: call for one that is registered, or have the operator register it (toolcrew "
-            f"tenants add {tenant})",
+            f"tenant {tenant} does not exist: send the call for a registered tenant, or ask the operator to "
+            f"register it (toolcrew tenants add {tenant})",
         )
 
 
@@ -155,7 +155,7 @@ class PolicyCache:
         """
         if stored.is_open and self._had_tenants:
             raise ConfigError(
-                "Redis has lost the registered tenants, so nothing is served: restore its data, or register the "
+                "Redis has lost the registered tenants, so no tenant is served: restore its data, or register the "
                 "tenants again (toolcrew tenants add NAME)"
             )
         self._had_tenants = self._had_tenants or not stored.is_open
@@ -251,13 +251,13 @@ class RedisTenants:
         if name == DEFAULT_TENANT:
             raise ToolFailure(
                 ErrorCode.INVALID_ARGUMENTS,
-                f"{name} is always there: set what it may have (`toolcrew tenants set --help` shows how)",
+                f"{name} always exists: change its policy (`toolcrew tenants set --help` shows how)",
             )
         if not await self._write(name, b"", policy, "tenant.add"):
             await self._read_present(name)
             raise ToolFailure(
                 ErrorCode.INVALID_ARGUMENTS,
-                f"tenant {name} is registered already: change it (`toolcrew tenants set --help` shows how)",
+                f"tenant {name} is already registered: change it (`toolcrew tenants set --help` shows how)",
             )
 
     async def change(
@@ -280,7 +280,9 @@ class RedisTenants:
             policy = change(self._parse(name, present))
             if await self._write(name, present, policy, action, reason):
                 return policy
-        raise BrokerUnavailable(f"tenant {name} was not changed: others change it all the time; try again")
+        raise BrokerUnavailable(
+            f"tenant {name} was not changed, because other processes changed it at the same time: try again"
+        )
 
     async def replace(self, name: str, policy: TenantPolicy) -> None:
         """Replace a registered tenant's policy. A paused tenant stays paused. Raises the same errors as `change`."""
@@ -288,7 +290,9 @@ class RedisTenants:
             present = await self._read_present(name)
             if await self._write(name, present, self._as_paused(name, present, policy), "tenant.set"):
                 return
-        raise BrokerUnavailable(f"tenant {name} was not changed: others change it all the time; try again")
+        raise BrokerUnavailable(
+            f"tenant {name} was not changed, because other processes changed it at the same time: try again"
+        )
 
     async def pause(self, name: str, reason: str = "") -> TenantPolicy:
         """Pause a tenant. Within 2 s, no further calls and runs of the tenant start anywhere. Running ones continue.
@@ -297,7 +301,7 @@ class RedisTenants:
         if len(reason) > MAX_PAUSE_REASON_CHARS:
             raise ToolFailure(
                 ErrorCode.INVALID_ARGUMENTS,
-                f"the reason has {len(reason)} characters: give at most {MAX_PAUSE_REASON_CHARS}",
+                f"the reason has {len(reason)} characters, and the maximum is {MAX_PAUSE_REASON_CHARS}: shorten it",
             )
         fields = {"is_paused": True, "pause_reason": reason}
         return await self.change(
@@ -323,7 +327,7 @@ class RedisTenants:
         if name == DEFAULT_TENANT:
             raise ToolFailure(
                 ErrorCode.INVALID_ARGUMENTS,
-                f"{name} cannot be removed: set what it may have (`toolcrew tenants set --help` shows how)",
+                f"{name} cannot be removed: change its policy (`toolcrew tenants set --help` shows how)",
             )
         entry = build_entry(self._actor or local_actor(), "tenant.remove", name, tenant=name)
         with broker_errors(f"tenant {name} was not removed"):
@@ -370,8 +374,8 @@ class RedisTenants:
         if is_removed:
             raise ToolFailure(
                 ErrorCode.INVALID_ARGUMENTS,
-                f"tenant {name} was removed, and its runs, files and checkpoints may still be stored: its name stays "
-                "reserved; choose another name",
+                f"tenant {name} was removed. Its runs, files and checkpoints may still be stored, so the name stays "
+                "reserved: choose another name",
             )
         return present
 
@@ -382,13 +386,14 @@ class RedisTenants:
         if policy.is_removed:
             raise ToolFailure(
                 ErrorCode.INVALID_ARGUMENTS,
-                "a policy cannot remove a tenant: leave is_removed out; `toolcrew tenants remove NAME` removes it",
+                "a policy cannot remove a tenant: omit is_removed, and use `toolcrew tenants remove NAME`",
             )
         text = seal_policy(self._signing, name, policy).encode()
         if len(text) > MAX_POLICY_BYTES:
             raise ToolFailure(
                 ErrorCode.INVALID_ARGUMENTS,
-                f"the policy is {len(text)} bytes; at most {MAX_POLICY_BYTES} are kept: name less, or use patterns",
+                f"the policy has {len(text)} bytes, and the maximum is {MAX_POLICY_BYTES}: list fewer names, or use "
+                "patterns",
             )
         entry = ""
         if present != text:
@@ -437,14 +442,14 @@ def _check_name(name: str) -> None:
         _NAME.validate_python(name)
     except ValidationError as error:
         raise ToolFailure(
-            ErrorCode.INVALID_ARGUMENTS, "that is no name of a tenant: write 1 to 64 letters, digits, '-' and '_'"
+            ErrorCode.INVALID_ARGUMENTS, "the name of the tenant is invalid: use 1 to 64 letters, digits, '-' and '_'"
         ) from error
 
 
 def _missing(name: str) -> ToolFailure:
     return ToolFailure(
         ErrorCode.UNKNOWN_TENANT,
-        f"there is no tenant {name}: see `toolcrew tenants list`, or register it (toolcrew tenants add {name})",
+        f"tenant {name} does not exist: see `toolcrew tenants list`, or register it (toolcrew tenants add {name})",
     )
 
 

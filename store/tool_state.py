@@ -143,4 +143,4 @@ def _state_errors() -> Iterator[None]:
         with broker_errors("the session's state cannot be reached"):
             yield
     except BrokerUnavailable as error:
-        raise ToolFailure(ErrorCode.OUTCOME_UNKNOWN, f"{error}; what the tool did until then stays done") from error
+        raise ToolFailure(ErrorCode.OUTCOME_UNKNOWN, f"{error}. The tool's earlier effects remain") from error

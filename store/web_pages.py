@@ -89,7 +89,7 @@ class PageCache:
 
     def take(self, tenant: str, url: str) -> Page | None:
         try:
-            with broker_errors("a kept page was not read"):
+            with broker_errors("a cached page was not read"):
                 data = self._client.get(self._key(tenant, url))
         except BrokerUnavailable as error:
             log.warning("page_cache_unavailable", error=str(error))
@@ -105,7 +105,7 @@ class PageCache:
         key, index = self._key(tenant, page.url), self._key(tenant, "index")
         seconds = KEPT_S if page.can_be_asked_after else int(FRESH_S)
         try:
-            with broker_errors("a page was not kept"), self._client.pipeline() as pipe:
+            with broker_errors("a page was not cached"), self._client.pipeline() as pipe:
                 if not self._has_room():
                     return False
                 pipe.set(key, data, ex=seconds)

@@ -237,7 +237,7 @@ def _exception_text(error: BaseException) -> str:
     try:
         message = str(error)
     except Exception:  # noqa: BLE001  # any exception: a log line about a failure must not fail itself
-        message = "it cannot be shown"
+        message = "the message cannot be shown"
     message = (
         message if len(message) <= _MESSAGE_CHARS else f"{message[:_MESSAGE_CHARS]}... ({len(message)} characters)"
     )

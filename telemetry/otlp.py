@@ -68,7 +68,7 @@ class LossReport:
         if self._lost and (self._warned_at is None or now - self._warned_at >= WARN_EVERY_S):
             self._warn(
                 f"{self._lost} spans did not reach the collector: check that it runs, and that "
-                "OTEL_EXPORTER_OTLP_ENDPOINT names it"
+                "OTEL_EXPORTER_OTLP_ENDPOINT is its address"
             )
             self._lost, self._warned_at = 0, now
         return result

@@ -27,7 +27,9 @@ def keys_list(
     async def work() -> dict[str, ApiKeyRecord | ConfigError]:
         async with open_deployment("admin") as deployment:
             if tenant not in (None, DEFAULT_TENANT, *await deployment.tenants.all()):
-                raise ToolFailure(ErrorCode.UNKNOWN_TENANT, f"there is no tenant {tenant}: see `toolcrew tenants list`")
+                raise ToolFailure(
+                    ErrorCode.UNKNOWN_TENANT, f"tenant {tenant} does not exist: see `toolcrew tenants list`"
+                )
             return await deployment.keys.all()
 
     found = run_work(work(), as_json).items()

@@ -90,7 +90,8 @@ def split_name(name: str) -> tuple[str, str]:
     """
     if _NAME.fullmatch(name) is None:
         raise ValueError(
-            f"{name[:200]!r} is no name of an archive: <tenant>/<id>, each of A-Z, a-z, 0-9, _ and -, at most 64"
+            f"{name[:200]!r} is not a name of an archive: use <tenant>/<id>, each with at most 64 of A-Z, a-z, 0-9, "
+            "_ and -"
         )
     tenant, _, archive = name.partition("/")
     return tenant, archive
@@ -118,9 +119,9 @@ class ArchiveHash:
         """Raise SandboxUnavailable if the bytes differ from the stored archive."""
         if self.facts() != expected:
             raise SandboxUnavailable(
-                f"the stored files {name} are damaged: {self.bytes} bytes with sha256 {self._sha256.hexdigest()[:12]} "
-                f"were read and {expected.bytes} with {expected.sha256[:12]} were written; see the store's disk, and "
-                "restore another checkpoint"
+                f"the stored files {name} are damaged: {self.bytes} bytes with sha256 "
+                f"{self._sha256.hexdigest()[:12]} were read, and {expected.bytes} bytes with {expected.sha256[:12]} "
+                "were written. Check the disk of the store, and restore another checkpoint"
             )
 
 
@@ -130,8 +131,8 @@ def check_room(folder: Path, free_bytes: int, setting: str) -> None:
     """
     if shutil.disk_usage(folder).free < free_bytes:
         raise SandboxUnavailable(
-            f"the disk of {folder} has less than {free_bytes} bytes free: make room there, or set {setting} to another "
-            "place"
+            f"the disk of {folder} has less than {free_bytes} bytes free: free space, or set {setting} to another "
+            "folder"
         )
 
 
@@ -165,13 +166,13 @@ def parse_facts(name: str, data: bytes) -> StoredFacts:
         or type(layout) is not int
     ):
         raise SandboxUnavailable(
-            f"what is kept about the stored files {name} is damaged: see the store's disk, and restore another "
+            f"the facts of the stored files {name} are damaged: check the disk of the store, and restore another "
             "checkpoint"
         )
     if layout != _LAYOUT:
         raise SandboxUnavailable(
-            f"the stored files {name} have layout {layout}, and this version knows {_LAYOUT}: restore them by the "
-            "version that kept them, or restore another checkpoint"
+            f"the stored files {name} have layout {layout}, and this version supports only {_LAYOUT}: restore them "
+            "with the version that stored them, or restore another checkpoint"
         )
     return StoredFacts(size, digest)
 

@@ -16,8 +16,8 @@ files, the workspace of the sandbox has its own limit (TOOLCREW_SANDBOX_WORKSPAC
 SHARED = "@shared"
 """The folder of the store from which every tenant may read. No tenant can have this name."""
 NO_STORE = (
-    "this deployment has no shared store for workspaces and artifacts: the operator sets TOOLCREW_WORKSPACE_STORE of "
-    "the API and of every sandboxd"
+    "this deployment has no shared store for workspaces and artifacts: ask the operator to set "
+    "TOOLCREW_WORKSPACE_STORE for the API and every sandboxd"
 )
 _FILE_ID = re.compile(r"(?:file|artifacts)-([0-9a-f]{8})-[0-9a-f]{24}")
 MAX_LOCATION_CHARS = 4096
@@ -72,9 +72,9 @@ def parse_location(location: str, setting: str | None, tenant: str) -> str:
     parts = path.split("/")
     is_plain = location.isprintable() and len(location) <= MAX_LOCATION_CHARS
     if path == location or len(parts) < 2 or not is_plain or any(part in ("", ".", "..") for part in parts):
-        raise ValueError(f"it is not a file of the store: give {root}/{tenant}/... or {root}/{SHARED}/...")
+        raise ValueError(f"the file is not in the store: use {root}/{tenant}/... or {root}/{SHARED}/...")
     if parts[0] not in (tenant, SHARED):
-        raise ValueError(f"it is not a file of tenant {tenant}: give {root}/{tenant}/... or {root}/{SHARED}/...")
+        raise ValueError(f"the file does not belong to tenant {tenant}: use {root}/{tenant}/... or {root}/{SHARED}/...")
     return path
 
 

@@ -53,7 +53,7 @@ class FolderStore:
 
     async def put(self, name: str, chunks: AsyncIterator[bytes]) -> StoredFacts:
         tenant, archive = split_name(name)
-        failed = f"the folder {self._folder} did not take the files of a session"
+        failed = f"the files of a session cannot be written to the folder {self._folder}"
         folder, group = await self._do(failed, lambda: self._make_folder(tenant))
         part = folder / f".{archive}.{secrets.token_hex(8)}{_PART}"
         try:
@@ -154,7 +154,7 @@ class FolderStore:
             return await self._threads.run(work)
         except OSError as error:
             raise SandboxUnavailable(
-                f"{failure} ({error}): see its rights and its disk, or set {self._setting} to another place"
+                f"{failure} ({error}): check its permissions and its disk, or set {self._setting} to another folder"
             ) from error
 
 

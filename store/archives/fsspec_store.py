@@ -68,7 +68,7 @@ class FsspecStore:
             facts, is_void = await self._gather(file, chunks), threading.Event()
             try:
                 await self._do(
-                    "did not take the files of a session",
+                    "did not store the files of a session",
                     lambda: self._send(name, Path(file.name), facts, is_void),
                     _SEND_S,
                 )
@@ -79,10 +79,10 @@ class FsspecStore:
 
     async def describe(self, name: str) -> StoredFacts:
         split_name(name)
-        return parse_facts(name, await self._do(f"did not tell of {name}", lambda: self._read_facts(name)))
+        return parse_facts(name, await self._do(f"did not return the facts of {name}", lambda: self._read_facts(name)))
 
     async def get(self, name: str) -> AsyncGenerator[bytes]:
-        expected, tally, failed = await self.describe(name), ArchiveHash(), f"did not give {name}"
+        expected, tally, failed = await self.describe(name), ArchiveHash(), f"did not return {name}"
         file = await self._do(failed, lambda: self._fs.open(self._path(name, _DATA), "rb"))
         try:
             while chunk := bytes(await self._do(failed, lambda: file.read(_READ_BYTES))):
@@ -97,13 +97,13 @@ class FsspecStore:
         return await self._do(f"did not delete {name}", lambda: self._delete(name))
 
     async def list(self, prefix: str = "") -> list[str]:
-        return await self._do("did not list what it holds", lambda: list(self._find(prefix)))
+        return await self._do("did not list its files", lambda: list(self._find(prefix)))
 
     async def object_size(self, path: str) -> int:
-        return await self._do(f"did not tell of {path}", lambda: self._object_size(path))
+        return await self._do(f"did not return the size of {path}", lambda: self._object_size(path))
 
     async def read_object(self, path: str) -> AsyncGenerator[bytes]:
-        failed = f"did not give {path}"
+        failed = f"did not return {path}"
         file = await self._do(failed, lambda: self._fs.open(f"{self._root.rstrip('/')}/{path}", "rb"))
         try:
             while chunk := bytes(await self._do(failed, lambda: file.read(_READ_BYTES))):
@@ -119,7 +119,7 @@ class FsspecStore:
             path.unlink(missing_ok=True)
 
     async def _send_directly(self, name: str, chunks: AsyncIterator[bytes]) -> StoredFacts:
-        tally, failed = ArchiveHash(), "did not take a file"
+        tally, failed = ArchiveHash(), "did not store a file"
         await self._do(failed, lambda: self._prepare(name))
         file = await self._do(failed, lambda: self._fs.open(self._path(name, _DATA), "wb", block_size=_PART_BYTES))
         try:
@@ -180,7 +180,7 @@ class FsspecStore:
         try:
             self._fs.put_file(str(local), self._path(name, _DATA))
             if is_void.is_set():
-                raise TimeoutError("sent too late")
+                raise TimeoutError("the file was sent too late")
             self._fs.pipe_file(self._path(name, _FACTS), encode_facts(facts))
         except Exception:  # any error of the store's package; without facts, the data would never be found and deleted
             with contextlib.suppress(Exception):
@@ -230,8 +230,8 @@ class FsspecStore:
         except Exception as error:  # any error of the store's package
             log.warning("store_failed", what=failure, error=repr(error)[:1000])
             raise SandboxUnavailable(
-                f"the store of TOOLCREW_WORKSPACE_STORE {failure} ({type(error).__name__}): see that it is up and what "
-                "rights this host has there; sandboxd's log has its words"
+                f"the store of TOOLCREW_WORKSPACE_STORE {failure} ({type(error).__name__}): check that it is "
+                "running and which permissions this host has. The log of sandboxd contains the error"
             ) from error
 
 
@@ -241,8 +241,8 @@ def _open_file_system(url: str) -> tuple[Any, str]:
         from fsspec.core import url_to_fs
     except ImportError:
         raise ConfigError(
-            f"TOOLCREW_WORKSPACE_STORE is a {protocol} URL and fsspec is not installed: pip install 'toolcrew[store]', "
-            "or give a folder"
+            f"TOOLCREW_WORKSPACE_STORE is a {protocol} URL and fsspec is not installed: pip install "
+            "'toolcrew[store]', or set a folder"
         ) from None
     try:
         system, root = url_to_fs(url)
@@ -272,6 +272,6 @@ def _spooled(folder: Path) -> Iterator[Any]:
 
 def _no_spool(error: OSError) -> SandboxUnavailable:
     return SandboxUnavailable(
-        f"sandboxd's state folder did not take the files of a session ({error}): see its rights, and make room on its "
-        "disk"
+        f"the files of a session cannot be written to the state folder of sandboxd ({error}): check its "
+        "permissions, and free space on its disk"
     )

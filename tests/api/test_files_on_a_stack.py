@@ -179,7 +179,7 @@ async def test_a_location_of_the_store_is_a_workspace_of_its_tenant_alone(api_st
             f"{root}x/acme/it.tar",
         ):
             refused = await submit(client, call("bad", "ls", workspace=place))
-            assert "is not a file of the store" in refused.text, place
+            assert "the file is not in the store" in refused.text, place
 
 
 async def test_a_file_of_another_tenant_is_no_file(api_stack: ApiStack) -> None:

@@ -108,7 +108,7 @@ async def test_the_next_call_finds_everything_as_it_was(evicting: Stack, session
 
 async def test_a_store_that_is_full_costs_a_session_nothing(session: Session, small_disk: Path) -> None:
     await bash(session, "head -c 100000000 /dev/urandom > large; export word=kept")
-    with pytest.raises(SandboxUnavailable, match="make room"):
+    with pytest.raises(SandboxUnavailable, match="free space"):
         await session.checkpoint()
     result = await session.call("bash_tool", {"command": 'stat -c %s large; echo "$word"; rm large'})
     assert (result.metadata["stdout"], result.sandbox and result.sandbox.generation) == ("100000000\nkept\n", 1)

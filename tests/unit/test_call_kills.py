@@ -127,7 +127,7 @@ async def test_a_call_that_waits_for_its_first_slot_is_known_to_its_program_and_
 
 async def test_of_a_call_that_nobody_knows_it_is_said_as_soon_as_is_wanted_and_its_order_stands(ground: Ground) -> None:
     began = asyncio.get_running_loop().time()
-    with pytest.raises(ToolFailure, match="nothing is known of call c1"):
+    with pytest.raises(ToolFailure, match="call c1 of tenant acme was not found"):
         await ground.control.kill("acme", "c1", ANNE, lookup_s=0.0)
     assert asyncio.get_running_loop().time() - began < control_module.LOOKUP_S
     assert await ground.audited() == []
@@ -242,7 +242,7 @@ async def test_calls_of_the_same_id_of_other_tenants_go_on(ground: Ground) -> No
     await ground.note(tenant="bolt")
     other = asyncio.create_task(ground.monitor.watch("bolt", "c1", wait_for_ever()))
     await asyncio.sleep(0)
-    with pytest.raises(ToolFailure, match="nothing is known of call c1 of tenant acme"):
+    with pytest.raises(ToolFailure, match="call c1 of tenant acme was not found"):
         await ground.control.kill("acme", "c1", ANNE)
     assert (await ground.state(tenant="bolt"), other.done()) == ("queued", False)
     other.cancel()

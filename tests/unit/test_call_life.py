@@ -295,7 +295,7 @@ async def test_of_an_id_that_several_tenants_have_one_must_be_named(ground: Grou
     for tenant in ("acme", "default"):
         await ground.client.hset(tenants_key("d"), tenant, "{}")
         await ground.note("c1", tenant, state="done")
-    with pytest.raises(ToolFailure, match="several tenants have a call c1: name one by --tenant: acme, default"):
+    with pytest.raises(ToolFailure, match="several tenants have a call c1: select one with --tenant: acme, default"):
         await ground.lives.find("c1", None)
 
 
@@ -303,7 +303,7 @@ async def test_of_an_id_that_several_tenants_have_one_must_be_named(ground: Grou
 async def test_a_call_of_another_tenant_is_told_as_one_that_never_was(ground: Ground, text: str) -> None:
     """The attacker's aim: to learn which ids exist."""
     await ground.note(state="done")
-    with pytest.raises(ToolFailure, match="nothing is known of call") as refused:
+    with pytest.raises(ToolFailure, match="was not found") as refused:
         await ground.lives.find(text, "bolt")
     assert refused.value.code is ErrorCode.INVALID_ARGUMENTS
 

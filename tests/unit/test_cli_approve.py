@@ -193,7 +193,7 @@ def test_a_tenants_key_opens_its_own_questions_and_no_audit(
     (mine,), (others,) = ask(redis_server, "a"), ask(redis_server, "b", tenant="other")
     monkeypatch.setenv("TOOLCREW_API_KEY", make_key(redis_server, "tenant"))
     assert [one["id"] for one in json.loads(toolcrew("approvals", "list", "--json").stdout)] == [mine.id]
-    assert "there is no question" in toolcrew("approvals", "decide", others.id, "allow").stderr
+    assert "does not exist: list the open questions" in toolcrew("approvals", "decide", others.id, "allow").stderr
     assert toolcrew("approvals", "list", "--tenant", "other").exit_code == 3
     assert toolcrew("changes", "list").exit_code == 3
     monkeypatch.setenv("TOOLCREW_APPROVERS", "operator")

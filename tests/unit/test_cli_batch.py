@@ -219,7 +219,7 @@ def test_items_that_were_cancelled_before_they_began_are_told_as_such(toolcrew: 
         assert ends == dict.fromkeys(("i0", "i1", "i2"), "cancelled")
         assert (told[-1]["failed"], told[-1]["queued"], told[-1]["has_ended"]) == (3, 0, True)
     assert (
-        "Z  i0 failed (cancelled CANCELLED): the batch was cancelled before this item was begun\n"
+        "Z  i0 failed (cancelled CANCELLED): the batch was cancelled before this item started\n"
         in toolcrew("show", "--logs", "b").stdout
     )
 

@@ -62,7 +62,7 @@ def test_a_call_of_another_tenant_is_not_known_to_a_tenants_key(redis_server: Re
     done = show(redis_server, "c1", key=key)
     assert (
         done.exit_code,
-        "nothing is known of call c1 of tenant bolt: look at the id and --tenant" in done.stderr,
+        "call c1 of tenant bolt was not found: check the id and --tenant" in done.stderr,
     ) == (1, True)
     done = show(redis_server, "c1", "--tenant", "acme", key=key)
-    assert (done.exit_code, "is for tenant bolt and not for acme" in done.stderr) == (3, True)
+    assert (done.exit_code, "belongs to tenant bolt, not to acme" in done.stderr) == (3, True)

@@ -91,6 +91,6 @@ async def test_without_redis_a_tool_is_told_so_and_that_its_deeds_stay() -> None
     nowhere = BrokerSettings.model_validate({"redis_url": f"redis://127.0.0.1:{free_port()}/0"})
     state = StateStore.of(nowhere).open("acme", "s1")
     for use in (state.get("a"), state.set("a", 1), state.items(), state.update("a", lambda a: a)):
-        with pytest.raises(ToolFailure, match=r"Redis does not answer.*stays done") as failed:
+        with pytest.raises(ToolFailure, match=r"Redis does not answer.*earlier effects remain") as failed:
             await use
         assert failed.value.code is ErrorCode.OUTCOME_UNKNOWN

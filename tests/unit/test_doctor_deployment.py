@@ -222,7 +222,7 @@ async def test_a_redis_that_goes_in_between_is_an_error_that_says_so(
     await serve(client)
     redis_server.stop()
     try:
-        with pytest.raises(BrokerUnavailable, match="see that Redis is up"):
+        with pytest.raises(BrokerUnavailable, match="Check that Redis is running"):
             await looked_at(client)
     finally:
         redis_server.start()

@@ -107,7 +107,7 @@ async def test_a_closed_session_counts_no_more_and_cannot_be_opened_again(host: 
     await host.orchestrator.close("acme", "s1")
     assert await host.orchestrator.find("acme", "s1") is None
     assert await host.client.scard(tenant_sessions_key(DEPLOYMENT, "acme")) == 0
-    with pytest.raises(ToolFailure, match="closed before it was opened: open a new one") as refused:
+    with pytest.raises(ToolFailure, match="closed before it was opened: open a new session") as refused:
         await host.open("s1")
     assert refused.value.code is ErrorCode.SESSION_NOT_FOUND
 

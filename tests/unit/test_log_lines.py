@@ -142,7 +142,7 @@ def test_an_exception_that_cannot_be_shown_is_told_all_the_same() -> None:
         def __str__(self) -> str:
             raise RuntimeError
 
-    assert read(exc_info=Mute(), value=Mute())["exception"] == "Mute: it cannot be shown"
+    assert read(exc_info=Mute(), value=Mute())["exception"] == "Mute: the message cannot be shown"
     assert read(value=Mute())["value"] == "a Mute that cannot be shown"
 
 

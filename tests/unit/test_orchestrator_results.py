@@ -243,7 +243,7 @@ async def test_one_id_awaited_twice_is_refused_and_the_first_is_served(
     async with listening(redis_server) as (hub, client):
         task_id = hub.task_id("c1")
         with hub.expect(task_id) as first:
-            with pytest.raises(ValueError, match="awaited already"), hub.expect(task_id):
+            with pytest.raises(ValueError, match="already waits for task"), hub.expect(task_id):
                 pass
             await publish(client, task_id)
             await arrives(first)

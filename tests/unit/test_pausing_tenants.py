@@ -70,10 +70,10 @@ async def test_pausing_and_resuming_stand_in_the_audit_once_each(client: "redis.
 
 
 async def test_only_a_tenant_that_there_is_can_be_paused(client: "redis.asyncio.Redis") -> None:
-    with pytest.raises(ToolFailure, match="there is no tenant acme") as refused:
+    with pytest.raises(ToolFailure, match="tenant acme does not exist") as refused:
         await RedisTenants(client, "d", KEY).pause("acme")
     assert refused.value.code is ErrorCode.UNKNOWN_TENANT
-    with pytest.raises(ToolFailure, match="at most 500"):
+    with pytest.raises(ToolFailure, match="the maximum is 500"):
         await RedisTenants(client, "d", KEY).pause("default", "x" * 501)
 
 

@@ -218,5 +218,5 @@ async def test_a_batch_that_is_forgotten_while_a_page_is_read_hides_no_other_one
 
 @pytest.mark.parametrize("place", ["7", "1000/", "x/b1", "1000/b 1", "1e999/b1", "-1/b1"])
 async def test_a_place_of_another_list_is_refused(ground: RunGround, place: str) -> None:
-    with pytest.raises(ToolFailure, match="cursor of another list"):
+    with pytest.raises(ToolFailure, match="cursor belongs to another list"):
         await ground.queue.list_batches("acme", place, limit=1)

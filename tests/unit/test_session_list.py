@@ -150,12 +150,12 @@ async def test_tenants_that_have_opened_sessions_are_remembered(client: "redis.a
 
 @pytest.mark.parametrize("cursor", ["", "x", "1.acme", "1.acme.s|t", "-1.acme.s", "1.acme.s\n", "1" * 40 + ".acme.s"])
 async def test_what_is_no_cursor_is_said_to_be_none(client: "redis.asyncio.Redis", cursor: str) -> None:
-    with pytest.raises(ToolFailure, match="no cursor") as refused:
+    with pytest.raises(ToolFailure, match="the cursor does not belong to the list of sessions") as refused:
         await SessionList(client, "d", KEYS).read(None, cursor)
     assert refused.value.code is ErrorCode.INVALID_ARGUMENTS
 
 
 @pytest.mark.parametrize("limit", [0, 1001])
 async def test_pages_are_bounded(client: "redis.asyncio.Redis", limit: int) -> None:
-    with pytest.raises(ToolFailure, match="the limit is 1 to 1000"):
+    with pytest.raises(ToolFailure, match="between 1 and 1000"):
         await SessionList(client, "d", KEYS).read(None, None, limit)

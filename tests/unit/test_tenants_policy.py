@@ -213,7 +213,7 @@ def test_once_somebody_is_registered_only_those_and_the_default_tenant_are_serve
     closed = look(default=HEAVY_DEFAULT, fields=3, version=b"v")
     assert closed.policy("default", KEY).weight == 3
     assert look(own=seal_policy(KEY, "acme", TenantPolicy(weight=2)).encode(), fields=1).policy("acme", KEY).weight == 2
-    with pytest.raises(ToolFailure, match=r"there is no tenant anybody.*toolcrew tenants add anybody") as refused:
+    with pytest.raises(ToolFailure, match=r"tenant anybody does not exist.*toolcrew tenants add anybody") as refused:
         closed.policy("anybody", KEY)
     assert refused.value.code is ErrorCode.UNKNOWN_TENANT
 

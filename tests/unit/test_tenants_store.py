@@ -94,7 +94,7 @@ async def test_the_name_of_a_removed_tenant_cannot_be_used_again(tenants: RedisT
         lambda: tenants.replace("acme", TenantPolicy()),
         lambda: tenants.change("acme", lambda policy: policy),
     ):
-        with pytest.raises(ToolFailure, match="its name stays reserved; choose another name"):
+        with pytest.raises(ToolFailure, match="the name stays reserved: choose another name"):
             await work()
     assert await failure_of(tenants.remove("acme")) is ErrorCode.UNKNOWN_TENANT
     assert (
@@ -114,7 +114,7 @@ async def test_the_name_of_a_removed_tenant_stays_reserved_after_the_secret_was_
         lambda: with_new_secret.add("acme", TenantPolicy()),
         lambda: with_new_secret.replace("acme", TenantPolicy()),
     ):
-        with pytest.raises(ToolFailure, match="its name stays reserved"):
+        with pytest.raises(ToolFailure, match="the name stays reserved"):
             await work()
 
 

@@ -119,4 +119,4 @@ def test_runs_are_followed_share_sessions_and_are_cancelled(environment: None) -
     assert f"{stopped} cancelled" in toolcrew("cancel", stopped)
     unknown = CliRunner().invoke(app, ["runs", "show", "nosuch"])
     assert unknown.exit_code == 1
-    assert "there is no run nosuch" in unknown.output
+    assert "run nosuch was not found" in unknown.output
