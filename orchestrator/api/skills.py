@@ -15,7 +15,7 @@ from orchestrator.api.access import AnyCaller
 from orchestrator.api.paging import Cursor, Limit, Page, page_of
 from orchestrator.api.problem_handlers import responses
 from orchestrator.dispatch.tenant_catalog import Offer
-from orchestrator.sdk.skill_desk import SkillInstaller
+from orchestrator.sdk.skill_installer import SkillInstaller
 
 router = APIRouter(prefix="/v1/skills", tags=["skills"], responses=responses())
 

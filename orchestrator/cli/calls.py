@@ -53,7 +53,7 @@ def calls_show(call_id: CallName, tenant: Tenant = None, as_json: Json = False) 
 
     async def work() -> CallLife:
         async with open_running("calls", tenant) as client:
-            return await client.call_life(call_id, tenant)
+            return await client.call_history(call_id, tenant)
 
     fields = run_work(work(), as_json).to_json()
     if as_json:

@@ -16,7 +16,7 @@ from contract.functions.function_schemas import is_async
 from contract.registry import Tool
 from contract.signing import ResultSeal, SigningKeys
 from orchestrator.dispatch.request import Attempt
-from orchestrator.functions.blocking_calls import BlockingCall, BlockingCalls, Ended
+from orchestrator.functions.blocking_calls import BlockingCall, BlockingCalls, FunctionOutcome
 from orchestrator.functions.loop_waits import LoopRunner
 from orchestrator.functions.session_state import MemoryState
 
@@ -107,7 +107,7 @@ class InProcessTransport:
         self._key = key
         self._contexts = contexts or _bare_context
         self._threads = threads or BlockingCalls()
-        self._abandoned: set[asyncio.Task[Ended]] = set()
+        self._abandoned: set[asyncio.Task[FunctionOutcome]] = set()
         self.delivered: deque[Attempt] = deque(maxlen=16)
         """The last few attempts, for tests."""
 
@@ -156,7 +156,7 @@ class InProcessTransport:
             return handler, lambda: handler(dict(call.arguments), call_context)
         return tool, lambda: tool(**call.arguments)
 
-    async def _run_on_loop(self, run: Callable[[], Any], limit_s: float) -> Ended:
+    async def _run_on_loop(self, run: Callable[[], Any], limit_s: float) -> FunctionOutcome:
         """Run the function in its own task. If the task ignores its cancellation, it is left running and the event
         loop continues.
         """
@@ -174,7 +174,7 @@ class InProcessTransport:
             f"did not end within its limit of {limit_s:g} s and does not stop when it is cancelled: it may still run"
         )
 
-    async def _cancel(self, task: "asyncio.Task[Ended]") -> bool:
+    async def _cancel(self, task: "asyncio.Task[FunctionOutcome]") -> bool:
         """Cancel the task. Return whether it has ended."""
         task.cancel()
         self._abandoned.add(task)
@@ -182,7 +182,9 @@ class InProcessTransport:
         await asyncio.wait({task}, timeout=CANCEL_GRACE_S)
         return task.done()
 
-    async def _run_in_thread(self, run: Callable[[], Any], limit_s: float, wait_s: float, clock: "_Clock") -> Ended:
+    async def _run_in_thread(
+        self, run: Callable[[], Any], limit_s: float, wait_s: float, clock: "_Clock"
+    ) -> FunctionOutcome:
         blocking = self._threads.submit(run)
         try:
             await self._await_start(blocking, wait_s)
@@ -229,15 +231,15 @@ class _Clock:
         return Clocks(queued_s=self._began - self._came, run_s=time.monotonic() - self._began)
 
 
-async def _await_outcome(run: Callable[[], Any]) -> Ended:
+async def _await_outcome(run: Callable[[], Any]) -> FunctionOutcome:
     """Return the value or the exception of an awaitable. KeyboardInterrupt is not caught: raised in a task, it stops
     the event loop.
     """
     try:
-        return Ended(value=await run())
+        return FunctionOutcome(value=await run())
     except (Exception, SystemExit, asyncio.CancelledError) as error:  # noqa: BLE001
         # A user's function may raise anything.
-        return Ended(error=error)
+        return FunctionOutcome(error=error)
 
 
 def _bare_context(call: ToolCall, context: ToolContext) -> CallContext:

@@ -23,7 +23,7 @@ class FunctionInterrupted(BaseException):
 
 
 @dataclass(frozen=True)
-class Ended:
+class FunctionOutcome:
     """Outcome of a function: a value or an error.
 
     The outcome is plain data, because a future cannot carry a StopIteration.
@@ -40,29 +40,29 @@ class BlockingCall:
     function: Callable[[], Any]
     loop: asyncio.AbstractEventLoop
     started: "asyncio.Future[None]"
-    ended: "asyncio.Future[Ended]"
+    ended: "asyncio.Future[FunctionOutcome]"
     context: contextvars.Context = field(default_factory=contextvars.copy_context)
     _lock: threading.Lock = field(default_factory=threading.Lock, init=False)
     _thread: int | None = field(default=None, init=False)
 
     def run(self) -> None:
         """Run the function in the current thread and resolve the futures. Raises nothing."""
-        self._tell(self.started, None)
+        self._resolve_later(self.started, None)
         try:
-            ended = self._call()
+            outcome = self._call()
         # The interrupt may arrive after the last step of the function and before `_thread` is cleared. The interrupt
         # is then the result of the call, and must not end the thread.
-        except FunctionInterrupted as late:
-            self._thread, ended = None, Ended(error=late)
-        self._tell(self.ended, ended)
+        except FunctionInterrupted as interrupt:
+            self._thread, outcome = None, FunctionOutcome(error=interrupt)
+        self._resolve_later(self.ended, outcome)
 
-    def _call(self) -> Ended:
+    def _call(self) -> FunctionOutcome:
         self._thread = threading.get_ident()
         try:
-            return Ended(value=self.context.run(self.function))
+            return FunctionOutcome(value=self.context.run(self.function))
         except BaseException as error:  # noqa: BLE001
             # the edge of the thread: every error is the result of the waiting call
-            return Ended(error=error)
+            return FunctionOutcome(error=error)
         finally:
             with self._lock:
                 self._thread = None
@@ -82,7 +82,7 @@ class BlockingCall:
             if self._thread is not None:
                 _raise_in_thread(self._thread, FunctionInterrupted)
 
-    def _tell(self, future: "asyncio.Future[Any]", value: Any) -> None:
+    def _resolve_later(self, future: "asyncio.Future[Any]", value: Any) -> None:
         # A closed loop has no waiting tasks, so the error of the closed loop is ignored.
         with contextlib.suppress(RuntimeError):
             self.loop.call_soon_threadsafe(_resolve, future, value)

@@ -40,16 +40,18 @@ def as_tool(value: Any) -> LocalTool:
     if isinstance(value, Tool):
         return value
     try:
-        return _made_of(value)
+        return _build_tool(value)
     except TypeError:
         raise
     except Exception as error:  # the edge: a foreign object computes its attributes and schemas with its own code
-        raise TypeError(f"cannot make a tool of a {type(value).__name__}: {type(error).__name__}: {error}") from error
+        raise TypeError(
+            f"cannot convert a {type(value).__name__} to a tool: {type(error).__name__}: {error}"
+        ) from error
 
 
-def _made_of(value: Any) -> LocalTool:
+def _build_tool(value: Any) -> LocalTool:
     if isinstance(value, type):
-        raise TypeError(f"{value.__name__} is a class: give an instance of it, or a function")
+        raise TypeError(f"{value.__name__} is a class: pass an instance of the class, or a function")
     if inspect.isroutine(value):
         return tool(value)
     if isinstance(value, Mapping):
@@ -64,10 +66,10 @@ def _made_of(value: Any) -> LocalTool:
         return Tool(_spec_of(value, base_tool_schema(value)), build_base_tool_handler(value))
     if callable(value):
         return tool(value)
-    kind = type(value).__name__
+    type_name = type(value).__name__
     raise TypeError(
-        f"cannot make a tool of a {kind}: it is no function and lacks name, description and one of execute, ainvoke, "
-        "invoke, _run, run"
+        f"cannot convert a {type_name} to a tool: pass a function, or an object with name, description and one of "
+        "execute, ainvoke, invoke, _run, run"
     )
 
 
@@ -75,10 +77,10 @@ def _from_parts(part: Callable[[str], Any]) -> LocalTool:
     """Build a tool from name, description, parameters and execute, which `part` returns by name."""
     name, execute = part("name"), part("execute")
     if not isinstance(name, str) or not name:
-        raise TypeError("a tool needs a name: text, under 'name'")
+        raise TypeError("a tool needs a name: set 'name' to a string")
     if not callable(execute):
         raise TypeError(
-            f"tool '{name}': it needs a function to run, under 'execute': execute(args) or execute(args, context)"
+            f"tool '{name}' has no function: set 'execute' to a function execute(args) or execute(args, context)"
         )
     return Tool(_build_spec(name, part, schema_of(part("parameters") or {})), build_execute_handler(execute))
 
@@ -94,10 +96,10 @@ def _build_spec(name: str, part: Callable[[str], Any], schema: dict[str, Any]) -
         description=part("description") or f"The tool {name}.",
         parameters=schema,
         timeout_s=timeout_s if isinstance(timeout_s, int | float) and not isinstance(timeout_s, bool) else None,
-        **{flag: _answer(part(flag)) for flag in _FLAGS},
+        **{flag: _read_flag(part(flag)) for flag in _FLAGS},
     )
 
 
-def _answer(flag: Any) -> bool:
+def _read_flag(flag: Any) -> bool:
     """Return the value of a flag, which is a value or a method that returns the value."""
     return bool(flag() if callable(flag) else flag)

@@ -28,7 +28,7 @@ def is_langchain_shaped(value: Any) -> bool:
     """Return whether `value` has a name, a description, a schema attribute (its value may be None) and a method to
     run.
     """
-    if isinstance(value, type | Mapping) or not _is_named(value):
+    if isinstance(value, type | Mapping) or not _has_name(value):
         return False
     return any(hasattr(value, name) for name in _SCHEMAS) and any(
         callable(getattr(value, name, None)) for name in _RUNNERS
@@ -37,7 +37,7 @@ def is_langchain_shaped(value: Any) -> bool:
 
 def is_base_tool(value: Any) -> bool:
     """Return whether `value` has a name, a description and `_run` or `run`, so that the signature can be its schema."""
-    if isinstance(value, type | Mapping) or not _is_named(value):
+    if isinstance(value, type | Mapping) or not _has_name(value):
         return False
     return any(callable(getattr(value, name, None)) for name in ("_run", "run"))
 
@@ -46,11 +46,11 @@ def langchain_schema(value: Any) -> JsonSchema:
     """Return the parameters of `value`: from its schema, otherwise from `_run`, otherwise one string named `__arg1`."""
     if not _is_single_input(value):
         for name in _SCHEMAS:
-            found = getattr(value, name, None)
-            if name == "get_input_schema" and callable(found):
-                found = found()
-            if found is not None:
-                return schema_of(found)
+            schema = getattr(value, name, None)
+            if name == "get_input_schema" and callable(schema):
+                schema = schema()
+            if schema is not None:
+                return schema_of(schema)
         signature = _signature_schema(value)
         if signature is not None:
             return signature
@@ -67,19 +67,19 @@ def base_tool_schema(value: Any) -> JsonSchema:
     return schema_of(own) if own is not None else tool_parameters(read_function(_runner(value), name=value.name))
 
 
-def schema_of(found: Any) -> JsonSchema:
+def schema_of(source: Any) -> JsonSchema:
     """Return the JSON Schema of an object without title and description.
 
-    `found` is a pydantic class (version 1 or 2) or a mapping. Raises TypeError for any other value.
+    `source` is a pydantic class (version 1 or 2) or a mapping. Raises TypeError for any other value.
     """
-    if isinstance(found, Mapping):
-        schema = dict(found)
-    elif isinstance(found, type) and issubclass(found, BaseModel):
-        schema = plain_schema(found.model_json_schema())
-    elif isinstance(found, type) and callable(getattr(found, "schema", None)):
-        schema = plain_schema(found.schema())  # type: ignore[attr-defined]
+    if isinstance(source, Mapping):
+        schema = dict(source)
+    elif isinstance(source, type) and issubclass(source, BaseModel):
+        schema = plain_schema(source.model_json_schema())
+    elif isinstance(source, type) and callable(getattr(source, "schema", None)):
+        schema = plain_schema(source.schema())  # type: ignore[attr-defined]
     else:
-        raise TypeError(f"{found!r} is no schema: give a pydantic class or a JSON Schema")
+        raise TypeError(f"{source!r} is not a schema: pass a pydantic class or a JSON Schema")
     schema = {key: value for key, value in schema.items() if key not in ("title", "description")}
     return {"type": "object", "properties": {}, **schema}
 
@@ -94,7 +94,7 @@ def build_langchain_handler(value: Any, schema: JsonSchema) -> CallHandler:
             invoke = getattr(value, name)
             return (
                 _build_call_handler(value, invoke)
-                if _wants_call(value)
+                if _needs_call(value)
                 else build_execute_handler(invoke, is_alone=True)
             )
     run = _runner(value)
@@ -111,8 +111,8 @@ def check_injected(value: Any) -> None:
     missing = [name for name, is_required in _hidden_fields(value).items() if is_required and name != CALL_ID]
     if missing:
         raise TypeError(
-            f"tool '{value.name}': its parameter '{missing[0]}' is filled in by LangChain or LangGraph alone: give it "
-            "a default, or wrap the tool in a function without it"
+            f"tool '{value.name}': only LangChain or LangGraph can supply the parameter '{missing[0]}': give the "
+            "parameter a default, or wrap the tool in a function without the parameter"
         )
 
 
@@ -135,7 +135,7 @@ def _build_call_handler(value: Any, invoke: Callable[..., Any]) -> CallHandler:
     return FunctionHandler(run, is_async(invoke))
 
 
-def _wants_call(value: Any) -> bool:
+def _needs_call(value: Any) -> bool:
     """Return whether the tool needs a tool call instead of bare arguments.
 
     This is true when the tool requires the call id, or returns an artifact that would otherwise be lost. It is also
@@ -151,19 +151,26 @@ def _wants_call(value: Any) -> bool:
 
 def _hidden_fields(value: Any) -> dict[str, bool]:
     """Return the parameters that the tool accepts but does not show to models, with whether each is required."""
-    shown, taken = getattr(value, "tool_call_schema", None), getattr(value, "get_input_schema", None)
-    if isinstance(getattr(value, "args_schema", None), Mapping) or not _has_fields(shown) or not callable(taken):
+    visible_schema, get_input_schema = (
+        getattr(value, "tool_call_schema", None),
+        getattr(value, "get_input_schema", None),
+    )
+    if (
+        isinstance(getattr(value, "args_schema", None), Mapping)
+        or not _has_fields(visible_schema)
+        or not callable(get_input_schema)
+    ):
         return {}
-    whole = taken()
-    fields = whole.model_fields if _has_fields(whole) else {}
-    return {name: field.is_required() for name, field in fields.items() if name not in shown.model_fields}
+    input_schema = get_input_schema()
+    fields = input_schema.model_fields if _has_fields(input_schema) else {}
+    return {name: field.is_required() for name, field in fields.items() if name not in visible_schema.model_fields}
 
 
 def _has_fields(schema: Any) -> TypeGuard[type[BaseModel]]:
     return isinstance(schema, type) and issubclass(schema, BaseModel)
 
 
-def _is_named(value: Any) -> bool:
+def _has_name(value: Any) -> bool:
     return isinstance(getattr(value, "name", None), str) and isinstance(getattr(value, "description", None), str)
 
 
@@ -174,8 +181,8 @@ def _is_single_input(value: Any) -> bool:
     """
     if getattr(value, "args_schema", None) is not None:
         return False
-    told = getattr(value, "args", None)
-    return isinstance(told, Mapping) and set(told) == {"tool_input"}
+    declared = getattr(value, "args", None)
+    return isinstance(declared, Mapping) and set(declared) == {"tool_input"}
 
 
 def _runner(value: Any) -> Callable[..., Any]:

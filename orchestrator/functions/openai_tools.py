@@ -56,17 +56,18 @@ def convert_to_openai_tool(tool: Any, *, strict: bool | None = None) -> dict[str
 
 
 def _is_entry(tool: Mapping[str, Any]) -> bool:
-    kind = tool.get("type")
-    return isinstance(kind, str) and (kind in HOSTED_TOOLS or kind.startswith("web_search_preview"))
+    entry_type = tool.get("type")
+    return isinstance(entry_type, str) and (entry_type in HOSTED_TOOLS or entry_type.startswith("web_search_preview"))
 
 
 def _with_strict(function: dict[str, Any], strict: bool | None) -> dict[str, Any]:
     if strict is None:
         return function
-    told = function.get("strict")
-    if told is not None and told != strict:
+    declared = function.get("strict")
+    if declared is not None and declared != strict:
         raise ValueError(
-            f"tool '{function.get('name')}' says strict={told}, which contradicts the strict={strict} that is asked for"
+            f"tool '{function.get('name')}' declares strict={declared}, but strict={strict} was requested: use the "
+            "same value"
         )
     if strict:
         function["parameters"] = close_schema(function.get("parameters") or EMPTY_PARAMETERS)
@@ -93,7 +94,7 @@ def _describe(tool: Any) -> dict[str, Any]:
     if callable(tool):
         return _from_function(tool)
     raise ValueError(
-        f"{type(tool).__name__} is no tool: give a dict, a pydantic class, a function or an object with name and "
+        f"{type(tool).__name__} is not a tool: pass a dict, a pydantic class, a function or an object with name and "
         "description"
     )
 
@@ -113,31 +114,31 @@ def _from_mapping(tool: Mapping[str, Any]) -> dict[str, Any]:
         function = _function(tool["name"], tool.get("description"), tool.get("parameters"))
         return {**function, "strict": tool["strict"]} if "strict" in tool else function
     if "title" in tool:
-        rest = {key: value for key, value in tool.items() if key not in ("title", "description")}
-        return _function(tool["title"], tool.get("description"), rest if "properties" in rest else None)
+        schema = {key: value for key, value in tool.items() if key not in ("title", "description")}
+        return _function(tool["title"], tool.get("description"), schema if "properties" in schema else None)
     raise ValueError(
         "a dict that describes a tool has a name (OpenAI, Anthropic), a toolSpec (Bedrock) or a title (JSON Schema)"
     )
 
 
-def _from_class(kind: type[Any]) -> dict[str, Any]:
-    if issubclass(kind, dict) and hasattr(kind, "__required_keys__"):
-        schema = plain_schema(TypeAdapter(kind).json_schema())
-        told = parse_docstring(kind.__doc__)
+def _from_class(cls: type[Any]) -> dict[str, Any]:
+    if issubclass(cls, dict) and hasattr(cls, "__required_keys__"):
+        schema = plain_schema(TypeAdapter(cls).json_schema())
+        docstring = parse_docstring(cls.__doc__)
         return _function(
-            kind.__name__, told.description, {key: value for key, value in schema.items() if key != "description"}
+            cls.__name__, docstring.description, {key: value for key, value in schema.items() if key != "description"}
         )
-    if issubclass(kind, BaseModel):
-        raw = kind.model_json_schema()
-    elif callable(getattr(kind, "schema", None)):
-        raw = kind.schema()
+    if issubclass(cls, BaseModel):
+        raw = cls.model_json_schema()
+    elif callable(getattr(cls, "schema", None)):
+        raw = cls.schema()
     else:
         raise ValueError(
-            f"the class {kind.__name__} is no pydantic model: give an instance, a pydantic class or a function"
+            f"the class {cls.__name__} is not a pydantic model: pass an instance, a pydantic class or a function"
         )
     parameters = plain_schema(raw)
     description = parameters.pop("description", "")
-    return _function(raw.get("title") or kind.__name__, description, parameters)
+    return _function(raw.get("title") or cls.__name__, description, parameters)
 
 
 def _from_function(function: Callable[..., Any]) -> dict[str, Any]:

@@ -42,7 +42,7 @@ from orchestrator.dialects.thinking import strip_thinking
 from orchestrator.loop.call_runner import CallRunner, Observed, Requested, RunCall, build_interrupted_results
 from orchestrator.loop.context_window import ContextWindow
 from orchestrator.loop.limits import ReActOptions, Spending, StopReason
-from orchestrator.loop.reply_stream import ReadAhead, ShownText
+from orchestrator.loop.reply_stream import DisplayedText, ReadAhead
 from orchestrator.loop.transcript import Transcript
 from telemetry.logs import get_logger
 
@@ -146,7 +146,7 @@ class _Reply:
             self.requested += [event for event in events if not isinstance(event, Text)]
         return self.end
 
-    def is_nothing_but_malformed(self) -> bool:
+    def has_only_malformed_calls(self) -> bool:
         return bool(self.observed) and self.malformed == len(self.observed)
 
 
@@ -196,22 +196,29 @@ class _Run:
         try:
             reason = await self._run_steps()
         except (Exception, asyncio.CancelledError) as error:
-            nameless = "the run was cancelled" if isinstance(error, asyncio.CancelledError) else type(error).__name__
-            self._emit(RunAborted(run=self._id, reason=str(error) or nameless))
+            description = "the run was cancelled" if isinstance(error, asyncio.CancelledError) else type(error).__name__
+            self._emit(RunAborted(run=self._id, reason=str(error) or description))
             raise
-        spent = self._spending
+        spending = self._spending
         self._emit(
             RunFinished(
                 run=self._id,
                 answer=self._answer,
                 stop_reason=reason.value,
                 clocks=self._clocks,
-                usage=spent.counted,
-                cost=spent.cost,
+                usage=spending.counted,
+                cost=spending.cost,
             )
         )
         return RunResult(
-            self._answer, reason, spent.steps, self._transcript, spent.counted, self._clocks, self._id, spent.cost
+            self._answer,
+            reason,
+            spending.steps,
+            self._transcript,
+            spending.counted,
+            self._clocks,
+            self._id,
+            spending.cost,
         )
 
     async def _run_steps(self) -> StopReason:
@@ -239,7 +246,7 @@ class _Run:
         reply = await self._request_reply()
         end = self._record(reply)
         self._answer = strip_thinking(end.text)
-        spending.malformed_replies = spending.malformed_replies + 1 if reply.is_nothing_but_malformed() else 0
+        spending.malformed_replies = spending.malformed_replies + 1 if reply.has_only_malformed_calls() else 0
         model_s = max(0.0, time.monotonic() - started - reply.tools_s)
         self._emit(StepFinished(run=self._id, step=spending.steps, model_s=model_s, usage=end.usage))
         return self._find_stop_reason(reply, end)
@@ -313,11 +320,11 @@ class _Run:
         """Return one whole reply. A request that is too long is shortened, and an interrupted reply
         is requested again.
         """
-        shown, refusals, interruptions = ShownText(), 0, 0
+        displayed, refusals, interruptions = DisplayedText(), 0, 0
         while True:
             messages, request = self._build_request()
             try:
-                reply = await self._read_reply(request, shown)
+                reply = await self._read_reply(request, displayed)
             except ContextWindowExceeded as error:
                 refusals += 1
                 previous = self._window.fit(messages, self._transcript.older, self._transcript.newest)
@@ -327,15 +334,15 @@ class _Run:
                     or self._window.fit(messages, self._transcript.older, self._transcript.newest) == previous
                 ):
                     raise
-                shown.restart()
+                displayed.restart()
             except ModelInterrupted as error:
                 interruptions += 1
                 if interruptions > self._agent.options.max_interruptions:
                     raise
                 self._warn(f"{error}; the reply is requested again")
-                shown.restart()
+                displayed.restart()
             else:
-                self._emit_withdrawal(shown.end())
+                self._emit_withdrawal(displayed.end())
                 self._window.learn(request.messages, reply.finish().usage)
                 return reply
 
@@ -349,7 +356,7 @@ class _Run:
         self._shortened = shortened
         return messages, self._agent.dialect.build_request(fitted, self._agent.specs)
 
-    async def _read_reply(self, request: ModelRequest, shown: ShownText) -> _Reply:
+    async def _read_reply(self, request: ModelRequest, displayed: DisplayedText) -> _Reply:
         """Read the reply to one request: emit its text as it arrives, and run its calls in order.
 
         Raises ModelInterrupted or ContextWindowExceeded when it broke off before any call.
@@ -365,7 +372,7 @@ class _Run:
             try:
                 async for chunk in chunks:
                     if events := reader.feed(chunk):
-                        await self._handle(events, reply, shown)
+                        await self._handle(events, reply, displayed)
             except (ModelInterrupted, ContextWindowExceeded) as error:
                 if not reply.observed:
                     raise
@@ -374,7 +381,7 @@ class _Run:
                 is_broken = True
         events, reply.end = reader.finish(is_broken=is_broken)
         self._emit_answer(reply, reply.end)
-        await self._handle(events, reply, shown)
+        await self._handle(events, reply, displayed)
         if reply.requested:
             self._calls_itself = True
         elif self._repairs_replies():
@@ -395,7 +402,7 @@ class _Run:
         )
         return [CallRequested(call, end.text)]
 
-    async def _handle(self, events: Sequence[Event], reply: _Reply, shown: ShownText) -> None:
+    async def _handle(self, events: Sequence[Event], reply: _Reply, displayed: DisplayedText) -> None:
         """Handle events in order. Adjacent calls are handed over together, and the events after them wait."""
         calls: list[Requested] = []
         for event in events:
@@ -404,7 +411,7 @@ class _Run:
                 continue
             await self._run_calls(calls, reply)
             calls = []
-            withdrawn, text = shown.show(event.text)
+            withdrawn, text = displayed.show(event.text)
             self._emit_withdrawal(withdrawn)
             if text:
                 self._emit(TextArrived(run=self._id, text=text))

@@ -61,7 +61,7 @@ class CallRunner:
         observed: list[Observed] = []
         for group in self._group_requests(requested):
             if len(group) == 1:
-                results = [await self._run_one(group[0])]
+                results = [await self._run_request(group[0])]
             else:
                 results = await self._run_concurrently(group)
             observed += [
@@ -74,7 +74,7 @@ class CallRunner:
         try:
             async with asyncio.TaskGroup() as running:
                 tasks = [
-                    running.create_task(self._run_one(request), name=f"call-{_get_call_id(request)}")
+                    running.create_task(self._run_request(request), name=f"call-{_get_call_id(request)}")
                     for request in group
                 ]
         except BaseExceptionGroup as errors:
@@ -98,7 +98,7 @@ class CallRunner:
         spec = self._specs.get(request.call.name)
         return spec is not None and spec.read_only
 
-    async def _run_one(self, request: Requested) -> ToolResult:
+    async def _run_request(self, request: Requested) -> ToolResult:
         started = time.monotonic()
         if isinstance(request, MalformedCall):
             result = ToolResult.failed(_get_call(request), ErrorCode.INVALID_ARGUMENTS, request.reason)
@@ -225,5 +225,5 @@ def _has_failed(result: ToolResult) -> bool:
 
 
 def _with_note(text: str | None, note: str, limit: int) -> str:
-    room = limit - len(note) - 1
-    return f"{(text or '')[:room]}\n{note}" if text else note
+    available_chars = limit - len(note) - 1
+    return f"{(text or '')[:available_chars]}\n{note}" if text else note

@@ -59,14 +59,14 @@ class ContextWindow:
         fitted = list(messages)
         if self.limit_tokens is None:
             return fitted, 0
-        room = (self.limit_tokens - min(self.limit_tokens // 4, MAX_RESERVE_TOKENS)) * self._bytes_per_token
-        excess = self._total(messages) - room
+        available_bytes = (self.limit_tokens - min(self.limit_tokens // 4, MAX_RESERVE_TOKENS)) * self._bytes_per_token
+        excess = self._total(messages) - available_bytes
         shortened = 0
         for index in (*sorted(older), *sorted(newest)):
             if excess <= 0:
                 break
-            kept_chars = _fitting_chars(fitted[index], excess) if index in newest else KEPT_CHARS
-            short = _shorten(fitted[index], kept_chars)
+            max_chars = _fitting_chars(fitted[index], excess) if index in newest else KEPT_CHARS
+            short = _shorten(fitted[index], max_chars)
             saved = _size(fitted[index]) - _size(short)
             if saved > 0:
                 fitted[index], excess, shortened = short, excess - saved, shortened + 1
@@ -85,16 +85,16 @@ def _fitting_chars(message: Message, excess_bytes: float) -> int:
     return max(KEPT_CHARS, int(len(content) - excess) - NOTE_CHARS)
 
 
-def _shorten(message: Message, kept_chars: int) -> Message:
+def _shorten(message: Message, max_chars: int) -> Message:
     content = message.get("content")
     if not isinstance(content, str) or len(content) <= 2 * KEPT_CHARS:
         return message
-    omitted = len(content) - kept_chars
+    omitted = len(content) - max_chars
     note = (
         f"[... {omitted} characters of this result are left out to fit the context window; call the tool again, for a "
         "part of it, to see them ...]"
     )
-    return {**message, "content": f"{content[: kept_chars // 2]}\n{note}\n{content[-(kept_chars // 2) :]}"}
+    return {**message, "content": f"{content[: max_chars // 2]}\n{note}\n{content[-(max_chars // 2) :]}"}
 
 
 def _text_bytes(text: str) -> int:

@@ -127,8 +127,8 @@ class Spending:
             return StopReason.MAX_ITERATIONS
         if options.max_wall_s is not None and time.monotonic() - self.started_at >= options.max_wall_s:
             return StopReason.MAX_WALL
-        spent = self.counted + self.uncounted
-        if options.max_tokens is not None and spent.prompt_tokens + spent.completion_tokens >= options.max_tokens:
+        usage = self.counted + self.uncounted
+        if options.max_tokens is not None and usage.prompt_tokens + usage.completion_tokens >= options.max_tokens:
             return StopReason.MAX_TOKENS
         if options.max_cost is not None and self.cost is not None and self.cost >= options.max_cost:
             return StopReason.MAX_COST

@@ -65,7 +65,7 @@ class ReadAhead:
         return None
 
 
-class ShownText:
+class DisplayedText:
     """The text of one step as it was shown. If the reply is requested again, equal text is not shown again."""
 
     def __init__(self) -> None:
@@ -86,10 +86,10 @@ class ShownText:
         if self._earlier_text.startswith(text, self._matched):
             self._matched += len(text)
             return 0, ""
-        rest = self._earlier_text[self._matched :]
-        same = _common_prefix(rest, text)
+        remaining = self._earlier_text[self._matched :]
+        common_length = _common_prefix(remaining, text)
         self._earlier_text = ""
-        return len(rest) - same, text[same:]
+        return len(remaining) - common_length, text[common_length:]
 
     def end(self) -> int:
         """Return how many earlier characters to withdraw at the end of the reply."""
@@ -102,8 +102,8 @@ class ShownText:
         return "".join(self._pieces) + (self._earlier_text[self._matched :] if self._earlier_text else "")
 
 
-def _common_prefix(left_text: str, other: str) -> int:
+def _common_prefix(left: str, right: str) -> int:
     return next(
-        (index for index, (a, b) in enumerate(zip(left_text, other, strict=False)) if a != b),
-        min(len(left_text), len(other)),
+        (index for index, (a, b) in enumerate(zip(left, right, strict=False)) if a != b),
+        min(len(left), len(right)),
     )

@@ -77,8 +77,8 @@ class CallControl:
                 raise unknown_call(call_id, tenant)
             if waited_s > END_TIMEOUT_S:
                 raise OperatorError(
-                    f"call {call_id} was ordered to end and still runs after {END_TIMEOUT_S:g} s: "
-                    f"see `{build_command('calls', 'show', call_id, tenant=tenant)}` and `toolcrew hosts list`"
+                    f"call {call_id} was killed but still runs after {END_TIMEOUT_S:g} s: "
+                    f"check `{build_command('calls', 'show', call_id, tenant=tenant)}` and `toolcrew hosts list`"
                 )
 
     async def _cancel_in_worker(self, tenant: str, call_id: str, record: CallRecord) -> None:
@@ -103,7 +103,7 @@ class CallControl:
 def _build_order(tenant: str, call_id: str, actor: Actor, reason: str) -> KillOrder:
     if len(reason) > MAX_REASON_CHARS:
         raise ToolFailure(
-            ErrorCode.INVALID_ARGUMENTS, f"the reason has {len(reason)} characters: give at most {MAX_REASON_CHARS}"
+            ErrorCode.INVALID_ARGUMENTS, f"the reason has {len(reason)} characters: use at most {MAX_REASON_CHARS}"
         )
     entry = build_entry(actor, "call.kill", call_id, tenant=tenant, details={"reason": reason})
     try:

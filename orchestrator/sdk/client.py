@@ -34,7 +34,7 @@ from orchestrator.runs.run_parts import RunConfig, RunParts
 from orchestrator.sdk.call_control import CallControl, KilledCall
 from orchestrator.sdk.client_runs import ClientRuns
 from orchestrator.sdk.session_tools import Names, SessionTools
-from orchestrator.sdk.skill_desk import SkillInstaller
+from orchestrator.sdk.skill_installer import SkillInstaller
 from orchestrator.settings import OrchestratorSettings, is_interactive, load_settings, with_secret
 from orchestrator.traces.opening import Traces, secrets_of_pool
 from orchestrator.tracing import RunSpans, TracedRun, run_spans
@@ -164,9 +164,9 @@ class ToolClient:
         tenant's class allows it; None: the default of the class (docs/sessions.md).
         """
         if network not in (None, "none", "egress"):
-            raise ConfigError(f"network '{network}' does not exist: give none or egress, or omit it")
+            raise ConfigError(f"network '{network}' does not exist: use none or egress, or omit it")
         if workspace is not None and restore is not None:
-            raise ConfigError("a session starts from a workspace or a checkpoint, not both: give one of them")
+            raise ConfigError("a session starts from a workspace or from a checkpoint: pass only one of them")
         start = SessionStart(
             image=image,
             ttl_s=ttl_s,
@@ -189,9 +189,9 @@ class ToolClient:
         Raises ToolFailure(SESSION_NOT_FOUND). The failure is the same for a session that never existed, is closed, or
         belongs to another tenant.
         """
-        chosen = await self._as_tenant(tenant)
+        owner = await self._as_tenant(tenant)
         return await Session.attach(
-            self._dispatcher, self._blobs, tenant=chosen, session=session, credential=self._credential
+            self._dispatcher, self._blobs, tenant=owner, session=session, credential=self._credential
         )
 
     async def session_tools(
@@ -216,7 +216,7 @@ class ToolClient:
             scope, cursor, limit
         )
 
-    async def call_life(self, call: str, tenant: str | None = None) -> CallLife:
+    async def call_history(self, call: str, tenant: str | None = None) -> CallLife:
         """Return the history of a call, by its id or the id of its Celery task. `tenant` None: the tenant that has
         the call, or with a tenant's key only that tenant.
 
@@ -234,7 +234,7 @@ class ToolClient:
 
     async def kill_call(self, call: str, *, tenant: str | None = None, reason: str = "") -> KilledCall:
         """End a call that waits or runs, and return when it has ended. Its caller gets CANCELLED with the actor and
-        the reason. Raises like `call_life`, and OperatorError when the call does not end.
+        the reason. Raises like `call_history`, and OperatorError when the call does not end.
         """
         owner, call_id = await self._lives().resolve(call, await self._scope(tenant))
         return await CallControl(self._pool, self._settings.deployment).kill(owner, call_id, await self.actor(), reason)
@@ -268,18 +268,18 @@ class ToolClient:
 
     async def tool_states(self, tenant: str | None = None) -> list[ToolState]:
         """Return every tool by name, with its state for the tenant. `tenant` None: the client's tenant."""
-        chosen, switches = await self._as_tenant(tenant), await self._switches.switches()
-        policy = await self._tenants.policy(chosen)
-        there = [spec for spec in (await self._pool.offers.of(chosen)).tools if spec.audience == "model"]
-        return [find_state(spec, switches, chosen, policy) for spec in sorted(there, key=lambda spec: spec.name)]
+        owner, switches = await self._as_tenant(tenant), await self._switches.switches()
+        policy = await self._tenants.policy(owner)
+        specs = [spec for spec in (await self._pool.offers.of(owner)).tools if spec.audience == "model"]
+        return [find_state(spec, switches, owner, policy) for spec in sorted(specs, key=lambda spec: spec.name)]
 
     async def tool_state(self, name: str, tenant: str | None = None) -> ToolState:
         """Return one tool with its state for the tenant. Raises ToolFailure(TOOL_NOT_FOUND) with the nearest names,
         ConfigError when no worker serves the tool now.
         """
-        if (spec := await self._find_tool(name, chosen := await self._as_tenant(tenant))) is None:
+        if (spec := await self._find_tool(name, owner := await self._as_tenant(tenant))) is None:
             raise ConfigError(self._catalog.explain_missing(name) or f"no worker serves {name} now")
-        return find_state(spec, await self._switches.switches(), chosen, await self._tenants.policy(chosen))
+        return find_state(spec, await self._switches.switches(), owner, await self._tenants.policy(owner))
 
     async def skills(self) -> tuple[SkillSummary, ...]:
         """Return every skill of the client's tenant, by name: its own skills and those of the workers. Raises
@@ -355,11 +355,11 @@ class ToolClient:
         return find_state(spec, switches_after, owner, await self._tenants.policy(owner)) if spec is not None else None
 
     @asynccontextmanager
-    async def _own_session(self, workspace: Path | str | None, run: str, tell: OnEvent) -> AsyncIterator[Session]:
+    async def _own_session(self, workspace: Path | str | None, run: str, emit: OnEvent) -> AsyncIterator[Session]:
         """Open a session for one run."""
         async with await self.open_session(workspace) as session:
             yield session
-        tell(SandboxClosed(run=run, session=session.id))
+        emit(SandboxClosed(run=run, session=session.id))
 
     def batch_runs(self, *, has_traces: bool = True) -> BatchRuns:
         """Return the batches of the client's tenant. `has_traces`: the events of every run are written to `traces`.
@@ -377,10 +377,10 @@ class ToolClient:
 
     async def _as_tenant(self, tenant: str | None) -> str:
         """Return the tenant of an operation. Raises ToolFailure when the client's key is not valid for that tenant."""
-        chosen = tenant or self.tenant
+        checked = tenant or self.tenant
         if self._credential is not None:
-            await self._credential.check(chosen)
-        return chosen
+            await self._credential.check(checked)
+        return checked
 
     @property
     def approvals(self) -> ApprovalQueue:
@@ -437,7 +437,7 @@ class ToolClient:
         if name.startswith("session."):
             raise ToolFailure(
                 ErrorCode.INVALID_ARGUMENTS,
-                f"{name} is a session verb and cannot be turned off: give the name of a tool",
+                f"{name} is a session verb and cannot be turned off: use the name of a tool",
             )
         if spec is None and self._catalog.explain_missing(name) is None:
             nearest = find_nearest(name, [spec.name for spec in specs.values() if spec.audience == "model"])
@@ -468,23 +468,23 @@ class ToolClient:
         SandboxUnavailable, ConfigError.
         """
         if session is not None and workspace is not None:
-            raise ConfigError("a run uses a session or a workspace, not both: give one of them")
-        run, tell = secrets.token_hex(8), on_event or (lambda _: None)
+            raise ConfigError("a run uses a session or a workspace: pass only one of them")
+        run, emit = secrets.token_hex(8), on_event or (lambda _: None)
         async with AsyncExitStack() as stack:
             tenant = session.tenant if session is not None else self.tenant
             if has_trace:
-                tell = stack.enter_context(self.traces.open(tenant, run, tell)).on_event
+                emit = stack.enter_context(self.traces.open(tenant, run, emit)).on_event
             spans = None
             if self._pool.tracer is not None:
                 traced = TracedRun(tenant, run, session=session.id if session is not None else None)
                 spans = RunSpans(self._pool.tracer, traced)
                 stack.enter_context(run_spans(spans))
-                tell = spans.before(tell)
-            chosen = await stack.enter_async_context(choose_model(self._settings, model))
+                emit = spans.before(emit)
+            chosen_model = await stack.enter_async_context(choose_model(self._settings, model))
             if spans is not None:
-                spans.know_model(chosen.model)
+                spans.know_model(chosen_model.model)
             if session is None:
-                session = await stack.enter_async_context(self._own_session(workspace, run, tell))
+                session = await stack.enter_async_context(self._own_session(workspace, run, emit))
             shows_output = on_event is not None and shows_output
             config = RunConfig(
                 run=run,
@@ -492,8 +492,8 @@ class ToolClient:
                 profile=profile,
                 options=options or ReActOptions(),
                 tools=tools,
-                on_event=tell,
+                on_event=emit,
                 shows_output=shows_output,
             )
-            agent = await self._parts.build_agent(session, chosen, config)
+            agent = await self._parts.build_agent(session, chosen_model, config)
             return await agent.run(instruction)

@@ -37,21 +37,21 @@ class ClientRuns:
         self,
         instruction: RunBody | str,
         *,
-        ground: ItemEnvironment | None = None,
-        word: str | None = None,
+        environment: ItemEnvironment | None = None,
+        idempotency_key: str | None = None,
         metadata: Mapping[str, str] | None = None,
         priority: int = 0,
         webhook: Webhook | None = None,
     ) -> HostedRun:
         """Queue a run (HostedRuns.start). An instruction alone runs with the orchestrator's model and the tools that
-        suit that model. `ground`: where the run works; its workspace and artifacts are files of the store.
+        suit that model. `environment`: the workspace and the image of the run; files are files of the store.
         """
         body = RunBody(instruction=instruction) if isinstance(instruction, str) else instruction
         return await self._hosted.start(
             await self._tenant(),
             body,
-            ground or ItemEnvironment(),
-            word=word,
+            environment or ItemEnvironment(),
+            word=idempotency_key,
             metadata=metadata,
             priority=priority,
             webhook=webhook,

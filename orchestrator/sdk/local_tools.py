@@ -48,7 +48,7 @@ FITTING_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
 QUEUE_WAIT_S = 60.0
 """Time that a plain function waits for a free thread, in seconds."""
 
-_NO_APPROVER = "the call needs approval, and LocalTools has no approver: give one"
+_NO_APPROVER = "the call needs approval, and LocalTools has no approver: pass `approver`"
 
 
 @dataclass(frozen=True)
@@ -157,14 +157,14 @@ class LocalTools:
         settings = load_settings()
         options = options or ReActOptions(tool_timeout_s=self._context.timeout_s)
         run = secrets.token_hex(8)
-        async with choose_model(settings, model) as chosen:
+        async with choose_model(settings, model) as chosen_model:
             cache = CapabilityCache(settings.capability_folder)
-            profile, _ = await choose_profile(None, chosen, cache)
+            profile, _ = await choose_profile(None, chosen_model, cache)
             dialect_name = dialect or settings.dialect or profile.dialect
-            capabilities = await find_needed_capabilities(chosen, dialect_name, cache)
-            bound = self.for_run(run=run, session=session, model=chosen.model, timeout_s=options.tool_timeout_s)
+            capabilities = await find_needed_capabilities(chosen_model, dialect_name, cache)
+            bound = self.for_run(run=run, session=session, model=chosen_model.model, timeout_s=options.tool_timeout_s)
             agent = Agent(
-                chosen.model,
+                chosen_model.model,
                 choose_dialect(dialect_name, capabilities, profile),
                 self.specs(),
                 bound.run_call,
@@ -242,7 +242,7 @@ class LocalTools:
             if isinstance(reviewed, ToolResult):
                 return reviewed
             if self.registry.get(call.name) is not tool:
-                message = f"{call.name} was not run: it was replaced while the call was reviewed; call it again"
+                message = f"{call.name} was replaced during the review, so the call was not run: call the tool again"
                 return ToolResult.failed(call, ErrorCode.PERMISSION_DENIED, message)
             call = reviewed
             timeout_s = tool.spec.timeout_s or timeout_s

@@ -54,12 +54,12 @@ class SessionTools:
         """
         requested = [names] if isinstance(names, str) else list(names)
         specs = await parts.specs_in(session, requested)
-        found = {spec.name for spec in specs}
+        available_names = {spec.name for spec in specs}
         for name in requested:
-            if name != "all" and name not in found:
+            if name != "all" and name not in available_names:
                 available = [spec.name for spec in await parts.specs_in(session, "all")]
                 message = (
-                    f"there is no tool '{name}' for tenant {session.tenant}, or it is turned off; available tools: "
+                    f"tenant {session.tenant} has no tool '{name}', or the tool is turned off. Available tools: "
                     f"{', '.join(available)}"
                 )
                 raise ToolFailure(ErrorCode.TOOL_NOT_FOUND, message, nearest=find_nearest(name, available))

@@ -38,8 +38,8 @@ def examine_skill(
     for option, target in (("--zip", as_zip), ("--bundle", as_bundle)):
         command += [option, str(target)] if target is not None else []
     try:
-        done = subprocess.run(command, capture_output=True, check=True, timeout=EXAMINE_S, env=parser_environment())
-        report = json.loads(done.stdout)
+        process = subprocess.run(command, capture_output=True, check=True, timeout=EXAMINE_S, env=parser_environment())
+        report = json.loads(process.stdout)
     except (subprocess.SubprocessError, ValueError) as error:
         stderr = getattr(error, "stderr", b"") or b""
         raise ConfigError(

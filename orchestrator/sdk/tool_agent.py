@@ -75,12 +75,12 @@ class ToolAgent:
         wire = [convert_to_wire(message) for message in messages]
         for _ in range(INTERRUPTIONS):
             try:
-                return await self._ask(wire)
+                return await self._request_reply(wire)
             except ModelInterrupted as error:
                 log.warning("reply_interrupted", message=f"{error}; the reply is requested again")
-        return await self._ask(wire)
+        return await self._request_reply(wire)
 
-    async def _ask(self, wire: list[Message]) -> AIMessage:
+    async def _request_reply(self, wire: list[Message]) -> AIMessage:
         return await (
             self._generate_native(wire) if self._fallback is None else self._generate_from_text(wire, self._fallback)
         )
@@ -97,10 +97,10 @@ class ToolAgent:
     async def _generate_from_text(self, wire: list[Message], dialect: PromptJsonDialect) -> AIMessage:
         specs = [as_tool(tool).spec for tool in self.tools]
         has_system = bool(wire) and wire[0]["role"] == "system"
-        instruction, rest = (str(wire[0].get("content") or ""), wire[1:]) if has_system else ("", wire)
+        instruction, messages = (str(wire[0].get("content") or ""), wire[1:]) if has_system else ("", wire)
         converted: list[Message] = [
             {"role": "system", "content": dialect.build_system(instruction, specs)},
-            *_as_text(rest),
+            *_as_text(messages),
         ]
         reader = dialect.open_reader(secrets.token_hex(4), 1)
         async for chunk in self._llm.model.stream(dialect.build_request(converted, specs)):
@@ -173,7 +173,9 @@ class CustomAgent:
 
 def _requests(reply: AIMessage, step: int) -> list[Requested]:
     """Return the calls of a reply. The last call of a truncated reply may be incomplete, so it does not run."""
-    calls = [_build_request(call, f"{step}-{at}-{secrets.token_hex(8)}") for at, call in enumerate(reply.tool_calls)]
+    calls = [
+        _build_request(call, f"{step}-{number}-{secrets.token_hex(8)}") for number, call in enumerate(reply.tool_calls)
+    ]
     if calls and reply.finish_reason == "length":
         last = reply.tool_calls[-1]
         calls[-1] = MalformedCall(f"{step}-cut-{secrets.token_hex(8)}", last["name"], CUT, "", last["id"])

@@ -35,7 +35,7 @@ class ContentPart(_Part):
     def _check(self) -> "ContentPart":
         """Check that the part has only the field of its type."""
         if (self.text is None) == (self.type == "text") or (self.source is None) == (self.type == "image"):
-            raise ValueError("a part of the type text has text alone, one of the type image a source alone")
+            raise ValueError("a part of type text has only `text`, and a part of type image has only `source`")
         return self
 
 
@@ -73,7 +73,7 @@ class SubagentTrajectoryRef(_Part):
     def _check(self) -> "SubagentTrajectoryRef":
         """Check that the reference has an id or a path."""
         if self.trajectory_id is None and self.trajectory_path is None:
-            raise ValueError("a reference to a trajectory has its id or its path")
+            raise ValueError("a reference to a trajectory needs an id or a path")
         return self
 
 
@@ -128,8 +128,8 @@ class AtifStep(_Part):
         if self.timestamp is not None:
             datetime.fromisoformat(self.timestamp)
         of_agents = ("model_name", "reasoning_effort", "reasoning_content", "tool_calls", "metrics")
-        if self.source != "agent" and (given := [name for name in of_agents if getattr(self, name) is not None]):
-            raise ValueError(f"only steps of the agent have {', '.join(given)}")
+        if self.source != "agent" and (forbidden := [name for name in of_agents if getattr(self, name) is not None]):
+            raise ValueError(f"only steps of the agent have {', '.join(forbidden)}")
         if (
             self.source == "agent"
             and self.llm_call_count == 0
@@ -139,7 +139,7 @@ class AtifStep(_Part):
         called = {call.tool_call_id for call in self.tool_calls or ()}
         for result in self.observation.results if self.observation and self.tool_calls is not None else ():
             if result.source_call_id is not None and result.source_call_id not in called:
-                raise ValueError(f"the observation {result.source_call_id} is of no call of this step")
+                raise ValueError(f"the observation {result.source_call_id} does not belong to a call of this step")
         return self
 
 
@@ -174,8 +174,8 @@ class AtifTrajectory(_Part):
     def _check(self) -> "AtifTrajectory":
         """Check the step numbers and the ids of the subagents' trajectories."""
         if [step.step_id for step in self.steps] != list(range(1, len(self.steps) + 1)):
-            raise ValueError("the steps are numbered from 1, one after another")
+            raise ValueError("the steps must be numbered from 1 without gaps")
         ids = [inner.trajectory_id for inner in self.subagent_trajectories or ()]
         if None in ids or len(set(ids)) != len(ids):
-            raise ValueError("trajectories of subagents have each a trajectory_id of its own")
+            raise ValueError("each trajectory of a subagent needs a different trajectory_id")
         return self

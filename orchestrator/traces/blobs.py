@@ -31,7 +31,7 @@ class BlobFolder:
     def path(self, digest: str) -> Path:
         """Return the path of a blob. Raises ValueError: the name is not a hash."""
         if not _HASH.fullmatch(digest):
-            raise ValueError("a blob is named by a SHA-256 in hexadecimal")
+            raise ValueError("the name of a blob must be a SHA-256 in hexadecimal")
         return self._folder / digest[:2] / digest[2:]
 
     def put(self, data: bytes, digest: str) -> None:

@@ -68,8 +68,8 @@ def split_thinking(message: dict[str, Any]) -> tuple[str, str | None]:
 def _opening(trace: Trace) -> Iterator[dict[str, Any]]:
     """Yield the messages of the first request. They exist before the agent acts."""
     first = trace.steps[0] if trace.steps else None
-    begin = first.asked if first is not None and first.asked is not None else trace.start
-    timestamp = format_instant(begin.at) if begin is not None else None
+    request_event = first.request if first is not None and first.request is not None else trace.start
+    timestamp = format_instant(request_event.at) if request_event is not None else None
     messages = first.messages if first is not None else []
     if not messages and trace.start is not None:
         messages = [{"role": "user", "content": trace.start.instruction}]
@@ -79,13 +79,13 @@ def _opening(trace: Trace) -> Iterator[dict[str, Any]]:
         if source == "agent":
             # The message belongs to an earlier conversation and not to this run.
             step |= {"is_copied_context": True, "llm_call_count": 0}
-        left = {key: value for key, value in message.items() if key not in ("role", "content")}
-        yield step | ({"extra": {"message": left}} if left else {})
+        other_fields = {key: value for key, value in message.items() if key not in ("role", "content")}
+        yield step | ({"extra": {"message": other_fields}} if other_fields else {})
 
 
 def _agent_step(trace: Trace, step: TraceStep) -> dict[str, Any]:
     """Return the ATIF step of one step of the run."""
-    reply = step.answered
+    reply = step.reply
     message, thought = split_thinking(reply.message if reply else {})
     fields: dict[str, Any] = {"source": "agent", "message": message, "extra": {"step": step.number}}
     if reply is not None:
@@ -98,13 +98,13 @@ def _agent_step(trace: Trace, step: TraceStep) -> dict[str, Any]:
         fields |= {"reasoning_content": thought, "metrics": metrics, "llm_call_count": 1}
         fields |= {"timestamp": format_instant(reply.at)}
         fields["extra"]["finish_reason"] = reply.finish_reason
-    elif step.asked is not None:
-        fields |= {"timestamp": format_instant(step.asked.at)}
+    elif step.request is not None:
+        fields |= {"timestamp": format_instant(step.request.at)}
         fields["extra"]["has_no_reply"] = True
     if trace.start is not None:
         fields["model_name"] = trace.start.model
     if step.calls:
-        fields["tool_calls"] = [_call(call, trace.why_unrun(call)) for call in step.calls]
+        fields["tool_calls"] = [_call(call, trace.find_unrun_reason(call)) for call in step.calls]
         fields["observation"] = AtifObservation(
             results=[_result(call, call.result) for call in step.calls if call.result is not None]
         )

@@ -73,13 +73,13 @@ def _chats(trace: Trace, salt: str) -> list[dict[str, Any]]:
             case ModelAnswered() if exchanges:
                 exchanges[-1] = exchanges[-1][0], event
     spans = []
-    for number, (asked, reply) in enumerate(exchanges):
+    for number, (request, reply) in enumerate(exchanges):
         attributes: dict[str, Any] = {
             names.OPERATION: "chat",
             names.PROVIDER: names.PROVIDER_NAME,
             names.REQUEST_MODEL: model,
             names.CONVERSATION: trace.run,
-            names.STEP: asked.step,
+            names.STEP: request.step,
         }
         if reply is None:
             attributes[names.ERROR] = "no_reply"
@@ -88,7 +88,7 @@ def _chats(trace: Trace, salt: str) -> list[dict[str, Any]]:
             attributes[names.OUTPUT_TOKENS] = reply.usage.completion_tokens
             attributes[names.FINISH_REASONS] = [reply.finish_reason] if reply.finish_reason else None
         span = derive_id("request", run_span_id(trace.tenant, trace.run), str(number))[:16]
-        times = (asked.at, (reply or asked).at)
+        times = (request.at, (reply or request).at)
         spans.append(_span({"spanId": _span_id(span, salt)}, f"chat {model}".strip(), CLIENT, times, attributes))
     return spans
 
@@ -180,5 +180,5 @@ def _value(value: Any) -> dict[str, Any]:
         case float():
             return {"doubleValue": value}
         case list():
-            return {"arrayValue": {"values": [_value(one) for one in value]}}
+            return {"arrayValue": {"values": [_value(item) for item in value]}}
     return {"stringValue": str(value)}

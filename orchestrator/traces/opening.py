@@ -39,5 +39,5 @@ def secrets_of_pool(redis_url: str, *, flower_url: str | None = None, api_key: s
     """Return the secrets that a client of a pool knows in addition to its settings: the passwords in its URLs, and
     its key.
     """
-    found = {**passwords_of("Redis password", redis_url), **passwords_of("Flower password", flower_url or "")}
-    return {**found, **({"API key of the tenant": api_key} if api_key else {})}
+    passwords = {**passwords_of("Redis password", redis_url), **passwords_of("Flower password", flower_url or "")}
+    return {**passwords, **({"API key of the tenant": api_key} if api_key else {})}

@@ -57,7 +57,7 @@ def _head(trace: Trace) -> Iterator[str]:
     yield f"<h1>Run {_text(trace.run)}</h1>"
     rows: list[tuple[str, Any]] = []
     if start is not None:
-        rows += [("began", format_instant(start.at)), ("model", start.model), ("dialect", start.dialect)]
+        rows += [("started", format_instant(start.at)), ("model", start.model), ("dialect", start.dialect)]
     rows += [
         ("sandbox", f"{event.sandbox} {event.host} {event.image}")
         for event in trace.attempt
@@ -66,7 +66,7 @@ def _head(trace: Trace) -> Iterator[str]:
     if trace.end is not None:
         rows += [
             ("ended", finished.stop_reason if finished is not None else f"aborted: {trace.error}"),
-            ("took", f"{trace.seconds:.2f} s, {len(trace.steps)} steps, {len(trace.calls)} calls"),
+            ("time", f"{trace.seconds:.2f} s, {len(trace.steps)} steps, {len(trace.calls)} calls"),
             ("tokens", f"{trace.usage.prompt_tokens} in, {trace.usage.completion_tokens} out"),
             ("tools", format_clocks(trace.clocks)),
         ]
@@ -87,16 +87,16 @@ def _head(trace: Trace) -> Iterator[str]:
 def _step(trace: Trace, step: TraceStep) -> Iterator[str]:
     """Yield one step: its request, its reply and its calls."""
     yield f"<section><h2>Step {step.number}</h2>"
-    asked, reply = step.asked, step.answered
-    if asked is not None:
-        yield _bar(trace, asked, reply)
-        messages = json.dumps(asked.new_messages, ensure_ascii=False, indent=1)
+    request, reply = step.request, step.reply
+    if request is not None:
+        yield _bar(trace, request, reply)
+        messages = json.dumps(request.new_messages, ensure_ascii=False, indent=1)
         yield (
-            f"<details><summary>{len(asked.new_messages)} new of {asked.messages} messages "
+            f"<details><summary>{len(request.new_messages)} new of {request.messages} messages "
             f"sent</summary>{_plain(messages)}</details>"
         )
     if reply is None:
-        yield '<p class="mark">No reply came.</p>'
+        yield '<p class="mark">No reply.</p>'
     else:
         text, thought = split_thinking(reply.message)
         if thought:
@@ -122,19 +122,19 @@ def _call(trace: Trace, call: TraceCall) -> Iterator[str]:
     command = call.arguments.get("command")
     is_command = isinstance(command, str) and len(call.arguments) == 1
     yield _pre(str(command) if is_command else json.dumps(call.arguments, ensure_ascii=False, indent=1))
-    if call.asked is not None:
-        yield f'<p class="mark">asked: {_text(call.asked.reason)} {_text(call.asked.warning)}</p>'
-    if call.decided is not None:
-        word = "allowed" if call.decided.is_allowed else "refused"
-        yield f'<p class="{"good" if call.decided.is_allowed else "bad"}">{word} {_text(call.decided.reason)}</p>'
+    if (request := call.approval_request) is not None:
+        yield f'<p class="mark">approval: {_text(request.reason)} {_text(request.warning)}</p>'
+    if (decision := call.approval_decision) is not None:
+        style, label = ("good", "allowed") if decision.is_allowed else ("bad", "refused")
+        yield f'<p class="{style}">{label} {_text(decision.reason)}</p>'
     if result is None:
         yield '<p class="bad">No result.</p></div>'
         return
     yield _pre(result.text())
     seconds = f"{call.seconds:.3f} s, " if call.seconds is not None else ""
     code = result.metadata.get("exit_code")
-    ended = "" if code is None else f", exit code {_text(str(code))}"
-    yield f'<p class="dim">{seconds}{format_clocks(result.clocks)}{ended}</p></div>'
+    exit_code = "" if code is None else f", exit code {_text(str(code))}"
+    yield f'<p class="dim">{seconds}{format_clocks(result.clocks)}{exit_code}</p></div>'
 
 
 def _tail(trace: Trace) -> Iterator[str]:
@@ -148,10 +148,10 @@ def _tail(trace: Trace) -> Iterator[str]:
 def _bar(trace: Trace, begin: RunEvent, end: RunEvent | None) -> str:
     """Return a bar that shows the time between two events. The full width is the time of the run."""
     first = trace.attempt[0].at
-    whole = max(1e-6, trace.attempt[-1].at - first)
-    left = min(100.0, max(0.0, (begin.at - first) / whole * 100))
-    width = min(100.0 - left, max(0.0, ((end or begin).at - begin.at) / whole * 100))
-    return f'<div class="time"><i style="left:{left:.2f}%;width:{width:.2f}%"></i></div>'
+    total_s = max(1e-6, trace.attempt[-1].at - first)
+    offset = min(100.0, max(0.0, (begin.at - first) / total_s * 100))
+    width = min(100.0 - offset, max(0.0, ((end or begin).at - begin.at) / total_s * 100))
+    return f'<div class="time"><i style="left:{offset:.2f}%;width:{width:.2f}%"></i></div>'
 
 
 def _pre(text: str) -> str:

@@ -47,8 +47,8 @@ class TraceCall:
 
     call_id: str
     started: CallStarted | None = None
-    asked: ApprovalAsked | None = None
-    decided: ApprovalDecided | None = None
+    approval_request: ApprovalAsked | None = None
+    approval_decision: ApprovalDecided | None = None
     sent: CallSent | None = None
     finished: CallFinished | None = None
 
@@ -90,23 +90,23 @@ class TraceCall:
         """Store an event, unless an event of the same type is already stored."""
         match event:
             case ApprovalAsked():
-                self.asked = self.asked or event
+                self.approval_request = self.approval_request or event
             case ApprovalDecided():
-                self.decided = self.decided or event
+                self.approval_decision = self.approval_decision or event
             case CallSent():
                 self.sent = self.sent or event
 
 
 @dataclass
 class TraceStep:
-    """A request with its reply and calls. `messages`: all messages of the request. `answered` None: there is no
+    """A request with its reply and calls. `messages`: all messages of the request. `reply` None: there is no
     reply.
     """
 
     number: int
-    asked: ModelAsked | None = None
+    request: ModelAsked | None = None
     messages: list[Message] = field(default_factory=list)
-    answered: ModelAnswered | None = None
+    reply: ModelAnswered | None = None
     calls: list[TraceCall] = field(default_factory=list)
 
 
@@ -146,8 +146,8 @@ class Trace:
         for event in self.events[: starts[-1]] if starts else ():
             if isinstance(event, ApprovalAsked | ApprovalDecided | CallSent) and _call_id(event) in calls:
                 calls[_call_id(event)].add(event)
-        asked = [event for event in self.attempt if isinstance(event, ModelAsked) and event.new_tools is not None]
-        self.tools = asked[-1].new_tools or [] if asked else []
+        requests = [event for event in self.attempt if isinstance(event, ModelAsked) and event.new_tools is not None]
+        self.tools = requests[-1].new_tools or [] if requests else []
         # Calls of the program's own functions are never sent.
         self._sends = any(isinstance(event, CallSent) for event in self.events)
 
@@ -180,14 +180,14 @@ class Trace:
         """Return the time from the first event of the attempt to its end, or to its last event, in seconds."""
         return max(0.0, (self.end or self.attempt[-1]).at - self.attempt[0].at)
 
-    def why_unrun(self, call: TraceCall) -> str:
+    def find_unrun_reason(self, call: TraceCall) -> str:
         """Return why a call did not run; "" if the call ran."""
         if call.started is None:
             is_malformed = call.result is not None and call.result.error_code == ErrorCode.INVALID_ARGUMENTS
-            return "its request was malformed" if is_malformed else "the run ended before it"
+            return "the request was malformed" if is_malformed else "the run ended before the call"
         if call.was_refused:
-            return "it was refused"
-        return "it was not sent" if self._sends and call.sent is None and not call.has_run else ""
+            return "the call was refused"
+        return "the call was not sent" if self._sends and call.sent is None and not call.has_run else ""
 
     def notes(self) -> list[str]:
         """Return the warnings and the replacements of sandboxes, as sentences."""
@@ -208,19 +208,19 @@ class Trace:
     def faults(self) -> list[str]:
         """Return sentences about missing content; nothing for a run that ended normally."""
         counts = [
-            (self.torn, "lines broke off when the process that wrote them died, and are left out"),
-            (self.damaged, "lines are no lines of a trace, and are left out"),
-            (self.later, "lines are of a later release, and are left out: read them with that release"),
+            (self.torn, "lines are incomplete, because the process that wrote them died, and are skipped"),
+            (self.damaged, "lines are not lines of a trace and are skipped"),
+            (self.later, "lines were written by a later release and are skipped: read them with that release"),
             (self.gaps, "lines are missing: they could not be written"),
             (
                 len(self.missing_blobs),
-                "large parts are missing or damaged in the folder blobs next to the trace: they could not be written, "
-                "or were not copied along with the trace",
+                "large parts are missing or damaged in the folder `blobs` next to the trace: they could not be "
+                "written, or were not copied with the trace",
             ),
         ]
         lines = [f"{count} {sentence}" for count, sentence in counts if count]
         if self.end is None:
-            lines.append("the trace has no end: the run still goes on, or its process died")
+            lines.append("the trace has no end: the run is still running, or its process died")
         return lines
 
 
@@ -234,11 +234,11 @@ def load_trace(path: Path) -> Trace:
     torn = damaged = later = 0
     is_old = False
     try:
-        for text, is_whole in _lines(path):
+        for text, is_complete in _lines(path):
             line = _parse(text)
             if line is None or type(line.get("v")) is not int or line["v"] < VERSION:
                 is_old |= line is not None and type(line.get("v")) is int
-                torn, damaged = torn + (line is None and not is_whole), damaged + (line is not None or is_whole)
+                torn, damaged = torn + (line is None and not is_complete), damaged + (line is not None or is_complete)
                 continue
             try:
                 event = _read_event(line, blobs, missing) if line["v"] == VERSION else None
@@ -253,12 +253,12 @@ def load_trace(path: Path) -> Trace:
                 events.append(event)
     except OSError as error:
         raise ConfigError(
-            f"the trace {path} cannot be read ({error.strerror}): give the path of one, or a run's id"
+            f"the trace {path} cannot be read ({error.strerror}): use the path of a trace, or a run's id"
         ) from error
     if is_old and not events:
         raise ConfigError(
-            f"the trace {path} has a format of an earlier release, and this release reads version {VERSION} only: "
-            "read it with that release, or remove it"
+            f"the trace {path} has the format of an earlier release, and this release reads only version {VERSION}: "
+            "read the trace with that release, or remove it"
         )
     gaps = max(numbers) + 1 - len(numbers) if numbers and not damaged else 0
     return Trace(path, tenant, events, torn, damaged, later, gaps, sorted(set(missing)))
@@ -270,25 +270,24 @@ def find_trace(folder: Path, name: str, tenant: str | None = None) -> Path:
     """
     if "/" in name or name.endswith((".jsonl", ".json")):
         if not Path(name).is_file():
-            raise ConfigError(f"there is no file {name}: give the path of a trace, or a run's id")
+            raise ConfigError(f"the file {name} does not exist: use the path of a trace, or a run's id")
         return Path(name)
     if tenant is not None:
-        found = [path for path in (trace_path(folder, tenant, name),) if path.is_file()]
+        paths = [path for path in (trace_path(folder, tenant, name),) if path.is_file()]
     else:
         # This call only checks the name: an invalid name could match other files.
         trace_path(folder, "default", name)
-        found = sorted(folder.glob(f"*/{name}.jsonl"))
-    if not found:
+        paths = sorted(folder.glob(f"*/{name}.jsonl"))
+    if not paths:
         raise ConfigError(
-            f"there is no trace of the run {name} in {folder}: give another id or the path of a file, or set "
-            "TOOLCREW_TRACES"
+            f"{folder} has no trace of the run {name}: use another id or the path of a file, or set TOOLCREW_TRACES"
         )
-    if len(found) > 1:
+    if len(paths) > 1:
         raise ConfigError(
-            f"{len(found)} tenants have a run {name}: say whose with --tenant "
-            f"({', '.join(path.parent.name for path in found)})"
+            f"{len(paths)} tenants have a run {name}: choose one with --tenant "
+            f"({', '.join(path.parent.name for path in paths)})"
         )
-    return found[0]
+    return paths[0]
 
 
 def format_instant(at: float) -> str:
@@ -364,9 +363,9 @@ def _build_steps(attempt: Sequence[RunEvent]) -> list[TraceStep]:
                 number = event.step
                 messages = [*messages[: event.kept], *event.new_messages]
                 step = step_of(number)
-                step.asked, step.messages = event, messages
+                step.request, step.messages = event, messages
             case ModelAnswered():
-                step_of(event.step).answered = event
+                step_of(event.step).reply = event
             case CallStarted():
                 add_call(event.call.id).started = event
             case CallFinished():
@@ -382,8 +381,8 @@ def find_attempts(folder: Path, name: str, tenant: str | None = None) -> list[Pa
 
     Any other name or path has one trace. Raises ConfigError as `find_trace` does.
     """
-    found = folder.glob(f"{tenant or '*'}/{name}-*.jsonl") if _ITEM_RUN.fullmatch(name) else ()
-    numbers = sorted({int(match[1]) for path in found if (match := _ATTEMPT.fullmatch(path.stem)) is not None})
+    paths = folder.glob(f"{tenant or '*'}/{name}-*.jsonl") if _ITEM_RUN.fullmatch(name) else ()
+    numbers = sorted({int(match[1]) for path in paths if (match := _ATTEMPT.fullmatch(path.stem)) is not None})
     if not numbers:
         return [find_trace(folder, name, tenant)]
     last = find_trace(folder, f"{name}-{numbers[-1]}", tenant)

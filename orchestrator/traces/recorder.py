@@ -49,9 +49,11 @@ _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 def trace_path(folder: Path, tenant: str, run: str) -> Path:
     """Return the path of a run's trace. Raises ConfigError: a name is invalid."""
-    for kind, name in (("tenant", tenant), ("run", run)):
+    for label, name in (("tenant", tenant), ("run", run)):
         if not _NAME.fullmatch(name):
-            raise ConfigError(f"'{name[:80]}' is no name of a {kind}: give one of at most 64 letters, digits, _ and -")
+            raise ConfigError(
+                f"'{name[:80]}' is not a valid name of a {label}: use 1 to 64 letters, digits, '_' or '-'"
+            )
     return folder / tenant / f"{run}.jsonl"
 
 
@@ -109,7 +111,7 @@ class TraceRecorder:
     @property
     def lost_lines(self) -> int:
         """Return how many events are not in the file."""
-        return self._lost_lines + self._writer.lost
+        return self._lost_lines + self._writer.lost_lines
 
     def on_event(self, event: RunEvent) -> None:
         """Record one event and pass the event on. Recording never raises."""
@@ -135,8 +137,8 @@ class TraceRecorder:
             return
         self._write(event)
         early, self._early = self._early, []
-        for one in early:
-            self._write(one)
+        for early_event in early:
+            self._write(early_event)
         if isinstance(event, RunFinished | RunAborted):
             self._writer.flush()
 
@@ -181,19 +183,22 @@ class TraceRecorder:
         if value is None or isinstance(value, bool | int):
             return value
         if depth >= MAX_DEPTH:
-            return "[left out: it nests too deep]"
+            return "[omitted: nested too deeply]"
         if isinstance(value, Mapping):
-            inner = {self._masker.mask(_whole(str(key))): self._mask(one, depth + 1) for key, one in value.items()}
+            inner = {
+                self._masker.mask(_replace_surrogates(str(key))): self._mask(item, depth + 1)
+                for key, item in value.items()
+            }
             # An object with a reserved key would look like a blob reference, so the object is wrapped.
             return {LITERAL: inner} if REFERENCE in inner or LITERAL in inner else inner
         if isinstance(value, list | tuple):
-            return [self._mask(one, depth + 1) for one in value]
+            return [self._mask(item, depth + 1) for item in value]
         return self._mask_text(str(value))
 
     def _mask_text(self, text: str, limit: int | None = None) -> Any:
-        # Mask the complete text first: a cut before could hide a part of a secret from the masker.
         """Mask a text. A large text is stored by its hash."""
-        masked = self._masker.mask(_whole(text))[:limit]
+        # Mask the complete text first: a cut before could hide a part of a secret from the masker.
+        masked = self._masker.mask(_replace_surrogates(text))[:limit]
         # A character has at most four bytes, so most texts need not be encoded to check their size.
         if len(masked) * 4 <= MAX_INLINE_BYTES or len(data := masked.encode()) <= MAX_INLINE_BYTES:
             return masked
@@ -205,7 +210,7 @@ class TraceRecorder:
         try:
             self._blobs.put(data, reference[REFERENCE])
         except OSError as error:
-            self._writer.tell_failure(error)
+            self._writer.report_failure(error)
         return reference
 
     def _warn(self, sentence: str) -> None:
@@ -232,7 +237,7 @@ def _dump(value: Any) -> bytes:
     return _ENCODER.encode(value).encode()
 
 
-def _whole(text: str) -> str:
+def _replace_surrogates(text: str) -> str:
     """Replace single surrogates, which UTF-8 cannot encode."""
     try:
         text.encode()

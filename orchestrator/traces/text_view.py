@@ -54,12 +54,12 @@ def _head(trace: Trace) -> Iterator[str]:
 def _step(step: TraceStep, is_full: bool) -> Iterator[str]:
     """Yield one step: its reply and its calls. `is_full`: also the messages of its request."""
     yield f"step {step.number}"
-    if is_full and step.asked is not None:
-        for message in step.asked.new_messages:
+    if is_full and step.request is not None:
+        for message in step.request.new_messages:
             yield from _block(f"{message.get('role')}: ", _message_text(message), is_full)
-    reply = step.answered
+    reply = step.reply
     if reply is None:
-        yield "   no reply came"
+        yield "   no reply"
     else:
         text, thought = split_thinking(reply.message)
         if thought:
@@ -78,20 +78,20 @@ def _call(call: TraceCall, is_full: bool) -> Iterator[str]:
     """Yield one call: its arguments, its approval and its result."""
     arguments = json.dumps(call.arguments, ensure_ascii=False)
     yield from _block(f"-> {call.tool} ", arguments, is_full)
-    if call.asked is not None:
-        warning = f" (dangerous: {call.asked.warning})" if call.asked.warning else ""
-        yield f"   asked: {call.asked.reason}{warning}"
-    if call.decided is not None:
-        decision = "allowed" if call.decided.is_allowed else "refused"
-        changed = ", with other arguments" if call.decided.is_changed else ""
-        yield f"   {decision}{changed}{': ' + call.decided.reason if call.decided.reason else ''}"
+    if call.approval_request is not None:
+        warning = f" (dangerous: {call.approval_request.warning})" if call.approval_request.warning else ""
+        yield f"   approval: {call.approval_request.reason}{warning}"
+    if call.approval_decision is not None:
+        decision = "allowed" if call.approval_decision.is_allowed else "refused"
+        changed = ", with other arguments" if call.approval_decision.is_changed else ""
+        yield f"   {decision}{changed}{': ' + call.approval_decision.reason if call.approval_decision.reason else ''}"
     result = call.result
     if result is None:
         yield "   no result"
         return
     yield from _block("", result.text(), is_full)
     if result.spill is not None:
-        yield f"   the whole output was at {result.spill.path} ({result.spill.bytes} bytes)"
+        yield f"   the complete output was at {result.spill.path} ({result.spill.bytes} bytes)"
     code = result.metadata.get("exit_code")
     seconds = f"{call.seconds:.3f} s   " if call.seconds is not None else ""
     yield f"   {seconds}{format_clocks(result.clocks)}" + (f"   exit code {code}" if code not in (None, 0) else "")
@@ -128,10 +128,10 @@ def _message_text(message: dict[str, Any]) -> str:
 
 def _block(head: str, text: str, is_full: bool) -> Iterator[str]:
     """Yield the lines of a text, with `head` before the first line. The text is shortened unless `is_full`."""
-    shown = text if is_full or len(text) <= MAX_CHARS else text[:MAX_CHARS]
-    lines = shown.rstrip("\n").split("\n")
-    kept = lines if is_full else lines[:MAX_LINES]
-    for at, line in enumerate(kept):
-        yield f"   {head if at == 0 else ''}{line}"
-    if len(kept) < len(lines) or len(shown) < len(text):
-        yield f"   ... {len(text) - sum(len(line) + 1 for line in kept) + 1} characters more (--full shows them)"
+    cut = text if is_full or len(text) <= MAX_CHARS else text[:MAX_CHARS]
+    lines = cut.rstrip("\n").split("\n")
+    visible = lines if is_full else lines[:MAX_LINES]
+    for number, line in enumerate(visible):
+        yield f"   {head if number == 0 else ''}{line}"
+    if len(visible) < len(lines) or len(cut) < len(text):
+        yield f"   ... {len(text) - sum(len(line) + 1 for line in visible) + 1} more characters (--full shows them)"

@@ -17,13 +17,14 @@ TAIL_BYTES = 1024 * 1024
 class TraceWriter:
     """Appends lines to `path`.
 
-    `lost` is the number of lines that could not be written. At the first failure, `on_failure` receives a sentence.
-    The file is opened for each write, so that a thousand parallel runs do not need a thousand open descriptors.
+    `lost_lines` is the number of lines that could not be written. At the first failure, `on_failure` receives a
+    sentence. The file is opened for each write, so that a thousand parallel runs do not need a thousand open
+    descriptors.
     """
 
     def __init__(self, path: Path, on_failure: Callable[[str], None]) -> None:
         self.path = path
-        self.lost = 0
+        self.lost_lines = 0
         self._on_failure = on_failure
         self._has_failed = False
         self._lines: list[bytes] = []
@@ -52,18 +53,18 @@ class TraceWriter:
         if not lines:
             return
         try:
-            self.lost += len(lines) - self._append(lines)
+            self.lost_lines += len(lines) - self._append(lines)
         except OSError as error:
-            self.lost += len(lines)
-            self.tell_failure(error)
+            self.lost_lines += len(lines)
+            self.report_failure(error)
 
-    def tell_failure(self, error: OSError) -> None:
+    def report_failure(self, error: OSError) -> None:
         """Report the first failure."""
         if not self._has_failed:
             self._has_failed = True
             self._on_failure(
-                f"the trace {self.path} cannot be written ({error.strerror or error}); the run goes on, and what is "
-                "lost is counted: make room, or set TOOLCREW_TRACES to another folder"
+                f"the trace {self.path} cannot be written ({error.strerror or error}). The run continues, and lost "
+                "lines are counted: free disk space, or set TOOLCREW_TRACES to another folder"
             )
 
     def _append(self, lines: list[bytes]) -> int:
@@ -80,7 +81,7 @@ class TraceWriter:
                 try:
                     written += os.write(descriptor, data[written:])
                 except OSError as error:
-                    self.tell_failure(error)
+                    self.report_failure(error)
                     break
         finally:
             os.close(descriptor)

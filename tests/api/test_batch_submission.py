@@ -22,14 +22,10 @@ async def test_a_batch_with_a_misspelled_tool_is_refused_and_an_alias_is_a_warni
     line = '{"id": "a", "tool": "bash_tool", "arguments": {"cmd": "ls"}}'
     accepted = await api["acme"].post("/v1/batches", content=line, headers=HEADERS)
     assert accepted.status_code == 201
-    assert accepted.json()["warnings"] == [
-        "line 1: `cmd` is an alias of the parameter `command` of bash_tool"
-    ]
+    assert accepted.json()["warnings"] == ["line 1: `cmd` is an alias of the parameter `command` of bash_tool"]
 
 
 async def test_a_batch_that_cannot_be_checked_is_accepted_and_says_so(api: ApiGround) -> None:
     accepted = await api["acme"].post("/v1/batches", content='{"id": "a", "tool": "bash_tol"}', headers=HEADERS)
     assert accepted.status_code == 201
-    assert accepted.json()["warnings"] == [
-        "no worker is online, so the names and arguments of tools were not checked"
-    ]
+    assert accepted.json()["warnings"] == ["no worker is online, so the names and arguments of tools were not checked"]

@@ -190,7 +190,7 @@ async def test_names_choose_tools_and_one_that_is_none_is_said(client: ToolClien
         "bash_tool",
         "read_tool",
     ]
-    with pytest.raises(ToolFailure, match="there is no tool 'bash'") as raised:
+    with pytest.raises(ToolFailure, match="has no tool 'bash'") as raised:
         await as_langchain_tools(client, session, ["bash"])
     assert "bash_tool" in raised.value.metadata["nearest"]
 

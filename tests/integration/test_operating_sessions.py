@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from click.testing import Result
+from store.call_history import CallLife
 from typer.testing import CliRunner
 
 from contract.calls import ToolResult
@@ -20,7 +21,6 @@ from contract.names import call_key, slots_key
 from orchestrator.cli.main import app
 from orchestrator.dispatch.sessions import Session
 from orchestrator.sdk.client import ToolClient
-from store.call_life import CallLife
 from tests.stack import Stack, commands_in, eventually, run_toolcrew
 
 pytestmark = pytest.mark.stack
@@ -56,7 +56,7 @@ async def known_life(client: ToolClient, call_id: str) -> CallLife:
     async with asyncio.timeout(30):
         while True:
             try:
-                return await client.call_life(call_id)
+                return await client.call_history(call_id)
             except ToolFailure:
                 # The record of a call gives no event here, so the test polls.
                 await asyncio.sleep(0.05)
@@ -161,7 +161,7 @@ async def test_a_running_command_is_killed_with_all_it_started_by_another_proces
     assert (result.error_code, result.output) == (ErrorCode.CANCELLED, "begun\n")
     assert "was killed by" in str(result.error)
     assert "it runs away" in str(result.error)
-    told = (await other.call_life(call_id)).to_json()
+    told = (await other.call_history(call_id)).to_json()
     assert (told["state"], told["error_code"], told["session"], told["place"]["state"]) == (
         "done",
         "CANCELLED",

@@ -184,7 +184,10 @@ GOOD = '{"id":"a","instruction":"x"}'
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        ('{"id":"a","instructoin":"x"}', "line 1, column 25: `instructoin` is an unknown field: did you mean `instruction`?"),
+        (
+            '{"id":"a","instructoin":"x"}',
+            "line 1, column 25: `instructoin` is an unknown field: did you mean `instruction`?",
+        ),
         (
             '{"id":"a","instruction":"x","prompt":"y"}',
             "line 1, column 38: `prompt` is an unknown field: did you mean `instruction`?",

@@ -79,10 +79,7 @@ def test_an_alias_is_accepted_with_one_warning_for_all_its_lines(
         write(tmp_path, call("bash_tool", command="ls"), call("bash_tool", cmd="ls"), call("bash_tool", cmd="pwd"))
     )
     assert done.exit_code == 0, done.stderr
-    assert (
-        "warning: line 2 and 1 more: `cmd` is an alias of the parameter `command` of bash_tool"
-        in done.stderr
-    )
+    assert "warning: line 2 and 1 more: `cmd` is an alias of the parameter `command` of bash_tool" in done.stderr
 
 
 def test_a_tool_whose_workers_are_not_running_can_be_submitted(

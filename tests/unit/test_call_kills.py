@@ -173,7 +173,7 @@ async def test_a_call_that_will_not_end_is_said_to_be_one(ground: Ground, monkey
         """Ignore the order, as a lost host does."""
 
     ground.orders.obey = ignore
-    with pytest.raises(OperatorError, match="was ordered to end and still runs"):
+    with pytest.raises(OperatorError, match="was killed but still runs"):
         await asyncio.wait_for(ground.control.kill("acme", "c1", ANNE), SOON_S)
 
 

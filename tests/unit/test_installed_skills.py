@@ -14,7 +14,7 @@ from contract.names import installed_skills_key, skill_bundle_key, tenant_audit_
 from contract.signing import SigningKeys
 from contract.specs import SkillSummary
 from contract.tenancy import TenantPolicy
-from orchestrator.sdk.skill_desk import SkillInstaller
+from orchestrator.sdk.skill_installer import SkillInstaller
 from store import skills as installed_skills
 from store.audit import Actor
 from store.skills import SkillStore

@@ -203,5 +203,5 @@ def test_a_tool_that_only_its_framework_can_call_is_refused_at_once() -> None:
         """Needs a graph."""
         return word
 
-    with pytest.raises(TypeError, match="its parameter 'store' is filled in by LangChain"):
+    with pytest.raises(TypeError, match="only LangChain or LangGraph can supply the parameter 'store'"):
         as_tool(of_graph)

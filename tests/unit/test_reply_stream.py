@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from contract.errors import ModelInterrupted
 from orchestrator.dialects.model import Chunk
-from orchestrator.loop.reply_stream import MAX_CHUNKS, ReadAhead, ShownText
+from orchestrator.loop.reply_stream import MAX_CHUNKS, DisplayedText, ReadAhead
 
 SOON_S = 20.0
 
@@ -30,7 +30,7 @@ class Display:
 
 
 def show(replies: list[list[str]]) -> Display:
-    shown, display = ShownText(), Display()
+    shown, display = DisplayedText(), Display()
     for at, pieces in enumerate(replies):
         if at:
             shown.restart()
@@ -68,7 +68,7 @@ def test_in_the_end_the_last_reply_stands(replies: list[list[str]]) -> None:
 
 def test_the_cost_of_the_same_text_again_grows_with_its_length_only() -> None:
     pieces = ["abcd"] * 100_000
-    shown = ShownText()
+    shown = DisplayedText()
     for piece in pieces:
         shown.show(piece)
     shown.restart()

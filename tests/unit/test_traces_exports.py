@@ -130,9 +130,9 @@ async def test_atif_says_why_a_call_was_not_run(tmp_path: Path) -> None:
     exported = await export(tmp_path, build_atif, *turns, answer=refuse)
     calls = [call for step in exported["steps"] for call in step.get("tool_calls", ())]
     assert [call["extra"]["unrun"] for call in calls] == [
-        "it was refused",
-        "its request was malformed",
-        "it was not sent",
+        "the call was refused",
+        "the request was malformed",
+        "the call was not sent",
     ]
 
 

@@ -31,7 +31,7 @@ async def test_a_line_that_broke_off_is_dropped_and_told(tmp_path: Path) -> None
     append(path, b'{"v":2,"seq":13,"ty')
     trace = load_trace(path)
     assert (trace.torn, trace.damaged, len(trace.events)) == (1, 0, 13)
-    assert trace.faults() == ["1 lines broke off when the process that wrote them died, and are left out"]
+    assert trace.faults() == ["1 lines are incomplete, because the process that wrote them died, and are skipped"]
 
 
 async def test_lines_of_a_later_release_are_passed_over_and_counted(tmp_path: Path) -> None:
@@ -55,7 +55,7 @@ async def test_later_fields_of_a_record_in_an_event_are_ignored(tmp_path: Path) 
 def test_a_trace_of_an_earlier_release_is_refused_with_a_sentence(tmp_path: Path) -> None:
     path = tmp_path / "old.jsonl"
     path.write_text('{"v":1,"ts":"2026-11-22T15:36:29.145556Z","seq":0,"type":"run.start","run":"r"}\n')
-    with pytest.raises(ConfigError, match="a format of an earlier release"):
+    with pytest.raises(ConfigError, match="the format of an earlier release"):
         load_trace(path)
 
 
@@ -87,7 +87,7 @@ async def test_a_line_that_could_not_be_written_is_missed(tmp_path: Path) -> Non
     lines = path.read_bytes().splitlines(keepends=True)
     path.write_bytes(b"".join(lines[:3] + lines[4:]))
     trace = load_trace(path)
-    assert (trace.gaps, trace.steps[0].answered, len(trace.steps)) == (1, None, 2)
+    assert (trace.gaps, trace.steps[0].reply, len(trace.steps)) == (1, None, 2)
 
 
 async def test_a_trace_without_an_end_says_so(tmp_path: Path) -> None:
@@ -172,8 +172,8 @@ async def test_a_trace_is_found_by_its_run_or_its_path(tmp_path: Path) -> None:
     ("name", "tenant", "sentence"),
     [
         ("nope", None, "no trace of the run"),
-        ("a*", None, "no name of a run"),
-        ("x/y", None, "no file"),
+        ("a*", None, "not a valid name of a run"),
+        ("x/y", None, "does not exist"),
         ("run1", "other", "no trace of the run"),
     ],
 )
@@ -234,7 +234,7 @@ async def test_a_long_text_is_shortened_and_told_unless_all_is_wanted(tmp_path: 
     )
     trace = load_trace(path)
     short, full = build_lines(trace), build_lines(trace, is_full=True)
-    assert any("characters more (--full shows them)" in line for line in short)
+    assert any("more characters (--full shows them)" in line for line in short)
     assert "   499" not in short
     assert "   499" in full
     assert len([line for line in short if line.strip().isdigit()]) == MAX_LINES

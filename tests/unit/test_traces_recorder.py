@@ -144,7 +144,7 @@ async def test_a_reply_that_the_time_limit_interrupts_is_told_as_far_as_it_came(
     assert read.finished == read.end
     assert read.finished is not None
     assert read.finished.stop_reason == "max_wall"
-    assert read.steps[0].answered is not None
+    assert read.steps[0].reply is not None
 
 
 # Sandboxes, approvals, pieces
@@ -321,7 +321,7 @@ async def test_what_nests_too_deep_is_left_out_and_the_rest_is_there(tmp_path: P
         deep = [deep]
     model = ScriptedModel([Calls([("echo", {"text": deep})]), "done"])
     path, _, trace = await run_traced(tmp_path, model, history=[{"role": "user", "content": deep}])
-    assert (trace.lost_lines, "it nests too deep" in path.read_text(), load_trace(path).faults()) == (0, True, [])
+    assert (trace.lost_lines, "nested too deeply" in path.read_text(), load_trace(path).faults()) == (0, True, [])
 
 
 @settings(max_examples=25, deadline=None)
@@ -374,7 +374,7 @@ async def test_another_process_that_takes_the_run_over_continues_the_trace(tmp_p
     [("../x", "r"), ("acme", "../r"), ("acme", "a/b"), ("", "r"), ("acme", "x" * 65), ("acme", "r\n")],
 )
 def test_a_name_that_leads_elsewhere_is_refused(tmp_path: Path, tenant: str, run: str) -> None:
-    with pytest.raises(ConfigError, match="give one of at most 64 letters"):
+    with pytest.raises(ConfigError, match="use 1 to 64 letters"):
         trace_path(tmp_path, tenant, run)
 
 
@@ -396,7 +396,7 @@ async def test_a_folder_that_cannot_be_written_ends_no_run_and_is_told_once(tmp_
             trace.close()
     assert trace.lost_lines == 3
     assert len(warnings) == 1
-    assert "make room, or set TOOLCREW_TRACES" in warnings[0]
+    assert "free disk space, or set TOOLCREW_TRACES" in warnings[0]
     assert trace.warnings == warnings
 
 
