@@ -345,11 +345,13 @@ class Loop:
         if call is not None:
             for frame in call.relay(records):
                 self._outbox.put(frame)
-            # An end with survivors is not answered yet: PID 1 first kills the rest, after the supervisor has exited.
-            if call.done is not None and not call.answered and not _left_survivors(call.done):
+            if call.done is not None and not call.answered:
                 self._note_job(supervisor, call)
-                self._answer(call, call.done)
-                self._supervisors.release(supervisor)
+                # An end with survivors is not answered yet: PID 1 first kills the rest, after the supervisor has
+                # exited.
+                if not _has_survivors(call.done):
+                    self._answer(call, call.done)
+                    self._supervisors.release(supervisor)
         if not more:
             self._supervisors.end_reports(supervisor)
         return more
@@ -410,7 +412,7 @@ class Loop:
         may_try_again = call is not None and call.may_try_again(supervisor)
         left_behind, job = self._jobs.end_keeper(supervisor)
         self._supervisors.forget(supervisor)
-        if call is not None and job is not None and not left_behind:
+        if call is not None and call.done is None and job is not None and not left_behind:
             # The keeper ended because its job had ended, and did not read this request.
             self._answer(call, _end_of_job(job, call.request))
         elif call is not None and job is None and may_try_again:
@@ -465,7 +467,7 @@ def _as_failure(error: Failure | OSError) -> Failure:
     return describe_os_error(error, "the sandbox has no room for another request")
 
 
-def _left_survivors(done: dict[str, object]) -> bool:
+def _has_survivors(done: dict[str, object]) -> bool:
     kill = done.get("kill")
     return isinstance(kill, dict) and bool(kill["survivors"])
 

@@ -92,6 +92,26 @@ def test_a_killed_job_is_gone_with_all_that_it_has_started(guest: Guest) -> None
     assert guest.wait_alone(), guest.others()
 
 
+_KEEPER_CANNOT_KILL = (
+    "import os; from guest import processes; from guest.commands import job_keeper;"
+    "send = processes._kill; processes._kill = lambda target: send(target) if os.getpid() == 1 else None;"
+    "processes.kill_below.__defaults__ = (None, 0.1); job_keeper.GRACE_S = 0.1"
+)
+"""Kills of a keeper fail and end after a short time. Kills of PID 1 succeed."""
+
+
+def test_pid_1_kills_the_processes_that_survive_a_job_kill_before_it_answers() -> None:
+    with running_guest(idle_s=0.05, faults=_KEEPER_CANNOT_KILL) as guest:
+        start_and_hear(guest, "trap '' TERM; sleep 1000 & echo up; wait; sleep 1000")
+        done = ask(guest, "kill")
+        assert programs(guest, "sleep") == []
+        assert (done["job"]["state"], done["kill"]["survivors"]) == ("killed", 0)
+        assert done["kill"]["signalled"] >= 2
+        job = guest.request("job_list", timeout_s=5)["jobs"][0]
+        assert (job["state"], job["unread"]) == ("killed", 0)
+        assert guest.wait_alone(), guest.others()
+
+
 def test_a_killed_job_may_say_its_last_words(guest: Guest) -> None:
     start_and_hear(guest, "trap 'echo bye; exit 5' TERM; echo up; while :; do sleep 0.01; done")
     done = ask(guest, "kill")
