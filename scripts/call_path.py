@@ -76,11 +76,13 @@ class Recording:
                 windows[role].setdefault((file, int(at)), set()).add(int(number))
                 # Different functions of one file may run in each window.
                 windows[role].setdefault((file, 0), set()).add(int(number))
-        found: dict[str, dict[str, set[int]]] = {role: {} for role in ROLES}
+        functions_by_role: dict[str, dict[str, set[int]]] = {role: {} for role in ROLES}
         for role, functions in windows.items():
-            for name, first in sorted(one for one, numbers in functions.items() if len(numbers) == WINDOWS):
-                found[role].setdefault(name, set()).add(first)
-        return {role: {file: firsts - {0} for file, firsts in files.items()} for role, files in found.items()}
+            for name, first in sorted(function for function, numbers in functions.items() if len(numbers) == WINDOWS):
+                functions_by_role[role].setdefault(name, set()).add(first)
+        return {
+            role: {file: firsts - {0} for file, firsts in files.items()} for role, files in functions_by_role.items()
+        }
 
 
 async def record_calls(recording: Recording) -> None:
@@ -128,7 +130,7 @@ def measure(functions: Mapping[str, set[int]]) -> dict[str, Size]:
         run = set[int]()
         for node in ast.walk(ast.parse(text)):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
-                first = min([node.lineno, *(one.lineno for one in getattr(node, "decorator_list", ()))])
+                first = min([node.lineno, *(decorator.lineno for decorator in getattr(node, "decorator_list", ()))])
                 run |= set(range(first, (node.end_lineno or first) + 1)) if first in firsts else set()
         sizes[file] = Size(len(text.splitlines()), len(run))
     return sizes
@@ -166,7 +168,7 @@ def _lines(files: Mapping[str, Size]) -> dict[str, int]:
 
 def _sum(files: Mapping[str, Size]) -> dict[str, int]:
     sizes = files.values()
-    return {"files": len(files), "lines": sum(one.lines for one in sizes), "run": sum(one.run for one in sizes)}
+    return {"files": len(files), "lines": sum(size.lines for size in sizes), "run": sum(size.run for size in sizes)}
 
 
 def _format_sum(files: Mapping[str, Size]) -> str:

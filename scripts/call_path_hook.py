@@ -30,14 +30,14 @@ def install(role: str) -> None:
         # The switch is in shared memory: each process sees a change at once, even a forked process that has closed
         # its files.
         switch = mmap.mmap(switch_file.fileno(), 1, prot=mmap.PROT_READ)
-    seen = set()
+    lines = set()
 
     def record(frame: FrameType, event: str, argument: object) -> None:
         window = switch[0]
         code = frame.f_code
-        if not window or (window, code) in seen:
+        if not window or (window, code) in lines:
             return
-        seen.add((window, code))
+        lines.add((window, code))
         path = code.co_filename
         if path.startswith(root):
             # Open the file for each line: the guest's supervisor closes every file that it did not open.

@@ -52,7 +52,7 @@ FORBIDDEN: dict[str, tuple[str, ...]] = {
     "orchestrator.dialects": ("orchestrator.dispatch", "store"),
     "orchestrator.models": ("orchestrator.dispatch", "store"),
     "orchestrator.loop": ("orchestrator.dispatch", "store"),
-    **{folder: tuple(other for other in _SURFACES if other != folder) for folder in _SURFACES},
+    **{folder: tuple(surface for surface in _SURFACES if surface != folder) for folder in _SURFACES},
 }
 
 # Packages whose folders and direct modules must not have circular imports, not even for types.
@@ -207,8 +207,8 @@ def absolute(module: Module, node: ast.ImportFrom) -> str:
     if node.level == 0:
         return node.module or ""
     parts = module.name.split(".")
-    kept = parts[: len(parts) - node.level + (1 if module.is_init else 0)]
-    return ".".join([*kept, *([node.module] if node.module else [])])
+    base = parts[: len(parts) - node.level + (1 if module.is_init else 0)]
+    return ".".join([*base, *([node.module] if node.module else [])])
 
 
 def imports_of(module: Module) -> Iterator[Import]:
@@ -267,15 +267,17 @@ def check_contract(module: Module) -> Iterator[Violation]:
     if module.package != "contract":
         return
     for node in statements_and_expressions(module.tree):
-        what = None
+        action = None
         if isinstance(node, ast.AsyncFunctionDef | ast.AsyncFor | ast.AsyncWith | ast.Await):
-            what = "async code"
+            action = "async code"
         elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ACTING_CALLS:
-            what = f"{node.func.id}()"
+            action = f"{node.func.id}()"
         elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in ACTING_METHODS:
-            what = f".{node.func.attr}()"
-        if what is not None:
-            yield Violation(module.path, node.lineno, "contract-acts", f"contract does no I/O and is not async: {what}")
+            action = f".{node.func.attr}()"
+        if action is not None:
+            yield Violation(
+                module.path, node.lineno, "contract-acts", f"contract does no I/O and is not async: {action}"
+            )
 
 
 def check_environment(module: Module) -> Iterator[Violation]:
@@ -298,45 +300,53 @@ def check_constructors(module: Module) -> Iterator[Violation]:
             continue
         for node in outer.body:
             if isinstance(node, ast.FunctionDef) and node.name == "__init__":
-                given = node.args
-                every = [*given.posonlyargs, *given.args, *given.kwonlyargs, given.vararg, given.kwarg]
-                count = len([one for one in every if one is not None]) - 1
+                arguments = node.args
+                every = [
+                    *arguments.posonlyargs,
+                    *arguments.args,
+                    *arguments.kwonlyargs,
+                    arguments.vararg,
+                    arguments.kwarg,
+                ]
+                count = len([argument for argument in every if argument is not None]) - 1
                 if count > MAX_PARAMETERS:
                     sentence = f"{outer.name} has {count} parameters, at most {MAX_PARAMETERS} are allowed"
                     yield Violation(module.path, node.lineno, "constructor", sentence)
 
 
-def targets(module: Module, imported: Import, known: dict[str, Module]) -> set[str]:
+def targets(module: Module, imported: Import, by_name: dict[str, Module]) -> set[str]:
     """Return the modules of this repository that the import executes.
 
     The result includes the parent packages of the imported names, but not the parent packages of `module` itself,
     which are executed before `module` in any case. `from package import name` needs the package's own file if name is
     not a submodule.
     """
-    submodules = {full for full in full_names(imported)[1:] if full in known}
+    submodules = {full for full in full_names(imported)[1:] if full in by_name}
     named = set(submodules)
     if len(submodules) < max(1, len(imported.names)):
         named.add(imported.module)
     around = {name[:end] for name in named for end in range(len(name)) if name[end] == "."}
     around = {name for name in around if not is_within(module.name, name)}
-    return ((named | around) & known.keys()) - {module.name}
+    return ((named | around) & by_name.keys()) - {module.name}
 
 
 def check_cycles(modules: list[Module]) -> Iterator[Violation]:
-    known = {module.name: module for module in modules}
+    by_name = {module.name: module for module in modules}
     lines: dict[str, dict[str, tuple[str, int]]] = {module.name: {} for module in modules}
     folders: dict[str, dict[str, tuple[str, int]]] = {}
     for module in modules:
         for imported in module.imports:
-            found = targets(module, imported, known)
-            place = (module.path, imported.line)
+            imported_names = targets(module, imported, by_name)
+            location = (module.path, imported.line)
             if not imported.is_for_types:
-                for target in found:
-                    lines[module.name].setdefault(target, place)
+                for target in imported_names:
+                    lines[module.name].setdefault(target, location)
             for layer in (layer for layer in LAYERED if is_below(module.name, layer)):
                 importer = folder_of(module.name, layer)
-                for folder in {folder_of(target, layer) for target in found if is_below(target, layer)} - {importer}:
-                    folders.setdefault(importer, {}).setdefault(folder, place)
+                for folder in {folder_of(target, layer) for target in imported_names if is_below(target, layer)} - {
+                    importer
+                }:
+                    folders.setdefault(importer, {}).setdefault(folder, location)
     yield from circles("cycle", lines)
     yield from circles("folder-cycle", folders)
 
@@ -392,8 +402,8 @@ def is_python(file: Path) -> bool:
 def source_files(root: Path, directory: str) -> list[Path]:
     """Return the Python files, and the scripts without a suffix."""
     pattern = "*" if directory == "scripts" else "*.py"
-    found = (root / directory).rglob(pattern)
-    return sorted(path for path in found if "__pycache__" not in path.parts and path.is_file())
+    paths = (root / directory).rglob(pattern)
+    return sorted(path for path in paths if "__pycache__" not in path.parts and path.is_file())
 
 
 def module_name(package: str, inner: Path) -> str:
@@ -405,9 +415,9 @@ def check_tree(root: Path) -> list[Violation]:
     """Return every violation below ROOT, in the order of paths and lines."""
     violations: list[Violation] = []
     modules: list[Module] = []
-    places: dict[str, str | None] = {directory: package for package, directory in PACKAGES.items()}
-    places.update(dict.fromkeys(OTHER_SOURCES))
-    for directory, package in places.items():
+    folders: dict[str, str | None] = {directory: package for package, directory in PACKAGES.items()}
+    folders.update(dict.fromkeys(OTHER_SOURCES))
+    for directory, package in folders.items():
         for file in source_files(root, directory):
             path = file.relative_to(root).as_posix()
             try:

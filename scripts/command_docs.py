@@ -65,11 +65,11 @@ def _leaves(path: str, command: TyperCommand | TyperGroup) -> Iterator[tuple[str
 
 
 def _section(path: str, command: TyperCommand | TyperGroup) -> str:
-    arguments = [one for one in command.params if isinstance(one, TyperArgument)]
-    options = [one for one in command.params if isinstance(one, TyperOption) and not one.hidden]
-    usage = " ".join([path, *([] if not options else ["[OPTIONS]"]), *(_metavar(one) for one in arguments)])
-    rows = [f"| `{_metavar(one)}` |  | {_cell(getattr(one, 'help', None))} |\n" for one in arguments]
-    rows += [f"| {_names(one)} | {_default(one)} | {_cell(one.help)} |\n" for one in options]
+    arguments = [param for param in command.params if isinstance(param, TyperArgument)]
+    options = [param for param in command.params if isinstance(param, TyperOption) and not param.hidden]
+    usage = " ".join([path, *([] if not options else ["[OPTIONS]"]), *(_metavar(argument) for argument in arguments)])
+    rows = [f"| `{_metavar(argument)}` |  | {_cell(getattr(argument, 'help', None))} |\n" for argument in arguments]
+    rows += [f"| {_names(option)} | {_default(option)} | {_cell(option.help)} |\n" for option in options]
     table = "\n| option | default | means |\n|---|---|---|\n" + "".join(rows) if rows else ""
     return f"\n## {path}\n\n`{usage}`\n\n{inspect.cleandoc(command.help or '')}\n{table}"
 
@@ -90,10 +90,10 @@ def _names(option: TyperOption) -> str:
 
 def _words_of(kind: Any) -> list[str]:
     """Return the possible values of a parameter, or its type."""
-    given = [one for one in get_args(kind) if one is not type(None)]
+    kinds = [arg for arg in get_args(kind) if arg is not type(None)]
     if get_origin(kind) is Literal:
-        return [str(one) for one in given]
-    return _words_of(given[0]) if given else [_KINDS.get(kind, "TEXT")]
+        return [str(value) for value in kinds]
+    return _words_of(kinds[0]) if kinds else [_KINDS.get(kind, "TEXT")]
 
 
 def _default(option: TyperOption) -> str:

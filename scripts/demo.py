@@ -64,7 +64,7 @@ async def demo_model(settings: OrchestratorSettings, console: Console) -> AsyncI
     with Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task("weights", total=None, visible=False)
         context = choose_model(
-            settings, progress=lambda there, total: bar.update(task, completed=there, total=total, visible=True)
+            settings, progress=lambda completed, total: bar.update(task, completed=completed, total=total, visible=True)
         )
         try:
             chosen = await context.__aenter__()

@@ -39,23 +39,23 @@ def on_page_markdown(markdown: str, *, page: Page, **_: Any) -> str:
     """Return the text of the page with links of the site. A link to a file outside the site logs a warning, which
     fails the build.
     """
-    here = page.file.src_uri
-    file = _INSIDE.get(here, f"docs/{here}")
+    source = page.file.src_uri
+    file = _INSIDE.get(source, f"docs/{source}")
     parts = _FENCE.split(markdown)
     return "".join(
-        part if number % 2 else _LINK.sub(lambda found: _turned(found, file), part) for number, part in enumerate(parts)
+        part if number % 2 else _LINK.sub(lambda match: _turned(match, file), part) for number, part in enumerate(parts)
     )
 
 
-def _turned(found: "re.Match[str]", file: str) -> str:
-    target = posixpath.normpath(posixpath.join(posixpath.dirname(file), found[1]))
-    mark = found[2] or ""
+def _turned(match: "re.Match[str]", file: str) -> str:
+    target = posixpath.normpath(posixpath.join(posixpath.dirname(file), match[1]))
+    mark = match[2] or ""
     if target in OUTSIDE:
         return f"]({OUTSIDE[target]}{mark})"
     if target.startswith("docs/"):
         return f"]({target.removeprefix('docs/')}{mark})"
     log.warning(
-        f"{file} links to {found[1]}, which is no page of the site: name it as `code`, or take it into OUTSIDE of "
+        f"{file} links to {match[1]}, which is no page of the site: name it as `code`, or take it into OUTSIDE of "
         "scripts/docs_hooks.py"
     )
-    return found[0]
+    return match[0]

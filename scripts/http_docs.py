@@ -54,35 +54,39 @@ def build_page() -> str:
     for path, methods in api["paths"].items():
         for method in METHODS:
             if method in methods:
-                told = methods[method]
-                groups.setdefault((told.get("tags") or ["others"])[0], []).append(_operation(path, method, told))
+                operation = methods[method]
+                groups.setdefault((operation.get("tags") or ["others"])[0], []).append(
+                    _operation(path, method, operation)
+                )
     shapes = "".join(_shape(name, schema) for name, schema in sorted(api["components"]["schemas"].items()))
-    parts = "".join(f"\n## Requests: {group}\n{''.join(told)}" for group, told in groups.items())
+    parts = "".join(f"\n## Requests: {group}\n{''.join(texts)}" for group, texts in groups.items())
     return f"{INTRO}{parts}\n## Shapes\n{shapes}"
 
 
-def _operation(path: str, method: str, told: Mapping[str, Any]) -> str:
-    lines = [f"\n### {method.upper()} {path}\n\n{_text(told.get('description') or told.get('summary'))}\n"]
+def _operation(path: str, method: str, operation: Mapping[str, Any]) -> str:
+    lines = [f"\n### {method.upper()} {path}\n\n{_text(operation.get('description') or operation.get('summary'))}\n"]
     rows = [
         (
-            f"| `{one['name']}` | {one['in']} | "
-            f"{_type(one.get('schema', {}))}{', required' if one.get('required') else ''} | "
-            f"{_cell(one.get('description'))} |\n"
+            f"| `{parameter['name']}` | {parameter['in']} | "
+            f"{_type(parameter.get('schema', {}))}{', required' if parameter.get('required') else ''} | "
+            f"{_cell(parameter.get('description'))} |\n"
         )
-        for one in told.get("parameters", [])
+        for parameter in operation.get("parameters", [])
     ]
     if rows:
         lines.append("\n| parameter | in | type | means |\n|---|---|---|---|\n" + "".join(rows))
-    body = told.get("requestBody", {}).get("content", {})
+    body = operation.get("requestBody", {}).get("content", {})
     if body:
         lines.append(
             "\nBody: "
-            + ", ".join(f"`{kind}` {_type(one.get('schema', {}))}".rstrip() for kind, one in body.items())
+            + ", ".join(f"`{kind}` {_type(content.get('schema', {}))}".rstrip() for kind, content in body.items())
             + ".\n"
         )
     answers = [
-        " ".join([status, *(_type(kind["schema"]) for kind in one.get("content", {}).values() if "schema" in kind)])
-        for status, one in told["responses"].items()
+        " ".join(
+            [status, *(_type(kind["schema"]) for kind in response.get("content", {}).values() if "schema" in kind)]
+        )
+        for status, response in operation["responses"].items()
         if status.startswith("2")
     ]
     lines.append(f"\nAnswers: {', '.join(answers)}.\n")
@@ -90,15 +94,15 @@ def _operation(path: str, method: str, told: Mapping[str, Any]) -> str:
 
 
 def _shape(name: str, schema: Mapping[str, Any]) -> str:
-    told = f"\n### {name}\n\n{_text(schema.get('description'))}\n"
+    text = f"\n### {name}\n\n{_text(schema.get('description'))}\n"
     needed = set(schema.get("required", ()))
     rows = [
-        f"| `{field}` | {_type(one)}{', required' if field in needed else ''} | {_cell(one.get('description'))} |\n"
-        for field, one in schema.get("properties", {}).items()
+        f"| `{field}` | {_type(field_schema)}{', required' if field in needed else ''} | {_cell(field_schema.get('description'))} |\n"
+        for field, field_schema in schema.get("properties", {}).items()
     ]
     if rows:
-        return told + "\n| field | type | means |\n|---|---|---|\n" + "".join(rows)
-    return told + (f"\n{_type(schema)}\n")
+        return text + "\n| field | type | means |\n|---|---|---|\n" + "".join(rows)
+    return text + (f"\n{_type(schema)}\n")
 
 
 def _type(schema: Mapping[str, Any]) -> str:
@@ -106,11 +110,14 @@ def _type(schema: Mapping[str, Any]) -> str:
     if "$ref" in schema:
         name = str(schema["$ref"]).rpartition("/")[2]
         return f"[{name}](#{re.sub(r'[^a-z0-9_-]', '', name.lower())})"
-    for word in ("anyOf", "oneOf", "allOf"):
-        if word in schema:
-            return " or ".join(dict.fromkeys(_type(one) for one in schema[word] if one.get("type") != "null")) or "null"
+    for keyword in ("anyOf", "oneOf", "allOf"):
+        if keyword in schema:
+            return (
+                " or ".join(dict.fromkeys(_type(choice) for choice in schema[keyword] if choice.get("type") != "null"))
+                or "null"
+            )
     if "enum" in schema or "const" in schema:
-        return " / ".join(f"`{one}`" for one in schema.get("enum", [schema.get("const")]))
+        return " / ".join(f"`{value}`" for value in schema.get("enum", [schema.get("const")]))
     kind = schema.get("type", "anything")
     if kind == "array":
         return f"list of {_type(schema.get('items', {}))}"
@@ -122,15 +129,15 @@ def _type(schema: Mapping[str, Any]) -> str:
 
 
 def _bounds(schema: Mapping[str, Any]) -> str:
-    words = {
+    formats = {
         "minimum": "≥ {}",
         "maximum": "≤ {}",
         "exclusiveMinimum": "> {}",
         "maxLength": "at most {} characters",
         "maxItems": "at most {}",
     }
-    told = [text.format(json.dumps(schema[name])) for name, text in words.items() if name in schema]
-    return f" ({', '.join(told)})" if told else ""
+    bounds = [text.format(json.dumps(schema[name])) for name, text in formats.items() if name in schema]
+    return f" ({', '.join(bounds)})" if bounds else ""
 
 
 def _text(text: object) -> str:

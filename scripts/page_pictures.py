@@ -39,14 +39,14 @@ async def main() -> int:
             open_browser() as browser,
         ):
             world = World(client, api_settings(server.url))
-            words = await furnish(world)
+            parameters = await furnish(world)
             async with world.work_run("Find out why the nightly build takes an hour, and say what to do.") as worked:
                 worked.begin_step(1, "I look at what the build does first.")
                 worked.print_output(
                     worked.send_call({"command": "time make -j2 all"}), "cc -O2 -c scan.c\ncc -O2 -c parse.c\n"
                 )
-                words["RUN"] = worked.id
-                return await take_all(Visitors(browser, api), words)
+                parameters["RUN"] = worked.id
+                return await take_all(Visitors(browser, api), parameters)
 
 
 async def furnish(world: World) -> dict[str, str]:
@@ -69,12 +69,12 @@ async def furnish(world: World) -> dict[str, str]:
     return {"QUESTION": question.id}
 
 
-async def take_all(visitors: Visitors, words: dict[str, str]) -> int:
+async def take_all(visitors: Visitors, parameters: dict[str, str]) -> int:
     FOLDER.mkdir(exist_ok=True)
     too_large = []
     for name, (path, width, height) in SHOWN.items():
-        for word, value in words.items():
-            path = path.replace(word, value)
+        for parameter, value in parameters.items():
+            path = path.replace(parameter, value)
         async with visitors.visit("operator", viewport={"width": width, "height": height}) as visit:
             await visit.page.goto(path)
             file = FOLDER / f"{name}.png"

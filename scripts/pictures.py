@@ -54,7 +54,7 @@ PICTURES = (
 
 
 async def main(names: list[str]) -> int:
-    wanted = [picture for picture in PICTURES if not names or picture.name in names]
+    selected = [picture for picture in PICTURES if not names or picture.name in names]
     if unknown := set(names) - {picture.name for picture in PICTURES}:
         sys.stderr.write(
             f"pictures: there is no {', '.join(sorted(unknown))}: add it to PICTURES, or see what is there\n"
@@ -64,7 +64,7 @@ async def main(names: list[str]) -> int:
     too_large = []
     async with open_world() as (stack, task), async_playwright() as playwright:
         browser = await playwright.chromium.launch(executable_path=CHROMIUM, args=list(FLAGS))
-        for picture in wanted:
+        for picture in selected:
             file = FOLDER / f"{picture.name}.png"
             await take(browser, stack, picture, file, task)
             sys.stdout.write(f"{file}  {file.stat().st_size} bytes\n")

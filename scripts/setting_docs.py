@@ -102,7 +102,7 @@ def _rows(settings: type[BaseModel]) -> str:
     rows = []
     for name, meaning in docstrings(settings).items():
         field = settings.model_fields[name]
-        names = " or ".join(f"`{one}`" for one in variable_names(name, field))
+        names = " or ".join(f"`{variable}`" for variable in variable_names(name, field))
         rows.append(f"| {names} | {_type_of(field)} | {_default_of(name, field)} | {_cell(meaning)} |\n")
     return "".join(rows)
 
@@ -114,23 +114,23 @@ def docstrings(settings: type[BaseModel]) -> dict[str, str]:
     """
     (tree,) = ast.parse(inspect.cleandoc("\n" + inspect.getsource(settings))).body
     assert isinstance(tree, ast.ClassDef)
-    found = {}
+    texts = {}
     for field, text in zip(tree.body, tree.body[1:], strict=False):
         if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and isinstance(text, ast.Expr):
-            found[field.target.id] = inspect.cleandoc(str(ast.literal_eval(text.value)))
+            texts[field.target.id] = inspect.cleandoc(str(ast.literal_eval(text.value)))
     inherited = {name for base in settings.__bases__ for name in getattr(base, "model_fields", {})}
-    if missing := settings.model_fields.keys() - found.keys() - inherited:
+    if missing := settings.model_fields.keys() - texts.keys() - inherited:
         raise SystemExit(f"{settings.__name__}: write a description below each of {', '.join(sorted(missing))}")
-    return found
+    return texts
 
 
 def _type_of(field: FieldInfo) -> str:
     text = _name_of(field.annotation)
     bounds = [
-        f"{sign} {getattr(one, attr):.12g}"
-        for one in field.metadata
+        f"{sign} {getattr(constraint, attr):.12g}"
+        for constraint in field.metadata
         for attr, sign in _BOUNDS
-        if getattr(one, attr, None) is not None
+        if getattr(constraint, attr, None) is not None
     ]
     return text + (f", {' and '.join(bounds)}" if bounds else "")
 
@@ -147,15 +147,15 @@ _NAMES = {
 
 
 def _name_of(kind: Any) -> str:
-    origin, given = get_origin(kind), get_args(kind)
+    origin, arguments = get_origin(kind), get_args(kind)
     if origin is Annotated:
-        return _name_of(given[0])
+        return _name_of(arguments[0])
     if origin is Literal:
-        return " / ".join(f"`{one}`" for one in given)
+        return " / ".join(f"`{value}`" for value in arguments)
     if origin in (Union, types.UnionType):
-        return _name_of(next(one for one in given if one is not type(None)))
+        return _name_of(next(argument for argument in arguments if argument is not type(None)))
     if origin in (list, tuple):
-        return f"list of {_name_of(given[0])}"
+        return f"list of {_name_of(arguments[0])}"
     if origin is dict:
         return "object"
     name = getattr(kind, "__name__", str(kind))

@@ -75,7 +75,7 @@ class CallList:
         self._deployment = deployment
 
     async def read(self, tenants: Sequence[str], limit: int = 100) -> CallPage:
-        """Return at most `most` calls of these tenants. Raises BrokerUnavailable when Redis does not answer."""
+        """Return at most `limit` calls of these tenants. Raises BrokerUnavailable when Redis does not answer."""
         waiting, is_cut = await self._scan("waiting", tenants)
         # The waiting calls are read first: a call that gets its slot in between is then found twice, but never missed.
         running, is_also_cut = await self._scan("held", tenants)

@@ -311,7 +311,7 @@ class RunQueue:
         return parse_batch(self.keys, tenant, batch, fields)
 
     async def list_batches(self, tenant: str, cursor: str = "", limit: int | None = None) -> BatchPage:
-        """Return at most `most` batches of a tenant (None: all), from `cursor` on. A cursor stays valid while batches
+        """Return at most `limit` batches of a tenant (None: all), from `cursor` on. A cursor stays valid while batches
         are added and removed. Raises ToolFailure(INVALID_ARGUMENTS): invalid cursor.
         """
         after = _CURSOR.fullmatch(cursor)
@@ -383,7 +383,7 @@ class RunQueue:
         }
 
     async def ended(self, tenant: str, batch: str, after: int, limit: int = -1) -> list[tuple[int, str]]:
-        """Return the runs that ended after the given sequence number, in order, at most `most` (-1: all), each with
+        """Return the runs that ended after the given sequence number, in order, at most `limit` (-1: all), each with
         its number.
         """
         key = self._batch_key(tenant, batch) + ":ended"
@@ -428,7 +428,7 @@ class RunQueue:
     async def claim(
         self, limit: int, only: tuple[str, str] | None = None, tenants: Collection[str] = ()
     ) -> list[RunClaim]:
-        """Claim at most `most` runs. Runs of dead processes come first, then the next run of each batch in turn.
+        """Claim at most `limit` runs. Runs of dead processes come first, then the next run of each batch in turn.
         `only`: claim from that tenant's batch. None: claim from all detached batches, of `tenants` if not empty. A run
         that this process cannot verify or read is given back.
         """

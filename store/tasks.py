@@ -118,7 +118,7 @@ def in_thread(work: Callable[[], T], name: str) -> "asyncio.Future[T]":
     """Run blocking work in a thread of its own. The end of the process does not wait for the thread, unlike for the
     pools of the standard library. This matters, because an engine or a disk can hang.
 
-    Raises SandboxUnavailable: the host gives the process no more threads.
+    Raises SandboxUnavailable: the process cannot start another thread on this host.
     """
     loop = asyncio.get_running_loop()
     future: asyncio.Future[T] = loop.create_future()

@@ -320,11 +320,11 @@ def _judge(done: Done, limit_s: float) -> ExecResult[str]:
         # Inspect's own provider attaches the output too, and Inspect's tools show it to the model.
         error.truncated_output = stdout + stderr  # type: ignore[attr-defined]
         raise error
-    most = SandboxEnvironmentLimits.MAX_EXEC_OUTPUT_SIZE
-    if max(len(done.stdout), len(done.stderr)) > most:
+    limit = SandboxEnvironmentLimits.MAX_EXEC_OUTPUT_SIZE
+    if max(len(done.stdout), len(done.stderr)) > limit:
         longest = max(done.stdout, done.stderr, key=len)
         raise OutputLimitExceededError(
-            SandboxEnvironmentLimits.MAX_EXEC_OUTPUT_SIZE_STR, longest[-most:].decode(errors="replace")
+            SandboxEnvironmentLimits.MAX_EXEC_OUTPUT_SIZE_STR, longest[-limit:].decode(errors="replace")
         )
     if done.truncated:
         raise OutputLimitExceededError(_STREAM_LIMIT, stdout + stderr)

@@ -69,10 +69,10 @@ class PoolTool(BaseTool):  # type: ignore[misc, unused-ignore]
     def _check_thread(self) -> None:
         """Raise RuntimeError where the wait would never end."""
         try:
-            here = asyncio.get_running_loop()
+            running_loop = asyncio.get_running_loop()
         except RuntimeError:
-            here = None
-        if here is self._loop:
+            running_loop = None
+        if running_loop is self._loop:
             raise RuntimeError(
                 f"{self.name}: invoke would block the event loop that must run the call: use ainvoke, or invoke "
                 "from another thread"

@@ -138,12 +138,12 @@ class _Callers(SecurityBase):
         app_state = get_app_state(request)
         identity = await identify(app_state, request.scope)
         credential = Credential(app_state.parts.keys, read_bearer_key(request.scope))
-        wanted = tenant or identity.tenant
-        if not identity.may_act_for(wanted):
+        selected = tenant or identity.tenant
+        if not identity.may_act_for(selected):
             raise ApiProblem(
                 ErrorCode.PERMISSION_DENIED, f"the API key is for tenant {identity.tenant} alone: leave `tenant` out"
             )
-        return Caller(app_state, identity, wanted, credential)
+        return Caller(app_state, identity, selected, credential)
 
 
 find_caller = _Callers()

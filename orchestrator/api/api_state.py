@@ -30,16 +30,16 @@ class Fresh(Generic[T]):
         self._reads = SharedReads[T]()
         self._kept: tuple[T, float] | None = None
 
-    async def get(self, look: Callable[[], Awaitable[T]]) -> T:
-        """Return the cached value, or the result of `look`. Raises the errors of `look`. Errors are not cached."""
+    async def get(self, read: Callable[[], Awaitable[T]]) -> T:
+        """Return the cached value, or the result of `read`. Raises the errors of `read`. Errors are not cached."""
         if self._kept is not None and self._clock() - self._kept[1] < self._fresh_s:
             return self._kept[0]
-        return await self._reads.read("", lambda: self._look(look))
+        return await self._reads.read("", lambda: self._look(read))
 
-    async def _look(self, look: Callable[[], Awaitable[T]]) -> T:
-        found = await look()
-        self._kept = (found, self._clock())
-        return found
+    async def _look(self, read: Callable[[], Awaitable[T]]) -> T:
+        value = await read()
+        self._kept = (value, self._clock())
+        return value
 
 
 class ApiState(AppState):

@@ -92,14 +92,14 @@ def build_app(app_state: ApiState, work: ConnectedWork) -> FastAPI:
     for router in routers:
         app.include_router(router)
     app.add_middleware(Idempotency, app_state=app_state)
-    other = (
+    limits = (
         BodyLimit("PUT", "/v1/sessions/[^/]+/files/.*", MAX_BLOB_BYTES),
         BodyLimit("POST", "/v1/skills", SKILL_BYTES),
         BodyLimit("POST", "/v1/batches", BATCH_BYTES),
         BodyLimit("POST", "/v1/files", MAX_WORKSPACE_BYTES, is_streamed=True),
         BodyLimit("POST", "/login", LOGIN_BYTES),
     )
-    app.add_middleware(BodyLimits, other=other)
+    app.add_middleware(BodyLimits, other=limits)
     # The middleware that is added last runs first. Keys and rates are checked before a byte of a body is read.
     app.add_middleware(ApiAuthentication, app_state=app_state)
     app.openapi = partial(_describe, app)  # type: ignore[method-assign]
@@ -109,7 +109,7 @@ def build_app(app_state: ApiState, work: ConnectedWork) -> FastAPI:
 def _describe(app: FastAPI) -> dict[str, Any]:
     """Return the OpenAPI description of the API, with the schema of problems, which no route declares."""
     if app.openapi_schema is None:
-        told = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
-        told["components"]["schemas"]["Problem"] = Problem.model_json_schema()
-        app.openapi_schema = told
+        schema = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
+        schema["components"]["schemas"]["Problem"] = Problem.model_json_schema()
+        app.openapi_schema = schema
     return app.openapi_schema

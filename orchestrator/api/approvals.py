@@ -92,7 +92,8 @@ async def list_approvals(
     actor, tenant = caller.identity.actor(), None if everybody else caller.tenant
     page = await _queue(caller).pending(actor, tenant, decode_cursor(cursor), limit)
     return Page(
-        data=[_view(one) for one in page.questions], next_cursor=encode_cursor(page.cursor) if page.cursor else None
+        data=[_view(question) for question in page.questions],
+        next_cursor=encode_cursor(page.cursor) if page.cursor else None,
     )
 
 
@@ -106,13 +107,13 @@ async def get_approval(approval_id: ApprovalId, caller: AnyCaller) -> ApprovalVi
 
 
 @router.post("/{approval_id}", responses=responses(404, 409))
-async def answer_approval(approval_id: ApprovalId, wanted: NewAnswer, caller: AnyCaller) -> AnswerView:
+async def answer_approval(approval_id: ApprovalId, body: NewAnswer, caller: AnyCaller) -> AnswerView:
     """Decide about a call, once. The call continues within a moment. The audit log contains the decision."""
-    if (wanted.decision == "modify") != (wanted.arguments is not None):
+    if (body.decision == "modify") != (body.arguments is not None):
         raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, "`arguments` go with the decision `modify`, and with no other")
-    decision = Decision(wanted.decision != "reject", wanted.reason, wanted.arguments)
+    decision = Decision(body.decision != "reject", body.reason, body.arguments)
     try:
-        answer = await _queue(caller).decide(approval_id, decision, digest=wanted.digest, actor=caller.identity.actor())
+        answer = await _queue(caller).decide(approval_id, decision, digest=body.digest, actor=caller.identity.actor())
     except ToolFailure as failure:
         raise _told(failure) from failure
     return _answer_view(answer)

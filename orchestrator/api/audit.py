@@ -47,7 +47,7 @@ async def read_audit(
     audit = Audit(app_state.parts.pool.redis, app_state.settings.deployment)
     page = await audit.read(decode_cursor(cursor), limit, tenant=about, actions=tuple(action or ()), target=target)
     views = [
-        AuditView.model_validate({**one.to_json(), "at": format_instant(one.at, "milliseconds")})
-        for one in page.entries
+        AuditView.model_validate({**entry.to_json(), "at": format_instant(entry.at, "milliseconds")})
+        for entry in page.entries
     ]
     return Page(data=views, next_cursor=encode_cursor(page.cursor) if page.cursor else None)

@@ -151,10 +151,10 @@ async def submit_batch(
         retries=options.retries,
         asks_people=options.ask,
     )
-    told = f"{caller.identity.key_id}\0{idempotency_key}\0{options.model_dump_json()}\0{file.sha256}"
+    submission = f"{caller.identity.key_id}\0{idempotency_key}\0{options.model_dump_json()}\0{file.sha256}"
     # A submission that was interrupted continues when the client sends it again. The batch id is derived from the
     # submission, so that each item is queued only once.
-    named = await _batch_of(told, runs) if idempotency_key and options.id is None else None
+    named = await _batch_of(submission, runs) if idempotency_key and options.id is None else None
     batch = await runs.batches.submit(
         file,
         batch=named or options.id,
@@ -177,10 +177,10 @@ async def list_batches(caller: AnyCaller, cursor: Cursor = None, limit: Limit = 
     A page may be shorter than `limit` and not be the last: check `next_cursor`.
     """
     runs = _runs(caller)
-    known = await runs.queue.list_batches(runs.tenant, decode_cursor(cursor) or "", limit)
-    counts = await asyncio.gather(*(runs.queue.counts(runs.tenant, batch) for batch in known.batches))
-    views = [_view_of(batch, record, some) for (batch, record), some in zip(known.batches.items(), counts, strict=True)]
-    return Page(data=views, next_cursor=encode_cursor(known.cursor) if known.cursor is not None else None)
+    page = await runs.queue.list_batches(runs.tenant, decode_cursor(cursor) or "", limit)
+    counts = await asyncio.gather(*(runs.queue.counts(runs.tenant, batch) for batch in page.batches))
+    views = [_view_of(batch, record, some) for (batch, record), some in zip(page.batches.items(), counts, strict=True)]
+    return Page(data=views, next_cursor=encode_cursor(page.cursor) if page.cursor is not None else None)
 
 
 @router.get("/{batch_id}", responses=responses(404))
@@ -199,12 +199,12 @@ async def cancel_batch(batch_id: BatchId, caller: AnyCaller) -> BatchView:
 
 
 @router.post("/{batch_id}/retry", responses=responses(404))
-async def retry_batch(batch_id: BatchId, wanted: Retry, caller: AnyCaller) -> Retried:
+async def retry_batch(batch_id: BatchId, body: Retry, caller: AnyCaller) -> Retried:
     """Retry the failed items with the selected kinds of failure."""
     runs = await _known(caller, batch_id)
     entry = caller.foreign_entry("batch.retry", batch_id)
     return Retried(
-        items=await runs.batches.resume(batch_id, wanted.kinds, entry_text(entry) if entry is not None else "")
+        items=await runs.batches.resume(batch_id, body.kinds, entry_text(entry) if entry is not None else "")
     )
 
 
@@ -233,10 +233,10 @@ async def _batch_of(submission: str, runs: BatchRuns) -> str:
     while True:
         batch = "batch-" + hashlib.sha256(f"batch\0{submission}\0{number}".encode()).hexdigest()[:24]
         try:
-            known = await runs.batches.status(batch)
+            status = await runs.batches.status(batch)
         except ToolFailure:
             return batch
-        if time.time() - known.created_at < KEPT_S:
+        if time.time() - status.created_at < KEPT_S:
             return batch
         number += 1
 
@@ -265,8 +265,8 @@ async def _view(runs: BatchRuns, batch: str) -> BatchView:
 
 def _view_of(batch: str, record: BatchRecord, counts: Mapping[str, int]) -> BatchView:
     """Build the view of a batch for clients, without the local path of its rows."""
-    told = build_status(batch, record, counts)
-    return BatchView.model_validate({name: value for name, value in told.items() if name != "rows"})
+    status = build_status(batch, record, counts)
+    return BatchView.model_validate({name: value for name, value in status.items() if name != "rows"})
 
 
 def _build_webhook(url: str | None, secret: str | None) -> Webhook | None:

@@ -67,7 +67,7 @@ async def list_calls(caller: AnyCaller, limit: Limit = 50) -> CallListView:
     app_state = caller.app_state
     async with app_state.looks.turn(caller.identity.key_id):
         page = await CallList(app_state.parts.pool.redis, app_state.settings.deployment).read([caller.tenant], limit)
-    return CallListView.model_validate({"data": [one.to_json() for one in page.calls], "has_more": page.has_more})
+    return CallListView.model_validate({"data": [call.to_json() for call in page.calls], "has_more": page.has_more})
 
 
 @router.get("/{call_id}", responses=responses(404))
@@ -77,15 +77,15 @@ async def get_call(call_id: CallId, caller: AnyCaller) -> dict[str, Any]:
     The fields include where the call waits or runs, since when, its host and its sandbox, and its result while the
     result is stored. Information about calls is stored for a day.
     """
-    life = await _life(caller, call_id)
-    if life is None:
+    call = await _life(caller, call_id)
+    if call is None:
         raise _unknown(caller, call_id)
-    told = life.to_json()
-    return told if caller.is_operator else {name: value for name, value in told.items() if name != "flower_url"}
+    fields = call.to_json()
+    return fields if caller.is_operator else {name: value for name, value in fields.items() if name != "flower_url"}
 
 
 @router.post("/{call_id}/kill", responses=responses(404))
-async def kill_call(call_id: CallId, wanted: Kill, caller: AnyCaller) -> Killed:
+async def kill_call(call_id: CallId, body: Kill, caller: AnyCaller) -> Killed:
     """End a call. A waiting call never starts. A running call is killed with all its processes.
 
     The caller of the call receives the error CANCELLED.
@@ -96,7 +96,7 @@ async def kill_call(call_id: CallId, wanted: Kill, caller: AnyCaller) -> Killed:
     lookup_s = SHORT_LOOKUP_S if await _life(caller, call_id) is None else None
     try:
         killed = await CallControl(app_state.parts.pool, app_state.settings.deployment).kill(
-            caller.tenant, call_id, caller.identity.actor(), wanted.reason, lookup_s=lookup_s
+            caller.tenant, call_id, caller.identity.actor(), body.reason, lookup_s=lookup_s
         )
     except ToolFailure as failure:
         if failure.code is ErrorCode.INVALID_ARGUMENTS:

@@ -66,10 +66,10 @@ class _StraightRoute(APIRoute):
         in_full = super().get_route_handler()
 
         async def handle(request: Request) -> Response:
-            wanted = await _plain_call(request)
-            if wanted is None:
+            body = await _plain_call(request)
+            if body is None:
                 return await in_full(request)
-            return await call_tool(request.path_params["session_id"], wanted, await find_caller(request), request)
+            return await call_tool(request.path_params["session_id"], body, await find_caller(request), request)
 
         return handle
 
@@ -101,7 +101,7 @@ router = APIRouter(prefix="/v1/sessions", tags=["calls"], responses=responses(),
 @router.post("/{session_id}/calls", response_model=ToolResult, responses={**responses(404), **_STREAM})
 async def call_tool(
     session_id: SessionId,
-    wanted: NewCall,
+    body: NewCall,
     caller: AnyCaller,
     request: Request,
     idempotency_key: Annotated[str | None, Header(max_length=255)] = None,
@@ -111,15 +111,15 @@ async def call_tool(
     With `Accept: text/event-stream` the response streams the output while the tool runs. The call ends when the client
     disconnects.
     """
-    call_id = wanted.call_id or (_call_id(caller.identity.key_id, idempotency_key) if idempotency_key else None)
+    call_id = body.call_id or (_call_id(caller.identity.key_id, idempotency_key) if idempotency_key else None)
     if MEDIA_TYPE in request.headers.get("accept", ""):
         session = await caller.client.session(session_id)
-        return EventStream(caller.streams.counted(_stream(session, wanted, call_id)))
-    known, name = caller.app_state.sessions, (caller.tenant, session_id, caller.identity.key_id)
-    session = await known.find(name, lambda: caller.client.session(session_id))
-    result = await session.call(wanted.name, wanted.arguments, timeout_s=wanted.timeout_s, call_id=call_id)
+        return EventStream(caller.streams.counted(_stream(session, body, call_id)))
+    sessions, name = caller.app_state.sessions, (caller.tenant, session_id, caller.identity.key_id)
+    session = await sessions.find(name, lambda: caller.client.session(session_id))
+    result = await session.call(body.name, body.arguments, timeout_s=body.timeout_s, call_id=call_id)
     if result.error_code is ErrorCode.SESSION_NOT_FOUND:
-        known.forget(name)
+        sessions.forget(name)
         # Raises the same error as for a session that never existed.
         await caller.client.session(session_id)
     if was_not_admitted(result):
@@ -127,7 +127,7 @@ async def call_tool(
     return Response(_dump(result), media_type="application/json")
 
 
-async def _stream(session: Session, wanted: NewCall, call_id: str | None) -> AsyncIterator[ServerEvent]:
+async def _stream(session: Session, body: NewCall, call_id: str | None) -> AsyncIterator[ServerEvent]:
     pieces = asyncio.Queue[ServerEvent](WAITING_PIECES)
 
     async def on_output(stream: str, text: str) -> None:
@@ -140,7 +140,7 @@ async def _stream(session: Session, wanted: NewCall, call_id: str | None) -> Asy
     async def work() -> None:
         with report_waiting(on_waiting):
             result = await session.call(
-                wanted.name, wanted.arguments, timeout_s=wanted.timeout_s, call_id=call_id, on_output=on_output
+                body.name, body.arguments, timeout_s=body.timeout_s, call_id=call_id, on_output=on_output
             )
         await pieces.put(ServerEvent("result", _dump(result).decode()))
 

@@ -46,8 +46,8 @@ async def upload_file(caller: AnyCaller, request: Request, response: Response) -
 @router.get("")
 async def list_files(caller: AnyCaller, cursor: Cursor = None, limit: Limit = 50) -> Page[FileView]:
     """List uploads and artifacts of the tenant, the newest first."""
-    found, last = await _files(caller).list_page(caller.tenant, decode_cursor(cursor) or "", limit)
-    return Page(data=[view_file(one) for one in found], next_cursor=encode_cursor(last) if last else None)
+    files, last = await _files(caller).list_page(caller.tenant, decode_cursor(cursor) or "", limit)
+    return Page(data=[view_file(file) for file in files], next_cursor=encode_cursor(last) if last else None)
 
 
 @router.get("/{file_id}", responses=responses(404))

@@ -51,8 +51,8 @@ async def readyz(app_state: Annotated[ApiState, Depends(depend_on_app_state)]) -
     old.
     """
     checks = await app_state.readiness.get(partial(_checks, app_state)) if app_state.is_connected else _UNCONNECTED
-    told = Readiness(ready=all(told == "ok" for told in checks.values()), checks=dict(checks))
-    return JSONResponse(told.model_dump(), status_code=200 if told.ready else 503)
+    check = Readiness(ready=all(check == "ok" for check in checks.values()), checks=dict(checks))
+    return JSONResponse(check.model_dump(), status_code=200 if check.ready else 503)
 
 
 @router.get(

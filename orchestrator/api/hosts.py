@@ -74,10 +74,10 @@ async def drain_host(host: str, drain: Drain, caller: OperatorCaller) -> Page[Ho
     app_state = caller.app_state
     hosts = HostStore(app_state.parts.pool.redis, app_state.settings.deployment)
     try:
-        found = [report for report in find_workers(await hosts.read(), host) if report.worker]
+        reports = [report for report in find_workers(await hosts.read(), host) if report.worker]
     except ConfigError as error:
         raise ApiProblem(ApiCode.NOT_FOUND, str(error)) from error
-    for report in found:
+    for report in reports:
         await order_drain(
             hosts, report, app_state.settings.broker().signing_keys(), lossy=drain.lossy, actor=caller.identity.actor()
         )

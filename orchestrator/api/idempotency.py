@@ -83,12 +83,14 @@ class Idempotency:
             self._app_state.parts.pool.redis, self._app_state.settings.deployment, self._app_state.parts.pool.keys
         )
         claim = slots.name(identity.key_id, name, digest, secrets.token_hex(8))
-        kept = await self._claim(slots, claim)
-        if kept is not None:
-            await _replay(kept, digest, send)
+        record = await self._claim(slots, claim)
+        if record is not None:
+            await _replay(record, digest, send)
             return
         answer = _Answer(
-            scope, send, lambda told: self._settle(slots, claim, told.record(digest) if told.is_kept else None)
+            scope,
+            send,
+            lambda ended: self._settle(slots, claim, ended.record(digest) if ended.is_kept else None),
         )
         try:
             await self._app(scope, _given(body, receive), answer.send)
@@ -163,36 +165,36 @@ class _Answer:
         if (b"cache-control", b"no-store") in self._headers:
             # The response contains a secret that is shown only once, so the secret is not written to Redis.
             return json.dumps({"digest": digest, "told_once": True})
-        kept = [
+        headers = [
             (name.decode("latin-1"), value.decode("latin-1"))
             for name, value in self._headers
             if name in (b"content-type", b"location")
         ]
         body = base64.b64encode(self._body).decode()
-        return json.dumps({"digest": digest, "status": self._status, "headers": kept, "body": body})
+        return json.dumps({"digest": digest, "status": self._status, "headers": headers, "body": body})
 
 
-async def _replay(kept: dict[str, Any], digest: str, send: Send) -> None:
-    if kept["digest"] != digest:
+async def _replay(record: dict[str, Any], digest: str, send: Send) -> None:
+    if record["digest"] != digest:
         raise ApiProblem(
             ApiCode.IDEMPOTENCY_MISMATCH,
             "this Idempotency-Key was sent with another request: make a new key for each request",
         )
-    if kept.get("pending"):
+    if record.get("pending"):
         raise ApiProblem(
             ApiCode.IDEMPOTENCY_IN_PROGRESS,
             "the first request with this Idempotency-Key is still worked: send it again in a moment",
         )
-    if kept.get("told_once"):
+    if record.get("told_once"):
         raise ApiProblem(
             ApiCode.CONFLICT,
             "the first request with this Idempotency-Key was done, and its answer holds a secret, which is told once: "
             "if it did not come, revoke what it made and make another with a new Idempotency-Key",
         )
-    headers = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in kept["headers"]]
-    body = base64.b64decode(kept["body"])
+    headers = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in record["headers"]]
+    body = base64.b64decode(record["body"])
     headers += [(b"idempotent-replayed", b"true"), (b"content-length", str(len(body)).encode())]
-    await send({"type": "http.response.start", "status": kept["status"], "headers": headers})
+    await send({"type": "http.response.start", "status": record["status"], "headers": headers})
     await send({"type": "http.response.body", "body": body})
 
 

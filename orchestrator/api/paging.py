@@ -26,9 +26,9 @@ class Page(BaseModel, Generic[T]):
     next_cursor: str | None = None
 
 
-def encode_cursor(place: str) -> str:
+def encode_cursor(position: str) -> str:
     """Encode a position as an opaque cursor."""
-    return base64.urlsafe_b64encode(place.encode()).decode().rstrip("=")
+    return base64.urlsafe_b64encode(position.encode()).decode().rstrip("=")
 
 
 def decode_cursor(cursor: str | None) -> str | None:
@@ -36,21 +36,21 @@ def decode_cursor(cursor: str | None) -> str | None:
     if cursor is None:
         return None
     try:
-        place = base64.urlsafe_b64decode(cursor.encode() + b"=" * (-len(cursor) % 4)).decode()
+        position = base64.urlsafe_b64decode(cursor.encode() + b"=" * (-len(cursor) % 4)).decode()
     except (binascii.Error, ValueError, UnicodeError):
-        place = ""
-    if not _WORDS.fullmatch(place):
+        position = ""
+    if not _WORDS.fullmatch(position):
         raise ApiProblem(
             ErrorCode.INVALID_ARGUMENTS, "this is no cursor of ours: give `next_cursor` as it came, or none to begin"
         )
-    return place
+    return position
 
 
 def page_of(items: list[T], cursor: str | None, limit: int) -> Page[T]:
     """Return a page of a list that is completely in memory. Its cursors are indexes."""
-    place = decode_cursor(cursor) or "0"
-    if not place.isascii() or not place.isdigit() or len(place) > 9:
+    position = decode_cursor(cursor) or "0"
+    if not position.isascii() or not position.isdigit() or len(position) > 9:
         raise ApiProblem(ErrorCode.INVALID_ARGUMENTS, "this is a cursor of another list: give the one of this list")
-    start = int(place)
+    start = int(position)
     more = start + limit < len(items)
     return Page(data=items[start : start + limit], next_cursor=encode_cursor(str(start + limit)) if more else None)

@@ -53,12 +53,12 @@ def install(app: FastAPI, routers: Sequence[APIRouter]) -> None:
         # The response does not repeat the input, because the input may contain secrets and any data.
         parts = [
             {
-                "loc": [replace_surrogates(str(part))[:100] for part in one["loc"]],
-                "msg": replace_surrogates(one["msg"])[:300],
+                "loc": [replace_surrogates(str(part))[:100] for part in item["loc"]],
+                "msg": replace_surrogates(item["msg"])[:300],
             }
-            for one in error.errors()[:20]
+            for item in error.errors()[:20]
         ]
-        is_unreadable = any(one["type"] == "json_invalid" for one in error.errors())
+        is_unreadable = any(item["type"] == "json_invalid" for item in error.errors())
         first = parts[0] if parts else {"loc": [], "msg": "it cannot be read"}
         detail = f"{'.'.join(first['loc'])}: {first['msg']}; see /openapi.json for what is expected"
         code = ApiCode.MALFORMED_REQUEST if is_unreadable else ErrorCode.INVALID_ARGUMENTS

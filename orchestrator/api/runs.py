@@ -152,7 +152,7 @@ class Transcript(BaseModel):
 
 @router.post("", status_code=202, responses=responses(404))
 async def start_run(
-    wanted: NewRun,
+    body: NewRun,
     caller: AnyCaller,
     response: Response,
     idempotency_key: Annotated[str | None, Header(max_length=255)] = None,
@@ -160,20 +160,20 @@ async def start_run(
     """Queue a run. An orchestrator starts the run within a moment. Another orchestrator continues the run if the first
     dies.
     """
-    word = (
+    run_id = (
         hashlib.sha256(f"{caller.identity.key_id}\0{idempotency_key}".encode()).hexdigest()[:32]
         if idempotency_key
         else None
     )
-    await _check_upload(wanted.workspace, caller)
+    await _check_upload(body.workspace, caller)
     run = await hosted(caller).start(
         caller.tenant,
-        wanted.body(),
-        wanted.ground(),
-        word=word,
-        metadata=wanted.metadata,
-        priority=wanted.priority,
-        webhook=wanted.webhook,
+        body.body(),
+        body.ground(),
+        word=run_id,
+        metadata=body.metadata,
+        priority=body.priority,
+        webhook=body.webhook,
     )
     response.headers["Location"] = f"/v1/runs/{run.id}"
     return view_run(run)

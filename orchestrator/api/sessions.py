@@ -22,15 +22,15 @@ PIECE_BYTES = 256 * 1024
 class FileAnswer(Response):
     """Response with the content of a file.
 
-    `held`: the resources to release after the file is sent or the client disconnects.
+    `stack`: the resources to release after the file is sent or the client disconnects.
     """
 
     media_type = "application/octet-stream"
 
-    def __init__(self, data: bytes, headers: Mapping[str, str], held: AsyncExitStack) -> None:
+    def __init__(self, data: bytes, headers: Mapping[str, str], stack: AsyncExitStack) -> None:
         super().__init__(headers={**headers, "Content-Length": str(len(data))})
         self._data = memoryview(data)
-        self._held = held
+        self._held = stack
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with self._held:
@@ -126,12 +126,12 @@ class Written(BaseModel):
 
 
 @router.post("", status_code=201)
-async def open_session(wanted: NewSession, caller: AnyCaller, response: Response) -> SessionView:
+async def open_session(body: NewSession, caller: AnyCaller, response: Response) -> SessionView:
     """Open a session with its own sandbox. The session ends when it is deleted, or after `ttl_s` seconds without a
     call.
     """
     session = await caller.client.open_session(
-        image=wanted.image, ttl_s=wanted.ttl_s, network=wanted.network, restore=wanted.restore
+        image=body.image, ttl_s=body.ttl_s, network=body.network, restore=body.restore
     )
     response.headers["Location"] = f"/v1/sessions/{session.id}"
     return view_session(await session.info())
@@ -147,14 +147,14 @@ async def list_sessions(
     """List open sessions, the newest first."""
     if everybody and not caller.is_operator:
         raise ToolFailure(ErrorCode.PERMISSION_DENIED, "`everybody` is for operators: leave it out")
-    found = await caller.client.sessions(
+    page = await caller.client.sessions(
         tenant=None if everybody else caller.tenant, cursor=decode_cursor(cursor), limit=limit
     )
     rows = [
-        SessionRow.model_validate({name: one.to_json()[name] for name in SessionRow.model_fields})
-        for one in found.sessions
+        SessionRow.model_validate({name: session.to_json()[name] for name in SessionRow.model_fields})
+        for session in page.sessions
     ]
-    return Page(data=rows, next_cursor=encode_cursor(found.cursor) if found.cursor else None)
+    return Page(data=rows, next_cursor=encode_cursor(page.cursor) if page.cursor else None)
 
 
 @router.get("/{session_id}", responses=responses(404))
@@ -174,8 +174,14 @@ async def close_session(session_id: SessionId, caller: AnyCaller) -> None:
 @router.post("/{session_id}/checkpoints", status_code=201, responses=responses(404))
 async def checkpoint_session(session_id: SessionId, caller: AnyCaller) -> CheckpointView:
     """Store a checkpoint of the session's files and shell. New sessions can start from the checkpoint."""
-    kept = await (await caller.client.session(session_id)).checkpoint()
-    return CheckpointView(id=kept.id, bytes=kept.bytes, sha256=kept.sha256, skipped=kept.skipped, torn=kept.torn)
+    checkpoint = await (await caller.client.session(session_id)).checkpoint()
+    return CheckpointView(
+        id=checkpoint.id,
+        bytes=checkpoint.bytes,
+        sha256=checkpoint.sha256,
+        skipped=checkpoint.skipped,
+        torn=checkpoint.torn,
+    )
 
 
 @router.get(
@@ -192,12 +198,12 @@ async def read_file(session_id: SessionId, path: FilePath, caller: AnyCaller) ->
         "X-Content-Type-Options": "nosniff",
         "Cache-Control": "no-store",
     }
-    async with AsyncExitStack() as held:
-        await held.enter_async_context(caller.app_state.files.turn(caller.identity.key_id))
+    async with AsyncExitStack() as stack:
+        await stack.enter_async_context(caller.app_state.files.turn(caller.identity.key_id))
         session = await _with_path(caller, session_id, path)
         # The response owns the turn from here. The turn ends when the client has received the file, not when this
         # function returns.
-        return FileAnswer(await session.read_file(path), headers, held.pop_all())
+        return FileAnswer(await session.read_file(path), headers, stack.pop_all())
 
 
 @router.put(

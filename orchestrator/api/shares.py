@@ -78,26 +78,26 @@ class _Counted(AsyncIterator[ServerEvent]):
 
 
 class Turns:
-    """Limits each key to `most` concurrent operations. Further operations wait."""
+    """Limits each key to `limit` concurrent operations. Further operations wait."""
 
-    def __init__(self, most: int) -> None:
-        self._most = most
-        self._places: dict[str, tuple[asyncio.Semaphore, int]] = {}
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._semaphores: dict[str, tuple[asyncio.Semaphore, int]] = {}
 
     @asynccontextmanager
     async def turn(self, key: str) -> AsyncIterator[None]:
-        """Run the block when fewer than `most` operations of the key run."""
+        """Run the block when fewer than `limit` operations of the key run."""
         # The user count removes the semaphore of a key after its last use. Otherwise the dict would grow with every
         # key.
-        place, users = self._places.get(key, (asyncio.Semaphore(self._most), 0))
-        self._places[key] = (place, users + 1)
+        semaphore, users = self._semaphores.get(key, (asyncio.Semaphore(self._limit), 0))
+        self._semaphores[key] = (semaphore, users + 1)
         try:
-            async with place:
+            async with semaphore:
                 yield
         finally:
-            place, users = self._places.pop(key)
+            semaphore, users = self._semaphores.pop(key)
             if users > 1:
-                self._places[key] = (place, users - 1)
+                self._semaphores[key] = (semaphore, users - 1)
 
 
 class FairTurn:

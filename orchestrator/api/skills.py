@@ -71,20 +71,20 @@ async def install_skill(
     replace: Annotated[bool, Query(description="In place of the tenant's skill of that name.")] = False,
 ) -> SkillView:
     """Install a skill for the tenant: its folder as a .zip file of at most 16 MiB. New runs can use the skill."""
-    desk = await caller.client.own_skills()
+    installer = await caller.client.own_skills()
     async with caller.app_state.files.turn(caller.identity.key_id):
         data = await request.body()
         async with caller.app_state.examining.turn(caller.tenant):
             with tempfile.TemporaryDirectory(prefix="toolcrew-skill-") as folder:
                 packed = Path(folder) / "skill.zip"
                 await asyncio.to_thread(packed.write_bytes, data)
-                skill = await _installed(desk, packed, replace=replace)
+                skill = await _installed(installer, packed, replace=replace)
     return view_skill(skill, await caller.client.offer())
 
 
-async def _installed(desk: SkillInstaller, packed: Path, *, replace: bool) -> SkillSummary:
+async def _installed(installer: SkillInstaller, packed: Path, *, replace: bool) -> SkillSummary:
     try:
-        return (await desk.install(packed, replace=replace)).skill
+        return (await installer.install(packed, replace=replace)).skill
     except SkillBroken as broken:
         raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, f"the skill was not installed: {broken}") from None
 

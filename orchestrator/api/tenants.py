@@ -91,28 +91,28 @@ async def list_tenants(caller: OperatorCaller, cursor: Cursor = None, limit: Lim
 
     While no tenant is registered, every tenant name is served with the default policy.
     """
-    found = {DEFAULT_TENANT: TenantPolicy(), **await caller.app_state.parts.pool.tenants.all()}
-    return page_of([_view(name, policy) for name, policy in found.items()], cursor, limit)
+    policies = {DEFAULT_TENANT: TenantPolicy(), **await caller.app_state.parts.pool.tenants.all()}
+    return page_of([_view(name, policy) for name, policy in policies.items()], cursor, limit)
 
 
 @router.post("", status_code=201, responses=responses(409))
-async def add_tenant(wanted: NewTenant, caller: AdminCaller) -> TenantView:
+async def add_tenant(body: NewTenant, caller: AdminCaller) -> TenantView:
     """Register a tenant.
 
     After the first registration, only registered tenants and the default tenant are served.
     """
-    await _check_tools(caller, wanted.name, wanted.policy)
-    await caller.tenants.add(wanted.name, wanted.policy)
-    return _view(wanted.name, wanted.policy)
+    await _check_tools(caller, body.name, body.policy)
+    await caller.tenants.add(body.name, body.policy)
+    return _view(body.name, body.policy)
 
 
 @router.get("/{name}", responses=responses(404))
 async def get_tenant(name: Name, caller: OperatorCaller) -> TenantView:
     """Return one tenant with its policy."""
-    found = {DEFAULT_TENANT: TenantPolicy(), **await caller.app_state.parts.pool.tenants.all()}
-    if name not in found:
+    policies = {DEFAULT_TENANT: TenantPolicy(), **await caller.app_state.parts.pool.tenants.all()}
+    if name not in policies:
         raise ToolFailure(ErrorCode.UNKNOWN_TENANT, f"there is no tenant {name}: GET /v1/tenants lists them")
-    return _view(name, found[name])
+    return _view(name, policies[name])
 
 
 @router.put("/{name}", responses=responses(404))
@@ -133,9 +133,9 @@ async def remove_tenant(name: Name, caller: AdminCaller) -> Removed:
 
 
 @router.post("/{name}/pause", responses=responses(404))
-async def pause_tenant(name: Name, wanted: Pause, caller: OperatorCaller) -> TenantView:
+async def pause_tenant(name: Name, body: Pause, caller: OperatorCaller) -> TenantView:
     """Pause a tenant: no call and no run starts, within 2 seconds. Running calls continue to their end."""
-    return _view(name, await caller.tenants.pause(name, wanted.reason))
+    return _view(name, await caller.tenants.pause(name, body.reason))
 
 
 @router.post("/{name}/resume", responses=responses(404))
@@ -147,19 +147,19 @@ async def resume_tenant(name: Name, caller: OperatorCaller) -> TenantView:
 @router.get("/{name}/keys", responses=responses(404))
 async def list_keys(name: Name, caller: AdminCaller, cursor: Cursor = None, limit: Limit = 100) -> Page[KeyView]:
     """List the tenant's API keys, the oldest first."""
-    found = await caller.app_state.parts.keys.all()
+    keys = await caller.app_state.parts.keys.all()
     mine = [
         _key_view(key_id, key)
-        for key_id, key in found.items()
+        for key_id, key in keys.items()
         if not isinstance(key, ConfigError) and key.tenant == name
     ]
     return page_of(mine, cursor, limit)
 
 
 @router.post("/{name}/keys", status_code=201, responses=responses(404))
-async def add_key(name: Name, wanted: NewKeyRequest, caller: AdminCaller, response: Response) -> CreatedKey:
+async def add_key(name: Name, body: NewKeyRequest, caller: AdminCaller, response: Response) -> CreatedKey:
     """Create an API key. Only this response contains the key."""
-    made = await caller.keys.add(name, wanted.role, name=wanted.name, ttl_s=wanted.ttl_s)
+    made = await caller.keys.add(name, body.role, name=body.name, ttl_s=body.ttl_s)
     response.headers["Cache-Control"] = "no-store"
     return CreatedKey(id=made.id, key=made.text, info=_key_view(made.id, made.record))
 
@@ -167,9 +167,9 @@ async def add_key(name: Name, wanted: NewKeyRequest, caller: AdminCaller, respon
 @router.delete("/{name}/keys/{key_id}", status_code=204, responses=responses(404))
 async def revoke_key(name: Name, key_id: Annotated[str, Path(pattern=r"^[0-9a-f]{16}$")], caller: AdminCaller) -> None:
     """Revoke an API key. All processes reject the key within 2 seconds."""
-    known = (await caller.keys.all()).get(key_id)
+    key = (await caller.keys.all()).get(key_id)
     # The tenant of an unreadable key is unknown, so any tenant's address can revoke the key.
-    is_here = known is not None and (isinstance(known, ConfigError) or known.tenant == name)
+    is_here = key is not None and (isinstance(key, ConfigError) or key.tenant == name)
     if not is_here or not await caller.keys.revoke(key_id):
         raise ApiProblem(
             ApiCode.NOT_FOUND, f"tenant {name} has no API key {key_id}: GET /v1/tenants/{name}/keys lists them"

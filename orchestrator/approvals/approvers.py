@@ -46,8 +46,8 @@ class ApprovalRequest:
     @property
     def command(self) -> str | None:
         """Return the shell command of the call, or None when its tool takes no command."""
-        given = self.call.arguments.get(self.spec.command_parameter) if self.spec.command_parameter else None
-        return given if isinstance(given, str) else None
+        command = self.call.arguments.get(self.spec.command_parameter) if self.spec.command_parameter else None
+        return command if isinstance(command, str) else None
 
 
 class Approver(Protocol):

@@ -107,12 +107,12 @@ class QueueApprover:
         while self._waiting:
             await asyncio.sleep(max(POLL_S, LOOK_COST_S * len(self._waiting)))
             try:
-                found = await self._queue.answers(list(self._waiting))
+                answers = await self._queue.answers(list(self._waiting))
             except BrokerUnavailable as error:
                 log.warning("answers_awaited", waiting=len(self._waiting), error=str(error))
                 await asyncio.sleep(AGAIN_S)
                 continue
-            for id_, answer in found.items():
+            for id_, answer in answers.items():
                 for future in self._waiting.pop(id_, set()):
                     _settle(future, answer)
 

@@ -89,16 +89,16 @@ async def review(
     of these cases raises an exception.
     """
     try:
-        given = _seal(call, tenant, session)
-        asked = await _prepare(call, spec, call.arguments, checks)
-        verdict = await _judge(policy, tenant, spec, asked)
+        digest = _seal(call, tenant, session)
+        prepared = await _prepare(call, spec, call.arguments, checks)
+        verdict = await _judge(policy, tenant, spec, prepared)
         if verdict.action == "deny":
             raise _denied(verdict)
         if verdict.action == "allow":
-            return asked
-        approval = Approval(digest_call(asked, tenant, session), clock() + ttl_s)
+            return prepared
+        approval = Approval(digest_call(prepared, tenant, session), clock() + ttl_s)
         # The approver receives a copy. Approver code must not be able to change the call that runs.
-        shown = asked.model_copy(deep=True)
+        shown = prepared.model_copy(deep=True)
         request = ApprovalRequest(
             shown, spec, tenant, session, approval.digest, verdict.reason, verdict.warning, approval.expires_at, run
         )
@@ -109,11 +109,11 @@ async def review(
             raise ToolFailure(ErrorCode.PERMISSION_DENIED, decision.reason or "it was refused")
         # The approver or the caller may have changed its copy of the call during the question. Either change makes the
         # approval invalid, because the person decided about different arguments.
-        is_same = _seal(call, tenant, session) == given and decision.digest in ("", approval.digest)
+        is_same = _seal(call, tenant, session) == digest and decision.digest in ("", approval.digest)
         approval.redeem(_seal(shown, tenant, session) if is_same else "", clock())
         if decision.arguments is None:
-            return asked
-        changed = await _prepare(asked, spec, decision.arguments, checks)
+            return prepared
+        changed = await _prepare(prepared, spec, decision.arguments, checks)
         return await _change(changed, spec, policy, tenant)
     except ToolFailure as failure:
         return _failed(call, failure)
@@ -133,13 +133,13 @@ def _replace_arguments(call: ToolCall, spec: ToolSpec, arguments: Mapping[str, A
     try:
         return ToolCall(id=call.id, name=call.name, arguments=json.loads(canonical_json(prepared)))
     except (ValueError, TypeError, RecursionError) as error:
-        told = (
+        reason = (
             error.errors(include_url=False, include_input=False)[0]["msg"]
             if isinstance(error, ValidationError)
             else str(error)
         )
         raise ToolFailure(
-            ErrorCode.INVALID_ARGUMENTS, f"{spec.name}: the arguments are no plain JSON: {told}"
+            ErrorCode.INVALID_ARGUMENTS, f"{spec.name}: the arguments are no plain JSON: {reason}"
         ) from error
 
 
@@ -231,5 +231,5 @@ def _denied(verdict: Verdict) -> ToolFailure:
 def _failed(call: ToolCall, failure: ToolFailure) -> ToolResult:
     is_invalid = failure.code is ErrorCode.INVALID_ARGUMENTS
     sentence = failure.message if is_invalid else f"{call.name} was not run: {failure.message}"
-    told = {} if is_invalid else {"was_refused": True}
-    return ToolResult.failed(call, failure.code, sentence, metadata={**failure.metadata, **told})
+    fields = {} if is_invalid else {"was_refused": True}
+    return ToolResult.failed(call, failure.code, sentence, metadata={**failure.metadata, **fields})

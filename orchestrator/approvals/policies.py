@@ -55,8 +55,8 @@ class Rule:
         for name in ("tool", "tenant"):
             if not isinstance(value := getattr(self, name), str) or not value:
                 raise ConfigError(f'{name} is {value!r}: write a name, or a pattern such as "*"')
-        words = self.argv_prefix
-        if not isinstance(words, tuple) or not all(isinstance(word, str) and word for word in words):
+        prefix = self.argv_prefix
+        if not isinstance(prefix, tuple) or not all(isinstance(word, str) and word for word in prefix):
             raise ConfigError('argv_prefix must be a list of words, such as ["git", "push"]')
 
     def is_about(self, tenant: str, tool: str) -> bool:
@@ -169,10 +169,10 @@ def _parse_rule(path: Path, number: int, data: Any) -> Rule:
     where = f"{path}: rule {number}"
     if not isinstance(data, dict):
         raise ConfigError(f"{where}: a rule is a table with an action")
-    known = ("action", "tool", "tenant", "argv_prefix")
-    unknown = sorted(set(data) - set(known))
+    fields = ("action", "tool", "tenant", "argv_prefix")
+    unknown = sorted(set(data) - set(fields))
     if unknown:
-        raise ConfigError(f"{where}: unknown field '{unknown[0]}'; a rule has {', '.join(known)}")
+        raise ConfigError(f"{where}: unknown field '{unknown[0]}'; a rule has {', '.join(fields)}")
     if "action" not in data:
         raise ConfigError(f"{where}: action is missing: write deny, ask or allow")
     prefix = data.get("argv_prefix", [])
@@ -197,8 +197,8 @@ def _denied(rule: Rule, subject: str, warning: str) -> Verdict:
 
 
 def _say_asked(name: str, used: str) -> str:
-    wanted = "a rule of the policy wants it approved"
-    return wanted if used == name else f"{wanted}: it would run a program as {used} does"
+    reason = "a rule of the policy wants it approved"
+    return reason if used == name else f"{reason}: it would run a program as {used} does"
 
 
 def _folder(spec: ToolSpec, arguments: Mapping[str, Any]) -> str:
@@ -206,9 +206,9 @@ def _folder(spec: ToolSpec, arguments: Mapping[str, Any]) -> str:
 
     Without a sandbox the start folder is unknown, and the result is "" or the given folder.
     """
-    given = arguments.get("cwd")
+    folder = arguments.get("cwd")
     start = WORKSPACE if spec.pool == "sandbox" else ""
-    return posixpath.normpath(posixpath.join(start, given)) if isinstance(given, str) else start
+    return posixpath.normpath(posixpath.join(start, folder)) if isinstance(folder, str) else start
 
 
 def _is_allowed(rules: list[Rule], script: Script | None) -> bool:
@@ -234,5 +234,5 @@ def _is_within(command: Command, prefixes: list[tuple[str, ...]]) -> bool:
 
 
 def _begins(words: Sequence[Word], prefix: tuple[str, ...]) -> bool:
-    known = [word.text for word in words[: len(prefix)] if not (word.is_expanded or word.is_pattern)]
-    return tuple(known) == prefix
+    plain = [word.text for word in words[: len(prefix)] if not (word.is_expanded or word.is_pattern)]
+    return tuple(plain) == prefix

@@ -39,16 +39,16 @@ class RateLimiter:
     def take(self, key: str) -> None:
         """Count one request of a key. Raises ApiProblem with Retry-After when the key exceeds its rate."""
         now = self._clock()
-        left, at = self._left.pop(key, (float(self._burst), now))
-        left = min(float(self._burst), left + (now - at) * self._per_s)
-        is_over = left < 1.0
+        tokens, at = self._left.pop(key, (float(self._burst), now))
+        tokens = min(float(self._burst), tokens + (now - at) * self._per_s)
+        is_over = tokens < 1.0
         # Insertion at the end keeps the dict in order of last use. The key that was used longest ago is dropped first.
         # A dropped key loses nothing, because its burst is full again.
-        self._left[key] = (left if is_over else left - 1.0, now)
+        self._left[key] = (tokens if is_over else tokens - 1.0, now)
         while len(self._left) > MAX_KEYS:
             del self._left[next(iter(self._left))]
         if is_over:
-            wait_s = max(1, round((1.0 - left) / self._per_s + 0.5))
+            wait_s = max(1, round((1.0 - tokens) / self._per_s + 0.5))
             raise ApiProblem(
                 ApiCode.TOO_MANY_REQUESTS,
                 f"more than {self._per_s:g} requests a second with this key: come again in {wait_s} s, or have the "
@@ -143,8 +143,8 @@ class AppState:
         `key`: the id of the request's API key. Requests with the same key share one client.
         """
         pool = self.parts.pool
-        kept = self._clients.pop((tenant, key), None) if key is not None else None
-        client = kept or ToolClient(self.settings, pool, tenant, self._approver, self._policy, credential)
+        cached = self._clients.pop((tenant, key), None) if key is not None else None
+        client = cached or ToolClient(self.settings, pool, tenant, self._approver, self._policy, credential)
         if key is not None:
             # Insertion at the end keeps the dict in order of last use. The client that was used longest ago is
             # dropped.
@@ -201,7 +201,7 @@ class AppState:
     async def _connected(self, stack: AsyncExitStack, is_over: asyncio.Event) -> ConnectedParts | None:
         """Connect to the pool and return the parts, or None when the service stops before a connection."""
         settings = self.settings
-        told = ""
+        logged = ""
         while not is_over.is_set():
             try:
                 opening = open_pool(
@@ -211,9 +211,9 @@ class AppState:
                 return self._built(pool)
             except (BrokerUnavailable, ConfigError) as error:
                 self._problem = _first_sentence(error)
-                if str(error) != told:
-                    told = str(error)
-                    log.warning("pool_not_there", error=told)
+                if str(error) != logged:
+                    logged = str(error)
+                    log.warning("pool_not_there", error=logged)
             with suppress(TimeoutError):
                 async with asyncio.timeout(AGAIN_S):
                     await is_over.wait()

@@ -34,9 +34,9 @@ async def identify(app_state: AppState, scope: Scope) -> Identity:
     The first call for a request counts the request towards the rate of the key. Raises ToolFailure(UNAUTHENTICATED),
     BrokerUnavailable, and ApiProblem for a missing key or too many requests.
     """
-    known = scope.get(_IDENTITY)
-    if isinstance(known, Identity):
-        return known
+    identity = scope.get(_IDENTITY)
+    if isinstance(identity, Identity):
+        return identity
     # The scope stores the result, so that the middleware and the route authenticate and count the request only once.
     identity = await app_state.parts.keys.authenticate(read_bearer_key(scope))
     app_state.rates.take(identity.key_id)

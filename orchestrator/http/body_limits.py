@@ -60,7 +60,7 @@ class BodyLimit(NamedTuple):
 
     method: str
     path: str
-    most: int
+    max_bytes: int
     is_streamed: bool = False
 
 
@@ -81,8 +81,8 @@ class BodyLimits:
             return
         limit = self._limit(scope)
         length = _content_length(scope) or 0
-        if length > limit.most:
-            await refuse(_too_large(limit.most), receive, send)
+        if length > limit.max_bytes:
+            await refuse(_too_large(limit.max_bytes), receive, send)
             return
         body = _Body(scope, receive, limit, self._held, length)
         has_begun = False
@@ -121,8 +121,8 @@ class HeldBodies:
         """Reserve `count` more bytes for a body that already has `already` bytes. Return the refusal when a limit is
         reached.
         """
-        others = self._of[owner] - already
-        if others and self._of[owner] + count > TENANT_BYTES:
+        other_bytes = self._of[owner] - already
+        if other_bytes and self._of[owner] + count > TENANT_BYTES:
             return _too_many_of_owner()
         if self.total + count > HELD_BYTES:
             return _too_many()
@@ -141,13 +141,15 @@ class HeldBodies:
 class _Body:
     """Counts the bytes of one body. `refusal`: the response when the body is too large or too slow."""
 
-    def __init__(self, scope: Scope, receive: Receive, limit: BodyLimit, held: HeldBodies, length: int) -> None:
+    def __init__(
+        self, scope: Scope, receive: Receive, limit: BodyLimit, reserved_bodies: HeldBodies, length: int
+    ) -> None:
         """Store the limit of the body. `length`: Content-Length of the request, or 0 without the header."""
         self._scope, self._receive = scope, receive
-        self._most, self._length, self._is_streamed = limit.most, length, limit.is_streamed
-        is_json = self._most == JSON_BYTES and b"json" in (find_header(scope, b"content-type") or b"json")
+        self._max_bytes, self._length, self._is_streamed = limit.max_bytes, length, limit.is_streamed
+        is_json = self._max_bytes == JSON_BYTES and b"json" in (find_header(scope, b"content-type") or b"json")
         self._json = bytearray() if is_json else None
-        self._held = held
+        self._held = reserved_bodies
         self._owner = ""
         self._count, self._reserved = 0, 0
         self._is_whole = False
@@ -163,7 +165,7 @@ class _Body:
         if not self._count:
             # The application checks the key or login before it reads the body, so the owner, if any, is known here.
             self._owner = self._scope.get(BODY_OWNER, "")
-            self._most = self._most if self._owner else min(self._most, LOGIN_BYTES)
+            self._max_bytes = self._max_bytes if self._owner else min(self._max_bytes, LOGIN_BYTES)
             # The declared length is reserved before the first byte. Otherwise many uploads could start at the same
             # time and exhaust the memory together.
             if (refusal := self._reserve(self._length)) is not None:
@@ -177,8 +179,8 @@ class _Body:
             return message
         self._count += len(message.get("body", b""))
         self._is_whole = not message.get("more_body", False)
-        if self._count > self._most:
-            return self._refuse(_too_large(self._most))
+        if self._count > self._max_bytes:
+            return self._refuse(_too_large(self._max_bytes))
         if (refusal := self._reserve(self._count)) is not None:
             return self._refuse(refusal)
         took_s = asyncio.get_running_loop().time() - self._began_at
@@ -186,17 +188,17 @@ class _Body:
             return self._refuse(_too_slow())
         return message if self._json is None else self._hold_back(self._json, message)
 
-    def _hold_back(self, held: bytearray, message: Message) -> Message:
+    def _hold_back(self, body: bytearray, message: Message) -> Message:
         """Return the message without its bytes, or with all bytes of the body in the last message.
 
         The JSON parser therefore never sees a body with too many values.
         """
-        held += message.get("body", b"")
+        body += message.get("body", b"")
         if not self._is_whole:
             return {**message, "body": b""}
-        if has_more_values_in_text(held.decode(errors="replace"), JSON_VALUES):
+        if has_more_values_in_text(body.decode(errors="replace"), JSON_VALUES):
             return self._refuse(_too_many_values())
-        return {**message, "body": bytes(held)}
+        return {**message, "body": bytes(body)}
 
     def _reserve(self, count: int) -> Response | None:
         """Reserve memory for `count` bytes of the body. Return the refusal when a limit is reached.
@@ -245,8 +247,8 @@ async def _throw_away(receive: Receive) -> None:
         count += len(message.get("body", b""))
 
 
-def _too_large(most: int) -> Response:
-    detail = f"at most {most} bytes can be sent here: send less, or large content in parts"
+def _too_large(limit: int) -> Response:
+    detail = f"at most {limit} bytes can be sent here: send less, or large content in parts"
     return build_response(ApiCode.BODY_TOO_LARGE, detail, headers={"Connection": "close"})
 
 
@@ -276,9 +278,9 @@ def _too_slow() -> Response:
     return build_response(ApiCode.TOO_SLOW, detail, headers={"Connection": "close"})
 
 
-def find_header(scope: Scope, wanted: bytes) -> bytes | None:
-    """Return the first header with the name `wanted`, which is in lower case."""
-    return next((value for name, value in scope["headers"] if name == wanted), None)
+def find_header(scope: Scope, header: bytes) -> bytes | None:
+    """Return the first header with the name `header`, which is in lower case."""
+    return next((value for name, value in scope["headers"] if name == header), None)
 
 
 def _content_length(scope: Scope) -> int | None:

@@ -118,12 +118,12 @@ def build_response(
     problem = Problem(
         title=HTTPStatus(status).phrase, status=status, code=code.value, detail=replace_surrogates(shown), **fields
     )
-    told = dict(headers or {})
+    all_headers = dict(headers or {})
     if status == 401:
-        told.setdefault("WWW-Authenticate", 'Bearer realm="toolcrew"')
+        all_headers.setdefault("WWW-Authenticate", 'Bearer realm="toolcrew"')
     if status in (429, 503):
-        told.setdefault("Retry-After", str(RETRY_AFTER_S))
-    return JSONResponse(problem.model_dump(), status_code=status, media_type=MEDIA_TYPE, headers=told)
+        all_headers.setdefault("Retry-After", str(RETRY_AFTER_S))
+    return JSONResponse(problem.model_dump(), status_code=status, media_type=MEDIA_TYPE, headers=all_headers)
 
 
 def response_to(

@@ -130,8 +130,12 @@ class PatientProtocol(H11Protocol):
 
     def _make_room(self) -> None:
         # Only connections without a running request are closed. If all others are busy, the new connection is closed.
-        idle = [one for one in self.connections if isinstance(one, PatientProtocol) and one._is_idle]
-        min(idle, key=lambda one: one._idle_since, default=self).transport.abort()
+        idle = [
+            connection
+            for connection in self.connections
+            if isinstance(connection, PatientProtocol) and connection._is_idle
+        ]
+        min(idle, key=lambda connection: connection._idle_since, default=self).transport.abort()
 
     def _wait(self) -> None:
         self._waiting = self.loop.call_later(HEAD_WITHIN_S, self.transport.abort)

@@ -30,22 +30,22 @@ class Replay(Protocol):
 
 
 class RunMeter:
-    """Meter of one run. `book`: the journal of a durable run, whose replayed events are already counted; None: the
+    """Meter of one run. `replay`: the journal of a durable run, whose replayed events are already counted; None: the
     run is not durable.
     """
 
-    def __init__(self, counts: Counts, calls: CallMeter, tell: OnEvent, book: Replay | None) -> None:
+    def __init__(self, counts: Counts, calls: CallMeter, on_event: OnEvent, replay: Replay | None) -> None:
         self._counts = counts
         self._calls = calls
-        self._tell = tell
-        self._book = book
+        self._on_event = on_event
+        self._replay = replay
         self._model = ""
         self._steps = 0
         self._sent: set[str] = set()
 
     def on_event(self, event: RunEvent) -> None:
         self._count(event)
-        self._tell(event)
+        self._on_event(event)
 
     def _count(self, event: RunEvent) -> None:
         counts = self._counts
@@ -70,12 +70,12 @@ class RunMeter:
                 )
             case RunFinished():
                 self._count_end(event.stop_reason)
-            case RunAborted() if self._book is None:
+            case RunAborted() if self._replay is None:
                 # A durable run continues in another process.
                 self._count_end("aborted")
 
     def _is_replay(self) -> bool:
-        return self._book is not None and self._book.is_catching_up
+        return self._replay is not None and self._replay.is_catching_up
 
     def _count_finished(self, event: CallFinished) -> None:
         """Count a finished call that no worker got. The dispatcher has counted the others."""

@@ -45,11 +45,11 @@ class Tally:
         except (BrokerUnavailable, TimeoutError) as error:
             log.warning("metrics_lost", error=str(error) or type(error).__name__)
 
-    def watch_run(self, tell: OnEvent, book: Replay | None) -> OnEvent:
-        """Return a listener that counts the events of a run and passes them to `tell`. `book`: the journal of a
+    def watch_run(self, on_event: OnEvent, replay: Replay | None) -> OnEvent:
+        """Return a listener that counts the events of a run and passes them to `on_event`. `replay`: the journal of a
         durable run.
         """
-        return RunMeter(self.counts, self.calls, tell, book).on_event
+        return RunMeter(self.counts, self.calls, on_event, replay).on_event
 
     async def flush(self) -> None:
         """Send the changed counts. Raises BrokerUnavailable."""

@@ -27,17 +27,17 @@ async def examine_hosts(broker: BrokerSettings, reports: Sequence[HostReport], r
     """Open a session on each sandbox host that serves, run one program in it, and close it. The calls belong to the
     default tenant.
     """
-    able = [one for one in reports if one.kind == "sandbox" and one.state == "serving"]
+    able = [host for host in reports if host.kind == "sandbox" and host.state == "serving"]
     if not able:
         report.note(
             "calls",
             "no sandbox host serves, so no call was made",
             "start one: `toolcrew serve worker` next to a sandboxd",
         )
-    places = asyncio.Semaphore(AT_ONCE)
+    semaphore = asyncio.Semaphore(AT_ONCE)
     # The report has the order of the hosts, no matter which check ends first.
-    for found in await asyncio.gather(*(_check_host(broker, one, places) for one in able)):
-        report.findings += found.findings
+    for result in await asyncio.gather(*(_check_host(broker, host, semaphore) for host in able)):
+        report.findings += result.findings
 
 
 @dataclass(frozen=True)
@@ -50,9 +50,9 @@ class _OnlyHost:
         return [self.only]
 
 
-async def _check_host(broker: BrokerSettings, host: HostReport, places: asyncio.Semaphore) -> Report:
+async def _check_host(broker: BrokerSettings, host: HostReport, semaphore: asyncio.Semaphore) -> Report:
     report, name = Report(), host.host
-    async with places:
+    async with semaphore:
         try:
             async with (
                 asyncio.timeout(HOST_S),
@@ -117,13 +117,13 @@ def judge_clock(name: str, output: bytes, before: float, after: float, report: R
     trusted.
     """
     try:
-        there = float(output[:40])
+        sandbox_time = float(output[:40])
     except ValueError:
         report.note("clock", f"{name}: a sandbox did not print the time", "check the program `date` of its image")
         return
-    off_s = max(before - there, there - after, 0.0)
+    off_s = max(before - sandbox_time, sandbox_time - after, 0.0)
     if not off_s < SKEW_WARNING_S:
-        where = "behind" if there < before else "ahead of"
+        where = "behind" if sandbox_time < before else "ahead of"
         report.note(
             "clock",
             f"{name}: its clock is {off_s:.1f} s {where} Redis's",

@@ -137,7 +137,7 @@ async def _examine_endpoint(settings: OrchestratorSettings, report: Report) -> N
 
 def _names_of(body: bytes) -> set[str]:
     try:
-        return {str(one["id"])[:200] for one in json.loads(body)["data"]}
+        return {str(model["id"])[:200] for model in json.loads(body)["data"]}
     except (ValueError, KeyError, TypeError, RecursionError):
         return set()
 
@@ -173,7 +173,7 @@ async def examine_tracing(settings: OrchestratorSettings, report: Report) -> Non
 
 def _nearest(path: Path) -> Path:
     """Return the folder, or its nearest parent that exists."""
-    return next((one for one in (path, *path.parents) if one.is_dir()), Path("/"))
+    return next((folder for folder in (path, *path.parents) if folder.is_dir()), Path("/"))
 
 
 async def _examine_collector(endpoint: str, report: Report) -> None:

@@ -65,20 +65,20 @@ async def examine_workers(catalog: RedisCatalog, report: Report) -> None:
 
 
 def _judge_workers(reports: Sequence[HostReport], report: Report) -> None:
-    if not any(one.kind == "sandbox" and one.worker for one in reports):
+    if not any(host.kind == "sandbox" and host.worker for host in reports):
         report.note(
             "hosts", "no sandbox host reports, so no session can be opened", f"start one with {STARTED_BY['sandbox']}"
         )
-    for one in reports:
-        problem, remedy = _find_problem(one)
-        name = f"{one.host} ({one.kind}, {one.state})"
+    for host in reports:
+        problem, remedy = _find_problem(host)
+        name = f"{host.host} ({host.kind}, {host.state})"
         if not problem:
-            report.good("hosts", f"{name}: {_size_of(one)}")
-        elif one.release != RELEASE or (not one.healthy and not one.draining):
+            report.good("hosts", f"{name}: {_size_of(host)}")
+        elif host.release != RELEASE or (not host.healthy and not host.draining):
             report.broken("hosts", f"{name}: {problem}", remedy)
         else:
             report.note("hosts", f"{name}: {problem}", remedy)
-    if len({one.images for one in reports if one.kind == "sandbox" and one.worker}) > 1:
+    if len({host.images for host in reports if host.kind == "sandbox" and host.worker}) > 1:
         report.note(
             "hosts",
             "sandbox hosts allow different images: a session that names one has fewer hosts, and may not find another",
@@ -96,54 +96,54 @@ async def _examine_unreadable(hosts: HostStore, report: Report) -> set[str]:
     return unreadable
 
 
-def _find_problem(one: HostReport) -> tuple[str, str]:
+def _find_problem(host: HostReport) -> tuple[str, str]:
     """Return the problem of a worker and its remedy; two empty strings if there is none."""
-    if one.release != RELEASE:
+    if host.release != RELEASE:
         return (
-            f"it runs release {one.release}, and this program runs {RELEASE}",
+            f"it runs release {host.release}, and this program runs {RELEASE}",
             "run the same release everywhere (docs/deploy.md)",
         )
-    if not one.worker:
+    if not host.worker:
         return (
             "it has ended normally, and its next worker has not started yet",
             "start its worker again, or wait until the host is given up",
         )
-    if not one.healthy:
+    if not host.healthy:
         return (
-            one.trouble or "its sandboxd is silent",
-            f"look at sandboxd and its log on {one.host}, and run `toolcrew doctor` there",
+            host.trouble or "its sandboxd is silent",
+            f"look at sandboxd and its log on {host.host}, and run `toolcrew doctor` there",
         )
-    if one.draining:
+    if host.draining:
         return "it takes no new sessions" + (
-            f": {one.trouble}" if one.trouble else ""
+            f": {host.trouble}" if host.trouble else ""
         ), "wait until it has ended, or restart it"
-    if 0 < one.memory_free_bytes < LOW_MEMORY_BYTES:
+    if 0 < host.memory_free_bytes < LOW_MEMORY_BYTES:
         return (
-            f"{one.memory_free_bytes // _MIB} MiB of memory are left",
+            f"{host.memory_free_bytes // _MIB} MiB of memory are left",
             "give it more, or lower TOOLCREW_MAX_SANDBOXES there",
         )
-    if one.kind == "sandbox" and one.disk_free_bytes < LOW_DISK_BYTES:
+    if host.kind == "sandbox" and host.disk_free_bytes < LOW_DISK_BYTES:
         return (
-            f"{one.disk_free_bytes // _MIB} MiB of disk are left for workspaces",
+            f"{host.disk_free_bytes // _MIB} MiB of disk are left for workspaces",
             "free space at TOOLCREW_SANDBOXD_STATE: below TOOLCREW_HOST_FREE_BYTES it takes no sessions",
         )
-    if one.kind == "sandbox" and one.sessions >= one.max_sessions:
+    if host.kind == "sandbox" and host.sessions >= host.max_sessions:
         return (
-            f"all {one.max_sessions} sessions are taken",
+            f"all {host.max_sessions} sessions are taken",
             "add a host, close sessions, or raise TOOLCREW_MAX_SESSIONS there",
         )
-    return one.trouble, f"see the worker's log on {one.host}" if one.trouble else ""
+    return host.trouble, f"see the worker's log on {host.host}" if host.trouble else ""
 
 
-def _size_of(one: HostReport) -> str:
-    parts = [f"release {one.release}", f"{one.busy} calls run, at most {one.slots}"]
-    if one.kind == "sandbox":
+def _size_of(host: HostReport) -> str:
+    parts = [f"release {host.release}", f"{host.busy} calls run, at most {host.slots}"]
+    if host.kind == "sandbox":
         parts += [
-            f"{one.sessions} sessions",
-            f"disk {one.disk_free_bytes // _MIB} MiB free",
-            f"images {', '.join(one.images) or 'none'}",
+            f"{host.sessions} sessions",
+            f"disk {host.disk_free_bytes // _MIB} MiB free",
+            f"images {', '.join(host.images) or 'none'}",
         ]
-    return ", ".join([*parts, f"memory {one.memory_free_bytes // _MIB} MiB free"])
+    return ", ".join([*parts, f"memory {host.memory_free_bytes // _MIB} MiB free"])
 
 
 class _Tools:
@@ -242,7 +242,7 @@ async def _examine_queues(
             f"{lost}: {length} calls of a host that no longer reports",
             "a running orchestrator answers them: start one, or see its log",
         )
-    if not dead and all(found.name != "queues" for found in report.findings):
+    if not dead and all(finding.name != "queues" for finding in report.findings):
         report.good("queues", f"{total} calls are in {len(snapshot.queues)} queues, {snapshot.waiting} wait for a slot")
 
 
@@ -250,8 +250,8 @@ async def _examine_tenants(
     client: RedisClient, deployment: str, keys: SigningKeys, snapshot: Overview, report: Report
 ) -> None:
     policies = await RedisTenants(client, deployment, keys).all()
-    sandboxes = [one for one in snapshot.hosts if one.kind == "sandbox" and one.worker]
-    classes = {name for one in sandboxes for name in one.classes}
+    sandboxes = [host for host in snapshot.hosts if host.kind == "sandbox" and host.worker]
+    classes = {name for host in sandboxes for name in host.classes}
     before = len(report.findings)
     for name, policy in policies.items():
         if isinstance(policy, ConfigError):
@@ -264,7 +264,7 @@ async def _examine_tenants(
                 f"`toolcrew tenants resume {name}`",
             )
         if sandboxes:
-            _judge_policy(name, policy, classes, {image for one in sandboxes for image in one.images}, report)
+            _judge_policy(name, policy, classes, {image for host in sandboxes for image in host.images}, report)
     registered = [name for name in policies if name != DEFAULT_TENANT]
     if not registered:
         report.good("tenants", "no tenant is registered: every name is served like the default tenant")

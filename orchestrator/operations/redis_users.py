@@ -121,7 +121,7 @@ def build_users(deployment: str, hashes: Mapping[str, str]) -> str:
     if unknown:
         raise ConfigError(f"there is no role '{unknown[0]}': the roles are {', '.join(ROLES)}")
     lines = ["user default off resetpass resetkeys resetchannels -@all"]
-    lines += [_user_line(ROLES[name], deployment, found) for name, found in hashes.items()]
+    lines += [_user_line(ROLES[name], deployment, digest) for name, digest in hashes.items()]
     return "".join(f"{line}\n" for line in lines)
 
 

@@ -71,13 +71,13 @@ def choose_pause(ends: Sequence[float], now: float) -> float | None:
 class Supervisor:
     """Starts processes, starts them again when they end by themselves, and stops them.
 
-    Each process leads its own session and logs to `<role>.log` in `folder`. `tell` gets a message about each end.
+    Each process leads its own session and logs to `<role>.log` in `folder`. `report` gets a message about each end.
     `changed` is called when a role gets another process.
     """
 
-    def __init__(self, folder: Path, *, tell: Callable[[str], None], changed: Callable[[], None]) -> None:
+    def __init__(self, folder: Path, *, report: Callable[[str], None], changed: Callable[[], None]) -> None:
         self._folder = folder
-        self._tell = tell
+        self._report = report
         self._changed = changed
         self._plans: dict[str, ChildPlan] = {}
         self._children: dict[str, asyncio.subprocess.Process] = {}
@@ -160,17 +160,17 @@ class Supervisor:
             await _clear(child)
             self._changed()
             if plan.may_finish and end.code == 0:
-                self._tell(f"{plan.role} has ended normally and is not started again")
+                self._report(f"{plan.role} has ended normally and is not started again")
                 return None
             ends = self._ends[plan.role]
             ends.append(end)
-            pause_s = choose_pause([one.at for one in ends], end.at)
+            pause_s = choose_pause([past_end.at for past_end in ends], end.at)
             if pause_s is None:
-                self._tell(
+                self._report(
                     f"{plan.role} has ended {MOST_ENDS} times within {WINDOW_S:g} s ({end}) and is not started again"
                 )
                 return plan.role
-            self._tell(
+            self._report(
                 f"{plan.role} has ended by itself ({end}) and is started again{f' in {pause_s:g} s' if pause_s else ''}"
             )
             await asyncio.sleep(pause_s)

@@ -6,12 +6,14 @@ from contract.tenancy import DEFAULT_TENANT
 from orchestrator.terminal.text import escape_controls
 
 
-def build_command(*words: str, tenant: str = DEFAULT_TENANT) -> str:
+def build_command(*arguments: str, tenant: str = DEFAULT_TENANT) -> str:
     """Return a shell command with quoted words. The command names the tenant, unless the tenant is the default
     tenant.
     """
     named = [] if tenant == DEFAULT_TENANT else ["--tenant", tenant]
-    return "toolcrew " + " ".join(shlex.quote(escape_controls(word.replace("\n", " "))) for word in (*words, *named))
+    return "toolcrew " + " ".join(
+        shlex.quote(escape_controls(word.replace("\n", " "))) for word in (*arguments, *named)
+    )
 
 
 def build_resubmission(batch: str, tenant: str = DEFAULT_TENANT) -> str:

@@ -165,8 +165,8 @@ class RunView:
         if shown == MAX_LIVE_LINES_OF_CALL:
             lines, skipped = ["... (no more of this is shown until it ends)"], 0
         else:
-            room = min(MAX_LIVE_LINES, MAX_LIVE_LINES_OF_CALL - shown)
-            skipped = max(0, len(lines) - room)
+            line_count = min(MAX_LIVE_LINES, MAX_LIVE_LINES_OF_CALL - shown)
+            skipped = max(0, len(lines) - line_count)
             lines = lines[skipped:]
         if skipped:
             self._line(f"   | ... {skipped} lines", "dim")

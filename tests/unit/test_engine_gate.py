@@ -305,7 +305,7 @@ async def test_a_host_without_threads_for_a_probe_is_said_and_probed_again(monke
 
     with monkeypatch.context() as patched:
         patched.setattr(threading.Thread, "start", no_more_threads)
-        with pytest.raises(SandboxUnavailable, match="no more threads"):
+        with pytest.raises(SandboxUnavailable, match="cannot start another thread"):
             await gate.run(LANE, lambda: "done")
 
     assert await gate.run(LANE, lambda: "done") == "done"
@@ -318,7 +318,7 @@ async def test_a_host_without_threads_for_a_call_is_said_and_the_turn_given_back
 
     with monkeypatch.context() as patched:
         patched.setattr(threading.Thread, "start", no_more_threads)
-        with pytest.raises(SandboxUnavailable, match="no more threads"):
+        with pytest.raises(SandboxUnavailable, match="cannot start another thread"):
             await gate.run(LANE, lambda: "done")
 
     assert running_of(gate) == 0

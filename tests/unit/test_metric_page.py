@@ -362,5 +362,5 @@ async def test_the_user_of_an_orchestrator_may_look_and_one_that_may_not_ask_for
 
 async def test_a_redis_that_is_away_is_said() -> None:
     async with redis.asyncio.Redis(port=1) as nobody:
-        with pytest.raises(BrokerUnavailable, match="is up"):
+        with pytest.raises(BrokerUnavailable, match="Check that Redis is running"):
             await MetricsPage(nobody, DEPLOYMENT).render()

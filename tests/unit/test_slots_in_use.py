@@ -67,11 +67,11 @@ async def test_every_surface_shows_the_same_numbers(redis_server: RedisProcess) 
 def check_pages(look: Overview) -> None:
     viewer = Viewer("ann", "operator", None, "token")
     values = {"tenants": [], "live": [], "batches": [], "approvals": "0", "seen": 0, "unseen": 0}
-    page = build("overview.part.html", viewer, look=look, **values)
+    page = build("overview.part.html", viewer, snapshot=look, **values)
     assert re.search(r"<dt>Slots in use</dt><dd>5 <small>of 6</small>", page)
     assert re.search(rf"{re.escape(QUEUE)}</th><td data-label=\"Slots in use\" class=\"number\">3 of 4</td>", page)
     assert re.search(rf"{re.escape(POOL_WEB)}</th><td data-label=\"Slots in use\" class=\"number\">2 of 2</td>", page)
-    rows = build("tenants.part.html", viewer, tenants=[{"look": look.tenants[0], "sessions": 0}], keys=None, left=0)
+    rows = build("tenants.part.html", viewer, tenants=[{"summary": look.tenants[0], "sessions": 0}], keys=None, left=0)
     assert '<td data-label="In flight" class="number">6 of 100</td>' in rows
 
 

@@ -27,7 +27,7 @@ class House:
         self.folder = folder
         self.said: list[str] = []
         self.changes = 0
-        self.supervisor = Supervisor(folder, tell=self.said.append, changed=self._count)
+        self.supervisor = Supervisor(folder, report=self.said.append, changed=self._count)
 
     async def start(self, role: str, program: str, *, may_finish: bool = False, stop_within_s: float = SOON_S) -> int:
         argv = (sys.executable, "-c", program)

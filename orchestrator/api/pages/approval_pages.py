@@ -76,11 +76,13 @@ async def approvals(request: Request, person: Looking, cursor: str = "", done: s
     """Show the questions that wait for a decision. The question that expires first is first."""
     viewer = await person.viewer()
     page = await person.app_state.parts.approvals.pending(person.actor, viewer.tenant, cursor or None, PAGE)
-    ids = ",".join(one.question.id for one in page.questions)
+    ids = ",".join(question.question.id for question in page.questions)
     if is_fragment(request):
         return render("approvals.part.html", viewer, ids=ids, shown=request.query_params.get("shown", ids))
     values: dict[str, Any] = {
-        "asked": await asyncio.gather(*(_asked(person, one, is_whole) for one, is_whole in _fitting(page.questions))),
+        "questions": await asyncio.gather(
+            *(_asked(person, question, is_whole) for question, is_whole in _fitting(page.questions))
+        ),
         "cursor": page.cursor,
         "ids": ids,
         "shown": ids,
@@ -107,7 +109,7 @@ async def approval(id_: str, person: Looking) -> Response:
         "approval.html",
         title=title,
         page="approvals",
-        one=await _asked(person, pending),
+        item=await _asked(person, pending),
         may_decide=_may_decide(person),
     )
 
@@ -133,11 +135,11 @@ async def decide(
 
 def _fitting(questions: Iterable[PendingQuestion]) -> Iterator[tuple[PendingQuestion, bool]]:
     """Yield each question, with whether the page has room for its arguments."""
-    left = MOST_CHARS
-    for one in questions:
-        length = len(json.dumps(one.question.call.arguments, ensure_ascii=False))
-        yield one, length <= left
-        left -= length if length <= left else 0
+    remaining = MOST_CHARS
+    for question in questions:
+        length = len(json.dumps(question.question.call.arguments, ensure_ascii=False))
+        yield question, length <= remaining
+        remaining -= length if length <= remaining else 0
 
 
 async def _asked(person: Person, pending: PendingQuestion, is_whole: bool = True) -> Asked:
@@ -166,18 +168,18 @@ def _parse_arguments(text: str) -> dict[str, Any]:
         return dict(pairs)
 
     try:
-        given = json.loads(text, object_pairs_hook=once)
+        arguments = json.loads(text, object_pairs_hook=once)
     except (ValueError, RecursionError) as error:
         raise ApiProblem(
             ErrorCode.INVALID_ARGUMENTS,
             f"nothing was decided: the arguments are no JSON ({error}); go back and write one object",
         ) from error
-    if not isinstance(given, dict):
+    if not isinstance(arguments, dict):
         raise ApiProblem(
             ErrorCode.INVALID_ARGUMENTS,
             "nothing was decided: the arguments are no JSON object; go back and write {...}",
         )
-    return given
+    return arguments
 
 
 def _told(error: ToolFailure) -> Exception:

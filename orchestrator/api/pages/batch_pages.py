@@ -39,21 +39,21 @@ async def batches(person: Looking) -> Response:
     """Show the batches of the last 30 days."""
     viewer = await person.viewer()
     names = [viewer.tenant] if viewer.tenant else await known_tenants(person)
-    found: list[tuple[str, str, BatchRecord]] = []
+    rows: list[tuple[str, str, BatchRecord]] = []
     older = 0
     for name in names[:MOST_TENANTS]:
-        known = await _runs(person).queue.list_batches(name, limit=MOST)
-        found += [(name, batch, record) for batch, record in known.batches.items()]
-        older += known.older
-    found.sort(key=lambda one: -one[2].created_at)
+        page = await _runs(person).queue.list_batches(name, limit=MOST)
+        rows += [(name, batch, record) for batch, record in page.batches.items()]
+        older += page.older
+    rows.sort(key=lambda row: -row[2].created_at)
     unseen = max(0, len(names) - MOST_TENANTS)
     return render(
         "batches.html",
         viewer,
         title="Batches",
         page="batches",
-        batches=found[:MOST],
-        left=older + max(0, len(found) - MOST),
+        batches=rows[:MOST],
+        left=older + max(0, len(rows) - MOST),
         unseen=unseen,
     )
 
@@ -99,19 +99,19 @@ async def batch_items(
     runs = _runs(person)
     record = await _known(person, runs, batch)
     only_failed = only == "failed"
-    found: list[tuple[str, RunRecord | None]] = []
+    items: list[tuple[str, RunRecord | None]] = []
     following = first
     # Only a few of many items may have failed, so a request reads a limited number of items.
-    while following < min(record.total, first + MOST_LOOKED_AT) and len(found) < ITEMS_PAGE:
-        last = following + ITEMS_PAGE - len(found) - 1
+    while following < min(record.total, first + MOST_LOOKED_AT) and len(items) < ITEMS_PAGE:
+        last = following + ITEMS_PAGE - len(items) - 1
         names = await runs.queue.items(person.owner, batch, following, last)
         records = await runs.queue.runs([(person.owner, name) for name in names])
-        found += [one for one in zip(names, records, strict=True) if not only_failed or _has_failed(one[1])]
+        items += [item for item in zip(names, records, strict=True) if not only_failed or _has_failed(item[1])]
         following = last + 1
     values: dict[str, Any] = {
         "batch": batch,
         "of": person.owner,
-        "items": found,
+        "items": items,
         "only": "failed" if only_failed else "",
         "first": first,
         "following": following if following < record.total else None,
@@ -156,8 +156,8 @@ async def known_tenants(person: Person) -> list[str]:
     """Return all tenants. The tenants with the most work are first."""
     parts = person.app_state.parts
     overview = await OverviewReader(parts.pool.redis, person.app_state.settings.deployment, parts.pool.keys).read()
-    named = [look.tenant for look in overview.tenants]
-    return list(dict.fromkeys([*(look.tenant for look in overview.batches), *named, person.owner]))
+    named = [tenant.tenant for tenant in overview.tenants]
+    return list(dict.fromkeys([*(batch.tenant for batch in overview.batches), *named, person.owner]))
 
 
 def _has_failed(record: RunRecord | None) -> bool:

@@ -66,20 +66,20 @@ async def one_call(call: str, person: Looking, of: str = "") -> Response:
     tenant = of or person.tenant
     try:
         async with person.app_state.looks.turn(person.login.identity.key_id):
-            life = await lives.find(call, tenant)
+            state = await lives.find(call, tenant)
     except ToolFailure as failure:
         if failure.code is not ErrorCode.INVALID_ARGUMENTS:
             raise
         raise not_here("call") from failure
-    if not person.login.identity.may_act_for(life.tenant):
+    if not person.login.identity.may_act_for(state.tenant):
         raise not_here("call")
-    has_run_page = await has_page(person, life.tenant, life.run)
+    has_run_page = await has_page(person, state.tenant, state.run)
     return render(
         "call.html",
         await person.viewer(),
-        title=f"Call {life.call}",
+        title=f"Call {state.call}",
         page="calls",
-        life=life if person.is_operator else replace(life, flower_url=None),
-        fields=life.to_json(),
+        call=state if person.is_operator else replace(state, flower_url=None),
+        fields=state.to_json(),
         has_run_page=has_run_page,
     )

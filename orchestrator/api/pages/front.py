@@ -29,10 +29,10 @@ async def static_file(name: str) -> Response:
     """Return a style sheet, script or picture. Its address changes with its content, so browsers may cache it for a
     year.
     """
-    found = static_files().get(name)
-    if found is None:
+    file = static_files().get(name)
+    if file is None:
         raise not_here("file")
-    return Response(found, media_type=_TYPES[name.rpartition(".")[2]], headers=_KEPT)
+    return Response(file, media_type=_TYPES[name.rpartition(".")[2]], headers=_KEPT)
 
 
 @router.get("/favicon.ico")
@@ -44,7 +44,7 @@ async def icon() -> Response:
 @router.get("/login")
 async def login_page(next: str = "/") -> Response:
     """Show the login page."""
-    return render("login.html", None, title="Log in", page="", trouble="", next=_local(next))
+    return render("login.html", None, title="Log in", page="", problem="", next=_local(next))
 
 
 @router.post("/login")
@@ -65,8 +65,8 @@ async def log_in(
         # Only failed logins count by address. Behind a proxy all clients share one address, and a valid key must work
         # even when other clients try many keys.
         app_state.rates.take(f"login {request.client.host if request.client else ''}")
-        trouble = "This key opens nothing: see that all of it was copied, or have an operator make another."
-        return render("login.html", None, status=401, title="Log in", page="", trouble=trouble, next=_local(next))
+        problem = "This key opens nothing: see that all of it was copied, or have an operator make another."
+        return render("login.html", None, status=401, title="Log in", page="", problem=problem, next=_local(next))
     app_state.rates.take(identity.key_id)
     token = await logins_of(app_state).open(identity.key_id)
     # A new login gets a new token. The previous login ends, so that a token that was copied earlier stops working.

@@ -45,7 +45,7 @@ Name = Annotated[str, Path(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
 class TenantRow:
     """A tenant on the page. `sessions`: number of its open sessions."""
 
-    look: TenantSummary
+    summary: TenantSummary
     sessions: int
 
 
@@ -87,13 +87,15 @@ async def tenants(request: Request, person: Looking, done: str = "") -> Response
     """
     parts, deployment = person.app_state.parts, person.app_state.settings.deployment
     viewer, overview = await person.viewer(), await OverviewReader(parts.pool.redis, deployment, parts.pool.keys).read()
-    found = [look for look in overview.tenants if viewer.tenant in (None, look.tenant)]
-    shown = found[:MOST_TENANTS]
-    counts = await SessionList(parts.pool.redis, deployment, parts.pool.keys).counts([look.tenant for look in shown])
-    rows = [TenantRow(look, counts[look.tenant]) for look in shown]
+    visible = [tenant for tenant in overview.tenants if viewer.tenant in (None, tenant.tenant)]
+    shown = visible[:MOST_TENANTS]
+    counts = await SessionList(parts.pool.redis, deployment, parts.pool.keys).counts(
+        [tenant.tenant for tenant in shown]
+    )
+    rows = [TenantRow(tenant, counts[tenant.tenant]) for tenant in shown]
     values: dict[str, Any] = {
         "tenants": rows,
-        "left": len(found) - len(shown),
+        "left": len(visible) - len(shown),
         "keys": await _key_counts(person),
         "done": DONE.get(done),
     }
@@ -122,10 +124,10 @@ async def hosts(request: Request, person: Looking, done: str = "") -> Response:
     """Show the live workers with their load, and the queues without a worker."""
     person.check_operator()
     parts = person.app_state.parts
-    known = HostStore(parts.pool.redis, person.app_state.settings.deployment)
-    reports = await known.read()
-    waiting = await known.queued(sorted({queue for report in reports for queue in (report.queue, *report.pools)}))
-    dead = await known.dead_queues()
+    store = HostStore(parts.pool.redis, person.app_state.settings.deployment)
+    reports = await store.read()
+    waiting = await store.queued(sorted({queue for report in reports for queue in (report.queue, *report.pools)}))
+    dead = await store.dead_queues()
     template = "hosts.part.html" if is_fragment(request) else "hosts.html"
     values: dict[str, Any] = {"hosts": reports, "waiting": waiting, "dead": dead, "done": DONE.get(done)}
     return render(template, await person.viewer(), title="Hosts", page="hosts", **values)
@@ -136,12 +138,12 @@ async def drain_host(host: str, person: Sending, lossy: Annotated[str, Form()] =
     """Drain a host."""
     person.check_operator()
     app_state = person.app_state
-    known = HostStore(app_state.parts.pool.redis, app_state.settings.deployment)
+    store = HostStore(app_state.parts.pool.redis, app_state.settings.deployment)
     try:
-        found = [report for report in find_workers(await known.read(), host) if report.worker]
+        reports = [report for report in find_workers(await store.read(), host) if report.worker]
     except ConfigError as error:
         raise not_here("host") from error
-    for report in found:
+    for report in reports:
         if report.kind == "sandbox" and report.store == "local" and lossy != "yes":
             raise ApiProblem(
                 ErrorCode.INVALID_ARGUMENTS,
@@ -149,8 +151,8 @@ async def drain_host(host: str, person: Sending, lossy: Annotated[str, Form()] =
                 "back and select 'Lose these files' to drain it anyway",
             )
     keys = app_state.settings.broker().signing_keys()
-    for report in found:
-        await order_drain(known, report, keys, lossy=lossy == "yes", actor=person.actor)
+    for report in reports:
+        await order_drain(store, report, keys, lossy=lossy == "yes", actor=person.actor)
     return back("hosts", tenant=person.tenant, done="drained")
 
 
@@ -169,13 +171,13 @@ async def sessions(person: Looking, cursor: str = "", done: str = "") -> Respons
 async def audit(person: Looking, cursor: str = "", action: str = "") -> Response:
     """Show the audit log."""
     person.check_operator()
-    wanted = tuple(name for name in ACTIONS if name == action)
-    kept = Audit(person.app_state.parts.pool.redis, person.app_state.settings.deployment)
-    page = await kept.read(cursor or None, PAGE, tenant=person.tenant, actions=wanted)
+    selected = tuple(name for name in ACTIONS if name == action)
+    log = Audit(person.app_state.parts.pool.redis, person.app_state.settings.deployment)
+    page = await log.read(cursor or None, PAGE, tenant=person.tenant, actions=selected)
     values: dict[str, Any] = {
         "entries": page.entries,
         "cursor": page.cursor,
-        "action": action if wanted else "",
+        "action": action if selected else "",
         "actions": ACTIONS,
     }
     return render("audit.html", await person.viewer(), title="Audit", page="audit", **values)

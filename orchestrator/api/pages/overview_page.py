@@ -28,18 +28,20 @@ _LIVE = (HostedState.WAITING_FOR_APPROVAL, HostedState.RUNNING)
 async def overview(request: Request, person: Looking) -> Response:
     """Show an overview of the deployment, or of one tenant."""
     parts, viewer = person.app_state.parts, await person.viewer()
-    look = await OverviewReader(parts.pool.redis, person.app_state.settings.deployment, parts.pool.keys).read()
-    mine = [one for one in look.tenants if viewer.tenant in (None, one.tenant)]
-    names = [viewer.tenant] if viewer.tenant else [one.tenant for one in mine][:MOST_TENANTS]
-    found = [run for state in _LIVE for run in await newest_runs(person, names, state, MOST_RUNS)][:MOST_RUNS]
-    does = await asyncio.gather(*(_doing(person, run) for run in found))
+    snapshot = await OverviewReader(parts.pool.redis, person.app_state.settings.deployment, parts.pool.keys).read()
+    mine = [tenant for tenant in snapshot.tenants if viewer.tenant in (None, tenant.tenant)]
+    names = [viewer.tenant] if viewer.tenant else [tenant.tenant for tenant in mine][:MOST_TENANTS]
+    runs = [run for state in _LIVE for run in await newest_runs(person, names, state, MOST_RUNS)][:MOST_RUNS]
+    does = await asyncio.gather(*(_doing(person, run) for run in runs))
     pending = await parts.approvals.pending(person.actor, viewer.tenant, None, MOST_APPROVALS)
     count = f"{len(pending.questions)}{' or more' if pending.cursor else ''}"
     values: dict[str, Any] = {
-        "look": look,
+        "snapshot": snapshot,
         "tenants": mine[:1] if viewer.tenant else [],
-        "live": list(zip(found, does, strict=True)),
-        "batches": [one for one in look.batches if viewer.tenant in (None, one.tenant) and one.batch != HOSTED_BATCH],
+        "live": list(zip(runs, does, strict=True)),
+        "batches": [
+            batch for batch in snapshot.batches if viewer.tenant in (None, batch.tenant) and batch.batch != HOSTED_BATCH
+        ],
         "approvals": count,
         "seen": len(names),
         "unseen": max(0, len(mine) - len(names)),

@@ -68,12 +68,12 @@ class Person:
         identity = self.login.identity
         tenants: tuple[str, ...] = ()
         if self.is_operator:
-            known = {
+            names = {
                 DEFAULT_TENANT,
                 *await self.app_state.parts.pool.tenants.all(),
                 *([self.tenant] if self.tenant else []),
             }
-            tenants = tuple(sorted(known))[:MAX_CHOICE]
+            tenants = tuple(sorted(names))[:MAX_CHOICE]
         shown = self.tenant if self.is_operator else identity.tenant
         return Viewer(identity.name or f"key {identity.key_id}", identity.role, shown, self.login.form_token, tenants)
 
@@ -153,11 +153,11 @@ def check_origin(request: Request, settings: OrchestratorSettings) -> None:
         )
 
 
-def not_here(what: str) -> ApiProblem:
+def not_here(kind: str) -> ApiProblem:
     """Return the problem for a missing object. Another tenant's object gives the same problem."""
     return ApiProblem(
         ApiCode.NOT_FOUND,
-        f"there is no such {what}, or it is not yours, or it is no longer remembered: go back to the list",
+        f"there is no such {kind}, or it is not yours, or it is no longer remembered: go back to the list",
     )
 
 

@@ -129,9 +129,9 @@ class _Addresses:
 
 def address(*path: str, **query: Any) -> str:
     """Return an address of this site, with quoted parts."""
-    kept = {name: value for name, value in query.items() if value not in (None, "")}
+    present = {name: value for name, value in query.items() if value not in (None, "")}
     where = "/" + "/".join(quote(part, safe="") for part in path)
-    return f"{where}?{urlencode(kept)}" if kept else where
+    return f"{where}?{urlencode(present)}" if present else where
 
 
 def _ago(at: float | None) -> Markup:
@@ -151,9 +151,9 @@ def _age(seconds: float) -> str:
 def _until(at: float | None) -> Markup:
     if not at:
         return Markup("")
-    left = at - time.time()
+    remaining_s = at - time.time()
     return Markup('<time datetime="{0}" title="{0}">{1}</time>').format(
-        format_instant(at), format_seconds(left) if left > 0 else "no time"
+        format_instant(at), format_seconds(remaining_s) if remaining_s > 0 else "no time"
     )
 
 

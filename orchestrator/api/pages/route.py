@@ -57,8 +57,8 @@ class PageRoute(APIRoute):
                 response = _told(request, error.code, tell(error, request.url.path))
             except RequestValidationError as error:
                 first = error.errors()[0]
-                what = f"{'.'.join(str(part) for part in first['loc'][1:])[:100]}: {first['msg'][:300]}"
-                response = _told(request, ErrorCode.INVALID_ARGUMENTS, f"{what}; go back and give another")
+                problem = f"{'.'.join(str(part) for part in first['loc'][1:])[:100]}: {first['msg'][:300]}"
+                response = _told(request, ErrorCode.INVALID_ARGUMENTS, f"{problem}; go back and give another")
             for name, value in HEADERS.items():
                 response.headers.setdefault(name, value)
             return response
@@ -76,8 +76,10 @@ def _to_login(request: Request) -> Response:
         return Response("log in again", status_code=401)
     if request.method != "GET":
         return RedirectResponse("/login", status_code=303)
-    here = request.url.path + (f"?{request.url.query}" if request.url.query else "")
-    return RedirectResponse("/login" if here == "/" else f"/login?next={quote(here[:1000], safe='')}", status_code=303)
+    address = request.url.path + (f"?{request.url.query}" if request.url.query else "")
+    return RedirectResponse(
+        "/login" if address == "/" else f"/login?next={quote(address[:1000], safe='')}", status_code=303
+    )
 
 
 def _told(request: Request, code: ApiCode | ErrorCode, sentence: str) -> Response:

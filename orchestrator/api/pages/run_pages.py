@@ -40,21 +40,21 @@ RunId = Annotated[str, Path(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
 @router.get("/runs")
 async def runs(request: Request, person: Looking, state: str = "", cursor: str = "") -> Response:
     """Show the runs, the newest first."""
-    viewer, wanted = await person.viewer(), next((one for one in HostedState if one.value == state), None)
-    found: list[HostedRun] = []
+    viewer, selected = await person.viewer(), next((member for member in HostedState if member.value == state), None)
+    listed: list[HostedRun] = []
     following, unseen = None, 0
     if viewer.tenant is not None:
-        page = await _hosted(person).list(viewer.tenant, cursor=cursor or None, limit=PAGE, state=wanted)
-        found, following = list(page.runs), page.next_cursor
+        page = await _hosted(person).list(viewer.tenant, cursor=cursor or None, limit=PAGE, state=selected)
+        listed, following = list(page.runs), page.next_cursor
     else:
         names = await known_tenants(person)
         unseen = max(0, len(names) - MOST_TENANTS)
-        found = await newest_runs(person, names[:MOST_TENANTS], wanted)
-    chosen = wanted.value if wanted is not None else ""
+        listed = await newest_runs(person, names[:MOST_TENANTS], selected)
+    chosen = selected.value if selected is not None else ""
     values: dict[str, Any] = {
-        "runs": found,
+        "runs": listed,
         "state": chosen,
-        "states": [one.value for one in HostedState],
+        "states": [member.value for member in HostedState],
         "next": following,
         "cursor": cursor,
         "unseen": unseen,
@@ -68,14 +68,14 @@ async def one_run(request: Request, run: RunId, person: Looking, done: str = "")
     """Show a run with its steps and calls so far."""
     viewer = await person.viewer()
     with _found():
-        known = await _hosted(person).get(person.owner, run)
+        hosted_run = await _hosted(person).get(person.owner, run)
     trace = find_trace(person, run)
     if is_fragment(request):
-        return render("run.part.html", viewer, run=known, trace=trace)
+        return render("run.part.html", viewer, run=hosted_run, trace=trace)
     story, last = RunStory(), ""
     with _found():
         last = await _read_so_far(person, run, story)
-    values: dict[str, Any] = {"run": known, "story": story, "last": last, "trace": trace, "done": DONE.get(done)}
+    values: dict[str, Any] = {"run": hosted_run, "story": story, "last": last, "trace": trace, "done": DONE.get(done)}
     return await person.render("run.html", title=f"Run {run}", page="runs", **values)
 
 
@@ -131,12 +131,12 @@ async def has_page(person: Person, tenant: str, run: str | None) -> bool:
 
 
 async def newest_runs(
-    person: Person, tenants: list[str], state: HostedState | None = None, most: int = PAGE
+    person: Person, tenants: list[str], state: HostedState | None = None, limit: int = PAGE
 ) -> list[HostedRun]:
     """Return the newest runs of several tenants, the newest first."""
-    pages = await asyncio.gather(*(_hosted(person).list(tenant, limit=most, state=state) for tenant in tenants))
-    found = [run for page in pages for run in page.runs]
-    return sorted(found, key=lambda run: -run.created_at)[:most]
+    pages = await asyncio.gather(*(_hosted(person).list(tenant, limit=limit, state=state) for tenant in tenants))
+    newest = [run for page in pages for run in page.runs]
+    return sorted(newest, key=lambda run: -run.created_at)[:limit]
 
 
 async def _parts(person: Person, viewer: Viewer, run: str, story: RunStory, last: str) -> AsyncIterator[ServerEvent]:

@@ -100,9 +100,9 @@ class RunStory:
 
     def take_changed(self) -> list[StepView]:
         """Return the changed steps and reset the list of changes."""
-        taken = list(self._changed.values())
+        changed = list(self._changed.values())
         self._changed = {}
-        return taken
+        return changed
 
     def add(self, text: str) -> None:
         """Add one event of the stream. An event of an unknown type, from a later release, changes nothing."""

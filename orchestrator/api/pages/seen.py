@@ -56,14 +56,14 @@ def count_odd(text: str) -> tuple[int, int]:
     return len(_ODD.findall(text)), len(_imitations(text))
 
 
-def shorten(text: str, most: int = MAX_SHOWN_CHARS) -> tuple[str, str, int]:
+def shorten(text: str, limit: int = MAX_SHOWN_CHARS) -> tuple[str, str, int]:
     """Return the beginning and the end of a text, and the number of hidden characters between them.
 
     The number is 0 when the text is complete.
     """
-    if len(text) <= most:
+    if len(text) <= limit:
         return text, "", 0
-    half = most // 2
+    half = limit // 2
     return text[:half], text[-half:], len(text) - 2 * half
 
 
@@ -74,24 +74,24 @@ def build_json(value: Any) -> str:
 
 def _exact_line(line: str) -> str:
     body = line.removesuffix("\n")
-    kept = body.rstrip(" \t")
-    imitating = _imitations(kept)
+    visible = body.rstrip(" \t")
+    imitating = _imitations(visible)
     pieces: list[str] = []
     at = 0
-    for match in _MAYBE.finditer(kept):
-        character, place = match[0], match.start()
+    for match in _MAYBE.finditer(visible):
+        character, position = match[0], match.start()
         if character == "\t":
             mark = _TAB
         elif _ODD.fullmatch(character):
             mark = _odd(character)
-        elif place in imitating:
+        elif position in imitating:
             mark = _imitation(character)
         else:
             continue
-        pieces += [str(escape(kept[at:place])), mark]
+        pieces += [str(escape(visible[at:position])), mark]
         at = match.end()
-    pieces.append(str(escape(kept[at:])))
-    pieces += [_TAB if character == "\t" else _SPACE for character in body[len(kept) :]]
+    pieces.append(str(escape(visible[at:])))
+    pieces += [_TAB if character == "\t" else _SPACE for character in body[len(visible) :]]
     return "".join([*pieces, _LINE_END if len(body) < len(line) else ""])
 
 
@@ -100,35 +100,37 @@ def _imitations(text: str) -> set[int]:
 
     These are characters that look like ASCII, and letters of another script next to Latin letters.
     """
-    found: set[int] = set()
+    positions: set[int] = set()
     if text.isascii():
-        return found
+        return positions
     for match in _NOT_ASCII.finditer(text):
         character = match[0]
         plain = unicodedata.normalize("NFKC", character)
         if _IS_LOOKALIKE.fullmatch(character) or (plain != character and plain.isascii()):
-            found.add(match.start())
-    for word in _WORD.finditer(text):
-        if not word[0].isascii() and re.search("[A-Za-z]", word[0]):
-            found |= {
-                word.start() + at for at, letter in enumerate(word[0]) if not letter.isascii() and not _is_latin(letter)
+            positions.add(match.start())
+    for match in _WORD.finditer(text):
+        if not match[0].isascii() and re.search("[A-Za-z]", match[0]):
+            positions |= {
+                match.start() + at
+                for at, character in enumerate(match[0])
+                if not character.isascii() and not _is_latin(character)
             }
-    return found
+    return positions
 
 
 _IS_LOOKALIKE = re.compile(f"[{_LOOKALIKES}]")
 
 
-def _is_latin(letter: str) -> bool:
-    return unicodedata.name(letter, "").startswith("LATIN") or bool(unicodedata.category(letter).startswith("M"))
+def _is_latin(character: str) -> bool:
+    return unicodedata.name(character, "").startswith("LATIN") or bool(unicodedata.category(character).startswith("M"))
 
 
-def _marked(found: re.Match[str]) -> str:
+def _marked(match: re.Match[str]) -> str:
     """Return the markup of adjacent odd characters.
 
     Adjacent characters share one element, so that a page full of such characters does not become slow.
     """
-    run = found[0]
+    run = match[0]
     return _odd(run) if len(run) == 1 else f'<span class="odd">{"".join(map(_escape, run))}</span>'
 
 

@@ -12,19 +12,19 @@ function show(text, failed = false) {
   if (line && line.textContent !== text) line.textContent = text;
 }
 
-function goOn() {
+function clearFailure() {
   if (isFailure) show("");
 }
 
 // When a part is replaced, its open details stay open and its scroll position stays.
-function swap(old, made) {
-  const open = new Set([...old.querySelectorAll("details[open][id]")].map((one) => one.id));
-  made.querySelectorAll("details[id]").forEach((one) => { if (open.has(one.id)) one.open = true; });
-  const places = new Map([...old.querySelectorAll("[id].keeps")].map((one) => [one.id, [one.scrollTop, one.scrollTop + one.clientHeight >= one.scrollHeight - 4]]));
-  old.replaceWith(made);
-  made.querySelectorAll("[id].keeps").forEach((one) => {
-    const [top, atEnd] = places.get(one.id) || [0, true];
-    one.scrollTop = atEnd ? one.scrollHeight : top;
+function swap(old, updated) {
+  const open = new Set([...old.querySelectorAll("details[open][id]")].map((details) => details.id));
+  updated.querySelectorAll("details[id]").forEach((details) => { if (open.has(details.id)) details.open = true; });
+  const positions = new Map([...old.querySelectorAll("[id].keeps")].map((box) => [box.id, [box.scrollTop, box.scrollTop + box.clientHeight >= box.scrollHeight - 4]]));
+  old.replaceWith(updated);
+  updated.querySelectorAll("[id].keeps").forEach((box) => {
+    const [top, atEnd] = positions.get(box.id) || [0, true];
+    box.scrollTop = atEnd ? box.scrollHeight : top;
   });
 }
 
@@ -41,44 +41,44 @@ function isInUse(part) {
 async function refresh(id, address) {
   const part = document.getElementById(id);
   if (!part || document.hidden || isInUse(part)) return true;
-  const answer = await fetch(address, { headers: { "X-Fragment": "1" }, redirect: "manual", cache: "no-store" });
-  if (answer.status === 401) {
+  const response = await fetch(address, { headers: { "X-Fragment": "1" }, redirect: "manual", cache: "no-store" });
+  if (response.status === 401) {
     show("You are logged out. Reload the page to log in.");
     return false;
   }
-  if (!answer.ok) throw new Error(String(answer.status));
-  const made = parse(await answer.text());
-  if (made && made.id === id && !isInUse(part) && made.outerHTML !== part.outerHTML) swap(part, made);
-  goOn();
+  if (!response.ok) throw new Error(String(response.status));
+  const updated = parse(await response.text());
+  if (updated && updated.id === id && !isInUse(part) && updated.outerHTML !== part.outerHTML) swap(part, updated);
+  clearFailure();
   return true;
 }
 
 function watch(part) {
   const { id, dataset } = part;
   const every = Number(dataset.every);
-  const again = async () => {
-    let goesOn = true;
+  const update = async () => {
+    let isActive = true;
     try {
-      goesOn = (await refresh(id, dataset.live)) && Boolean(document.getElementById(id)?.dataset.live);
+      isActive = (await refresh(id, dataset.live)) && Boolean(document.getElementById(id)?.dataset.live);
     } catch {
       show("The service does not answer. Trying again.", true);
     }
-    if (goesOn) setTimeout(again, every);
+    if (isActive) setTimeout(update, every);
   };
-  setTimeout(again, every);
+  setTimeout(update, every);
 }
 
 // Steps of a running run: a message replaces steps with the same id and appends new ones.
 function follow(list) {
   const source = new EventSource(list.dataset.stream);
-  source.onopen = goOn;
+  source.onopen = clearFailure;
   source.addEventListener("parts", (event) => {
     for (const [id, html] of JSON.parse(event.data)) {
-      const made = parse(html);
+      const updated = parse(html);
       const old = document.getElementById(id);
-      if (!made || made.id !== id || (old && isInUse(old))) continue;
-      if (old) swap(old, made);
-      else list.append(made);
+      if (!updated || updated.id !== id || (old && isInUse(old))) continue;
+      if (old) swap(old, updated);
+      else list.append(updated);
     }
   });
   source.addEventListener("end", (event) => {
@@ -90,14 +90,14 @@ function follow(list) {
       show("The connection was lost. Trying again.", true);
       setTimeout(() => follow(list), RETRY_MS);
     } else {
-      show("The connection was lost. Updates go on when the service answers.", true);
+      show("The connection was lost. Updates continue when the service answers.", true);
     }
   };
 }
 
 const AGES = [[1, "s", 60], [60, "min", 3600], [3600, "h", 172800], [86400, "d", Infinity]];
 // The clock of the browser may be wrong: ages count from the time of the service.
-const behind = document.body.dataset.now ? Date.parse(document.body.dataset.now) - Date.now() : 0;
+const clockOffsetMs = document.body.dataset.now ? Date.parse(document.body.dataset.now) - Date.now() : 0;
 
 function formatAge(seconds) {
   const [size, unit] = AGES.find(([, , below]) => seconds < below);
@@ -105,13 +105,13 @@ function formatAge(seconds) {
 }
 
 function updateAges() {
-  document.querySelectorAll("time.ago").forEach((one) => {
-    const text = formatAge((Date.now() + behind - Date.parse(one.dateTime)) / 1000);
-    if (one.textContent !== text) one.textContent = text;
+  document.querySelectorAll("time.ago").forEach((element) => {
+    const text = formatAge((Date.now() + clockOffsetMs - Date.parse(element.dateTime)) / 1000);
+    if (element.textContent !== text) element.textContent = text;
   });
 }
 
 setInterval(updateAges, 5000);
 document.querySelectorAll("[data-live]").forEach(watch);
 document.querySelectorAll("[data-stream]").forEach(follow);
-document.querySelectorAll(".keeps").forEach((one) => { one.scrollTop = one.scrollHeight; });
+document.querySelectorAll(".keeps").forEach((box) => { box.scrollTop = box.scrollHeight; });
