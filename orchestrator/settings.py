@@ -75,7 +75,7 @@ class OrchestratorSettings(SharedSettings, LogSettings):
     """
     egress_socket: Path | None = None
     """The socket of an egress proxy that already runs. An operator of an embedded stack sets it to share that proxy."""
-    traces: Path = Field(default_factory=lambda: _state_home() / "toolcrew" / "traces")
+    traces: Path = Field(default_factory=lambda: _find_state_home() / "toolcrew" / "traces")
     """The folder of the traces of runs (docs/observe.md). An operator changes it when its disk gets full."""
     api_rate: float = Field(default=200.0, gt=0)
     """Requests a second of one API key at one process of the API; twice as many at once. An operator raises it when a
@@ -110,20 +110,20 @@ class OrchestratorSettings(SharedSettings, LogSettings):
 
     def broker(self, url: str | None = None) -> BrokerSettings:
         """Return the settings that must be equal in all processes. Raises ConfigError if no Redis URL is set."""
-        chosen = SecretStr(url) if url else self.redis_url
-        if chosen is None:
+        redis_url = SecretStr(url) if url else self.redis_url
+        if redis_url is None:
             raise ConfigError(
                 "TOOLCREW_REDIS_URL is not set: set it to the pool's Redis, or use ToolClient.embedded() or `toolcrew "
                 "up`"
             )
         return BrokerSettings.model_validate(
-            {name: getattr(self, name) for name in BrokerSettings.model_fields} | {"redis_url": chosen}
+            {name: getattr(self, name) for name in BrokerSettings.model_fields} | {"redis_url": redis_url}
         )
 
     def needs_egress(self) -> bool:
         """Return whether an embedded stack must start its own egress proxy."""
         return self.egress_socket is None and any(
-            terms.get("network") == "egress" for terms in self.tenant_classes.values()
+            tenant_class.get("network") == "egress" for tenant_class in self.tenant_classes.values()
         )
 
     def for_children(self) -> dict[str, str]:
@@ -173,7 +173,7 @@ def secrets_of_environment() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if value and SECRET_NAME.search(name)}
 
 
-def _state_home() -> Path:
+def _find_state_home() -> Path:
     return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state")
 
 

@@ -66,18 +66,18 @@ class Drain:
         self._retry_at: dict[str, float] = {}
         self._failures: Counter[str] = Counter()
         self._refusals: dict[str, str] = {}
-        self._held: dict[str, int] = {}
-        self.left = 0
+        self._moving_fences: dict[str, int] = {}
+        self.remaining_count = 0
         """Number of sessions that are still on this host."""
 
     @property
-    def trouble(self) -> str:
+    def problem(self) -> str:
         """Message for the operator: the number of remaining sessions, and one session that cannot be saved."""
-        message = f"{self.left} sessions left"
+        message = f"{self.remaining_count} sessions left"
         if not self._refusals:
             return message
-        name, why = next(iter(self._refusals.items()))
-        return f"{message}; {len(self._refusals)} cannot be kept, such as {name.partition(':')[2]}: {why}"
+        name, reason = next(iter(self._refusals.items()))
+        return f"{message}; {len(self._refusals)} cannot be kept, such as {name.partition(':')[2]}: {reason}"
 
     def finish(self, limit_s: float, leave: Callable[[], bool], *, is_lossy: bool) -> bool:
         """Move all sessions, call `leave`, then move the sessions that were opened in between.
@@ -106,30 +106,30 @@ class Drain:
         try:
             with self._open_client() as client:
                 rows = {row.name: row for row in parse_rows(client.sessions())}
-        except SandboxUnavailable as silent:
+        except SandboxUnavailable as error:
             if not is_late:
                 raise
             # No process can save these sessions now. The next call of each session finds that this worker has ended.
-            log.error("drained_without_sandboxd", error=str(silent))
+            log.error("drained_without_sandboxd", error=str(error))
             return 0
         locations = {
-            name: location for name, location in self._sessions.find(rows).items() if self._is_ours(name, location)
+            name: location for name, location in self._sessions.find(rows).items() if self._may_move(name, location)
         }
-        self.left = len(locations)
+        self.remaining_count = len(locations)
         now = time.monotonic()
         names = [name for name in locations if is_late or now >= self._retry_at.get(name, now)]
         with ThreadPoolExecutor(AT_ONCE, thread_name_prefix="drain") as threads:
             moved = threads.map(
                 lambda name: self._try(rows[name], locations[name], is_lossy=is_lossy, is_late=is_late), names
             )
-            self.left -= sum(moved)
+            self.remaining_count -= sum(moved)
         # A session that is being opened has no row yet.
-        return self.left or len(self._find_at_work())
+        return self.remaining_count or len(self._find_at_work())
 
-    def _is_ours(self, name: str, location: SessionLocation) -> bool:
+    def _may_move(self, name: str, location: SessionLocation) -> bool:
         """Return whether this drain may move the session. A session that another process moves is not ours."""
         return location.queue == self._sessions.queue and (
-            location.state is LocationState.OPEN or self._held.get(name) == location.fence
+            location.state is LocationState.OPEN or self._moving_fences.get(name) == location.fence
         )
 
     def _try(self, row: SessionRow, location: SessionLocation, *, is_lossy: bool, is_late: bool) -> bool:
@@ -190,7 +190,7 @@ class Drain:
         if location.state is LocationState.MOVING:
             return location.fence
         # Store the fence before the request: if the reply is lost, the next round recognizes its own hold.
-        self._held[name] = location.fence + 1
+        self._moving_fences[name] = location.fence + 1
         return self._sessions.hold(name, location.fence, HOLD_S)
 
     def _await_quiet(self, name: str) -> bool:

@@ -294,8 +294,8 @@ def _attempt(call: ToolCall, work: Callable[[], T], environment: ToolEnvironment
     """Return the result of `work`, or a failed ToolResult. `environment` is the environment of the running handler."""
     try:
         return work()
-    except SandboxdUnreachable as away:
-        return _sandboxd_away(call, away)
+    except SandboxdUnreachable as error:
+        return _sandboxd_away(call, error)
     except (ToolFailure, OperatorError) as error:
         news, reports = (environment.sandbox_news(), environment.reports()) if environment is not None else ("", {})
         if error.code in OPERATOR_CODES or isinstance(error, OperatorError):
@@ -311,15 +311,15 @@ def _attempt(call: ToolCall, work: Callable[[], T], environment: ToolEnvironment
         return ToolResult.failed(call, ErrorCode.INTERNAL, message)
 
 
-def _sandboxd_away(call: ToolCall, away: SandboxdUnreachable) -> ToolResult:
+def _sandboxd_away(call: ToolCall, error: SandboxdUnreachable) -> ToolResult:
     """Return the result of a call after sandboxd became unreachable.
 
     The dispatcher sends the call again if the call has not acted, or if the call may act twice.
     """
-    log.error("sandboxd_away", tool=call.name, call=call.id, was_sent=away.was_sent, error=str(away))
-    if not away.was_sent:
-        return _not_run(ToolResult.failed(call, ErrorCode.SANDBOX_UNAVAILABLE, str(away)), RunFailure.SANDBOXD)
-    message = f"{away}; the call may or may not have acted: look before you repeat it"
+    log.error("sandboxd_away", tool=call.name, call=call.id, was_sent=error.was_sent, error=str(error))
+    if not error.was_sent:
+        return _not_run(ToolResult.failed(call, ErrorCode.SANDBOX_UNAVAILABLE, str(error)), RunFailure.SANDBOXD)
+    message = f"{error}; the call may or may not have acted: look before you repeat it"
     return ToolResult.failed(call, ErrorCode.OUTCOME_UNKNOWN, message, metadata=RunFailure.LOST.metadata)
 
 
@@ -337,12 +337,12 @@ def _not_run(result: ToolResult, failure: RunFailure) -> ToolResult:
     return result.model_copy(update={"metadata": {**result.metadata, **failure.metadata}})
 
 
-SURE_AFTER_S = 2.5
+DURABLE_AFTER_S = 2.5
 """Seconds after which a claim is on Redis's disk (`appendfsync everysec`)."""
 LOOK_S = 0.5
 
 
-class HeldCalls:
+class UnconfirmedCalls:
     """The calls that run in this process. A thread confirms each claim once, after Redis has written it to disk.
 
     A Redis that crashes before that may lose the claim, and the record reads `queued` again. Without the confirmation,
@@ -363,7 +363,7 @@ class HeldCalls:
         """
         mark = object()
         with self._lock:
-            self._unconfirmed[mark] = self._clock() + SURE_AFTER_S, confirm
+            self._unconfirmed[mark] = self._clock() + DURABLE_AFTER_S, confirm
             self._start()
         try:
             yield
@@ -373,8 +373,8 @@ class HeldCalls:
     def look(self) -> None:
         """Confirm all claims that are due."""
         # `list` copies the dict in one step of the interpreter: other threads add and remove calls.
-        for mark, (due, confirm) in list(self._unconfirmed.items()):
-            if self._clock() < due:
+        for mark, (due_at, confirm) in list(self._unconfirmed.items()):
+            if self._clock() < due_at:
                 continue
             try:
                 confirm()
@@ -400,13 +400,13 @@ class HeldCalls:
 
 
 class ClaimConfirmation(CallMiddleware):
-    """Confirms the claims of an executor's calls. `held`: the calls of all executors of the process."""
+    """Confirms the claims of an executor's calls. `calls`: the calls of all executors of the process."""
 
-    def __init__(self, held: HeldCalls, claims: WorkerCallStore, holder: str) -> None:
-        self._held = held
+    def __init__(self, calls: UnconfirmedCalls, claims: WorkerCallStore, holder: str) -> None:
+        self._calls = calls
         self._claims = claims
         self._holder = holder
 
     def run(self, environment: ToolEnvironment, handler: Callable[[], Outcome]) -> Outcome:
-        with self._held.over(lambda: self._claims.confirm(environment.call, environment.context, self._holder)):
+        with self._calls.over(lambda: self._claims.confirm(environment.call, environment.context, self._holder)):
             return handler()

@@ -236,7 +236,7 @@ class SandboxHost:
 
     def _report(self, queue: str) -> HostReport:
         drain = self._drain
-        fields: dict[str, Any] = {"trouble": f"draining: {drain.trouble}"} if drain is not None else {}
+        fields: dict[str, Any] = {"trouble": f"draining: {drain.problem}"} if drain is not None else {}
         if not self._is_serving:
             fields = {"healthy": False, "trouble": "starting"}
         return build_host_report(

@@ -85,18 +85,18 @@ class SandboxdMonitor:
     def __init__(self, first: Mapping[str, Any], on_other_boot: Callable[[str], None]) -> None:
         self.status = first
         self._boot = str(first["boot"])
-        self._seen_at = time.monotonic()
+        self._last_seen_at = time.monotonic()
         self._on_other_boot = on_other_boot
 
     @property
     def is_silent(self) -> bool:
         """Return whether the last status is older than SILENT_S."""
-        return time.monotonic() - self._seen_at > SILENT_S
+        return time.monotonic() - self._last_seen_at > SILENT_S
 
     def look(self, client: SandboxClient) -> bool:
         """Read the status. Return True when another boot of sandboxd answered. Raises OperatorError, ToolFailure."""
         self.status = client.status()
-        self._seen_at = time.monotonic()
+        self._last_seen_at = time.monotonic()
         boot = str(self.status["boot"])
         if boot == self._boot:
             return False
@@ -184,7 +184,7 @@ class ExpiryMonitor:
     def __init__(self, sessions: WorkerSessionStore) -> None:
         self._sessions = sessions
         self._seen: dict[str, SessionRow] = {}
-        self._seen_at = time.monotonic()
+        self._last_seen_at = time.monotonic()
         self._expired: set[str] = set()
 
     def look(self, client: SandboxClient) -> int:
@@ -193,11 +193,11 @@ class ExpiryMonitor:
         now = time.monotonic()
         # sandboxd does not report why a session is missing. The idle time at the last round, plus the time since
         # then, shows whether its time to live has passed.
-        passed_s = now - self._seen_at
+        passed_s = now - self._last_seen_at
         self._expired |= {
             name for name, row in self._seen.items() if name not in rows and row.idle_s + passed_s >= row.ttl_s
         }
-        self._seen, self._seen_at = rows, now
+        self._seen, self._last_seen_at = rows, now
         count = self._sessions.forget(self._expired) if self._expired else 0
         self._expired.clear()
         return count

@@ -40,7 +40,7 @@ def run_sandbox_worker(settings: WorkerSettings) -> None:
         sources = build_sandbox_sources(entries, settings.sandboxd_socket)
         servers = ServerRegistry(registry, sources, settings.mcp_refresh_s, AT_ONCE)
         await_sandboxd(settings.sandboxd_socket)
-        servers.ask_due()
+        servers.list_due()
     clock = SharedClock()
     host = SandboxHost(settings, clock)
 

@@ -32,7 +32,7 @@ def load_worker_or_unset() -> WorkerSettings:
     except ConfigError as error:
         cause = error.__cause__
         if isinstance(cause, ValidationError) and [
-            one["loc"] for one in cause.errors() if one["type"] == "missing"
+            entry["loc"] for entry in cause.errors() if entry["type"] == "missing"
         ] == [("redis_url",)]:
             return _without_redis()
         raise
@@ -57,10 +57,10 @@ PROCESSES: dict[str, Callable[[], BaseModel]] = {
 
 def build_list() -> list[dict[str, Any]]:
     """Return the setting rows of each process, or the reason why the process would not start."""
-    return [_told(process, load) for process, load in PROCESSES.items()]
+    return [_build_process(process, load) for process, load in PROCESSES.items()]
 
 
-def _told(process: str, load: Callable[[], BaseModel]) -> dict[str, Any]:
+def _build_process(process: str, load: Callable[[], BaseModel]) -> dict[str, Any]:
     try:
         return {"process": process, "problem": "", "settings": [asdict(row) for row in build_rows(load())]}
     except ConfigError as error:

@@ -26,7 +26,7 @@ def open_listener(path: Path, mode: int, *, owner: str, variable: str) -> socket
         # The owner of the folder could replace our socket with another one.
         raise OSError(f"{path.parent} belongs to another user: set {variable} to a path in a folder of your own")
     refuse_second(path, owner=owner)
-    _make_way(path, variable)
+    _remove_stale_socket(path, variable)
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     # `bind` creates the file with the umask. A `chmod` after it would leave a moment with a wider mode.
     before = os.umask(0o777 & ~mode)
@@ -60,7 +60,7 @@ def refuse_second(path: Path, *, owner: str) -> None:
     raise OSError(f"another {owner} already listens on {path}")
 
 
-def _make_way(path: Path, variable: str) -> None:
+def _remove_stale_socket(path: Path, variable: str) -> None:
     """Remove a socket at which no process listens."""
     with contextlib.suppress(FileNotFoundError):
         if not stat.S_ISSOCK(path.lstat().st_mode):

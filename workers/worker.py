@@ -22,7 +22,7 @@ from workers.celery_edge.app import POOL_OF_KIND, build_app, claim_node, run_cel
 from workers.celery_edge.tasks import register_tasks
 from workers.control import ControlListener, OrderHandler
 from workers.duties import Duty
-from workers.executor import CallMiddleware, CallPolicy, ClaimConfirmation, Executor, HeldCalls
+from workers.executor import CallMiddleware, CallPolicy, ClaimConfirmation, Executor, UnconfirmedCalls
 from workers.host import Host
 from workers.mcp.server_registry import ServerRegistry
 from workers.settings import WorkerSettings
@@ -73,7 +73,7 @@ def run_worker(settings: WorkerSettings, parts: WorkerParts) -> None:
     refusals = RefusalCounter(connect_once(broker), deployment)
     app = build_app(broker, refusals.count)
     # Each process of the pool builds its own executor. A Redis connection must not be shared over a fork.
-    build_executor = partial(_build_executor, settings, parts, node, HeldCalls(), tracer)
+    build_executor = partial(_build_executor, settings, parts, node, UnconfirmedCalls(), tracer)
     look = parts.servers.look if parts.servers is not None else None
     register_tasks(app, parts.registry, keys, build_executor, refusals.count, deployment, look)
     stop = threading.Event()
@@ -126,14 +126,14 @@ def run_worker(settings: WorkerSettings, parts: WorkerParts) -> None:
 
 
 def _build_executor(
-    settings: WorkerSettings, parts: WorkerParts, node: str, held: HeldCalls, tracer: Tracer | None
+    settings: WorkerSettings, parts: WorkerParts, node: str, unconfirmed: UnconfirmedCalls, tracer: Tracer | None
 ) -> Executor:
     """Return the executor of one pool process or thread. Must be called in that process or thread."""
     broker, deployment = settings.broker(), settings.deployment
     client, keys = connect(broker), broker.signing_keys()
     resources = parts.open_resources()
     claims = WorkerCallStore(client, deployment, parts.clock, node)
-    middleware = [*parts.open_guards(), ClaimConfirmation(held, claims, resources.holder)]
+    middleware = [*parts.open_guards(), ClaimConfirmation(unconfirmed, claims, resources.holder)]
     if tracer is not None:
         middleware.append(CallTracing(tracer, resources.facts))
     switches, tenants = WorkerSwitches(client, deployment, keys), WorkerTenants(client, deployment, keys)

@@ -48,9 +48,9 @@ class FenceTracker:
     def _extend(self, text: str, start: int, end: int) -> None:
         while start < end and self._line_part != "other":
             if self._line_part == "info":
-                rest = text[start:end]
-                self._has_tick = self._has_tick or _TICK in rest
-                self._has_info = self._has_info or bool(rest.strip())
+                info = text[start:end]
+                self._has_tick = self._has_tick or _TICK in info
+                self._has_info = self._has_info or bool(info.strip())
                 return
             start = self._read_indent(text, start) if self._line_part == "indent" else self._read_run(text, start, end)
 
@@ -97,6 +97,6 @@ _PROMPT = re.compile(r"^\$ ", re.MULTILINE)
 
 def find_command(text: str) -> str | None:
     """Return the command in the first shell code block of a text, without `$ ` prompts; None if there is none."""
-    found = _SHELL_BLOCK.search(text)
-    command = _PROMPT.sub("", found[1]).strip() if found is not None else ""
+    match = _SHELL_BLOCK.search(text)
+    command = _PROMPT.sub("", match[1]).strip() if match is not None else ""
     return command or None

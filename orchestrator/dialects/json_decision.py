@@ -119,9 +119,9 @@ class DecisionReader:
         if not raw.strip():
             return [], end
         events = self._decide(raw, BROKEN if is_broken else CUT if end.finish_reason == "length" else None)
-        shown = "".join(event.text for event in events if isinstance(event, Text))
+        visible_text = "".join(event.text for event in events if isinstance(event, Text))
         malformed = any(isinstance(event, MalformedCall) for event in events)
-        return events, ReplyEnd(end.message, raw if malformed else shown, end.finish_reason, end.usage)
+        return events, ReplyEnd(end.message, raw if malformed else visible_text, end.finish_reason, end.usage)
 
     def _decide(self, raw: str, cut: str | None) -> list[Event]:
         try:
@@ -132,11 +132,11 @@ class DecisionReader:
             return [Text(raw)]
         if decision.tool is None:
             return [Text(decision.reply)] if decision.reply else []
-        written = raw[len(before) : len(raw) - len(behind)]
+        decision_text = raw[len(before) : len(raw) - len(behind)]
         call: Event = (
-            build_call_event(self._call_id, decision.tool, decision.arguments, written)
+            build_call_event(self._call_id, decision.tool, decision.arguments, decision_text)
             if cut is None
-            else MalformedCall(self._call_id, decision.tool, cut, written)
+            else MalformedCall(self._call_id, decision.tool, cut, decision_text)
         )
         texts = [Text(text) if text else None for text in (before + (decision.reply or ""), behind)]
         return [event for event in (texts[0], call, texts[1]) if event is not None]

@@ -19,16 +19,16 @@ _JSON_TYPES = {
 }
 
 
-def parse_json_object(raw: str, what: str) -> dict[str, Any]:
+def parse_json_object(raw: str, subject: str) -> dict[str, Any]:
     """Parse `raw`, which must be one JSON object.
 
-    Raises ValueError with a sentence about `what` ("the arguments") for: invalid JSON, another type, NaN, a number too
-    large for a float, a repeated key, nesting that is too deep, more than twice MAX_VALUES values.
+    Raises ValueError with a sentence about `subject` ("the arguments") for: invalid JSON, another type, NaN, a number
+    too large for a float, a repeated key, nesting that is too deep, more than twice MAX_VALUES values.
     """
-    be = "are" if what.endswith("s") else "is"
+    be = "are" if subject.endswith("s") else "is"
     if has_more_values_in_text(raw, MAX_VALUES):
         raise ValueError(
-            f"{what} {be} nested too deep or too large: at most {MAX_VALUES} values can be passed, more in a file"
+            f"{subject} {be} nested too deep or too large: at most {MAX_VALUES} values can be passed, more in a file"
         )
     try:
         value = json.loads(
@@ -37,11 +37,11 @@ def parse_json_object(raw: str, what: str) -> dict[str, Any]:
         if isinstance(value, dict) and "\\ud" in raw.lower():
             value = _without_lone_surrogates(value)
     except RecursionError:
-        raise ValueError(f"{what} {be} nested too deep") from None
+        raise ValueError(f"{subject} {be} nested too deep") from None
     except ValueError as error:
-        raise ValueError(f"{what} {be} not valid JSON: {join_surrogates(str(error))}") from None
+        raise ValueError(f"{subject} {be} not valid JSON: {join_surrogates(str(error))}") from None
     if not isinstance(value, dict):
-        raise ValueError(f"{what} must be a JSON object, not {_JSON_TYPES[type(value)]}")
+        raise ValueError(f"{subject} must be a JSON object, not {_JSON_TYPES[type(value)]}")
     return value
 
 

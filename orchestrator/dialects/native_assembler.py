@@ -149,7 +149,7 @@ class NativeCallAssembler:
             fragment = parse_fragment(entry)
             if fragment is None:
                 continue
-            call = self._slots.place(fragment)
+            call = self._slots.assign(fragment)
             text = _argument_text(fragment.arguments)
             self._count_chars(FRAGMENT_CHARS + len(text) + len(fragment.id or ""))
             if text and not (isinstance(fragment.arguments, dict) and call.fragments == [text]):

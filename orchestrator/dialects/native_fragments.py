@@ -74,7 +74,7 @@ class CallSlots:
     def in_order(self) -> list[PartialCall]:
         return sorted((call for call in self._calls if not call.is_phantom()), key=lambda call: call.index)
 
-    def place(self, fragment: Fragment) -> PartialCall:
+    def assign(self, fragment: Fragment) -> PartialCall:
         """Return the call that `fragment` belongs to, after adding the fragment's id and name. Creates the call if
         needed.
         """
@@ -96,7 +96,7 @@ class CallSlots:
         if same_id is not None and same_id.index == index:
             return same_id
         call = self._by_index.get(index)
-        if call is None or _is_another(call, fragment):
+        if call is None or _starts_new_call(call, fragment):
             return self._open(index)
         return call
 
@@ -116,7 +116,7 @@ class CallSlots:
         return call
 
 
-def _is_another(call: PartialCall, fragment: Fragment) -> bool:
+def _starts_new_call(call: PartialCall, fragment: Fragment) -> bool:
     """Return whether a fragment at an occupied index starts another call. Some servers send index 0 for every call."""
     if not fragment.name:
         return False

@@ -19,8 +19,8 @@ class PlainDialect(NativeDialect):
 
     def build_request(self, messages: Sequence[Message], specs: Sequence[ToolSpec]) -> ModelRequest:
         """Return a request with the messages, except for the empty system message that the loop added."""
-        is_ours = bool(messages) and messages[0].get("role") == "system" and messages[0].get("content") == ""
-        return super().build_request(messages[1:] if is_ours else messages, ())
+        has_empty_system = bool(messages) and messages[0].get("role") == "system" and messages[0].get("content") == ""
+        return super().build_request(messages[1:] if has_empty_system else messages, ())
 
     def open_reader(self, run: str, step: int, *, reads_tags: bool = True) -> ReplyReader:
         return super().open_reader(run, step, reads_tags=False)

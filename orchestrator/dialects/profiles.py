@@ -69,8 +69,8 @@ SMALL = Profile(
 
 def _shorten(spec: ToolSpec) -> ToolSpec:
     properties: dict[str, Any] = spec.parameters.get("properties") or {}  # type: ignore[assignment]
-    shown = {name: _shorten_schema(schema) for name, schema in properties.items() if not _is_hidden(schema)}
-    parameters = {**spec.parameters, "properties": shown} if properties else spec.parameters
+    visible = {name: _shorten_schema(schema) for name, schema in properties.items() if not _is_hidden(schema)}
+    parameters = {**spec.parameters, "properties": visible} if properties else spec.parameters
     return spec.model_copy(update={"description": _first_sentence(spec.description), "parameters": parameters})
 
 

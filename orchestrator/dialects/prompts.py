@@ -226,18 +226,18 @@ def _format_type(schema: Any, depth: int = 0) -> str:
     )
 
 
-def _format_plain_type(kind: str, schema: Mapping[str, Any], depth: int) -> str:
-    if kind == "array" and "items" in schema:
+def _format_plain_type(type_name: str, schema: Mapping[str, Any], depth: int) -> str:
+    if type_name == "array" and "items" in schema:
         items = _format_type(schema["items"], depth + 1)
         return f"list of ({items})" if " | " in items else f"list of {items}"
-    if kind == "object" and schema.get("properties"):
+    if type_name == "object" and schema.get("properties"):
         required = schema.get("required") or ()
         fields = (
             f"{_format_line(key)}{'' if key in required else '?'}: {_format_type(sub, depth + 1)}"
             for key, sub in schema["properties"].items()
         )
         return "{" + ", ".join(fields) + "}"
-    return {"array": "list"}.get(kind, _format_line(kind))
+    return {"array": "list"}.get(type_name, _format_line(type_name))
 
 
 def _format_range(schema: Mapping[str, Any]) -> Iterator[str]:

@@ -49,7 +49,7 @@ class StreamReader:
         self._provisional = provisional
         self._waiting: list[TagEvent] = []
         self._index = 0
-        self._shown: list[str] = []
+        self._texts: list[str] = []
         self._usage = Usage()
 
     def feed(self, chunk: Chunk) -> list[Event]:
@@ -59,7 +59,7 @@ class StreamReader:
             events += self._read_text(text)
         if self._tags is not None and self._assembler.has_calls:
             events += self._prefer_native(self._tags)
-        return self._record_shown(events)
+        return self._record_texts(events)
 
     def finish(self, *, is_broken: bool = False) -> tuple[list[Event], ReplyEnd]:
         events = [event for text in self._assembler.flush() for event in self._read_text(text)]
@@ -77,8 +77,8 @@ class StreamReader:
         message: Message = {"role": "assistant", "content": reply.text or (None if entries else "")}
         if entries:
             message["tool_calls"] = entries
-        self._record_shown(events)
-        return events, ReplyEnd(message, "".join(self._shown), reply.finish_reason, self._usage)
+        self._record_texts(events)
+        return events, ReplyEnd(message, "".join(self._texts), reply.finish_reason, self._usage)
 
     def _read_text(self, text: Text) -> list[Event]:
         if self._tags is None:
@@ -147,8 +147,8 @@ class StreamReader:
         self._index += 1
         return build_call_id(self._run, self._step, self._index - 1)
 
-    def _record_shown(self, events: list[Event]) -> list[Event]:
-        self._shown += [event.text for event in events if isinstance(event, Text)]
+    def _record_texts(self, events: list[Event]) -> list[Event]:
+        self._texts += [event.text for event in events if isinstance(event, Text)]
         return events
 
 

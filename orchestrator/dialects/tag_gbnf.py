@@ -93,12 +93,12 @@ def _build_value_rule(schema: Mapping[str, Any]) -> tuple[str, list[str]]:
     values = schema.get("enum") or ([schema["const"]] if "const" in schema else [])
     if values:
         return f"({' | '.join(_literal(escape_value(_text(value))) for value in values)})", []
-    kinds = schema.get("type") or "string"
-    kinds = [kinds] if isinstance(kinds, str) else list(kinds)
-    if "string" in kinds:
+    types = schema.get("type") or "string"
+    types = [types] if isinstance(types, str) else list(types)
+    if "string" in types:
         rules = ["some" if schema.get("minLength") else "line"]
     else:
-        rules = [_select_integer_rule(schema) if kind == "integer" else str(kind) for kind in kinds]
+        rules = [_select_integer_rule(schema) if type_name == "integer" else str(type_name) for type_name in types]
     return (rules[0] if len(rules) == 1 else f"({' | '.join(rules)})"), rules
 
 

@@ -38,12 +38,12 @@ class Edge(NamedTuple):
 
 @dataclass
 class State:
-    """A state skips `run`, then follows `edges` by character, `named` for a character of a name, or `otherwise`."""
+    """A state skips `run`, then follows `edges` by character, `name_edge` for a character of a name, or `otherwise`."""
 
     run: Skip
     edges: dict[str, Edge]
     otherwise: Edge
-    named: Edge | None = None
+    name_edge: Edge | None = None
     is_header: bool = False
     """Before the commit point: the next character may still show that the text only mentions the tag."""
     awaited: str = ">"
@@ -116,7 +116,7 @@ def _header_states() -> dict[str, State]:
     """
     ends = {">": _to("body"), "/": _to("header_slash")}
     return {
-        "header": State(_SPACE, ends, _MENTION, named=_to("header_name", "mark")),
+        "header": State(_SPACE, ends, _MENTION, name_edge=_to("header_name", "mark")),
         "header_tight": State(_NOTHING, {**_blank("header"), **ends}, _MENTION),
         "header_slash": State(_NOTHING, {">": _to("", "self_closed")}, _MENTION),
         "header_name": State(
@@ -135,7 +135,9 @@ def _header_states() -> dict[str, State]:
 
 def _child_open_state(otherwise: Edge) -> State:
     """Return the state after a `<` where a child, a comment or the tag's end may follow."""
-    return State(_NOTHING, {"/": _to("close", "mark_next"), "!": _to("bang")}, otherwise, named=_to("child", "mark"))
+    return State(
+        _NOTHING, {"/": _to("close", "mark_next"), "!": _to("bang")}, otherwise, name_edge=_to("child", "mark")
+    )
 
 
 def _child_states() -> dict[str, State]:
@@ -153,7 +155,7 @@ def _child_states() -> dict[str, State]:
         "close_end": State(_SPACE, {">": _to("", "complete")}, _fail(WRONG_CLOSE)),
         "child": State(_NAME, {}, _look("", "child_name")),
         "child_tight": State(_NOTHING, {**_blank("child_gap"), **ends}, _fail(NOT_CLOSED)),
-        "child_gap": State(_SPACE, ends, _fail(NOT_CLOSED), named=_to("attribute", "mark")),
+        "child_gap": State(_SPACE, ends, _fail(NOT_CLOSED), name_edge=_to("attribute", "mark")),
         "child_slash": State(_NOTHING, {">": _to("gap", "empty_value")}, _fail(NOT_CLOSED)),
         "attribute": State(_NAME, {}, _look("", "value_attribute")),
         "equals": State(_SPACE, {"=": _to("quote")}, _fail(UNQUOTED)),
@@ -175,8 +177,8 @@ def _value_states(quote: str) -> dict[str, State]:
     return {
         state("value"): State(_value_run(quote), {quote: _to(state("after"), "end_value")}, data, awaited=quote),
         state("after"): State(_NOTHING, {**ends, **_blank(state("spaced"))}, data),
-        state("spaced"): State(_SPACE, ends, data, named=_to(state("word"), "mark")),
-        state("slash"): State(_NOTHING, {">": _to("gap", "keep_value")}, data),
+        state("spaced"): State(_SPACE, ends, data, name_edge=_to(state("word"), "mark")),
+        state("slash"): State(_NOTHING, {">": _to("gap", "store_value")}, data),
         state("word"): State(
             _NAME, {"=": _to(state("word_quote"), "attribute"), **_blank(state("word_equals"), "attribute")}, data
         ),
@@ -193,7 +195,7 @@ def _paired_value_states() -> dict[str, State]:
             _NOTHING, {"/": _to("paired_value_close", "mark_next")}, _fail(NOT_CLOSED, "skip_open")
         ),
         "paired_value_close": State(_NAME, {}, _look("", "paired_value_name")),
-        "paired_value_end": State(_SPACE, {">": _to("gap", "keep_value")}, _fail(NOT_CLOSED)),
+        "paired_value_end": State(_SPACE, {">": _to("gap", "store_value")}, _fail(NOT_CLOSED)),
     }
 
 
@@ -220,11 +222,11 @@ def _paired_states() -> dict[str, State]:
             _NOTHING,
             {"/": _to("follow_close", "mark_next"), "!": _to("follow_bang")},
             literal,
-            named=_to("child", "keep_paired_child"),
+            name_edge=_to("child", "store_paired_child"),
         ),
         "follow_close": State(_NAME, {}, _look("", "follow_name")),
         "follow_bang": State(_NOTHING, {"-": _to("follow_dash")}, literal),
-        "follow_dash": State(_NOTHING, {"-": _to("comment", "keep_paired")}, literal),
+        "follow_dash": State(_NOTHING, {"-": _to("comment", "store_paired")}, literal),
         "cdata": State(_run(r"^\]"), {"]": _to("cdata_bracket")}, _look("cdata"), awaited="]"),
         "cdata_bracket": State(_NOTHING, {"]": _to("cdata_brackets")}, _look("cdata")),
         "cdata_brackets": State(_run(r"\]"), {">": _to("paired", "end_cdata")}, _look("cdata")),
@@ -245,7 +247,7 @@ def _skip_states() -> dict[str, State]:
             re.compile("(?:[^<]++|<(?=[^/t]))*+").match, {"<": _to("skip_open", "open")}, _look("skip"), awaited="<"
         ),
         "skip_open": State(
-            _NOTHING, {"/": _to("skip_close", "mark_next")}, _look("skip"), named=_to("skip_name", "mark")
+            _NOTHING, {"/": _to("skip_close", "mark_next")}, _look("skip"), name_edge=_to("skip_name", "mark")
         ),
         "skip_close": State(_NAME, {}, _look("", "skip_close_name")),
         "skip_end": State(_SPACE, {">": _to("", "complete")}, _look("skip")),

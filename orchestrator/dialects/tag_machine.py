@@ -81,7 +81,7 @@ class OpenTag:
             character = chunk[position]
             edge = state.edges.get(character)
             if edge is None:
-                edge = state.otherwise if state.named is None or character in DELIMITERS else state.named
+                edge = state.otherwise if state.name_edge is None or character in DELIMITERS else state.name_edge
             target, step, action, reason = edge
             if reason is not None:
                 self._fail(reason)
@@ -263,7 +263,7 @@ class OpenTag:
     def _end_value(self, offset: int) -> None:
         self._end = offset
 
-    def _keep_value(self, offset: int) -> None:
+    def _store_value(self, offset: int) -> None:
         self._add_value([(self._start, self._end)], self._quote)
 
     def _empty_value(self, offset: int) -> None:
@@ -297,16 +297,16 @@ class OpenTag:
         if name == self._child:
             return "end_close"
         if name == TAG:
-            self._keep_paired(offset)
+            self._store_paired(offset)
             return "close_end"
         self._literal(offset)
         return "literal"
 
-    def _keep_paired(self, offset: int) -> None:
+    def _store_paired(self, offset: int) -> None:
         self._add_value(self._sections or [(self._start, self._end)], "cdata" if self._sections else "")
 
-    def _keep_paired_child(self, offset: int) -> None:
-        self._keep_paired(offset)
+    def _store_paired_child(self, offset: int) -> None:
+        self._store_paired(offset)
         self._mark = offset
 
     def _begin_cdata(self, offset: int) -> None:
@@ -337,7 +337,7 @@ _ACTIONS: dict[str, Callable[[OpenTag, int], str | None]] = {
     "value_attribute": OpenTag._value_attribute,
     "begin_value": OpenTag._begin_value,
     "end_value": OpenTag._end_value,
-    "keep_value": OpenTag._keep_value,
+    "store_value": OpenTag._store_value,
     "empty_value": OpenTag._empty_value,
     "second_attribute": OpenTag._second_attribute,
     "paired_value_name": OpenTag._paired_value_name,
@@ -346,8 +346,8 @@ _ACTIONS: dict[str, Callable[[OpenTag, int], str | None]] = {
     "end_name": OpenTag._end_name,
     "end_paired": OpenTag._end_paired,
     "follow_name": OpenTag._follow_name,
-    "keep_paired": OpenTag._keep_paired,
-    "keep_paired_child": OpenTag._keep_paired_child,
+    "store_paired": OpenTag._store_paired,
+    "store_paired_child": OpenTag._store_paired_child,
     "begin_cdata": OpenTag._begin_cdata,
     "end_cdata": OpenTag._end_cdata,
     "skip_close_name": OpenTag._skip_close_name,

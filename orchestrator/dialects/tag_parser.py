@@ -10,7 +10,7 @@ MAX_TAG_CHARS = 16 * 1024 * 1024
 SMALLEST_LIMIT = 64
 THINK = "<think>"
 THINK_END = "</think>"
-LONGEST_HELD = 256
+MAX_BUFFER_CHARS = 256
 """Longest start of a tag that is matched again with each chunk. Up to this length that is faster than a saved state."""
 
 _BEHIND_MARKER = frozenset(BLANKS + ">/")
@@ -39,7 +39,7 @@ class TagStreamParser:
         # means that it has passed the commit point.
         self._buffer = ""
         self._is_certain = False
-        self._longest_held = min(LONGEST_HELD, max_tag_chars)
+        self._max_buffer_chars = min(MAX_BUFFER_CHARS, max_tag_chars)
         self._tag: OpenTag | None = None
         self._at_start = True
         self._thinking = False
@@ -67,7 +67,7 @@ class TagStreamParser:
                 return []
         elif self._is_simple:
             if self._buffer:
-                if self._is_certain and ">" not in chunk and len(self._buffer) + len(chunk) <= self._longest_held:
+                if self._is_certain and ">" not in chunk and len(self._buffer) + len(chunk) <= self._max_buffer_chars:
                     self._buffer += chunk
                     return []
                 chunk, self._buffer, self._is_certain = self._buffer + chunk, "", False
@@ -80,7 +80,7 @@ class TagStreamParser:
             if last == 0 and _CLOSING not in chunk and self._may_become_common(chunk):
                 self._buffer, self._is_plain = chunk, False
                 return []
-        return self._read_all(chunk)
+        return self._read_chunk(chunk)
 
     def finish(self) -> list[TagEvent]:
         """Return the last events: held text, or the error of a tag that was never closed."""
@@ -109,7 +109,7 @@ class TagStreamParser:
         text, self._buffer = self._buffer, ""
         return [Text(text)] if text else []
 
-    def _read_all(self, chunk: str) -> list[TagEvent]:
+    def _read_chunk(self, chunk: str) -> list[TagEvent]:
         events: list[TagEvent] = []
         self._read(chunk, events)
         self._is_simple = not (self._at_start or self._thinking or self._is_off or self._fences is not None)
@@ -189,38 +189,38 @@ class TagStreamParser:
         """Read a thought up to its end. Its code fences are not tracked, because they do not affect
         the answer's text.
         """
-        found = chunk.find(THINK_END, position)
-        self._thinking = found < 0
-        end = _end_of_text(chunk, position, THINK_END) if found < 0 else found + len(THINK_END)
+        end_mark = chunk.find(THINK_END, position)
+        self._thinking = end_mark < 0
+        end = _end_of_text(chunk, position, THINK_END) if end_mark < 0 else end_mark + len(THINK_END)
         if end > position:
             events.append(Text(chunk[position:end]))
-        if found < 0:
+        if end_mark < 0:
             self._buffer, end = chunk[end:], len(chunk)
         return end
 
     def _find_tag(self, chunk: str, start: int, events: list[TagEvent]) -> int:
         """Emit text and common calls; open or hold the first other tag. Return the position after the text read."""
         search = start
-        while (found := chunk.find(MARKER, search)) >= 0:
-            search = found + len(MARKER)
+        while (mark := chunk.find(MARKER, search)) >= 0:
+            search = mark + len(MARKER)
             if search < len(chunk) and chunk[search] not in _BEHIND_MARKER:
                 continue
-            self._emit(chunk[start:found], events)
-            start = found
+            self._emit(chunk[start:mark], events)
+            start = mark
             if self._fences is not None and self._fences.is_inside:
                 continue
-            mention = MENTION(chunk, found)
-            if mention is not None and mention.end() - found <= self._longest_held:
+            mention = MENTION(chunk, mark)
+            if mention is not None and mention.end() - mark <= self._max_buffer_chars:
                 search = mention.end() - 1
                 continue
-            end = self._read_common(chunk, found, events)
+            end = self._read_common(chunk, mark, events)
             if end:
                 start = search = end
                 continue
             if search == len(chunk) or (
-                len(chunk) - found <= self._longest_held and self._may_become_common(chunk[found:])
+                len(chunk) - mark <= self._max_buffer_chars and self._may_become_common(chunk[mark:])
             ):
-                self._buffer = chunk[found:]
+                self._buffer = chunk[mark:]
                 return len(chunk)
             self._tag = OpenTag()
             return search
@@ -231,23 +231,23 @@ class TagStreamParser:
 
     def _read_common(self, chunk: str, start: int, events: list[TagEvent]) -> int:
         """Emit a call that is complete in the chunk and in the common form. Return the position after it, or 0."""
-        found = COMMON_CALL(chunk, start)
-        if found is None or found.end() - start > self._max_tag_chars:
+        match = COMMON_CALL(chunk, start)
+        if match is None or match.end() - start > self._max_tag_chars:
             return 0
-        children = COMMON_CHILDREN(found[2])
+        children = COMMON_CHILDREN(match[2])
         arguments = {name: decode_entities(value) for name, value in children}
         if len(arguments) < len(children) or TAG in arguments:
             return 0
-        events.append(Call(found[1], arguments, found[0]))
+        events.append(Call(match[1], arguments, match[0]))
         if self._fences is not None:
             self._fences.interrupt_line()
-        return found.end()
+        return match.end()
 
     def _may_become_common(self, text: str) -> bool:
         """Return whether `text` is the start of a tag in the common form. Sets `_is_certain`."""
-        found = COMMON_START(text) if len(text) <= self._longest_held and not self._is_ending else None
-        self._is_certain = found is not None and found.lastindex is not None
-        return found is not None
+        match = COMMON_START(text) if len(text) <= self._max_buffer_chars and not self._is_ending else None
+        self._is_certain = match is not None and match.lastindex is not None
+        return match is not None
 
     def _emit(self, text: str, events: list[TagEvent]) -> None:
         if not text:

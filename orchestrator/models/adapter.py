@@ -60,7 +60,7 @@ class BudgetedModel:
         when the model cannot be called.
         """
         messages: list[Message] = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
-        estimated_tokens = self._claim_call(messages)
+        estimated_tokens = self._reserve_call(messages)
         extra: dict[str, Any] = {} if max_tokens is None else {"max_tokens": max_tokens}
         try:
             async with asyncio.timeout(timeout_s) as limit:
@@ -89,7 +89,7 @@ class BudgetedModel:
         reply = assembler.finish(strict=False)
         return Completion(reply.text, usage, reply.finish_reason)
 
-    def _claim_call(self, messages: Sequence[Message]) -> int:
+    def _reserve_call(self, messages: Sequence[Message]) -> int:
         """Count one call and its estimated tokens before it is sent, and return the estimate.
 
         Counting first prevents concurrent calls from exceeding the budget together.

@@ -60,7 +60,7 @@ class ModelFacts:
 
 
 @runtime_checkable
-class KnowsCapabilities(Protocol):
+class HasCapabilities(Protocol):
     """A model whose capabilities are known without a probe."""
 
     @property
@@ -82,7 +82,7 @@ async def find_capabilities(model: Model, cache: "CapabilityCache") -> Capabilit
 
     Raises ModelUnavailable when the model cannot be reached.
     """
-    if isinstance(model, KnowsCapabilities):
+    if isinstance(model, HasCapabilities):
         return model.capabilities
     if isinstance(model, HasEndpoint):
         return await cache.find(model.address, model.name, lambda: probe(model))

@@ -20,8 +20,8 @@ from orchestrator.dialects.tags import TagsDialect
 from orchestrator.models.capabilities import (
     Capabilities,
     CapabilityCache,
+    HasCapabilities,
     HasEndpoint,
-    KnowsCapabilities,
     ModelFacts,
     find_capabilities,
 )
@@ -43,7 +43,7 @@ _SIZE = re.compile(r"(?<![a-z0-9.])(\d+(?:\.\d+)?)([bm])(?![a-z0-9])", re.IGNORE
 """The number of parameters in a model's name: `Qwen2.5-Coder-1.5B-Instruct`, `gemma-3-270m`."""
 
 FALLBACK_WARNING = (
-    "no model is named, so runs use the small model that is shipped with toolcrew: it has 0.5 billion parameters, and "
+    "no model is set, so runs use the small model that toolcrew ships: it has 0.5 billion parameters, and "
     "its answers are often wrong. Set OPENAI_BASE_URL or OPENAI_API_KEY, and TOOLCREW_MODEL, to use another one, or "
     "TOOLCREW_MODEL=local to use this one without a warning"
 )
@@ -87,9 +87,8 @@ def find_shipped(settings: OrchestratorSettings, requested: str | None) -> Liter
         return None
     if settings.openai_base_url is not None:
         raise ConfigError(
-            f"the model '{name}' is shipped with toolcrew, and OPENAI_BASE_URL names a server, so it is not clear "
-            "which one is meant: unset OPENAI_BASE_URL to use the shipped model, or give the server's model another "
-            "name"
+            f"the model '{name}' is shipped with toolcrew, but OPENAI_BASE_URL is set: unset OPENAI_BASE_URL to use "
+            "the shipped model, or rename the server's model"
         )
     return "local" if name == LOCAL else "scripted"
 
@@ -129,21 +128,21 @@ async def choose_model(
         await model.aclose()
 
 
-async def find_needed_capabilities(chosen: ChosenModel, name: str, cache: CapabilityCache) -> Capabilities | None:
+async def find_needed_capabilities(chosen_model: ChosenModel, name: str, cache: CapabilityCache) -> Capabilities | None:
     """Return the known capabilities of the model. Probe it only when the dialect `name` needs them.
 
     Raises ModelUnavailable.
     """
-    if chosen.capabilities is not None:
-        return chosen.capabilities
-    if isinstance(chosen.model, KnowsCapabilities):
-        return chosen.model.capabilities
-    if name in ("json", "auto") and isinstance(chosen.model, HasEndpoint):
-        return await find_capabilities(chosen.model, cache)
+    if chosen_model.capabilities is not None:
+        return chosen_model.capabilities
+    if isinstance(chosen_model.model, HasCapabilities):
+        return chosen_model.model.capabilities
+    if name in ("json", "auto") and isinstance(chosen_model.model, HasEndpoint):
+        return await find_capabilities(chosen_model.model, cache)
     return None
 
 
-async def choose_profile(name: str | None, chosen: ChosenModel, cache: CapabilityCache) -> tuple[Profile, str]:
+async def choose_profile(name: str | None, chosen_model: ChosenModel, cache: CapabilityCache) -> tuple[Profile, str]:
     """Return the profile of that name, and why it was chosen.
 
     "auto" and None are the profile of a shipped model; else `small` for a model of at most MAX_SMALL_PARAMETERS
@@ -154,20 +153,20 @@ async def choose_profile(name: str | None, chosen: ChosenModel, cache: Capabilit
         raise ConfigError(f"no profile '{name}'. Choose one of {', '.join(PROFILE_NAMES)}.")
     if name in ("small", "standard"):
         return (SMALL if name == "small" else STANDARD), "it was requested"
-    if chosen.profile is not None:
-        return chosen.profile, "the model is shipped with toolcrew"
-    facts = chosen.capabilities or ModelFacts()
-    if chosen.capabilities is None and isinstance(chosen.model, HasEndpoint):
-        facts = await cache.describe(chosen.model, chosen.model.name)
+    if chosen_model.profile is not None:
+        return chosen_model.profile, "the model is shipped with toolcrew"
+    facts = chosen_model.capabilities or ModelFacts()
+    if chosen_model.capabilities is None and isinstance(chosen_model.model, HasEndpoint):
+        facts = await cache.describe(chosen_model.model, chosen_model.model.name)
     if facts.context_window is not None and facts.context_window <= MAX_SMALL_WINDOW:
         return SMALL, f"the context window has {facts.context_window} tokens"
     if facts.parameters is not None:
         profile = SMALL if facts.parameters <= MAX_SMALL_PARAMETERS else STANDARD
         return profile, f"the server reports {facts.parameters / 1e9:.2g} billion parameters"
-    named = [float(size) * (1e9 if unit in "bB" else 1e6) for size, unit in _SIZE.findall(chosen.model.name)]
-    if named:
-        profile = SMALL if max(named) <= MAX_SMALL_PARAMETERS else STANDARD
-        return profile, f"its name says {max(named) / 1e9:.2g} billion parameters"
+    sizes = [float(size) * (1e9 if unit in "bB" else 1e6) for size, unit in _SIZE.findall(chosen_model.model.name)]
+    if sizes:
+        profile = SMALL if max(sizes) <= MAX_SMALL_PARAMETERS else STANDARD
+        return profile, f"its name says {max(sizes) / 1e9:.2g} billion parameters"
     return STANDARD, "nothing says that the model is small"
 
 
@@ -200,7 +199,7 @@ def _open_endpoint(settings: OrchestratorSettings, name: str | None) -> "OpenAIM
 
     if name is None:
         raise ConfigError(
-            "OPENAI_BASE_URL or OPENAI_API_KEY is set but no model is named: set TOOLCREW_MODEL or give --model"
+            "OPENAI_BASE_URL or OPENAI_API_KEY is set, but no model is set: set TOOLCREW_MODEL or use --model"
         )
     if not _has_endpoint(settings):
         raise ConfigError(

@@ -10,7 +10,7 @@ from orchestrator.models.retries import is_retried_status
 
 MAX_DETAIL_CHARS = 300
 MAX_SEARCHED_CHARS = 4000
-Kind = Literal["timeout", "connection", "status", "in_reply", "broken", "unfinished", "no_chat", "unknown"]
+FailureType = Literal["timeout", "connection", "status", "in_reply", "broken", "unfinished", "no_chat", "unknown"]
 """`status`: an HTTP error status. `in_reply`: an error object inside a reply. `unfinished`: an end without a
 finish_reason.
 """
@@ -22,7 +22,7 @@ class Failure:
     wait that the server requests.
     """
 
-    kind: Kind
+    kind: FailureType
     status: int | None = None
     body: Any = None
     wait_s: float | None = None
@@ -54,7 +54,7 @@ class Endpoint:
     secret: str = field(default="", repr=False)
 
 
-_REASONS: dict[Kind, str] = {
+_REASONS: dict[FailureType, str] = {
     "timeout": "no answer in time",
     "connection": "no connection",
     "in_reply": "an error inside the reply",
@@ -63,7 +63,7 @@ _REASONS: dict[Kind, str] = {
     "no_chat": "no chat endpoint",
     "unknown": "unknown",
 }
-_ALWAYS_RETRIED: frozenset[Kind] = frozenset({"timeout", "connection", "broken", "unfinished"})
+_ALWAYS_RETRIED: frozenset[FailureType] = frozenset({"timeout", "connection", "broken", "unfinished"})
 _QUOTA_CODES = frozenset({"insufficient_quota", "billing_hard_limit_reached"})
 # llama.cpp answers 500 when it was started without --jinja or when its template rejects the messages. A retry gets the
 # same answer.
@@ -182,15 +182,15 @@ def _build_sentence(failure: Failure, endpoint: Endpoint) -> str:
     where = f"the model at {endpoint.address}"
     match failure.kind:
         case "timeout":
-            return f"{where} did not answer in time: check that it runs, or raise its time limit"
+            return f"{where} did not answer in time: check that the server runs, or raise TOOLCREW_MODEL_TIMEOUT_S"
         case "connection":
             return f"{where} cannot be reached or broke off its reply: check OPENAI_BASE_URL and that the server is up"
         case "broken":
             return f"{where} broke off its reply: try again; if it repeats, read the server's log"
         case "unfinished":
             return (
-                f"{endpoint.address} ended its reply without a finish_reason: it broke off, or it is no chat endpoint; "
-                f"{_CHECK_URL}"
+                f"{endpoint.address} ended its reply without a finish_reason: the reply broke off, or the address is "
+                f"not a chat endpoint; {_CHECK_URL}"
             )
         case "no_chat":
             return f"{endpoint.address} did not answer as a chat endpoint does{_streaming_hint(failure)}; {_CHECK_URL}"
@@ -211,7 +211,7 @@ def _streaming_hint(failure: Failure) -> str:
 
 def _build_status_sentence(failure: Failure, endpoint: Endpoint, where: str) -> str:
     if is_too_long(failure):
-        return f"{where} refuses the request as longer than its context window: {_detail(failure, endpoint)}"
+        return f"{where} refuses the request because it is longer than the context window: {_detail(failure, endpoint)}"
     if failure.status in (401, 403):
         return f"{where} refuses the API key: check OPENAI_API_KEY"
     if failure.status == 404:
@@ -222,17 +222,18 @@ def _build_status_sentence(failure: Failure, endpoint: Endpoint, where: str) -> 
         )
     if failure.codes & _QUOTA_CODES:
         return (
-            f"{where} refuses since the account's quota is used up: check its plan and billing "
+            f"{where} refuses the request because the account's quota is used up: check the plan and the billing "
             f"({_detail(failure, endpoint)})"
         )
     if failure.status == 429:
         return (
-            f"{where} refuses for rate or quota: wait, run fewer at once, or raise the limit "
+            f"{where} refuses the request because of a rate limit or quota: wait, run fewer calls at once, or raise "
+            "the limit "
             f"({_detail(failure, endpoint)})"
         )
     if (failure.status or 0) >= 500:
         return (
-            f"{where} failed with status {failure.status}: try again later, or look at its log "
+            f"{where} failed with status {failure.status}: try again later, or check the log of the server "
             f"({_detail(failure, endpoint)})"
         )
     return f"{where} refused the request: {_detail(failure, endpoint)}"
@@ -265,19 +266,19 @@ def _embedded_status(failure: Failure) -> int | None:
 def _error_text(body: Any) -> str:
     """Return the server's message, or its whole body as text."""
     if body is None:
-        return "it gave no reason"
+        return "the server gave no reason"
     message = (body.get("message") or body.get("detail") or body) if isinstance(body, dict) else body
     if isinstance(message, str):
         return message
     try:
         return json.dumps(message, ensure_ascii=False, default=str)
     except RecursionError:
-        return "its reason is nested too deep to be read"
+        return "the reason of the server is nested too deeply"
 
 
 def _detail(failure: Failure, endpoint: Endpoint) -> str:
     """Return the server's message on one line. Pages that are not JSON are mentioned, not quoted."""
-    text = "its answer is not JSON" if isinstance(failure.body, str) else _error_text(failure.body)
+    text = "the answer is not JSON" if isinstance(failure.body, str) else _error_text(failure.body)
     # Remove the key before cutting the text: half a key is also a leak.
     redacted = text.replace(endpoint.secret, "***") if endpoint.secret else text
     return " ".join(redacted.split())[:MAX_DETAIL_CHARS]

@@ -23,7 +23,7 @@ def load_template() -> str:
 
 def main() -> None:
     arguments = _parse_arguments()
-    ready_descriptor = _claim_stdout()
+    ready_descriptor = _redirect_stdout()
     key = json.loads(sys.stdin.readline())["api_key"]
     server = open_server(arguments.weights, arguments.port, arguments.threads, key)
     line = json.dumps({"base_url": f"{server.listening_address}/v1", "model": MODEL_NAME})
@@ -67,7 +67,7 @@ def _parse_arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _claim_stdout() -> int:
+def _redirect_stdout() -> int:
     """Return a descriptor for the ready line, and redirect the output of libraries to stderr."""
     ready_descriptor = os.dup(1)
     os.dup2(2, 1)

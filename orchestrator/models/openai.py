@@ -51,7 +51,7 @@ class OpenAIModel:
         self._extra = dict(extra or {})
         self._policy = retries if isinstance(retries, RetryPolicy) else RetryPolicy(attempts=1 + retries)
         self._streaming = streaming
-        self._asks_usage = True
+        self._requests_usage = True
         self._limit_name = "max_tokens"
         timeout = openai.Timeout(timeout_s, connect=min(timeout_s, CONNECT_TIMEOUT_S))
         self._client = AsyncOpenAI(base_url=base_url, api_key=api_key or NO_KEY, timeout=timeout, max_retries=0)
@@ -71,15 +71,15 @@ class OpenAIModel:
         Raises ModelUnavailable: ModelInterrupted for a reply that breaks off after its first part,
         ContextWindowExceeded for a request that is too long, ModelRefused for a request that the server rejects.
         """
-        read = self._read_stream if self._streaming else self._read_whole
+        read = self._read_stream if self._streaming else self._read_complete
         attempt = 0
         while True:
             attempt += 1
-            is_begun = False
+            has_started = False
             try:
                 async with aclosing(read(request)) as chunks:
                     async for chunk in chunks:
-                        is_begun = True
+                        has_started = True
                         yield chunk
                 return
             except (_AttemptFailed, openai.OpenAIError, ValueError, *_BROKEN) as error:
@@ -87,7 +87,7 @@ class OpenAIModel:
                 failure = _classify_error(error)
             # Raised outside of `except`, so that the error has no cause: the SDK's errors contain the request, and
             # servers repeat keys in their messages.
-            if is_begun:
+            if has_started:
                 raise build_interruption(failure, self._endpoint)
             await self._wait_for_retry(failure, attempt)
 
@@ -159,11 +159,11 @@ class OpenAIModel:
                 if not has_ended:
                     raise
         if not has_ended:
-            raise _AttemptFailed(_build_unfinished(stream, is_begun=pending is None))
+            raise _AttemptFailed(_build_unfinished(stream, has_started=pending is None))
         for pending_chunk in pending or ():
             yield pending_chunk
 
-    async def _read_whole(self, request: ModelRequest) -> AsyncGenerator[Chunk, None]:
+    async def _read_complete(self, request: ModelRequest) -> AsyncGenerator[Chunk, None]:
         reply = await self._open(request)
         if isinstance(reply, dict):
             _raise_embedded_error(reply)
@@ -200,8 +200,8 @@ class OpenAIModel:
         if error.status_code not in (400, 422):
             return False
         body_text = str(error.body)
-        if self._streaming and self._asks_usage and "stream_options" in body_text:
-            self._asks_usage = False
+        if self._streaming and self._requests_usage and "stream_options" in body_text:
+            self._requests_usage = False
             return True
         if self._limit_name == "max_tokens" and "max_completion_tokens" in body_text:
             self._limit_name = "max_completion_tokens"
@@ -210,7 +210,7 @@ class OpenAIModel:
 
     def _build_body(self, request: ModelRequest) -> dict[str, Any]:
         body: dict[str, Any] = {"model": self.name, "messages": request.messages, "stream": self._streaming}
-        if self._streaming and self._asks_usage:
+        if self._streaming and self._requests_usage:
             body["stream_options"] = {"include_usage": True}
         if request.tools:
             body["tools"] = request.tools
@@ -272,10 +272,10 @@ def _is_json(text: str) -> bool:
     return True
 
 
-def _build_unfinished(stream: AsyncStream[object], *, is_begun: bool) -> Failure:
+def _build_unfinished(stream: AsyncStream[object], *, has_started: bool) -> Failure:
     """Return the failure of a reply without an end: a stream that broke off, or a response that was no stream."""
     content_type = stream.response.headers.get("content-type", "")
-    if is_begun or "event-stream" in content_type:
+    if has_started or "event-stream" in content_type:
         return Failure("unfinished")
     return Failure("no_chat", name="json" if "json" in content_type else "")
 

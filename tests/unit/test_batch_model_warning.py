@@ -57,14 +57,14 @@ def test_a_warning_is_shown_once_as_it_comes_and_again_in_the_summary() -> None:
     with LogLines(Watched("b", Progress(1)), out, has_past=True) as display:
         display.show(warning())
         display.show(warning(at=2.0))
-    assert out.getvalue().count("no model is named") == 2
+    assert out.getvalue().count("no model is set") == 2
     assert f"  warning: {FALLBACK_WARNING}" in out.getvalue().splitlines()
 
 
 def test_the_report_begins_with_the_warning() -> None:
     batch_events: list[RunEvent] = [BatchNotice(at=1.0, message="submitted", total=1), warning()]
     page = build_report(batch_events, title="Batch b")
-    assert page.index("Warning: no model is named") < page.index("Totals")
+    assert page.index("Warning: no model is set") < page.index("Totals")
 
 
 def test_few_warnings_are_kept_whatever_their_order() -> None:
@@ -121,5 +121,5 @@ def test_submit_refuses_the_name_of_a_shipped_model_while_a_server_is_named(
     done = CliRunner().invoke(app, ["batches", "submit", str(file), "--output", str(tmp_path / "o.jsonl")])
     assert (
         done.exit_code,
-        "the model 'scripted' is shipped with toolcrew, and OPENAI_BASE_URL names a server" in done.stderr,
+        "the model 'scripted' is shipped with toolcrew, but OPENAI_BASE_URL is set" in done.stderr,
     ) == (1, True)

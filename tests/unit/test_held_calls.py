@@ -15,7 +15,7 @@ from store.connection import SharedClock
 from tests.builders import build_call, build_context
 from tests.conftest import RedisProcess
 from workers import executor
-from workers.executor import SURE_AFTER_S, HeldCalls
+from workers.executor import DURABLE_AFTER_S, UnconfirmedCalls
 
 CALL, CONTEXT, HOLDER = (
     build_call("echo", call_id="c1"),
@@ -38,7 +38,7 @@ class Watched:
         self.now = 0.0
         self.confirmed = 0
         self.is_away = False
-        self.held = HeldCalls(lambda: self.now)
+        self.held = UnconfirmedCalls(lambda: self.now)
         monkeypatch.setattr(self.held, "_start", lambda: None)
 
     def confirm(self) -> None:
@@ -47,7 +47,7 @@ class Watched:
             raise BrokerUnavailable("Redis is away")
 
     def look_later(self) -> int:
-        self.now += SURE_AFTER_S
+        self.now += DURABLE_AFTER_S
         self.held.look()
         return self.confirmed
 
@@ -115,9 +115,9 @@ def test_what_was_decided_since_then_stays(
 
 
 def test_a_thread_makes_sure_while_there_are_calls_and_ends_with_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(executor, "SURE_AFTER_S", 0.0)
+    monkeypatch.setattr(executor, "DURABLE_AFTER_S", 0.0)
     monkeypatch.setattr(executor, "LOOK_S", 0.01)
-    held = HeldCalls()
+    held = UnconfirmedCalls()
     for _ in range(2):
         sure, threads = threading.Event(), threading.active_count()
         with held.over(sure.set):

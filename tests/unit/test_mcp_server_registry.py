@@ -16,7 +16,7 @@ from contract.registry import ToolRegistry
 from tests.mcp_peers import TOOL
 from workers.celery_edge.broker import LiveTasks
 from workers.mcp.imports import ImportedTool, import_tools
-from workers.mcp.server_registry import FIRST_AGAIN_S, ServerRegistry, SharedLists, Told
+from workers.mcp.server_registry import FIRST_AGAIN_S, ServerRegistry, ServerState, SharedLists
 from workers.mcp.settings import HttpEntry
 from workers.tools.base import Outcome, WorkerRegistry, WorkerTool
 
@@ -61,7 +61,7 @@ class Ground:
 
     def ask(self, after_s: float = 0.0) -> float:
         self.now += after_s
-        return self.servers.ask_due()
+        return self.servers.list_due()
 
     def names(self) -> list[str]:
         return [spec.name.removeprefix("mcp__") for spec in self.registry.specs()]
@@ -88,7 +88,7 @@ def test_a_bug_with_one_server_does_not_end_the_refresh() -> None:
     ground = Ground(FakeSource())
     results: Iterator[Any] = iter([RuntimeError("a bug of ours")])
 
-    def ask_due() -> float:
+    def list_due() -> float:
         failure = next(results, None)
         if failure is not None:
             failed.set()
@@ -96,7 +96,7 @@ def test_a_bug_with_one_server_does_not_end_the_refresh() -> None:
         refreshed.set()
         return REFRESH_S
 
-    ground.servers.ask_due = ask_due  # type: ignore[method-assign]
+    ground.servers.list_due = list_due  # type: ignore[method-assign]
     ground.servers.again_s = 0.01
     ground.servers.start()
     assert failed.wait(5)
@@ -208,10 +208,10 @@ def test_a_process_of_the_pool_has_what_came_after_it_was_forked() -> None:
 def test_the_news_are_read_once() -> None:
     lists = SharedLists()
     [tool] = FakeSource().import_tools([TOOL])
-    lists.write({"docs": Told(True, (tool,))})
+    lists.write({"docs": ServerState(True, (tool,))})
     reader = SharedLists.__new__(SharedLists)
     reader._fd, reader._version = lists._fd, 0
-    assert reader.read_news() == {"docs": Told(True, (tool,))}
+    assert reader.read_news() == {"docs": ServerState(True, (tool,))}
     assert reader.read_news() == {}
 
 

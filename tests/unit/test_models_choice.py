@@ -72,7 +72,7 @@ async def test_the_name_of_a_shipped_model_is_refused_while_a_server_is_named(na
         (OrchestratorSettings(openai_base_url="http://127.0.0.1:9/v1"), name),
     ):
         with pytest.raises(
-            ConfigError, match=f"the model '{name}' is shipped with toolcrew, and OPENAI_BASE_URL names a server"
+            ConfigError, match=f"the model '{name}' is shipped with toolcrew, but OPENAI_BASE_URL is set"
         ):
             async with choose_model(settings, expected):
                 raise AssertionError("a model was chosen")

@@ -48,10 +48,10 @@ class PrintLog(io.TextIOBase):
         if self.closed:
             # A thread may outlive its call. Its text belongs to no call and is dropped.
             return len(text)
-        kept = text[: self._room]
-        self._room -= len(kept)
-        self._dropped += len(text) - len(kept)
-        *lines, self._line = (self._line + kept).split("\n")
+        limited = text[: self._room]
+        self._room -= len(limited)
+        self._dropped += len(text) - len(limited)
+        *lines, self._line = (self._line + limited).split("\n")
         while len(self._line) > MAX_LINE_CHARS:
             lines.append(self._line[:MAX_LINE_CHARS])
             self._line = self._line[MAX_LINE_CHARS:]

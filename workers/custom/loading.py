@@ -26,7 +26,7 @@ FindEntryPoints = Callable[[], Collection[EntryPoint]]
 
 
 @dataclass(frozen=True)
-class Found:
+class LoadedTool:
     """A tool and its source. The source is a phrase for error messages."""
 
     tool: Tool[CallHandler]
@@ -45,12 +45,12 @@ def load_custom_tools(
     is added to `CallContext.config`. Raises ConfigError with the package or module: it cannot be imported, has no
     tool, or a name is in use.
     """
-    found = [
-        *_from_entry_points(find_entry_points or _installed),
-        *(one for name in modules for one in _from_module(name)),
+    loaded = [
+        *_from_entry_points(find_entry_points or _find_installed),
+        *(entry for name in modules for entry in _from_module(name)),
     ]
     calls = CustomCalls(config or {})
-    return tuple(_served(one, calls) for one in _distinct(found))
+    return tuple(_build_worker_tool(entry, calls) for entry in _drop_duplicates(loaded))
 
 
 def serve_values(values: Sequence[Any], calls: CustomCalls, source: str) -> tuple[WorkerTool, ...]:
@@ -58,29 +58,29 @@ def serve_values(values: Sequence[Any], calls: CustomCalls, source: str) -> tupl
 
     `source` names the owner in error messages. Raises ConfigError as load_custom_tools.
     """
-    found = [one for value in values for one in _tools_of(value, source, "mend it")]
-    return tuple(_served(one, calls) for one in _distinct(found))
+    loaded = [entry for value in values for entry in _tools_of(value, source, "fix the tool")]
+    return tuple(_build_worker_tool(entry, calls) for entry in _drop_duplicates(loaded))
 
 
-def _installed() -> Collection[EntryPoint]:
+def _find_installed() -> Collection[EntryPoint]:
     return entry_points(group=ENTRY_POINT_GROUP)
 
 
-def _from_entry_points(find: FindEntryPoints) -> Iterator[Found]:
+def _from_entry_points(find: FindEntryPoints) -> Iterator[LoadedTool]:
     for point in sorted(find(), key=lambda point: (point.name, point.value)):
         package = point.dist.name if point.dist is not None else "unknown"
         source = f"the package '{package}' (entry point '{point.name} = {point.value}')"
-        advice = "mend the package, or uninstall it from the worker's environment"
-        yield from _tools_of(_imported(point.load, source, advice), source, advice)
+        advice = "fix the package, or uninstall it from the worker's environment"
+        yield from _tools_of(_import_source(point.load, source, advice), source, advice)
 
 
-def _from_module(name: str) -> Iterator[Found]:
+def _from_module(name: str) -> Iterator[LoadedTool]:
     source = f"the module '{name}' of TOOLCREW_TOOL_MODULES"
-    advice = "mend it, see that it lies on the worker's Python path, or take it off the list"
-    yield from _tools_of(_imported(lambda: importlib.import_module(name), source, advice), source, advice)
+    advice = "fix the module, check that it is on the worker's Python path, or remove it from the list"
+    yield from _tools_of(_import_source(lambda: importlib.import_module(name), source, advice), source, advice)
 
 
-def _imported(load: Callable[[], Any], source: str, advice: str) -> Any:
+def _import_source(load: Callable[[], Any], source: str, advice: str) -> Any:
     try:
         return load()
     except (
@@ -91,17 +91,19 @@ def _imported(load: Callable[[], Any], source: str, advice: str) -> Any:
         raise ConfigError(f"{source} cannot be loaded: {type(error).__name__}: {error}; {advice}") from error
 
 
-def _tools_of(value: Any, source: str, advice: str) -> list[Found]:
+def _tools_of(value: Any, source: str, advice: str) -> list[LoadedTool]:
     """Return the tools of an entry point or module. `value` is a tool, a function, a list of them, or a module."""
     if isinstance(value, ModuleType):
         values = [part for part in vars(value).values() if _is_ready(part)]
         if not values:
-            raise ConfigError(f"{source} holds no tool: decorate a function with @tool of contract.functions; {advice}")
+            raise ConfigError(
+                f"{source} contains no tool: decorate a function with @tool of contract.functions; {advice}"
+            )
     else:
         values = list(value) if isinstance(value, list | tuple) else [value]
         if not values:
-            raise ConfigError(f"{source} is an empty list: name a tool in it; {advice}")
-    return [Found(_as_tool(one, source, advice), source) for one in values]
+            raise ConfigError(f"{source} is an empty list: add a tool; {advice}")
+    return [LoadedTool(_as_tool(candidate, source, advice), source) for candidate in values]
 
 
 def _is_ready(value: Any) -> bool:
@@ -117,7 +119,7 @@ def _as_tool(value: Any, source: str, advice: str) -> Tool[CallHandler]:
         return cast("Tool[CallHandler]", value)
     if not inspect.isroutine(value):
         raise ConfigError(
-            f"{source} gives a {type(value).__name__}: give a tool, a function, a list of them, or a module; {advice}"
+            f"{source} is a {type(value).__name__}: use a tool, a function, a list of them, or a module; {advice}"
         )
     try:
         return tool(value)
@@ -125,41 +127,40 @@ def _as_tool(value: Any, source: str, advice: str) -> Tool[CallHandler]:
         raise ConfigError(f"{source}: {error}; {advice}") from error
 
 
-def _distinct(found: Sequence[Found]) -> Iterator[Found]:
+def _drop_duplicates(loaded: Sequence[LoadedTool]) -> Iterator[LoadedTool]:
     """Return each tool once, even if it was named several times.
 
     Raises ConfigError: two tools have the same name, or a tool has the name of a built-in tool.
     """
-    ours = _own_names()
-    taken: dict[str, Found] = {}
-    for one in found:
-        name = one.tool.name
-        if name in ours:
+    builtin = _builtin_names()
+    by_name: dict[str, LoadedTool] = {}
+    for entry in loaded:
+        name = entry.tool.name
+        if name in builtin:
             raise ConfigError(
-                f"{one.source} has a tool '{name}', which is the name of a built-in one: rename it, as @tool(name=...) "
-                "does"
+                f"{entry.source} has a tool '{name}', which is also the name of a built-in tool: rename the tool, for "
+                "example with @tool(name=...)"
             )
-        before = taken.setdefault(name, one)
-        if before is one:
-            yield one
-        elif before.tool is not one.tool:
+        first = by_name.setdefault(name, entry)
+        if first is entry:
+            yield entry
+        elif first.tool is not entry.tool:
             raise ConfigError(
-                f"'{name}' is the name of two tools, in {before.source} and in {one.source}: rename one, or leave one "
-                "out"
+                f"'{name}' is the name of two tools, in {first.source} and in {entry.source}: rename or remove one"
             )
 
 
 @functools.cache
-def _own_names() -> frozenset[str]:
+def _builtin_names() -> frozenset[str]:
     return frozenset(spec.name for spec in build_registry().specs()) | BUILTIN_TOOLS
 
 
-def _served(found: Found, calls: CustomCalls) -> WorkerTool:
-    ours = found.tool
-    spec = ours.spec.model_copy(update={"pool": "tools"})
-    served = WorkerTool(spec, calls.build_handler(ours), ours.validators)
+def _build_worker_tool(loaded: LoadedTool, calls: CustomCalls) -> WorkerTool:
+    custom = loaded.tool
+    spec = custom.spec.model_copy(update={"pool": "tools"})
+    worker_tool = WorkerTool(spec, calls.build_handler(custom), custom.validators)
     try:
-        ToolRegistry([served])
+        ToolRegistry([worker_tool])
     except SchemaError as error:
-        raise ConfigError(f"{found.source}: tool '{spec.name}': {error.message}") from error
-    return served
+        raise ConfigError(f"{loaded.source}: tool '{spec.name}': {error.message}") from error
+    return worker_tool

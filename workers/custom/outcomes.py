@@ -52,8 +52,8 @@ def cut_output(name: str, text: str) -> tuple[str, bool]:
     head = _head(text)
     # A text of that length was cut before, so its full length is unknown.
     least = "at least " if len(text) >= MAX_OUTPUT_CHARS else ""
-    told = f"{_count_lines(head)} of {least}{lines} lines, {len(head.encode())} of {least}{size} bytes"
-    return f"{head.removesuffix(NEWLINE)}\n[Cut: {told}; to see the rest call {name} for less at a time]", True
+    shown_part = f"{_count_lines(head)} of {least}{lines} lines, {len(head.encode())} of {least}{size} bytes"
+    return f"{head.removesuffix(NEWLINE)}\n[Cut: {shown_part}; to see the rest call {name} for less at a time]", True
 
 
 def _head(text: str) -> str:
@@ -62,8 +62,8 @@ def _head(text: str) -> str:
     lines = fitting.split(NEWLINE, MAX_LINES)
     if len(lines) > MAX_LINES:
         return NEWLINE.join(lines[:MAX_LINES]) + NEWLINE
-    whole, _, _ = fitting.rpartition(NEWLINE)
-    return whole + NEWLINE if whole else fitting
+    complete_text, _, _ = fitting.rpartition(NEWLINE)
+    return complete_text + NEWLINE if complete_text else fitting
 
 
 def _count_lines(text: str) -> int:

@@ -130,7 +130,7 @@ class LocalWorker:
         `timeout_s` None: the tool's own limit, otherwise 30 s. `config` is the caller's configuration. Raises
         RuntimeError outside of the main thread and in an event loop: a worker cannot stop a tool there.
         """
-        _check_place()
+        _check_thread()
         limit_s = self._limit(name, timeout_s)
         call = ToolCall(id=f"call-{next(self._numbers)}", name=name, arguments=dict(arguments or {}))
         now = time.time()
@@ -223,7 +223,7 @@ class _ModelEvents(NoCallEvents):
         return None
 
 
-def _check_place() -> None:
+def _check_thread() -> None:
     if threading.current_thread() is not threading.main_thread():
         raise RuntimeError(
             "a worker runs tools in its main thread, where it can stop them: call them from the main thread"

@@ -31,7 +31,7 @@ of a server without failures.
 
 
 @dataclass(frozen=True)
-class Told:
+class ServerState:
     """The known state of a server."""
 
     stands_alone: bool | None
@@ -47,24 +47,24 @@ class SharedLists:
         self._fd = os.memfd_create("mcp-lists", os.MFD_CLOEXEC)
         self._version = 0
 
-    def write(self, servers: Mapping[str, Told]) -> None:
+    def write(self, servers: Mapping[str, ServerState]) -> None:
         """Replace the lists of all servers."""
         self._version += 1
-        told = {
+        states = {
             name: {
                 "stands_alone": server.stands_alone,
                 "tools": [[tool.name, tool.spec.model_dump_json()] for tool in server.tools],
             }
             for name, server in servers.items()
         }
-        data = self._version.to_bytes(_VERSION_BYTES) + json.dumps(told).encode()
+        data = self._version.to_bytes(_VERSION_BYTES) + json.dumps(states).encode()
         with self._locked(fcntl.LOCK_EX):
             os.ftruncate(self._fd, len(data))
             view, at = memoryview(data), 0
             while at < len(data):
                 at += os.pwrite(self._fd, view[at:], at)
 
-    def read_news(self) -> dict[str, Told]:
+    def read_news(self) -> dict[str, ServerState]:
         """Return the lists if another process wrote them since the last read or the fork; otherwise an empty dict."""
         if int.from_bytes(os.pread(self._fd, _VERSION_BYTES, 0)) == self._version:
             return {}
@@ -72,18 +72,20 @@ class SharedLists:
             data = os.pread(self._fd, os.fstat(self._fd).st_size, 0)
         self._version = int.from_bytes(data[:_VERSION_BYTES])
         return {
-            name: Told(
+            name: ServerState(
                 server["stands_alone"],
-                tuple(ImportedTool(theirs, ToolSpec.model_validate_json(spec)) for theirs, spec in server["tools"]),
+                tuple(
+                    ImportedTool(tool_name, ToolSpec.model_validate_json(spec)) for tool_name, spec in server["tools"]
+                ),
             )
             for name, server in json.loads(data[_VERSION_BYTES:]).items()
         }
 
     @contextmanager
-    def _locked(self, kind: int) -> Iterator[None]:
+    def _locked(self, lock_type: int) -> Iterator[None]:
         # POSIX locks belong to a process. A flock would belong to the descriptor, which all processes share, and
         # exclude nothing.
-        fcntl.lockf(self._fd, kind)
+        fcntl.lockf(self._fd, lock_type)
         try:
             yield
         finally:
@@ -110,13 +112,13 @@ class Source(Protocol):
 
 
 @dataclass
-class _Asked:
+class _Server:
     """A server and its schedule. `digest`: the hash of its last list; None before the first list. `pause_s`: the
     pause after the last failure.
     """
 
     source: Source
-    due: float
+    due_at: float
     digest: bytes | None = None
     pause_s: float = 0.0
     tools: dict[str, ImportedTool] = field(default_factory=dict)
@@ -139,7 +141,7 @@ class ServerRegistry:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._registry = registry
-        self._asked = {source.name: _Asked(source, clock()) for source in sources}
+        self._servers = {source.name: _Server(source, clock()) for source in sources}
         self._refresh_s = refresh_s
         self._at_once = at_once
         self._clock = clock
@@ -151,23 +153,27 @@ class ServerRegistry:
         """Seconds until the next try after an unexpected exception."""
         self.on_change: Callable[[], None] = lambda: None
 
-    def ask_due(self) -> float:
+    def list_due(self) -> float:
         """List the servers that are due, `at_once` at a time. Returns the seconds until the next server is due."""
-        due = [asked for asked in self._asked.values() if asked.due <= self._clock()]
-        if due:
-            with ThreadPoolExecutor(min(self._at_once, len(due))) as pool:
-                listed = list(pool.map(self._ask, due))
-            changes = [self._take(asked, tools) for asked, tools in zip(due, listed, strict=True) if tools is not None]
+        due_servers = [server for server in self._servers.values() if server.due_at <= self._clock()]
+        if due_servers:
+            with ThreadPoolExecutor(min(self._at_once, len(due_servers))) as pool:
+                listed = list(pool.map(self._list_tools, due_servers))
+            changes = [
+                self._register_tools(server, tools)
+                for server, tools in zip(due_servers, listed, strict=True)
+                if tools is not None
+            ]
             if any(changes):
                 self._share()
                 self.on_change()
-        return min((asked.due - self._clock() for asked in self._asked.values()), default=self._refresh_s)
+        return min((server.due_at - self._clock() for server in self._servers.values()), default=self._refresh_s)
 
     def start(self) -> None:
         """Start the thread. A process that is forked at the same time has the complete registry, and its lock is
         free.
         """
-        if self._asked:
+        if self._servers:
             self._registry.lock_during_fork()
             self._thread.start()
 
@@ -181,90 +187,90 @@ class ServerRegistry:
         """
         if self._shared is None or os.getpid() == self._owner:
             return
-        for name, told in self._shared.read_news().items():
-            asked = self._asked[name]
-            asked.source.stands_alone = told.stands_alone
-            self._place(asked, told.tools)
+        for name, state in self._shared.read_news().items():
+            server = self._servers[name]
+            server.source.stands_alone = state.stands_alone
+            self._replace_tools(server, state.tools)
 
     def _run(self) -> None:
         pause_s = 0.0
         while not self._stop.wait(max(0.0, pause_s)):
             try:
-                pause_s = self.ask_due()
+                pause_s = self.list_due()
             except Exception:  # the edge of the thread: a bug with one server must not end the refresh of all
                 log.exception("mcp_refresh_failed", again_s=self.again_s)
                 pause_s = self.again_s
 
-    def _ask(self, asked: _Asked) -> tuple[ImportedTool, ...] | None:
+    def _list_tools(self, server: _Server) -> tuple[ImportedTool, ...] | None:
         """Return the tools of a server; None if they are unchanged or the server failed."""
-        source, started = asked.source, self._clock()
+        source, started = server.source, self._clock()
         try:
             listed = source.list_tools()
             digest = hashlib.sha256(json.dumps(listed, sort_keys=True).encode()).digest()
-            tools = source.import_tools(listed) if digest != asked.digest else None
+            tools = source.import_tools(listed) if digest != server.digest else None
         except (ToolFailure, OperatorError) as error:
-            self._delay(asked)
-            if asked.tools:
-                log.warning("mcp_server_silent", server=source.name, error=str(error), again_s=asked.pause_s)
+            self._delay(server)
+            if server.tools:
+                log.warning("mcp_server_silent", server=source.name, error=str(error), again_s=server.pause_s)
             else:
-                log.error("mcp_server_without_tools", server=source.name, error=str(error), again_s=asked.pause_s)
+                log.error("mcp_server_without_tools", server=source.name, error=str(error), again_s=server.pause_s)
             return None
         except Exception:  # the edge: a bug with one server must not hold up the tools of the others
-            self._delay(asked)
-            log.exception("mcp_server_failed", server=source.name, again_s=asked.pause_s)
+            self._delay(server)
+            log.exception("mcp_server_failed", server=source.name, again_s=server.pause_s)
             return None
-        asked.pause_s, asked.due = 0.0, self._clock() + self._refresh_s
+        server.pause_s, server.due_at = 0.0, self._clock() + self._refresh_s
         if tools is None:
             return None
-        asked.digest = digest
+        server.digest = digest
         took_s = round(self._clock() - started, 3)
         log.info("mcp_tools_found", server=source.name, tools=[tool.spec.name for tool in tools], took_s=took_s)
         return tools
 
-    def _delay(self, asked: _Asked) -> None:
+    def _delay(self, server: _Server) -> None:
         """Schedule the next try after a longer pause than the last one."""
-        asked.pause_s = min(max(FIRST_AGAIN_S, asked.pause_s * 2), self._refresh_s)
-        asked.due = self._clock() + asked.pause_s
+        server.pause_s = min(max(FIRST_AGAIN_S, server.pause_s * 2), self._refresh_s)
+        server.due_at = self._clock() + server.pause_s
 
-    def _take(self, asked: _Asked, tools: tuple[ImportedTool, ...]) -> bool:
+    def _register_tools(self, server: _Server, tools: tuple[ImportedTool, ...]) -> bool:
         """Put the tools of a server into the registry. Returns whether the tools have changed."""
         try:
-            return self._place(asked, self._free(asked, tools))
+            return self._replace_tools(server, self._find_free(server, tools))
         except Exception:  # the edge: as above
             # Nothing was changed. Without a digest the next listing is processed again.
-            asked.digest = None
-            self._delay(asked)
-            log.exception("mcp_server_failed", server=asked.source.name, again_s=asked.pause_s)
+            server.digest = None
+            self._delay(server)
+            log.exception("mcp_server_failed", server=server.source.name, again_s=server.pause_s)
             return False
 
-    def _free(self, asked: _Asked, tools: tuple[ImportedTool, ...]) -> list[ImportedTool]:
+    def _find_free(self, server: _Server, tools: tuple[ImportedTool, ...]) -> list[ImportedTool]:
         """Return the tools whose names are not used by another tool."""
         free = []
         for tool in tools:
-            if tool.spec.name in asked.tools or self._registry.get(tool.spec.name) is None:
+            if tool.spec.name in server.tools or self._registry.get(tool.spec.name) is None:
                 free.append(tool)
             else:
                 log.error(
-                    "mcp_tool_left_out", server=asked.source.name, name=tool.spec.name, why="another tool has its name"
+                    "mcp_tool_left_out", server=server.source.name, name=tool.spec.name, why="another tool has its name"
                 )
         return free
 
-    def _place(self, asked: _Asked, tools: Iterable[ImportedTool]) -> bool:
+    def _replace_tools(self, server: _Server, tools: Iterable[ImportedTool]) -> bool:
         """Make exactly these tools of the server available in the registry. Returns whether anything changed."""
-        after = {tool.spec.name: tool for tool in tools}
-        gone = [name for name in asked.tools if name not in after]
-        new = [asked.source.build(tool) for name, tool in after.items() if asked.tools.get(name) != tool]
-        asked.tools = after
-        for name in gone:
+        current = {tool.spec.name: tool for tool in tools}
+        removed = [name for name in server.tools if name not in current]
+        new = [server.source.build(tool) for name, tool in current.items() if server.tools.get(name) != tool]
+        server.tools = current
+        for name in removed:
             self._registry.unregister(name)
         for built in new:
             self._registry.register(built)
-        return bool(gone or new)
+        return bool(removed or new)
 
     def _share(self) -> None:
         if self._shared is not None:
-            told = {
-                name: Told(asked.source.stands_alone, tuple(asked.tools.values()))
-                for name, asked in self._asked.items()
+            states = {
+                name: ServerState(server.source.stands_alone, tuple(server.tools.values()))
+                for name, server in self._servers.items()
             }
-            self._shared.write(told)
+            self._shared.write(states)

@@ -46,7 +46,7 @@ def main() -> int:
         if options.bundle is not None:
             options.bundle.write_bytes(compress_bundle(skill))
         told = {
-            **_tell(skill),
+            **_report(skill),
             "files": [(path, one.offset, one.size, one.is_executable) for path, one in files.items()],
         }
     except (SkillBroken, ToolFailure) as broken:
@@ -70,7 +70,7 @@ def _parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _tell(skill: Skill) -> dict[str, object]:
+def _report(skill: Skill) -> dict[str, object]:
     tool = skill.tool
     return {
         "skill": skill.summary.model_dump(mode="json"),

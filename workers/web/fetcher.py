@@ -71,15 +71,19 @@ class Fetcher:
         target = parse_url(url)
         # This check comes before the cache lookup: a host that the operator has closed is not served from the cache.
         self._rules.check_target(target)
-        kept = self._store.take(tenant, target.url)
-        if kept is not None and not self._still_allowed(kept):
-            kept = None
-        if kept is not None and self._serves(kept, reads_on):
-            return Fetched(kept, "cache")
-        self._check_pace(tenant)
-        last = self._follow(target, deadline, kept)
-        if kept is not None and last.answer.head.status == HTTPStatus.NOT_MODIFIED and _conditions(last.target, kept):
-            confirmed = self._confirm(kept, last.answer.head)
+        stored = self._store.take(tenant, target.url)
+        if stored is not None and not self._is_still_allowed(stored):
+            stored = None
+        if stored is not None and self._is_usable(stored, reads_on):
+            return Fetched(stored, "cache")
+        self._check_rate(tenant)
+        last = self._follow(target, deadline, stored)
+        if (
+            stored is not None
+            and last.answer.head.status == HTTPStatus.NOT_MODIFIED
+            and _conditions(last.target, stored)
+        ):
+            confirmed = self._confirm(stored, last.answer.head)
             self._store.keep(tenant, confirmed)
             return Fetched(confirmed, "revalidated")
         page = self._page(target, last)
@@ -87,30 +91,30 @@ class Fetcher:
             self._store.keep(tenant, page)
         return Fetched(page, "network")
 
-    def _check_pace(self, tenant: str) -> None:
+    def _check_rate(self, tenant: str) -> None:
         if self._per_minute is not None and self._store.count(tenant) > self._per_minute:
             raise refused(f"more than {self._per_minute} pages were fetched within a minute; go on in the next one")
 
-    def _still_allowed(self, kept: Page) -> bool:
+    def _is_still_allowed(self, stored: Page) -> bool:
         """Return whether the rules still allow the final URL of a stored page. The operator may have closed the host
         since.
         """
         try:
-            self._rules.check_target(parse_url(kept.final_url))
+            self._rules.check_target(parse_url(stored.final_url))
         except ToolFailure:
             return False
         return True
 
-    def _serves(self, kept: Page, reads_on: bool) -> bool:
-        return self._clock() < (kept.fetched_at + FRESH_S if reads_on else kept.fresh_until)
+    def _is_usable(self, stored: Page, reads_on: bool) -> bool:
+        return self._clock() < (stored.fetched_at + FRESH_S if reads_on else stored.fresh_until)
 
-    def _follow(self, target: Target, deadline: Deadline, kept: Page | None) -> _Hop:
+    def _follow(self, target: Target, deadline: Deadline, stored: Page | None) -> _Hop:
         redirects: tuple[str, ...] = ()
         base = target
         while True:
             try:
                 self._rules.check_target(target)
-                answer = self._ask(target, deadline, kept)
+                answer = self._send_request(target, deadline, stored)
             except ToolFailure as failure:
                 raise (_of_redirect(base, failure) if redirects else failure) from None
             location = answer.head.headers.get("location")
@@ -136,12 +140,12 @@ class Fetcher:
             raise _of_redirect(base, failure) from None
         return target
 
-    def _ask(self, target: Target, deadline: Deadline, kept: Page | None) -> Answer:
+    def _send_request(self, target: Target, deadline: Deadline, stored: Page | None) -> Answer:
         addresses = [target.literal] if target.literal is not None else []
         addresses = addresses or list(self._resolver.resolve(target.host, deadline, self._limits.resolve_s))
         self._rules.check_addresses(target, addresses)
         # Every hop gets a new request, so no header for one origin reaches the next origin.
-        request = Request(target, headers={"Accept": ACCEPT, **_conditions(target, kept)})
+        request = Request(target, headers={"Accept": ACCEPT, **_conditions(target, stored)})
         return exchange(request, Route(addresses, self._limits, deadline, self._tls), self._body_bytes)
 
     def _body_bytes(self, head: Head) -> int | None:
@@ -151,11 +155,11 @@ class Fetcher:
             return 0
         return None if 200 <= head.status < 300 else self._limits.error_body_bytes
 
-    def _page(self, asked: Target, hop: _Hop) -> Page:
+    def _page(self, requested: Target, hop: _Hop) -> Page:
         head, now = hop.answer.head, self._clock()
         length = head.headers.get("content-length", "")
         return Page(
-            url=asked.url,
+            url=requested.url,
             final_url=hop.target.url,
             status=head.status,
             phrase=head.phrase,
@@ -170,9 +174,9 @@ class Fetcher:
             fresh_until=now + fresh_for_s(head.headers),
         )
 
-    def _confirm(self, kept: Page, head: Head) -> Page:
+    def _confirm(self, stored: Page, head: Head) -> Page:
         now = self._clock()
-        return kept.model_copy(update={"fetched_at": now, "fresh_until": now + fresh_for_s(head.headers)})
+        return stored.model_copy(update={"fetched_at": now, "fresh_until": now + fresh_for_s(head.headers)})
 
 
 def _of_redirect(base: Target, failure: ToolFailure) -> ToolFailure:
@@ -183,11 +187,11 @@ def _of_redirect(base: Target, failure: ToolFailure) -> ToolFailure:
     )
 
 
-def _conditions(target: Target, kept: Page | None) -> dict[str, str]:
+def _conditions(target: Target, stored: Page | None) -> dict[str, str]:
     """Return the conditional headers. Only the URL that delivered the stored page gets them."""
-    if kept is None or target.url != kept.final_url:
+    if stored is None or target.url != stored.final_url:
         return {}
-    conditions = {"If-None-Match": kept.etag, "If-Modified-Since": kept.last_modified}
+    conditions = {"If-None-Match": stored.etag, "If-Modified-Since": stored.last_modified}
     return {name: value for name, value in conditions.items() if value}
 
 

@@ -25,7 +25,7 @@ _PROGRAM = Path(__file__).with_name("extraction_program.py")
 TextFormat = Literal["markdown", "text"]
 
 
-class _Told(BaseModel):
+class _ProgramOutput(BaseModel):
     """Output of the program. The program has read a hostile page, so only these fields of these types are accepted."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
@@ -52,59 +52,63 @@ class Extractor:
     def __init__(self, parse_s: float = PARSE_S) -> None:
         self._parse_s = parse_s
 
-    def extract(self, html: str, url: str, kind: TextFormat, deadline: Deadline) -> Extracted:
+    def extract(self, html: str, url: str, text_format: TextFormat, deadline: Deadline) -> Extracted:
         """Return the main part, or the whole text if no main part is found. Raises ToolFailure as
         extract_plain does.
         """
-        told = self._run(html, url, kind, "main", deadline)
-        if told is None:
+        output = self._run(html, url, text_format, "main", deadline)
+        if output is None:
             return self.extract_plain(
                 html,
                 url,
-                kind,
+                text_format,
                 deadline,
                 "the text of the whole page: the search for its main part failed or took too long",
             )
-        return Extracted(told.title, told.text, _note(told))
+        return Extracted(output.title, output.text, _note(output))
 
-    def extract_plain(self, html: str, url: str, kind: TextFormat, deadline: Deadline, note: str = "") -> Extracted:
+    def extract_plain(
+        self, html: str, url: str, text_format: TextFormat, deadline: Deadline, note: str = ""
+    ) -> Extracted:
         """Return all text of the page. Raises ToolFailure: TIMEOUT past the deadline, FILE_TOO_LARGE when the page
         cannot be read within the limits.
         """
-        told = self._run(html, url, kind, "plain", deadline)
-        if told is None:
+        output = self._run(html, url, text_format, "plain", deadline)
+        if output is None:
             raise ToolFailure(
                 ErrorCode.FILE_TOO_LARGE,
                 "the page's HTML could not be read within the limits of time and memory: fetch it with format=html and "
                 "read parts of it",
             )
-        return Extracted(told.title, told.text, note)
+        return Extracted(output.title, output.text, note)
 
-    def _run(self, html: str, url: str, kind: TextFormat, method: str, deadline: Deadline) -> _Told | None:
+    def _run(
+        self, html: str, url: str, text_format: TextFormat, method: str, deadline: Deadline
+    ) -> _ProgramOutput | None:
         """Run the program; return None if the program died or wrote invalid output."""
         limit_s = deadline.left("reading the page", self._parse_s)
-        order = {"format": kind, "url": url, "method": method, "cpu_s": max(1, round(self._parse_s))}
+        order = {"format": text_format, "url": url, "method": method, "cpu_s": max(1, round(self._parse_s))}
         # Files in memory replace pipes: neither process can block the other, and the program limits the size of its
         # output.
-        with _open_memory("page") as given, _open_memory("text") as taken:
-            given.write(json.dumps(order).encode() + b"\n" + html.encode("utf-8", "replace"))
-            given.seek(0)
-            if not _finishes([sys.executable, "-I", str(_PROGRAM)], given.fileno(), taken.fileno(), limit_s):
+        with _open_memory("page") as stdin, _open_memory("text") as stdout:
+            stdin.write(json.dumps(order).encode() + b"\n" + html.encode("utf-8", "replace"))
+            stdin.seek(0)
+            if not _finishes([sys.executable, "-I", str(_PROGRAM)], stdin.fileno(), stdout.fileno(), limit_s):
                 deadline.left("reading the page")
                 return None
-            taken.seek(0)
-            return _parse_told(taken.read(MAX_TEXT_BYTES + 1))
+            stdout.seek(0)
+            return _parse_output(stdout.read(MAX_TEXT_BYTES + 1))
 
 
-def _note(told: _Told) -> str:
-    if told.is_too_deep:
+def _note(output: _ProgramOutput) -> str:
+    if output.is_too_deep:
         return "the text of the whole page: it nests too deep to find its main part"
-    if not told.is_main:
+    if not output.is_main:
         return "the text of the whole page: no main part was found"
-    left_out = told.whole_chars > len(told.text)
+    is_shortened = output.whole_chars > len(output.text)
     return (
-        f"the main part of a page with {told.whole_chars} characters of text; format=html gives all of it"
-        if left_out
+        f"the main part of a page with {output.whole_chars} characters of text; format=html gives all of it"
+        if is_shortened
         else ""
     )
 
@@ -129,13 +133,13 @@ def _finishes(argv: list[str], stdin: int, stdout: int, limit_s: float) -> bool:
             start_new_session=True,
             close_fds=True,
         )
-        ended = os.pidfd_open(process.pid)
+        process_fd = os.pidfd_open(process.pid)
         try:
             waiting = select.poll()
-            waiting.register(ended, select.POLLIN)
+            waiting.register(process_fd, select.POLLIN)
             waiting.poll(limit_s * 1000)
         finally:
-            os.close(ended)
+            os.close(process_fd)
     finally:
         # An interrupt inside Popen can leave a program without a handle. Such a program ends by its own alarm.
         if process is not None:
@@ -145,10 +149,10 @@ def _finishes(argv: list[str], stdin: int, stdout: int, limit_s: float) -> bool:
     return process.returncode == 0
 
 
-def _parse_told(data: bytes) -> _Told | None:
+def _parse_output(data: bytes) -> _ProgramOutput | None:
     if len(data) > MAX_TEXT_BYTES:
         return None
     try:
-        return _Told.model_validate_json(data)
+        return _ProgramOutput.model_validate_json(data)
     except ValidationError:
         return None

@@ -96,17 +96,24 @@ def _build_part(fetched: Fetched, document: Document, start: int, max_chars: int
         else f"end of page: {total} characters"
     )
     # The copy of the earlier parts has expired, or was never stored.
-    anew = (
+    refetch_note = (
         ("the page was fetched anew for this part: it may differ from the parts before",)
         if start and fetched.source == "network"
         else ()
     )
-    return Outcome(f"{head}\n\n{body}\n[{'; '.join([where, *anew, *document.notes])}]", metadata, truncated=end < total)
+    return Outcome(
+        f"{head}\n\n{body}\n[{'; '.join([where, *refetch_note, *document.notes])}]", metadata, truncated=end < total
+    )
 
 
 def _head(page: Page, document: Document) -> str:
-    kind = document.media_type if document.charset is None else f"{document.media_type}; charset={document.charset}"
-    lines = [f"url: {page.url}", f"final url: {page.final_url}", f"status: {page.phrase}", f"type: {kind}"]
+    charset = "" if document.charset is None else f"; charset={document.charset}"
+    lines = [
+        f"url: {page.url}",
+        f"final url: {page.final_url}",
+        f"status: {page.phrase}",
+        f"type: {document.media_type}{charset}",
+    ]
     # The title is quoted: a page must not be able to imitate a line of the tool's own output.
     lines.append(f"title: {json.dumps(document.title, ensure_ascii=False)}" if document.title else "title: (none)")
     if _authority(page.url) != _authority(page.final_url):
@@ -132,10 +139,10 @@ def _metadata(fetched: Fetched, document: Document) -> dict[str, JsonValue]:
 def _build_error(fetched: Fetched, document: Document) -> Outcome:
     page = fetched.page
     text = (document.text or "").strip()
-    shown = text[:ERROR_CHARS]
+    excerpt = text[:ERROR_CHARS]
     cut = f"\n[the first {ERROR_CHARS} characters of the answer's text]" if len(text) > ERROR_CHARS else ""
     return Outcome(
-        output=f"{fence(shown)}{cut}" if shown else None,
+        output=f"{fence(excerpt)}{cut}" if excerpt else None,
         metadata=_metadata(fetched, document),
         truncated=bool(cut),
         error=f"{page.final_url} answered {page.phrase}: {_advice(page.status)}",

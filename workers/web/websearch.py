@@ -65,36 +65,36 @@ def build_websearch(providers: Sequence[SearchProvider]) -> WorkerTool:
         if not providers:
             raise ToolFailure(ErrorCode.CONFIG_MISSING, NEEDS_CONFIGURATION)
         query = SearchQuery(
-            words=_parse_words(arguments["query"]),
+            words=_parse_query_text(arguments["query"]),
             max_results=arguments["max_results"],
             include_domains=_parse_domains(arguments["include_domains"]),
             exclude_domains=_parse_domains(arguments["exclude_domains"]),
             time_range=arguments.get("time_range"),
         )
-        provider, found, failures = _search(providers, query, Deadline(environment.context.timeout_s))
-        return _build_outcome(provider, query, found, failures)
+        provider, results, failures = _search(providers, query, Deadline(environment.context.timeout_s))
+        return _build_outcome(provider, query, results, failures)
 
     return WorkerTool(WEBSEARCH_SPEC, handler)
 
 
-def _parse_words(given: str) -> str:
+def _parse_query_text(text: str) -> str:
     """Return the query on one line. Raises ToolFailure(INVALID_ARGUMENTS)."""
-    words = " ".join(given.split())
-    if not words:
+    query_text = " ".join(text.split())
+    if not query_text:
         raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, "websearch_tool: the query has no words; say what to search for")
-    if printable(words) != words:
+    if printable(query_text) != query_text:
         raise ToolFailure(
             ErrorCode.INVALID_ARGUMENTS,
             "websearch_tool: the query has characters that cannot be shown; write it without them",
         )
-    return words
+    return query_text
 
 
-def _parse_domains(given: list[str]) -> tuple[str, ...]:
+def _parse_domains(names: list[str]) -> tuple[str, ...]:
     """Return the domains, normalized. Raises ToolFailure(INVALID_ARGUMENTS): for text that a provider's query would
     not read as a domain.
     """
-    domains = tuple(dict.fromkeys(domain.strip().lower().removeprefix("*.").removesuffix(".") for domain in given))
+    domains = tuple(dict.fromkeys(domain.strip().lower().removeprefix("*.").removesuffix(".") for domain in names))
     for domain in domains:
         if not _DOMAIN.fullmatch(domain):
             raise ToolFailure(
@@ -108,20 +108,20 @@ def _search(
     providers: Sequence[SearchProvider], query: SearchQuery, deadline: Deadline
 ) -> tuple[str, tuple[SearchResult, ...], list[ToolFailure]]:
     failures: list[ToolFailure] = []
-    for at, provider in enumerate(providers):
+    for number, provider in enumerate(providers):
         if failures and not deadline.is_within(MIN_ATTEMPT_S):
             break
         try:
-            left_s = deadline.left("searching")
+            remaining_s = deadline.left("searching")
             # A service that does not answer must leave time for the services after it.
-            share_s = min(left_s, max(MIN_SHARE_S, left_s / (len(providers) - at)))
+            share_s = min(remaining_s, max(MIN_SHARE_S, remaining_s / (len(providers) - number)))
             return provider.name, provider.search(query, Deadline(share_s)), failures
         except ToolFailure as failure:
             failures.append(ToolFailure(failure.code, f"{provider.name}: {failure.message}"))
-    raise _all_failed(failures)
+    raise _build_combined_failure(failures)
 
 
-def _all_failed(failures: list[ToolFailure]) -> ToolFailure:
+def _build_combined_failure(failures: list[ToolFailure]) -> ToolFailure:
     """Return one failure that lists all failures. Its code is the first that is not a configuration error."""
     codes = list(dict.fromkeys(failure.code for failure in failures))
     code = next((code for code in codes if code is not ErrorCode.CONFIG_MISSING), codes[0])
@@ -131,19 +131,19 @@ def _all_failed(failures: list[ToolFailure]) -> ToolFailure:
 
 
 def _build_outcome(
-    provider: str, query: SearchQuery, found: tuple[SearchResult, ...], failures: list[ToolFailure]
+    provider: str, query: SearchQuery, results: tuple[SearchResult, ...], failures: list[ToolFailure]
 ) -> Outcome:
-    unique = tuple({result.url: result for result in reversed(found)}.values())[::-1]
-    fitting = tuple(result for result in unique if _is_wanted(result, query))
-    shown = fitting[: query.max_results]
-    notes = [f"{len(shown)} results from {provider}"]
+    unique = tuple({result.url: result for result in reversed(results)}.values())[::-1]
+    fitting = tuple(result for result in unique if _matches_domains(result, query))
+    selected = fitting[: query.max_results]
+    notes = [f"{len(selected)} results from {provider}"]
     if len(fitting) < len(unique):
         notes.append(f"{len(unique) - len(fitting)} more were of other domains than asked for, and left out")
     notes.extend(f"{failure.message}; the next service was asked" for failure in failures)
     body = (
-        fence("\n\n".join(_lines(number, result) for number, result in enumerate(shown, start=1)))
-        if shown
-        else _nothing(query)
+        fence("\n\n".join(_lines(number, result) for number, result in enumerate(selected, start=1)))
+        if selected
+        else _build_empty_text(query)
     )
     metadata: dict[str, JsonValue] = {
         "provider": provider,
@@ -155,7 +155,7 @@ def _build_outcome(
                 "published": result.published,
                 "score": result.score,
             }
-            for result in shown
+            for result in selected
         ],
     }
     return Outcome(f"{body}\n[{'; '.join(notes)}]", metadata)
@@ -168,12 +168,12 @@ def _lines(number: int, result: SearchResult) -> str:
     )
 
 
-def _nothing(query: SearchQuery) -> str:
+def _build_empty_text(query: SearchQuery) -> str:
     narrow = query.include_domains or query.exclude_domains or query.time_range
     return f"(no results: use other words{' or fewer filters' if narrow else ''})"
 
 
-def _is_wanted(result: SearchResult, query: SearchQuery) -> bool:
+def _matches_domains(result: SearchResult, query: SearchQuery) -> bool:
     host = (
         re.split(r"[/?#]", result.url.partition("://")[2], maxsplit=1)[0]
         .rpartition("@")[2]
