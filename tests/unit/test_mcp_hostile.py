@@ -129,9 +129,7 @@ _HEAD = b'{"jsonrpc":"2.0","id":ID,'
         (b'{"jsonrpc":"2.0","id":NEXT,"result":{"content":[{"type":"text","text":"forged"}]}}\n', ErrorCode.TIMEOUT),
     ],
 )  # fmt: skip
-def test_an_answer_that_is_none_costs_its_own_call_alone(
-    box: LocalSandbox, tmp_path: Path, reply: bytes, code: ErrorCode
-) -> None:
+def test_a_bad_reply_fails_only_its_own_call(box: LocalSandbox, tmp_path: Path, reply: bytes, code: ErrorCode) -> None:
     server = _server(tmp_path, reply)
     with pytest.raises(ToolFailure) as caught:
         server.call_tool(box.run, "echo", {"text": "x"}, "/workspace", 1.5)
@@ -140,9 +138,7 @@ def test_an_answer_that_is_none_costs_its_own_call_alone(
     assert int(text.split()[0]) in (1, 2)
 
 
-def test_depths_that_the_sandboxs_python_reads_or_does_not_are_refused_either_way(
-    box: LocalSandbox, tmp_path: Path
-) -> None:
+def test_deep_json_is_refused_on_every_python_of_a_sandbox(box: LocalSandbox, tmp_path: Path) -> None:
     reply = _HEAD + b'"result":' + b"[" * 5000 + b"]" * 5000 + b"}\n"
     server = _server(tmp_path, reply)
     with pytest.raises(ToolFailure) as caught:

@@ -126,9 +126,7 @@ def test_two_calls_at_a_time_are_both_answered(box: LocalSandbox, threads: Threa
     assert _count(box, server)[0] == 5
 
 
-def test_a_call_does_not_wait_for_a_slow_one_where_the_server_does_not(
-    box: LocalSandbox, threads: ThreadPoolExecutor, tmp_path: Path
-) -> None:
+def test_a_call_does_not_wait_for_a_slow_call(box: LocalSandbox, threads: ThreadPoolExecutor, tmp_path: Path) -> None:
     server = _server(tmp_path, "threads")
     slow = _begin(threads, box, server, tmp_path / "fifo")
     assert _call(box, server, text="quick") == "quick"
@@ -158,9 +156,7 @@ def test_an_idle_server_ends_with_all_that_it_started(box: LocalSandbox, tmp_pat
         ("hangs", ErrorCode.TIMEOUT, "look before you repeat it"),
     ],
 )
-def test_a_bad_call_ends_the_server_and_the_next_has_a_new_one(
-    box: LocalSandbox, tmp_path: Path, how: str, code: ErrorCode, words: str
-) -> None:
+def test_a_bad_call_ends_the_server(box: LocalSandbox, tmp_path: Path, how: str, code: ErrorCode, words: str) -> None:
     server = _server(tmp_path, how)
     before = _count(box, server)[1]
     with pytest.raises(ToolFailure) as caught:
@@ -172,9 +168,7 @@ def test_a_bad_call_ends_the_server_and_the_next_has_a_new_one(
 
 
 @pytest.mark.parametrize("victim", ["keeper", "server"])
-def test_after_a_program_of_the_session_killed_it_the_next_call_has_a_new_one(
-    box: LocalSandbox, tmp_path: Path, victim: str
-) -> None:
+def test_a_call_after_the_server_was_killed_starts_a_new_server(box: LocalSandbox, tmp_path: Path, victim: str) -> None:
     server = _server(tmp_path)
     before = _count(box, server)[1]
     os.kill(box.jobs[0].pid if victim == "keeper" else before, signal.SIGKILL)
@@ -199,9 +193,7 @@ def test_what_a_server_left_that_killed_its_keeper_is_ended(
     assert box.jobs[0].poll() is None
 
 
-def test_a_cancelled_call_that_the_server_ends_leaves_it_to_the_others(
-    box: LocalSandbox, threads: ThreadPoolExecutor, tmp_path: Path
-) -> None:
+def test_a_cancelled_call_keeps_the_server(box: LocalSandbox, threads: ThreadPoolExecutor, tmp_path: Path) -> None:
     server = _server(tmp_path, "obeys")
     before = _count(box, server)
     cancelled = _begin(threads, box, server, tmp_path / "fifo")
@@ -211,9 +203,7 @@ def test_a_cancelled_call_that_the_server_ends_leaves_it_to_the_others(
     os.close(cancelled.fifo)
 
 
-def test_a_cancelled_call_that_goes_on_is_ended_with_the_server(
-    box: LocalSandbox, threads: ThreadPoolExecutor, tmp_path: Path
-) -> None:
+def test_a_cancel_that_fails_ends_the_server(box: LocalSandbox, threads: ThreadPoolExecutor, tmp_path: Path) -> None:
     server = _server(tmp_path, "threads")
     before = _count(box, server)
     other = _begin(threads, box, server, tmp_path / "other")
@@ -228,9 +218,7 @@ def test_a_cancelled_call_that_goes_on_is_ended_with_the_server(
     assert _count(box, server)[0] == 1
 
 
-def test_at_its_limit_a_call_is_cancelled_before_the_server_is_ended(
-    box: LocalSandbox, threads: ThreadPoolExecutor, tmp_path: Path
-) -> None:
+def test_a_timeout_cancels_the_call_first(box: LocalSandbox, threads: ThreadPoolExecutor, tmp_path: Path) -> None:
     server = _server(tmp_path, "obeys")
     before = _count(box, server)
     slow = _begin(threads, box, server, tmp_path / "fifo", 3.0)

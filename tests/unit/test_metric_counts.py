@@ -197,9 +197,7 @@ def test_what_somebody_else_wrote_is_counted_over(client: "redis.Redis") -> None
 
 
 @given(st.lists(st.tuples(st.sampled_from(["a", "b"]), st.integers(1, 9), st.booleans()), max_size=20))
-def test_whatever_answers_are_lost_all_is_counted_once(
-    redis_process: RedisProcess, story: list[tuple[str, int, bool]]
-) -> None:
+def test_lost_replies_do_not_change_the_counts(redis_process: RedisProcess, story: list[tuple[str, int, bool]]) -> None:
     with redis_process.client() as client:
         client.delete(SUMS, counted_key("d", "a"), counted_key("d", "b"))
         counts = {"a": Counts(), "b": Counts()}

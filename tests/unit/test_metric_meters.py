@@ -130,7 +130,7 @@ async def test_the_names_of_tools_are_known_after_a_call_of_an_unknown_tool(redi
     }
 
 
-async def test_a_caller_that_leaves_is_counted_but_one_whose_call_goes_on_elsewhere_is_not(
+async def test_a_cancelled_caller_is_counted_unless_its_call_moved(
     redis_server: RedisProcess,
 ) -> None:
     began = asyncio.Event()

@@ -148,9 +148,7 @@ async def test_hosts_tell_their_load_and_their_sandboxes(page: MetricsPage, clie
     assert series[key("toolcrew_calls", state="running")] == 6
 
 
-async def test_a_queue_tells_its_length_and_for_how_long_its_oldest_message_has_lain_there(
-    page: MetricsPage, client: "redis.Redis"
-) -> None:
+async def test_the_page_shows_the_length_and_oldest_age_of_a_queue(page: MetricsPage, client: "redis.Redis") -> None:
     report(client, build_report("h1"))
     queue_call(client, QUEUE, 40, "oldest")
     queue_call(client, QUEUE, 5, "newest")
@@ -161,9 +159,7 @@ async def test_a_queue_tells_its_length_and_for_how_long_its_oldest_message_has_
     assert series[key("toolcrew_dead_host_queues")] == 0
 
 
-async def test_the_queue_of_a_host_that_does_not_report_is_told_as_dead(
-    page: MetricsPage, client: "redis.Redis"
-) -> None:
+async def test_the_queue_of_a_silent_host_is_shown_as_dead(page: MetricsPage, client: "redis.Redis") -> None:
     client.zadd(hosts_key(DEPLOYMENT), {"host.gone.1": 1, "host.empty.1": 1, "pool.gone.1": 1})
     queue_call(client, "host.gone.1", 300)
     series = read_page(await page.render())
@@ -187,9 +183,7 @@ async def test_the_queue_of_a_host_that_does_not_report_is_told_as_dead(
         b'{"call_key": "toolcrew:d:t:acme:call.text"}',
     ],
 )
-async def test_a_strangers_message_breaks_nothing_and_is_counted(
-    page: MetricsPage, client: "redis.Redis", message: bytes
-) -> None:
+async def test_a_foreign_message_is_counted(page: MetricsPage, client: "redis.Redis", message: bytes) -> None:
     client.lpush(POOL_WEB, message)
     client.hset(call_key(DEPLOYMENT, "acme", "text"), "queued_at", "nan")
     series = read_page(await page.render())
@@ -264,9 +258,7 @@ async def test_long_calls_that_are_set_aside_wait_for_a_slot_as_well(page: Metri
 
 
 @pytest.mark.parametrize("first", ["a", "z"])
-async def test_what_is_more_than_one_look_takes_is_told_whole(
-    page: MetricsPage, client: "redis.Redis", first: str
-) -> None:
+async def test_many_entries_are_read_completely(page: MetricsPage, client: "redis.Redis", first: str) -> None:
     number = 2 * LOOK_AT_ONCE + 1
     tenants = [first, *(f"tenant-{at}" for at in range(1, number))]
     client.hset(tenants_key(DEPLOYMENT), mapping=dict.fromkeys(tenants, "{}"))
@@ -287,9 +279,7 @@ async def test_what_is_more_than_one_look_takes_is_told_whole(
 
 
 @pytest.mark.parametrize("call", ["no json", '{"since": "yesterday"}', '{"since": -1e999}', '{"since": 1e400}'])
-async def test_state_of_admission_that_somebody_else_wrote_breaks_nothing(
-    page: MetricsPage, client: "redis.Redis", call: str
-) -> None:
+async def test_foreign_admission_state_is_tolerated(page: MetricsPage, client: "redis.Redis", call: str) -> None:
     admission = admission_prefix(DEPLOYMENT)
     client.hset(f"{admission}queue:{POOL_WEB}", "waiting", 3)
     client.set(f"{admission}ready:{POOL_WEB}:short", "text")
@@ -315,9 +305,7 @@ async def test_runs_batches_and_questions_are_told(page: MetricsPage, client: "r
 
 
 @pytest.mark.parametrize("name", ["batches", "delayed", "leases"])
-async def test_a_key_of_the_queue_of_runs_of_another_type_breaks_nothing(
-    page: MetricsPage, client: "redis.Redis", name: str
-) -> None:
+async def test_a_run_queue_of_a_wrong_type_is_tolerated(page: MetricsPage, client: "redis.Redis", name: str) -> None:
     client.set(runs_prefix(DEPLOYMENT) + name, "somebody else's")
     client.zadd(approvals_key(DEPLOYMENT), {"open": (time.time() + 100) * 1000})
     series = read_page(await page.render())

@@ -56,9 +56,7 @@ async def test_a_native_call_comes_with_the_item_in_it_and_the_answer_with_the_o
         ('{"tool": null, "reply": ""}', {}, '{"tool": "bash_tool", "arguments": {"command": "seq 3"}}'),
     ],
 )
-async def test_calls_are_spelled_as_the_request_s_dialect_wants_them(
-    system: str, fields: dict[str, Any], expected: str
-) -> None:
+async def test_calls_use_the_dialect_of_the_request(system: str, fields: dict[str, Any], expected: str) -> None:
     async with playing(CALL) as server:
         reply = await server.ask({"role": "system", "content": system}, user("[item 3] count"), **fields)
         assert reply.json()["choices"][0]["message"]["content"] == expected

@@ -260,9 +260,7 @@ def _edit(**changes: Any) -> Callable[[str], str]:
         _edit(capabilities={"native_tools": "yes"}),
     ],
 )
-async def test_a_file_that_is_spoilt_old_or_of_the_future_counts_as_none(
-    tmp_path: Path, spoil: Callable[[str], str]
-) -> None:
+async def test_a_damaged_old_or_future_file_is_ignored(tmp_path: Path, spoil: Callable[[str], str]) -> None:
     probe = Probe()
     await find(CapabilityCache(tmp_path), probe)
     [path] = files(tmp_path)
@@ -271,9 +269,7 @@ async def test_a_file_that_is_spoilt_old_or_of_the_future_counts_as_none(
     assert probe.asked == 2
 
 
-async def test_a_folder_that_cannot_be_written_costs_only_the_memory(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_an_unwritable_folder_only_disables_the_cache(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "file").touch()
     assert await find(CapabilityCache(tmp_path / "file"), Probe()) == EVERYTHING
     assert "capabilities_not_saved" in caplog.text
@@ -292,7 +288,7 @@ async def test_the_cache_names_no_credentials(tmp_path: Path) -> None:
     assert "hunter" not in path.read_text() + path.name
 
 
-async def test_a_model_that_knows_itself_is_not_asked_and_one_without_an_address_is_not_remembered(
+async def test_a_known_model_is_not_probed_and_a_model_without_an_address_is_not_cached(
     tmp_path: Path,
 ) -> None:
     cache, scripted, server = CapabilityCache(tmp_path), ScriptedModel([]), FakeServer()

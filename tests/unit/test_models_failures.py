@@ -84,9 +84,7 @@ TOO_LONG: list[tuple[int, Any, int | None]] = [
 
 
 @pytest.mark.parametrize(("status", "body", "limit"), TOO_LONG)
-def test_a_request_that_is_too_long_is_known_in_every_servers_words_and_never_retried(
-    status: int, body: Any, limit: int | None
-) -> None:
+def test_a_too_long_request_is_recognised_for_each_server(status: int, body: Any, limit: int | None) -> None:
     failure = Failure("status", status, body)
     error = build_error(failure, ENDPOINT)
     assert isinstance(error, ContextWindowExceeded)
@@ -181,9 +179,7 @@ def test_the_key_is_in_no_representation_of_its_endpoint() -> None:
         (Failure("connection"), False),
     ],
 )
-def test_a_key_an_account_and_a_name_that_are_refused_are_told_from_what_another_request_may_meet(
-    failure: Failure, is_denial: bool
-) -> None:
+def test_refused_keys_accounts_and_names_differ_from_refused_requests(failure: Failure, is_denial: bool) -> None:
     error = build_error(failure, ENDPOINT)
     assert isinstance(error, ModelDenied) is is_denial
     assert not is_denial or error.is_unknown_model is (failure.status == 404)  # type: ignore[attr-defined]

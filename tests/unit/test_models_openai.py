@@ -109,9 +109,7 @@ REFUSALS = [
 
 @pytest.mark.parametrize("streaming", [True, False])
 @pytest.mark.parametrize(("reply", "words"), REFUSALS)
-async def test_each_failure_is_a_sentence_that_says_what_to_do_and_hides_the_key(
-    reply: bytes, words: str, streaming: bool
-) -> None:
+async def test_each_failure_says_what_to_do_and_hides_the_key(reply: bytes, words: str, streaming: bool) -> None:
     async with serving([reply]) as server:
         sentence = str(await failure(ask(server.url, streaming=streaming)))
     assert words in sentence

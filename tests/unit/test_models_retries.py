@@ -63,9 +63,7 @@ def test_a_policy_that_makes_no_sense_is_refused(wrong: dict[str, float]) -> Non
         ({"retry-after": "9" * 400}, float("inf")),
     ],
 )
-def test_retry_after_is_read_in_its_three_forms_and_nonsense_is_none(
-    headers: dict[str, str], seconds: float | None
-) -> None:
+def test_retry_after_is_read_in_three_forms(headers: dict[str, str], seconds: float | None) -> None:
     assert parse_retry_after(headers, now) == seconds
 
 
@@ -207,9 +205,7 @@ async def test_a_reply_that_has_ended_is_whole_although_its_tail_is_lost(waits: 
         assert await read(build(server.url, waits)) == [HELLO, END]
 
 
-async def test_each_retry_is_logged_without_a_word_of_the_server(
-    waits: Waits, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_each_retry_is_logged_without_server_text(waits: Waits, caplog: pytest.LogCaptureFixture) -> None:
     async with serving([answer(503, {"error": {"message": KEY}}), b"", stream(END)]) as server:
         await read(build(server.url, waits))
     lines = [record.getMessage() for record in caplog.records if "model_retry" in record.getMessage()]

@@ -100,9 +100,7 @@ async def react(dialect: Dialect, model: ScriptedModel, request: str) -> tuple[l
     ids=["native", "tags", "hint", "json"],
 )
 @pytest.mark.parametrize(("request_text", "command"), JOBS.items())
-async def test_the_demo_script_asks_for_the_command_and_answers_with_its_output(
-    dialect: Dialect, request_text: str, command: str
-) -> None:
+async def test_the_demo_script_runs_the_command(dialect: Dialect, request_text: str, command: str) -> None:
     model = ScriptedModel(demo_script())
     commands, answer = await react(dialect, model, request_text)
     assert commands == [command]

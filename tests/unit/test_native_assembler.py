@@ -261,9 +261,7 @@ JSON = st.dictionaries(
 
 
 @given(st.lists(JSON, min_size=1, max_size=4), st.integers(1, 9), st.booleans(), st.randoms())
-def test_calls_survive_any_cut_and_interleaving(
-    wanted: list[dict[str, Any]], size: int, ascii_only: bool, random: Any
-) -> None:
+def test_calls_survive_any_split(wanted: list[dict[str, Any]], size: int, ascii_only: bool, random: Any) -> None:
     queues = []
     for index, arguments in enumerate(wanted):
         raw = json.dumps(arguments, ensure_ascii=ascii_only)

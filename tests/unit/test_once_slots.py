@@ -31,9 +31,7 @@ def slots(client: "redis.asyncio.Redis") -> IdempotencyStore:
     return IdempotencyStore(client, "d", KEY)
 
 
-async def test_one_request_has_the_slot_and_another_is_told_that_it_is_worked(
-    slots: IdempotencyStore, client: "redis.asyncio.Redis"
-) -> None:
+async def test_a_second_request_sees_the_slot_in_use(slots: IdempotencyStore, client: "redis.asyncio.Redis") -> None:
     mine, other = slots.name("key", "word", "d", "1"), slots.name("key", "word", "d", "2")
     assert await slots.claim(mine) is None
     assert (await slots.claim(other) or {})["pending"] is True
@@ -45,9 +43,7 @@ async def test_a_claim_whose_answer_was_lost_is_made_again(slots: IdempotencySto
     assert [await slots.claim(mine) for _ in range(3)] == [None, None, None]
 
 
-async def test_what_is_kept_is_told_and_paid_for_once_however_often_it_is_kept(
-    slots: IdempotencyStore, client: "redis.asyncio.Redis"
-) -> None:
+async def test_a_repeated_reply_is_charged_once(slots: IdempotencyStore, client: "redis.asyncio.Redis") -> None:
     mine = slots.name("key", "word", "d", "1")
     await slots.claim(mine)
     for _ in range(3):
@@ -72,9 +68,7 @@ async def test_a_release_that_comes_late_leaves_what_another_request_holds(slots
     assert await slots.claim(third) == json.loads(RECORD)
 
 
-async def test_a_claim_that_comes_after_its_own_release_holds_nothing(
-    slots: IdempotencyStore, client: "redis.asyncio.Redis"
-) -> None:
+async def test_a_claim_after_its_release_is_void(slots: IdempotencyStore, client: "redis.asyncio.Redis") -> None:
     mine, again = slots.name("key", "word", "d", "1"), slots.name("key", "word", "d", "2")
     await slots.release(mine)
     await slots.claim(mine)
@@ -89,9 +83,7 @@ async def test_an_answer_that_redis_has_lost_the_claim_of_is_kept(slots: Idempot
     assert await slots.claim(slots.name("key", "word", "d", "2")) == json.loads(RECORD)
 
 
-async def test_a_full_account_claims_nothing_new_and_is_told_what_it_has(
-    slots: IdempotencyStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_full_account_gets_no_new_slot(slots: IdempotencyStore, monkeypatch: pytest.MonkeyPatch) -> None:
     key = slots.name("key", "word", "d", "1")
     await slots.claim(key)
     await slots.keep(key, RECORD)

@@ -149,9 +149,7 @@ LIMITS = [
 
 
 @pytest.mark.parametrize(("arguments", "fields", "limit"), LIMITS)
-def test_the_limit_is_the_callers_else_the_arguments_else_the_default(
-    arguments: dict[str, Any], fields: dict[str, Any], limit: float
-) -> None:
+def test_caller_limit_overrides_arguments(arguments: dict[str, Any], fields: dict[str, Any], limit: float) -> None:
     assert effective_limit(TIMED, arguments, Request(build_call(), *ROUTE, **fields)) == limit
 
 

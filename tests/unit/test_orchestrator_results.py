@@ -49,9 +49,7 @@ async def test_a_failure_arrives_as_well(redis_server: RedisProcess, not_sweepin
             assert (await arrives(future))["status"] == status
 
 
-async def test_a_result_whose_message_was_missed_is_found_by_the_sweep(
-    redis_server: RedisProcess, sweeping: None
-) -> None:
+async def test_the_sweep_finds_a_result_without_a_message(redis_server: RedisProcess, sweeping: None) -> None:
     async with listening(redis_server) as (hub, client):
         task_id = hub.task_id("c1")
         with hub.expect(task_id) as future:
@@ -59,9 +57,7 @@ async def test_a_result_whose_message_was_missed_is_found_by_the_sweep(
             assert (await arrives(future))["task_id"] == task_id
 
 
-async def test_a_sweep_of_many_finds_each_its_own(
-    redis_server: RedisProcess, sweeping: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_sweep_finds_many(redis_server: RedisProcess, sweeping: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(results, "SWEEP_BATCH", 3)
     async with listening(redis_server) as (hub, client):
         ids = [hub.task_id(f"c{number}") for number in range(10)]
@@ -155,9 +151,7 @@ async def test_garbage_is_ignored(redis_server: RedisProcess, not_sweeping: None
     ['{"task_id": [], "status": "SUCCESS"}', '{"task_id": "x", "status": {}}', "[" * 100_000],
     ids=["id", "status", "deep"],
 )
-async def test_deafening_the_hub_by_one_message_does_not_work(
-    redis_server: RedisProcess, not_sweeping: None, garbage: str
-) -> None:
+async def test_one_bad_message_stops_nothing(redis_server: RedisProcess, not_sweeping: None, garbage: str) -> None:
     async with listening(redis_server) as (hub, client):
         task_id = hub.task_id("c1")
         with hub.expect(task_id) as future:
@@ -167,9 +161,7 @@ async def test_deafening_the_hub_by_one_message_does_not_work(
                 await future
 
 
-async def test_a_result_that_says_it_is_of_another_task_is_not_taken(
-    redis_server: RedisProcess, not_sweeping: None
-) -> None:
+async def test_a_result_of_another_task_is_ignored(redis_server: RedisProcess, not_sweeping: None) -> None:
     async with listening(redis_server) as (hub, client):
         task_id, other = hub.task_id("c1"), hub.task_id("c2")
         with hub.expect(task_id) as future, hub.expect(other) as last:
@@ -179,9 +171,7 @@ async def test_a_result_that_says_it_is_of_another_task_is_not_taken(
             assert not future.done()
 
 
-async def test_an_awaited_task_can_be_failed_and_its_late_result_is_dropped(
-    redis_server: RedisProcess, not_sweeping: None
-) -> None:
+async def test_the_late_result_of_a_failed_task_is_dropped(redis_server: RedisProcess, not_sweeping: None) -> None:
     async with listening(redis_server) as (hub, client):
         task_id, other = hub.task_id("c1"), hub.task_id("c2")
         with hub.expect(task_id) as future, hub.expect(other) as last:
@@ -237,9 +227,7 @@ async def test_closing_deletes_what_was_taken(redis_server: RedisProcess, not_sw
         assert await client.dbsize() == 0
 
 
-async def test_one_id_awaited_twice_is_refused_and_the_first_is_served(
-    redis_server: RedisProcess, not_sweeping: None
-) -> None:
+async def test_a_second_wait_for_one_id_is_refused(redis_server: RedisProcess, not_sweeping: None) -> None:
     async with listening(redis_server) as (hub, client):
         task_id = hub.task_id("c1")
         with hub.expect(task_id) as first:

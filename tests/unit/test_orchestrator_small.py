@@ -71,9 +71,7 @@ def test_a_limit_that_is_no_number_is_refused() -> None:
         ({"max_tokens": 1, "max_iterations": 1}, {"steps": 1, "usage": Usage(1, 0)}, StopReason.MAX_ITERATIONS),
     ],
 )
-def test_a_budget_is_used_up_when_it_is_reached(
-    options: dict[str, Any], spent: dict[str, Any], reason: StopReason | None
-) -> None:
+def test_a_reached_budget_is_spent(options: dict[str, Any], spent: dict[str, Any], reason: StopReason | None) -> None:
     assert Spending(ReActOptions(**options), **spent).find_exhausted() is reason
 
 

@@ -137,9 +137,7 @@ async def test_a_tenant_that_its_own_rate_stops_is_told_with_what_waits(
     assert [(tenant.tenant, tenant.held, tenant.waiting) for tenant in seen.tenants] == [("slow", 0, 3)]
 
 
-async def test_batches_are_told_while_anything_of_them_waits_or_runs(
-    client: "redis.asyncio.Redis", reader: OverviewReader
-) -> None:
+async def test_batches_are_listed_until_they_end(client: "redis.asyncio.Redis", reader: OverviewReader) -> None:
     runs = RunGround(client)
     await runs.submit(3, batch="waits", concurrency=1)
     await runs.submit(1, batch="runs", tenant="bolt")
@@ -165,9 +163,7 @@ async def test_a_bounded_number_of_batches_is_listed(client: "redis.asyncio.Redi
     assert len(seen.batches) == MOST_BATCHES
 
 
-async def test_questions_that_have_expired_wait_for_nobody(
-    client: "redis.asyncio.Redis", reader: OverviewReader
-) -> None:
+async def test_expired_approvals_are_not_counted(client: "redis.asyncio.Redis", reader: OverviewReader) -> None:
     await client.zadd(approvals_key(DEPLOYMENT), {"old": (time.time() - 5) * 1000, "new": (time.time() + 60) * 1000})
 
     assert (await reader.read()).approvals == 1

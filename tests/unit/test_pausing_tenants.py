@@ -152,9 +152,7 @@ async def test_words_in_a_policy_pause_nobody(ground: RunGround) -> None:
     assert await claimed(ground) == ["acme/b-1"]
 
 
-def test_a_tenant_is_paused_and_resumed_by_commands(
-    redis_server: RedisProcess, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_commands_pause_and_resume_a_tenant(redis_server: RedisProcess, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TOOLCREW_REDIS_URL", redis_server.url)
 
     def run(*arguments: str) -> Result:

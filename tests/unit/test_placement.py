@@ -19,9 +19,7 @@ GIB = 1024**3
     st.lists(st.tuples(st.integers(0, 100), st.booleans(), st.booleans(), st.integers(0, 2 * GIB)), max_size=12),
     st.integers(),
 )
-def test_a_host_that_is_full_silent_or_draining_is_never_chosen(
-    hosts: list[tuple[int, bool, bool, int]], seed: int
-) -> None:
+def test_full_silent_and_draining_hosts_are_not_chosen(hosts: list[tuple[int, bool, bool, int]], seed: int) -> None:
     reports = [
         build_report(f"h{at}", sessions=sessions, healthy=healthy, draining=draining, memory_free_bytes=memory)
         for at, (sessions, healthy, draining, memory) in enumerate(hosts)

@@ -139,9 +139,7 @@ def test_a_call_that_has_not_started_never_will(floor: Floor) -> None:
         f"x{HERE}/1",
     ],
 )
-def test_a_marker_that_names_no_process_of_a_pool_ends_nothing_and_is_passed_to_nobody(
-    floor: Floor, holder: str
-) -> None:
+def test_a_marker_without_a_process_of_the_pool_ends_nothing(floor: Floor, holder: str) -> None:
     """The attacker's aim: a forged marker makes a worker write to a list, or end a process, of the attacker's choice."""
     before = set(floor.store.keys("*"))
     floor.hold("c1", holder)

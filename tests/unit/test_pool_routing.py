@@ -65,9 +65,7 @@ def dispatcher(transport: AnsweringTransport, *specs: ToolSpec) -> Dispatcher:
     ("pool", "queue", "limit_s"),
     [("sandbox", ROUTE[2], None), ("web", POOL_WEB, 3.0), ("tools", POOL_TOOLS, 3.0), ("local", ROUTE[2], None)],
 )
-async def test_the_pool_of_a_tool_decides_the_queue_and_who_enforces_the_limit(
-    pool: Any, queue: str, limit_s: float | None
-) -> None:
+async def test_the_pool_of_a_tool_sets_queue_and_limit(pool: Any, queue: str, limit_s: float | None) -> None:
     transport = AnsweringTransport(fine)
     result = await dispatcher(transport, build_spec(pool=pool)).dispatch(Request(build_call(), *ROUTE, timeout_s=3))
     [delivery], [context] = transport.deliveries, transport.contexts
@@ -112,18 +110,14 @@ def test_no_tool_beside_a_sandbox_is_of_another_pool() -> None:
         ((WEB, TOOLS), ["pool.tools", "pool.web"], ["web", "tools"]),
     ],
 )
-def test_a_worker_serves_the_pools_that_it_has_tools_for(
-    specs: tuple[ToolSpec, ...], queues: list[str] | None, pools: list[str]
-) -> None:
+def test_a_worker_serves_its_pools(specs: tuple[ToolSpec, ...], queues: list[str] | None, pools: list[str]) -> None:
     assert choose_pools(specs, queues) == pools
 
 
 @pytest.mark.parametrize(
     ("specs", "queues", "words"), [((WEB,), ["pool.tools"], "names pool.tools"), ((), None, "no tools to serve")]
 )
-def test_a_worker_without_tools_for_a_queue_does_not_start(
-    specs: tuple[ToolSpec, ...], queues: list[str] | None, words: str
-) -> None:
+def test_a_worker_without_tools_fails(specs: tuple[ToolSpec, ...], queues: list[str] | None, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         choose_pools(specs, queues)
 
@@ -178,7 +172,7 @@ async def test_the_catalogs_are_read_in_one_round_trip(pools: Pools) -> None:
     assert not {"cmdstat_get", "cmdstat_keys", "cmdstat_scan"} & commands.keys()
 
 
-async def test_calls_of_a_moment_share_a_reading_and_specs_are_made_again_only_when_the_text_changed(
+async def test_concurrent_calls_share_one_read_and_specs_are_rebuilt_only_after_a_change(
     pools: Pools,
 ) -> None:
     pools.publish(sandbox=(build_spec("bash"),))
@@ -222,9 +216,7 @@ async def test_no_worker_at_all_is_an_error_of_its_own(pools: Pools) -> None:
         await pools.names()
 
 
-async def test_of_two_tools_of_one_name_that_of_the_sandbox_is_taken_and_the_log_says_so_once(
-    pools: Pools, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_the_sandbox_tool_wins_over_a_duplicate(pools: Pools, caplog: pytest.LogCaptureFixture) -> None:
     pools.publish(tools=(build_spec("bash", pool="tools"),), sandbox=(build_spec("bash"),))
     for _ in range(3):
         assert [spec.pool for spec in await pools.catalog.specs()] == ["sandbox"]

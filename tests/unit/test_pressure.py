@@ -78,7 +78,7 @@ async def test_a_queue_that_nobody_uses_is_all_zero(redis_server: RedisProcess) 
     ],
     ids=["nobody", "idle", "at the mark", "full", "busy", "one drains", "web workers"],
 )
-async def test_hosts_are_wanted_by_sessions_and_by_calls(
+async def test_sessions_and_calls_need_hosts(
     redis_server: RedisProcess, reports: list[HostReport], wanted: int
 ) -> None:
     report_to(redis_server, *reports)

@@ -208,9 +208,7 @@ def test_the_hints_of_a_batch_of_a_tenant_work_when_they_are_pasted(redis_server
         ("hosts drain nope", {"serve worker"}),
     ],
 )
-def test_the_hints_of_a_command_work_when_they_are_pasted(
-    line: str, hints: set[str], redis_server: RedisProcess
-) -> None:
+def test_pasted_hints_of_a_command_work(line: str, hints: set[str], redis_server: RedisProcess) -> None:
     pool = Pool(redis_server)
     printed = find_commands(pool.paste(f"toolcrew {line}").output)
     assert {hint.removeprefix("toolcrew ") for hint in printed} == hints

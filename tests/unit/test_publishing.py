@@ -99,17 +99,13 @@ async def test_a_call_of_a_pool_needs_neither_host_nor_place(publisher: Publishe
         assert record(client).session == ""
 
 
-async def test_every_call_keeps_its_sessions_place_for_its_time_to_live(
-    publisher: Publisher, server: "redis.Redis"
-) -> None:
+async def test_each_call_renews_the_location_of_its_session(publisher: Publisher, server: "redis.Redis") -> None:
     await publisher.publish(build_call_message(attempt(**IN_SESSION), "hub-task", "d"))
     assert 901 + LOCATION_MARGIN_S - 30 < server.ttl(PLACE) <= 901 + LOCATION_MARGIN_S
 
 
 @pytest.mark.parametrize(("before", "after"), [(60, 901 + LOCATION_MARGIN_S), (50_000, 50_000)])
-async def test_a_session_counts_among_its_tenants_for_as_long_as_it_has_a_place(
-    publisher: Publisher, server: "redis.Redis", before: int, after: int
-) -> None:
+async def test_each_call_renews_the_list(publisher: Publisher, server: "redis.Redis", before: int, after: int) -> None:
     names = tenant_sessions_key("d", "acme")
     server.sadd(names, "s1")
     server.expire(names, before)
@@ -150,9 +146,7 @@ async def test_nothing_is_sent_to_a_host_that_does_not_report(publisher: Publish
 
 
 @pytest.mark.parametrize("state", list(CallState))
-async def test_a_call_id_that_was_used_before_is_not_sent(
-    publisher: Publisher, server: "redis.Redis", state: CallState
-) -> None:
+async def test_a_used_call_id_is_not_sent(publisher: Publisher, server: "redis.Redis", state: CallState) -> None:
     await publisher.publish(build_call_message(attempt(), "hub-task", "d"))
     server.hset(call_key("d", "acme", "c1"), "state", state.value)
     assert await reason_of(publisher, attempt()) == "duplicate"
@@ -165,9 +159,7 @@ async def test_two_tenants_may_use_one_call_id(publisher: Publisher, server: "re
     assert server.llen(QUEUE) == 2
 
 
-async def test_a_renewed_call_is_sent_again_once_and_nothing_of_the_lost_attempt_is_left(
-    publisher: Publisher, server: "redis.Redis"
-) -> None:
+async def test_a_renewed_call_is_sent_once_as_a_new_attempt(publisher: Publisher, server: "redis.Redis") -> None:
     await publisher.publish(build_call_message(attempt(), "hub-task", "d"))
     server.hset(
         call_key("d", "acme", "c1"),
@@ -183,17 +175,13 @@ async def test_a_renewed_call_is_sent_again_once_and_nothing_of_the_lost_attempt
 @pytest.mark.parametrize(
     "fields", [{"state": "running", "attempt": 2}, {"state": "queued", "attempt": 3}, {"state": "queued", "attempt": 1}]
 )
-async def test_an_attempt_that_the_ledger_does_not_expect_is_not_sent(
-    publisher: Publisher, server: "redis.Redis", fields: dict[str, Any]
-) -> None:
+async def test_an_unexpected_attempt_fails(publisher: Publisher, server: "redis.Redis", fields: dict[str, Any]) -> None:
     server.hset(call_key("d", "acme", "c1"), mapping=fields)
     assert await reason_of(publisher, attempt(number=2)) == "duplicate"
     assert server.llen(QUEUE) == 0
 
 
-async def test_many_of_one_turn_share_pipelines_and_keep_their_order(
-    publisher: Publisher, server: "redis.Redis"
-) -> None:
+async def test_concurrent_calls_keep_their_order(publisher: Publisher, server: "redis.Redis") -> None:
     server.config_resetstat()
     await asyncio.gather(
         *(publisher.publish(build_call_message(attempt(f"c{number}"), f"hub-{number}", "d")) for number in range(500))
@@ -221,9 +209,7 @@ async def test_the_shared_clock_learns_the_time_of_redis(redis_server: RedisProc
     assert 55 < clock.offset_s < 65
 
 
-async def test_a_call_that_is_cancelled_before_its_turn_is_not_sent(
-    publisher: Publisher, server: "redis.Redis"
-) -> None:
+async def test_a_cancelled_call_is_not_sent(publisher: Publisher, server: "redis.Redis") -> None:
     sending = asyncio.create_task(publisher.publish(build_call_message(attempt("c1"), "hub-1", "d")))
     cancelled = asyncio.create_task(publisher.publish(build_call_message(attempt("c2"), "hub-2", "d")))
     await asyncio.sleep(0)
@@ -255,9 +241,7 @@ async def test_it_is_known_that_nothing_is_sent_over_a_connection_that_has_ended
         await asyncio.to_thread(redis_server.start)
 
 
-async def test_a_full_redis_refuses_the_call_and_keeps_nothing_of_it(
-    publisher: Publisher, server: "redis.Redis"
-) -> None:
+async def test_a_full_redis_refuses_the_call(publisher: Publisher, server: "redis.Redis") -> None:
     server.config_set("maxmemory", 1024)
     try:
         with pytest.raises(BrokerUnavailable, match="was not sent"):
@@ -414,7 +398,7 @@ async def test_another_attempt_is_not_forbidden_by_the_one_before(publisher: Pub
 @pytest.mark.parametrize(
     ("state", "expected"), [("queued", "queued"), ("lost", "queued"), ("running", "superseded"), ("done", "superseded")]
 )
-async def test_what_redis_forgot_to_renew_is_forbidden_unless_an_earlier_attempt_may_have_acted(
+async def test_a_lost_renewal_is_forbidden(
     publisher: Publisher, server: "redis.Redis", state: str, expected: str
 ) -> None:
     server.hset(call_key("d", "acme", "c1"), mapping={"state": state, "attempt": 1})

@@ -153,7 +153,7 @@ def test_a_script_reaches_no_more_than_its_user(server: Server, role: str) -> No
 
 
 @pytest.mark.parametrize(("role", "pool"), [("worker", "sandbox"), ("web", "web")])
-def test_a_worker_counts_the_blobs_of_its_pool(
+def test_a_worker_counts_blobs(
     server: Server, role: str, pool: names.BlobPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(store.blobs, "TENANT_BLOB_BYTES", store.blobs.LEAST_CHARGE)

@@ -146,9 +146,7 @@ async def test_the_first_chunk_says_that_the_model_is_there(gate: RunGate) -> No
     model.check_answered()
 
 
-def test_a_quota_lets_begin_as_many_as_there_was_room_for_and_then_one_more_at_a_time(
-    gate: RunGate, clock: Clock
-) -> None:
+def test_a_quota_admits_the_free_slots_first_and_then_one_at_a_time(gate: RunGate, clock: Clock) -> None:
     gate.note_quota(4)
     assert [gate.admit(12, 4), gate.admit(13, 3)] == [0, 1]
     clock.now += QUOTA_RETRY_S

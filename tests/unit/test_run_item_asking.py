@@ -73,9 +73,7 @@ async def test_items_that_do_not_ask_people_ask_as_their_orchestrator_does(make:
 
 
 @pytest.mark.parametrize("is_allowed", [True, False])
-async def test_what_was_decided_while_nobody_worked_the_run_holds_for_who_goes_on(
-    make: Made, monkeypatch: pytest.MonkeyPatch, is_allowed: bool
-) -> None:
+async def test_a_decision_outlives_its_process(make: Made, monkeypatch: pytest.MonkeyPatch, is_allowed: bool) -> None:
     async def dies(*_: Any) -> None:
         """Do nothing: a killed process withdraws no question."""
 

@@ -108,9 +108,7 @@ async def test_a_single_call_that_has_ended_is_not_made_again(make: Made) -> Non
     assert "echo" not in second.sent()
 
 
-async def test_a_run_whose_time_was_used_up_ends_so_with_all_that_its_log_has(
-    make: Made, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_run_without_time_left_ends_with_its_log(make: Made, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(item_work, "LEAST_WALL_S", 0.5)
     reached = asyncio.Event()
     first, second = make(echo_then("two", "a", "b"), answers={"echo": hangs_at("b", reached)}), make(["never"])
@@ -126,7 +124,7 @@ async def test_a_run_whose_time_was_used_up_ends_so_with_all_that_its_log_has(
     assert (outcome.body["steps"], second.asked()) == (3, 0)
 
 
-async def test_a_run_whose_sandbox_was_removed_meanwhile_is_not_told_to_its_model_as_a_tools_failure(
+async def test_a_removed_sandbox_is_not_reported_to_the_model_as_a_tool_failure(
     make: Made,
 ) -> None:
     reached = asyncio.Event()

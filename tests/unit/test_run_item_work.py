@@ -75,9 +75,7 @@ async def test_a_single_call_is_made_in_a_session_of_its_own(make: Made) -> None
         (ErrorCode.SESSION_NOT_FOUND, FailureKind.INFRASTRUCTURE),
     ],
 )
-async def test_a_single_call_that_fails_fails_its_item_by_whose_fault_it_is(
-    make: Made, code: ErrorCode, kind: FailureKind
-) -> None:
+async def test_a_failed_single_call_sets_the_kind_of_failure(make: Made, code: ErrorCode, kind: FailureKind) -> None:
     ground = make(answers={"echo": failed(code, "a sentence")})
     outcome = await ground.worked(await ground.put(build_tool_call()))
     assert outcome.failure is not None

@@ -111,9 +111,7 @@ def test_every_kind_of_entry_is_among_them() -> None:
 
 @pytest.mark.parametrize("is_written", [False, True], ids=["before", "after"])
 @pytest.mark.parametrize("position", range(len(ENTRIES)), ids=lambda at: f"{at}-{ENTRIES[at].__name__}")
-async def test_another_process_ends_the_run_and_nothing_is_paid_asked_or_done_twice(
-    make: Made, tmp_path: Path, position: int, is_written: bool
-) -> None:
+async def test_another_process_repeats_no_step(make: Made, tmp_path: Path, position: int, is_written: bool) -> None:
     world = Counted(make, tmp_path)
     first = world.open_process()
     claim = await first.put(with_ground(build_run(), artifacts=("*.txt",)))

@@ -104,9 +104,7 @@ async def test_a_run_that_was_given_up_for_what_its_holders_died_of_keeps_no_san
     assert await ground.closed("s1") == [True]
 
 
-async def test_a_run_that_is_cancelled_before_its_log_was_read_keeps_no_sandbox(
-    ground: Ground, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_run_cancelled_at_its_start_has_no_sandbox(ground: Ground, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runner_module, "LEASE_S", 0.2)
     await ground.submit(1)
     (claim,) = await ground.queue.claim(1)

@@ -79,9 +79,7 @@ async def test_whoever_lost_the_run_appends_nothing(ground: RunGround) -> None:
     assert await ground.client.llen(LOG) == 0
 
 
-async def test_an_entry_whose_answer_was_lost_is_not_appended_twice(
-    ground: RunGround, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_lost_reply_does_not_repeat_an_entry(ground: RunGround, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run_log, "RETRY_S", (0.0,))
     log = await claimed(ground)
     real, lost = log._append, [LostConnection("cut"), LostConnection("cut")]

@@ -47,7 +47,7 @@ async def losses(house: House, run: str = "b-1") -> int:
     return record.losses
 
 
-async def test_a_run_that_kills_whoever_works_it_ends_for_the_infrastructure_and_is_not_begun_anew_by_itself(
+async def test_a_run_that_kills_its_processes_ends_as_an_infrastructure_failure(
     house: House,
 ) -> None:
     await house.submit(2)
@@ -149,9 +149,7 @@ async def test_one_that_is_tried_and_comes_further_makes_room_for_the_next(house
     assert both == {"b-1", "b-2"}
 
 
-async def test_after_a_retry_by_hand_an_item_is_begun_anew_by_itself_as_often_as_before(
-    house: House, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_manual_retry_resets_the_automatic_retries(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runner_module, "RETRY_AFTER_S", (0.001,))
 
     async def work(claim: RunClaim, journal: Journal, tell: Any) -> Outcome:

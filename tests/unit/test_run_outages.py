@@ -66,7 +66,7 @@ async def test_an_outage_that_lasts_too_long_is_told() -> None:
     assert away.asked > 1
 
 
-async def test_a_call_that_redis_was_away_for_is_made_again_and_the_model_never_hears_of_it(
+async def test_a_call_is_repeated_after_an_outage_of_redis(
     client: "redis.asyncio.Redis",
 ) -> None:
     away = Away(2)

@@ -52,9 +52,7 @@ def test_every_error_is_somebodys(error: Exception, kind: FailureKind) -> None:
     [(ContextWindowExceeded("x"), "context_window_exceeded"), (ModelRefused("x"), "model_refused")],
     ids=["window", "refusal"],
 )
-def test_what_the_model_cannot_or_will_not_answer_is_not_told_as_trouble_of_the_network(
-    error: Exception, code: str
-) -> None:
+def test_a_refusal_of_the_model_is_no_network_failure(error: Exception, code: str) -> None:
     assert judge_error(error).code == code
 
 

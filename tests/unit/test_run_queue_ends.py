@@ -62,9 +62,7 @@ async def test_a_run_whose_record_is_gone_is_given_to_nobody_and_its_batch_ends_
     assert await ground.client.exists("toolcrew:d:t:acme:run.b-1") == 0
 
 
-async def test_who_watches_a_batch_is_told_once_of_items_that_can_have_no_row(
-    ground: RunGround, tmp_path: Path
-) -> None:
+async def test_a_watcher_sees_items_without_a_row_once(ground: RunGround, tmp_path: Path) -> None:
     await ground.submit(3)
     await lose(ground, "b-1", "b-2")
     (claim,) = await ground.queue.claim(9)
@@ -106,7 +104,7 @@ async def test_a_batch_that_is_complete_is_not_opened_again_for_nothing(ground: 
     assert (await ground.queue.batch("acme", "b")).state is BatchState.COMPLETED
 
 
-async def test_what_a_dead_process_ran_of_a_cancelled_batch_is_ended_by_whoever_looks_for_work(
+async def test_the_next_claim_ends_the_runs_of_a_dead_process_in_a_cancelled_batch(
     ground: RunGround,
 ) -> None:
     await ground.submit(2, is_detached=False)
@@ -200,9 +198,7 @@ class Forgetful(redis.asyncio.Redis):
         return reply
 
 
-async def test_a_batch_that_is_forgotten_while_a_page_is_read_hides_no_other_one(
-    ground: RunGround, redis_server: RedisProcess
-) -> None:
+async def test_a_removed_batch_hides_no_other_batch(ground: RunGround, redis_server: RedisProcess) -> None:
     for number in range(5):
         await ground.submit(1, batch=f"b{number}")
         await ground.client.zadd("toolcrew:d:t:acme:batch-ids", {f"b{number}": 1000 + number})

@@ -150,9 +150,7 @@ async def test_a_run_that_another_process_has_is_let_go_and_its_end_is_not_told(
     assert (await house.ends(), worker.abandoned) == ([], [])
 
 
-async def test_its_own_run_whose_lease_ran_out_is_worked_once_at_a_time(
-    house: House, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_run_with_a_lost_lease_runs_once(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runner_module, "LEASE_S", 1000.0)
     at_work: list[str] = []
     again = asyncio.Event()
@@ -187,9 +185,7 @@ async def test_an_outcome_is_noted_however_long_redis_is_away(house: House) -> N
     assert (worker.begun, queue.outages, len(await house.ends())) == ([("b-1", 1)], 0, 1)
 
 
-async def test_a_run_whose_log_cannot_be_read_now_waits_and_is_not_begun_anew(
-    house: House, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_run_with_an_unreadable_log_waits(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
     load, outages = RunLog.load, [BrokerUnavailable("away")] * 3
 
     async def load_later(*arguments: Any) -> RunLog:

@@ -70,9 +70,7 @@ async def test_a_failure_in_a_batch_that_is_being_cancelled_is_an_end(house: Hou
     ]
 
 
-async def test_a_process_that_stops_while_its_batch_is_being_cancelled_leaves_nothing_that_nobody_goes_on_with(
-    house: House, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_stop_during_a_cancel_leaves_no_open_run(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runner_module, "LEASE_S", 1000.0)
     await house.submit(1)
     worker = Worker()

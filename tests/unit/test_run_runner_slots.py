@@ -60,7 +60,7 @@ class Story:
         return outcome_of(claim)
 
 
-async def test_a_run_that_is_answered_while_another_one_is_claimed_for_its_place_waits_for_the_next(
+async def test_a_run_whose_slot_was_claimed_waits_for_the_next_slot(
     house: House,
 ) -> None:
     await house.submit(2)

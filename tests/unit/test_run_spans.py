@@ -84,7 +84,7 @@ def assert_one_tree(spans: list[Span]) -> None:
     assert [span.name for span in spans if span.parent is not None and span.parent.span_id not in span_ids] == []
 
 
-async def test_each_attempt_at_a_lost_call_has_a_span_that_is_linked_to_the_one_before(
+async def test_each_attempt_has_a_span_that_links_to_the_one_before(
     client: "redis.asyncio.Redis",
 ) -> None:
     ended: list[Span] = []

@@ -102,9 +102,7 @@ async def test_states_are_told_of_containers_that_there_are(tmp_path: Path) -> N
         assert count_states(host.sessions.all(), 3) == {"busy": 0, "idle": 2, "paused": 0, "lost": 0, "warm": 3}
 
 
-async def test_what_sandboxd_counted_is_taken_over_once_whoever_is_its_worker(
-    redis_server: RedisProcess, client: "redis.Redis"
-) -> None:
+async def test_counts_of_sandboxd_are_added_once(redis_server: RedisProcess, client: "redis.Redis") -> None:
     report(client, build_report("h1"))
     starts = {"count": 2.0, "sum": 1.5, "le:1": 2.0}
     first, statuses = build_taker(
@@ -125,9 +123,7 @@ async def test_what_sandboxd_counted_is_taken_over_once_whoever_is_its_worker(
     assert counted(counts, "toolcrew_warm_sandboxes_total") == {("handed_out",): 4}
 
 
-async def test_a_sandboxd_that_begins_anew_adds_to_what_its_predecessor_counted(
-    redis_server: RedisProcess, client: "redis.Redis"
-) -> None:
+async def test_a_restarted_sandboxd_adds_to_the_counts(redis_server: RedisProcess, client: "redis.Redis") -> None:
     taker, statuses = build_taker(client, build_status(oom=2))
     taker.keep()
     statuses.append(build_status("0ther", oom=1))

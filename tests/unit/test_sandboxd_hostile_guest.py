@@ -176,9 +176,7 @@ async def test_a_last_header_of_the_largest_size_is_answered_and_not_blamed_on_s
     ],
     ids=lambda data: repr(data[:24]),
 )
-async def test_nonsense_in_the_middle_of_a_call_is_one_typed_error_and_costs_the_container(
-    tmp_path: Path, nonsense: bytes
-) -> None:
+async def test_nonsense_during_a_call_is_one_error_and_ends_the_container(tmp_path: Path, nonsense: bytes) -> None:
     async with running_sandboxd(tmp_path, answering(nonsense), echoing) as daemon:
         client, name = await daemon.open()
         done = await call(client, name)

@@ -239,7 +239,7 @@ async def test_a_restarted_host_with_memory_workspaces_keeps_what_was_packed(tmp
     await end_host(second)
 
 
-async def test_what_writes_is_ended_before_the_hosts_disk_is_full_and_goes_on_when_there_is_room(
+async def test_a_nearly_full_disk_stops_sessions_that_write(
     tmp_path: Path,
 ) -> None:
     class Disk(DiskMonitor):

@@ -60,9 +60,7 @@ async def start_unread_call(daemon: Sandboxd) -> tuple[asyncio.StreamReader, asy
     return reader, writer
 
 
-async def test_a_worker_that_is_slow_gets_all_of_its_output_and_costs_no_sandbox(
-    tmp_path: Path, short_grace: None
-) -> None:
+async def test_a_slow_worker_gets_all_output_and_keeps_its_sandbox(tmp_path: Path, short_grace: None) -> None:
     async with running_sandboxd(tmp_path, flooding) as daemon:
         await daemon.open()
         reader, writer = await start_unread_call(daemon)
@@ -76,9 +74,7 @@ async def test_a_worker_that_is_slow_gets_all_of_its_output_and_costs_no_sandbox
         writer.close()
 
 
-async def test_a_worker_that_never_reads_holds_a_sandbox_for_a_bounded_time(
-    tmp_path: Path, short_grace: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_deaf_worker_is_limited(tmp_path: Path, short_grace: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sandbox_module, "SLOW_WORKER_GRACE_S", 0.3)
     async with running_sandboxd(tmp_path, flooding) as daemon:
         await daemon.open()
@@ -112,9 +108,7 @@ async def test_a_guest_that_takes_no_body_costs_its_container_and_the_call_is_an
         assert daemon.engine.alive == {}
 
 
-async def test_a_worker_that_stops_in_the_middle_of_a_body_does_not_keep_its_session(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_worker_that_stops_sending_frees_its_session(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sandbox_module, "BODY_TIMEOUT_S", 0.05)
 
     async def cancelled(guest: FakeGuest) -> None:

@@ -125,9 +125,7 @@ async def test_it_is_filled_at_the_given_rate(tmp_path: Path) -> None:
         assert asyncio.get_running_loop().time() - started >= 3 / 20
 
 
-async def test_a_pool_that_cannot_be_filled_leaves_no_workspace_and_no_place(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_failed_fill_leaves_no_workspace_and_no_slot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def stillborn(guest: FakeGuest) -> None:
         guest.die()
 
@@ -171,9 +169,7 @@ async def test_a_sandbox_that_is_taken_while_another_is_replaced_does_not_end_th
         filling.cancel()
 
 
-async def test_a_sandbox_whose_image_has_been_built_anew_is_replaced(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_sandbox_of_a_rebuilt_image_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pool_module, "RETRY_S", 0.01)
     async with open_host(tmp_path, pool=QUICK) as host:
         filling = await filled(host)

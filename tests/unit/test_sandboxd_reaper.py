@@ -85,9 +85,7 @@ async def test_what_was_never_started_goes_after_a_while(tmp_path: Path) -> None
         assert [container.name for container in host.engine.listed] == ["new"]
 
 
-async def test_what_a_dead_sandboxd_left_goes_and_what_a_living_one_has_stays(
-    tmp_path: Path, neighbour: tuple[str, Any, Any]
-) -> None:
+async def test_only_the_data_of_a_dead_sandboxd_is_removed(tmp_path: Path, neighbour: tuple[str, Any, Any]) -> None:
     label, go, process = neighbour
     async with open_host(tmp_path) as host:
         host.engine.listed = [listed("a", lease=label)]

@@ -110,9 +110,7 @@ async def test_one_session_that_is_packed_slowly_does_not_keep_others_from_being
 # Places
 
 
-async def test_nobody_waits_for_a_place_longer_than_its_time_whatever_a_guest_does(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_slow_guest_does_not_delay_other_sessions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(factory_module, "GIVE_UP_S", 0.05)
     suspension_store = SlowSuspensionStore()
     async with open_host(tmp_path, workspaces=KeptWorkspaces(), suspension_store=suspension_store, limit=1) as host:
@@ -291,9 +289,7 @@ async def test_a_kept_session_has_what_its_class_has_today(tmp_path: Path) -> No
         ("ttl_s", None),
     ],
 )
-async def test_a_record_of_another_version_is_set_aside_and_not_guessed_at(
-    tmp_path: Path, name: str, value: object
-) -> None:
+async def test_a_record_of_another_version_is_set_aside(tmp_path: Path, name: str, value: object) -> None:
     async with open_host(tmp_path, workspaces=KeptWorkspaces()) as host:
         await host.sessions.open("acme:s", NewSession(PLAN, 60))
         (path,) = (tmp_path / "test" / "sessions").glob("*.json")

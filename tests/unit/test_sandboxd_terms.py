@@ -222,7 +222,7 @@ async def test_the_next_sandbox_of_a_session_is_of_the_class_that_its_tenant_has
         assert (entry.plan.network, entry.plan.workspace_bytes) == ("none", 5 * MIB)
 
 
-async def test_a_session_whose_class_is_gone_gets_no_sandbox_and_keeps_its_files_until_it_has_another(
+async def test_a_session_without_its_class_has_no_sandbox_and_keeps_its_files(
     tmp_path: Path,
 ) -> None:
     async with open_host(tmp_path, plans=PLANS, workspaces=KeptWorkspaces()) as host:

@@ -170,9 +170,7 @@ async def test_a_job_that_was_started_is_counted(tmp_path: Path) -> None:
         assert (await row(daemon))["jobs"] == 1
 
 
-async def test_rows_of_more_sessions_than_a_page_has_come_in_several(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_many_sessions_are_listed_in_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for module in ("sessions", "control"):
         monkeypatch.setattr(f"workers.sandboxd.{module}.MAX_ROWS", 2)
     async with running_sandboxd(tmp_path) as daemon:
@@ -189,7 +187,7 @@ async def test_rows_of_more_sessions_than_a_page_has_come_in_several(
 # Checkpoints
 
 
-async def test_a_checkpoint_answers_for_what_was_written_before_it_and_not_for_what_ends_meanwhile(
+async def test_a_checkpoint_covers_only_calls_that_ended_before_it(
     tmp_path: Path,
 ) -> None:
     store = Store()
@@ -248,9 +246,7 @@ async def test_an_automatic_checkpoint_that_grows_old_is_worth_another(tmp_path:
 
 
 @pytest.mark.parametrize("is_packed", [True, False])
-async def test_after_a_restart_only_what_was_packed_is_known_not_to_have_changed(
-    tmp_path: Path, is_packed: bool
-) -> None:
+async def test_after_a_restart_only_packed_sessions_are_unchanged(tmp_path: Path, is_packed: bool) -> None:
     workspaces, suspension_store = KeptWorkspaces(), MemorySuspensionStore()
     first = build_host(tmp_path, workspaces=workspaces, suspension_store=suspension_store)
     await first.sessions.open("acme:s", NewSession(PLAN, 60))

@@ -222,9 +222,7 @@ async def test_a_program_reads_why_nothing_can_be_reached(tmp_path: Path) -> Non
         assert await guest.hear_ops(1) == ["net_end", "net_close"]
 
 
-async def test_a_program_that_is_still_sending_is_heard_out_before_it_is_cut_off(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_pending_data_is_read_before_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(relay_module, "LINGER_S", 30.0)
     async with running_tunnels(tmp_path, unreachable) as guest:
         guest.open(1)

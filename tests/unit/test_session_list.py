@@ -115,7 +115,7 @@ async def test_the_lists_do_not_grow_with_sessions_that_expired(client: "redis.a
     assert await client.zcard(tenant_open_sessions_key("d", "acme")) < 50
 
 
-async def test_a_place_that_a_later_release_has_written_stays_listed_for_that_one(
+async def test_a_record_of_a_later_release_stays_listed(
     client: "redis.asyncio.Redis",
 ) -> None:
     names = await open_some(client, 2)
@@ -134,9 +134,7 @@ async def test_a_place_that_a_later_release_has_written_stays_listed_for_that_on
     ],
     ids=["unsigned", "another secret", "another session", "not JSON"],
 )
-async def test_a_session_whose_start_is_not_signed_is_not_listed_and_hides_no_other(
-    client: "redis.asyncio.Redis", start: str
-) -> None:
+async def test_a_session_without_a_signature_is_not_listed(client: "redis.asyncio.Redis", start: str) -> None:
     names = await open_some(client, 2)
     await client.hset(place_key("d", "acme", "acme-0"), "start", start)
     assert await read_all(client, "acme", 50) == names[:1]

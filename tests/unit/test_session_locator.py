@@ -93,7 +93,7 @@ async def test_a_session_is_found_by_its_tenant_only(client: "redis.asyncio.Redi
     assert unknown.value.code is ErrorCode.SESSION_NOT_FOUND
 
 
-async def test_a_tenant_has_no_more_sessions_than_it_may_and_closed_ones_do_not_count(
+async def test_the_sandbox_quota_counts_only_open_sessions(
     client: "redis.asyncio.Redis",
 ) -> None:
     locator, policy = build_locator(client, Hosts("a")), TenantPolicy(sandboxes=2)
@@ -124,7 +124,7 @@ async def test_an_opening_goes_to_another_host_when_the_first_is_lost_on_the_way
     assert await locator.find("acme", "s1", DEFAULT) == SessionAddress("host.b.b00t", 2)
 
 
-async def test_an_opening_that_the_next_worker_of_its_host_has_taken_over_is_asked_for_there(
+async def test_an_open_follows_the_session_to_the_next_worker(
     client: "redis.asyncio.Redis",
 ) -> None:
     """If the opening were abandoned, its sandbox would remain without an owner."""
@@ -218,7 +218,7 @@ async def test_a_move_that_fails_can_be_tried_again(client: "redis.asyncio.Redis
     assert (await locator.find("acme", "s1", DEFAULT)).queue == "host.b.b00t"
 
 
-async def test_what_the_host_is_asked_to_open_is_remembered_without_the_checkpoint_it_began_with(
+async def test_the_start_is_stored_without_its_checkpoint(
     client: "redis.asyncio.Redis",
 ) -> None:
     locator = build_locator(client, Hosts("a"))
@@ -226,7 +226,7 @@ async def test_what_the_host_is_asked_to_open_is_remembered_without_the_checkpoi
     assert await locator.start("acme", "s1") == {"ttl_s": 5}
 
 
-async def test_a_silent_host_is_waited_for_and_keeps_its_sessions_when_it_comes_back(
+async def test_a_silent_host_that_returns_keeps_its_sessions(
     client: "redis.asyncio.Redis",
 ) -> None:
     """An outage of Redis, during which every report expires, causes this case."""
@@ -243,7 +243,7 @@ async def test_a_silent_host_is_waited_for_and_keeps_its_sessions_when_it_comes_
     assert len(hosts.opened) == 1
 
 
-async def test_a_checkpoint_that_its_owner_deleted_is_followed_by_the_hosts_own_and_then_by_nothing(
+async def test_a_move_falls_back_to_the_automatic_checkpoint(
     client: "redis.asyncio.Redis",
 ) -> None:
     hosts = Hosts("a")
@@ -275,7 +275,7 @@ async def test_a_forged_checkpoint_is_not_restored(client: "redis.asyncio.Redis"
         assert hosts.opened[-1][1].arguments["restore"] == "c1"
 
 
-async def test_an_older_checkpoint_is_tried_on_the_host_that_took_the_session_after_another_had_refused(
+async def test_an_older_checkpoint_is_tried_after_another_host_refused(
     client: "redis.asyncio.Redis",
 ) -> None:
     hosts = Hosts("a")
@@ -307,7 +307,7 @@ async def test_incarnations_that_are_gone_are_forgotten(client: "redis.asyncio.R
     assert len(locator._placed) == 1
 
 
-async def test_what_is_told_of_a_move_is_not_the_time_of_a_checkpoint_that_was_not_restored(
+async def test_a_move_reports_no_time_for_another_checkpoint(
     client: "redis.asyncio.Redis",
 ) -> None:
     hosts = Hosts("a")
@@ -354,7 +354,7 @@ async def test_waiting_for_who_moves_a_session_does_not_fill_hosts(client: "redi
     assert set(await asyncio.gather(*waiting)) == {SessionAddress("host.a.b00t", 2)}
 
 
-async def test_a_session_of_a_host_that_left_in_order_or_long_ago_goes_on_elsewhere(
+async def test_a_session_of_a_stopped_host_is_moved(
     client: "redis.asyncio.Redis",
 ) -> None:
     """Such a host has neither a report nor a tombstone."""
@@ -404,7 +404,7 @@ async def test_an_opening_that_a_full_host_refuses_goes_to_another(client: "redi
     assert (await locator.find("acme", "s1", DEFAULT)).queue == "host.b.b00t"
 
 
-async def test_when_all_hosts_refuse_their_own_words_are_told_and_nothing_is_left(
+async def test_a_refusal_of_all_hosts_gives_their_reasons(
     client: "redis.asyncio.Redis",
 ) -> None:
     hosts = Hosts("a", "b")
@@ -437,9 +437,7 @@ async def test_a_report_forgets_what_was_placed_on_its_own_host_only(client: "re
 
 
 @pytest.mark.parametrize("forgery", ["unsigned", "of another session", "changed"])
-async def test_a_session_is_not_opened_again_with_arguments_that_another_process_wrote(
-    client: "redis.asyncio.Redis", forgery: str
-) -> None:
+async def test_forged_arguments_do_not_reopen_a_session(client: "redis.asyncio.Redis", forgery: str) -> None:
     """The attacker's aim: a network for a session that was opened without one."""
     hosts = Hosts("a", "b")
     locator = build_locator(client, hosts)

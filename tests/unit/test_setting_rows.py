@@ -99,7 +99,7 @@ def test_a_worker_with_something_else_wrong_says_that(monkeypatch: pytest.Monkey
     assert ["TOOLCREW_CONCURRENCY" in row["problem"] for row in build_list() if row["process"] == "worker"] == [True]
 
 
-def test_the_command_shows_what_is_set_and_fails_where_a_process_would_not_start(
+def test_the_command_shows_settings_and_fails_for_wrong_ones(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("TOOLCREW_DEPLOYMENT", "blue")

@@ -18,9 +18,7 @@ WISHES = st.dictionaries(st.integers(0, 50), st.tuples(st.floats(0, 100), st.flo
 
 
 @given(st.floats(0.1, 500), WISHES)
-def test_a_fair_hand_gives_nobody_more_than_wanted_and_leaves_nothing_that_is_wanted(
-    slots: float, demands: dict[int, tuple[float, float]]
-) -> None:
+def test_a_fair_share_meets_demand_exactly(slots: float, demands: dict[int, tuple[float, float]]) -> None:
     wanted, weights = (
         {name: wish for name, (wish, _) in demands.items()},
         {name: weight for name, (_, weight) in demands.items()},

@@ -58,9 +58,7 @@ def test_both_forms_of_it_are_read(value: Any, expected: list[tuple[str, tuple[s
         ("Read " * 60, [("read_tool", ())] * MAX_ALLOWED_TOOLS, "the rest is ignored"),
     ],
 )
-def test_what_cannot_be_kept_to_is_left_out_and_told(
-    value: Any, expected: list[tuple[str, tuple[str, ...]]], warning: str
-) -> None:
+def test_unusable_allowances_warn(value: Any, expected: list[tuple[str, tuple[str, ...]]], warning: str) -> None:
     allowances, warnings = read(value)
     assert allowances == expected
     assert warning in warnings[0]

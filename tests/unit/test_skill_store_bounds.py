@@ -23,9 +23,7 @@ async def put(shelf: SkillStore, root: Path, scope: str, name: str) -> str:
     return await shelf.place(scope, skill.summary.digest, chunks())
 
 
-async def test_a_tenant_takes_no_more_than_its_share_and_leaves_the_others_theirs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_tenant_evicts_only_its_own_skills(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(skill_store, "MAX_TENANT_BYTES", 100_000)
     monkeypatch.setattr(skill_store, "MAX_TOTAL_BYTES", 200_000)
     shelf = SkillStore(FakeEngine(), "default", {})  # type: ignore[arg-type]

@@ -75,9 +75,7 @@ def check_pages(look: Overview) -> None:
     assert '<td data-label="In flight" class="number">6 of 100</td>' in rows
 
 
-def test_the_list_of_tenants_shows_calls_in_flight_and_waiting(
-    redis_server: RedisProcess, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_list_of_tenants_shows_its_calls(redis_server: RedisProcess, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TOOLCREW_REDIS_URL", redis_server.url)
     monkeypatch.setenv("TOOLCREW_DEPLOYMENT", DEPLOYMENT)
     assert CliRunner().invoke(app, ["tenants", "add", "acme", "--in-flight", "2", "--queued", "9"]).exit_code == 0

@@ -152,9 +152,7 @@ def test_without_the_packages_the_extra_is_named(monkeypatch: pytest.MonkeyPatch
     ),
     st.text(st.characters(codec=None), max_size=400),
 )
-def test_whatever_an_attribute_holds_a_collector_can_read_all_of_the_batch(
-    attributes: dict[str, object], name: str
-) -> None:
+def test_any_attribute_leaves_the_batch_readable(attributes: dict[str, object], name: str) -> None:
     ended: list[Span] = []
     tracer = Tracer(ended.append, lambda _: True)
     tracer.start(name, attributes).end(error="\ud800")  # type: ignore[arg-type]

@@ -69,9 +69,7 @@ def test_the_end_is_announced_once_where_a_terminal_can_show_it(number: int, end
         (True, "tenants, API keys, runs and batches are kept"),
     ],
 )
-def test_the_sentence_says_what_is_deleted_and_what_remains(
-    is_kept: bool, words: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_message_lists_deleted_data(is_kept: bool, words: str, capsys: pytest.CaptureFixture[str]) -> None:
     asyncio.run(
         keep(
             OrchestratorSettings.model_validate({}),

@@ -79,7 +79,7 @@ async def watching(house: House) -> AsyncIterator["asyncio.Task[str]"]:
         await asyncio.gather(task, return_exceptions=True)
 
 
-async def test_a_process_that_is_killed_is_started_again_at_once_and_its_neighbour_is_not_touched(
+async def test_a_killed_process_restarts_and_its_neighbour_keeps_running(
     tmp_path: Path,
 ) -> None:
     async with opened(tmp_path, "a", "b") as house:
@@ -94,9 +94,7 @@ async def test_a_process_that_is_killed_is_started_again_at_once_and_its_neighbo
             assert house.changes == 2
 
 
-async def test_a_process_that_ends_again_and_again_is_given_up_and_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_process_that_always_ends_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with opened(tmp_path, "broken", "fine") as house:
         monkeypatch.setattr(supervision, "PAUSES_S", (0.0, 0.01))
         await house.start("broken", "print('cannot'); raise SystemExit(3)")

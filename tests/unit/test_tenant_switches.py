@@ -51,7 +51,7 @@ async def call(client: ToolClient, name: str = "echo") -> ErrorCode | None:
         return (await session.call(name, {})).error_code
 
 
-async def test_a_tool_that_is_off_for_a_tenant_is_neither_told_nor_run_for_it_and_for_others_it_is(
+async def test_a_tool_is_off_only_for_its_tenant(
     client: ToolClient,
 ) -> None:
     state = await client.disable("echo", reason="no", tenant="acme")
@@ -68,9 +68,7 @@ async def test_a_tool_that_is_off_for_a_tenant_is_neither_told_nor_run_for_it_an
     assert await call(client) is None
 
 
-async def test_a_tool_that_a_tenants_policy_does_not_allow_is_forbidden_in_lists_of_tools(
-    redis_server: RedisProcess, client: ToolClient
-) -> None:
+async def test_lists_mark_tools_that_a_policy_forbids(redis_server: RedisProcess, client: ToolClient) -> None:
     async with redis.asyncio.Redis.from_url(redis_server.url) as opened:
         await RedisTenants(opened, "default", KEY).add("acme", TenantPolicy(tools=("ec*",)))
     client._tenants._known.forget()

@@ -116,9 +116,7 @@ def test_what_could_leave_its_place_in_a_key_is_no_tenant(name: str) -> None:
         (("read_tool",), "session.read_file", True),
     ],
 )
-def test_tools_are_allowed_by_name_and_verbs_that_do_the_same_with_them(
-    tools: tuple[str, ...] | None, name: str, is_allowed: bool
-) -> None:
+def test_an_allowed_tool_includes_its_verbs(tools: tuple[str, ...] | None, name: str, is_allowed: bool) -> None:
     assert TenantPolicy(tools=tools).allows_tool(name) is is_allowed
     assert refusal(TenantPolicy(tools=tools), build_spec(name)) is (None if is_allowed else ErrorCode.PERMISSION_DENIED)
 

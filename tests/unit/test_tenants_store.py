@@ -196,17 +196,13 @@ async def test_a_worker_and_another_orchestrator_see_a_change_once_what_they_kno
             worker.policy("acme")
 
 
-async def test_the_tenants_of_one_deployment_are_not_anothers(
-    tenants: RedisTenants, redis_server: RedisProcess
-) -> None:
+async def test_deployments_do_not_share_tenants(tenants: RedisTenants, redis_server: RedisProcess) -> None:
     await tenants.add("acme", TenantPolicy(weight=3))
     with redis_server.client() as blocking:
         assert WorkerTenants(blocking, "live", KEYS).policy("acme").weight == 1
 
 
-async def test_a_policy_of_another_release_serves_nothing_on_either_side_until_it_is_replaced(
-    tenants: RedisTenants, redis_server: RedisProcess
-) -> None:
+async def test_a_policy_of_another_release_is_not_used(tenants: RedisTenants, redis_server: RedisProcess) -> None:
     with redis_server.client() as blocking:
         blocking.hset(KEY, "acme", KEYS.seal("policy acme", '{"speed": 9}'))
         with pytest.raises(ConfigError, match="speed"):
@@ -220,9 +216,7 @@ async def test_a_policy_of_another_release_serves_nothing_on_either_side_until_i
         assert WorkerTenants(blocking, "test", KEYS).policy("acme") == await tenants.policy("acme") == TenantPolicy()
 
 
-async def test_what_was_written_by_hand_is_seen_as_long_as_nobody_counts_versions(
-    client: "redis.asyncio.Redis", redis_server: RedisProcess
-) -> None:
+async def test_a_manual_change_is_seen(client: "redis.asyncio.Redis", redis_server: RedisProcess) -> None:
     clock = Clock()
     await client.hset(KEY, "acme", seal_policy(KEYS, "acme", TenantPolicy()))  # type: ignore[misc]
     with redis_server.client() as blocking:
@@ -245,9 +239,7 @@ async def test_when_redis_is_away_nothing_is_assumed_on_either_side() -> None:
         WorkerTenants(redis.Redis(port=1, retry=Retry(NoBackoff(), 0)), "test", KEYS).policy("acme")
 
 
-async def test_a_redis_that_takes_no_writes_is_told_as_such(
-    tenants: RedisTenants, client: "redis.asyncio.Redis"
-) -> None:
+async def test_a_read_only_redis_is_reported(tenants: RedisTenants, client: "redis.asyncio.Redis") -> None:
     await client.config_set("maxmemory", "1")
     try:
         with pytest.raises(BrokerUnavailable, match="acme was not changed"):
@@ -256,9 +248,7 @@ async def test_a_redis_that_takes_no_writes_is_told_as_such(
         await client.config_set("maxmemory", "0")
 
 
-async def test_a_thousand_calls_of_a_tenant_at_once_ask_redis_once(
-    tenants: RedisTenants, redis_server: RedisProcess
-) -> None:
+async def test_concurrent_calls_share_one_read(tenants: RedisTenants, redis_server: RedisProcess) -> None:
     await tenants.add("acme", TenantPolicy())
     before = count_commands(redis_server)
     await asyncio.gather(*(tenants.policy("acme") for _ in range(1000)))
@@ -267,9 +257,7 @@ async def test_a_thousand_calls_of_a_tenant_at_once_ask_redis_once(
     assert after["hmget"] - before.get("hmget", 0) == 1
 
 
-async def test_with_ten_thousand_tenants_a_second_of_calls_costs_no_more_than_with_one(
-    client: "redis.asyncio.Redis", redis_server: RedisProcess
-) -> None:
+async def test_reads_do_not_grow_with_tenants(client: "redis.asyncio.Redis", redis_server: RedisProcess) -> None:
     await client.hset(
         KEY,
         mapping={f"t{number}": seal_policy(KEYS, f"t{number}", TenantPolicy()) for number in range(10_000)}

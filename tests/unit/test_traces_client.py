@@ -27,9 +27,7 @@ async def client(redis_server: RedisProcess) -> AsyncIterator[ToolClient]:
         yield opened
 
 
-async def test_a_run_tells_its_sandbox_before_it_starts_and_each_call_when_it_is_sent(
-    client: ToolClient, tmp_path: Path
-) -> None:
+async def test_a_trace_has_the_sandbox_and_each_sent_call(client: ToolClient, tmp_path: Path) -> None:
     seen: list[RunEvent] = []
     model = ScriptedModel([Calls([("say", {"text": "a"})]), "ok"])
     await client.run("go", session=await client.open_session(), model=model, on_event=seen.append, shows_output=False)

@@ -99,9 +99,7 @@ def test_the_schema_refuses_what_breaks_its_rules(change: dict[str, Any]) -> Non
 
 @settings(max_examples=25, deadline=None)
 @given(scripts)
-async def test_atif_has_the_calls_and_results_of_the_trace(
-    tmp_path_factory: pytest.TempPathFactory, script: list[Any]
-) -> None:
+async def test_atif_has_the_calls_and_results(tmp_path_factory: pytest.TempPathFactory, script: list[Any]) -> None:
     folder = tmp_path_factory.mktemp("t")
     answers = iter([echo, fail] * 20)
     path, _, _ = await run_traced(

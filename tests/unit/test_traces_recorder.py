@@ -326,9 +326,7 @@ async def test_what_nests_too_deep_is_left_out_and_the_rest_is_there(tmp_path: P
 
 @settings(max_examples=25, deadline=None)
 @given(scripts)
-async def test_whatever_a_run_says_all_of_it_can_be_read_back(
-    tmp_path_factory: pytest.TempPathFactory, script: list[Any]
-) -> None:
+async def test_any_run_can_be_read_back(tmp_path_factory: pytest.TempPathFactory, script: list[Any]) -> None:
     seen: list[Any] = []
     model = ScriptedModel(script)
     path, result, recorder = await run_traced(
@@ -400,9 +398,7 @@ async def test_a_folder_that_cannot_be_written_ends_no_run_and_is_told_once(tmp_
     assert trace.warnings == warnings
 
 
-async def test_a_disk_that_is_full_in_the_middle_costs_lines_and_the_end_says_how_many(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_full_disk_loses_lines_and_counts_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real, room = os.write, [500]
 
     def write(descriptor: int, data: bytes) -> int:

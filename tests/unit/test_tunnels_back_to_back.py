@@ -195,9 +195,7 @@ _DOINGS = st.builds(
 
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(st.tuples(_DOINGS, _DOINGS), min_size=1, max_size=4))
-def test_whatever_both_ends_do_every_byte_arrives_in_order_and_nothing_is_left(
-    pair: Pair, doings: list[tuple[Doing, Doing]]
-) -> None:
+def test_every_byte_arrives_in_order_and_nothing_is_left(pair: Pair, doings: list[tuple[Doing, Doing]]) -> None:
     async def play() -> None:
         ends = []
         for program, proxy in doings:

@@ -142,9 +142,7 @@ def test_what_is_not_packed_as_the_header_says_is_refused() -> None:
         ("h\u00e9".encode(), None, "utf-8", "guess"),
     ],
 )
-def test_the_charset_is_taken_from_header_mark_meta_or_a_guess_in_this_order(
-    body: bytes, declared: str | None, charset: str, how: str
-) -> None:
+def test_the_charset_sources_have_an_order(body: bytes, declared: str | None, charset: str, how: str) -> None:
     decoded = decode_body(body, declared, is_html=True)
     assert (decoded.charset, decoded.how, decoded.replaced) == (charset, how, 0)
     assert decoded.text[-1] in "\u00e9\u4e2d\u0430"

@@ -85,9 +85,7 @@ def test_a_page_that_says_it_gets_old_sooner_is_asked_for_sooner(site: Site) -> 
     ("header", "value", "sent"),
     [("etag", '"v1"', "if-none-match"), ("last_modified", "Sun, 01 Nov 2026 00:00:00 GMT", "if-modified-since")],
 )
-def test_an_old_page_that_has_not_changed_is_confirmed_and_not_sent_again(
-    site: Site, header: str, value: str, sent: str
-) -> None:
+def test_an_unchanged_old_page_is_revalidated(site: Site, header: str, value: str, sent: str) -> None:
     site.server.replies["/"] = answer("one", **{header: value})
     site.fetch()
     site.server.replies["/"] = b"HTTP/1.1 304 Not Modified\r\n\r\n"

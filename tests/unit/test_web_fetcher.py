@@ -87,9 +87,7 @@ def test_a_request_says_what_it_must_and_nothing_of_this_machine(server: WebServ
     ("encoding", "packed"),
     [("gzip", gzip.compress(b"hello" * 100)), ("deflate", zlib.compress(b"hello" * 100)), ("", b"hello" * 100)],
 )
-def test_bodies_come_packed_chunked_or_until_the_end_of_the_connection(
-    server: WebServer, encoding: str, packed: bytes
-) -> None:
+def test_compressed_chunked_and_unbounded_bodies_are_read(server: WebServer, encoding: str, packed: bytes) -> None:
     head = HEAD + (f"content-encoding: {encoding}\r\n".encode() if encoding else b"")
     chunks = b"".join(
         b"%x\r\n%b\r\n" % (len(packed[at : at + 7]), packed[at : at + 7]) for at in range(0, len(packed), 7)

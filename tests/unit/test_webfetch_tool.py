@@ -305,9 +305,7 @@ def test_a_page_past_the_deadline_is_a_timeout(server: WebServer) -> None:
     ],
     ids=["crash", "memory", "no JSON", "another type", "another field"],
 )
-def test_a_parser_that_a_page_took_over_is_not_believed(
-    program: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_replies_of_a_hostile_parser_are_checked(program: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     taken_over = tmp_path / "program.py"
     taken_over.write_text(program)
     monkeypatch.setattr(pages, "_PROGRAM", taken_over)
@@ -315,9 +313,7 @@ def test_a_parser_that_a_page_took_over_is_not_believed(
         Extractor().extract("<p>x</p>", "http://a.example/", "markdown", Deadline(20))
 
 
-def test_the_parser_has_no_environment_and_what_it_leaves_behind_is_ended(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_the_parser_has_no_environment_and_its_children_end(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     spy = tmp_path / "program.py"
     spy.write_text(
         "import json, os, subprocess, sys\n"
@@ -337,9 +333,7 @@ def test_the_parser_has_no_environment_and_what_it_leaves_behind_is_ended(
         time.sleep(0.01)
 
 
-def test_the_parser_reaches_nothing_even_when_a_page_took_it_over(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_hostile_parser_reaches_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Targets of malicious code in the parser: the worker's secrets in /proc, files, servers, and the worker itself."""
     spy = tmp_path / "program.py"
     spy.write_text(

@@ -152,9 +152,7 @@ def test_exa_is_asked_in_its_own_words(server: WebServer) -> None:
         ("searxng", "/search", {"format": ["json"], "time_range": ["week"]}),
     ],
 )
-def test_a_service_without_fields_for_domains_gets_them_within_the_query(
-    server: WebServer, kind: str, path: str, own: dict[str, list[str]]
-) -> None:
+def test_domains_are_put_into_the_query(server: WebServer, kind: str, path: str, own: dict[str, list[str]]) -> None:
     server.replies[path] = says(entries(kind, "https://a.example/"))
     assert search(Service(server, kind), **FILTERS).success
     parameters = parse_qs(server.paths[0].partition("?")[2])
@@ -232,9 +230,7 @@ def test_without_a_configured_service_the_tool_says_what_to_set() -> None:
         ({"retry_after": "Mon, 21 Sep 2026 00:00:00 GMT"}, 0.0),
     ],
 )
-def test_a_busy_service_is_asked_again_after_the_pause_it_wants(
-    server: WebServer, headers: dict[str, str], pause: float
-) -> None:
+def test_a_busy_service_is_retried_after_its_pause(server: WebServer, headers: dict[str, str], pause: float) -> None:
     server.replies["*"] = says({}, 429, **headers)
     service = Service(server, "tavily")
     assert search(service).error_code is ErrorCode.HTTP_ERROR

@@ -116,9 +116,7 @@ def test_the_apps_of_a_worker_use_it(app: Celery) -> None:
 
 
 @pytest.mark.parametrize("garbage", GARBAGE, ids=lambda data: repr(data[:60]))
-def test_garbage_is_dropped_and_counted_and_the_next_message_arrives(
-    app: Celery, redis_server: RedisProcess, refused: list[str], garbage: bytes
-) -> None:
+def test_garbage_is_dropped(app: Celery, redis_server: RedisProcess, refused: list[str], garbage: bytes) -> None:
     reader = Reader(app)
     with redis_server.client() as client, capture_logs() as logs:
         client.lpush(QUEUE, garbage)
@@ -133,9 +131,7 @@ def test_garbage_is_dropped_and_counted_and_the_next_message_arrives(
 @pytest.mark.parametrize(
     "error", [KeyError("id"), TypeError("unhashable"), ValueError("x"), RuntimeError("x")], ids=repr
 )
-def test_a_message_that_its_reader_chokes_on_is_refused_for_good(
-    app: Celery, redis_server: RedisProcess, error: Exception
-) -> None:
+def test_an_unreadable_message_is_rejected(app: Celery, redis_server: RedisProcess, error: Exception) -> None:
     def choke(message: Any) -> None:
         if "bad" in message.headers:
             raise error
@@ -173,9 +169,7 @@ def test_a_message_is_nobodys_but_its_readers(app: Celery, redis_server: RedisPr
     reader.close()
 
 
-def test_a_message_that_redis_gives_out_again_is_dropped_over_all_connections_of_the_worker(
-    app: Celery, redis_server: RedisProcess, refused: list[str]
-) -> None:
+def test_a_redelivered_message_is_dropped(app: Celery, redis_server: RedisProcess, refused: list[str]) -> None:
     """A Redis crash that loses the last second causes this case: the message is in the queue again while its call
     runs.
     """
@@ -192,9 +186,7 @@ def test_a_message_that_redis_gives_out_again_is_dropped_over_all_connections_of
     assert refused == ["repeated"]
 
 
-def test_what_came_for_a_queue_that_is_read_no_more_goes_back_for_others(
-    app: Celery, redis_server: RedisProcess
-) -> None:
+def test_messages_of_a_cancelled_queue_are_returned(app: Celery, redis_server: RedisProcess) -> None:
     reader = Reader(app)
     reader.connection.transport._callbacks.clear()
     with redis_server.client() as client:

@@ -61,9 +61,7 @@ def test_a_session_is_not_kept_more_often_than_it_was_asked_for(host: Host) -> N
     assert (host.look(), host.sandboxd.kept) == (0, ["c1"])
 
 
-def test_the_checkpoint_before_is_deleted_when_nobody_restores_it_any_more(
-    redis_server: RedisProcess, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_unused_earlier_checkpoint_is_deleted(redis_server: RedisProcess, monkeypatch: pytest.MonkeyPatch) -> None:
     host = Host(HostGround(redis_server), every_s=0.001)
     host.add("acme:s1")
     host.look()
@@ -80,9 +78,7 @@ def test_the_checkpoint_before_is_deleted_when_nobody_restores_it_any_more(
     assert host.ground.place("acme:s1").checkpoint == "c2"
 
 
-def test_a_checkpoint_that_was_written_into_the_place_by_another_program_is_not_deleted(
-    redis_server: RedisProcess, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_forged_checkpoint_is_not_deleted(redis_server: RedisProcess, monkeypatch: pytest.MonkeyPatch) -> None:
     host = Host(HostGround(redis_server), every_s=0.001)
     host.add("acme:s1")
     host.ground.redis.hset(place_key(DEPLOYMENT, "acme", "s1"), "automatic", "one-that-a-user-asked-for")
@@ -92,9 +88,7 @@ def test_a_checkpoint_that_was_written_into_the_place_by_another_program_is_not_
     assert host.sandboxd.deleted == []
 
 
-def test_the_checkpoint_of_a_session_that_ended_is_deleted_and_that_of_one_that_moved_is_kept(
-    host: Host, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_checkpoints_of_ended_sessions_are_deleted(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("acme:closed", "acme:expired", "acme:moved", "acme:parked"):
         host.add(name)
     host.look()
@@ -182,7 +176,7 @@ def test_calls_are_waited_for_but_not_for_ever(changed_since_s: float, seen: Ses
     ),
     st.integers(8, 800).map(lambda n: n / 8),
 )
-def test_what_stays_changed_is_kept_within_three_times_the_interval_and_never_within_one(
+def test_a_changed_session_waits_one_to_three_turns(
     looks: list[tuple[float, bool, int, float]], every_s: float
 ) -> None:
     watched, now, kept_at, changed_at = WatchedSession(), 0.0, None, None

@@ -114,9 +114,7 @@ def test_a_session_whose_call_runs_is_served_until_it_has_ended(host: Host) -> N
     assert set(host.sandboxd.closed) == {"acme:busy", "acme:idle"}
 
 
-def test_a_session_that_is_never_quiet_is_held_and_served_again_until_a_hold_finds_it_quiet(
-    host: Host, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_busy_session_is_held_until_it_is_idle(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(draining, "BUSY_WAIT_S", 0.0)
     monkeypatch.setattr(draining, "QUIET_WAIT_S", 0.03)
     host.add("acme:busy")

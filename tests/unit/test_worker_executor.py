@@ -78,9 +78,7 @@ def test_an_unknown_tool_is_named_exactly_and_never_starts() -> None:
     ("verdict", "code", "why"),
     [(CallClaim.EXPIRED, ErrorCode.TIMEOUT, "expired"), (CallClaim.MOVED, ErrorCode.HOST_LOST, "moved")],
 )
-def test_a_call_that_may_not_start_says_so_to_whoever_sends_it_again(
-    verdict: CallClaim, code: ErrorCode, why: str
-) -> None:
+def test_a_refused_start_tells_the_sender_why(verdict: CallClaim, code: ErrorCode, why: str) -> None:
     house = House(verdict=verdict)
     result = house.execute()
     assert (result.error_code, result.metadata, house.runs) == (code, {"not_run": why}, 0)

@@ -172,9 +172,7 @@ def test_a_host_whose_clock_is_a_minute_wrong_learns_the_time_with_its_first_cla
         (None, 3, "echo", CallClaim.MOVED),
     ],
 )
-def test_a_call_starts_only_where_its_session_lives(
-    book: Book, state: str | None, fence: int, name: str, verdict: CallClaim
-) -> None:
+def test_a_call_starts_at_its_session(book: Book, state: str | None, fence: int, name: str, verdict: CallClaim) -> None:
     book.write(CallState.QUEUED)
     if state is not None:
         book.place(fence, state)
@@ -308,9 +306,7 @@ STEP = st.sampled_from(["claim", "claim old", "renew", "finish", "refuse", "forb
 
 @settings(max_examples=40, deadline=None)
 @given(steps=st.lists(STEP, min_size=1, max_size=12))
-def test_an_attempt_starts_at_most_once_whatever_happens_in_between(
-    redis_process: RedisProcess, steps: list[str]
-) -> None:
+def test_an_attempt_starts_at_most_once(redis_process: RedisProcess, steps: list[str]) -> None:
     with redis_process.client() as client:
         client.flushall()
         book = Book(client)

@@ -224,18 +224,14 @@ def test_of_two_machines_with_one_name_the_second_refuses_to_start(
     assert [report.queue for report in ground.hosts().reports("a")] == ["host.a.b0"]
 
 
-def test_a_machine_that_was_started_anew_takes_its_name_again(
-    ground: HostGround, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_restarted_machine_keeps_its_name(ground: HostGround, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reports, "STALE_S", 0.05)
     ground.hosts().report(build_report("host.a.b0", "w1", process="before-its-restart/1/2/3"))
     with capture_logs():
         assert take(ground).queue == "host.a.b1"
 
 
-def test_of_two_workers_that_start_at_the_same_time_the_later_gives_way(
-    ground: HostGround, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_later_of_two_workers_refuses_to_start(ground: HostGround, monkeypatch: pytest.MonkeyPatch) -> None:
     # Both processes have read the name before either reports.
     monkeypatch.setattr(reports, "_find_ended", lambda *_: ())
     monkeypatch.setattr(reports, "_has_fallen_silent", lambda *_: False)

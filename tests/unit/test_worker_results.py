@@ -108,9 +108,7 @@ def test_the_answer_of_an_attempt_that_was_given_up_is_stored_for_nobody(desk: D
 
 
 @pytest.mark.parametrize("state", [CallState.QUEUED, CallState.LOST, CallState.DONE])
-def test_an_answer_is_wanted_when_redis_has_forgotten_that_the_call_was_sent_again(
-    desk: Desk, state: CallState
-) -> None:
+def test_a_result_is_stored_when_redis_lost_the_record(desk: Desk, state: CallState) -> None:
     desk.write(state, attempt=1)
     desk.store(attempt=2)
     record = desk.record()

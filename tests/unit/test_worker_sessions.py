@@ -51,7 +51,7 @@ def test_a_session_of_an_earlier_boot_of_this_host_is_taken_over_under_a_new_fen
     assert (place.queue, place.fence, place.state) == (OURS, 4, LocationState.OPEN)
 
 
-def test_a_session_that_a_killed_worker_held_for_its_drain_is_served_again_where_all_its_files_are(
+def test_a_session_held_by_a_killed_worker_is_served_again(
     ground: HostGround,
 ) -> None:
     ground.put_place("acme:s1", queue="host.a.b1")
@@ -138,9 +138,7 @@ def test_at_its_start_a_worker_takes_over_what_is_its_own_and_closes_what_moved_
     assert sandboxd.closed == ["acme:s2"]
 
 
-def test_what_is_known_to_be_gone_gives_its_sessions_before_it_counts_as_lost(
-    ground: HostGround, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_dead_predecessor_gives_its_sessions_at_once(ground: HostGround, monkeypatch: pytest.MonkeyPatch) -> None:
     sandboxd = MemorySandboxd()
     sandboxd.add("acme:s1")
     ground.put_place("acme:s1", queue="host.a.b1")
@@ -164,9 +162,7 @@ def test_what_is_known_to_be_gone_gives_its_sessions_before_it_counts_as_lost(
     )
 
 
-def test_what_an_earlier_incarnation_may_still_have_is_taken_over_once_it_is_known_to_be_gone(
-    ground: HostGround, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sessions_are_taken_over_after_their_worker_died(ground: HostGround, monkeypatch: pytest.MonkeyPatch) -> None:
     sandboxd = MemorySandboxd()
     sandboxd.add("acme:s1")
     ground.put_place("acme:s1", queue="host.a.b1")
@@ -181,9 +177,7 @@ def test_what_an_earlier_incarnation_may_still_have_is_taken_over_once_it_is_kno
     assert not sandboxd.closed
 
 
-def test_what_could_not_be_decided_is_asked_again_after_an_outage_of_redis(
-    ground: HostGround, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_undecided_sessions_are_retried_after_an_outage(ground: HostGround, monkeypatch: pytest.MonkeyPatch) -> None:
     sandboxd = MemorySandboxd()
     sandboxd.add("acme:s1")
     ground.put_place("acme:s1", queue="host.a.b1")
@@ -205,9 +199,7 @@ def test_what_could_not_be_decided_is_asked_again_after_an_outage_of_redis(
     assert ground.place("acme:s1").queue == OURS
 
 
-def test_a_stale_session_is_closed_later_when_sandboxd_is_away(
-    ground: HostGround, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stale_session_is_closed_after_an_outage(ground: HostGround, monkeypatch: pytest.MonkeyPatch) -> None:
     sandboxd = MemorySandboxd()
     sandboxd.add("acme:s1")
     ground.put_place("acme:s1", queue="host.b.b9")
@@ -223,9 +215,7 @@ def test_a_stale_session_is_closed_later_when_sandboxd_is_away(
     assert sandboxd.closed == ["acme:s1"]
 
 
-def test_a_worker_does_not_start_when_redis_does_not_say_what_is_its_own(
-    ground: HostGround, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_worker_does_not_start_without_redis(ground: HostGround, monkeypatch: pytest.MonkeyPatch) -> None:
     sandboxd = MemorySandboxd()
     starting = adopter(ground, sandboxd)
 
@@ -256,7 +246,7 @@ def test_a_checkpoint_is_noted_only_while_the_session_is_as_it_was_seen(ground: 
     assert not ground.redis.exists("toolcrew:d:t:acme:session.gone:place")
 
 
-def test_an_automatic_checkpoint_names_the_automatic_one_before_it_and_never_one_that_was_asked_for(
+def test_an_automatic_checkpoint_names_only_the_automatic_one_before(
     ground: HostGround,
 ) -> None:
     sessions = ground.sessions("host.a.b1")

@@ -109,9 +109,7 @@ def test_exec_gives_both_streams_apart_in_one_blob() -> None:
 
 
 @pytest.mark.parametrize(("fields", "code"), [({"signal": 15}, -15), ({"signal": None}, -9)])
-def test_exec_of_a_program_that_was_killed_gives_the_signal_as_subprocess_does(
-    fields: dict[str, Any], code: int
-) -> None:
+def test_exec_of_a_killed_program_returns_the_signal(fields: dict[str, Any], code: int) -> None:
     result = Bench(build_exec_response(exit_code=None, timed_out=True, kill=KILL, **fields)).run(
         "session.exec", argv=["x"]
     )

@@ -139,9 +139,7 @@ def test_a_bundle_of_a_whole_repository_is_taken(repository: Path, tmp_path: Pat
 
 
 @pytest.mark.parametrize(("parts", "says"), [(["trunk"], "has no HEAD"), (["trunk~1..HEAD"], "part of a history")])
-def test_a_bundle_that_cannot_be_cloned_by_itself_is_refused(
-    parts: list[str], says: str, repository: Path, tmp_path: Path
-) -> None:
+def test_an_incomplete_bundle_is_refused(parts: list[str], says: str, repository: Path, tmp_path: Path) -> None:
     git(repository, "bundle", "create", str(tmp_path / "it"), *parts)
     with pytest.raises(ConfigError, match=says):
         load_source(tmp_path / "it")

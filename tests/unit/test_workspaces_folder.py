@@ -78,7 +78,7 @@ async def test_a_removed_one_is_watched_no_longer(workspaces: FolderWorkspaces) 
     assert await workspaces.find_overfull() == {}
 
 
-async def test_one_that_grows_without_end_does_not_keep_others_from_being_counted(
+async def test_a_growing_workspace_stops_no_count(
     workspaces: FolderWorkspaces, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Aim: hide from the watch behind a tree that takes longer to count than one look may last."""
@@ -94,9 +94,7 @@ async def test_one_that_grows_without_end_does_not_keep_others_from_being_counte
     assert ["big"] in looks
 
 
-async def test_a_link_in_the_place_of_the_files_is_not_a_workspace(
-    workspaces: FolderWorkspaces, tmp_path: Path
-) -> None:
+async def test_a_link_is_not_a_workspace(workspaces: FolderWorkspaces, tmp_path: Path) -> None:
     files = await open_one(workspaces, "one")
     files.rename(tmp_path / "elsewhere")
     files.symlink_to(tmp_path / "elsewhere")
@@ -124,7 +122,7 @@ def test_the_sandboxes_own_user_can_run_them_without_being_root() -> None:
     run_as(1000, work)
 
 
-async def test_a_workspace_that_cannot_be_read_is_told_where_no_other_holds_too_much(
+async def test_an_unreadable_workspace_is_reported(
     workspaces: FolderWorkspaces,
 ) -> None:
     broken = await open_one(workspaces, "broken")

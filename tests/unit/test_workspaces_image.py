@@ -90,9 +90,7 @@ def is_in_order(image: Path) -> bool:
     ],
     ids=lambda size: f"{size.bytes}-{size.inodes}",
 )
-async def test_the_whole_size_is_usable_and_little_more_and_the_host_pays_only_for_what_is_used(
-    images: ImageWorkspaces, tmp_path: Path, size: WorkspaceSize
-) -> None:
+async def test_the_size_is_a_limit_and_sparse(images: ImageWorkspaces, tmp_path: Path, size: WorkspaceSize) -> None:
     workspace = await images.make("one", size)
 
     async with workspace.mounted() as mount:
@@ -104,9 +102,7 @@ async def test_the_whole_size_is_usable_and_little_more_and_the_host_pays_only_f
     await released(tmp_path / "one" / "image")
 
 
-async def test_a_file_of_the_whole_size_fits_and_room_that_is_freed_is_free_on_the_host(
-    images: ImageWorkspaces, tmp_path: Path
-) -> None:
+async def test_a_file_of_the_whole_size_fits_and_freed_space_returns(images: ImageWorkspaces, tmp_path: Path) -> None:
     workspace = await images.make("one", WorkspaceSize(32 * MIB, 256))
     image = tmp_path / "one" / "image"
 
@@ -125,9 +121,7 @@ async def test_a_file_of_the_whole_size_fits_and_room_that_is_freed_is_free_on_t
     assert image.stat().st_blocks * 512 < MIB
 
 
-async def test_while_a_container_has_it_the_next_waits_and_then_says_so(
-    images: ImageWorkspaces, tmp_path: Path
-) -> None:
+async def test_a_start_waits_for_the_container_that_uses_the_image(images: ImageWorkspaces, tmp_path: Path) -> None:
     made = await images.make("one", SMALL)
     workspace = ImageWorkspace("one", SMALL, made.store, made.handing_over, release_s=0.05)
     async with made.mounted() as mount:
@@ -172,9 +166,7 @@ async def test_whoever_is_cancelled_while_it_mounts_leaves_no_mount(images: Imag
     await released(tmp_path / "one" / "image")
 
 
-async def test_a_start_that_missed_the_mount_finds_a_folder_where_the_sandbox_cannot_write(
-    images: ImageWorkspaces, tmp_path: Path
-) -> None:
+async def test_the_folder_below_a_missing_mount_is_read_only(images: ImageWorkspaces, tmp_path: Path) -> None:
     """The attacker's aim: to fill the host's disk from a sandbox whose workspace is not mounted."""
     await images.make("one", SMALL)
 
@@ -210,9 +202,7 @@ def killed_between_mount_and_unmount(folder: Path) -> Iterator[None]:
     yield
 
 
-async def test_what_a_killed_sandboxd_left_mounted_is_found_with_its_files(
-    images: ImageWorkspaces, tmp_path: Path
-) -> None:
+async def test_a_mount_of_a_killed_sandboxd_keeps_its_files(images: ImageWorkspaces, tmp_path: Path) -> None:
     await images.make("one", SMALL)
     with killed_between_mount_and_unmount(tmp_path):
         workspace = open_images(tmp_path).find("one", SMALL)
@@ -224,9 +214,7 @@ async def test_what_a_killed_sandboxd_left_mounted_is_found_with_its_files(
     await released(tmp_path / "one" / "image")
 
 
-async def test_what_a_killed_sandboxd_left_mounted_is_unmounted_and_swept(
-    images: ImageWorkspaces, tmp_path: Path
-) -> None:
+async def test_a_mount_of_a_killed_sandboxd_is_swept(images: ImageWorkspaces, tmp_path: Path) -> None:
     await images.make("one", SMALL)
     with killed_between_mount_and_unmount(tmp_path):
         assert await open_images(tmp_path).sweep(set()) == 1
@@ -234,9 +222,7 @@ async def test_what_a_killed_sandboxd_left_mounted_is_unmounted_and_swept(
     assert not (tmp_path / "one").exists()
 
 
-async def test_what_was_killed_while_it_made_a_template_is_cleared_at_the_next_start(
-    images: ImageWorkspaces, tmp_path: Path
-) -> None:
+async def test_an_unfinished_template_is_cleared_at_the_next_start(images: ImageWorkspaces, tmp_path: Path) -> None:
     left = tmp_path / ".work-of-before"
     left.mkdir()
     mount_memory(left / "mount")
@@ -252,9 +238,7 @@ def mount_memory(place: Path) -> None:
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "none", str(place)], check=True)
 
 
-async def test_an_image_of_a_host_that_went_down_is_checked_and_mounted_again(
-    images: ImageWorkspaces, tmp_path: Path
-) -> None:
+async def test_an_image_is_checked_after_a_crash_of_the_host(images: ImageWorkspaces, tmp_path: Path) -> None:
     workspace = await images.make("one", SMALL)
     image, left = tmp_path / "one" / "image", tmp_path / "as-the-crash-left-it"
     async with workspace.mounted() as mount:
@@ -290,9 +274,7 @@ async def test_what_a_repair_finds_without_a_name_is_the_sandboxes(images: Image
     await released(image)
 
 
-async def test_one_that_its_kernel_made_read_only_is_checked_and_can_be_written_by_the_next_container(
-    images: ImageWorkspaces, tmp_path: Path
-) -> None:
+async def test_an_image_that_became_read_only_is_repaired(images: ImageWorkspaces, tmp_path: Path) -> None:
     workspace = await images.make("one", SMALL)
     async with workspace.mounted() as mount:
         find_fault(tmp_path)
@@ -310,9 +292,7 @@ async def test_one_that_its_kernel_made_read_only_is_checked_and_can_be_written_
     [(0, "not an ext4 image"), (1024 + 0x28, "cannot be mounted")],
     ids=["all of it", "files a group"],
 )
-async def test_a_damaged_image_is_refused_with_what_is_wrong(
-    images: ImageWorkspaces, tmp_path: Path, start: int, expected: str
-) -> None:
+async def test_a_damaged_image_is_refused(images: ImageWorkspaces, tmp_path: Path, start: int, expected: str) -> None:
     workspace = await images.make("one", SMALL)
     with (tmp_path / "one" / "image").open("r+b") as file:
         file.seek(start)
@@ -324,9 +304,7 @@ async def test_a_damaged_image_is_refused_with_what_is_wrong(
 
 
 @pytest.mark.parametrize("trick", ["symlink", "hard link", "folder", "gone"])
-async def test_what_is_not_the_image_that_was_made_is_not_mounted(
-    images: ImageWorkspaces, tmp_path: Path, trick: str
-) -> None:
+async def test_a_replaced_image_is_not_mounted(images: ImageWorkspaces, tmp_path: Path, trick: str) -> None:
     workspace = await images.make("one", SMALL)
     image = tmp_path / "one" / "image"
     if trick == "hard link":
