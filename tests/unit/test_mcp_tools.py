@@ -33,12 +33,7 @@ def spec(**fields: object) -> ToolSpec:
 )
 def test_hints_say_what_the_spec_says(fields: dict[str, object], hints: tuple[bool | None, ...]) -> None:
     made = build_hints(spec(**fields))
-    assert (
-        made.read_only_hint,
-        made.destructive_hint,
-        made.idempotent_hint,
-        made.open_world_hint,
-    ) == hints
+    assert (made.read_only_hint, made.destructive_hint, made.idempotent_hint, made.open_world_hint) == hints
 
 
 def test_schemas_of_the_built_in_tools_go_out_word_for_word() -> None:

@@ -130,9 +130,7 @@ async def test_the_names_of_tools_are_known_after_a_call_of_an_unknown_tool(redi
     }
 
 
-async def test_a_cancelled_caller_is_counted_unless_its_call_moved(
-    redis_server: RedisProcess,
-) -> None:
+async def test_a_cancelled_caller_is_counted_unless_its_call_moved(redis_server: RedisProcess) -> None:
     began = asyncio.Event()
 
     class Silent(AnsweringTransport):

@@ -288,9 +288,7 @@ async def test_the_cache_names_no_credentials(tmp_path: Path) -> None:
     assert "hunter" not in path.read_text() + path.name
 
 
-async def test_a_known_model_is_not_probed_and_a_model_without_an_address_is_not_cached(
-    tmp_path: Path,
-) -> None:
+async def test_a_known_model_is_not_probed_and_a_model_without_an_address_is_not_cached(tmp_path: Path) -> None:
     cache, scripted, server = CapabilityCache(tmp_path), ScriptedModel([]), FakeServer()
     assert await find_capabilities(scripted, cache) == EVERYTHING
     for _ in range(2):

@@ -227,9 +227,7 @@ async def test_cancelling_a_call_kills_it_in_the_sandbox(waiting_pool: tuple[Poo
     assert (pool.sent()[-1], pool.transport.calls[-1].arguments) == ("cancel", {"call_id": "c9"})
 
 
-async def test_a_cancelled_program_kills_its_call_and_sandbox(
-    waiting_pool: tuple[Pool, asyncio.Event],
-) -> None:
+async def test_a_cancelled_program_kills_its_call_and_sandbox(waiting_pool: tuple[Pool, asyncio.Event]) -> None:
     pool, calling = waiting_pool
 
     async def program() -> None:

@@ -172,9 +172,7 @@ async def test_the_catalogs_are_read_in_one_round_trip(pools: Pools) -> None:
     assert not {"cmdstat_get", "cmdstat_keys", "cmdstat_scan"} & commands.keys()
 
 
-async def test_concurrent_calls_share_one_read_and_specs_are_rebuilt_only_after_a_change(
-    pools: Pools,
-) -> None:
+async def test_concurrent_calls_share_one_read_and_specs_are_rebuilt_only_after_a_change(pools: Pools) -> None:
     pools.publish(sandbox=(build_spec("bash"),))
     pools.store.config_resetstat()
     read = await asyncio.gather(*(pools.catalog.specs() for _ in range(50)))

@@ -124,9 +124,7 @@ async def test_a_run_without_time_left_ends_with_its_log(make: Made, monkeypatch
     assert (outcome.body["steps"], second.asked()) == (3, 0)
 
 
-async def test_a_removed_sandbox_is_not_reported_to_the_model_as_a_tool_failure(
-    make: Made,
-) -> None:
+async def test_a_removed_sandbox_is_not_reported_to_the_model_as_a_tool_failure(make: Made) -> None:
     reached = asyncio.Event()
     first, second = make(echo_then("two", "a", "b"), answers={"echo": hangs_at("b", reached)}), make(["a guess"])
     claim = await first.put(build_run())

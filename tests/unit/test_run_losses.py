@@ -47,9 +47,7 @@ async def losses(house: House, run: str = "b-1") -> int:
     return record.losses
 
 
-async def test_a_run_that_kills_its_processes_ends_as_an_infrastructure_failure(
-    house: House,
-) -> None:
+async def test_a_run_that_kills_its_processes_ends_as_an_infrastructure_failure(house: House) -> None:
     await house.submit(2)
     for claim in await claimed_and_lost(house, MAX_LOSSES - 1):
         if claim.run == "b-1":

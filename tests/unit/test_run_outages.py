@@ -66,9 +66,7 @@ async def test_an_outage_that_lasts_too_long_is_told() -> None:
     assert away.asked > 1
 
 
-async def test_a_call_is_repeated_after_an_outage_of_redis(
-    client: "redis.asyncio.Redis",
-) -> None:
+async def test_a_call_is_repeated_after_an_outage_of_redis(client: "redis.asyncio.Redis") -> None:
     away = Away(2)
     ground = ItemGround(client, echo_then("done", "a"), answers={"echo": away.answer})
 

@@ -104,9 +104,7 @@ async def test_a_batch_that_is_complete_is_not_opened_again_for_nothing(ground: 
     assert (await ground.queue.batch("acme", "b")).state is BatchState.COMPLETED
 
 
-async def test_the_next_claim_ends_the_runs_of_a_dead_process_in_a_cancelled_batch(
-    ground: RunGround,
-) -> None:
+async def test_the_next_claim_ends_the_runs_of_a_dead_process_in_a_cancelled_batch(ground: RunGround) -> None:
     await ground.submit(2, is_detached=False)
     claims = await ground.queue.claim(9, ("acme", "b"))
     await ground.queue.cancel("acme", "b")

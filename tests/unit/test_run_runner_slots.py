@@ -60,9 +60,7 @@ class Story:
         return outcome_of(claim)
 
 
-async def test_a_run_whose_slot_was_claimed_waits_for_the_next_slot(
-    house: House,
-) -> None:
+async def test_a_run_whose_slot_was_claimed_waits_for_the_next_slot(house: House) -> None:
     await house.submit(2)
     story = Story(queue := SlowQueue(house.client))
     async with house.working(house.runner(story.worker, queue, concurrency=1)):

@@ -84,9 +84,7 @@ def assert_one_tree(spans: list[Span]) -> None:
     assert [span.name for span in spans if span.parent is not None and span.parent.span_id not in span_ids] == []
 
 
-async def test_each_attempt_has_a_span_that_links_to_the_one_before(
-    client: "redis.asyncio.Redis",
-) -> None:
+async def test_each_attempt_has_a_span_that_links_to_the_one_before(client: "redis.asyncio.Redis") -> None:
     ended: list[Span] = []
     ground = test_delivery.Ground(client, CallLost("gone", has_started=True))
     ground.door._middleware = [TracedCalls(Tracer(ended.append, lambda _: True))]

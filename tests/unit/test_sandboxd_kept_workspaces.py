@@ -239,9 +239,7 @@ async def test_a_restarted_host_with_memory_workspaces_keeps_what_was_packed(tmp
     await end_host(second)
 
 
-async def test_a_nearly_full_disk_stops_sessions_that_write(
-    tmp_path: Path,
-) -> None:
+async def test_a_nearly_full_disk_stops_sessions_that_write(tmp_path: Path) -> None:
     class Disk(DiskMonitor):
         words: str | None = "the disk has only 5 bytes free: make room"
 

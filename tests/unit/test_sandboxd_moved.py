@@ -59,9 +59,7 @@ async def test_a_drained_hosts_session_is_told_of_no_loss_of_a_host(tmp_path: Pa
         assert "its last checkpoint" in news
 
 
-async def test_without_a_checkpoint_only_the_first_call_is_refused(
-    tmp_path: Path,
-) -> None:
+async def test_without_a_checkpoint_only_the_first_call_is_refused(tmp_path: Path) -> None:
     async with running_sandboxd(tmp_path) as daemon:
         client, name, _ = await open_moved(daemon, 2, restore=None)
         with pytest.raises(
@@ -80,9 +78,7 @@ async def test_an_untold_loss_is_not_kept_as_a_checkpoint(tmp_path: Path) -> Non
             await asyncio.to_thread(client.checkpoint, name)
 
 
-async def test_a_loss_is_reported_exactly_once_also_after_a_restart(
-    tmp_path: Path,
-) -> None:
+async def test_a_loss_is_reported_exactly_once_also_after_a_restart(tmp_path: Path) -> None:
     workspaces, is_told = KeptWorkspaces(), False
     host = build_host(tmp_path, workspaces=workspaces)
     await host.sessions.open("acme:s", NewSession(PLAN, 60, moved=SessionMove(7)))

@@ -222,9 +222,7 @@ async def test_the_next_sandbox_of_a_session_is_of_the_class_that_its_tenant_has
         assert (entry.plan.network, entry.plan.workspace_bytes) == ("none", 5 * MIB)
 
 
-async def test_a_session_without_its_class_has_no_sandbox_and_keeps_its_files(
-    tmp_path: Path,
-) -> None:
+async def test_a_session_without_its_class_has_no_sandbox_and_keeps_its_files(tmp_path: Path) -> None:
     async with open_host(tmp_path, plans=PLANS, workspaces=KeptWorkspaces()) as host:
         entry = await host.sessions.open("acme:s", NewSession(PLAN, 60))
         assert await host.sessions.suspender.give_up(entry, must_be_idle=False)

@@ -187,9 +187,7 @@ async def test_many_sessions_are_listed_in_pages(tmp_path: Path, monkeypatch: py
 # Checkpoints
 
 
-async def test_a_checkpoint_covers_only_calls_that_ended_before_it(
-    tmp_path: Path,
-) -> None:
+async def test_a_checkpoint_covers_only_calls_that_ended_before_it(tmp_path: Path) -> None:
     store = Store()
     async with running_sandboxd(tmp_path, checkpoints=store) as daemon:
         client, name = await daemon.open()

@@ -146,9 +146,7 @@ _FRAMES = st.lists(st.tuples(_HEADERS, st.sampled_from([b"", b"x", bytes(PIECE)]
 
 @settings(max_examples=100, deadline=None)
 @given(_FRAMES)
-def test_any_frames_of_a_guest_hold_at_most_one_window(
-    frames: list[tuple[dict[str, Any], bytes]],
-) -> None:
+def test_any_frames_of_a_guest_hold_at_most_one_window(frames: list[tuple[dict[str, Any], bytes]]) -> None:
     async def play() -> None:
         violations: list[str] = []
         sent: list[dict[str, Any]] = []

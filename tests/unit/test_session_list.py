@@ -115,9 +115,7 @@ async def test_the_lists_do_not_grow_with_sessions_that_expired(client: "redis.a
     assert await client.zcard(tenant_open_sessions_key("d", "acme")) < 50
 
 
-async def test_a_record_of_a_later_release_stays_listed(
-    client: "redis.asyncio.Redis",
-) -> None:
+async def test_a_record_of_a_later_release_stays_listed(client: "redis.asyncio.Redis") -> None:
     names = await open_some(client, 2)
     await client.hset(place_key("d", "acme", names[0]), "colour", "red")
     assert await read_all(client, "acme", 50) == names[1:]

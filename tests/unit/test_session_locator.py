@@ -93,9 +93,7 @@ async def test_a_session_is_found_by_its_tenant_only(client: "redis.asyncio.Redi
     assert unknown.value.code is ErrorCode.SESSION_NOT_FOUND
 
 
-async def test_the_sandbox_quota_counts_only_open_sessions(
-    client: "redis.asyncio.Redis",
-) -> None:
+async def test_the_sandbox_quota_counts_only_open_sessions(client: "redis.asyncio.Redis") -> None:
     locator, policy = build_locator(client, Hosts("a")), TenantPolicy(sandboxes=2)
     for name in ("s1", "s2"):
         await locator.open("acme", name, policy, {})
@@ -124,9 +122,7 @@ async def test_an_opening_goes_to_another_host_when_the_first_is_lost_on_the_way
     assert await locator.find("acme", "s1", DEFAULT) == SessionAddress("host.b.b00t", 2)
 
 
-async def test_an_open_follows_the_session_to_the_next_worker(
-    client: "redis.asyncio.Redis",
-) -> None:
+async def test_an_open_follows_the_session_to_the_next_worker(client: "redis.asyncio.Redis") -> None:
     """If the opening were abandoned, its sandbox would remain without an owner."""
     hosts = Hosts("a", "b")
     requests: list[tuple[str, int]] = []
@@ -218,17 +214,13 @@ async def test_a_move_that_fails_can_be_tried_again(client: "redis.asyncio.Redis
     assert (await locator.find("acme", "s1", DEFAULT)).queue == "host.b.b00t"
 
 
-async def test_the_start_is_stored_without_its_checkpoint(
-    client: "redis.asyncio.Redis",
-) -> None:
+async def test_the_start_is_stored_without_its_checkpoint(client: "redis.asyncio.Redis") -> None:
     locator = build_locator(client, Hosts("a"))
     await locator.open("acme", "s1", DEFAULT, {"ttl_s": 5, "restore": "c0"})
     assert await locator.start("acme", "s1") == {"ttl_s": 5}
 
 
-async def test_a_silent_host_that_returns_keeps_its_sessions(
-    client: "redis.asyncio.Redis",
-) -> None:
+async def test_a_silent_host_that_returns_keeps_its_sessions(client: "redis.asyncio.Redis") -> None:
     """An outage of Redis, during which every report expires, causes this case."""
     hosts = Hosts("a", "b")
     locator = build_locator(client, hosts)
@@ -243,9 +235,7 @@ async def test_a_silent_host_that_returns_keeps_its_sessions(
     assert len(hosts.opened) == 1
 
 
-async def test_a_move_falls_back_to_the_automatic_checkpoint(
-    client: "redis.asyncio.Redis",
-) -> None:
+async def test_a_move_falls_back_to_the_automatic_checkpoint(client: "redis.asyncio.Redis") -> None:
     hosts = Hosts("a")
     locator = build_locator(client, hosts)
     await locator.open("acme", "s1", DEFAULT, {})
@@ -275,9 +265,7 @@ async def test_a_forged_checkpoint_is_not_restored(client: "redis.asyncio.Redis"
         assert hosts.opened[-1][1].arguments["restore"] == "c1"
 
 
-async def test_an_older_checkpoint_is_tried_after_another_host_refused(
-    client: "redis.asyncio.Redis",
-) -> None:
+async def test_an_older_checkpoint_is_tried_after_another_host_refused(client: "redis.asyncio.Redis") -> None:
     hosts = Hosts("a")
     locator = build_locator(client, hosts)
     await locator.open("acme", "s1", DEFAULT, {})
@@ -307,9 +295,7 @@ async def test_incarnations_that_are_gone_are_forgotten(client: "redis.asyncio.R
     assert len(locator._placed) == 1
 
 
-async def test_a_move_reports_no_time_for_another_checkpoint(
-    client: "redis.asyncio.Redis",
-) -> None:
+async def test_a_move_reports_no_time_for_another_checkpoint(client: "redis.asyncio.Redis") -> None:
     hosts = Hosts("a")
     locator = build_locator(client, hosts)
     await locator.open("acme", "s1", DEFAULT, {})
@@ -354,9 +340,7 @@ async def test_waiting_for_who_moves_a_session_does_not_fill_hosts(client: "redi
     assert set(await asyncio.gather(*waiting)) == {SessionAddress("host.a.b00t", 2)}
 
 
-async def test_a_session_of_a_stopped_host_is_moved(
-    client: "redis.asyncio.Redis",
-) -> None:
+async def test_a_session_of_a_stopped_host_is_moved(client: "redis.asyncio.Redis") -> None:
     """Such a host has neither a report nor a tombstone."""
     hosts = Hosts("a")
     locator = build_locator(client, hosts)
@@ -404,9 +388,7 @@ async def test_an_opening_that_a_full_host_refuses_goes_to_another(client: "redi
     assert (await locator.find("acme", "s1", DEFAULT)).queue == "host.b.b00t"
 
 
-async def test_a_refusal_of_all_hosts_gives_their_reasons(
-    client: "redis.asyncio.Redis",
-) -> None:
+async def test_a_refusal_of_all_hosts_gives_their_reasons(client: "redis.asyncio.Redis") -> None:
     hosts = Hosts("a", "b")
     for queue in hosts.all:
         words = f"{queue} has no engine"

@@ -142,9 +142,7 @@ def test_a_schema_of_a_session_is_bounded_like_those_of_tenants() -> None:
     assert find(Liar(archive)).tool.spec.parameters["properties"] == {"a": {}}
 
 
-def test_the_parser_gets_no_secret_and_starts_once_per_content(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_parser_gets_no_secret_and_starts_once_per_content(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TOOLCREW_SECRET", "s")
     monkeypatch.setenv("OPENAI_API_KEY", "s")
     assert not [name for name in parser_environment() if name.startswith(("TOOLCREW_", "OPENAI_"))]

@@ -99,9 +99,7 @@ def test_a_worker_with_something_else_wrong_says_that(monkeypatch: pytest.Monkey
     assert ["TOOLCREW_CONCURRENCY" in row["problem"] for row in build_list() if row["process"] == "worker"] == [True]
 
 
-def test_the_command_shows_settings_and_fails_for_wrong_ones(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_command_shows_settings_and_fails_for_wrong_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TOOLCREW_DEPLOYMENT", "blue")
     shown = CliRunner().invoke(app, ["config", "show", "--set", "--origin"])
     monkeypatch.setenv("TOOLCREW_APPROVALS", "maybe")

@@ -79,9 +79,7 @@ async def watching(house: House) -> AsyncIterator["asyncio.Task[str]"]:
         await asyncio.gather(task, return_exceptions=True)
 
 
-async def test_a_killed_process_restarts_and_its_neighbour_keeps_running(
-    tmp_path: Path,
-) -> None:
+async def test_a_killed_process_restarts_and_its_neighbour_keeps_running(tmp_path: Path) -> None:
     async with opened(tmp_path, "a", "b") as house:
         first, neighbour = await house.start("a", FOREVER), await house.start("b", FOREVER)
         async with watching(house):

@@ -136,9 +136,7 @@ async def test_an_orchestrator_that_cannot_ask_calls_nothing() -> None:
     await client.aclose()
 
 
-async def test_a_set_switch_is_not_reported_as_failed(
-    switches: RedisSwitches,
-) -> None:
+async def test_a_set_switch_is_not_reported_as_failed(switches: RedisSwitches) -> None:
     class WriteOnly(redis.asyncio.Redis):
         def hgetall(self, *_: Any) -> Any:
             raise redis.ConnectionError("away")

@@ -51,9 +51,7 @@ async def call(client: ToolClient, name: str = "echo") -> ErrorCode | None:
         return (await session.call(name, {})).error_code
 
 
-async def test_a_tool_is_off_only_for_its_tenant(
-    client: ToolClient,
-) -> None:
+async def test_a_tool_is_off_only_for_its_tenant(client: ToolClient) -> None:
     state = await client.disable("echo", reason="no", tenant="acme")
     assert state is not None
     assert (state.state, state.scope) == ("disabled", "tenant")

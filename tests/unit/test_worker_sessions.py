@@ -51,9 +51,7 @@ def test_a_session_of_an_earlier_boot_of_this_host_is_taken_over_under_a_new_fen
     assert (place.queue, place.fence, place.state) == (OURS, 4, LocationState.OPEN)
 
 
-def test_a_session_held_by_a_killed_worker_is_served_again(
-    ground: HostGround,
-) -> None:
+def test_a_session_held_by_a_killed_worker_is_served_again(ground: HostGround) -> None:
     ground.put_place("acme:s1", queue="host.a.b1")
     assert ground.sessions("host.a.b1").hold("acme:s1", 1, 60) == 2
     assert ground.sessions(OURS).adopt(["acme:s1"]) == {"acme:s1": AdoptionResult.ADOPTED}
@@ -246,9 +244,7 @@ def test_a_checkpoint_is_noted_only_while_the_session_is_as_it_was_seen(ground: 
     assert not ground.redis.exists("toolcrew:d:t:acme:session.gone:place")
 
 
-def test_an_automatic_checkpoint_names_only_the_automatic_one_before(
-    ground: HostGround,
-) -> None:
+def test_an_automatic_checkpoint_names_only_the_automatic_one_before(ground: HostGround) -> None:
     sessions = ground.sessions("host.a.b1")
     ground.put_place("acme:s1")
     sessions.record_automatic("acme:s1", 1, "c1", 1.0)

@@ -122,9 +122,7 @@ def test_the_sandboxes_own_user_can_run_them_without_being_root() -> None:
     run_as(1000, work)
 
 
-async def test_an_unreadable_workspace_is_reported(
-    workspaces: FolderWorkspaces,
-) -> None:
+async def test_an_unreadable_workspace_is_reported(workspaces: FolderWorkspaces) -> None:
     broken = await open_one(workspaces, "broken")
     broken.rmdir()
     broken.write_text("no folder")
