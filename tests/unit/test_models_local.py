@@ -10,17 +10,11 @@ from contract.errors import ModelUnavailable
 from orchestrator.models.local import PACKAGE_ROOT, LocalModelServer
 
 
-async def test_weights_that_do_not_load_are_an_operators_error_and_leave_no_process(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("start_timeout_s", "error"), [(60.0, "ended while loading"), (0.001, "did not load in")])
+async def test_weights_that_do_not_load_leave_no_process(tmp_path: Path, start_timeout_s: float, error: str) -> None:
     (tmp_path / "bad.gguf").write_bytes(b"not a model")
-    server = LocalModelServer(tmp_path / "bad.gguf")
-    with pytest.raises(ModelUnavailable, match="ended while loading"):
-        await server.__aenter__()
-    assert server.pid is None
-
-
-async def test_a_server_that_does_not_come_up_in_time_is_ended(tmp_path: Path) -> None:
-    server = LocalModelServer(tmp_path / "none.gguf", start_timeout_s=0.001)
-    with pytest.raises(ModelUnavailable, match="did not load in"):
+    server = LocalModelServer(tmp_path / "bad.gguf", start_timeout_s=start_timeout_s)
+    with pytest.raises(ModelUnavailable, match=error):
         await server.__aenter__()
     assert server.pid is None
 

@@ -43,14 +43,46 @@ A = ("a", "one", {"x": 1})
 B = ("b", "two", {"y": 2})
 
 
-def test_fragments_interleaved_by_index_are_kept_apart() -> None:
-    assert calls(
-        entry(0, "a", "one", '{"x"'), entry(1, "b", "two", '{"y"'), entry(0, arguments=":1}"), entry(1, arguments=":2}")
-    ) == [A, B]
+ASSEMBLED: dict[str, tuple[list[Any], list[Any]]] = {
+    "fragments interleaved by index": (
+        [
+            entry(0, "a", "one", '{"x"'),
+            entry(1, "b", "two", '{"y"'),
+            entry(0, arguments=":1}"),
+            entry(1, arguments=":2}"),
+        ],
+        [A, B],
+    ),
+    "indices with gaps": ([entry(5, "b", "two", '{"y":2}'), entry(1, "a", "one", '{"x":1}'), entry(3)], [A, B]),
+    "a new id and name at a used index": (
+        [entry(0, "a", "one", '{"x":1}'), entry(0, "b", "two"), entry(0, arguments='{"y":2}')],
+        [A, B],
+    ),
+    "two calls at one index": (
+        [
+            entry(0, "a", "one", '{"x"'),
+            entry(0, "b", "two", '{"y"'),
+            entry(0, "a", "one", ":1}"),
+            entry(0, "b", arguments=":2}"),
+        ],
+        [A, B],
+    ),
+    "repeated ids and names": (
+        [entry(0, "a", "one", '{"x"'), entry(0, "a", "one", ":1"), entry(0, "a", "one", "}")],
+        [A],
+    ),
+    "an index that appears later": ([entry(id="a", name="one"), entry(0, arguments='{"x":1}')], [A]),
+    "another id without a name": ([entry(0, "a", "one"), entry(0, "zzz", arguments='{"x":1}')], [A]),
+    "an empty id and name": ([entry(0, "a", "one"), entry(0, "", "", '{"x":1}')], [A]),
+    "no id and name": ([entry(0, "a", "one"), entry(0, None, None, '{"x":1}')], [A]),
+    "an index given as text": ([entry("1", "b", "two", '{"y":2}'), entry("0", "a", "one", '{"x":1}')], [A, B]),
+    "arguments sent as an object": ([entry(0, "a", "one", {"x": 1}), entry(0, "a", "one", {"x": 1})], [A]),
+}
 
 
-def test_gaps_and_disorder_of_indices_make_no_phantom_calls() -> None:
-    assert calls(entry(5, "b", "two", '{"y":2}'), entry(1, "a", "one", '{"x":1}'), entry(3)) == [A, B]
+@pytest.mark.parametrize(("entries", "expected"), ASSEMBLED.values(), ids=ASSEMBLED)
+def test_entries_are_assembled_to_calls(entries: list[Any], expected: list[Any]) -> None:
+    assert calls(*entries) == expected
 
 
 def test_two_entries_of_one_index_in_one_delta_are_merged() -> None:
@@ -69,43 +101,8 @@ def test_without_an_index_a_new_id_or_name_starts_a_call_and_the_rest_continues_
     assert [call[1:] for call in assembled] == [A[1:], B[1:]]
 
 
-def test_an_index_that_appears_later_finds_the_call_that_came_without() -> None:
-    assert calls(entry(id="a", name="one"), entry(0, arguments='{"x":1}')) == [A]
-
-
-def test_a_new_id_with_a_name_at_an_occupied_index_is_a_new_call() -> None:
-    assert calls(entry(0, "a", "one", '{"x":1}'), entry(0, "b", "two"), entry(0, arguments='{"y":2}')) == [A, B]
-
-
-def test_a_known_id_at_a_shared_index_continues_its_own_call() -> None:
-    assembled = calls(
-        entry(0, "a", "one", '{"x"'),
-        entry(0, "b", "two", '{"y"'),
-        entry(0, "a", "one", ":1}"),
-        entry(0, "b", arguments=":2}"),
-    )
-    assert assembled == [A, B]
-
-
-def test_another_id_without_a_name_continues_the_call_under_its_first_id() -> None:
-    assert calls(entry(0, "a", "one"), entry(0, "zzz", arguments='{"x":1}')) == [A]
-
-
-@pytest.mark.parametrize("empty", ["", None])
-def test_empty_ids_and_names_never_overwrite(empty: Any) -> None:
-    assert calls(entry(0, "a", "one"), entry(0, empty, empty, '{"x":1}')) == [A]
-
-
-def test_ids_and_names_repeated_whole_are_repetitions() -> None:
-    assert calls(entry(0, "a", "one", '{"x"'), entry(0, "a", "one", ":1"), entry(0, "a", "one", "}")) == [A]
-
-
 def test_name_fragments_before_the_arguments_are_joined() -> None:
     assert calls(entry(0, "a", "o"), entry(0, name="ne"), entry(0, arguments='{"x":1}')) == [A]
-
-
-def test_an_index_given_as_text_is_a_number() -> None:
-    assert calls(entry("1", "b", "two", '{"y":2}'), entry("0", "a", "one", '{"x":1}')) == [A, B]
 
 
 def test_a_call_without_an_id_gets_one_of_run_step_and_position() -> None:
@@ -122,10 +119,6 @@ def test_an_id_that_two_calls_share_is_given_to_the_first_only() -> None:
 @pytest.mark.parametrize("arguments", ["", "  \n", None, ..., "null"])
 def test_absent_arguments_are_an_empty_object(arguments: Any) -> None:
     assert calls(entry(0, "a", "one", arguments)) == [("a", "one", {})]
-
-
-def test_arguments_sent_as_an_object_are_taken() -> None:
-    assert calls(entry(0, "a", "one", {"x": 1}), entry(0, "a", "one", {"x": 1})) == [A]
 
 
 BROKEN = [

@@ -105,17 +105,15 @@ async def test_the_first_request_holds_instruction_request_and_tools() -> None:
     assert [tool["function"]["name"] for tool in request.tools] == ["echo"]
 
 
-async def test_a_call_is_run_and_the_model_is_told() -> None:
-    model, tools = ScriptedModel([echo("a"), "It is a."]), Tools()
-    result = await work(model, run_call=tools.run)
+@pytest.mark.parametrize(
+    ("reply", "dialect"),
+    [(echo("a"), NativeDialect()), ('<tool_action name="echo"><text value="a" /></tool_action>', TagsDialect())],
+    ids=["native", "tags"],
+)
+async def test_a_call_is_run_and_the_model_gets_the_result(reply: Any, dialect: Dialect) -> None:
+    model, tools = ScriptedModel([reply, "It is a."]), Tools()
+    result = await work(model, run_call=tools.run, dialect=dialect)
     assert ([call.arguments for call in tools.calls], result.answer, result.steps) == ([{"text": "a"}], "It is a.", 2)
-    assert model.requests[1].messages[-1]["content"] == "did a"
-
-
-async def test_a_call_by_tag_is_run_and_the_model_is_told() -> None:
-    model, tools = ScriptedModel(['<tool_action name="echo"><text value="a" /></tool_action>', "It is a."]), Tools()
-    result = await work(model, run_call=tools.run, dialect=TagsDialect())
-    assert ([call.arguments for call in tools.calls], result.answer) == ([{"text": "a"}], "It is a.")
     assert "did a" in model.requests[1].messages[-1]["content"]
 
 

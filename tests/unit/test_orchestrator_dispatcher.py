@@ -153,24 +153,25 @@ def test_caller_limit_overrides_arguments(arguments: dict[str, Any], fields: dic
     assert effective_limit(TIMED, arguments, Request(build_call(), *ROUTE, **fields)) == limit
 
 
-@pytest.mark.parametrize(("arguments", "timeout_s"), [({}, 100), ({"timeout": 100}, None), ({}, None)])
-def test_the_tools_maximum_is_the_last_word(arguments: dict[str, Any], timeout_s: float | None) -> None:
-    assert (
-        effective_limit(build_spec(max_timeout_s=20), arguments, Request(build_call(), *ROUTE, timeout_s=timeout_s))
-        == 20
-    )
-
-
-def test_a_tool_may_have_a_longer_limit_of_its_own() -> None:
-    assert effective_limit(build_spec(timeout_s=120), {}, Request(build_call(), *ROUTE)) == 120
+@pytest.mark.parametrize(
+    ("tool", "arguments", "timeout_s", "limit_s"),
+    [
+        ({"max_timeout_s": 20}, {}, 100, 20),
+        ({"max_timeout_s": 20}, {"timeout": 100}, None, 20),
+        ({"max_timeout_s": 20}, {}, None, 20),
+        ({"timeout_s": 120}, {}, None, 120),
+        ({"timeout_s": 5}, {}, None, 5),
+    ],
+)
+def test_the_limits_of_the_tool_hold(
+    tool: dict[str, Any], arguments: dict[str, Any], timeout_s: float | None, limit_s: float
+) -> None:
+    request = Request(build_call(), *ROUTE, timeout_s=timeout_s)
+    assert effective_limit(build_spec(**tool), arguments, request) == limit_s
 
 
 def test_a_configured_limit_below_the_default_bounds_every_call() -> None:
     assert effective_limit(build_spec(), {}, Request(build_call(), *ROUTE, default_timeout_s=2)) == 2
-
-
-def test_a_tools_own_shorter_limit_holds() -> None:
-    assert effective_limit(build_spec(timeout_s=5), {}, Request(build_call(), *ROUTE)) == 5
 
 
 def test_a_giant_timeout_is_the_maximum() -> None:

@@ -45,16 +45,12 @@ def test_the_defaults_are_five_steps_and_thirty_seconds() -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{"max_iterations": 0}, {"max_iterations": -1}, {"tool_timeout_s": 0}, {"tool_timeout_s": -1}]
+    "options",
+    [{"max_iterations": 0}, {"max_iterations": -1}] + [{"tool_timeout_s": limit} for limit in (0, -1, float("nan"))],
 )
 def test_a_limit_that_allows_nothing_is_refused(options: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=next(iter(options))):
         ReActOptions(**options)
-
-
-def test_a_limit_that_is_no_number_is_refused() -> None:
-    with pytest.raises(ValueError):
-        ReActOptions(tool_timeout_s=float("nan"))
 
 
 @pytest.mark.parametrize(
@@ -96,15 +92,10 @@ def test_messages_stay_in_order_and_as_they_were() -> None:
     assert (next(iter(transcript))["deep"], len(transcript)) == ([1], 2)
 
 
-def test_the_list_for_a_request_is_not_the_transcripts() -> None:
-    transcript = Transcript({"role": "user", "content": "a"})
-    transcript.messages().clear()
-    assert len(transcript) == 1
-
-
-def test_a_message_that_was_handed_out_is_not_the_transcripts() -> None:
+def test_a_request_gets_a_copy_of_the_transcript() -> None:
     transcript = Transcript({"role": "user", "content": "a"})
     transcript.messages()[0]["content"] = "forged"
+    transcript.messages().clear()
     assert transcript.messages() == [{"role": "user", "content": "a"}]
 
 
@@ -218,22 +209,12 @@ def test_driving_the_terminal_by_output_does_not_work() -> None:
     ("text", "safe"),
     [
         ("a\tb\n", "a\tb\n"),
-        ("\x1b", "\\x1b"),
-        ("\x7f", "\\x7f"),
-        ("\x85", "\\x85"),
-        ("\u202e", "\\u202e"),
-        ("\u2066", "\\u2066"),
-        ("\ud800", "\\ud800"),
         ("é读", "é读"),
+        *((mark, ascii(mark)[1:-1]) for mark in "\x1b\x7f\x85\u061c\u200e\u200f\u202e\u2066\ud800"),
     ],
 )
-def test_controls_are_shown_and_letters_are_left(text: str, safe: str) -> None:
+def test_controls_are_escaped_and_letters_are_not(text: str, safe: str) -> None:
     assert escape_controls(text) == safe
-
-
-@pytest.mark.parametrize("mark", ["\u061c", "\u200e", "\u200f"])
-def test_marks_of_direction_are_shown(mark: str) -> None:
-    assert mark not in escape_controls(mark)
 
 
 def test_clocks_are_milliseconds() -> None:
@@ -255,10 +236,11 @@ def test_pairs_are_text_that_may_be_coerced() -> None:
     assert parse_arguments([]) == ({}, True)
 
 
-@pytest.mark.parametrize("texts", [["a"], ["=1"], ["a=1", "-"], ["a=1", "@file"]])
-def test_what_is_no_pair_is_refused(texts: list[str]) -> None:
-    with pytest.raises(ToolFailure, match="k=v"):
+@pytest.mark.parametrize("texts", [["a"], ["=1"], ["a=1", "-"], ["a=1", "@file"], ["a=1", "a=2"]])
+def test_wrong_pairs_are_refused(texts: list[str]) -> None:
+    with pytest.raises(ToolFailure) as refused:
         parse_arguments(texts)
+    assert refused.value.code is ErrorCode.INVALID_ARGUMENTS
 
 
 def test_json_comes_from_a_file_or_from_stdin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -268,7 +250,7 @@ def test_json_comes_from_a_file_or_from_stdin(tmp_path: Path, monkeypatch: pytes
     assert parse_arguments(["-"]) == ({"n": 2}, False)
 
 
-@pytest.mark.parametrize("content", [b"{", b"[]", b"1", b"\xff", b""])
+@pytest.mark.parametrize("content", [b"{", b"[]", b"1", b"\xff", b"", pytest.param(b"[" * 100_000, id="deep")])
 def test_json_that_is_no_object_is_refused(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "a.json").write_bytes(content)
     with pytest.raises(ToolFailure) as refused:
@@ -279,17 +261,6 @@ def test_json_that_is_no_object_is_refused(tmp_path: Path, content: bytes) -> No
 def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ToolFailure, match="cannot be read"):
         parse_arguments([f"@{tmp_path}/none.json"])
-
-
-def test_json_that_nests_too_deep_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "a.json").write_text("[" * 100_000)
-    with pytest.raises(ToolFailure):
-        parse_arguments([f"@{tmp_path}/a.json"])
-
-
-def test_a_name_given_twice_is_refused() -> None:
-    with pytest.raises(ToolFailure):
-        parse_arguments(["a=1", "a=2"])
 
 
 # The Redis server of the embedded stack
@@ -324,9 +295,10 @@ def test_a_folder_with_a_space_is_one_argument(tmp_path: Path) -> None:
 # Settings
 
 
-def test_a_wrong_setting_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TOOLCREW_QUEUE_WAIT_S", "soon")
-    with pytest.raises(ConfigError, match="TOOLCREW_QUEUE_WAIT_S"):
+@pytest.mark.parametrize(("name", "value"), [("TOOLCREW_QUEUE_WAIT_S", "soon"), ("TOOLCREW_DEPLOYMENT", "a b")])
+def test_a_wrong_setting_is_named(monkeypatch: pytest.MonkeyPatch, name: str, value: str) -> None:
+    monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match=name):
         load_settings()
 
 
@@ -334,9 +306,3 @@ def test_no_redis_is_said_with_the_ways_to_have_one(monkeypatch: pytest.MonkeyPa
     monkeypatch.delenv("TOOLCREW_REDIS_URL", raising=False)
     with pytest.raises(ConfigError, match="toolcrew up"):
         load_settings().broker()
-
-
-def test_a_deployment_that_is_no_identifier_is_a_wrong_setting(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TOOLCREW_DEPLOYMENT", "a b")
-    with pytest.raises(ConfigError, match="TOOLCREW_DEPLOYMENT"):
-        load_settings()

@@ -179,49 +179,36 @@ def test_who_ended_in_order_is_not_waited_for(ground: HostGround) -> None:
     assert (taken.queue, [report.queue for report in taken.ended]) == ("host.a.b1.2", ["host.a.b1"])
 
 
-def test_a_second_worker_refuses_to_start_while_the_first_goes_on_reporting(
-    ground: HostGround, redis_server: RedisProcess, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("queue", "process", "advice"),
+    [(QUEUE, {}, "one sandboxd has one worker"), ("host.a.b0", {"process": "another/1/2/3"}, "TOOLCREW_HOST")],
+    ids=["another worker", "another machine"],
+)
+def test_a_worker_refuses_to_start_while_another_reports_under_its_name(
+    ground: HostGround,
+    redis_server: RedisProcess,
+    monkeypatch: pytest.MonkeyPatch,
+    queue: str,
+    process: dict[str, str],
+    advice: str,
 ) -> None:
     monkeypatch.setattr(reports, "LOOK_S", 0.01)
-    take(ground, "w1")
     stop, other = threading.Event(), HostGround(redis_server).hosts()
+    other.report(build_report(queue, "w1", **process))
 
     def report_on() -> None:
         while not stop.wait(0.05):
-            other.report(build_report(worker="w1"))
+            other.report(build_report(queue, "w1", **process))
 
     reporting = threading.Thread(target=report_on)
     reporting.start()
     try:
-        with capture_logs(), pytest.raises(ConfigError, match="stop it first, since one sandboxd has one worker"):
+        with capture_logs(), pytest.raises(ConfigError, match=advice):
             take(ground)
     finally:
         stop.set()
         reporting.join()
-    assert ground.hosts().find(QUEUE) is not None
-
-
-def test_of_two_machines_with_one_name_the_second_refuses_to_start(
-    ground: HostGround, redis_server: RedisProcess, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(reports, "LOOK_S", 0.01)
-    elsewhere = "another-machine/1/2/3"
-    stop, other = threading.Event(), HostGround(redis_server).hosts()
-    other.report(build_report("host.a.b0", "w1", process=elsewhere))
-
-    def report_on() -> None:
-        while not stop.wait(0.05):
-            other.report(build_report("host.a.b0", "w1", process=elsewhere))
-
-    reporting = threading.Thread(target=report_on)
-    reporting.start()
-    try:
-        with capture_logs(), pytest.raises(ConfigError, match="TOOLCREW_HOST"):
-            take(ground)
-    finally:
-        stop.set()
-        reporting.join()
-    assert [report.queue for report in ground.hosts().reports("a")] == ["host.a.b0"]
+    assert [report.queue for report in ground.hosts().reports("a")] == [queue]
 
 
 def test_a_restarted_machine_keeps_its_name(ground: HostGround, monkeypatch: pytest.MonkeyPatch) -> None:
