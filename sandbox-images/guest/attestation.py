@@ -23,14 +23,14 @@ _MOUNTS = b"/proc/self/mounts"
 _SHARED_MEMORY = b"/dev/shm"
 
 
-def attest(header: dict[str, Any], paths: GuestPaths, spared: Set[int], jobs: int) -> dict[str, object]:
+def attest(header: dict[str, Any], paths: GuestPaths, idle_pids: Set[int], jobs: int) -> dict[str, object]:
     """Return the fields of the done event. Raises Failure and OSError.
 
-    `spared`: pids of supervisors that wait for a call; they are not counted. `jobs`: number of running jobs.
+    `idle_pids`: pids of supervisors that wait for a call; they are not counted. `jobs`: number of running jobs.
     """
     check_fields(header)
     others = [
-        process for process in read_processes().values() if process.pid != os.getpid() and process.pid not in spared
+        process for process in read_processes().values() if process.pid != os.getpid() and process.pid not in idle_pids
     ]
     return {
         "processes": sum(process.alive for process in others),
@@ -67,17 +67,21 @@ def _count_entries(folder: bytes) -> int:
 
 def _measure(folder: bytes) -> dict[str, object]:
     """Return the size and type of the folder's file system. `inodes` is 0 when the file system has no inode limit."""
-    room = os.statvfs(folder)
-    return {"bytes": room.f_blocks * room.f_frsize, "inodes": room.f_files, "type": _find_type(folder)}
+    file_system = os.statvfs(folder)
+    return {
+        "bytes": file_system.f_blocks * file_system.f_frsize,
+        "inodes": file_system.f_files,
+        "type": _find_type(folder),
+    }
 
 
 def _find_type(folder: bytes) -> str:
     """Return the type of the file system that is mounted at the folder, or at the nearest folder above."""
     with open(_MOUNTS, "rb") as file:
         mounts = [line.split(b" ") for line in file]
-    best, found = b"", b"?"
-    for _, point, kind, *_ in mounts:
+    longest, file_system_type = b"", b"?"
+    for _, mount_point, kind, *_ in mounts:
         # When several file systems are mounted at one folder, the last one hides the others.
-        if len(point) >= len(best) and (folder + b"/").startswith(point.rstrip(b"/") + b"/"):
-            best, found = point, kind
-    return found.decode("ascii", "replace")
+        if len(mount_point) >= len(longest) and (folder + b"/").startswith(mount_point.rstrip(b"/") + b"/"):
+            longest, file_system_type = mount_point, kind
+    return file_system_type.decode("ascii", "replace")

@@ -108,7 +108,7 @@ class Call:
         left_s = max(self.limit_at - time.monotonic(), _LEAST_LIMIT_S)
         self.request.timeout_s = self.header["timeout_s"] = left_s
 
-    def overslept_end(self) -> dict[str, object]:
+    def build_queue_timeout(self) -> dict[str, object]:
         """Return the done fields of a call that reached its limit while the call waited in its lane."""
         waited_s = time.monotonic() - self._started_at
         message = f"not started: it waited {waited_s:.1f} s for its turn behind other calls of this session"
@@ -132,7 +132,7 @@ class Call:
             self.watch_at = min(self.watch_at, self._overdue_at)
             self.supervisor.cancel()
 
-    def judge_delay(self, supervisor: SupervisorHandle) -> bool:
+    def check_delay(self, supervisor: SupervisorHandle) -> bool:
         """Return whether PID 1 must kill the supervisor. PID 1 calls this at `watch_at`.
 
         A supervisor that waits for the host to read its output is not killed. A supervisor that was stopped is
@@ -149,7 +149,7 @@ class Call:
         self.overdue = not supervisor.progress.is_settled
         return self.overdue
 
-    def may_try_again(self, supervisor: SupervisorHandle) -> bool:
+    def can_retry(self, supervisor: SupervisorHandle) -> bool:
         """Return whether another supervisor may serve the call: the dead supervisor did nothing for the call."""
         return not (supervisor.progress.is_taken or self.cancelled or self.overdue) and self.attempts < _MAX_ATTEMPTS
 
@@ -168,41 +168,43 @@ class Call:
         """Release the body."""
         self.body.close()
 
-    def unstarted_end(self) -> dict[str, object]:
+    def build_unstarted_end(self) -> dict[str, object]:
         """Return the done fields of a call that was cancelled before its body was complete."""
         if self.header["op"] != "exec":
             return {"error": {"code": CANCELLED, "message": "cancelled"}}
-        return self._exec_end(0.0, self._asked_streams(), None, False)
+        return self._build_exec_end(0.0, self._count_streams(), None, False)
 
-    def lost_end(self, report: KillReport) -> dict[str, object]:
+    def build_lost_end(self, report: KillReport) -> dict[str, object]:
         """Return the done fields for a call after its supervisor ended without a report.
 
         A tool or PID 1 has killed the supervisor.
         """
         if not (self.cancelled or self.overdue):
-            what = "the call killed its own supervisor" if self._is_exec else "the process of this request was killed"
+            message = (
+                "the call killed its own supervisor" if self._is_exec else "the process of this request was killed"
+            )
             if self.supervisor is not None and not self.supervisor.progress.is_taken:
-                what = "not started: its supervisors were killed before they could"
-            return {"error": {"code": INTERNAL, "message": what}, "kill": report.as_field()}
+                message = "not started: its supervisors were killed before they could"
+            return {"error": {"code": INTERNAL, "message": message}, "kill": report.as_field()}
         if not self._is_exec:
             code = CANCELLED if self.cancelled else TIMEOUT
             return {"error": {"code": code, "message": "ended by PID 1: the request did not end by itself"}}
-        streams = self._asked_streams()
+        streams = self._count_streams()
         oom_rose = read_oom_kills() != self.oom_kills
-        return self._exec_end(time.monotonic() - self._started_at, streams, report, oom_rose)
+        return self._build_exec_end(time.monotonic() - self._started_at, streams, report, oom_rose)
 
-    def _asked_streams(self) -> dict[str, dict[str, int]]:
+    def _count_streams(self) -> dict[str, dict[str, int]]:
         """Return `streams` for an end that no supervisor reported: what was sent of each requested stream."""
         capture = self.header.get("capture")
-        asked = capture if isinstance(capture, dict) else {}
+        requested = capture if isinstance(capture, dict) else {}
         names = (
             ("stdout", "stderr")
-            if "stream" in asked
-            else [name for name in ("stdout", "stderr", "merged") if name in asked]
+            if "stream" in requested
+            else [name for name in ("stdout", "stderr", "merged") if name in requested]
         )
         return {name: {"total": self._relayed[name], "head": self._relayed[name], "tail": 0} for name in names}
 
-    def _exec_end(
+    def _build_exec_end(
         self, run_s: float, streams: dict[str, dict[str, int]], report: KillReport | None, oom_rose: bool
     ) -> dict[str, object]:
         return {

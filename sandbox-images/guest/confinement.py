@@ -252,15 +252,15 @@ def _remove_empty(directory: int, names: list[bytes]) -> None:
     # A directory that is not empty stays. A directory that another process has removed needs no removal.
     with contextlib.suppress(OSError), contextlib.ExitStack() as opened:
         for name in reversed(names):
-            known = os.fstat(directory)
-            above = os.open(b"..", _DIRECTORY, dir_fd=directory)
+            status = os.fstat(directory)
+            parent = os.open(b"..", _DIRECTORY, dir_fd=directory)
             opened.close()
-            opened.callback(os.close, above)
+            opened.callback(os.close, parent)
             # rmdir works by name. The comparison makes sure that the name still refers to the directory that was
             # created here.
-            if os.path.samestat(known, os.stat(name, dir_fd=above, follow_symlinks=False)):
-                os.rmdir(name, dir_fd=above)
-            directory = above
+            if os.path.samestat(status, os.stat(name, dir_fd=parent, follow_symlinks=False)):
+                os.rmdir(name, dir_fd=parent)
+            directory = parent
 
 
 def _split(path: bytes) -> list[bytes]:

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 _STDIN, _STDOUT, _STDERR = 0, 1, 2
-_LONGEST_LIFE_S = 1e9
+_MAX_LIFE_S = 1e9
 _READ_BYTES = 65_536
 # While more bytes than this wait for the host, reports stay in their pipes.
 _OUTBOX_BYTES = 262_144
@@ -80,7 +80,7 @@ def parse_options(arguments: Sequence[str]) -> Options:
 def _parse_life(value: str) -> float:
     life_s = float(value)
     # "nan" and "inf" are refused too: no clock ever reaches them.
-    if not 0 < life_s < _LONGEST_LIFE_S:
+    if not 0 < life_s < _MAX_LIFE_S:
         raise ValueError(f"--life {value} is no number of seconds")
     return life_s
 
@@ -92,11 +92,11 @@ def _parse_port(value: str) -> int:
     return port
 
 
-class LifeOver(Exception):
+class AgeLimitReached(Exception):
     """The sandbox has reached its maximum age."""
 
 
-class Life:
+class AgeLimit:
     """The age limit of the sandbox. `life_s` None: no limit.
 
     The clock starts when the object is created. The clock also runs while the sandbox is frozen or the host sleeps.
@@ -109,22 +109,22 @@ class Life:
         self._ends_at = None if life_s is None else _now() + life_s
 
     @property
-    def left_s(self) -> float | None:
+    def remaining_s(self) -> float | None:
         """Return the seconds until the end, or None when there is no limit."""
         return None if self._ends_at is None else self._ends_at - _now()
 
     def check(self) -> None:
         """Raise LifeOver when the limit is reached."""
-        left_s = self.left_s
-        if left_s is not None and left_s <= 0:
-            raise LifeOver(f"the sandbox reached its maximum life of {self._life_s:g} s")
+        remaining_s = self.remaining_s
+        if remaining_s is not None and remaining_s <= 0:
+            raise AgeLimitReached(f"the sandbox reached its maximum life of {self._life_s:g} s")
 
 
 def _now() -> float:
     return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
-class BrokenProtocol(Exception):
+class ProtocolError(Exception):
     """The host sent a request that the protocol does not allow."""
 
 
@@ -135,7 +135,7 @@ class Loop:
         self._paths = paths
         if options.proxy_port is not None:
             paths.offer_proxy(options.proxy_port)
-        self._life = Life(options.life_s)
+        self._age_limit = AgeLimit(options.life_s)
         self._decoder = FrameDecoder()
         self._outbox = Outbox(_STDOUT)
         self._calls: dict[str, Call] = {}
@@ -145,7 +145,7 @@ class Loop:
         self._jobs = Jobs()
         self._tunnels = Tunnels(self._outbox, options.proxy_port) if options.proxy_port is not None else None
         # Calls that may run now, because an earlier call of their lane has ended.
-        self._let_through: list[Call] = []
+        self._ready_calls: list[Call] = []
         os.set_blocking(_STDIN, False)
 
     def run(self) -> NoReturn:
@@ -153,12 +153,12 @@ class Loop:
 
         A sandbox must not outlive the sandboxd that uses it.
         """
-        last_words = self._serve()
+        last_event = self._serve()
         # The kill comes first: the host may be slow to read the last event, or may have closed the channel.
         kill_everything()
-        if last_words is not None:
-            self._say_last(last_words)
-        os._exit(0 if last_words is None else 1)
+        if last_event is not None:
+            self._send_last_event(last_event)
+        os._exit(0 if last_event is None else 1)
 
     def _serve(self) -> dict[str, object] | None:
         """Serve until the end. Return the last event for the host, or None when the host has closed the channel."""
@@ -166,14 +166,14 @@ class Loop:
             self._send({"ev": "hello", "v": 1})
             while True:
                 self._serve_events()
-                self._look_after_processes()
-                self._life.check()
+                self._serve_processes()
+                self._age_limit.check()
         except (HostGone, EOFError):
             return None
-        except (FrameError, BrokenProtocol) as error:
+        except (FrameError, ProtocolError) as error:
             return {"ev": "fatal", "message": str(error)}
-        except LifeOver as end:
-            return {"ev": "fatal", "message": str(end), "reason": "life"}
+        except AgeLimitReached as error:
+            return {"ev": "fatal", "message": str(error), "reason": "life"}
         except (MemoryError, OSError) as error:
             # A request may be partly processed. Ending with a reason is safer than continuing.
             return {"ev": "fatal", "message": f"the guest failed: {type(error).__name__}: {error}"}
@@ -203,21 +203,21 @@ class Loop:
 
     def _wait_ms(self) -> int | None:
         """Return the time until the next duty, in milliseconds, or None when there is none."""
-        if self._let_through:
+        if self._ready_calls:
             return 0
         if self._supervisors.ending or self._cleanup.is_active:
             return _TICK_MS
-        watched = [call.watch_at for call in self._supervisors.calls if not call.answered]
-        watched += [call.limit_at for call in self._lanes.waiting]
+        deadlines = [call.watch_at for call in self._supervisors.calls if not call.answered]
+        deadlines += [call.limit_at for call in self._lanes.waiting]
         if self._supervisors.idle_until is not None:
-            watched.append(self._supervisors.idle_until)
+            deadlines.append(self._supervisors.idle_until)
         tunnels_at = self._tunnels.find_wake_at() if self._tunnels is not None else None
         if tunnels_at is not None:
-            watched.append(tunnels_at)
+            deadlines.append(tunnels_at)
         now = time.monotonic()
-        waits = [at - now for at in watched]
-        if self._life.left_s is not None:
-            waits.append(self._life.left_s)
+        waits = [deadline - now for deadline in deadlines]
+        if self._age_limit.remaining_s is not None:
+            waits.append(self._age_limit.remaining_s)
         if not waits:
             return None
         return int(min(max(min(waits), 0.0), _LONGEST_WAIT_S) * 1000) + 1
@@ -230,19 +230,19 @@ class Loop:
         if not data:
             raise EOFError
         for frame in self._decoder.feed(data):
-            self._take_request(frame)
+            self._process_request(frame)
 
-    def _take_request(self, frame: Frame) -> None:
+    def _process_request(self, frame: Frame) -> None:
         """Process a frame of the host. Raises BrokenProtocol when the protocol does not allow the frame."""
         header = frame.header
         op, call_id = header.get("op"), header.get("id")
         if op in NET_OPS:
             if self._tunnels is None:
-                raise BrokenProtocol("a frame about a connection, without network")
-            self._tunnels.take(frame)
+                raise ProtocolError("a frame about a connection, without network")
+            self._tunnels.process(frame)
             return
         if not is_request_id(call_id):
-            raise BrokenProtocol("a request without a valid id")
+            raise ProtocolError("a request without a valid id")
         if op == "ping":
             self._send({"id": call_id, "ev": "pong"})
         elif op == "data":
@@ -253,23 +253,23 @@ class Loop:
             self._attest(frame.header)
         elif op in CALL_OPS:
             if call_id in self._calls:
-                raise BrokenProtocol("an id that is in use")
+                raise ProtocolError("an id that is in use")
             self._begin_call(frame)
         else:
-            raise BrokenProtocol("an unknown op")
+            raise ProtocolError("an unknown op")
 
     def _attest(self, header: dict[str, object]) -> None:
         try:
             fields = attest(header, self._paths, self._supervisors.idle_pids, self._jobs.running)
         except (Failure, OSError) as error:
-            fields = {"error": _as_failure(error).as_error()}
+            fields = {"error": _to_failure(error).as_error()}
         self._send({"id": header["id"], "ev": "done", **fields})
 
     def _begin_call(self, frame: Frame) -> None:
         try:
             call = Call(frame.header)
         except (Failure, OSError) as error:
-            self._send({"id": frame.header["id"], "ev": "done", "error": _as_failure(error).as_error()})
+            self._send({"id": frame.header["id"], "ev": "done", "error": _to_failure(error).as_error()})
             return
         self._calls[call.id] = call
         self._add_body(call, frame.body)
@@ -289,7 +289,7 @@ class Loop:
             self._answer(call, {"error": error.as_error()})
             return
         if self._lanes.enter(call):
-            self._let_through.append(call)
+            self._ready_calls.append(call)
         else:
             call.has_waited = True
 
@@ -301,11 +301,11 @@ class Loop:
             elif isinstance(request, JobListRequest):
                 self._answer(call, self._jobs.as_fields())
             elif isinstance(request, (JobPollRequest, JobInputRequest)):
-                self._ask_keeper(call, request)
+                self._send_to_keeper(call, request)
             else:
                 self._supervisors.entrust(call)
         except (Failure, OSError) as error:
-            self._answer(call, {"error": _as_failure(error).as_error()})
+            self._answer(call, {"error": _to_failure(error).as_error()})
 
     def _start_job(self, call: Call, request: JobStartRequest) -> None:
         job = self._jobs.open(request)
@@ -316,16 +316,16 @@ class Loop:
             raise
         job.keeper = call.supervisor
 
-    def _ask_keeper(self, call: Call, request: JobPollRequest | JobInputRequest) -> None:
+    def _send_to_keeper(self, call: Call, request: JobPollRequest | JobInputRequest) -> None:
         job = self._jobs.find(request.job)
         if job.keeper is None or not self._supervisors.entrust_to_keeper(call, job.keeper):
-            self._answer(call, _end_of_job(job, request))
+            self._answer(call, _build_job_end(job, request))
 
-    def _start_again(self, call: Call) -> None:
+    def _retry(self, call: Call) -> None:
         try:
             self._supervisors.entrust_to_new(call)
         except OSError as error:
-            self._answer(call, {"error": _as_failure(error).as_error()})
+            self._answer(call, {"error": _to_failure(error).as_error()})
 
     def _cancel(self, call: Call | None) -> None:
         if call is None:
@@ -333,14 +333,14 @@ class Loop:
         if call.supervisor is not None:
             call.cancel()
         else:
-            self._answer(call, call.unstarted_end())
+            self._answer(call, call.build_unstarted_end())
 
     def _read_reports(self, supervisor: SupervisorHandle) -> bool:
         """Relay the bytes of one read. Return False when nothing more can be read now."""
         records, more = supervisor.read_reports()
         for kind, payload in records:
             if kind == FACTS:
-                self._jobs.note(supervisor, json.loads(payload))
+                self._jobs.update(supervisor, json.loads(payload))
         call = supervisor.call
         if call is not None:
             for frame in call.relay(records):
@@ -360,25 +360,25 @@ class Loop:
         """Record what the end of a call reports about a job."""
         done = call.done or {}
         if "job" in done:
-            self._jobs.note(supervisor, done["job"])
+            self._jobs.update(supervisor, done["job"])
         elif isinstance(call.request, JobStartRequest):
             self._jobs.drop(supervisor)
 
-    def _look_after_processes(self) -> None:
+    def _serve_processes(self) -> None:
         """Start waiting calls, enforce limits, reap dead processes, and continue the kill of orphans."""
         supervisors = self._supervisors
         if self._tunnels is not None:
-            self._tunnels.look_after()
+            self._tunnels.abort_orphans()
         now = time.monotonic()
         for call in [call for call in self._lanes.waiting if now >= call.limit_at]:
-            self._answer(call, call.overslept_end())
-        while self._let_through:
-            call = self._let_through.pop(0)
+            self._answer(call, call.build_queue_timeout())
+        while self._ready_calls:
+            call = self._ready_calls.pop(0)
             if not call.answered:
                 call.end_wait()
                 self._run(call)
         for call in [call for call in supervisors.calls if now >= call.watch_at and not call.answered]:
-            self._end_delayed(call)
+            self._check_delayed(call)
         if supervisors.idle_until is not None and now >= supervisors.idle_until:
             supervisors.retire_idle()
         if not (supervisors.ending or self._cleanup.is_active):
@@ -388,15 +388,15 @@ class Loop:
             if not no_child_left:
                 # Other calls' processes are below living supervisors. Only when no call and no job runs may
                 # everything be killed.
-                self._cleanup.step(supervisors.pids, others_run=bool(supervisors.calls) or self._jobs.are_kept)
+                self._cleanup.step(supervisors.pids, others_run=bool(supervisors.calls) or self._jobs.has_keepers)
                 no_child_left = reap(self._on_exit)
-            for held, report in self._cleanup.take_finished(no_child_left):
-                if held is not None:
-                    self._answer(held, _held_end(held, report))
+            for held_call, report in self._cleanup.take_finished(no_child_left):
+                if held_call is not None:
+                    self._answer(held_call, _build_held_end(held_call, report))
 
-    def _end_delayed(self, call: Call) -> None:
+    def _check_delayed(self, call: Call) -> None:
         supervisor = call.supervisor
-        if supervisor is not None and call.judge_delay(supervisor):
+        if supervisor is not None and call.check_delay(supervisor):
             self._supervisors.kill(supervisor)
 
     def _on_exit(self, pid: int, _status: int) -> None:
@@ -409,15 +409,15 @@ class Loop:
             pass
         call = supervisor.call if supervisor.call is not None and not supervisor.call.answered else None
         # Decide this only after the pipe is empty: the last report may be the end of the call.
-        may_try_again = call is not None and call.may_try_again(supervisor)
-        left_behind, job = self._jobs.end_keeper(supervisor)
+        can_retry = call is not None and call.can_retry(supervisor)
+        has_orphans, job = self._jobs.end_keeper(supervisor)
         self._supervisors.forget(supervisor)
-        if call is not None and call.done is None and job is not None and not left_behind:
+        if call is not None and call.done is None and job is not None and not has_orphans:
             # The keeper ended because its job had ended, and did not read this request.
-            self._answer(call, _end_of_job(job, call.request))
-        elif call is not None and job is None and may_try_again:
-            self._start_again(call)
-        elif call is not None or left_behind:
+            self._answer(call, _build_job_end(job, call.request))
+        elif call is not None and job is None and can_retry:
+            self._retry(call)
+        elif call is not None or has_orphans:
             self._cleanup.hold(call)
             # A waiting supervisor would hide that no child is left. When every process is to be killed, no supervisor
             # needs to be spared.
@@ -429,13 +429,13 @@ class Loop:
         call.close()
         following = self._lanes.leave(call)
         if following is not None:
-            self._let_through.append(following)
+            self._ready_calls.append(following)
         self._send({"id": call.id, "ev": "done", **fields})
 
     def _send(self, header: dict[str, object]) -> None:
         self._outbox.put(encode_frame(header))
 
-    def _say_last(self, header: dict[str, object]) -> None:
+    def _send_last_event(self, header: dict[str, object]) -> None:
         with contextlib.suppress(OSError):
             os.set_blocking(_STDERR, False)
             os.write(_STDERR, f"{header['message']}\n".encode())
@@ -446,22 +446,22 @@ class Loop:
             return
 
 
-def _end_of_job(job: Job, request: object) -> dict[str, object]:
+def _build_job_end(job: Job, request: object) -> dict[str, object]:
     """Return the answer about a job after its keeper has ended, from the last report of the keeper."""
     if isinstance(request, JobInputRequest):
         return {"error": Failure(INVALID_ARGUMENTS, f"{job.id} has ended: it reads nothing any more").as_error()}
-    nothing = {"total": 0, "head": 0, "tail": 0}
-    done: dict[str, object] = {"job": job.as_field(), "streams": {"merged": nothing}}
+    stream = {"total": 0, "head": 0, "tail": 0}
+    done: dict[str, object] = {"job": job.as_field(), "streams": {"merged": stream}}
     return {**done, "kill": None} if isinstance(request, JobKillRequest) else done
 
 
-def _held_end(call: Call, report: KillReport) -> dict[str, object]:
+def _build_held_end(call: Call, report: KillReport) -> dict[str, object]:
     if call.done is None:
-        return call.lost_end(report)
+        return call.build_lost_end(report)
     return {**call.done, "kill": merge_kills(call.done.get("kill"), report)}
 
 
-def _as_failure(error: Failure | OSError) -> Failure:
+def _to_failure(error: Failure | OSError) -> Failure:
     if isinstance(error, Failure):
         return error
     return describe_os_error(error, "the sandbox has no room for another request")

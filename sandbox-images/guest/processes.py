@@ -185,13 +185,13 @@ def find_below(roots: Iterable[int], table: dict[int, Process]) -> list[Process]
     children: dict[int, list[Process]] = {}
     for process in table.values():
         children.setdefault(process.parent, []).append(process)
-    found: list[Process] = []
+    descendants: list[Process] = []
     pending = list(roots)
     while pending:
         below = children.pop(pending.pop(), [])
-        found += below
+        descendants += below
         pending += [process.pid for process in below]
-    return found
+    return descendants
 
 
 def read_descendants() -> list[Process]:
@@ -313,8 +313,8 @@ def offer_to_oom_killer(pid: int) -> None:
     marked: set[int] = set()
     unmarked = {pid}
     for _ in range(_OFFER_ROUNDS):
-        for each in unmarked:
-            _set_offer(each)
+        for unmarked_pid in unmarked:
+            _set_offer(unmarked_pid)
         marked |= unmarked
         try:
             # A child that was forked after its parent was marked inherits the mark. Only a scan without new pids
@@ -378,8 +378,8 @@ def _kill_orphans(supervisors: Set[int], report: KillReport) -> int:
     Return the number of targets that were alive. Raises OSError.
     """
     table = read_processes()
-    me = os.getpid()
-    roots = [process for process in table.values() if process.parent == me and process.pid not in supervisors]
+    own_pid = os.getpid()
+    roots = [process for process in table.values() if process.parent == own_pid and process.pid not in supervisors]
     return kill_processes(roots + find_below([process.pid for process in roots], table), report)
 
 

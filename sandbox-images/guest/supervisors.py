@@ -262,10 +262,10 @@ class SupervisorEnds:
         self.channel = channel
         self.progress = progress
 
-    def close_all_others(self, *kept: int | None) -> None:
-        """Close every descriptor from 3 upwards, except for these ends and `kept`."""
+    def close_all_others(self, *kept_fds: int | None) -> None:
+        """Close every descriptor from 3 upwards, except for these ends and `kept_fds`."""
         low = 2
-        for fd in sorted(fd for fd in (self.writer.fd, self.channel.fileno(), *kept) if fd is not None):
+        for fd in sorted(fd for fd in (self.writer.fd, self.channel.fileno(), *kept_fds) if fd is not None):
             os.closerange(low + 1, fd)
             low = fd
         os.closerange(low + 1, _MAX_FDS)
@@ -414,7 +414,7 @@ class Supervisor:
             self._keep_job(assignment)
             return False
         pipes = self._ends.open_call(assignment.body)
-        fields = self._end_of(assignment, pipes)
+        fields = self._run_call(assignment, pipes)
         is_clean = _is_clean(fields)
         self._ends.writer.send_done(fields, is_clean)
         return is_clean
@@ -425,26 +425,26 @@ class Supervisor:
 
         keep(assignment, self._ends, self._paths)
 
-    def _end_of(self, assignment: Assignment, pipes: CallPipes) -> dict[str, object]:
+    def _run_call(self, assignment: Assignment, pipes: CallPipes) -> dict[str, object]:
         try:
-            return self._fulfil(assignment, pipes)
+            return self._dispatch(assignment, pipes)
         except Failure as failure:
-            return _end_failed(failure, pipes)
+            return _build_failed_end(failure, pipes)
         except OSError as error:
-            return _end_failed(describe_os_error(error, "the guest"), pipes)
+            return _build_failed_end(describe_os_error(error, "the guest"), pipes)
         # The outermost function of this process. A defect in the guest must still answer the call and must leave no
         # process running.
         except Exception as error:  # noqa: BLE001
-            return _end_failed(Failure(INTERNAL, f"{type(error).__name__} in the guest"), pipes)
+            return _build_failed_end(Failure(INTERNAL, f"{type(error).__name__} in the guest"), pipes)
 
-    def _fulfil(self, assignment: Assignment, pipes: CallPipes) -> dict[str, object]:
+    def _dispatch(self, assignment: Assignment, pipes: CallPipes) -> dict[str, object]:
         request = assignment.request
         if isinstance(request, ExecRequest):
             return Execution(request, pipes, self._paths, assignment.oom_kills).run()
         return load_server(request)(request, RequestContext(self._paths, pipes, Watch(pipes, request.timeout_s)))
 
 
-def _end_failed(failure: Failure, pipes: CallPipes) -> dict[str, object]:
+def _build_failed_end(failure: Failure, pipes: CallPipes) -> dict[str, object]:
     """Return the done fields of a failed call, after every process of the call is killed."""
     fields: dict[str, object] = {"error": failure.as_error()}
     if not reap():
@@ -651,21 +651,21 @@ class Supervisors:
 
     def _fork(self, call: Call) -> SupervisorHandle:
         """Fork a supervisor. Return PID 1's record of the new process. Raises OSError."""
-        with contextlib.ExitStack() as theirs, contextlib.ExitStack() as ours:
+        with contextlib.ExitStack() as supervisor_channel, contextlib.ExitStack() as own_channel:
             reports, reports_w = os.pipe()
-            ours.callback(os.close, reports)
-            theirs.callback(os.close, reports_w)
+            own_channel.callback(os.close, reports)
+            supervisor_channel.callback(os.close, reports_w)
             for fd in (reports, reports_w):
                 os.set_blocking(fd, False)
             channel, supervisors_end = open_channel()
-            ours.callback(channel.close)
-            theirs.callback(supervisors_end.close)
+            own_channel.callback(channel.close)
+            supervisor_channel.callback(supervisors_end.close)
             progress = Progress()
             pid = os.fork()
             if pid == 0:
                 # The call is inherited by the fork, not sent: a header of any length fits, and no read can fail.
                 self._be_supervisor(SupervisorEnds(ReportWriter(reports_w), supervisors_end, progress), call)
-            ours.pop_all()
+            own_channel.pop_all()
         return SupervisorHandle(pid, reports, channel, progress, call)
 
     def _be_supervisor(self, ends: SupervisorEnds, call: Call) -> NoReturn:

@@ -94,10 +94,10 @@ class Execution:
     def _start(self) -> None:
         """Start the program. Raises Failure or OSError."""
         script = self._pipes.read_body(self._request.script_bytes)
-        further: list[int] = []
+        inherited: list[int] = []
         if self._request.has_state:
             self._session = ShellSession(self._request, self._paths)
-            argv, env, further = self._session.prepare(script)
+            argv, env, inherited = self._session.prepare(script)
         else:
             argv, env = build_argv(self._request, script), build_environment(self._request, self._paths)
             enter_directory(str(self._request.cwd), self._paths.workspace)
@@ -105,7 +105,7 @@ class Execution:
         stdin = self._pipes.open_stdin(self._request.script_bytes)
         self._started_at = time.monotonic()
         self._limit_at = self._started_at + self._request.timeout_s
-        self._pid = spawn(argv, env, stdin, self._outputs.stdout, self._outputs.stderr, further)
+        self._pid = spawn(argv, env, stdin, self._outputs.stdout, self._outputs.stderr, inherited)
         offer_to_oom_killer(self._pid)
         # This process must not hold a write end, or the pipes would never reach their end.
         self._outputs.close_write_ends()
@@ -164,31 +164,31 @@ class Execution:
         is_over = not (self._timed_out or self._cancelled)
         # A program that has ended counts as finished, but its background children may still write output. They get a
         # short grace and are then killed, so that nothing outlives the call.
-        if is_over and self._helpers_end():
+        if is_over and self._wait_for_busy_processes():
             return
         self._kill = KillReport()
         if not is_over:
             ask_to_end(self._pid, self._kill)
-            self._leftovers_end(TERM_GRACE_S)
+            self._wait_for_processes(TERM_GRACE_S)
         kill_below(self._kill, self._on_exit)
 
-    def _helpers_end(self) -> bool:
+    def _wait_for_busy_processes(self) -> bool:
         """Return whether all processes that the program left behind end by themselves within their grace."""
         give_up_at, used_before = min(time.monotonic() + BUSY_LIMIT_S, self._limit_at), None
-        while not self._leftovers_end(LEFTOVER_GRACE_S):
+        while not self._wait_for_processes(LEFTOVER_GRACE_S):
             try:
-                left = read_descendants()
+                processes = read_descendants()
             except OSError:
                 return False
-            used_s = sum(process.used_s for process in left)
+            used_s = sum(process.used_s for process in processes)
             used_before = used_s if used_before is None else used_before
             # When no process holds an output pipe, no more output can arrive.
-            is_worth_it = self._outputs.open_fds and any(process.busy for process in left)
-            if not is_worth_it or used_s - used_before >= BUSY_GRACE_S or time.monotonic() >= give_up_at:
+            is_useful = self._outputs.open_fds and any(process.busy for process in processes)
+            if not is_useful or used_s - used_before >= BUSY_GRACE_S or time.monotonic() >= give_up_at:
                 return False
         return True
 
-    def _leftovers_end(self, grace_s: float) -> bool:
+    def _wait_for_processes(self, grace_s: float) -> bool:
         """Wait up to `grace_s` seconds. Return whether no process of the program lives. Read output while waiting."""
         give_up_at = time.monotonic() + grace_s
         while not reap(self._on_exit):
@@ -219,8 +219,8 @@ def build_argv(request: ExecRequest, script: bytes) -> list[bytes]:
                 "file",
             )
         return build_bash_argv(script)
-    argv = [encode_text(part, "an argument") for part in request.argv]
-    longest = max(len(part) for part in argv)
+    argv = [encode_text(argument, "an argument") for argument in request.argv]
+    longest = max(len(argument) for argument in argv)
     if longest > MAX_ARGUMENT_BYTES:
         raise Failure(INVALID_ARGUMENTS, f"an argument has {longest} bytes, more than {MAX_ARGUMENT_BYTES}")
     return argv

@@ -45,10 +45,10 @@ class JobKeeper:
         self._paths = paths
         self._status: int | None = None
         self._state = RUNNING
-        self._polled = 0
+        self._reported_bytes = 0
         self._input = bytearray()
         self._closes_input = False
-        self._is_told = False
+        self._has_reported_end = False
         self._oom_kills = read_oom_kills()
 
     def serve(self) -> None:
@@ -58,15 +58,15 @@ class JobKeeper:
         """
         self._start()
         self._watch(time.monotonic() + self._request.wait_s, is_start=True)
-        self._answer(self._told(self._request.max_bytes))
-        while not (self._is_told and self._state != RUNNING):
+        self._answer(self._report_output(self._request.max_bytes))
+        while not (self._has_reported_end and self._state != RUNNING):
             if not self._watch(None):
                 return
 
     def _start(self) -> None:
         """Start the job's shell. Raises Failure and OSError."""
         script = self._pipes.read_body(self._request.script_bytes)
-        argv, env, further = build_shell(script, load_state(self._paths), self._paths, token=None)
+        argv, env, inherited = build_shell(script, load_state(self._paths), self._paths, token=None)
         enter_session_folder(self._request.cwd, self._paths)
         self._log = JobLog(self._paths, self._request.job)
         stdin, self._stdin = os.pipe()
@@ -74,9 +74,9 @@ class JobKeeper:
         for fd in (self._stdin, self._output):
             os.set_blocking(fd, False)
         self._started_at = time.monotonic()
-        self._pid = spawn(argv, env, stdin, output, output, further)
+        self._pid = spawn(argv, env, stdin, output, output, inherited)
         offer_to_oom_killer(self._pid)
-        for fd in (stdin, output, *further):
+        for fd in (stdin, output, *inherited):
             os.close(fd)
 
     def _watch(self, until: float | None, is_start: bool = False) -> bool:
@@ -152,7 +152,7 @@ class JobKeeper:
             pass
         self._state = state
         self._ended_at = time.monotonic()
-        self._ends.writer.send_facts(self._facts())
+        self._ends.writer.send_facts(self._build_state())
 
     def _serve(self, assignment: Assignment) -> None:
         """Answer one request about the job."""
@@ -163,14 +163,14 @@ class JobKeeper:
         request = assignment.request
         try:
             if isinstance(request, JobInputRequest):
-                self._take_input(request)
-                self._answer({"job": self._facts(), "pending": len(self._input)})
+                self._add_input(request)
+                self._answer({"job": self._build_state(), "pending": len(self._input)})
             elif isinstance(request, JobKillRequest):
                 report = self._kill()
-                told = self._told(request.max_bytes)
-                self._answer({**told, "kill": report.as_field() if report is not None else None})
+                fields = self._report_output(request.max_bytes)
+                self._answer({**fields, "kill": report.as_field() if report is not None else None})
             else:
-                self._answer(self._told(request.max_bytes))  # type: ignore[union-attr]
+                self._answer(self._report_output(request.max_bytes))  # type: ignore[union-attr]
         except Failure as failure:
             self._answer({"error": failure.as_error()})
         except OSError as error:
@@ -182,26 +182,29 @@ class JobKeeper:
     def _answer(self, fields: dict[str, object]) -> None:
         """Send the done fields of the current request."""
         self._ends.progress.settle()
-        self._is_told = self._is_told or (self._state != RUNNING and "streams" in fields)
+        self._has_reported_end = self._has_reported_end or (self._state != RUNNING and "streams" in fields)
         self._ends.writer.send_done(fields, is_free=False)
 
-    def _told(self, most: int) -> dict[str, object]:
-        """Send at most `most` bytes of the output since the last request. Return the done fields that describe them."""
+    def _report_output(self, max_bytes: int) -> dict[str, object]:
+        """Send at most `max_bytes` bytes of the output since the last request. Return the done fields."""
         while (
             self._output >= 0
             and self._state == RUNNING
-            and self._log.written - self._polled < most
+            and self._log.written - self._reported_bytes < max_bytes
             and self._read_output()
         ):
             pass
-        head, tail = self._log.read(self._polled, most)
-        total = self._log.written - self._polled
-        self._polled = self._log.written
+        head, tail = self._log.read(self._reported_bytes, max_bytes)
+        total = self._log.written - self._reported_bytes
+        self._reported_bytes = self._log.written
         self._ends.writer.send("merged", head)
         self._ends.writer.send("merged", tail)
-        return {"job": self._facts(), "streams": {"merged": {"total": total, "head": len(head), "tail": len(tail)}}}
+        return {
+            "job": self._build_state(),
+            "streams": {"merged": {"total": total, "head": len(head), "tail": len(tail)}},
+        }
 
-    def _facts(self) -> dict[str, object]:
+    def _build_state(self) -> dict[str, object]:
         """Return the state of the job as a field of a done event."""
         code = os.waitstatus_to_exitcode(self._status) if self._status is not None else None
         return {
@@ -213,11 +216,11 @@ class JobKeeper:
             "oom": read_oom_kills() != self._oom_kills,
             "age_s": round(time.monotonic() - self._started_at, 3),
             "log": self._log.path,
-            "unread": self._log.written - self._polled,
+            "unread": self._log.written - self._reported_bytes,
             "dropped": self._log.dropped,
         }
 
-    def _take_input(self, request: JobInputRequest) -> None:
+    def _add_input(self, request: JobInputRequest) -> None:
         """Add the body of a request to the job's input. Raises Failure when the job cannot read the input."""
         if self._state != RUNNING:
             raise Failure(INVALID_ARGUMENTS, f"{self._request.job} has ended: it reads nothing any more")

@@ -20,29 +20,29 @@ class JobLog:
     constructor raises OSError.
     """
 
-    def __init__(self, paths: GuestPaths, job: str, most_bytes: int = LOG_BYTES) -> None:
+    def __init__(self, paths: GuestPaths, job: str, max_bytes: int = LOG_BYTES) -> None:
         folder = paths.output + b"/jobs"
         with contextlib.suppress(FileExistsError):
             os.mkdir(folder, 0o700)
         self._directory = os.open(folder, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
         self._name = job.encode() + b".log"
         self.path = f"{folder.decode()}/{job}.log"
-        self._most = most_bytes
+        self._max_bytes = max_bytes
         self._fd = self._create(self._name)
         self._skip = 0
         self._base = 0
-        self._refused = 0
+        self._failed_bytes = 0
         self.written = 0
 
     @property
     def dropped(self) -> int:
         """Return the number of bytes that are not in the file."""
-        return self._base + self._refused
+        return self._base + self._failed_bytes
 
     def add(self, data: bytes) -> None:
         """Write output of the job to the file. Never fails: bytes that do not fit are counted."""
-        if self.written - self._base + len(data) > self._most:
-            self._begin_anew()
+        if self.written - self._base + len(data) > self._max_bytes:
+            self._rotate()
         view = memoryview(data)
         try:
             while view:
@@ -50,18 +50,18 @@ class JobLog:
                 self.written += count
                 view = view[count:]
         except OSError:
-            self._refused += len(view)
+            self._failed_bytes += len(view)
 
-    def read(self, start: int, most: int) -> tuple[bytes, bytes]:
-        """Return the output from position `start` on, as head and tail, at most `most` bytes.
+    def read(self, start: int, max_bytes: int) -> tuple[bytes, bytes]:
+        """Return the output from position `start` on, as head and tail, at most `max_bytes` bytes.
 
-        Longer output is cut: the head gets a quarter of `most`, and the tail three quarters.
+        Longer output is cut: the head gets a quarter of `max_bytes`, and the tail three quarters.
         """
-        head_bytes = most // 4
-        if self.written - start <= most and start >= self._base:
+        head_bytes = max_bytes // 4
+        if self.written - start <= max_bytes and start >= self._base:
             return self._pread(start, self.written - start), b""
         head = self._pread(start, head_bytes) if start >= self._base else b""
-        tail_from = max(self.written - (most - head_bytes), self._base, start)
+        tail_from = max(self.written - (max_bytes - head_bytes), self._base, start)
         return head, self._pread(tail_from, self.written - tail_from)
 
     def _pread(self, start: int, size: int) -> bytes:
@@ -75,17 +75,17 @@ class JobLog:
             return b"".join(parts)
         return b"".join(parts)
 
-    def _begin_anew(self) -> None:
+    def _rotate(self) -> None:
         """Replace the file by a notice and the second half of the output."""
-        keep_from = max(self._base, self.written - self._most // 2)
-        kept = self._pread(keep_from, self.written - keep_from)
+        keep_from = max(self._base, self.written - self._max_bytes // 2)
+        tail = self._pread(keep_from, self.written - keep_from)
         notice = f"[... {keep_from} bytes of earlier output were dropped ...]\n".encode()
         temporary = b"." + self._name
         try:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(temporary, dir_fd=self._directory)
             fd = self._create(temporary)
-            self._write_all(fd, notice + kept)
+            self._write_all(fd, notice + tail)
             # The rename replaces the file in one step, so that a program that reads the log never finds half a file.
             os.rename(temporary, self._name, src_dir_fd=self._directory, dst_dir_fd=self._directory)
         except OSError:

@@ -35,7 +35,7 @@ class JobStartRequest:
         self.job = ""
 
 
-class _OfJob:
+class _JobRequest:
     """A request about one job. The requests about a job run one after the other."""
 
     __slots__ = ("job", "timeout_s")
@@ -50,7 +50,7 @@ class _OfJob:
         return f"job {self.job}"
 
 
-class JobPollRequest(_OfJob):
+class JobPollRequest(_JobRequest):
     """Return the job's output since the last request, at most `max_bytes`, as head and tail."""
 
     __slots__ = ("max_bytes",)
@@ -67,7 +67,7 @@ class JobKillRequest(JobPollRequest):
     __slots__ = ()
 
 
-class JobInputRequest(_OfJob):
+class JobInputRequest(_JobRequest):
     """Write the body to the job's standard input. With `close`, close the input afterwards."""
 
     __slots__ = ("close",)

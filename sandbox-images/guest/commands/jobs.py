@@ -55,7 +55,7 @@ class Jobs:
         self._count = 0
 
     @property
-    def are_kept(self) -> bool:
+    def has_keepers(self) -> bool:
         """Return whether any keeper lives. The kill of another call must spare the processes of a keeper."""
         return any(job.keeper is not None for job in self._jobs.values())
 
@@ -83,23 +83,23 @@ class Jobs:
         """Return the job with this id. Raises Failure when there is none."""
         job = self._jobs.get(job_id)
         if job is None:
-            known = f"there are {', '.join(self._jobs)}" if self._jobs else "none has been started"
-            raise Failure(INVALID_ARGUMENTS, f"no job {job_id[:50]!a}: {known}")
+            hint = f"there are {', '.join(self._jobs)}" if self._jobs else "none has been started"
+            raise Failure(INVALID_ARGUMENTS, f"no job {job_id[:50]!a}: {hint}")
         return job
 
-    def note(self, keeper: SupervisorHandle, facts: object) -> None:
+    def update(self, keeper: SupervisorHandle, facts: object) -> None:
         """Store the state that a job's keeper reports.
 
         An ended job never changes back to running. An answer that was written before the end may be read after the
         end.
         """
-        job = self._of(keeper)
+        job = self._find_by_keeper(keeper)
         if job is not None and isinstance(facts, dict) and (job.is_running or facts["state"] != RUNNING):
             job.facts = facts
 
     def drop(self, keeper: SupervisorHandle) -> None:
         """Remove a job that could not be started."""
-        job = self._of(keeper)
+        job = self._find_by_keeper(keeper)
         if job is not None:
             del self._jobs[job.id]
 
@@ -108,7 +108,7 @@ class Jobs:
 
         Return whether the supervisor left a running job behind, and the job that the supervisor kept, or None.
         """
-        job = self._of(keeper)
+        job = self._find_by_keeper(keeper)
         if job is None:
             return False, None
         job.keeper = None
@@ -122,7 +122,7 @@ class Jobs:
         """Return the fields of the done event of a list request."""
         return {"jobs": [job.as_field() for job in self._jobs.values()]}
 
-    def _of(self, keeper: SupervisorHandle) -> Job | None:
+    def _find_by_keeper(self, keeper: SupervisorHandle) -> Job | None:
         return next((job for job in self._jobs.values() if job.keeper is keeper), None)
 
     def forget(self, job: Job) -> None:

@@ -31,11 +31,11 @@ class Spill:
 
     __slots__ = (
         "_fd",
+        "_free_bytes",
         "_limit_bytes",
         "_limit_lines",
         "_output",
         "_pending",
-        "_room",
         "is_whole",
         "lines",
         "name",
@@ -48,7 +48,7 @@ class Spill:
         self._limit_lines = limit_lines
         self._pending: list[bytes] | None = []
         self._fd: int | None = None
-        self._room = limit_bytes
+        self._free_bytes = limit_bytes
         self.name: bytes | None = None
         self.lines = 0
         self.written = 0
@@ -59,8 +59,8 @@ class Spill:
         if self._pending is not None:
             self.lines += data.count(b"\n")
             self._pending.append(data)
-            self._room -= len(data)
-            if self._room < 0 or self.lines > self._limit_lines:
+            self._free_bytes -= len(data)
+            if self._free_bytes < 0 or self.lines > self._limit_lines:
                 self._begin(self._pending)
         elif self._fd is not None:
             self._write(data)
@@ -86,7 +86,7 @@ class Spill:
         # Programs of the sandbox can write to this folder. The random name, O_EXCL and O_NOFOLLOW prevent a write
         # through a file or link that a program has placed there.
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-        self._room = QUOTA_BYTES - sum(size for _, size, _ in _list_spills(self._output))
+        self._free_bytes = QUOTA_BYTES - sum(size for _, size, _ in _list_spills(self._output))
         try:
             self._fd = os.open(os.path.join(self._output, name), flags, 0o600)
         except OSError:
@@ -97,7 +97,7 @@ class Spill:
 
     def _write(self, data: bytes) -> None:
         """Write to the file. Remove older files while there is no room, and stop at the first gap."""
-        whole, data = data, self._fit(data)
+        output, data = data, self._fit(data)
         view = memoryview(data)
         while view and self._fd is not None:
             try:
@@ -109,20 +109,20 @@ class Spill:
                 self._stop()
                 break
             view = view[count:]
-        done = data[: len(data) - len(view)] if view else data
-        self.written += len(done)
+        written = data[: len(data) - len(view)] if view else data
+        self.written += len(written)
         if self.written <= COUNTED_BYTES:
-            self.lines += done.count(b"\n")
-        self._room -= len(done)
-        if len(data) < len(whole):
+            self.lines += written.count(b"\n")
+        self._free_bytes -= len(written)
+        if len(data) < len(output):
             # Later output is not written, even if room becomes free: the output would follow a gap.
             self._stop()
 
     def _fit(self, data: bytes) -> bytes:
         """Remove the oldest files until `data` fits the quota. Return the part of `data` that fits."""
-        while len(data) > self._room and self._drop_oldest():
+        while len(data) > self._free_bytes and self._drop_oldest():
             pass
-        return data if len(data) <= self._room else data[: max(0, self._room)]
+        return data if len(data) <= self._free_bytes else data[: max(0, self._free_bytes)]
 
     def _drop_oldest(self) -> bool:
         """Remove the oldest file of another command. Return False when there is none."""
@@ -130,7 +130,7 @@ class Spill:
         for _, size, name in spills:
             with contextlib.suppress(OSError):
                 os.unlink(os.path.join(self._output, name))
-                self._room += size
+                self._free_bytes += size
                 return True
         return False
 
@@ -142,7 +142,7 @@ class Spill:
 
 def _list_spills(output: bytes) -> list[tuple[int, int, bytes]]:
     """Return (modification time in ns, size in bytes, name) of every spill file."""
-    found = []
+    spills = []
     try:
         names = os.listdir(output)
     except OSError:
@@ -152,8 +152,8 @@ def _list_spills(output: bytes) -> list[tuple[int, int, bytes]]:
             with contextlib.suppress(OSError):
                 status = os.lstat(os.path.join(output, name))
                 if stat.S_ISREG(status.st_mode):
-                    found.append((status.st_mtime_ns, status.st_size, name))
-    return found
+                    spills.append((status.st_mtime_ns, status.st_size, name))
+    return spills
 
 
 PACE_S = 0.05
@@ -193,18 +193,18 @@ class Capture:
     def add(self, data: bytes) -> None:
         """Store the next part of the stream."""
         self.total += len(data)
-        room = self._head_cap - len(self._head)
-        if room > 0:
-            self._head += data[:room]
-            data = data[room:]
+        free_bytes = self._head_cap - len(self._head)
+        if free_bytes > 0:
+            self._head += data[:free_bytes]
+            data = data[free_bytes:]
         if data and self._tail_cap:
             self._add_to_tail(data[-self._tail_cap :])
 
     def _add_to_tail(self, data: bytes) -> None:
-        room = self._tail_cap - len(self._tail)
-        if room > 0:
-            self._tail += data[:room]
-            data = data[room:]
+        free_bytes = self._tail_cap - len(self._tail)
+        if free_bytes > 0:
+            self._tail += data[:free_bytes]
+            data = data[free_bytes:]
         first = min(len(data), self._tail_cap - self._end)
         self._tail[self._end : self._end + first] = data[:first]
         rest = len(data) - first
@@ -225,16 +225,16 @@ class Capture:
 
 
 class LiveFeed:
-    """Output that is sent while the program runs, at most `most_bytes`, including frames.
+    """Output that is sent while the program runs, at most `max_bytes`, including frames.
 
     Output beyond this limit, and output that arrives while PID 1 is busy, is counted and dropped.
     """
 
-    __slots__ = ("_buffers", "_left", "_writer", "dropped", "due_at", "sent")
+    __slots__ = ("_buffers", "_remaining", "_writer", "dropped", "due_at", "sent")
 
-    def __init__(self, writer: ReportWriter, most_bytes: int) -> None:
+    def __init__(self, writer: ReportWriter, max_bytes: int) -> None:
         self._writer = writer
-        self._left = most_bytes
+        self._remaining = max_bytes
         self._buffers: dict[str, bytearray] = {}
         self.due_at: float | None = None
         self.sent = 0
@@ -245,10 +245,10 @@ class LiveFeed:
         if self.due_at is None:
             self.due_at = now + PACE_S
         buffer = self._buffers.setdefault(_STREAMS[name], bytearray())
-        room = PIECE_BYTES - len(buffer)
-        self.dropped += max(0, len(data) - room)
-        if room > 0:
-            buffer += data[:room]
+        free_bytes = PIECE_BYTES - len(buffer)
+        self.dropped += max(0, len(data) - free_bytes)
+        if free_bytes > 0:
+            buffer += data[:free_bytes]
 
     def flush(self, now: float, is_last: bool = False) -> None:
         """Send the output that is due. `is_last`: the program has ended, so send everything and wait while the pipe
@@ -269,11 +269,11 @@ class LiveFeed:
         return {"sent": self.sent, "dropped": self.dropped}
 
     def _send(self, stream: str, data: bytes, is_last: bool) -> None:
-        part = data[: max(0, self._left - _FRAME_BYTES)]
+        part = data[: max(0, self._remaining - _FRAME_BYTES)]
         self.dropped += len(data) - len(part)
         if not part:
             return
-        self._left -= len(part) + _FRAME_BYTES
+        self._remaining -= len(part) + _FRAME_BYTES
         self.sent += len(part)
         if is_last:
             self._writer.send(stream, part)
@@ -334,8 +334,8 @@ class Outputs:
             os.close(fd)
             del self.open_fds[fd]
             return False
-        self._note(fd, len(data))
-        self._keep(self.open_fds[fd], data)
+        self._count(fd, len(data))
+        self._store(self.open_fds[fd], data)
         return True
 
     def pause(self) -> None:
@@ -348,7 +348,7 @@ class Outputs:
             self._is_ahead = False
             time.sleep(_PAUSE_S)
 
-    def _note(self, fd: int, count: int) -> None:
+    def _count(self, fd: int, count: int) -> None:
         if fd in self._large:
             self._is_ahead = count < _LITTLE_BYTES
         elif self._stream_left is None:
@@ -387,8 +387,8 @@ class Outputs:
             # PID 1 may not have read the last piece of a stream yet. The streamed pipe is not read until then, so the
             # waiting time does not count.
             give_up_at += self._writer.finish()
-            took = [self.read(fd) for fd in self.readable_fds()]
-            if not any(took):
+            received = [self.read(fd) for fd in self.readable_fds()]
+            if not any(received):
                 return
 
     def send(self) -> None:
@@ -419,7 +419,7 @@ class Outputs:
             fields["live"] = self._live.sizes()
         return fields
 
-    def _keep(self, name: str, data: bytes) -> None:
+    def _store(self, name: str, data: bytes) -> None:
         if self._live is not None:
             self._live.add(name, data, time.monotonic())
         if self._spill is not None:

@@ -65,8 +65,8 @@ def write_state_file(paths: GuestPaths, name: bytes, content: bytes) -> None:
     os.rename(temporary, paths.state + b"/" + name)
 
 
-def read_state_file(paths: GuestPaths, name: bytes, most: int) -> bytes | None:
-    """Return at most `most` bytes of a file of the state.
+def read_state_file(paths: GuestPaths, name: bytes, max_bytes: int) -> bytes | None:
+    """Return at most `max_bytes` bytes of a file of the state.
 
     Return None when the file is missing or is not a regular file. Reading a pipe would never end.
     """
@@ -80,10 +80,10 @@ def read_state_file(paths: GuestPaths, name: bytes, most: int) -> bytes | None:
         status = os.fstat(fd)
         if not stat.S_ISREG(status.st_mode):
             return None
-        parts, left = [], min(status.st_size, most)
-        while left > 0 and (part := os.read(fd, left)):
+        parts, remaining = [], min(status.st_size, max_bytes)
+        while remaining > 0 and (part := os.read(fd, remaining)):
             parts.append(part)
-            left -= len(part)
+            remaining -= len(part)
         return b"".join(parts)
     except OSError:
         return None
@@ -220,12 +220,12 @@ def build_shell(
     """Return a shell's arguments, its environment, and its descriptors from 3 on. Raises Failure and OSError."""
     argv = build_bash_argv(script)
     is_long = len(script) > MAX_ARGUMENT_BYTES
-    further = [open_in_memory(build_preamble(state, paths, token, is_long))]
+    inherited = [open_in_memory(build_preamble(state, paths, token, is_long))]
     if is_long:
         argv[len(BASH)] = _RUN_LONG
-        further.append(open_in_memory(script))
-        os.lseek(further[1], 0, os.SEEK_SET)
-    return argv, {**state.environment, b"BASH_ENV": f"/proc/self/fd/{PREAMBLE_FD}".encode()}, further
+        inherited.append(open_in_memory(script))
+        os.lseek(inherited[1], 0, os.SEEK_SET)
+    return argv, {**state.environment, b"BASH_ENV": f"/proc/self/fd/{PREAMBLE_FD}".encode()}, inherited
 
 
 def open_in_memory(text: bytes) -> int:
@@ -258,7 +258,7 @@ def commit_state(paths: GuestPaths, before: ShellState, folder: bytes, started_i
     else:
         result.outcome = KEPT
         try:
-            _keep(paths, before, b"\0".join((parts[3], parts[4] + parts[5], _END)))
+            _store(paths, before, b"\0".join((parts[3], parts[4] + parts[5], _END)))
             _move(result, paths, started_in, parts[2].removesuffix(b"\n"))
         except OSError:
             result.outcome = NO_ROOM
@@ -304,7 +304,7 @@ def _move(result: StateOutcome, paths: GuestPaths, started_in: bytes, folder: by
         result.folder, result.moved = folder, True
 
 
-def _keep(paths: GuestPaths, before: ShellState, content: bytes) -> None:
+def _store(paths: GuestPaths, before: ShellState, content: bytes) -> None:
     """Write the state file, unless the state is unchanged."""
     if before.raw != content:
         write_state_file(paths, b"shell", content)
@@ -312,10 +312,14 @@ def _keep(paths: GuestPaths, before: ShellState, content: bytes) -> None:
 
 def _read_statuses(field: bytes) -> list[int] | None:
     """Return the exit statuses in a field, or None when the field is invalid."""
-    words = field.split()
-    if not words or len(words) > _MAX_STATUSES or not all(word.isdigit() and len(word) <= 3 for word in words):
+    statuses = field.split()
+    if (
+        not statuses
+        or len(statuses) > _MAX_STATUSES
+        or not all(status.isdigit() and len(status) <= 3 for status in statuses)
+    ):
         return None
-    return [min(int(word), 255) for word in words]
+    return [min(int(status), 255) for status in statuses]
 
 
 def _quote(text: bytes) -> bytes:
@@ -331,7 +335,7 @@ class ShellSession:
         self._folder = paths.workspace
         self._started_in = b""
         # The session's folder, if the folder no longer exists.
-        self._lost: bytes | None = None
+        self._lost_folder: bytes | None = None
         # The token separates this shell's state from an incomplete state of an earlier shell.
         self._token = os.urandom(8).hex().encode() if request.keeps_state else None
 
@@ -346,8 +350,8 @@ class ShellSession:
         if self._before.raw is None and self._request.keeps_state:
             prepare_saving(self._paths)
         shell = build_shell(script, self._before, self._paths, self._token)
-        self._folder, self._lost = enter_session_folder(self._request.cwd, self._paths)
-        if self._lost is not None and self._request.keeps_state:
+        self._folder, self._lost_folder = enter_session_folder(self._request.cwd, self._paths)
+        if self._lost_folder is not None and self._request.keeps_state:
             leave_lost_folder(self._paths)
         self._started_in = os.getcwdb()
         return shell
@@ -364,7 +368,7 @@ class ShellSession:
             "folder": printable(result.folder),
             "moved": result.moved,
             "stray": printable(result.stray) if result.stray is not None else None,
-            "lost": printable(self._lost) if self._lost is not None else None,
+            "lost": printable(self._lost_folder) if self._lost_folder is not None else None,
         }
         return {"state": state, "pipe_status": result.statuses}
 

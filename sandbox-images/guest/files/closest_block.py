@@ -16,7 +16,7 @@ _CANDIDATES = 8
 _STRIDE = 512
 # Longer blocks are compared word by word, and only up to a limit. The time of the comparison grows with the square of
 # its length.
-_MAX_SIGNS = 240
+_MAX_CHARS = 240
 _MAX_WORDS = 300
 _WORD = re.compile(r"\w+|[^\w\s]")
 # A line that occurs very often does not help to locate the block.
@@ -68,7 +68,7 @@ def _starts_like_longest(lines: list[str], wanted: list[str], until: float) -> l
     Candidates come from the lines of the file that share the most groups of three characters with the longest line.
     """
     offset = max(range(len(wanted)), key=lambda number: len(wanted[number].strip()))
-    longest = wanted[offset].strip()[:_MAX_SIGNS]
+    longest = wanted[offset].strip()[:_MAX_CHARS]
     groups = _groups(longest)
     likely: list[tuple[float, int]] = []
     for number, line in enumerate(lines):
@@ -76,7 +76,7 @@ def _starts_like_longest(lines: list[str], wanted: list[str], until: float) -> l
             break
         if len(line) * 3 < len(longest):
             continue
-        text = line.strip()[:_MAX_SIGNS]
+        text = line.strip()[:_MAX_CHARS]
         others = _groups(text)
         share = 2 * len(groups & others) / (len(groups) + len(others) or 1)
         if share > 0.2:
@@ -91,6 +91,6 @@ def _groups(text: str) -> set[str]:
 
 
 def _parts(text: str, as_words: bool = False) -> str | list[str]:
-    if len(text) <= _MAX_SIGNS and not as_words:
+    if len(text) <= _MAX_CHARS and not as_words:
         return text
     return _WORD.findall(text[: _MAX_WORDS * 40])[:_MAX_WORDS]

@@ -44,14 +44,14 @@ def build_diff(
     window = _Window(old, new)
     changes, reaches_end = find_changes(*window.core, window.cut)
     shown: list[str] = []
-    room = max_chars
+    remaining_chars = max_chars
     is_whole = reaches_end and not any(window.cut)
     for hunk in _group(
         [(is_insertion, at + window.offset, other + window.offset) for is_insertion, at, other in changes]
     ):
         for line in _render(hunk, window, decode):
-            room -= len(line) + 1
-            if len(shown) == max_lines or room < 0:
+            remaining_chars -= len(line) + 1
+            if len(shown) == max_lines or remaining_chars < 0:
                 return Diff("\n".join(shown), False)
             shown.append(line)
     return Diff("\n".join(shown), is_whole)

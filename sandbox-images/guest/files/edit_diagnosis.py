@@ -58,14 +58,14 @@ def explain_miss(edit: Edit, text: FileText, body: bytes, change: tuple[bytes, s
     )
     cause = miss.find_cause()
     if cause is None and change is not None:
-        known, diff = change
-        was_there = known and text.encode(edit.old, "old_string") in known
+        known_data, diff = change
+        was_there = known_data and text.encode(edit.old, "old_string") in known_data
         when = "It was there when this session last read the file, which has" if was_there else "The file has"
         return f"{when} been changed by something else since:\n{diff}"
     closest = miss.describe_closest()
     if cause is None and closest is None:
         return f"{'' if time.monotonic() < until else 'No cause was found in the time there is. '}{_READ_AGAIN}"
-    return "\n".join(words for words in (cause or _READ_AGAIN, closest) if words)
+    return "\n".join(hints for hints in (cause or _READ_AGAIN, closest) if hints)
 
 
 class _Miss:
@@ -103,10 +103,10 @@ class _Miss:
         old = self._old.strip("\n")
         if not old.strip() or time.monotonic() >= self._until:
             return None
-        found = find_closest(self._lines, old.split("\n"), self._until)
-        if found is None:
+        block_match = find_closest(self._lines, old.split("\n"), self._until)
+        if block_match is None:
             return None
-        start, end, ratio = found
+        start, end, ratio = block_match
         block = "\n".join(self._lines[start:end])
         diff = build_diff(
             f"{old}\n".encode("utf-8", "replace"),
@@ -184,20 +184,20 @@ class _Miss:
         )
 
     def _test_indentation(self) -> str | None:
-        found = self._find_by_line(lambda line: line.lstrip(" \t"))
-        if found is None:
+        match = self._find_by_line(lambda line: line.lstrip(" \t"))
+        if match is None:
             return None
         pairs = [
             (number, line, self._lines[number])
-            for number, line in enumerate(self._old.split("\n"), start=found)
+            for number, line in enumerate(self._old.split("\n"), start=match)
             # The first line of old_string may begin in the middle of a line of the file.
             if line.strip()
             and number < len(self._lines)
-            and (number > found or self._lines[number].strip() == line.strip())
+            and (number > match or self._lines[number].strip() == line.strip())
         ]
         number, ours, theirs = next(
             (pair for pair in pairs if _indent_of(pair[1]) != _indent_of(pair[2])),
-            (found, self._old, self._lines[found]),
+            (match, self._old, self._lines[match]),
         )
         return (
             f"Its indentation differs: line {number + 1} of the file begins with {_indent_of(theirs)}, "
@@ -209,18 +209,18 @@ class _Miss:
         at = self._body.find(stripped) if stripped and stripped != self._old else -1
         if at >= 0:
             return f"Without the blanks and line ends at its own beginning and end it stands at {self._where(at)}."
-        found = self._find_by_line(lambda line: line.rstrip(" \t"))
+        match = self._find_by_line(lambda line: line.rstrip(" \t"))
         return (
-            f"It differs in blanks at the ends of lines, in the text from line {found + 1} on."
-            if found is not None
+            f"It differs in blanks at the ends of lines, in the text from line {match + 1} on."
+            if match is not None
             else None
         )
 
     def _test_blanks(self) -> str | None:
-        found = self._find_by_line(_squeeze)
+        match = self._find_by_line(_squeeze)
         return (
-            f"It differs only in blanks within or around its lines, in the text from line {found + 1} on."
-            if found is not None
+            f"It differs only in blanks within or around its lines, in the text from line {match + 1} on."
+            if match is not None
             else None
         )
 

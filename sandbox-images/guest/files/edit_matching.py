@@ -33,7 +33,7 @@ class Needle:
         self._decoder = None if codec.startswith(_ANYWHERE) else codecs.getincrementaldecoder(codec)("replace")
         # A position where a character is known to begin. Without it, each match in a long line without a low byte
         # would decode the line from its start again.
-        self._known = 0
+        self._checked_until = 0
         self._mixed: _MixedEnds | None = None
         if b"\n" in old and b"\r\n" in body and not old.endswith(b"\r"):
             if body.count(b"\r\n") == body.count(b"\n"):
@@ -72,14 +72,14 @@ class Needle:
         """
         if self._decoder is None:
             return True
-        least = self._known if self._known <= at else 0
+        least = self._checked_until if self._checked_until <= at else 0
         start = at
         while start > least and self._body[start - 1] >= _FIRST_REST_BYTE:
             start -= 1
         self._decoder.reset()
         self._decoder.decode(self._body[start:at])
         begun = len(self._decoder.getstate()[0])
-        self._known = at - begun
+        self._checked_until = at - begun
         return not begun
 
 
@@ -95,7 +95,7 @@ class _MixedEnds:
         self._old = old.replace(b"\r\n", b"\n")
         # CRLF in the arguments is deliberate and does not match LF.
         self._exact = re.compile(b"\r?\n".join(re.escape(part) for part in _LONE_LF.split(old)))
-        self._pairs = array("Q", (found.start() for found in re.finditer(rb"\r\n", body)))
+        self._pairs = array("Q", (match.start() for match in re.finditer(rb"\r\n", body)))
 
     def find_next(self, at: int) -> Span | None:
         plain_at = self._plain.find(self._old, at - bisect_left(self._pairs, at))
@@ -142,7 +142,7 @@ def fit_line_ends(new: bytes, body: bytes, span: Span) -> bytes:
     if len(replaced) != new.count(b"\n"):
         return to_crlf(new) if replaced[0] == b"\r\n" else new
     ends = iter(replaced)
-    return re.sub(rb"\r?\n", lambda found: found[0] if next(ends) == b"\n" else b"\r\n", new)
+    return re.sub(rb"\r?\n", lambda match: match[0] if next(ends) == b"\n" else b"\r\n", new)
 
 
 def _end_of_line(body: bytes, span: Span) -> bytes:

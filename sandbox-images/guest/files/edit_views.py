@@ -24,15 +24,15 @@ def show_places(edited: EditedText, decode: Callable[[bytes], str], max_chars: i
     regions = _merge([_widen(body, (start - offset, end - offset)) for start, end in sorted(edited.places)])
     firsts = [first_line + body.count(b"\n", 0, start) for start, _ in regions]
     shown: list[str] = []
-    room = max_chars
+    remaining_chars = max_chars
     for number, (start, end) in enumerate(regions):
         lines = _numbered(body[start:end], firsts[number], decode)
         size = sum(len(line) + 1 for line in lines)
-        if number == _SHOWN_PLACES or size > room:
+        if number == _SHOWN_PLACES or size > remaining_chars:
             rest = ", ".join(map(str, firsts[number:]))
             shown.append(f"[also changed, from line {rest}; see it with read_tool]")
             break
-        room -= size
+        remaining_chars -= size
         shown += ["..."] * bool(shown) + lines
     if edited.count > len(edited.places):
         shown.append(f"[{edited.count - len(edited.places)} more replacements; see them with grep_tool]")

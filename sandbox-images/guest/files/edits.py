@@ -61,44 +61,46 @@ def find_unindented(body: bytes, old: bytes) -> Span | None:
     Returns None if there are no such lines or several. The span does not include the final line end, unless `old`
     ends with one.
     """
-    wanted = [line.strip(_BLANKS) for line in old.split(b"\n")]
-    has_end = not wanted[-1] and len(wanted) > 1
+    stripped_old = [line.strip(_BLANKS) for line in old.split(b"\n")]
+    has_end = not stripped_old[-1] and len(stripped_old) > 1
     if has_end:
-        wanted.pop()
-    if not any(wanted):
+        stripped_old.pop()
+    if not any(stripped_old):
         return None
     lines = body.split(b"\n")
     stripped = [line.strip(_BLANKS) for line in lines]
-    at = _find_only(stripped, wanted)
-    if at is None or (has_end and at + len(wanted) == len(lines)):
+    at = _find_only(stripped, stripped_old)
+    if at is None or (has_end and at + len(stripped_old) == len(lines)):
         return None
     start = sum(map(len, lines[:at])) + at
-    end = start + sum(map(len, lines[at : at + len(wanted)])) + len(wanted)
+    end = start + sum(map(len, lines[at : at + len(stripped_old)])) + len(stripped_old)
     if has_end:
         return start, end
     # A CR before the LF is part of the line end.
-    return start, end - 1 - lines[at + len(wanted) - 1].endswith(b"\r")
+    return start, end - 1 - lines[at + len(stripped_old) - 1].endswith(b"\r")
 
 
-def _find_only(lines: list[bytes], wanted: list[bytes]) -> int | None:
-    """Return the start of the only run of lines that equals `wanted`, or None.
+def _find_only(lines: list[bytes], searched: list[bytes]) -> int | None:
+    """Return the start of the only run of lines that equals `searched`, or None.
 
-    The search uses the rarest line of `wanted`, because blank lines are frequent.
+    The search uses the rarest line of `searched`, because blank lines are frequent.
     """
     counts = Counter(lines)
-    anchor = min(range(len(wanted)), key=lambda number: counts[wanted[number]] if wanted[number] else len(lines) + 1)
-    found = None
+    anchor = min(
+        range(len(searched)), key=lambda number: counts[searched[number]] if searched[number] else len(lines) + 1
+    )
+    match = None
     at = -1
     while True:
         try:
-            at = lines.index(wanted[anchor], at + 1)
+            at = lines.index(searched[anchor], at + 1)
         except ValueError:
-            return found
+            return match
         start = at - anchor
-        if start >= 0 and lines[start : start + len(wanted)] == wanted:
-            if found is not None:
+        if start >= 0 and lines[start : start + len(searched)] == searched:
+            if match is not None:
                 return None
-            found = start
+            match = start
 
 
 def describe_syntax(name: bytes, before: bytes, parts: tuple[bytes | memoryview, ...]) -> str | None:
@@ -110,27 +112,27 @@ def describe_syntax(name: bytes, before: bytes, parts: tuple[bytes | memoryview,
     parse = _PARSERS.get(kind)
     if parse is None or max(len(before), sum(map(len, parts))) > _MAX_BYTES:
         return None
-    complaint = _complain(parse, b"".join(parts))
-    if complaint is None:
+    syntax_error = _find_syntax_error(parse, b"".join(parts))
+    if syntax_error is None:
         return None
-    since = "" if not before else " any more" if _complain(parse, before) is None else ", as before"
-    return f"[note: the file is no valid {_NAMES[kind]}{since}: {complaint}]"
+    since = "" if not before else " any more" if _find_syntax_error(parse, before) is None else ", as before"
+    return f"[note: the file is no valid {_NAMES[kind]}{since}: {syntax_error}]"
 
 
-def _complain(parse: Callable[[bytes], object], data: bytes) -> str | None:
+def _find_syntax_error(parse: Callable[[bytes], object], data: bytes) -> str | None:
     try:
         parse(data)
     except SyntaxError as error:
         return f"line {error.lineno}: {error.msg}"[:_MESSAGE_CHARS]
     except ValueError as error:
         return str(error)[:_MESSAGE_CHARS]
-    except (RecursionError, MemoryError):
+    except (ImportError, RecursionError, MemoryError):  # Python before 3.11 has no tomllib.
         return None
     return None
 
 
 def _parse_toml(data: bytes) -> object:
-    import tomllib
+    import tomllib  # type: ignore[import-not-found, unused-ignore]
 
     return tomllib.loads(data.decode())
 
@@ -221,12 +223,12 @@ class _FileEdit:
         edited = EditedText(text.body)
         for edit in self._edits:
             self._context.watch.check()
-            self._make(edit, text, edited, data)
+            self._apply_edit(edit, text, edited, data)
         if old is not None and edited.equals(text.body):
             raise Failure(NO_CHANGE, f"{self._place.shown}: the edits leave the file as it was; nothing was written")
         pieces = text.join(edited.parts)
         self._note_text(text, edited)
-        self._note_others_change(data, old)
+        self._note_foreign_change(data, old)
         # A thread computes the digest of a large content during the write. The `finally` clause waits for it, so that
         # no thread runs on after a failure.
         digest = RunningDigest(pieces)
@@ -249,10 +251,10 @@ class _FileEdit:
         most = self._request.max_bytes // 8
         if len(notes) > most:
             notes = f"{notes[: most - len(_NOTES_CUT)]}{_NOTES_CUT}"
-        room = (self._request.max_bytes - _FOOTER_BYTES) // 4 - len(notes)
-        return (show_places(edited, text.decode, room) + notes).encode("utf-8", "replace")
+        remaining_chars = (self._request.max_bytes - _FOOTER_BYTES) // 4 - len(notes)
+        return (show_places(edited, text.decode, remaining_chars) + notes).encode("utf-8", "replace")
 
-    def _make(self, edit: Edit, text: FileText, edited: EditedText, data: bytes) -> None:
+    def _apply_edit(self, edit: Edit, text: FileText, edited: EditedText, data: bytes) -> None:
         old, new = text.encode(edit.old, f"{edit.name}old_string"), text.encode(edit.new, f"{edit.name}new_string")
         if old == new:
             raise Failure(NO_CHANGE, f"{edit.name}old_string and new_string are the same; nothing was written")
@@ -279,10 +281,10 @@ class _FileEdit:
         from guest.files.edit_diagnosis import explain_miss
 
         until = time.monotonic() + min(_DIAGNOSIS_S, _DIAGNOSIS_SHARE * self._request.timeout_s)
-        words = explain_miss(edit, text, edited.body, self._state.describe_since(data), until)
+        diagnosis = explain_miss(edit, text, edited.body, self._state.describe_since(data), until)
         return Failure(
             NO_MATCH,
-            f"{edit.name}{shorten(self._place.shown)}: old_string was not found, and nothing was written. {words}",
+            f"{edit.name}{shorten(self._place.shown)}: old_string was not found, and nothing was written. {diagnosis}",
         )
 
     def _create(self, edit: Edit, new: bytes, edited: EditedText) -> None:
@@ -339,7 +341,7 @@ class _FileEdit:
             "an old_string with more of the text around the one place, or replace_all=true for all of them",
         )
 
-    def _note_others_change(self, data: bytes, old: OldFile | None) -> None:
+    def _note_foreign_change(self, data: bytes, old: OldFile | None) -> None:
         change = self._state.describe_since(data) if old is not None and self._state.is_touched(old.status) else None
         if change is not None:
             self._notes.append(
@@ -349,11 +351,11 @@ class _FileEdit:
 
     def _note_text(self, text: FileText, edited: EditedText) -> None:
         for edit in self._edits:
-            found = find_placeholder(edit.new, text.body)
-            if found is not None:
+            placeholder = find_placeholder(edit.new, text.body)
+            if placeholder is not None:
                 self._notes.append(
-                    f"[warning: {edit.name}line {found[0]} of new_string looks like a placeholder for text left out, "
-                    f"and was put in as it is: {found[1]}]"
+                    f"[warning: {edit.name}line {placeholder[0]} of new_string looks like a placeholder for text left "
+                    f"out, and was put in as it is: {placeholder[1]}]"
                 )
                 break
         if text.form.is_guess and not all(edit.new.isascii() for edit in self._edits):

@@ -61,16 +61,16 @@ class TextForm:
         return data[len(self.bom) if data.startswith(self.bom) else 0 :].decode(self.codec, "replace")
 
 
-def find_form(data: bytes, asked: str = "auto", is_whole: bool = True) -> TextForm:
+def find_form(data: bytes, requested: str = "auto", is_whole: bool = True) -> TextForm:
     """Return the form of a file's content.
 
-    With `is_whole` False, `data` is the beginning of the file and may end in the middle of a character. If `asked`
+    With `is_whole` False, `data` is the beginning of the file and may end in the middle of a character. If `requested`
     names a codec, that codec is always used.
 
-    Raises Failure: BINARY_FILE with the size of `data`, or INVALID_ARGUMENTS if `asked` is neither "auto" nor a text
-    codec.
+    Raises Failure: BINARY_FILE with the size of `data`, or INVALID_ARGUMENTS if `requested` is neither "auto" nor a
+    text codec.
     """
-    form = find_sure_form(data, asked, is_whole)
+    form = find_sure_form(data, requested, is_whole)
     if form is not None:
         return form
     wrong = find_wrong_utf8(data, is_whole)
@@ -80,10 +80,10 @@ def find_form(data: bytes, asked: str = "auto", is_whole: bool = True) -> TextFo
     return guess_form(data[start:end], start > 0)
 
 
-def find_sure_form(data: bytes, asked: str = "auto", is_whole: bool = True) -> TextForm | None:
+def find_sure_form(data: bytes, requested: str = "auto", is_whole: bool = True) -> TextForm | None:
     """Return the form as `find_form` does, or None if the content must be UTF-8 or a guess."""
-    if asked != "auto":
-        return _asked_form(data, asked)
+    if requested != "auto":
+        return _find_requested_form(data, requested)
     marked = _marked_form(data)
     if marked is None and b"\0" in data[:BINARY_SAMPLE]:
         return _wide_form(data, is_whole)
@@ -133,18 +133,18 @@ def check_codec(name: str) -> str:
     try:
         if not 0 < len(name) <= _MAX_NAME or not _NAME_CHARS.issuperset(name):
             raise LookupError(name)
-        found = codecs.lookup(name)
+        codec = codecs.lookup(name)
     except LookupError:
         raise _unknown(name) from None
     # This attribute is the only way to exclude base64, hex and similar codecs, which convert bytes to bytes.
-    is_text: bool = found._is_text_encoding
-    if not is_text or found.name.replace("-", "_") in _NOT_FOR_FILES:
+    is_text: bool = codec._is_text_encoding
+    if not is_text or codec.name.replace("-", "_") in _NOT_FOR_FILES:
         raise _unknown(name)
-    return found.name
+    return codec.name
 
 
-def _asked_form(data: bytes, asked: str) -> TextForm:
-    codec = check_codec(asked)
+def _find_requested_form(data: bytes, requested: str) -> TextForm:
+    codec = check_codec(requested)
     marked = _marked_form(data)
     if codec in _MARKING:
         if marked is not None and marked.codec.startswith(codec.removesuffix("-sig")):
@@ -219,8 +219,10 @@ def _is_usual(sign: str) -> bool:
 
 
 def _binary(data: bytes) -> Failure:
-    found = find_type(data)
-    return Failure(BINARY_FILE, f"not text but {found.name if found is not None else 'binary data'}", size=len(data))
+    file_type = find_type(data)
+    return Failure(
+        BINARY_FILE, f"not text but {file_type.name if file_type is not None else 'binary data'}", size=len(data)
+    )
 
 
 def _unknown(name: str) -> Failure:

@@ -75,8 +75,8 @@ class FileState:
         """
         if not self.is_stale(data):
             return None
-        known = self.known_data
-        return known or b"", describe_change(known, data)
+        known_data = self.known_data
+        return known_data or b"", describe_change(known_data, data)
 
     def note(self, data: bytes, status: os.stat_result) -> bool:
         """Record `data` as the content that the session knows.
@@ -99,21 +99,21 @@ class FileState:
         forget(self._paths, self._path)
 
 
-def describe_stale(shown: str, known: bytes | None, data: bytes) -> Failure:
-    """Return the failure for a file that is `data` now and was `known` when this session last saw it."""
-    words = (
+def describe_stale(shown: str, known_data: bytes | None, data: bytes) -> Failure:
+    """Return the failure for a file that is `data` now and was `known_data` when this session last saw it."""
+    message = (
         f"{shorten(shown)}: changed since this session last read or wrote it, and was left as it is. Mind the change, "
         "then send the call again, adapted or as it is: it will be carried out."
     )
-    diff = describe_change(known, data)
-    return Failure(STALE_FILE, f"{words}\n{diff}")
+    diff = describe_change(known_data, data)
+    return Failure(STALE_FILE, f"{message}\n{diff}")
 
 
-def describe_change(known: bytes | None, data: bytes) -> str:
+def describe_change(known_data: bytes | None, data: bytes) -> str:
     """Return a diff of a change by another process, short enough for an error message."""
     try:
         text = FileText(data, "")
-        before = FileText(known, "", text.form) if known is not None else None
+        before = FileText(known_data, "", text.form) if known_data is not None else None
     except Failure:
         return "[not text: no diff]"
     if before is None:

@@ -27,7 +27,7 @@ class LinePage:
         self._offset = offset
         self._limit = limit
         self._skip = column - 1
-        self._left = max_bytes
+        self._remaining_bytes = max_bytes
         # Number of newlines so far, and number of characters after the last newline.
         self._newlines = 0
         self._length = 0
@@ -128,31 +128,31 @@ class LinePage:
         if self._length or (self._skip and not self.shown):
             return 0
         # A character is at least one byte, so text beyond this limit cannot fit.
-        chunk = text[at : at + self._left + 1]
+        chunk = text[at : at + self._remaining_bytes + 1]
         run = chunk.split("\n", self._limit - len(self.shown))[:-1]
         if max(map(len, run), default=0) > LINE_CHARS:
             run = run[: next(index for index, line in enumerate(run) if len(line) > LINE_CHARS)]
         lines = [line.removesuffix("\r") for line in run] if "\r" in chunk else run
         sizes = list(map(len, lines if chunk.isascii() else [line.encode("utf-8", "replace") for line in lines]))
         count, cost = len(lines), sum(sizes) + _frame_bytes(self._newlines + 1, len(lines))
-        if cost > self._left:
+        if cost > self._remaining_bytes:
             totals = list(accumulate(map(add, sizes, _frames(self._newlines + 1, len(lines)))))
-            count = bisect_right(totals, self._left)
+            count = bisect_right(totals, self._remaining_bytes)
             cost = totals[count - 1]
         if count == 0:
             return 0
         if not self.shown:
             self.first_length = len(lines[0])
         self.shown += lines[:count]
-        self._left -= cost
+        self._remaining_bytes -= cost
         self._newlines += count
         return sum(map(len, run[:count])) + count
 
     def _begin(self, part: str) -> None:
         """Add a part to the current line."""
         skip = self._skip if not self.shown else 0
-        wanted = LINE_CHARS + 1 - self._begun_chars
-        kept = part[max(0, skip - self._length) :][:wanted] if wanted > 0 else ""
+        max_chars = LINE_CHARS + 1 - self._begun_chars
+        kept = part[max(0, skip - self._length) :][:max_chars] if max_chars > 0 else ""
         if kept:
             self._begun.append(kept)
             self._begun_chars += len(kept)
@@ -168,10 +168,10 @@ class LinePage:
         text = "".join(self._begun)[: max(0, min(LINE_CHARS, length - skip))]
         self._begun, self._begun_chars = [], 0
         cost = len(text.encode("utf-8", "replace")) + next(_frames(number, 1))
-        if self.shown and (cost > self._left or len(self.cuts) >= _MAX_CUTS):
+        if self.shown and (cost > self._remaining_bytes or len(self.cuts) >= _MAX_CUTS):
             self.is_out_of_room = True
             return
-        self._left -= cost
+        self._remaining_bytes -= cost
         self.shown.append(text)
         if skip + len(text) < length:
             self.cuts.append((number, skip + len(text), length))

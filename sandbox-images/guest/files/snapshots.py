@@ -70,8 +70,8 @@ def remember(paths: GuestPaths, path: bytes, digest: bytes, data: bytes | None, 
     If the write fails, the earlier record is deleted and nothing is known about the file. Returns False if the
     deletion fails too: the earlier record then stays and would make every later comparison report a change.
     """
-    kept = data if data is not None and len(data) <= MAX_DATA_BYTES else None
-    record = digest + (_HAS_DATA + kept if kept is not None else b"")
+    is_stored = data if data is not None and len(data) <= MAX_DATA_BYTES else None
+    record = digest + (_HAS_DATA + is_stored if is_stored is not None else b"")
     try:
         with _open_folder(paths) as folder:
             _put(folder, _name_of(path), record, changed_ns)
@@ -178,18 +178,18 @@ def _count(folder: int, size: int) -> None:
 
 def _sweep(folder: int) -> None:
     """Delete the oldest records until the remaining records are small enough."""
-    found = []
+    snapshots = []
     listing = os.open(b".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=folder)
     try:
         with os.scandir(listing) as entries:
             # The limit bounds the work if a program has filled the folder with many entries.
             for entry in itertools.islice(entries, _MAX_ENTRIES):
                 status = entry.stat(follow_symlinks=False)
-                found.append((status.st_ctime_ns, status.st_size // _PAGE * _PAGE + _PAGE, entry.name))
+                snapshots.append((status.st_ctime_ns, status.st_size // _PAGE * _PAGE + _PAGE, entry.name))
     finally:
         os.close(listing)
     total = 0
-    for _, size, name in sorted(found, reverse=True):
+    for _, size, name in sorted(snapshots, reverse=True):
         total += size
         if total > _KEPT_BYTES and name != _LEDGER.decode():
             # A parallel sweep may have deleted the same record.

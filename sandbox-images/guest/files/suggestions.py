@@ -37,12 +37,12 @@ def missing_file(path: str, paths: GuestPaths) -> Failure:
     cwd = read_folder(paths)
     tried = os.path.normpath(os.path.join(cwd, encode_text(path, "'path'")))
     search = _Search(tried, paths)
-    similar = [_shown_from(cwd, found) for found in search.run()]
-    words = f"{_shorten(escaped(tried))}: no such file or directory; the working directory is {_shorten(escaped(cwd))}"
-    words += f"; did you mean {_join(similar)}?" if similar else "; no name like it was found"
+    similar = [_shown_from(cwd, path) for path in search.run()]
+    hint = f"{_shorten(escaped(tried))}: no such file or directory; the working directory is {_shorten(escaped(cwd))}"
+    hint += f"; did you mean {_join(similar)}?" if similar else "; no name like it was found"
     if not search.is_complete:
-        words += f" (among the first {search.seen} entries)"
-    return Failure(FILE_NOT_FOUND, words)
+        hint += f" (among the first {search.seen} entries)"
+    return Failure(FILE_NOT_FOUND, hint)
 
 
 def escaped(name: bytes) -> str:
@@ -69,14 +69,14 @@ class _Search:
 
     def run(self) -> list[bytes]:
         """Return the similar paths, the most likely first."""
-        found: dict[bytes, tuple[object, ...]] = {}
+        suggestions: dict[bytes, tuple[object, ...]] = {}
         for root in self._ordered_roots():
             for parent, name, is_folder in self._walk(root):
                 judged = self._likeness.judge(_text(name))
                 if judged is not None:
                     path = b"/".join((root, *parent, name))
-                    found[path] = (*judged, is_folder, -self._shared(root, parent), len(parent), path)
-        return sorted(found, key=lambda path: found[path])[:MAX_SUGGESTIONS]
+                    suggestions[path] = (*judged, is_folder, -self._shared(root, parent), len(parent), path)
+        return sorted(suggestions, key=lambda path: suggestions[path])[:MAX_SUGGESTIONS]
 
     def _ordered_roots(self) -> list[bytes]:
         tried = b"/" + b"/".join(self._parts)
@@ -141,18 +141,18 @@ class Likeness:
     A name is similar if it is equal, differs only in case, has a typing error or has another suffix.
     """
 
-    def __init__(self, wanted: str) -> None:
-        self._wanted = wanted
-        self._folded = wanted.casefold()
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._folded = name.casefold()
         self._stem = _stem(self._folded)
-        self._slips = 1 if len(wanted) <= 4 else 2 if len(wanted) <= 8 else 3
+        self._slips = 1 if len(name) <= 4 else 2 if len(name) <= 8 else 3
         self._signs = set(self._folded)
 
     def judge(self, name: str) -> tuple[int, int] | None:
         """Return (kind, distance) of a similar name, or None. Smaller values are more likely."""
-        if not self._wanted:
+        if not self._name:
             return None
-        if name == self._wanted:
+        if name == self._name:
             return 0, 0
         folded = name.casefold()
         if folded == self._folded:

@@ -51,11 +51,11 @@ def list_folder(place: Place, max_bytes: int, context: RequestContext) -> dict[s
     At most MAX_NAMES names and `max_bytes` bytes are sent. Raises OSError.
     """
     fd = os.open(place.name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=place.directory)
-    seen = _Seen(context)
+    counter = _EntryCounter(context)
     with os.scandir(fd) as entries:
         hidden = os.path.relpath(context.paths.state, os.readlink(f"/proc/self/fd/{fd}".encode()))
         names = heapq.nsmallest(
-            MAX_NAMES, seen.pass_on(entry for entry in entries if os.fsencode(entry.name) != hidden), key=_order
+            MAX_NAMES, counter.pass_on(entry for entry in entries if os.fsencode(entry.name) != hidden), key=_order
         )
     lines: list[bytes] = []
     for entry in names:
@@ -67,10 +67,10 @@ def list_folder(place: Place, max_bytes: int, context: RequestContext) -> dict[s
             break
         lines.append(line)
     context.writer.send("file", b"".join(lines))
-    return {**EMPTY_ANSWER, "kind": "directory", "count": len(lines), "entries": seen.count}
+    return {**EMPTY_ANSWER, "kind": "directory", "count": len(lines), "entries": counter.count}
 
 
-class _Seen:
+class _EntryCounter:
     """Counter of directory entries. It also checks the time limit at intervals."""
 
     def __init__(self, context: RequestContext) -> None:
@@ -153,14 +153,14 @@ class _TextRead:
         if self._request.encoding == "auto" and not self._is_output:
             found = find_type(head)
             if found is not None and found.medium != "data":
-                told = {
+                fields = {
                     "kind": found.medium,
                     "type": found.name,
                     "size": self._size,
                     "width": found.width,
                     "height": found.height,
                 }
-                return {**EMPTY_ANSWER, **told}
+                return {**EMPTY_ANSWER, **fields}
         form = self._find_form(head)
         try:
             scan = self._scan(form)

@@ -167,9 +167,9 @@ class _TextWrite:
         return form
 
     def _choose_form_to_append(self, data: bytes, is_whole: bool) -> TextForm:
-        asked = self._request.encoding
+        requested = self._request.encoding
         if not data:
-            return find_form(b"", asked)
+            return find_form(b"", requested)
         try:
             form = find_form(data, is_whole=is_whole)
         except Failure as failure:
@@ -177,13 +177,14 @@ class _TextWrite:
                 failure.code, f"{self._place.shown}: {failure.message}: append with bash_tool", **failure.details
             ) from None
         if (
-            asked != "auto"
+            requested != "auto"
             and not (self._text.isascii() and data.isascii())
-            and find_form(data, asked).codec != form.codec
+            and find_form(data, requested).codec != form.codec
         ):
             raise Failure(
                 INVALID_ARGUMENTS,
-                f"{self._place.shown}: is {form.codec}, and {asked} at its end would mix encodings; leave encoding out",
+                f"{self._place.shown}: is {form.codec}, and {requested} at its end would mix encodings; leave "
+                "encoding out",
             )
         return form
 

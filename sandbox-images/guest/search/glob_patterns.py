@@ -39,11 +39,11 @@ class BadGlob(Exception):
 
     def as_failure(self, what: str, pattern: str) -> Failure:
         shown = escaped((pattern if len(pattern) <= 200 else f"{pattern[:200]}...").encode("utf-8", "backslashreplace"))
-        words = (
+        message = (
             f"{what} '{shown}': {self.reason} at character {self.position}; put \\ before a character that is meant as "
             "it is"
         )
-        return Failure(INVALID_PATTERN, words)
+        return Failure(INVALID_PATTERN, message)
 
 
 class TooLarge(BadGlob):
@@ -77,9 +77,9 @@ def has_magic(text: str) -> bool:
 
 def expand_braces(pattern: str) -> list[str]:
     """Return the patterns that `{a,b}` stands for. Braces may be nested. Raises BadGlob."""
-    done, left = [], [pattern]
-    while left:
-        text = left.pop()
+    done, pending = [], [pattern]
+    while pending:
+        text = pending.pop()
         span = _find_braces(text)
         if span is None:
             done.append(text)
@@ -87,8 +87,8 @@ def expand_braces(pattern: str) -> list[str]:
             opening, commas, closing = span
             edges = [opening, *commas, closing]
             options = [text[low + 1 : high] for low, high in zip(edges, edges[1:])]
-            left += [text[:opening] + option + text[closing + 1 :] for option in reversed(options)]
-        count = len(done) + len(left)
+            pending += [text[:opening] + option + text[closing + 1 :] for option in reversed(options)]
+        count = len(done) + len(pending)
         if count > _MAX_ALTERNATIVES or (count > 1 and count * len(text) > _MAX_EXPANDED_CHARS):
             raise TooLarge("too many alternatives in braces", pattern.find("{") + 1)
     return done

@@ -219,18 +219,18 @@ class _Finder:
     def send(self, limit: int, max_bytes: int, writer: ReportWriter) -> dict[str, object]:
         """Send the first matches. Returns the fields of the done event."""
         self._found.sort()
-        lines, left = [], max_bytes
+        lines, remaining_bytes = [], max_bytes
         for _, path in self._found[:limit]:
             line = f"{escaped(path)}\n".encode()
-            left -= len(line)
-            if left < 0:
+            remaining_bytes -= len(line)
+            if remaining_bytes < 0:
                 break
             lines.append(line)
         writer.send("lines", b"".join(lines))
         return {
             "total": len(self._found),
             "shown": len(lines),
-            "cut": left < 0,
+            "cut": remaining_bytes < 0,
             "ignored": self._ignored,
             "unreadable": self._unreadable,
             "partial": self._is_partial,

@@ -25,7 +25,7 @@ _FAULT = 2
 _POLL_MS = 50
 _MANY_PIECES = 16
 # Maximum size of the stored error output: enough for tens of thousands of names.
-_KEPT_BYTES = 4 << 20
+_MAX_ERROR_BYTES = 4 << 20
 _SIGNALS = tuple(number for number in range(1, 65) if number not in (9, 19, 32, 33))
 # Matches an error about a file. The name may contain line ends.
 _OS_ERROR = re.compile(rb"^(?:rg: )?\./(.*?): [^:\n]*\(os error \d+\)$", re.MULTILINE | re.DOTALL)
@@ -52,7 +52,7 @@ class Child:
             os.close(out)
             os.close(errors)
         offer_to_oom_killer(self._pid)
-        self._complaints = bytearray()
+        self._error_output = bytearray()
         self.status: int | None = None
 
     def __enter__(self) -> Child:
@@ -88,7 +88,7 @@ class Child:
                     if pieces > _MANY_PIECES:
                         time.sleep(self._rest_s)
                 else:
-                    self._complaints += data[: _KEPT_BYTES - len(self._complaints)]
+                    self._error_output += data[: _MAX_ERROR_BYTES - len(self._error_output)]
         if self._pid is not None:
             pid, self._pid = self._pid, None
             self.status = os.waitpid(pid, 0)[1]
@@ -105,7 +105,7 @@ class Child:
     @property
     def was_late(self) -> bool:
         """Return whether the process was killed because the time was up, or PCRE2 has given up."""
-        return self.status is None or _GAVE_UP in self._complaints
+        return self.status is None or _GAVE_UP in self._error_output
 
     @property
     def was_cut_off(self) -> bool:
@@ -115,7 +115,7 @@ class Child:
         return (
             self.status is None
             or os.waitstatus_to_exitcode(self.status) not in (0, 1, _FAULT)
-            or _GAVE_UP in self._complaints
+            or _GAVE_UP in self._error_output
         )
 
     @property
@@ -128,13 +128,13 @@ class Child:
         return is_fault and not self.unreadable() and not self.was_late
 
     @property
-    def complaint(self) -> str:
+    def error_text(self) -> str:
         """The stored error output, without the lines about unreadable files."""
-        return _OS_ERROR.sub(b"", bytes(self._complaints)).decode("utf-8", "replace").strip()
+        return _OS_ERROR.sub(b"", bytes(self._error_output)).decode("utf-8", "replace").strip()
 
     def unreadable(self) -> list[bytes]:
         """Return the names of the files that could not be read."""
-        return [found[1] for found in _OS_ERROR.finditer(bytes(self._complaints))]
+        return [match[1] for match in _OS_ERROR.finditer(bytes(self._error_output))]
 
     def end(self) -> None:
         """Kill the process if it still runs."""

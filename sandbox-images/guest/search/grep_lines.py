@@ -154,13 +154,13 @@ def cut_line(line: bytes, column: int) -> tuple[bool, str]:
         return False, line.decode("utf-8", "replace")
     reach = _CHAR_BYTES * MAX_LINE_CHARS
     at = min(max(column - 1, 0), len(line))
-    left = _without_torn_start(line[max(0, at - reach) : at]).decode("utf-8", "replace")
-    right = _without_torn_end(line[at : at + reach], at + reach < len(line)).decode("utf-8", "replace")
-    kept_right = min(len(right), max(MAX_LINE_CHARS // 2, MAX_LINE_CHARS - len(left)))
-    kept_left = min(len(left), MAX_LINE_CHARS - kept_right)
-    is_left_cut = kept_left < len(left) or at > reach
-    is_right_cut = kept_right < len(right) or at + reach < len(line)
-    text = left[len(left) - kept_left :] + right[:kept_right]
+    before = _without_torn_start(line[max(0, at - reach) : at]).decode("utf-8", "replace")
+    after = _without_torn_end(line[at : at + reach], at + reach < len(line)).decode("utf-8", "replace")
+    after_chars = min(len(after), max(MAX_LINE_CHARS // 2, MAX_LINE_CHARS - len(before)))
+    before_chars = min(len(before), MAX_LINE_CHARS - after_chars)
+    is_left_cut = before_chars < len(before) or at > reach
+    is_right_cut = after_chars < len(after) or at + reach < len(line)
+    text = before[len(before) - before_chars :] + after[:after_chars]
     return is_left_cut or is_right_cut, f"{'…' * is_left_cut}{text}{'…' * is_right_cut}"
 
 

@@ -43,7 +43,7 @@ class GrepPattern:
         try:
             size = len(text.encode("utf-8"))
         except UnicodeEncodeError as error:
-            raise self._bad("half of a surrogate pair", error.start + 1) from None
+            raise self._build_failure("half of a surrogate pair", error.start + 1) from None
         if size > MAX_PATTERN_BYTES:
             raise Failure(
                 INVALID_PATTERN, f"the pattern has {size} bytes, more than {MAX_PATTERN_BYTES}: look for a part of it"
@@ -53,45 +53,47 @@ class GrepPattern:
         self._tokens = [] if fixed_strings else list(_TOKEN.finditer(text))
         self.needs_pcre = self._has_pcre_syntax() or len(text) > _MAX_OWN_CHARS
 
-    def explain(self, complaint: str) -> Failure:
+    def explain(self, error_text: str) -> Failure:
         """Convert an error message of ripgrep about this pattern to a failure."""
-        pcre = _PCRE.search(complaint)
+        pcre = _PCRE.search(error_text)
         if pcre is not None:
             # The offset counts what Ripgrep puts before the pattern.
-            return self._bad(pcre[2][:300], min(max(0, int(pcre[1]) - len(PCRE_LINE_ENDS)), len(self.text)) + 1)
-        caret, reason = _CARET.search(complaint), _REASON.search(complaint)
-        lines = [line.strip().removeprefix("rg: ") for line in complaint.splitlines() if line.strip()]
-        words = reason[1] if reason else (lines[0] if lines else "not understood")
-        return self._bad(words[:300], len(caret[1]) + 1 if caret and "\n" not in self.text else None)
+            return self._build_failure(
+                pcre[2][:300], min(max(0, int(pcre[1]) - len(PCRE_LINE_ENDS)), len(self.text)) + 1
+            )
+        caret, reason = _CARET.search(error_text), _REASON.search(error_text)
+        lines = [line.strip().removeprefix("rg: ") for line in error_text.splitlines() if line.strip()]
+        reason_text = reason[1] if reason else (lines[0] if lines else "not understood")
+        return self._build_failure(reason_text[:300], len(caret[1]) + 1 if caret and "\n" not in self.text else None)
 
     def _has_pcre_syntax(self) -> bool:
         """Return whether only PCRE2 can accept the pattern. Raises Failure if no line can match the pattern."""
         has_pcre_syntax = False
         in_class = 0
-        for found in self._tokens:
-            if found.start() < in_class:
+        for token in self._tokens:
+            if token.start() < in_class:
                 continue
-            if found["open"]:
-                in_class = _end_of_class(self.text, found.start())
-            elif found["escape"] == "n" and not self.multiline:
-                raise self._spans_lines(found.start())
-            elif found["group"] or found["possessive"] or (found["escape"] or "?") in "123456789":
+            if token["open"]:
+                in_class = _end_of_class(self.text, token.start())
+            elif token["escape"] == "n" and not self.multiline:
+                raise self._spans_lines(token.start())
+            elif token["group"] or token["possessive"] or (token["escape"] or "?") in "123456789":
                 has_pcre_syntax = True
         return has_pcre_syntax
 
-    def _bad(self, reason: str, position: int | None) -> Failure:
+    def _build_failure(self, reason: str, position: int | None) -> Failure:
         where = f" at character {position}" if position is not None else ""
-        words = f"not a regular expression{where}: {reason}; the pattern was {_shorten(self.text)}"
+        message = f"not a regular expression{where}: {reason}; the pattern was {_shorten(self.text)}"
         if not self.fixed_strings and not _OPERATORS.search(self.text):
-            words += "; if it is meant literally, retry with fixed_strings=true"
-        return Failure(INVALID_PATTERN, words)
+            message += "; if it is meant literally, retry with fixed_strings=true"
+        return Failure(INVALID_PATTERN, message)
 
     def _spans_lines(self, at: int) -> Failure:
-        words = (
+        message = (
             f"the pattern has a line end at character {at + 1}, and no single line matches it: set multiline=true; it "
             f"was {_shorten(self.text)}"
         )
-        return Failure(INVALID_PATTERN, words)
+        return Failure(INVALID_PATTERN, message)
 
 
 def _shorten(text: str) -> str:

@@ -60,8 +60,8 @@ def group_marks(records: Iterator[bytes]) -> Iterator[tuple[bytes, Iterator[Mark
     def marks_of(name: bytes) -> Iterator[Mark]:
         nonlocal current
         while current is not None and current.startswith(name + b"\0"):
-            *places, _ = current[len(name) + 1 :].split(SEPARATOR)
-            yield Mark(int(places[0]), int(places[1]) if len(places) > 2 else 1, int(places[-1]))
+            *numbers, _ = current[len(name) + 1 :].split(SEPARATOR)
+            yield Mark(int(numbers[0]), int(numbers[1]) if len(numbers) > 2 else 1, int(numbers[-1]))
             current = next(records, None)
 
     while current is not None:

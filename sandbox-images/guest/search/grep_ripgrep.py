@@ -84,15 +84,17 @@ class Ripgrep:
             (fd,),
         )
 
-    def start_marking(self, fds: list[int], most: int | None) -> Callable[[int, int], int]:
+    def start_marking(self, fds: list[int], max_matches: int | None) -> Callable[[int, int], int]:
         """Return a start function that lists the matching lines of open files, for `group_marks`.
 
         The files are processed one after the other. Lines and columns count from 1. `offset` is the start of the
-        line. Each file has at most `most` lines, or a few more.
+        line. Each file has at most `max_matches` lines, or a few more.
         """
         # One thread keeps the files in order. Line buffering makes each mark available at once.
         options = [b"--threads=1", b"--line-buffered", *_MARKING]
-        options += [f"--max-count={most}".encode()] if most is not None and not self._pattern.multiline else []
+        options += (
+            [f"--max-count={max_matches}".encode()] if max_matches is not None and not self._pattern.multiline else []
+        )
         files = [b"/proc/self/fd/%d" % fd for fd in fds]
         return start_program([*self._argv, *options, b"--regexp", self._raw_pattern(), b"--", *files], tuple(fds))
 

@@ -109,7 +109,7 @@ class _Search:
         self._page = Page(request.max_lines, request.max_bytes)
         self._matches: list[_Match] = []
         # The first `_judged` matches have been checked for binary content.
-        self._judged = 0
+        self._examined = 0
         self._binary: set[bytes] = set()
         self._unreadable: set[bytes] = set()
         self._bad_rules: list[str] = []
@@ -209,9 +209,9 @@ class _Search:
             has_large,
         )
 
-    def _collect(self, found: Iterable[tuple[bytes, int]]) -> None:
+    def _collect(self, counts: Iterable[tuple[bytes, int]]) -> None:
         files = self._survey.files
-        for raw, count in found:
+        for raw, count in counts:
             path = raw[2:]
             changed = files.get(path)
             if changed is None:
@@ -221,7 +221,7 @@ class _Search:
 
     def _read_counts(self, child: Child) -> list[tuple[bytes, int]]:
         """Return (path, count) of each matching file. Raises Failure if ripgrep rejects the pattern."""
-        found = list(self._ripgrep.read_counting(child, self._names_only, lambda: self._clock.is_too_late_to_find))
+        counts = list(self._ripgrep.read_counting(child, self._names_only, lambda: self._clock.is_too_late_to_find))
         # ripgrep also reads files that the request excludes. Errors about those files are not reported.
         self._unreadable.update(
             path for path in child.unreadable() if path in self._survey.files or not os.path.isfile(path)
@@ -230,8 +230,8 @@ class _Search:
             self._is_partial = True
             self._was_killed = not child.was_late
         if child.has_refused:
-            raise self._pattern.explain(child.complaint)
-        return found
+            raise self._pattern.explain(child.error_text)
+        return counts
 
     def _check_found(self) -> None:
         """Raise Failure if the search ended early and has found nothing."""
@@ -260,14 +260,14 @@ class _Search:
             self._send_lines()
         else:
             self._send_names()
-        self._binary.update(match.path for match in self._matches[self._judged :] if has_binary_head(match.path))
+        self._binary.update(match.path for match in self._matches[self._examined :] if has_binary_head(match.path))
         self._matches = [match for match in self._matches if match.path not in self._binary]
 
     def _send_names(self) -> None:
         for match in self._matches:
             if self._shown_files == self._request.limit:
                 break
-            self._judged += 1
+            self._examined += 1
             if has_binary_head(match.path):
                 self._binary.add(match.path)
                 continue
@@ -279,22 +279,22 @@ class _Search:
         self._context.writer.send("lines", self._page.take())
 
     def _send_lines(self) -> None:
-        left, batch = self._request.limit, _FIRST_BATCH
-        while left > 0 and self._judged < len(self._matches) and not self._page.is_full:
-            wanted: list[_Match] = []
+        remaining, batch = self._request.limit, _FIRST_BATCH
+        while remaining > 0 and self._examined < len(self._matches) and not self._page.is_full:
+            matches: list[_Match] = []
             expected = 0
-            for match in self._matches[self._judged : self._judged + batch]:
-                if expected >= left:
+            for match in self._matches[self._examined : self._examined + batch]:
+                if expected >= remaining:
                     break
                 expected += (
                     match.count if self._request.max_per_file is None else min(match.count, self._request.max_per_file)
                 )
-                wanted.append(match)
-            left -= self._send_files(wanted, left)
-            self._judged += len(wanted)
+                matches.append(match)
+            remaining -= self._send_files(matches, remaining)
+            self._examined += len(matches)
             batch = min(4 * batch, _LAST_BATCH)
             if self._clock.is_over:
-                self._is_partial = self._is_partial or (left > 0 and self._judged < len(self._matches))
+                self._is_partial = self._is_partial or (remaining > 0 and self._examined < len(self._matches))
                 return
 
     def _send_files(self, matches: list[_Match], limit: int) -> int:

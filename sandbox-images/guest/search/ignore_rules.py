@@ -26,15 +26,15 @@ _OPEN = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
 _EXTENSION = re.compile(r"\*(\.[^.*?\[\\{}/]+)")
 
 
-class Complaint(Exception):
+class RuleFileError(Exception):
     """Problem with a rule file.
 
     `is_odd`: no engine may apply the rules of this file, so that all engines find the same files.
     """
 
-    def __init__(self, words: str, is_odd: bool = False) -> None:
-        super().__init__(words)
-        self.words = words
+    def __init__(self, message: str, is_odd: bool = False) -> None:
+        super().__init__(message)
+        self.message = message
         self.is_odd = is_odd
 
 
@@ -44,10 +44,10 @@ class RuleSet:
     def __init__(self, text: bytes) -> None:
         """Parse the rules.
 
-        `complaint` names the part of the text that is invalid; it is empty if all rules are valid. Raises Complaint
+        `error` names the part of the text that is invalid; it is empty if all rules are valid. Raises Complaint
         if the rules would take too long.
         """
-        self.complaint = ""
+        self.problem = ""
         self._regex_chars = 0
         self._for_files = _Matcher()
         self._for_directories = _Matcher()
@@ -55,12 +55,14 @@ class RuleSet:
             try:
                 self._add(number, line.decode("utf-8"))
             except UnicodeDecodeError:
-                self.complaint = f"line {number} is not UTF-8, the rules from it on are not applied"
+                self.problem = f"line {number} is not UTF-8, the rules from it on are not applied"
                 break
             except TooLarge as error:
-                raise Complaint(f"line {number} has {error.reason}, its rules are not applied", is_odd=True) from None
+                raise RuleFileError(
+                    f"line {number} has {error.reason}, its rules are not applied", is_odd=True
+                ) from None
             except BadGlob as error:
-                self.complaint = self.complaint or f"line {number} is not applied: {error.reason}"
+                self.problem = self.problem or f"line {number} is not applied: {error.reason}"
 
     def decide(self, path: bytes, name: bytes, is_directory: bool) -> bool | None:
         """Return whether a path, relative to the folder of the file, is ignored. Returns None if no rule applies."""
@@ -74,41 +76,41 @@ class RuleSet:
         for glob in globs:
             self._regex_chars += len(glob.regex)
             if self._regex_chars > MAX_REGEX_CHARS:
-                raise Complaint("its patterns are too many or too long, its rules are not applied", is_odd=True)
+                raise RuleFileError("its patterns are too many or too long, its rules are not applied", is_odd=True)
             self._for_directories.add(number, glob, is_ignored)
             if not only_directories:
                 self._for_files.add(number, glob, is_ignored)
 
 
 # (line number of a rule, whether the rule ignores the path).
-_Verdict = tuple[int, "bool | None"]
-_NO_VERDICT: _Verdict = (0, None)
+_RuleDecision = tuple[int, "bool | None"]
+_NO_DECISION: _RuleDecision = (0, None)
 
 
 class _Matcher:
     """Rules sorted by cost: plain names first, then extensions, and regular expressions last."""
 
     def __init__(self) -> None:
-        self._names: dict[bytes, _Verdict] = {}
-        self._extensions: dict[bytes, _Verdict] = {}
+        self._names: dict[bytes, _RuleDecision] = {}
+        self._extensions: dict[bytes, _RuleDecision] = {}
         self._by_name = _Alternatives()
         self._by_path = _Alternatives()
 
     def add(self, number: int, glob: Glob, is_ignored: bool) -> None:
-        verdict = (number, is_ignored)
+        decision = (number, is_ignored)
         if not glob.name_only:
-            self._by_path.add(glob.regex, verdict)
+            self._by_path.add(glob.regex, decision)
         elif not set(glob.parts[-1]) & set("*?[\\"):
-            self._names[glob.parts[-1].encode("latin-1")] = verdict
+            self._names[glob.parts[-1].encode("latin-1")] = decision
         elif (extension := _EXTENSION.fullmatch(glob.parts[-1])) is not None:
-            self._extensions[extension[1].encode("latin-1")] = verdict
+            self._extensions[extension[1].encode("latin-1")] = decision
         else:
-            self._by_name.add(glob.regex, verdict)
+            self._by_name.add(glob.regex, decision)
 
     def decide(self, path: bytes, name: bytes) -> bool | None:
-        best = self._names.get(name, _NO_VERDICT)
+        best = self._names.get(name, _NO_DECISION)
         if self._extensions:
-            other = self._extensions.get(name[name.rfind(b".") :], _NO_VERDICT)
+            other = self._extensions.get(name[name.rfind(b".") :], _NO_DECISION)
             best = other if other[0] > best[0] else best
         if self._by_name.has_any:
             best = max(best, self._by_name.find(name))
@@ -122,22 +124,22 @@ class _Alternatives:
 
     def __init__(self) -> None:
         self._regexes: list[str] = []
-        self._verdicts: list[_Verdict] = []
+        self._decisions: list[_RuleDecision] = []
         self._compiled: re.Pattern[bytes] | None = None
         self.has_any = False
 
-    def add(self, regex: str, verdict: _Verdict) -> None:
+    def add(self, regex: str, decision: _RuleDecision) -> None:
         self.has_any = True
         self._regexes.append(regex)
-        self._verdicts.append(verdict)
+        self._decisions.append(decision)
 
-    def find(self, text: bytes) -> _Verdict:
+    def find(self, text: bytes) -> _RuleDecision:
         if self._compiled is None:
-            self._verdicts.reverse()
+            self._decisions.reverse()
             joined = "|".join(f"({regex})\\Z" for regex in reversed(self._regexes))
             self._compiled = re.compile(joined.encode("latin-1"), re.DOTALL)
-        found = self._compiled.match(text)
-        return self._verdicts[(found.lastindex or 1) - 1] if found else _NO_VERDICT
+        match = self._compiled.match(text)
+        return self._decisions[(match.lastindex or 1) - 1] if match else _NO_DECISION
 
 
 class RuleChain:
@@ -154,38 +156,38 @@ class RuleChain:
         self._ordered = [level for kind in levels for level in kind]
         self.is_empty = not self._ordered
 
-    def enter(self, fd: int, prefix: bytes, names: Collection[str]) -> tuple[RuleChain, list[Complaint]]:
+    def enter(self, fd: int, prefix: bytes, names: Collection[str]) -> tuple[RuleChain, list[RuleFileError]]:
         """Return the chain for a folder and the problems of its rule files.
 
         The folder is open as `fd` and contains `names`. `prefix` is its path, with a slash at the end unless it is
         empty. Paths of `hides` are relative to the same folder as `prefix`.
         """
-        found = [name for name in RULE_FILES if name in names]
-        if not found and ".git" not in names:
+        rule_files = [name for name in RULE_FILES if name in names]
+        if not rule_files and ".git" not in names:
             return self, []
         levels = list(self._levels)
-        complaints: list[Complaint] = []
+        errors: list[RuleFileError] = []
         if ".git" in names:
             # Rules of git end at the border of a repository.
             levels[_GIT] = ()
-        for name in found:
+        for name in rule_files:
             try:
                 rules = RuleSet(_read_rules(fd, name))
-            except Complaint as complaint:
-                complaints.append(Complaint(f"{name}: {complaint.words}", complaint.is_odd))
+            except RuleFileError as error:
+                errors.append(RuleFileError(f"{name}: {error.message}", error.is_odd))
                 continue
-            if rules.complaint:
-                complaints.append(Complaint(f"{name}: {rules.complaint}"))
+            if rules.problem:
+                errors.append(RuleFileError(f"{name}: {rules.problem}"))
             kind = RULE_FILES.index(name)
             levels[kind] = ((len(prefix), rules), *levels[kind])
-        return RuleChain(tuple(levels)), complaints
+        return RuleChain(tuple(levels)), errors
 
     def hides(self, path: bytes, name: bytes, is_directory: bool) -> bool:
         """Return whether the rules hide a path. `name` is the last part of the path."""
         for skip, rules in self._ordered:
-            verdict = rules.decide(path[skip:] if skip else path, name, is_directory)
-            if verdict is not None:
-                return verdict
+            decision = rules.decide(path[skip:] if skip else path, name, is_directory)
+            if decision is not None:
+                return decision
         return False
 
 
@@ -195,13 +197,13 @@ def _read_rules(fd: int, name: str) -> bytes:
         # The type is checked before the open: opening a FIFO or a device could block or have side effects. `_OPEN`
         # covers a name that is swapped after the check.
         if not stat.S_ISREG(os.stat(name, dir_fd=fd, follow_symlinks=False).st_mode):
-            raise Complaint("not a regular file, its rules are not applied", is_odd=True)
+            raise RuleFileError("not a regular file, its rules are not applied", is_odd=True)
         file = os.open(name, _OPEN, dir_fd=fd)
     except OSError as error:
-        raise Complaint(f"not applied, {os.strerror(error.errno or 0).lower()}") from None
+        raise RuleFileError(f"not applied, {os.strerror(error.errno or 0).lower()}") from None
     try:
         if os.fstat(file).st_size > _MAX_FILE_BYTES:
-            raise Complaint("larger than 1 MiB, its rules are not applied", is_odd=True)
+            raise RuleFileError("larger than 1 MiB, its rules are not applied", is_odd=True)
         return os.read(file, _MAX_FILE_BYTES)
     finally:
         os.close(file)

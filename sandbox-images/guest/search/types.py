@@ -202,16 +202,16 @@ def find_globs(name: str) -> list[str]:
     Raises Failure for an unknown type and suggests similar names.
     """
     table = {line.partition(": ")[0]: line.partition(": ")[2].split(", ") for line in _TABLE.strip().splitlines()}
-    wanted = name.strip().removeprefix(".").lower()
-    globs = table.get(_OTHER_NAMES.get(wanted, wanted))
+    type_name = name.strip().removeprefix(".").lower()
+    globs = table.get(_OTHER_NAMES.get(type_name, type_name))
     if globs is None:
         # Imported only here, because the import takes longer than many searches.
         import difflib
 
-        similar = difflib.get_close_matches(wanted, [*table, *_OTHER_NAMES], 3)
+        similar = difflib.get_close_matches(type_name, [*table, *_OTHER_NAMES], 3)
         hint = f"did you mean {' or '.join(similar)}? " if similar else ""
         raise Failure(
             INVALID_ARGUMENTS,
-            f"unknown type {name[:80]!r}: {hint}For a file extension give include, as in include=*.{wanted[:20]}",
+            f"unknown type {name[:80]!r}: {hint}For a file extension give include, as in include=*.{type_name[:20]}",
         )
     return globs

@@ -123,8 +123,8 @@ class Walk:
 
     def _enter(self, fd: int, prefix: str, chain: RuleChain, is_ignored: bool) -> tuple[Folder, RuleChain]:
         try:
-            with os.scandir(fd) as found:
-                entries = list(found)
+            with os.scandir(fd) as scanner:
+                entries = list(scanner)
         except OSError:
             self.unreadable.append(prefix)
             entries = []
@@ -148,10 +148,10 @@ class Walk:
     def _add_rules(self, chain: RuleChain, fd: int, full: bytes, names: set[str]) -> RuleChain:
         if not names:
             return chain
-        chain, complaints = chain.enter(fd, full, names)
-        for complaint in complaints:
-            self.bad_rules.append(f"{os.fsdecode(full)}{complaint.words}")
-            self.has_odd_rules = self.has_odd_rules or complaint.is_odd
+        chain, errors = chain.enter(fd, full, names)
+        for error in errors:
+            self.bad_rules.append(f"{os.fsdecode(full)}{error.message}")
+            self.has_odd_rules = self.has_odd_rules or error.is_odd
         return chain
 
     def _rules_above(self) -> RuleChain:

@@ -12,8 +12,8 @@ import sys
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    End = tuple[str, int]
-    Ends = tuple[End, End]
+    Endpoint = tuple[str, int]
+    EndpointPair = tuple[Endpoint, Endpoint]
 
 _FILES = ("/proc/net/tcp", "/proc/net/tcp6")
 _MAX_BYTES = 524_288
@@ -23,7 +23,7 @@ _LOCAL, _REMOTE, _INODE = 1, 2, 9
 _NO_INODE = "0"
 
 
-def find_left(connections: list[Ends]) -> list[Ends]:
+def find_orphans(connections: list[EndpointPair]) -> list[EndpointPair]:
     """Return the connections that no program holds open any more.
 
     A connection is the pair (our end, the program's end). Return an empty list when the table cannot be read.
@@ -32,11 +32,11 @@ def find_left(connections: list[Ends]) -> list[Ends]:
     if inodes is None:
         return []
     # A kernel that does not show the owner of our own end shows no owners at all. Such a table proves nothing.
-    shown = [(ours, theirs) for ours, theirs in connections if inodes.get((ours, theirs), _NO_INODE) != _NO_INODE]
-    return [(ours, theirs) for ours, theirs in shown if inodes.get((theirs, ours), _NO_INODE) == _NO_INODE]
+    visible = [(ours, theirs) for ours, theirs in connections if inodes.get((ours, theirs), _NO_INODE) != _NO_INODE]
+    return [(ours, theirs) for ours, theirs in visible if inodes.get((theirs, ours), _NO_INODE) == _NO_INODE]
 
 
-def _read_table() -> dict[Ends, str] | None:
+def _read_table() -> dict[EndpointPair, str] | None:
     """Return (local, remote) -> inode of every TCP socket of the sandbox, or None when the table is too large."""
     table = {}
     for path in _FILES:
@@ -45,7 +45,7 @@ def _read_table() -> dict[Ends, str] | None:
             return None
         for row in text.splitlines()[1:]:
             fields = row.split()
-            local, remote = _parse_end(fields[_LOCAL]), _parse_end(fields[_REMOTE])
+            local, remote = _parse_endpoint(fields[_LOCAL]), _parse_endpoint(fields[_REMOTE])
             if local is not None and remote is not None:
                 table[local, remote] = fields[_INODE]
     return table
@@ -76,14 +76,14 @@ def _read(path: str) -> str | None:
         os.close(fd)
 
 
-def _parse_end(text: str) -> End | None:
+def _parse_endpoint(text: str) -> Endpoint | None:
     """Parse an address such as `0100007F:0C38`. Return None when the address is invalid.
 
     The words have the byte order of the machine. The last word of an IPv6 address contains the embedded IPv4 address.
     """
     address, _, port = text.partition(":")
     try:
-        word = int(address[-8:], 16).to_bytes(4, sys.byteorder)
-        return _socket.inet_ntoa(word), int(port, 16)
+        packed = int(address[-8:], 16).to_bytes(4, sys.byteorder)
+        return _socket.inet_ntoa(packed), int(port, 16)
     except ValueError:
         return None

@@ -15,7 +15,7 @@ from guest.frames import FrameError, Outbox, encode_frame, join_frame
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from guest.tunnels.orphans import Ends
+    from guest.tunnels.orphans import EndpointPair
 
 WINDOW = 65_536
 """Limit of the bytes that are sent in one direction and not yet read at the other end."""
@@ -23,7 +23,7 @@ PIECE = 32_768
 """Largest body of one frame, in bytes. A frame of a call may have to wait for one such frame."""
 _GRANT = WINDOW // 2
 _RESET = struct.pack("ii", 1, 0)
-_GONE = select.POLLERR | select.POLLHUP
+_LOST = select.POLLERR | select.POLLHUP
 
 
 class Tunnel:
@@ -31,12 +31,12 @@ class Tunnel:
 
     __slots__ = (
         "_data_header",
-        "_has_shut",
+        "_has_shut_down",
+        "_host_room",
         "_outbox",
-        "_owed",
         "_pending",
-        "_room",
         "_socket",
+        "_unreported_bytes",
         "ends",
         "fd",
         "host_closed",
@@ -46,7 +46,7 @@ class Tunnel:
         "program_ended",
     )
 
-    def __init__(self, number: int, connection: _socket.socket, ends: Ends, outbox: Outbox) -> None:
+    def __init__(self, number: int, connection: _socket.socket, ends: EndpointPair, outbox: Outbox) -> None:
         self.number = number
         self.ends = ends
         self.fd = connection.fileno()
@@ -57,12 +57,12 @@ class Tunnel:
         self.is_closed = False
         self._socket = connection
         self._outbox = outbox
-        self._room = WINDOW
+        self._host_room = WINDOW
         self._pending = bytearray()
-        self._owed = 0
-        self._has_shut = False
+        self._unreported_bytes = 0
+        self._has_shut_down = False
         self._data_header = b'{"ev":"net_data","conn":%d}' % number
-        self._say("net_open")
+        self._send_event("net_open")
 
     def interest(self, may_read: bool) -> int | None:
         """Return the events to wait for.
@@ -70,49 +70,49 @@ class Tunnel:
         0: wait only for the end of the connection. None: wait for nothing, because poll would report the known end
         without pause.
         """
-        events = select.POLLIN if may_read and self.wants_to_speak else 0
+        events = select.POLLIN if may_read and self.can_send else 0
         if self._pending:
             events |= select.POLLOUT
-        return events if events or not self._has_shut else None
+        return events if events or not self._has_shut_down else None
 
     @property
-    def wants_to_speak(self) -> bool:
+    def can_send(self) -> bool:
         """Return whether bytes of the program may be read and sent now."""
-        return self._room > 0 and not self.program_ended and not self.host_closed
+        return self._host_room > 0 and not self.program_ended and not self.host_closed
 
     def serve(self, events: int, may_read: bool) -> bool:
         """Process the events. Return whether a data frame was sent."""
         if events & select.POLLOUT and not self.is_closed:
             self._flush()
-        if self.is_closed or not events & (select.POLLIN | _GONE):
+        if self.is_closed or not events & (select.POLLIN | _LOST):
             return False
-        if may_read and self.wants_to_speak:
+        if may_read and self.can_send:
             return self._read()
-        if events & _GONE and not self._has_shut:
+        if events & _LOST and not self._has_shut_down:
             self.abort()
         return False
 
     def _read(self) -> bool:
         """Read from the program and send one frame. Return whether a data frame was sent."""
         try:
-            data = self._socket.recv(min(self._room, PIECE))
+            data = self._socket.recv(min(self._host_room, PIECE))
         except (BlockingIOError, InterruptedError):
             return False
         except OSError:
             self.abort()
             return False
         if data:
-            self._room -= len(data)
+            self._host_room -= len(data)
             self._outbox.put(join_frame(self._data_header, data))
             return True
         self.program_ended = True
-        self._say("net_end")
+        self._send_event("net_end")
         self._close_when_done()
         return False
 
     def take_data(self, data: bytes) -> None:
         """Accept bytes for the program. Raises FrameError when the host sends more bytes than it may."""
-        if self.host_ended or self.host_closed or len(self._pending) + self._owed + len(data) > WINDOW:
+        if self.host_ended or self.host_closed or len(self._pending) + self._unreported_bytes + len(data) > WINDOW:
             raise FrameError("data of a connection that has ended, or more than there is room for")
         if not self.is_closed:
             self._pending += data
@@ -120,15 +120,15 @@ class Tunnel:
 
     def take_room(self, count: int) -> None:
         """Record that the host can receive `count` more bytes. Raises FrameError when the count is too large."""
-        self._room += count
-        if self._room > WINDOW:
+        self._host_room += count
+        if self._host_room > WINDOW:
             raise FrameError("more room than a connection has")
 
     def take_end(self) -> None:
         """Record that the host sends no more bytes."""
         self.host_ended = True
         if not self.is_closed:
-            self._shut_when_said()
+            self._shut_down_when_sent()
 
     def take_close(self) -> None:
         """Record that the host has closed the connection.
@@ -163,18 +163,18 @@ class Tunnel:
             self.abort()
             return
         del self._pending[:sent]
-        self._owed += sent
+        self._unreported_bytes += sent
         # Room is granted in large steps, so that small writes do not cost one frame each.
-        if self._owed >= _GRANT and not self.host_ended:
-            self._outbox.put(encode_frame({"ev": "net_room", "conn": self.number, "bytes": self._owed}))
-            self._owed = 0
-        self._shut_when_said()
+        if self._unreported_bytes >= _GRANT and not self.host_ended:
+            self._outbox.put(encode_frame({"ev": "net_room", "conn": self.number, "bytes": self._unreported_bytes}))
+            self._unreported_bytes = 0
+        self._shut_down_when_sent()
 
-    def _shut_when_said(self) -> None:
+    def _shut_down_when_sent(self) -> None:
         """End the output to the program when the host has ended and nothing is pending."""
-        if self._pending or not self.host_ended or self._has_shut:
+        if self._pending or not self.host_ended or self._has_shut_down:
             return
-        self._has_shut = True
+        self._has_shut_down = True
         try:
             self._socket.shutdown(_socket.SHUT_WR)
         except OSError:
@@ -184,15 +184,15 @@ class Tunnel:
 
     def _close_when_done(self) -> None:
         """Close the connection when both directions have ended."""
-        if self._has_shut and (self.program_ended or self.host_closed):
+        if self._has_shut_down and (self.program_ended or self.host_closed):
             self._close()
 
     def _close(self) -> None:
         self.is_closed = True
         self._pending = bytearray()
         self._socket.close()
-        self._say("net_close")
+        self._send_event("net_close")
 
-    def _say(self, event: str) -> None:
+    def _send_event(self, event: str) -> None:
         """Send an event about this connection to the host."""
         self._outbox.put(encode_frame({"ev": event, "conn": self.number}))

@@ -12,7 +12,7 @@ import struct
 import time
 
 from guest.frames import Frame, FrameError, Outbox
-from guest.tunnels.orphans import find_left
+from guest.tunnels.orphans import find_orphans
 from guest.tunnels.tunnel import WINDOW, Tunnel
 
 NET_OPS = frozenset(("net_data", "net_room", "net_end", "net_close"))
@@ -23,11 +23,11 @@ _FRAMES_PER_S = 2000.0
 _OPEN_COST = 20.0
 _BACKLOG = 64
 _SOCKET_BYTES = 131_072
-_LOOK_S = 1.0
+_CHECK_S = 1.0
 _RESET = struct.pack("ii", 1, 0)
 
 
-class Pace:
+class FrameRateLimiter:
     """A rate limit: tokens that refill with time, up to the tokens of one second."""
 
     def __init__(self, per_s: float) -> None:
@@ -61,8 +61,8 @@ class Tunnels:
         # The open connections. The connections that were served last are at the end.
         self._by_fd: dict[int, Tunnel] = {}
         self._last = 0
-        self._pace = Pace(_FRAMES_PER_S)
-        self._look_at: float | None = None
+        self._rate_limiter = FrameRateLimiter(_FRAMES_PER_S)
+        self._check_at: float | None = None
 
     def register(self, poller: select.poll) -> None:
         """Register the listening socket and the connections with the poller."""
@@ -73,7 +73,7 @@ class Tunnels:
                 poller.register(fd, events)
         # The listener is registered last, so it is served last. A new connection may get the descriptor of a
         # connection that was closed in the same round.
-        if self._pace.has(_OPEN_COST):
+        if self._rate_limiter.has(_OPEN_COST):
             poller.register(self._listener.fileno(), select.POLLIN)
 
     def serve(self, fd: int, events: int) -> None:
@@ -85,11 +85,11 @@ class Tunnels:
         if tunnel is None:
             return
         if tunnel.serve(events, self._may_read()):
-            self._pace.take(1.0)
+            self._rate_limiter.take(1.0)
             self._by_fd[fd] = self._by_fd.pop(fd)
         self._settle(tunnel)
 
-    def take(self, frame: Frame) -> None:
+    def process(self, frame: Frame) -> None:
         """Process a host's frame about a connection. Raises FrameError when there is no such connection, or for
         invalid content.
         """
@@ -109,31 +109,31 @@ class Tunnels:
 
     def find_wake_at(self) -> float | None:
         """Return the time of the next duty without an event, or None."""
-        times = [] if self._look_at is None else [self._look_at]
-        if not self._pace.has(_OPEN_COST):
-            times.append(self._pace.ready_at(_OPEN_COST))
+        times = [] if self._check_at is None else [self._check_at]
+        if not self._rate_limiter.has(_OPEN_COST):
+            times.append(self._rate_limiter.ready_at(_OPEN_COST))
         return min(times) if times else None
 
-    def look_after(self) -> None:
+    def abort_orphans(self) -> None:
         """Abort the connections of programs that have ended without waiting for the answer."""
-        if self._look_at is None or time.monotonic() < self._look_at:
+        if self._check_at is None or time.monotonic() < self._check_at:
             return
-        waiting = [tunnel for tunnel in self._by_fd.values() if _may_be_left(tunnel)]
-        left = find_left([tunnel.ends for tunnel in waiting])
+        waiting = [tunnel for tunnel in self._by_fd.values() if _may_be_orphan(tunnel)]
+        orphans = find_orphans([tunnel.ends for tunnel in waiting])
         for tunnel in waiting:
-            if tunnel.ends in left:
+            if tunnel.ends in orphans:
                 tunnel.abort()
                 self._settle(tunnel)
-        self._look_at = time.monotonic() + _LOOK_S if any(map(_may_be_left, self._by_fd.values())) else None
+        self._check_at = time.monotonic() + _CHECK_S if any(map(_may_be_orphan, self._by_fd.values())) else None
 
     def _may_read(self) -> bool:
         """Return whether connections may be read now."""
-        return self._outbox.size < _OUTBOX_BYTES and self._pace.has(1.0)
+        return self._outbox.size < _OUTBOX_BYTES and self._rate_limiter.has(1.0)
 
     def _accept(self) -> None:
         """Accept one connection. Reset the connection when MAX_TUNNELS connections exist."""
         # A failed accept costs tokens too. Otherwise a lack of descriptors would keep PID 1 busy.
-        self._pace.take(_OPEN_COST)
+        self._rate_limiter.take(_OPEN_COST)
         try:
             fd, program = self._listener._accept()  # type: ignore[attr-defined]
         except OSError:
@@ -157,11 +157,11 @@ class Tunnels:
                 del self._by_fd[tunnel.fd]
             if tunnel.host_closed:
                 self._by_number.pop(tunnel.number, None)
-        elif self._look_at is None and _may_be_left(tunnel):
-            self._look_at = time.monotonic() + _LOOK_S
+        elif self._check_at is None and _may_be_orphan(tunnel):
+            self._check_at = time.monotonic() + _CHECK_S
 
 
-def _may_be_left(tunnel: Tunnel) -> bool:
+def _may_be_orphan(tunnel: Tunnel) -> bool:
     return tunnel.program_ended and not tunnel.is_closed
 
 
