@@ -1,4 +1,4 @@
-"""What the check.py of every example batch shares: rows read, answers compared, a table of verdicts printed."""
+"""Shared code of the check.py scripts: read rows, compare answers, and print a table of verdicts."""
 
 import argparse
 import json
@@ -9,41 +9,41 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-MAX_TOLD_CHARS = 70
+MAX_DETAIL_CHARS = 70
 _ANSWER = re.compile(r"^[\s*_`#>-]*ANSWER[\s*_`]*:(?P<answer>.*)$", re.IGNORECASE)
 _NUMBER = re.compile(r"[-+]?\d+(?:,\d{3})*(?:\.\d+)?")
 
-Word = Literal["right", "wrong", "failed", "missing", "twice"]
+Outcome = Literal["right", "wrong", "failed", "missing", "twice"]
 Row = Mapping[str, Any]
 
 
 class CannotCheck(Exception):
-    """There is nothing to judge by; the sentence says what to do."""
+    """The check cannot run. The message says what to do."""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """Of one item. `told`: what was expected and what came, or why there is no answer."""
+    """Verdict on one item. `detail`: the expected and the given answer, or why there is no answer."""
 
     item: str
-    word: Word
-    told: str = ""
+    outcome: Outcome
+    detail: str = ""
 
 
 @dataclass(frozen=True)
 class Output:
-    """A batch's rows by item, each in the order of the file. `notes`: what is wrong with the file itself."""
+    """The rows of a batch by item, in the order of the file. `notes`: problems of the file."""
 
     rows: Mapping[str, Sequence[Row]]
     notes: Sequence[str] = ()
 
 
 Judge = Callable[[Mapping[str, Any], Row], Verdict]
-"""(line of expected.jsonl, the item's only row without an error) -> verdict."""
+"""Function (line of expected.jsonl, the only row of the item, without an error) -> verdict."""
 
 
 def read_jsonl(path: Path, advice: str) -> list[dict[str, Any]]:
-    """Raises CannotCheck for a file that cannot be read or holds something else."""
+    """Return the JSON objects of a file. Raises CannotCheck when the file cannot be read or has other content."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
         return [dict(json.loads(line)) for line in lines if line.strip()]
@@ -52,7 +52,7 @@ def read_jsonl(path: Path, advice: str) -> list[dict[str, Any]]:
 
 
 def read_output(path: Path) -> Output:
-    """Raises CannotCheck for a file that cannot be read; lines that are no rows become notes."""
+    """Read the output of a batch. Invalid lines become notes. Raises CannotCheck when the file cannot be read."""
     try:
         raw = path.read_bytes()
     except OSError as error:
@@ -73,7 +73,7 @@ def read_output(path: Path) -> Output:
 
 
 def judge_all(expected: Sequence[Mapping[str, Any]], output: Output, judge: Judge) -> list[Verdict]:
-    """A verdict for each expected item, in their order."""
+    """Return one verdict for each expected item, in the same order."""
     verdicts = []
     for line in expected:
         name, rows = str(line["id"]), output.rows.get(str(line["id"]), ())
@@ -83,22 +83,22 @@ def judge_all(expected: Sequence[Mapping[str, Any]], output: Output, judge: Judg
             verdicts.append(Verdict(name, "twice", f"{len(rows)} rows, one is allowed"))
         elif rows[0].get("error"):
             error = rows[0]["error"]
-            told = f"{error.get('code')}: {error.get('message')}" if isinstance(error, dict) else str(error)
-            verdicts.append(Verdict(name, "failed", told))
+            detail = f"{error.get('code')}: {error.get('message')}" if isinstance(error, dict) else str(error)
+            verdicts.append(Verdict(name, "failed", detail))
         else:
             verdicts.append(judge(line, rows[0]))
     return verdicts
 
 
 def judge_answer(line: Mapping[str, Any], row: Row) -> Verdict:
-    """By the last line of the reply that begins with ANSWER:."""
+    """Judge the last line of the reply that begins with ANSWER:."""
     name, expected = str(line["id"]), str(line["answer"])
     reply = find_reply(row)
     if reply is None:
-        return Verdict(name, "wrong", "the row holds no reply")
+        return Verdict(name, "wrong", "the row has no reply")
     answer = find_answer(reply)
     if answer is None:
-        return Verdict(name, "wrong", f"no line begins with ANSWER: in {reply[-MAX_TOLD_CHARS:]!r}")
+        return Verdict(name, "wrong", f"no line begins with ANSWER: in {reply[-MAX_DETAIL_CHARS:]!r}")
     is_right = (
         is_number(answer, expected, float(line["tolerance"]))
         if line["kind"] == "number"
@@ -110,7 +110,7 @@ def judge_answer(line: Mapping[str, Any], row: Row) -> Verdict:
 
 
 def find_reply(row: Row) -> str | None:
-    """The text of an agent run's row, or of a chat completion's."""
+    """Return the text of a row of an agent run or of a chat completion."""
     response = row.get("response")
     body = response.get("body") if isinstance(response, dict) else None
     if not isinstance(body, dict):
@@ -125,15 +125,15 @@ def find_reply(row: Row) -> str | None:
 
 
 def find_answer(reply: str) -> str | None:
-    """What follows the last ANSWER:, without the marks that models put around it."""
-    found = [match["answer"] for line in reply.splitlines() if (match := _ANSWER.match(line))]
-    return found[-1].strip().strip("*_`\"'<>").strip().removesuffix(".").strip("*_`\"'") if found else None
+    """Return the text after the last ANSWER:, without the quotes and marks that models add."""
+    answers = [match["answer"] for line in reply.splitlines() if (match := _ANSWER.match(line))]
+    return answers[-1].strip().strip("*_`\"'<>").strip().removesuffix(".").strip("*_`\"'") if answers else None
 
 
 def is_number(answer: str, expected: str, tolerance: float) -> bool:
-    """Whether the only number in `answer` is as near to `expected` as allowed."""
+    """Return whether `answer` has exactly one number, and its distance to `expected` is at most `tolerance`."""
     numbers = _NUMBER.findall(answer)
-    # The last bit is for what binary fractions cannot say.
+    # The small addition covers rounding errors of floats.
     return len(numbers) == 1 and abs(float(numbers[0].replace(",", "")) - float(expected)) <= tolerance + 1e-9
 
 
@@ -142,12 +142,12 @@ def _plain(text: str) -> str:
 
 
 def print_table(verdicts: Sequence[Verdict], output: Output) -> bool:
-    """The verdicts, rows that nobody expects, and the sum. True when all is right."""
+    """Print the verdicts, the unknown rows, and a summary. Return whether everything is right."""
     width = max((len(verdict.item) for verdict in verdicts), default=4)
     for verdict in verdicts:
-        told = _printable(verdict.told)
-        told = told if len(told) <= 2 * MAX_TOLD_CHARS else f"{told[: 2 * MAX_TOLD_CHARS]}..."
-        sys.stdout.write(f"{verdict.item:<{width}}  {verdict.word:<7}  {told}".rstrip() + "\n")
+        detail = _printable(verdict.detail)
+        detail = detail if len(detail) <= 2 * MAX_DETAIL_CHARS else f"{detail[: 2 * MAX_DETAIL_CHARS]}..."
+        sys.stdout.write(f"{verdict.item:<{width}}  {verdict.outcome:<7}  {detail}".rstrip() + "\n")
     unknown = sorted(output.rows.keys() - {verdict.item for verdict in verdicts})
     notes = [
         *output.notes,
@@ -159,36 +159,36 @@ def print_table(verdicts: Sequence[Verdict], output: Output) -> bool:
     for note in notes:
         sys.stdout.write(f"note: {_printable(note)}\n")
     counts = {
-        word: sum(verdict.word == word for verdict in verdicts)
-        for word in ("right", "wrong", "failed", "missing", "twice")
+        outcome: sum(verdict.outcome == outcome for verdict in verdicts)
+        for outcome in ("right", "wrong", "failed", "missing", "twice")
     }
-    rest = ", ".join(f"{count} {word}" for word, count in counts.items() if count and word != "right")
+    rest = ", ".join(f"{count} {outcome}" for outcome, count in counts.items() if count and outcome != "right")
     sys.stdout.write(f"{counts['right']} of {len(verdicts)} right{f'; {rest}' if rest else ''}\n")
     return counts["right"] == len(verdicts) and not notes
 
 
 def _printable(text: str) -> str:
-    """What a model wrote must not drive the terminal."""
+    """Replace control characters. Text of a model must not control the terminal."""
     return "".join(char if char.isprintable() else " " for char in text)
 
 
 def run_check(
     folder: Path, description: str, build_judge: Callable[[argparse.Namespace], Judge], *, needs_artifacts: bool = False
 ) -> int:
-    """The whole program of a check.py: 0 all right, 1 not all, 2 nothing could be judged."""
+    """Run a check. Return the exit code: 0 everything is right, 1 something is not right, 2 the check cannot run."""
     parser = argparse.ArgumentParser(description=description)
-    parser.add_argument("output", type=Path, metavar="OUT.jsonl", help="what the batch wrote with --output")
+    parser.add_argument("output", type=Path, metavar="OUT.jsonl", help="output file of the batch (--output)")
     parser.add_argument(
-        "--expected", type=Path, default=folder / "expected.jsonl", help="default: the one beside this script"
+        "--expected", type=Path, default=folder / "expected.jsonl", help="default: expected.jsonl next to this script"
     )
     parser.add_argument(
-        "--artifacts", type=Path, metavar="DIR", required=needs_artifacts, help="where the batch put the items' files"
+        "--artifacts", type=Path, metavar="DIR", required=needs_artifacts, help="folder with the files of the items"
     )
-    asked = parser.parse_args()
+    arguments = parser.parse_args()
     try:
-        expected = read_jsonl(asked.expected, "make it first, as the README beside it tells")
-        output = read_output(asked.output)
-        verdicts = judge_all(expected, output, build_judge(asked))
+        expected = read_jsonl(arguments.expected, "create it as the README in its folder says")
+        output = read_output(arguments.output)
+        verdicts = judge_all(expected, output, build_judge(arguments))
     except CannotCheck as error:
         sys.stderr.write(f"{error}\n")
         return 2

@@ -1,7 +1,7 @@
 """An evaluation with Inspect on sandboxes of the pool that TOOLCREW_REDIS_URL names. The model is Inspect's mock, which
-plays what is written here.
+plays the script below.
 
-Run it: python examples/inspect_eval.py [LOG_FOLDER], or with a model of yours: inspect eval examples/inspect_eval.py
+Run it: python examples/inspect_eval.py [LOG_FOLDER], or with your own model: inspect eval examples/inspect_eval.py
 --model openai/gpt-5
 """
 
@@ -48,7 +48,7 @@ def play(messages: list[ChatMessage], tools: list[ToolInfo], choice: ToolChoice,
     else:
         command = "echo $(($(paste -sd+ numbers.txt))) >sum.txt"
         output = ModelOutput.for_tool_call("mockllm/model", "bash", {"command": command})
-    # Told here, or the mock fetches a tokenizer to count with.
+    # Without a usage, the mock downloads a tokenizer to count tokens.
     output.usage = ModelUsage()
     return output
 

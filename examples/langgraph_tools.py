@@ -1,5 +1,5 @@
-"""A LangGraph agent whose tools run in a sandbox. The model is scripted, so it runs without network: put a chat model
-of yours in its place.
+"""A LangGraph agent whose tools run in a sandbox. The model is scripted, so the example needs no network. Replace
+it with your own chat model.
 """
 
 import asyncio
@@ -34,7 +34,7 @@ SCRIPT = [
 async def main() -> None:
     pool = ToolClient.connect() if "TOOLCREW_REDIS_URL" in os.environ else ToolClient.embedded()
     async with pool as client, await client.open_session() as session:
-        # AutoApprover: nobody is asked; the sandbox is all there is to harm.
+        # AutoApprover asks no person. Calls can only change the sandbox.
         tools = await as_langchain_tools(client, session, approver=AutoApprover())
         model = GenericFakeChatModel(messages=iter(SCRIPT))  # ChatOpenAI(...).bind_tools(tools)
 
@@ -47,8 +47,10 @@ async def main() -> None:
         graph.add_edge(START, "model")
         graph.add_conditional_edges("model", tools_condition)
         graph.add_edge("tools", "model")
-        told = await graph.compile().ainvoke({"messages": [("user", "What do the numbers in numbers.txt add up to?")]})
-    for message in told["messages"]:
+        result = await graph.compile().ainvoke(
+            {"messages": [("user", "What do the numbers in numbers.txt add up to?")]}
+        )
+    for message in result["messages"]:
         print(f"{message.type}: {message.text or [call['name'] for call in message.tool_calls]}")  # noqa: T201
 
 

@@ -1,5 +1,5 @@
-"""An agent of the OpenAI Agents SDK whose tools run in a sandbox, and whose run stops for a yes. The model is scripted,
-so it runs without network.
+"""An agent of the OpenAI Agents SDK whose tools run in a sandbox. The run stops for approvals. The model is scripted,
+so the example needs no network.
 """
 
 import asyncio
@@ -28,14 +28,14 @@ async def main() -> None:
     pool = ToolClient.connect() if "TOOLCREW_REDIS_URL" in os.environ else ToolClient.embedded()
     async with pool as client, await client.open_session() as session:
         tools = await as_agents_tools(client, session, asks_by_run=True)
-        # Without `model` the SDK asks OpenAI's.
+        # Without `model`, the SDK uses a model of OpenAI.
         agent = Agent(name="adder", instructions="Work in /workspace.", model=MODEL, tools=list(tools))
         config = RunConfig(tracing_disabled=True)
         result = await Runner.run(agent, "Write the numbers 1 to 5 into a file and add them up.", run_config=config)
         while result.interruptions:
             state = result.to_state()
             for question in result.interruptions:
-                print(f"approved: {question.name} {question.arguments}")  # noqa: T201  # here a person would be asked
+                print(f"approved: {question.name} {question.arguments}")  # noqa: T201  # ask a person here
                 state.approve(question)
             result = await Runner.run(agent, state, run_config=config)
         for item in result.new_items:

@@ -1,9 +1,9 @@
-"""The tool loop by JSON decisions, whole: the user asks, the model decides to call a tool, its result is injected, the
-model replies.
+"""The complete tool loop with JSON decisions: the user asks, the model calls a tool, the loop adds the result to the
+prompt, and the model replies.
 
-From the project's folder: `python examples/weather_loop.py`. A fixed script plays the model; `--model NAME` asks the
-model of that name at the endpoint that the environment names. `--model local` asks the small one on this machine, which
-calls well but seldom finds the end.
+Run from the project's folder: `python examples/weather_loop.py`. A script replaces the model. `--model NAME` uses a
+model at the endpoint of the environment. `--model local` uses the small model on this machine, which calls tools well
+but often does not stop.
 """
 
 import argparse
@@ -25,7 +25,7 @@ WEATHER = {"Beijing": 22, "London": 11, "Nairobi": 25}
 
 
 class ScriptedGateway:
-    """Stands where a client of a model provider would: messages in, the reply's raw content out."""
+    """Replaces the client of a model provider: takes messages and returns the raw content of the reply."""
 
     async def chat(self, messages: list[Message]) -> str:
         header, _, result = messages[-1]["content"].partition("\n")
@@ -36,7 +36,7 @@ class ScriptedGateway:
 
 
 def build_registry() -> ToolLoopRegistry:
-    """Two tools: one as a plain record, one as a function."""
+    """Register two tools: one as a plain record, one as a function."""
     registry = create_tool_registry()
     registry.register(
         {
@@ -63,14 +63,14 @@ def list_cities() -> list[str]:
 
 def show(event: RunEvent) -> None:
     if isinstance(event, StepStarted):
-        say(f"round {event.step}")
+        print_line(f"round {event.step}")
     elif isinstance(event, CallStarted):
-        say(f"  the model calls {event.call.name} {json.dumps(event.call.arguments, ensure_ascii=False)}")
+        print_line(f"  the model calls {event.call.name} {json.dumps(event.call.arguments, ensure_ascii=False)}")
     elif isinstance(event, CallFinished):
-        say(f"  injected: [Tool result for {event.result.name}] {event.result.text()}")
+        print_line(f"  injected: [Tool result for {event.result.name}] {event.result.text()}")
 
 
-def say(line: str) -> None:
+def print_line(line: str) -> None:
     sys.stdout.write(f"{line}\n")
 
 
@@ -85,17 +85,17 @@ async def answer(chat: Chat | Model, question: str) -> ToolLoopResult:
 
 
 async def main() -> None:
-    parser = argparse.ArgumentParser(description="One question through the tool loop.")
+    parser = argparse.ArgumentParser(description="Ask one question with the tool loop.")
     parser.add_argument("question", nargs="?", default=QUESTION)
-    parser.add_argument("--model", help="local, or a name at your endpoint; default: a script")
-    asked = parser.parse_args()
+    parser.add_argument("--model", help="local, or the name of a model at your endpoint; default: a script")
+    arguments = parser.parse_args()
     async with AsyncExitStack() as stack:
         chat: Chat | Model = ScriptedGateway().chat
-        if asked.model is not None:
-            chat = (await stack.enter_async_context(choose_model(load_settings(), asked.model))).model
-        say(f"user: {asked.question}")
-        result = await answer(chat, asked.question)
-    say(f"model: {result.reply}")
+        if arguments.model is not None:
+            chat = (await stack.enter_async_context(choose_model(load_settings(), arguments.model))).model
+        print_line(f"user: {arguments.question}")
+        result = await answer(chat, arguments.question)
+    print_line(f"model: {result.reply}")
 
 
 if __name__ == "__main__":

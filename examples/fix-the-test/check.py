@@ -1,8 +1,8 @@
-"""Judges the repaired projects: `python examples/fix-the-test/check.py OUT.jsonl --artifacts DIR`.
+"""Check the repaired projects: `python examples/fix-the-test/check.py OUT.jsonl --artifacts DIR`.
 
-Each project is put together anew, its tests as they are here, its other files as the batch left them; then the tests
-are run in a fresh interpreter. That runs what a model wrote, under limits of time and memory but with your rights: do
-it where you would run that.
+Each project is assembled again from the original tests and the other files of the batch. The tests then run in a new
+interpreter. This runs code that a model wrote, with limits of time and memory but with your rights. Use a machine on
+which you accept this.
 """
 
 import argparse
@@ -27,18 +27,18 @@ from batch_checking import CannotCheck, Judge, Row, Verdict, run_check  # noqa: 
 LIMIT_S = 30
 MEMORY_BYTES = 1 << 30
 MAX_FILE_BYTES = 1 << 20
-# Says by a word that the project cannot know beforehand how many tests ran: an early exit with code 0 proves nothing.
+# The report starts with a token that the project cannot know. An early exit with code 0 would prove nothing.
 _RUN_TESTS = """
 import os, sys, unittest
-word = sys.stdin.readline().strip()
+token = sys.stdin.readline().strip()
 report = os.dup(1)
 os.dup2(2, 1)
 sys.path.insert(0, sys.argv[1])
 result = unittest.TestResult()
 unittest.TestLoader().discover(sys.argv[1], top_level_dir=sys.argv[1]).run(result)
-bad = result.failures + result.errors + [(test, "") for test in result.unexpectedSuccesses]
-names = " ".join(sorted({test.id() for test, _ in bad}))
-os.write(report, f"{word} {result.testsRun} {len(bad)} {len(result.skipped)} {names}".encode())
+failed = result.failures + result.errors + [(test, "") for test in result.unexpectedSuccesses]
+names = " ".join(sorted({test.id() for test, _ in failed}))
+os.write(report, f"{token} {result.testsRun} {len(failed)} {len(result.skipped)} {names}".encode())
 os._exit(0)
 """
 
@@ -47,12 +47,11 @@ def is_test(path: Path) -> bool:
     return path.name.startswith("test_")
 
 
-def put_together(project: Path, artifact: Path, target: Path) -> int:
-    """The project in `target`, with what the batch made of its files but for the tests; gives how many of them the
-    batch had changed.
+def assemble_project(project: Path, artifact: Path, target: Path) -> int:
+    """Create the project in `target` with the batch's files and the original tests. Return the number of changed files.
 
-    Files that the project does not have are left out: a repair needs none, and they could stand in the way of what the
-    tests import.
+    Files that the project does not have are ignored. A repair does not need new files, and they could hide modules that
+    the tests import.
     """
     shutil.copytree(project, target, ignore=shutil.ignore_patterns("__pycache__"))
     changed = 0
@@ -69,9 +68,9 @@ def put_together(project: Path, artifact: Path, target: Path) -> int:
 
 
 def run_tests(project: Path) -> tuple[int, int, int, str] | str:
-    """(run, bad, skipped, names of the bad ones), or why that cannot be said."""
-    word = secrets.token_hex(16)
-    # To a file, whose size has a limit: a pipe could be flooded until this process has no memory left.
+    """Return (run, failed, skipped, names of the failed tests), or the reason why there is no result."""
+    token = secrets.token_hex(16)
+    # The report is a file with a size limit. A flooded pipe could use all memory of this process.
     with tempfile.TemporaryFile() as report:
         child = subprocess.Popen(
             [sys.executable, "-I", "-S", "-B", "-c", _RUN_TESTS, str(project)],
@@ -84,7 +83,7 @@ def run_tests(project: Path) -> tuple[int, int, int, str] | str:
             preexec_fn=_set_limits,
         )
         try:
-            child.communicate(f"{word}\n".encode(), LIMIT_S)
+            child.communicate(f"{token}\n".encode(), LIMIT_S)
         except subprocess.TimeoutExpired:
             return f"the tests did not end within {LIMIT_S} s"
         finally:
@@ -92,10 +91,10 @@ def run_tests(project: Path) -> tuple[int, int, int, str] | str:
                 os.killpg(child.pid, signal.SIGKILL)
             child.wait()
         report.seek(0)
-        said = report.read(MAX_FILE_BYTES)
-    parts = said.decode(errors="replace").split(" ", 4)
-    if len(parts) != 5 or parts[0] != word:
-        return f"the tests did not come to their end (exit code {child.returncode})"
+        output = report.read(MAX_FILE_BYTES)
+    parts = output.decode(errors="replace").split(" ", 4)
+    if len(parts) != 5 or parts[0] != token:
+        return f"the tests stopped early (exit code {child.returncode})"
     return int(parts[1]), int(parts[2]), int(parts[3]), parts[4]
 
 
@@ -107,35 +106,35 @@ def _set_limits() -> None:
 
 
 def judge_project(line: Mapping[str, Any], artifacts: Path) -> Verdict:
-    """`line`: of expected.jsonl."""
+    """Judge one project. `line`: its line of expected.jsonl."""
     name, tests = str(line["id"]), int(line["tests"])
     artifact = artifacts / name
     if not artifact.is_dir():
-        return Verdict(name, "wrong", f"no artifacts in {artifact}: submit the batch with its artifacts' folder")
+        return Verdict(name, "wrong", f"no artifacts in {artifact}: submit the batch with an artifacts folder")
     with tempfile.TemporaryDirectory(prefix="fix-the-test-") as folder:
-        changed = put_together(HERE / "projects" / name, artifact, Path(folder) / "project")
+        changed = assemble_project(HERE / "projects" / name, artifact, Path(folder) / "project")
         result = run_tests(Path(folder) / "project")
     if isinstance(result, str):
         return Verdict(name, "wrong", result)
-    run, bad, skipped, names = result
-    if (run, bad, skipped) == (tests, 0, 0):
+    run, failed, skipped, names = result
+    if (run, failed, skipped) == (tests, 0, 0):
         return Verdict(name, "right", f"{tests} tests pass; {changed} {'file' if changed == 1 else 'files'} changed")
     if run != tests or skipped:
-        return Verdict(name, "wrong", f"{run} tests ran and {skipped} were skipped, of {tests} that are to pass")
-    return Verdict(name, "wrong", f"{bad} of {tests} tests fail: {names}")
+        return Verdict(name, "wrong", f"{run} tests ran and {skipped} were skipped, of {tests} that must pass")
+    return Verdict(name, "wrong", f"{failed} of {tests} tests fail: {names}")
 
 
-def build_judge(asked: argparse.Namespace) -> Judge:
-    if not asked.artifacts.is_dir():
-        raise CannotCheck(f"{asked.artifacts} is no folder: name the one that the batch put the items' files in")
+def build_judge(arguments: argparse.Namespace) -> Judge:
+    if not arguments.artifacts.is_dir():
+        raise CannotCheck(f"{arguments.artifacts} is not a folder: give the artifacts folder of the batch")
 
     def judge(line: Mapping[str, Any], row: Row) -> Verdict:
-        return judge_project(line, asked.artifacts)
+        return judge_project(line, arguments.artifacts)
 
     return judge
 
 
 if __name__ == "__main__":
     sys.exit(
-        run_check(HERE, "Runs the tests of the projects that a batch has repaired.", build_judge, needs_artifacts=True)
+        run_check(HERE, "Run the tests of the projects that a batch has repaired.", build_judge, needs_artifacts=True)
     )

@@ -1,4 +1,4 @@
-"""Tools of an order desk: a basket that a session remembers, its price, and thanks in the words of the model."""
+"""Tools of a shop: a basket in the state of the session, its price, an order, and thanks that a model writes."""
 
 from typing import Literal
 
@@ -32,9 +32,9 @@ async def add_to_basket(context: CallContext, article: str, pieces: int = 1) -> 
         raise ToolFailure(ErrorCode.NO_MATCH, f"there is no article '{article}': the articles are {', '.join(PRICES)}")
 
     def add(basket: dict[str, int] | None) -> dict[str, int]:
-        left = {**(basket or {})}
-        left[article] = max(0, left.get(article, 0) + pieces)
-        return left
+        updated = {**(basket or {})}
+        updated[article] = max(0, updated.get(article, 0) + pieces)
+        return updated
 
     return await context.state.update("basket", add)
 
@@ -54,7 +54,7 @@ def quote_basket(context: CallContext, express: bool = False) -> Quote:
 
 @tool(
     requires_permission=True,
-    validators=[lambda given: None if given["address"]["street"].strip() else "give the street, with a number"],
+    validators=[lambda arguments: None if arguments["address"]["street"].strip() else "give the street, with a number"],
 )
 async def place_order(context: CallContext, address: Address) -> str:
     """Order what is in the basket. It is empty afterwards.
@@ -65,7 +65,7 @@ async def place_order(context: CallContext, address: Address) -> str:
     ordered: list[dict[str, int]] = []
 
     def empty(basket: dict[str, int] | None) -> dict[str, int]:
-        # May be called again when another call was faster: only the last basket counts.
+        # Runs again when another call changed the basket first. Only the last basket counts.
         ordered[:] = [basket or {}]
         return {}
 

@@ -1,4 +1,4 @@
-"""Judges the rows of the repository questions: `python examples/repository-questions/check.py OUT.jsonl`."""
+"""Check the rows of the repository questions: `python examples/repository-questions/check.py OUT.jsonl`."""
 
 import sys
 from pathlib import Path
@@ -9,4 +9,4 @@ sys.path.insert(0, str(HERE.parent))
 from batch_checking import judge_answer, run_check  # noqa: E402
 
 if __name__ == "__main__":
-    sys.exit(run_check(HERE, "Compares the answers of a batch with the expected ones.", lambda _: judge_answer))
+    sys.exit(run_check(HERE, "Compare the answers of a batch with the expected answers.", lambda _: judge_answer))

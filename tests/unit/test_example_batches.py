@@ -325,7 +325,7 @@ def test_what_cannot_be_judged_is_an_error_of_its_own(tmp_path: Path) -> None:
     assert check(DATA, tmp_path / "none.jsonl").returncode == 2
     unprepared = check(DATA, write_rows(tmp_path / "out.jsonl"), "--expected", str(tmp_path / "none"))
     assert unprepared.returncode == 2
-    assert "make it first" in unprepared.stderr
+    assert "README" in unprepared.stderr
 
 
 checking = load_module(EXAMPLES / "batch_checking.py")
@@ -400,7 +400,7 @@ def test_a_project_that_was_not_repaired_does_not_pass_by(cheat: str, tmp_path: 
     shutil.copytree(FIX / "projects" / "roman", place)
     CHEATS[cheat](place)
     verdict = load_module(FIX / "check.py").judge_project({"id": "roman", "tests": 5}, tmp_path)
-    assert (verdict.word, verdict.item) == ("wrong", "roman"), verdict
+    assert (verdict.outcome, verdict.item) == ("wrong", "roman"), verdict
 
 
 def test_a_repair_counts_whatever_else_was_left_beside_it(repaired: Path, tmp_path: Path) -> None:
@@ -408,7 +408,7 @@ def test_a_repair_counts_whatever_else_was_left_beside_it(repaired: Path, tmp_pa
     shutil.copytree(repaired / "artifacts" / "roman", place)
     (place / "test_roman.py").write_text("raise SystemExit(1)\n")
     (place / "notes.md").write_text("done")
-    assert load_module(FIX / "check.py").judge_project({"id": "roman", "tests": 5}, tmp_path).word == "right"
+    assert load_module(FIX / "check.py").judge_project({"id": "roman", "tests": 5}, tmp_path).outcome == "right"
 
 
 def test_tests_that_never_end_are_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""The tools of the order desk as a worker runs them, without a pool: schema, validators, hard limit, one result."""
+"""Tests of the shop's tools in a worker without a pool: schema, validators, hard limit, one result."""
 
 import order_tools
 

@@ -1,4 +1,4 @@
-"""The tools of the order desk, run in this process: no worker, no queue, no sandbox."""
+"""Tests of the shop's tools in this process, without a worker, a queue and a sandbox."""
 
 import asyncio
 import json
@@ -16,7 +16,7 @@ ADDRESS = {"street": "Hauptstr. 1", "city": "Bonn"}
 
 
 def run(*calls: tuple[str, dict[str, Any]], **options: Any) -> list[ToolResult]:
-    """The results of calls of one session, one after the other."""
+    """Run the calls of one session in order. Return their results."""
     tools = LocalTools(TOOLS, approver=AutoApprover(), **options)
 
     async def run_all() -> list[ToolResult]:

@@ -1,6 +1,7 @@
 #!/usr/bin/env python3
-"""What tables hold: `{"files": [...], "top": n}` on standard input, one JSON object on standard output. Standard
-library only.
+"""Describe tables: reads `{"files": [...], "top": n}` from standard input, writes one JSON object to standard output.
+
+Uses only the standard library.
 """
 
 import csv
@@ -18,14 +19,14 @@ MISSING = frozenset({"", "na", "n/a", "nan", "null", "none"})
 
 
 class Column:
-    """What has been seen of one."""
+    """Statistics of one column."""
 
     def __init__(self):
         self.missing = 0
         self.kinds = Counter()
         self.values = Counter()
         self.is_capped = False
-        self.least = self.most = None
+        self.minimum = self.maximum = None
         self.sum = 0.0
 
     def add(self, value):
@@ -34,7 +35,7 @@ class Column:
         if text.lower() in MISSING:
             self.missing += 1
             return
-        kind = kind_of(text)
+        kind = find_kind(text)
         self.kinds[kind] += 1
         if text in self.values or len(self.values) < MAX_DISTINCT:
             self.values[text[:MAX_SHOWN_CHARS]] += 1
@@ -43,17 +44,21 @@ class Column:
         if kind in ("integer", "number"):
             number = int(text) if kind == "integer" else float(text)
             self.sum += number
-            self.note(number)
+            self.add_to_range(number)
         elif kind == "date":
-            self.note(text)
+            self.add_to_range(text)
 
-    def note(self, value):
-        if self.least is not None and type(self.least) is not type(value) and str in (type(self.least), type(value)):
-            return  # dates among numbers: they have no common range
-        self.least = value if self.least is None or value < self.least else self.least
-        self.most = value if self.most is None or value > self.most else self.most
+    def add_to_range(self, value):
+        if (
+            self.minimum is not None
+            and type(self.minimum) is not type(value)
+            and str in (type(self.minimum), type(value))
+        ):
+            return  # Dates and numbers have no common range.
+        self.minimum = value if self.minimum is None or value < self.minimum else self.minimum
+        self.maximum = value if self.maximum is None or value > self.maximum else self.maximum
 
-    def type(self):
+    def find_type(self):
         kinds = set(self.kinds)
         if not kinds:
             return "empty"
@@ -61,27 +66,28 @@ class Column:
             return "number"
         return kinds.pop() if len(kinds) == 1 else "mixed"
 
-    def told(self, name, top):
-        kind = self.type()
-        told = {"name": name, "type": kind, "missing": self.missing, "distinct": len(self.values)}
+    def to_dict(self, name, top):
+        kind = self.find_type()
+        summary = {"name": name, "type": kind, "missing": self.missing, "distinct": len(self.values)}
         if self.is_capped:
-            told["distinct_is_more"] = True
+            summary["distinct_is_more"] = True
         if kind == "mixed":
-            told["kinds"] = dict(self.kinds.most_common())
+            summary["kinds"] = dict(self.kinds.most_common())
         if kind in ("integer", "number", "date"):
-            told |= {"least": self.least, "most": self.most}
+            summary |= {"least": self.minimum, "most": self.maximum}
         if kind in ("integer", "number"):
-            told["mean"] = round(self.sum / sum(self.kinds.values()), 6)
+            summary["mean"] = round(self.sum / sum(self.kinds.values()), 6)
         if top:
-            told["top"] = [
-                [value, count] for value, count in sorted(self.values.items(), key=lambda one: (-one[1], one[0]))[:top]
+            summary["top"] = [
+                [value, count]
+                for value, count in sorted(self.values.items(), key=lambda item: (-item[1], item[0]))[:top]
             ]
-        return told
+        return summary
 
 
-def kind_of(text):
+def find_kind(text):
     if INTEGER.fullmatch(text):
-        # A leading zero says that it is a code.
+        # A number with a leading zero is a code, not a quantity.
         return "text" if len(text) > 1 and text.startswith("0") else "integer"
     if NUMBER.fullmatch(text) and math.isfinite(float(text)):
         return "number"
@@ -91,7 +97,7 @@ def kind_of(text):
 
 
 class Notes:
-    """What was odd, the first of it by line."""
+    """Problems of a file. Only the first MAX_NOTES are listed."""
 
     def __init__(self):
         self.lines, self.count = [], 0
@@ -101,12 +107,12 @@ class Notes:
         if self.count <= MAX_NOTES:
             self.lines.append(text)
 
-    def told(self):
+    def to_dict(self):
         return [*self.lines, *([f"and {self.count - MAX_NOTES} more"] if self.count > MAX_NOTES else [])]
 
 
-def rows_of_csv(file, notes):
-    """(column, value) pairs of each row."""
+def read_csv_rows(file, notes):
+    """Yield each row as a list of (column, value) pairs."""
     sample = file.read(SAMPLE_CHARS)
     file.seek(0)
     try:
@@ -125,7 +131,7 @@ def rows_of_csv(file, notes):
         yield [(name, row[at] if at < len(row) else None) for at, name in enumerate(names)]
 
 
-def rows_of_json(file, notes):
+def read_json_rows(file, notes):
     for number, line in enumerate(file, start=1):
         if not line.strip():
             continue
@@ -139,14 +145,14 @@ def rows_of_json(file, notes):
             notes.add(f"line {number} is no JSON object")
 
 
-def profile(path, top):
+def build_profile(path, top):
     columns, rows, notes = {}, 0, Notes()
     try:
         with open(path, encoding="utf-8-sig", errors="replace", newline="") as file:
             first = file.read(1)
             file.seek(0)
-            read = rows_of_json if first == "{" else rows_of_csv
-            for row in read(file, notes):
+            read_rows = read_json_rows if first == "{" else read_csv_rows
+            for row in read_rows(file, notes):
                 rows += 1
                 for name, value in row:
                     if name not in columns:
@@ -159,19 +165,19 @@ def profile(path, top):
         return {"error": error.strerror}
     except csv.Error as error:
         return {"error": f"it is no CSV: {error}"}
-    told = {"rows": rows, "columns": [column.told(name, top) for name, column in columns.items()]}
-    return {**told, "notes": notes.told()} if notes.count else told
+    summary = {"rows": rows, "columns": [column.to_dict(name, top) for name, column in columns.items()]}
+    return {**summary, "notes": notes.to_dict()} if notes.count else summary
 
 
 def main():
     try:
-        asked = json.load(sys.stdin)
-        files, top = asked["files"], asked.get("top", 3)
+        request = json.load(sys.stdin)
+        files, top = request["files"], request.get("top", 3)
     except (ValueError, TypeError, KeyError):
         sys.exit('give {"files": [names of files]} on standard input')
     if not isinstance(files, list) or not files or not isinstance(top, int) or not 0 <= top <= 20:
         sys.exit('give {"files": [names of files], "top": a number from 0 to 20}')
-    json.dump({str(path): profile(str(path), top) for path in files}, sys.stdout, ensure_ascii=False, indent=1)
+    json.dump({str(path): build_profile(str(path), top) for path in files}, sys.stdout, ensure_ascii=False, indent=1)
     sys.stdout.write("\n")
 
 

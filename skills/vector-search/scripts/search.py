@@ -1,6 +1,7 @@
 #!/usr/bin/env python3
-"""Passages most like a question: vectors of words and of pieces of words, weighed by rarity, compared by cosine.
-Standard library only.
+"""Find the passages that are most similar to a query.
+
+Passages and the query are vectors of words and of pieces of words, weighted by rarity. Uses only the standard library.
 """
 
 import fnmatch
@@ -17,17 +18,17 @@ MAX_FILE_BYTES, MAX_ALL_BYTES = 2 * 1024 * 1024, 24 * 1024 * 1024
 MAX_SHOWN_CHARS = 600
 PIECE_CHARS, PIECE_SHARE = 4, 0.35
 SATURATION, LENGTH_SHARE = 1.2, 0.5
-"""How soon more of one term counts for nothing more, and how far a long passage is held to be long."""
-KEPT = os.path.join(".toolcrew", "vector-search")
+"""SATURATION: how fast repetitions of a term lose weight. LENGTH_SHARE: how much the length of a passage counts."""
+CACHE_FOLDER = os.path.join(".toolcrew", "vector-search")
 VERSION = 2
 UNSPACED = "\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff\U00020000-\U0003ffff"
-"""Kana and Han characters: text in them has no spaces between its words."""
+"""Kana and Han characters. Text in these scripts has no spaces between words."""
 WORD = re.compile(rf"[{UNSPACED}]+|[^\W{UNSPACED}]+", re.UNICODE)
 IS_UNSPACED = re.compile(rf"[{UNSPACED}]{{2,}}")
 
 
-def words_of(text):
-    """The words of a text; a run of unspaced characters gives each pair of neighbours."""
+def iter_words(text):
+    """Yield the words of a text. A run of unspaced characters yields every pair of adjacent characters."""
     for word in WORD.findall(text.lower()):
         if IS_UNSPACED.fullmatch(word):
             yield from (word[at : at + 2] for at in range(len(word) - 1))
@@ -35,10 +36,10 @@ def words_of(text):
             yield word
 
 
-def terms_of(text):
-    """How often each word, and each piece of the longer ones, is in it."""
+def count_terms(text):
+    """Return the number of occurrences of each word, and of each piece of a long word."""
     counts = Counter()
-    for word, count in Counter(words_of(text)).items():
+    for word, count in Counter(iter_words(text)).items():
         counts[word] += count
         padded = f"<{word}>"
         if len(word) > PIECE_CHARS:
@@ -47,39 +48,39 @@ def terms_of(text):
     return counts
 
 
-def passages_of(text):
-    """(first line, last line, terms) of pieces that overlap, so that what matters is whole in one of them."""
+def split_passages(text):
+    """Return (first line, last line, terms) of passages that overlap, so that one of them has the whole context."""
     lines = text.splitlines()
-    found = []
+    passages = []
     for first in range(0, max(len(lines), 1), PASSAGE_LINES - OVERLAP_LINES):
-        some = lines[first : first + PASSAGE_LINES]
-        terms = terms_of("\n".join(some))
+        passage_lines = lines[first : first + PASSAGE_LINES]
+        terms = count_terms("\n".join(passage_lines))
         if terms:
-            found.append((first + 1, first + len(some), terms))
+            passages.append((first + 1, first + len(passage_lines), terms))
         if first + PASSAGE_LINES >= len(lines):
             break
-    return found
+    return passages
 
 
-def files_below(paths, pattern, left_out):
-    """Paths of the text files, each once."""
-    seen = set()
-    for asked in paths:
-        if os.path.isfile(asked):
-            candidates = [asked]
-        elif os.path.isdir(asked):
-            candidates = walk(asked)
+def iter_files(paths, pattern, left_out):
+    """Yield the path of each text file once."""
+    yielded = set()
+    for requested in paths:
+        if os.path.isfile(requested):
+            candidates = [requested]
+        elif os.path.isdir(requested):
+            candidates = iter_folder(requested)
         else:
-            left_out.append({"path": asked, "why": "there is no such file or folder"})
+            left_out.append({"path": requested, "why": "there is no such file or folder"})
             continue
         for path in candidates:
             name = os.path.normpath(path)
-            if name not in seen and (pattern is None or fnmatch.fnmatch(os.path.basename(name), pattern)):
-                seen.add(name)
+            if name not in yielded and (pattern is None or fnmatch.fnmatch(os.path.basename(name), pattern)):
+                yielded.add(name)
                 yield name
 
 
-def walk(folder):
+def iter_folder(folder):
     for parent, folders, names in os.walk(folder):
         folders[:] = sorted(name for name in folders if not name.startswith("."))
         for name in sorted(names):
@@ -87,126 +88,128 @@ def walk(folder):
                 yield os.path.join(parent, name)
 
 
-def read_passages(path, facts):
-    """Its passages, as kept of an earlier question where the file is the same. Raises ValueError for what is no
-    text.
+def read_passages(path, status):
+    """Return the passages of a file, from the cache if the file has not changed.
+
+    Raises ValueError when the file is not text.
     """
-    stamp = [VERSION, facts.st_size, facts.st_mtime_ns]
-    kept = os.path.join(KEPT, hashlib.sha256(path.encode("utf-8", "surrogateescape")).hexdigest()[:32] + ".json")
+    stamp = [VERSION, status.st_size, status.st_mtime_ns]
+    cache_path = os.path.join(
+        CACHE_FOLDER, hashlib.sha256(path.encode("utf-8", "surrogateescape")).hexdigest()[:32] + ".json"
+    )
     try:
-        with open(kept, encoding="utf-8") as file:
-            told = json.load(file)
-        if told["stamp"] == stamp:
-            return [(first, last, Counter(terms)) for first, last, terms in told["passages"]]
+        with open(cache_path, encoding="utf-8") as file:
+            record = json.load(file)
+        if record["stamp"] == stamp:
+            return [(first, last, Counter(terms)) for first, last, terms in record["passages"]]
     except (OSError, ValueError, KeyError, TypeError):
-        told = None  # not kept, or damaged: it is read anew
+        pass  # The cache has no valid entry. Read the file.
     with open(path, "rb") as file:
         data = file.read()
     if b"\0" in data:
         raise ValueError("it is no text")
-    passages = passages_of(data.decode("utf-8", "replace"))
-    keep(kept, {"stamp": stamp, "passages": passages})
+    passages = split_passages(data.decode("utf-8", "replace"))
+    store_passages(cache_path, {"stamp": stamp, "passages": passages})
     return passages
 
 
-def keep(path, told):
-    """For the next question; one who cannot keep it reads it again."""
+def store_passages(path, record):
+    """Store passages for the next query. A failure only makes the next query slower."""
     try:
-        os.makedirs(KEPT, exist_ok=True)
+        os.makedirs(CACHE_FOLDER, exist_ok=True)
         with open(path + ".new", "w", encoding="utf-8") as file:
-            json.dump(told, file)
+            json.dump(record, file)
         os.replace(path + ".new", path)
     except OSError as error:
-        sys.stderr.write(f"what was read is not kept: {error.strerror}\n")
+        sys.stderr.write(f"the passages could not be cached: {error.strerror}\n")
 
 
-def gather(asked, left_out):
-    """(path, first line, last line, terms) of all passages."""
-    room, found = MAX_ALL_BYTES, []
-    for path in files_below(asked.get("paths") or ["."], asked.get("pattern"), left_out):
+def collect_passages(request, left_out):
+    """Return (path, first line, last line, terms) of all passages."""
+    remaining_bytes, passages = MAX_ALL_BYTES, []
+    for path in iter_files(request.get("paths") or ["."], request.get("pattern"), left_out):
         try:
-            facts = os.stat(path)
-            if facts.st_size > MAX_FILE_BYTES:
+            status = os.stat(path)
+            if status.st_size > MAX_FILE_BYTES:
                 raise ValueError(f"it is larger than {MAX_FILE_BYTES} bytes")
-            if facts.st_size > room:
+            if status.st_size > remaining_bytes:
                 raise ValueError("all files together are too large: name fewer with paths or pattern")
-            passages = read_passages(path, facts)
+            file_passages = read_passages(path, status)
         except OSError as error:
             left_out.append({"path": path, "why": error.strerror})
         except ValueError as error:
             left_out.append({"path": path, "why": str(error)})
         else:
-            room -= facts.st_size
-            found += [(path, first, last, terms) for first, last, terms in passages]
-    return found
+            remaining_bytes -= status.st_size
+            passages += [(path, first, last, terms) for first, last, terms in file_passages]
+    return passages
 
 
-def rank(query, passages):
-    """(score, place in passages), the most similar first. A passage that had every word of the query again and again
-    would have 1.
-    """
+def rank_passages(query, passages):
+    """Return (score, index in passages), best score first. The largest possible score is 1."""
     if not passages:
         return []
-    among = Counter(term for _, _, _, terms in passages for term in terms)
+    frequencies = Counter(term for _, _, _, terms in passages for term in terms)
     sizes = [sum(count for term, count in terms.items() if term[0] != "~") for _, _, _, terms in passages]
-    usual = sum(sizes) / len(sizes) or 1.0
-    wanted = weigh(query, among, len(passages))
-    most = sum(wanted.values()) * (SATURATION + 1) or 1.0
+    mean_size = sum(sizes) / len(sizes) or 1.0
+    weights = weigh_query(query, frequencies, len(passages))
+    best_score = sum(weights.values()) * (SATURATION + 1) or 1.0
     scores = []
-    for place, (_, _, _, terms) in enumerate(passages):
-        damping = SATURATION * (1 - LENGTH_SHARE + LENGTH_SHARE * sizes[place] / usual)
+    for index, (_, _, _, terms) in enumerate(passages):
+        damping = SATURATION * (1 - LENGTH_SHARE + LENGTH_SHARE * sizes[index] / mean_size)
         score = sum(
             weight * terms[term] * (SATURATION + 1) / (terms[term] + damping)
-            for term, weight in wanted.items()
+            for term, weight in weights.items()
             if term in terms
         )
         if score:
-            scores.append((score / most, place))
-    return sorted(scores, key=lambda one: (-one[0], one[1]))
+            scores.append((score / best_score, index))
+    return sorted(scores, key=lambda item: (-item[0], item[1]))
 
 
-def weigh(query, among, count):
-    """The query as a vector: each term by how rare it is. The pieces of a word that is nowhere stand for it as a whole,
-    those of others for its other forms.
+def weigh_query(query, frequencies, count):
+    """Return the query as a vector: the weight of each term grows with its rarity.
+
+    The pieces of a word that is in no passage replace the word. The pieces of other words find other forms of the word.
     """
-    wanted = {}
-    for word in terms_of(query):
+    weights = {}
+    for word in count_terms(query):
         if word[0] == "~":
             continue
-        pieces = [term for term in terms_of(word) if term[0] == "~" and term in among]
-        if word in among:
-            wanted[word] = rarity(among[word], count)
-        share = PIECE_SHARE if word in among else 1.0
+        pieces = [term for term in count_terms(word) if term[0] == "~" and term in frequencies]
+        if word in frequencies:
+            weights[word] = compute_rarity(frequencies[word], count)
+        share = PIECE_SHARE if word in frequencies else 1.0
         for piece in pieces:
-            wanted[piece] = wanted.get(piece, 0.0) + share * rarity(among[piece], count) / len(pieces)
-    return wanted
+            weights[piece] = weights.get(piece, 0.0) + share * compute_rarity(frequencies[piece], count) / len(pieces)
+    return weights
 
 
-def rarity(among, count):
-    return math.log(1 + (count - among + 0.5) / (among + 0.5)) ** 2
+def compute_rarity(frequency, count):
+    return math.log(1 + (count - frequency + 0.5) / (frequency + 0.5)) ** 2
 
 
-def show(path, first, last):
+def read_lines(path, first, last):
     with open(path, encoding="utf-8", errors="replace") as file:
         lines = file.read().splitlines()[first - 1 : last]
     text = "\n".join(lines).strip()
     return text if len(text) <= MAX_SHOWN_CHARS else text[:MAX_SHOWN_CHARS] + " [...]"
 
 
-def answer(asked):
+def build_answer(request):
     left_out = []
-    passages = gather(asked, left_out)
-    results, taken = [], set()
-    for score, place in rank(asked["query"], passages):
-        path, first, last, _ = passages[place]
-        # Passages overlap: of neighbours the better one is enough.
-        if any((path, line) in taken for line in range(first + OVERLAP_LINES, last - OVERLAP_LINES + 1)):
+    passages = collect_passages(request, left_out)
+    results, covered = [], set()
+    for score, index in rank_passages(request["query"], passages):
+        path, first, last, _ = passages[index]
+        # Passages overlap. Of adjacent passages, only the best one is listed.
+        if any((path, line) in covered for line in range(first + OVERLAP_LINES, last - OVERLAP_LINES + 1)):
             continue
-        taken.update((path, line) for line in range(first, last + 1))
+        covered.update((path, line) for line in range(first, last + 1))
         results.append(
-            {"path": path, "lines": f"{first}-{last}", "score": round(score, 3), "text": show(path, first, last)}
+            {"path": path, "lines": f"{first}-{last}", "score": round(score, 3), "text": read_lines(path, first, last)}
         )
-        if len(results) == asked.get("limit", 5):
+        if len(results) == request.get("limit", 5):
             break
     searched = {"files": len({path for path, _, _, _ in passages}), "passages": len(passages)}
     return {"results": results, "searched": searched, "left_out": left_out[:50], "left_out_count": len(left_out)}
@@ -214,17 +217,17 @@ def answer(asked):
 
 def main():
     try:
-        asked = json.load(sys.stdin)
+        request = json.load(sys.stdin)
     except ValueError:
         sys.exit('give JSON on standard input, as {"query": "how are invoices cancelled"}')
-    if not isinstance(asked, dict) or not isinstance(asked.get("query"), str) or not WORD.search(asked["query"]):
+    if not isinstance(request, dict) or not isinstance(request.get("query"), str) or not WORD.search(request["query"]):
         sys.exit('give a query with at least one word, as {"query": "how are invoices cancelled"}')
-    limit, paths = asked.get("limit", 5), asked.get("paths", ["."])
+    limit, paths = request.get("limit", 5), request.get("paths", ["."])
     if not isinstance(limit, int) or not 1 <= limit <= 50:
         sys.exit("limit must be a whole number from 1 to 50")
     if not isinstance(paths, list) or not all(isinstance(path, str) for path in paths):
         sys.exit('paths must be a list of files and folders, as ["docs"]')
-    json.dump(answer(asked), sys.stdout, ensure_ascii=False, indent=1)
+    json.dump(build_answer(request), sys.stdout, ensure_ascii=False, indent=1)
     sys.stdout.write("\n")
 
 
