@@ -143,8 +143,9 @@ class ToolcrewSandboxEnvironment(SandboxEnvironment):
         """
         if id is None:
             raise PrerequisiteError(
-                "toolcrew: name the session to remove: `toolcrew sessions list` lists them, `inspect sandbox cleanup "
-                "toolcrew ID` removes one. The command does not remove all, because other programs may have sessions"
+                "toolcrew: specify the session to remove: `toolcrew sessions list` lists the sessions, `inspect "
+                "sandbox cleanup toolcrew ID` removes one. The command does not remove all sessions, because other "
+                "programs may use them"
             )
         shared = client_of_loop()
         try:

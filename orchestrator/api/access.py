@@ -131,7 +131,7 @@ class _Callers(SecurityBase):
             str | None,
             Query(
                 pattern=r"^[A-Za-z0-9_-]{1,64}$",
-                description="For whom, with the key of an operator. Else the key's own tenant.",
+                description="The tenant, for operators' keys. Default: the tenant of the key.",
             ),
         ] = None,
     ) -> Caller:
@@ -141,7 +141,7 @@ class _Callers(SecurityBase):
         selected = tenant or identity.tenant
         if not identity.may_act_for(selected):
             raise ApiProblem(
-                ErrorCode.PERMISSION_DENIED, f"the API key is for tenant {identity.tenant} alone: leave `tenant` out"
+                ErrorCode.PERMISSION_DENIED, f"the API key belongs to tenant {identity.tenant}: omit `tenant`"
             )
         return Caller(app_state, identity, selected, credential)
 
@@ -152,13 +152,17 @@ AnyCaller = Annotated[Caller, Depends(find_caller)]
 
 async def _operator(caller: AnyCaller) -> Caller:
     if caller.identity.role not in ("operator", "admin"):
-        raise ApiProblem(ErrorCode.PERMISSION_DENIED, "this is for operators: use a key of the role operator or admin")
+        raise ApiProblem(
+            ErrorCode.PERMISSION_DENIED, "this request needs an operator: use a key of the role operator or admin"
+        )
     return caller
 
 
 async def _admin(caller: AnyCaller) -> Caller:
     if caller.identity.role != "admin":
-        raise ApiProblem(ErrorCode.PERMISSION_DENIED, "this is for administrators: use a key of the role admin")
+        raise ApiProblem(
+            ErrorCode.PERMISSION_DENIED, "this request needs an administrator: use a key of the role admin"
+        )
     return caller
 
 

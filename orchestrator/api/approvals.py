@@ -84,11 +84,11 @@ async def list_approvals(
     caller: AnyCaller,
     cursor: Cursor = None,
     limit: Limit = 50,
-    everybody: Annotated[bool, Query(description="Of all tenants, with the key of an operator.")] = False,
+    everybody: Annotated[bool, Query(description="Include all tenants, for operators' keys.")] = False,
 ) -> Page[ApprovalView]:
     """List the calls that wait for a decision. The call that expires first is first."""
     if everybody and not caller.is_operator:
-        raise ToolFailure(ErrorCode.PERMISSION_DENIED, "`everybody` is for operators: leave it out")
+        raise ToolFailure(ErrorCode.PERMISSION_DENIED, "only operators may use `everybody`: omit it")
     actor, tenant = caller.identity.actor(), None if everybody else caller.tenant
     page = await _queue(caller).pending(actor, tenant, decode_cursor(cursor), limit)
     return Page(
@@ -110,7 +110,9 @@ async def get_approval(approval_id: ApprovalId, caller: AnyCaller) -> ApprovalVi
 async def answer_approval(approval_id: ApprovalId, body: NewAnswer, caller: AnyCaller) -> AnswerView:
     """Decide about a call, once. The call continues within a moment. The audit log contains the decision."""
     if (body.decision == "modify") != (body.arguments is not None):
-        raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, "`arguments` go with the decision `modify`, and with no other")
+        raise ToolFailure(
+            ErrorCode.INVALID_ARGUMENTS, "only the decision `modify` takes `arguments`: omit them, or send `modify`"
+        )
     decision = Decision(body.decision != "reject", body.reason, body.arguments)
     try:
         answer = await _queue(caller).decide(approval_id, decision, digest=body.digest, actor=caller.identity.actor())
@@ -127,7 +129,9 @@ def _told(failure: ToolFailure) -> Exception:
     """Return the error with the HTTP status that fits this address."""
     match failure:
         case UnknownQuestion():
-            return ApiProblem(ApiCode.NOT_FOUND, "there is no call of that id that waits: GET /v1/approvals lists them")
+            return ApiProblem(
+                ApiCode.NOT_FOUND, "no call with this id waits for approval: GET /v1/approvals lists the waiting calls"
+            )
         case AlreadyAnswered() | QuestionOver() | OtherCall():
             return ApiProblem(ApiCode.CONFLICT, failure.message)
         case _:

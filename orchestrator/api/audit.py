@@ -36,7 +36,7 @@ async def read_audit(
     limit: Limit = 50,
     action: Annotated[list[AuditAction] | None, Query(description="Only these.")] = None,
     about: Annotated[
-        str | None, Query(pattern=r"^[A-Za-z0-9_-]{1,64}$", description="Only what was about that tenant.")
+        str | None, Query(pattern=r"^[A-Za-z0-9_-]{1,64}$", description="Only changes that concern this tenant.")
     ] = None,
     target: Annotated[str | None, Query(max_length=256)] = None,
 ) -> Page[AuditView]:

@@ -277,8 +277,8 @@ def _build_webhook(url: str | None, secret: str | None) -> Webhook | None:
     except ValidationError:
         raise ApiProblem(
             ErrorCode.INVALID_ARGUMENTS,
-            "a webhook needs `webhook_url` (http or https) and the header Webhook-Secret (whsec_ and 24 to 64 bytes in "
-            "base64): give both",
+            "a webhook needs `webhook_url` (http or https) and the header Webhook-Secret (whsec_ and 24 to 64 "
+            "bytes in base64): send both",
         ) from None
 
 
@@ -314,7 +314,7 @@ async def _read(request: Request, key: str, store: TenantStore) -> BatchFile:
     if key in _SENDING:
         raise ApiProblem(
             ErrorCode.RATE_LIMITED,
-            "another large batch is being sent with this key: send this one after it",
+            "another large batch is being sent with this key: send this one afterwards",
             headers={"Retry-After": "10"},
         )
     _SENDING.add(key)

@@ -122,5 +122,5 @@ async def _life(caller: Caller, call_id: str) -> CallLife | None:
 def _unknown(caller: Caller, call_id: str) -> ApiProblem:
     return ApiProblem(
         ApiCode.NOT_FOUND,
-        f"nothing is known of call {call_id} of tenant {caller.tenant}: calls are remembered for a day",
+        f"call {call_id} of tenant {caller.tenant} was not found: check the id. Calls are stored for a day",
     )

@@ -33,8 +33,8 @@ At the limit the call is paused for a while. After that, further output is only 
 _STREAM: dict[int | str, dict[str, Any]] = {
     200: {
         "description": (
-            "The result; with `Accept: text/event-stream` events `waiting` (the call has no slot yet, and why) and "
-            "`output`, then one `result`."
+            "The result. With `Accept: text/event-stream`: events `waiting` (the call has no slot yet; with the "
+            "reason) and `output`, then one `result`."
         ),
         "content": {MEDIA_TYPE: {}},
     }

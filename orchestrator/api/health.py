@@ -17,7 +17,9 @@ from store.connection import check_writable
 
 router = APIRouter(tags=["health"])
 
-_UNCONNECTED: Mapping[str, str] = {"redis": "not connected yet: see that Redis is up, and the service's log"}
+_UNCONNECTED: Mapping[str, str] = {
+    "redis": "not connected yet: check that Redis is running, and read the log of the service"
+}
 
 
 class Health(BaseModel):
@@ -60,7 +62,7 @@ async def readyz(app_state: Annotated[ApiState, Depends(depend_on_app_state)]) -
     response_class=Response,
     responses={
         **responses(),
-        200: {"description": "Prometheus's text, or OpenMetrics by `Accept`", "content": {"text/plain": {}}},
+        200: {"description": "The Prometheus text format, or OpenMetrics with `Accept`", "content": {"text/plain": {}}},
     },
 )
 async def metrics(caller: OperatorCaller, request: Request) -> Response:
@@ -79,8 +81,8 @@ async def _checks(app_state: ApiState) -> Mapping[str, str]:
         await check_writable(pool.redis, app_state.settings.deployment)
         pools: dict[str, Any] = dict(await pool.catalog.pools())
     except BrokerUnavailable:
-        return {"redis": "it does not answer, or cannot be written: see that it is up"}
+        return {"redis": "does not answer, or refuses writes: check that Redis is running"}
     except ConfigError:
-        return {"redis": "ok", "workers": "they publish tools of another release: run the same release everywhere"}
-    missing = "no worker serves: start one (toolcrew serve worker)"
+        return {"redis": "ok", "workers": "workers publish tools of another release: run the same release everywhere"}
+    missing = "no worker serves tools: start one (toolcrew serve worker)"
     return {"redis": "ok", "sandbox workers": "ok" if "sandbox" in pools else missing}

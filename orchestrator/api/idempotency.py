@@ -71,7 +71,7 @@ class Idempotency:
         if not _KEY.fullmatch(key):
             raise ApiProblem(
                 ApiCode.MALFORMED_REQUEST,
-                "Idempotency-Key: give 1 to 255 visible ASCII characters, new ones for each request",
+                "the Idempotency-Key is invalid: use 1 to 255 visible ASCII characters, and a new key for each request",
             )
         identity = await identify(self._app_state, scope)
         body = await _read(receive)
@@ -178,18 +178,19 @@ async def _replay(record: dict[str, Any], digest: str, send: Send) -> None:
     if record["digest"] != digest:
         raise ApiProblem(
             ApiCode.IDEMPOTENCY_MISMATCH,
-            "this Idempotency-Key was sent with another request: make a new key for each request",
+            "this Idempotency-Key was used for another request: create a new key for each request",
         )
     if record.get("pending"):
         raise ApiProblem(
             ApiCode.IDEMPOTENCY_IN_PROGRESS,
-            "the first request with this Idempotency-Key is still worked: send it again in a moment",
+            "the first request with this Idempotency-Key is still in progress: send it again in a moment",
         )
     if record.get("told_once"):
         raise ApiProblem(
             ApiCode.CONFLICT,
-            "the first request with this Idempotency-Key was done, and its answer holds a secret, which is told once: "
-            "if it did not come, revoke what it made and make another with a new Idempotency-Key",
+            "the first request with this Idempotency-Key succeeded, and its response contained a secret that is "
+            "shown only once. If you did not receive it, revoke the created key and create another with a new "
+            "Idempotency-Key",
         )
     headers = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in record["headers"]]
     body = base64.b64decode(record["body"])
@@ -204,13 +205,14 @@ async def _read(receive: Receive) -> bytes:
     while is_more:
         message = await receive()
         if message["type"] != "http.request":
-            raise ApiProblem(ApiCode.MALFORMED_REQUEST, "the request broke off")
+            raise ApiProblem(ApiCode.MALFORMED_REQUEST, "the request ended before its body was complete")
         body += message.get("body", b"")
         is_more = message.get("more_body", False)
         if len(body) > JSON_BYTES:
             raise ApiProblem(
                 ApiCode.BODY_TOO_LARGE,
-                f"with an Idempotency-Key a body may have {JSON_BYTES} bytes; a batch is found again by its `id`",
+                f"a request with an Idempotency-Key can have a body of at most {JSON_BYTES} bytes; for a batch, "
+                "send its `id` instead",
             )
     return bytes(body)
 

@@ -15,8 +15,8 @@ T = TypeVar("T")
 MAX_LIMIT = 200
 _WORDS = re.compile(r"[\x21-\x7e]{1,300}")
 
-Limit = Annotated[int, Query(ge=1, le=MAX_LIMIT, description="How many at most.")]
-Cursor = Annotated[str | None, Query(max_length=512, description="`next_cursor` of the page before.")]
+Limit = Annotated[int, Query(ge=1, le=MAX_LIMIT, description="Maximum number of items.")]
+Cursor = Annotated[str | None, Query(max_length=512, description="`next_cursor` of the previous page.")]
 
 
 class Page(BaseModel, Generic[T]):
@@ -41,7 +41,8 @@ def decode_cursor(cursor: str | None) -> str | None:
         position = ""
     if not _WORDS.fullmatch(position):
         raise ApiProblem(
-            ErrorCode.INVALID_ARGUMENTS, "this is no cursor of ours: give `next_cursor` as it came, or none to begin"
+            ErrorCode.INVALID_ARGUMENTS,
+            "the cursor is invalid: send `next_cursor` of the previous page, or omit it for the first page",
         )
     return position
 
@@ -50,7 +51,9 @@ def page_of(items: list[T], cursor: str | None, limit: int) -> Page[T]:
     """Return a page of a list that is completely in memory. Its cursors are indexes."""
     position = decode_cursor(cursor) or "0"
     if not position.isascii() or not position.isdigit() or len(position) > 9:
-        raise ApiProblem(ErrorCode.INVALID_ARGUMENTS, "this is a cursor of another list: give the one of this list")
+        raise ApiProblem(
+            ErrorCode.INVALID_ARGUMENTS, "the cursor belongs to another list: use the cursor of a page of this list"
+        )
     start = int(position)
     more = start + limit < len(items)
     return Page(data=items[start : start + limit], next_cursor=encode_cursor(str(start + limit)) if more else None)

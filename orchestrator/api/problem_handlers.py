@@ -23,9 +23,9 @@ from telemetry.logs import get_logger
 log = get_logger(__name__)
 
 _SENTENCES: Mapping[int, str] = {
-    400: "the body cannot be read: send JSON in UTF-8 that is not nested deeply",
-    404: "there is nothing at this address: /openapi.json lists what there is",
-    405: "this address does not take that method: see the header Allow",
+    400: "the body cannot be read: send JSON in UTF-8 without deep nesting",
+    404: "no resource has this address: see /openapi.json for the addresses",
+    405: "this address does not accept the method: see the header Allow",
 }
 """Details of problems for requests that the framework rejects, by status."""
 
@@ -59,8 +59,8 @@ def install(app: FastAPI, routers: Sequence[APIRouter]) -> None:
             for item in error.errors()[:20]
         ]
         is_unreadable = any(item["type"] == "json_invalid" for item in error.errors())
-        first = parts[0] if parts else {"loc": [], "msg": "it cannot be read"}
-        detail = f"{'.'.join(first['loc'])}: {first['msg']}; see /openapi.json for what is expected"
+        first = parts[0] if parts else {"loc": [], "msg": "the request cannot be read"}
+        detail = f"{'.'.join(first['loc'])}: {first['msg']}; see /openapi.json for the schema"
         code = ApiCode.MALFORMED_REQUEST if is_unreadable else ErrorCode.INVALID_ARGUMENTS
         return build_response(code, detail, errors=parts)
 
@@ -79,7 +79,10 @@ def install(app: FastAPI, routers: Sequence[APIRouter]) -> None:
         log.error(
             "api_failed", method=request.method, path=request.url.path[:200], error=type(error).__name__, exc_info=error
         )
-        return build_response(ErrorCode.INTERNAL, "this is a fault of the service, not of the request; its log has it")
+        return build_response(
+            ErrorCode.INTERNAL,
+            "the service failed, and the request is not the cause: the log of the service contains the error",
+        )
 
 
 def _methods_at(routers: Sequence[APIRouter], path: str) -> list[str]:

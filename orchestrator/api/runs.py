@@ -34,7 +34,7 @@ RunId = Annotated[str, Path(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
 _TYPE = re.compile(r'\{"type": ?"([A-Za-z]{1,64})"')
 """Pattern of the type in an event's text. The text is sent as stored, because parsing for many readers is expensive."""
 _STREAM: dict[int | str, dict[str, Any]] = {
-    200: {"description": "Events, the last of them `RunEnded`", "content": {MEDIA_TYPE: {}}}
+    200: {"description": "Events. The last event is `RunEnded`", "content": {MEDIA_TYPE: {}}}
 }
 
 
@@ -74,11 +74,11 @@ class NewRun(BaseModel):
     def _can_be_kept(self) -> Self:
         """Reject a run that an orchestrator could not read again, before the run is queued."""
         if is_deeper(self.history, MAX_DEPTH):
-            raise ValueError(f"history is nested deeper than {MAX_DEPTH}: make it flatter")
+            raise ValueError(f"history is nested deeper than {MAX_DEPTH}: reduce the nesting")
         try:
             self.model_dump_json()
         except ValueError as error:
-            raise ValueError("a text holds half a surrogate pair, which is no character: leave it out") from error
+            raise ValueError("a text contains a single surrogate, which is not a character: remove it") from error
         return self
 
     def body(self) -> RunBody:
@@ -184,7 +184,7 @@ async def list_runs(
     caller: AnyCaller,
     cursor: Cursor = None,
     limit: Limit = 50,
-    state: Annotated[HostedState | None, Query(description="Only those that stand so.")] = None,
+    state: Annotated[HostedState | None, Query(description="Only runs in this state.")] = None,
 ) -> Page[RunView]:
     """List the tenant's runs, the newest first. A page may be shorter than `limit` and not be the last: check
     `next_cursor`.

@@ -53,7 +53,7 @@ SessionId = Annotated[str, Path(pattern=SESSION_ID)]
 FilePath = Annotated[
     str,
     Path(
-        description="Below /workspace; or an absolute path of the sandbox, with its first slash: `/files//etc/hosts`."
+        description="A path below /workspace, or an absolute path of the sandbox with its slash: `/files//etc/hosts`."
     ),
 ]
 MAX_PATH_BYTES = 4096
@@ -142,11 +142,11 @@ async def list_sessions(
     caller: AnyCaller,
     cursor: Cursor = None,
     limit: Limit = 50,
-    everybody: Annotated[bool, Query(description="Of all tenants, with the key of an operator.")] = False,
+    everybody: Annotated[bool, Query(description="Include all tenants, for operators' keys.")] = False,
 ) -> Page[SessionRow]:
     """List open sessions, the newest first."""
     if everybody and not caller.is_operator:
-        raise ToolFailure(ErrorCode.PERMISSION_DENIED, "`everybody` is for operators: leave it out")
+        raise ToolFailure(ErrorCode.PERMISSION_DENIED, "only operators may use `everybody`: omit it")
     page = await caller.client.sessions(
         tenant=None if everybody else caller.tenant, cursor=decode_cursor(cursor), limit=limit
     )
@@ -228,7 +228,8 @@ async def write_file(session_id: SessionId, path: FilePath, caller: AnyCaller, r
 async def _with_path(caller: AnyCaller, session_id: str, path: str) -> Session:
     if not path or "\0" in path or len(path.encode("utf-8", "replace")) > MAX_PATH_BYTES:
         raise ToolFailure(
-            ErrorCode.INVALID_ARGUMENTS, f"the path of a file has 1 to {MAX_PATH_BYTES} bytes, and none of them is zero"
+            ErrorCode.INVALID_ARGUMENTS,
+            f"the path of the file is invalid: use 1 to {MAX_PATH_BYTES} bytes without a zero byte",
         )
     return await caller.client.session(session_id)
 

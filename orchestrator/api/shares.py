@@ -42,7 +42,7 @@ class Streams:
         if self._open[self._key] >= STREAMS_OF_A_KEY:
             raise ApiProblem(
                 ApiCode.TOO_MANY_REQUESTS,
-                f"{STREAMS_OF_A_KEY} event streams are open with this key, which is all that may: close some, or use "
+                f"this key has reached its limit of {STREAMS_OF_A_KEY} open event streams: close one, or use "
                 "another key",
                 headers={"Retry-After": str(AGAIN_S)},
             )

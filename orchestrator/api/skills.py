@@ -68,7 +68,7 @@ async def get_skill(name: str, caller: AnyCaller) -> SkillView:
 async def install_skill(
     caller: AnyCaller,
     request: Request,
-    replace: Annotated[bool, Query(description="In place of the tenant's skill of that name.")] = False,
+    replace: Annotated[bool, Query(description="Replace the tenant's skill with the same name.")] = False,
 ) -> SkillView:
     """Install a skill for the tenant: its folder as a .zip file of at most 16 MiB. New runs can use the skill."""
     installer = await caller.client.own_skills()

@@ -111,7 +111,7 @@ async def get_tenant(name: Name, caller: OperatorCaller) -> TenantView:
     """Return one tenant with its policy."""
     policies = {DEFAULT_TENANT: TenantPolicy(), **await caller.app_state.parts.pool.tenants.all()}
     if name not in policies:
-        raise ToolFailure(ErrorCode.UNKNOWN_TENANT, f"there is no tenant {name}: GET /v1/tenants lists them")
+        raise ToolFailure(ErrorCode.UNKNOWN_TENANT, f"tenant {name} does not exist: GET /v1/tenants lists the tenants")
     return _view(name, policies[name])
 
 

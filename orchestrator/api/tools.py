@@ -68,7 +68,7 @@ async def get_tool(name: str, caller: AnyCaller) -> ToolView:
 @router.patch(
     "/{name}",
     response_model=ToolView,
-    responses={**responses(404), 204: {"description": "It is so, and no worker serves the tool now"}},
+    responses={**responses(404), 204: {"description": "The switch is set, and no worker serves the tool now"}},
 )
 async def change_tool(name: str, change: ToolChange, caller: OperatorCaller) -> ToolView | Response:
     """Turn a tool on or off, for all tenants or for one tenant.

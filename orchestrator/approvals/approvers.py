@@ -75,7 +75,7 @@ class RefusingApprover:
     The refusal contains `reason` and why the call needs approval.
     """
 
-    def __init__(self, reason: str = "it needs approval and nobody can be asked") -> None:
+    def __init__(self, reason: str = "the call needs approval, and no approver is configured") -> None:
         self._reason = reason
 
     async def decide(self, request: ApprovalRequest) -> Decision:
@@ -99,7 +99,7 @@ class CallbackApprover:
         return (
             answer
             if isinstance(answer, Decision)
-            else Decision(answer is True, "" if answer is True else "it was refused")
+            else Decision(answer is True, "" if answer is True else "the call was refused")
         )
 
 
@@ -127,7 +127,9 @@ class ConsoleApprover:
                 self._write.write("\n(withdrawn: no answer is needed any more)\n")
                 self._write.flush()
                 raise
-        return Decision(True) if answer.strip().lower() in ("y", "yes") else Decision(False, "the user refused it")
+        return (
+            Decision(True) if answer.strip().lower() in ("y", "yes") else Decision(False, "the user refused the call")
+        )
 
 
 def choose_approver(mode: Literal["auto", "ask", "never"], *, is_interactive: bool) -> Approver:
@@ -142,9 +144,9 @@ def choose_approver(mode: Literal["auto", "ask", "never"], *, is_interactive: bo
     if is_interactive:
         return ConsoleApprover()
     return RefusingApprover(
-        "it needs approval and there is no terminal to ask at: set TOOLCREW_APPROVALS=auto to allow all such calls "
-        "unasked, TOOLCREW_APPROVALS=queue to have them wait for a decision (`toolcrew approvals list`), or allow this "
-        "one by a rule in the file that TOOLCREW_APPROVAL_POLICY names"
+        "the call needs approval, and this process has no terminal for the question: set TOOLCREW_APPROVALS=auto "
+        "to allow all such calls, TOOLCREW_APPROVALS=queue to wait for a decision (`toolcrew approvals list`), or "
+        "allow the call with a rule in the file of TOOLCREW_APPROVAL_POLICY"
     )
 
 
@@ -169,7 +171,7 @@ def describe_request(request: ApprovalRequest) -> str:
 def call_lines(call: ToolCall, tenant: str, session: str | None, command: str | None) -> list[str]:
     """Return the lines that show the complete call. The caller passes the lines to `make_visible`."""
     lines = [
-        f"{call.name} asks for approval (tenant {tenant}{f', session {session}' if session else ''})",
+        f"{call.name} needs approval (tenant {tenant}{f', session {session}' if session else ''})",
         json.dumps(call.arguments, ensure_ascii=False, indent=2, sort_keys=True),
     ]
     if command is not None:

@@ -72,7 +72,9 @@ class QueueApprover:
         # The signature proves only that this deployment wrote the answer. This check binds the answer to this call, so
         # that an answer copied to another question in Redis approves nothing.
         if (answer.id, answer.digest) != (question.id, question.digest):
-            raise EnvelopeRefused("the answer is to another question: somebody has moved it in Redis", "signature")
+            raise EnvelopeRefused(
+                "the answer belongs to another question: another process has moved it in Redis", "signature"
+            )
         return answer.to_decision()
 
     async def _asked(self, question: ApprovalQuestion, asker: str, expires_at: float) -> ApprovalAnswer | None:
@@ -185,8 +187,8 @@ def build_record(request: ApprovalRequest) -> ApprovalQuestion:
     if size > MAX_QUESTION_BYTES:
         raise ToolFailure(
             ErrorCode.INVALID_ARGUMENTS,
-            f"it needs approval, and with its {size} bytes it is longer than the {MAX_QUESTION_BYTES} that people are "
-            "asked to read: make it shorter",
+            f"the call needs approval, but it has {size} bytes, and a question can have at most "
+            f"{MAX_QUESTION_BYTES}: shorten the arguments",
         )
     return question
 

@@ -58,11 +58,11 @@ class Approval:
         # The approval is spent before any check, so that a failed attempt uses the approval up too.
         was_spent, self._is_spent = self._is_spent, True
         if was_spent:
-            raise ToolFailure(ErrorCode.PERMISSION_DENIED, "its approval has been used already")
+            raise ToolFailure(ErrorCode.PERMISSION_DENIED, "the approval was already used")
         if digest != self.digest:
-            raise ToolFailure(ErrorCode.PERMISSION_DENIED, "its arguments are not those that were approved")
+            raise ToolFailure(ErrorCode.PERMISSION_DENIED, "the arguments differ from the approved ones")
         if now > self.expires_at:
-            raise ToolFailure(ErrorCode.PERMISSION_DENIED, "the approval came too late; ask again")
+            raise ToolFailure(ErrorCode.PERMISSION_DENIED, "the approval came too late: ask again")
 
 
 async def review(
@@ -106,7 +106,7 @@ async def review(
         decision = await _ask(approver, request, ttl_s)
         on_event(_decided(run, request, decision))
         if not decision.is_allowed:
-            raise ToolFailure(ErrorCode.PERMISSION_DENIED, decision.reason or "it was refused")
+            raise ToolFailure(ErrorCode.PERMISSION_DENIED, decision.reason or "the call was refused")
         # The approver or the caller may have changed its copy of the call during the question. Either change makes the
         # approval invalid, because the person decided about different arguments.
         is_same = _seal(call, tenant, session) == digest and decision.digest in ("", approval.digest)
@@ -139,7 +139,7 @@ def _replace_arguments(call: ToolCall, spec: ToolSpec, arguments: Mapping[str, A
             else str(error)
         )
         raise ToolFailure(
-            ErrorCode.INVALID_ARGUMENTS, f"{spec.name}: the arguments are no plain JSON: {reason}"
+            ErrorCode.INVALID_ARGUMENTS, f"{spec.name}: the arguments are not plain JSON: {reason}"
         ) from error
 
 
@@ -167,10 +167,10 @@ async def _ask(approver: Approver, request: ApprovalRequest, ttl_s: float) -> De
             log.warning("approval_unanswered", tool=request.call.name, call=request.call.id, after_s=ttl_s)
             return Decision(False, f"nobody answered within {ttl_s:g} s")
         log.exception("approver_failed", tool=request.call.name, call=request.call.id)
-        return Decision(False, "it needs approval and asking for it failed")
+        return Decision(False, "the call needs approval, and the question could not be asked")
     if not _is_whole(decision):
         log.error("approver_answered_junk", tool=request.call.name, call=request.call.id, kind=type(decision).__name__)
-        return Decision(False, "it needs approval and the answer could not be read")
+        return Decision(False, "the call needs approval, and the answer could not be read")
     log.info(
         "approval_decided",
         tool=request.call.name,

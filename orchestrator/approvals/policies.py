@@ -51,10 +51,10 @@ class Rule:
 
     def __post_init__(self) -> None:
         if self.action not in get_args(Action):
-            raise ConfigError(f"action is {self.action!r}: write deny, ask or allow")
+            raise ConfigError(f"action is {self.action!r}: use deny, ask or allow")
         for name in ("tool", "tenant"):
             if not isinstance(value := getattr(self, name), str) or not value:
-                raise ConfigError(f'{name} is {value!r}: write a name, or a pattern such as "*"')
+                raise ConfigError(f'{name} is {value!r}: use a name, or a pattern such as "*"')
         prefix = self.argv_prefix
         if not isinstance(prefix, tuple) or not all(isinstance(word, str) and word for word in prefix):
             raise ConfigError('argv_prefix must be a list of words, such as ["git", "push"]')
@@ -118,7 +118,7 @@ class ApprovalPolicy:
         if _is_allowed([rule for rule, used in rules if rule.action == "allow" and used == spec.name], script):
             return Verdict("allow", "a rule of the policy allows it", warning)
         if warning:
-            return Verdict("ask", "it is dangerous", warning)
+            return Verdict("ask", "the call is dangerous", warning)
         if spec.requires_permission:
             return Verdict("ask", "its tool requires permission")
         return Verdict("allow")
@@ -133,12 +133,12 @@ def load_policy(path: Path | str) -> ApprovalPolicy:
     data = _load(path)
     unknown = sorted(set(data) - {"rules"})
     if unknown:
-        raise ConfigError(f"{path}: unknown field '{unknown[0]}': a policy holds nothing but rules")
+        raise ConfigError(f"{path}: unknown field '{unknown[0]}': a policy contains only rules")
     rules = data.get("rules")
     if not isinstance(rules, list):
         raise ConfigError(
-            f"{path}: there is no list of rules: write [[rules]] tables in TOML, or an object with a list 'rules' in "
-            "JSON"
+            f"{path}: the list of rules is missing: write [[rules]] tables in TOML, or an object with a list "
+            "'rules' in JSON"
         )
     return ApprovalPolicy(tuple(_parse_rule(path, number, rule) for number, rule in enumerate(rules, start=1)))
 
@@ -146,35 +146,35 @@ def load_policy(path: Path | str) -> ApprovalPolicy:
 def _load(path: Path) -> dict[str, Any]:
     readers = {".toml": tomllib.loads, ".json": json.loads}
     if path.suffix not in readers:
-        raise ConfigError(f"{path}: an approval policy is a .toml or a .json file; rename it")
+        raise ConfigError(f"{path}: an approval policy must be a .toml or .json file: rename it")
     try:
         with path.open("rb") as file:
             raw = file.read(MAX_POLICY_BYTES + 1)
     except OSError as error:
         raise ConfigError(
-            f"{path}: the approval policy cannot be read: {error.strerror}; mend the path or leave it out"
+            f"{path}: the approval policy cannot be read: {error.strerror}. Correct the path or omit it"
         ) from error
     if len(raw) > MAX_POLICY_BYTES:
         raise ConfigError(f"{path}: the approval policy is larger than {MAX_POLICY_BYTES} bytes")
     try:
         data = readers[path.suffix](raw.decode())
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{path}: this is not {path.suffix[1:].upper()}: {error}") from error
+        raise ConfigError(f"{path}: the file is not {path.suffix[1:].upper()}: {error}") from error
     if not isinstance(data, dict):
-        raise ConfigError(f"{path}: a policy is an object with a list 'rules'")
+        raise ConfigError(f"{path}: a policy must be an object with a list 'rules'")
     return data
 
 
 def _parse_rule(path: Path, number: int, data: Any) -> Rule:
     where = f"{path}: rule {number}"
     if not isinstance(data, dict):
-        raise ConfigError(f"{where}: a rule is a table with an action")
+        raise ConfigError(f"{where}: a rule must be a table with an action")
     fields = ("action", "tool", "tenant", "argv_prefix")
     unknown = sorted(set(data) - set(fields))
     if unknown:
         raise ConfigError(f"{where}: unknown field '{unknown[0]}'; a rule has {', '.join(fields)}")
     if "action" not in data:
-        raise ConfigError(f"{where}: action is missing: write deny, ask or allow")
+        raise ConfigError(f"{where}: the action is missing: use deny, ask or allow")
     prefix = data.get("argv_prefix", [])
     try:
         return Rule(**{**data, "argv_prefix": tuple(prefix) if isinstance(prefix, list) else prefix})
@@ -197,7 +197,7 @@ def _denied(rule: Rule, subject: str, warning: str) -> Verdict:
 
 
 def _say_asked(name: str, used: str) -> str:
-    reason = "a rule of the policy wants it approved"
+    reason = "a rule of the policy requires approval"
     return reason if used == name else f"{reason}: it would run a program as {used} does"
 
 

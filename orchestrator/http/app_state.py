@@ -128,7 +128,7 @@ class AppState:
         """Return the connected parts. Raises ApiProblem while the service is not connected."""
         if self._parts is None:
             raise ApiProblem(
-                ApiCode.NOT_READY, f"the service is not connected to its Redis: {self._problem}; try again in a moment"
+                ApiCode.NOT_READY, f"the service is not connected to Redis: {self._problem}; try again in a moment"
             )
         return self._parts
 
@@ -156,10 +156,7 @@ class AppState:
     def check(self) -> None:
         """Raise ConfigError for settings that can never serve a request, even after Redis answers."""
         if self.settings.api_key is not None:
-            raise ConfigError(
-                "TOOLCREW_API_KEY is set, and a key is one tenant's, while this serves every tenant by the keys of its "
-                "requests: unset it"
-            )
+            raise ConfigError("TOOLCREW_API_KEY is set, but this service uses the API keys of its requests: unset it")
         self.settings.broker().signing_keys()
         load_tracing_settings()
 
@@ -222,4 +219,8 @@ class AppState:
 
 def _first_sentence(error: OperatorError) -> str:
     """Return the reason for clients, without the address of Redis."""
-    return "it is away" if isinstance(error, BrokerUnavailable) else "the service is set up wrongly, its log says how"
+    return (
+        "Redis does not answer"
+        if isinstance(error, BrokerUnavailable)
+        else "the configuration is wrong, and the log of the service contains the error"
+    )

@@ -9,7 +9,7 @@ from orchestrator.http.problems import ApiCode, ApiProblem
 from store.api_keys import Identity
 
 MAX_KEY_CHARS = 256
-NO_KEY = "an API key is needed: send it as `Authorization: Bearer KEY` (`toolcrew keys create TENANT` makes one)"
+NO_KEY = "the API key is missing: send it as `Authorization: Bearer KEY` (`toolcrew keys create TENANT` creates one)"
 CLOSE = {"Connection": "close"}
 """Headers of a rejection that is sent before the body is read."""
 _IDENTITY = "toolcrew.identity"
@@ -24,7 +24,7 @@ def check_length(scope: Scope) -> None:
     length, coding = find_header(scope, b"content-length"), find_header(scope, b"transfer-encoding")
     if length is not None and coding is not None:
         raise ApiProblem(
-            ApiCode.MALFORMED_REQUEST, "Content-Length and Transfer-Encoding are both there: send one of them"
+            ApiCode.MALFORMED_REQUEST, "the request has both Content-Length and Transfer-Encoding: send one of them"
         )
 
 

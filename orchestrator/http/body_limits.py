@@ -248,32 +248,31 @@ async def _throw_away(receive: Receive) -> None:
 
 
 def _too_large(limit: int) -> Response:
-    detail = f"at most {limit} bytes can be sent here: send less, or large content in parts"
+    detail = f"the body is too large: send at most {limit} bytes, or send large content in parts"
     return build_response(ApiCode.BODY_TOO_LARGE, detail, headers={"Connection": "close"})
 
 
 def _too_many_values() -> Response:
-    detail = f"a body can have at most {JSON_VALUES} values: send fewer at a time, or large content in a file"
+    detail = f"the body has more than {JSON_VALUES} values: send fewer at a time, or send large content in a file"
     return build_response(ApiCode.BODY_TOO_LARGE, detail, headers={"Connection": "close"})
 
 
 def _too_many() -> Response:
-    detail = "the service holds as many bodies as it has memory for: send it again in a moment, or to another replica"
+    detail = "the service has no memory for another body: send it again in a moment, or to another replica"
     return build_response(ApiCode.NOT_READY, detail, headers={"Connection": "close"})
 
 
 def _too_many_of_owner() -> Response:
     detail = (
-        f"the bodies of your tenant's requests take {TENANT_BYTES // 2**20} MiB, which is the limit of one tenant: "
-        "wait until other requests of yours have ended, and send it again"
+        f"the bodies of your tenant's requests take {TENANT_BYTES // 2**20} MiB, which is the limit of a tenant: "
+        "wait until other requests have ended, then send the request again"
     )
     return build_response(ApiCode.TOO_MANY_REQUESTS, detail, headers={"Connection": "close", "Retry-After": "2"})
 
 
 def _too_slow() -> Response:
     detail = (
-        f"the body stopped coming, or came at less than {LEAST_BYTES_PER_S} bytes a second: send it again, faster or "
-        "in parts"
+        f"the body stopped, or was slower than {LEAST_BYTES_PER_S} bytes per second: send it again, faster or in parts"
     )
     return build_response(ApiCode.TOO_SLOW, detail, headers={"Connection": "close"})
 

@@ -16,7 +16,7 @@ log = get_logger(__name__)
 MEDIA_TYPE = "application/problem+json"
 MAX_DETAIL_CHARS = 2000
 RETRY_AFTER_S = 2
-REDIS_AWAY = "the service's Redis does not answer, or does not do it: try again in a moment"
+REDIS_AWAY = "Redis does not answer the service or refuses the command: try again in a moment"
 
 
 class ApiCode(StrEnum):

@@ -102,7 +102,7 @@ class PatientProtocol(H11Protocol):
     def send_400_response(self, msg: str) -> None:
         """Send a problem as the response, like every other error, and close the connection."""
         problem = build_response(
-            ApiCode.MALFORMED_REQUEST, "this is no HTTP/1.1 that can be read: check its head, its length and its chunks"
+            ApiCode.MALFORMED_REQUEST, "the request is not valid HTTP/1.1: check its head, its length and its chunks"
         )
         head = h11.Response(
             status_code=400, reason=b"Bad Request", headers=[*problem.raw_headers, (b"connection", b"close")]
@@ -205,7 +205,7 @@ class UvicornServer:
             listening.listen(2048)
         except OSError as error:
             raise ConfigError(
-                f"{self._host}:{self._port} cannot be listened on ({error.strerror}): give --host and --port of this "
-                "machine"
+                f"the service cannot listen on {self._host}:{self._port} ({error.strerror}): set --host and --port "
+                "to an address of this machine"
             ) from error
         return listening

@@ -48,7 +48,7 @@ OUTPUT_SCHEMA: dict[str, Any] = {
         "truncated": {"type": "boolean", "description": "Whether the text contains only a part of the output."},
         "spill": {
             "type": ["object", "null"],
-            "description": "The file in the session with the whole of a truncated output.",
+            "description": "The file in the session that contains the complete output.",
             "properties": {
                 "path": {"type": "string"},
                 "bytes": {"type": "integer"},
@@ -238,7 +238,7 @@ async def _find(client: ToolClient, name: str) -> ToolSpec:
         raise ToolFailure(ErrorCode.TOOL_DISABLED, state.switch.refusal(name))
     raise ToolFailure(
         ErrorCode.PERMISSION_DENIED,
-        f"{name} was not run: it is not allowed for tenant {client.tenant}; use another tool",
+        f"{name} was not run: tenant {client.tenant} may not use it; use another tool",
         was_refused=True,
     )
 
@@ -251,7 +251,7 @@ def _parse_call(call_id: str, params: CallToolRequestParams) -> ToolCall:
         reason = (
             error.errors(include_url=False, include_input=False)[0]["msg"]
             if isinstance(error, ValidationError)
-            else "they are nested too deeply"
+            else "the arguments are nested too deeply"
         )
         raise ToolFailure(
             ErrorCode.INVALID_ARGUMENTS, f"{params.name}: the arguments are not plain JSON: {reason}"

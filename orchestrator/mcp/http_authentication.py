@@ -43,7 +43,8 @@ class Origins:
         if origin is not None and not self._may(origin.decode("latin-1")):
             raise ApiProblem(
                 ErrorCode.PERMISSION_DENIED,
-                "pages of this Origin may not call: send no Origin header, or start the service with --origin for it",
+                "pages of this Origin may not send requests: omit the Origin header, or start the service with "
+                "--origin for it",
             )
         host = (find_header(scope, b"host") or b"").decode("latin-1")
         if self._is_local and _name_of(f"//{host}") not in _LOOPBACK:

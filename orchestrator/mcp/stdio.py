@@ -28,8 +28,8 @@ MAX_LINE_BYTES = 4 * 1024 * 1024
 WAITING_LINES = 64
 _CHUNK_BYTES = 64 * 1024
 _UNREADABLE = (
-    f"this is not a JSON-RPC message: send one per line, at most {MAX_LINE_BYTES} bytes, in UTF-8, without single "
-    "surrogates, and not deeply nested"
+    f"the line is not a JSON-RPC message: send one message per line, at most {MAX_LINE_BYTES} bytes, in UTF-8, "
+    "without single surrogates or deep nesting"
 )
 
 

@@ -30,7 +30,7 @@ async def examine_pages(settings: OrchestratorSettings, report: Report) -> None:
 
 async def _examine_url(name: str, base: str | None, path: str, variable: str, report: Report) -> None:
     if base is None:
-        report.add(name, True, f"{variable} is not set: nothing links to it", needed=False)
+        report.add(name, True, f"{variable} is not set, so pages have no links to it", needed=False)
         return
     status, body = await asyncio.to_thread(_get, base.rstrip("/") + path, None)
     if status == 200:
@@ -53,7 +53,7 @@ def _checks_of(body: bytes) -> str:
         checks = json.loads(body)["checks"]
         return "; ".join(f"{name}: {state}" for name, state in checks.items() if state != "ok")[:500]
     except (ValueError, KeyError, TypeError, AttributeError):
-        return "it gives no reason"
+        return "the response contains no reason"
 
 
 class _Stays(HTTPRedirectHandler):
@@ -91,7 +91,7 @@ async def examine_model(settings: OrchestratorSettings, report: Report) -> None:
         )
     except ConfigError:
         text = (
-            "there is no endpoint, and the weights of the local model are missing: set OPENAI_BASE_URL and "
+            "no model endpoint is set, and the weights of the local model are missing: set OPENAI_BASE_URL and "
             "TOOLCREW_MODEL, or see docs/agents.md"
         )
         report.add("model", False, text, needed=False)

@@ -106,12 +106,12 @@ def _find_problem(host: HostReport) -> tuple[str, str]:
     if not host.worker:
         return (
             "it has ended normally, and its next worker has not started yet",
-            "start its worker again, or wait until the host is given up",
+            "start its worker again, or wait until the host counts as lost",
         )
     if not host.healthy:
         return (
-            host.trouble or "its sandboxd is silent",
-            f"look at sandboxd and its log on {host.host}, and run `toolcrew doctor` there",
+            host.trouble or "its sandboxd does not answer",
+            f"check sandboxd and its log on {host.host}, and run `toolcrew doctor` there",
         )
     if host.draining:
         return "it takes no new sessions" + (

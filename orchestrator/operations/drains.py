@@ -50,8 +50,8 @@ async def order_drain(
     """
     if report.kind == "sandbox" and report.store == "local" and not lossy:
         raise ConfigError(
-            f"the checkpoints of {report.host} do not leave it, so its sessions would lose their files: set "
-            "TOOLCREW_WORKSPACE_STORE of every sandboxd to one store that all hosts share, or give --lossy"
+            f"the checkpoints of {report.host} are stored only there, so its sessions would lose their files: set "
+            "TOOLCREW_WORKSPACE_STORE of every sandboxd to one store that all hosts share, or use --lossy"
         )
     now = await hosts.now()
     call = ToolCall(id=secrets.token_hex(16), name=DRAIN_ORDER, arguments={"queue": report.queue, "lossy": lossy})

@@ -363,7 +363,7 @@ class LocalStack:
         text = (self._folder / f"{role}.log").read_text(errors="replace").strip()
         lines = text.splitlines()[-5:]
         reason = find_last_words(lines)
-        return reason or f"{role} ended by itself: {' | '.join(lines) or 'it logged nothing'}"
+        return reason or f"{role} ended unexpectedly: {' | '.join(lines) or 'its log is empty'}"
 
 
 def _is_listening(path: Path) -> bool:
@@ -412,11 +412,11 @@ async def keep(
     """
     if data is not None and settings.redis_url is not None:
         raise ConfigError(
-            "--data keeps the data of the stack's own Redis, and TOOLCREW_REDIS_URL names another one: leave one of "
-            "them out"
+            "--data is for the stack's own Redis, but TOOLCREW_REDIS_URL is the address of another one: omit one "
+            "of them"
         )
     if port is not None and _is_port_open(port):
-        raise ConfigError(f"another program uses port {port}: give another port with --port")
+        raise ConfigError(f"another program uses port {port}: select another port with --port")
     with open_stack_data(data) if data is not None else contextlib.nullcontext() as stack_data:
         stack = LocalStack(settings, stack_data, port, workers_only=workers_only)
         return await _run_stack(stack, announce, until_eof=until_eof, announce_end=announce_end)

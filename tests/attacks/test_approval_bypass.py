@@ -210,7 +210,7 @@ async def test_change_the_arguments_after_they_were_shown(which: str) -> None:
 
     result = await review(call, BASH, CallbackApprover(say))
     assert isinstance(result, ToolResult)
-    assert (result.error_code, "not those that were approved" in str(result.error)) == (
+    assert (result.error_code, "differ from the approved ones" in str(result.error)) == (
         ErrorCode.PERMISSION_DENIED,
         True,
     )

@@ -77,7 +77,7 @@ async def test_a_killed_sandboxd_is_started_again_and_its_sessions_keep_their_fi
         await eventually(lambda: not before & set(own_stack.footprint.containers()), 30, "its containers are gone")
         for session in (busy, idle):
             assert await retried(session, "cat file") == "content\n"
-    assert "sandboxd has ended by itself (SIGKILL) and is started again" in own_stack.errors()
+    assert "sandboxd ended unexpectedly (SIGKILL) and is started again" in own_stack.errors()
     assert own_stack.end() == 0
     own_stack.footprint.assert_nothing_left()
 
@@ -130,7 +130,7 @@ async def test_a_killed_worker_is_started_again_and_its_call_is_said_to_be_lost(
         assert await retried(session, "echo on") == "on\n"
     assert not [pid for pid in pool if is_alive(pid)]
     assert own_stack.pid("worker") != killed
-    assert "worker has ended by itself (SIGKILL) and is started again" in own_stack.errors()
+    assert "worker ended unexpectedly (SIGKILL) and is started again" in own_stack.errors()
     assert own_stack.end() == 0
     own_stack.footprint.assert_nothing_left()
 

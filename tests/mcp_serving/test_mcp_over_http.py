@@ -211,7 +211,7 @@ async def test_a_yes_for_one_session_is_none_for_another(mcp_stack: McpStack) ->
     assert isinstance(question, InputRequiredResult)
     moved = await ask(mcp_stack, 0, meta={SESSION: other}, input_responses=yes, request_state=question.request_state)
     assert isinstance(moved, CallToolResult)
-    assert "not those that were approved" in text_of(moved)
+    assert "differ from the approved ones" in text_of(moved)
 
 
 async def test_nobody_is_asked_where_the_operator_has_said_so(mcp_stack: McpStack) -> None:

@@ -55,7 +55,7 @@ async def test_another_site_cannot_switch_a_tool_with_an_operators_cookie_and_to
         form = {"form_token": await token_of(client), "enabled": "no"}
         response = await client.post("/tools/read_tool", data=form, headers=headers)
         assert response.status_code == 403
-        assert "was not sent from a page of this service" in response.text
+        assert "does not come from a page of this service" in response.text
         assert 'Disable<span class="hidden"> read_tool</span>' in (await client.get("/tools")).text
 
 

@@ -80,7 +80,7 @@ async def test_a_run_is_cancelled(world: World, visitors: Visitors) -> None:
         await visit.page.goto(f"/runs/{run.id}?of=acme")
         await visit.page.get_by_text("Cancel the run…").click()
         await visit.page.get_by_role("button", name="Cancel the run").click()
-        await expect(visit.page.get_by_text("It is being cancelled")).to_be_visible()
+        await expect(visit.page.get_by_text("The cancellation has started")).to_be_visible()
         await expect(visit.page.get_by_role("heading", level=1)).to_contain_text("cancelled")
     entries = (await Audit(world.redis, DEPLOYMENT).read(actions=("run.cancel",))).entries
     assert [(one.entry.target, one.entry.actor.name) for one in entries if one.entry.target == run.id] == [
@@ -115,7 +115,7 @@ async def test_a_call_is_allowed_after_its_exact_bytes_were_seen(world: World, v
         assert below, "the warning stands after what it warns of"
         await take_picture(visit.page, "approval")
         await visit.page.get_by_role("button", name="Allow this dangerous call").click()
-        await expect(visit.page.get_by_text("Allowed. The call goes on.")).to_be_visible()
+        await expect(visit.page.get_by_text("Allowed. The call continues.")).to_be_visible()
     assert (await answer_of(world, question)).answer.is_allowed
 
 
@@ -143,7 +143,7 @@ async def test_a_call_is_allowed_with_other_arguments_which_lose_nothing_on_the_
         assert json.loads(text) == question.call.arguments
         await box.fill(text.replace("ls ", "ls -l "))
         await visit.page.get_by_role("button", name="Allow with these").click()
-        await expect(visit.page.get_by_text("Allowed. The call goes on.")).to_be_visible()
+        await expect(visit.page.get_by_text("Allowed. The call continues.")).to_be_visible()
     assert (await answer_of(world, question)).answer.arguments == {"command": "ls -l \u202e\x00\t\n"}
 
 
@@ -237,7 +237,7 @@ async def test_a_batch_is_watched_and_cancelled(world: World, visitors: Visitors
         await take_picture(visit.page, "batch")
         await visit.page.get_by_text("Cancel the batch…").click()
         await visit.page.get_by_role("button", name="Cancel the batch").click()
-        await expect(visit.page.get_by_text("It is being cancelled")).to_be_visible()
+        await expect(visit.page.get_by_text("The cancellation has started")).to_be_visible()
     assert (await world.runs.batch("acme", "to-cancel")).state is BatchState.CANCELLED
 
 

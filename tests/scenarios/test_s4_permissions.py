@@ -84,7 +84,7 @@ async def test_s4_05_without_permission_it_does_not_run_and_the_model_reads_why(
     ran, model = await run_agent(WRITE, "text", "hello", RefusingApprover(), ApprovalPolicy())
     assert ran == []
     assert "PERMISSION_DENIED" in told(model)
-    assert "nobody can be asked" in told(model)
+    assert "no approver is configured" in told(model)
 
 
 async def test_s4_06_a_dangerous_operation_is_marked_and_shown_with_an_extra_warning() -> None:
@@ -98,7 +98,7 @@ async def test_s4_06_a_dangerous_operation_is_marked_and_shown_with_an_extra_war
 async def test_s4_06_a_tool_that_only_requires_permission_is_shown_without_the_warning() -> None:
     shown = io.StringIO()
     await run_agent(WRITE, "text", "x", ConsoleApprover(io.StringIO("y\n"), shown), ApprovalPolicy())
-    assert "asks for approval" in shown.getvalue()
+    assert "needs approval" in shown.getvalue()
     assert "WARNING" not in shown.getvalue()
 
 

@@ -63,7 +63,7 @@ NOT_READY = json.dumps({"ready": False, "checks": {"redis": "not connected yet",
         (200, b"{}", True, "answers"),
         (401, b"", True, "asks for a login"),
         (503, NOT_READY, False, "redis: not connected yet"),
-        (503, b"<html>", False, "gives no reason"),
+        (503, b"<html>", False, "contains no reason"),
         (404, b"", False, "answers with 404"),
     ],
 )

@@ -72,7 +72,7 @@ async def test_a_tool_that_needs_no_permission_is_not_asked_about() -> None:
 @pytest.mark.parametrize("flag", ["requires_permission", "dangerous"])
 async def test_a_marked_tool_without_anybody_to_ask_is_refused(flag: str) -> None:
     result = await refuse(build_call(), build_spec(**{flag: True}), RefusingApprover())
-    assert (result.error_code, "nobody can be asked" in str(result.error)) == (ErrorCode.PERMISSION_DENIED, True)
+    assert (result.error_code, "no approver is configured" in str(result.error)) == (ErrorCode.PERMISSION_DENIED, True)
 
 
 async def test_an_approved_call_runs_with_arguments_of_its_own_checked_and_completed() -> None:
@@ -130,7 +130,7 @@ def test_the_digest_is_over_canonical_json_and_differs_in_every_part() -> None:
 
 
 @pytest.mark.parametrize(
-    ("digest", "now", "expected"), [("other", 5.0, "not those that were approved"), ("digest", 10.1, "too late")]
+    ("digest", "now", "expected"), [("other", 5.0, "differ from the approved ones"), ("digest", 10.1, "too late")]
 )
 def test_an_approval_holds_for_one_call_and_until_its_end(digest: str, now: float, expected: str) -> None:
     with pytest.raises(ToolFailure, match=expected):
@@ -141,15 +141,15 @@ def test_an_approval_holds_for_one_call_and_until_its_end(digest: str, now: floa
 def test_an_approval_is_used_up_by_the_first_attempt() -> None:
     approval = Approval("digest", 10.0)
     approval.redeem("digest", 0.0)
-    with pytest.raises(ToolFailure, match="used already"):
+    with pytest.raises(ToolFailure, match="already used"):
         approval.redeem("digest", 0.0)
 
 
 def test_an_approval_is_used_up_by_a_wrong_attempt_too() -> None:
     approval = Approval("digest", 10.0)
-    with pytest.raises(ToolFailure, match="not those"):
+    with pytest.raises(ToolFailure, match="differ from"):
         approval.redeem("other", 0.0)
-    with pytest.raises(ToolFailure, match="used already"):
+    with pytest.raises(ToolFailure, match="already used"):
         approval.redeem("digest", 0.0)
 
 
@@ -255,7 +255,7 @@ async def test_the_console_shows_tool_tenant_arguments_command_and_warning() -> 
     approver = ConsoleApprover(io.StringIO("y\n"), shown)
     await allow(build_call("bash_tool", command="rm -rf /srv/build"), BASH, approver, tenant="acme", session="s1")
     assert shown.getvalue() == (
-        '\nbash_tool asks for approval (tenant acme, session s1)\n{\n  "command": "rm -rf /srv/build"\n}\ncommand:\n  '
+        '\nbash_tool needs approval (tenant acme, session s1)\n{\n  "command": "rm -rf /srv/build"\n}\ncommand:\n  '
         "| rm -rf /srv/build\n"
         "WARNING: this command removes folders with all that is in them\nrun it? [y/N] "
     )
@@ -279,7 +279,7 @@ async def test_a_time_limit_of_the_approvers_own_is_a_failure_of_it() -> None:
         raise TimeoutError
 
     result = await refuse(build_call("bash_tool", command="sudo ls"), BASH, CallbackApprover(give_up))
-    assert "asking for it failed" in str(result.error)
+    assert "the question could not be asked" in str(result.error)
 
 
 async def test_without_a_terminal_the_refusal_says_why_it_was_asked_and_what_to_set() -> None:

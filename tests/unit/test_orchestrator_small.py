@@ -187,7 +187,7 @@ def test_text_that_comes_in_pieces_is_one_line_and_the_next_thing_begins_its_own
 def test_a_long_result_is_shown_in_part_and_says_so() -> None:
     result = RESULT.model_copy(update={"output": "\n".join(f"line {n}" for n in range(MAX_SHOWN_LINES + 5))})
     text = shown(CallFinished(run="r", result=result))
-    assert ("5 lines more" in text, f"line {MAX_SHOWN_LINES}" in text) == (True, False)
+    assert ("5 more lines" in text, f"line {MAX_SHOWN_LINES}" in text) == (True, False)
 
 
 def test_driving_the_terminal_by_output_does_not_work() -> None:

@@ -237,17 +237,17 @@ def test_a_policy_is_read_from_toml_and_json(tmp_path: Path, name: str, text: st
 @pytest.mark.parametrize(
     ("name", "text", "expected"),
     [
-        ("p.yaml", "", "a .toml or a .json file"),
-        ("p.toml", "rules = [", "this is not TOML"),
+        ("p.yaml", "", "a .toml or .json file"),
+        ("p.toml", "rules = [", "the file is not TOML"),
         ("p.json", "[]", "an object with a list"),
-        ("p.json", '{"rules": {}}', "no list of rules"),
+        ("p.json", '{"rules": {}}', "the list of rules is missing"),
         ("p.json", '{"rules": [], "default": "allow"}', "unknown field 'default'"),
         (
             "p.json",
             '{"rules": [{"action": "ask"}, {"action": "permit"}]}',
-            "rule 2: action is 'permit': write deny, ask or allow",
+            "rule 2: action is 'permit': use deny, ask or allow",
         ),
-        ("p.json", '{"rules": [{"tool": "x"}]}', "rule 1: action is missing"),
+        ("p.json", '{"rules": [{"tool": "x"}]}', "rule 1: the action is missing"),
         ("p.json", '{"rules": [{"action": "ask", "argv": ["x"]}]}', "rule 1: unknown field 'argv'"),
         (
             "p.json",
@@ -261,8 +261,8 @@ def test_a_policy_is_read_from_toml_and_json(tmp_path: Path, name: str, text: st
         ),
         ("p.json", '{"rules": [{"action": ["ask"]}]}', "rule 1: action is"),
         ("p.json", '{"rules": [{"action": "ask", "tenant": 5}]}', "rule 1: tenant is 5"),
-        ("p.json", '{"rules": ["ask"]}', "rule 1: a rule is a table"),
-        ("p.json", "[" * 100_000, "this is not JSON"),
+        ("p.json", '{"rules": ["ask"]}', "rule 1: a rule must be a table"),
+        ("p.json", "[" * 100_000, "the file is not JSON"),
     ],
 )
 def test_a_wrong_policy_says_where_and_what_to_do(tmp_path: Path, name: str, text: str, expected: str) -> None:
@@ -278,5 +278,5 @@ def test_a_policy_that_is_not_there_is_an_error_and_not_an_empty_one(tmp_path: P
     with pytest.raises(ConfigError, match="cannot be read"):
         load_policy(tmp_path / "p.toml")
     (tmp_path / "latin.toml").write_bytes(b"\xff")
-    with pytest.raises(ConfigError, match="this is not TOML"):
+    with pytest.raises(ConfigError, match="the file is not TOML"):
         load_policy(tmp_path / "latin.toml")

@@ -211,7 +211,7 @@ def test_only_hashes_are_in_the_file_and_a_deployment_has_its_own_keys() -> None
 
 
 def test_an_unknown_role_is_refused_with_those_that_there_are() -> None:
-    with pytest.raises(ConfigError, match=r"no role 'root': the roles are orchestrator, worker"):
+    with pytest.raises(ConfigError, match=r"the role 'root' does not exist: the roles are orchestrator, worker"):
         build_users("default", {"root": "0" * 64})
 
 

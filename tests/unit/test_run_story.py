@@ -76,7 +76,7 @@ def test_whoever_goes_on_with_a_run_tells_the_step_anew_and_the_one_before_stays
         ("TextArrived", {"text": "anew"}),
     )
     assert [(step.id, step.text) for step in story.steps.values()] == [("step-1-1", ""), ("step-1-2", "anew")]
-    assert "went on with the run from step 2" in story.notes[0]
+    assert "continued the run from step 2" in story.notes[0]
 
 
 def test_events_whose_step_or_call_is_forgotten_do_no_harm() -> None:
@@ -118,5 +118,5 @@ def test_an_event_of_which_only_the_kind_was_kept_is_noted_and_does_no_harm() ->
         "Warned",
     ):
         story.add(event.replace("CallStarted", kind))
-    assert story.notes[0] == "A CallStarted event was too large for the stream: the transcript has it."
+    assert story.notes[0] == "A CallStarted event was too large for the stream. The transcript has it."
     assert len(story.notes) == 8

@@ -88,7 +88,7 @@ async def test_a_killed_process_restarts_and_its_neighbour_keeps_running(tmp_pat
 
             assert is_alive(second)
             assert house.pid("b") == neighbour
-            assert house.said == ["a has ended by itself (SIGKILL) and is started again"]
+            assert house.said == ["a ended unexpectedly (SIGKILL) and is started again"]
             assert house.changes == 2
 
 

@@ -65,7 +65,7 @@ def test_a_run_shows_a_few_lines_at_a_time_and_says_how_many_more_there_were() -
 def test_a_run_stops_showing_a_call_that_never_stops_talking() -> None:
     shown = run_view(*(output(f"{number}\n") for number in range(500))).splitlines()
     assert len(shown) == MAX_LIVE_LINES_OF_CALL + 1
-    assert "no more" in shown[-1]
+    assert "the rest appears" in shown[-1]
 
 
 def test_calls_that_run_side_by_side_do_not_finish_each_others_lines() -> None:

@@ -164,7 +164,7 @@ def _parse_arguments(text: str) -> dict[str, Any]:
 
     def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         if len({name for name, _ in pairs}) != len(pairs):
-            raise ValueError("a name stands twice in one object")
+            raise ValueError("an object contains a name twice")
         return dict(pairs)
 
     try:
@@ -172,12 +172,12 @@ def _parse_arguments(text: str) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise ApiProblem(
             ErrorCode.INVALID_ARGUMENTS,
-            f"nothing was decided: the arguments are no JSON ({error}); go back and write one object",
+            f"nothing was decided, because the arguments are not JSON ({error}). Go back and enter one object",
         ) from error
     if not isinstance(arguments, dict):
         raise ApiProblem(
             ErrorCode.INVALID_ARGUMENTS,
-            "nothing was decided: the arguments are no JSON object; go back and write {...}",
+            "nothing was decided, because the arguments are not a JSON object. Go back and enter {...}",
         )
     return arguments
 

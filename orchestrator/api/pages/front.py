@@ -65,7 +65,7 @@ async def log_in(
         # Only failed logins count by address. Behind a proxy all clients share one address, and a valid key must work
         # even when other clients try many keys.
         app_state.rates.take(f"login {request.client.host if request.client else ''}")
-        problem = "This key opens nothing: see that all of it was copied, or have an operator make another."
+        problem = "This key is not valid. Check that you copied the complete key, or ask an operator for a new one."
         return render("login.html", None, status=401, title="Log in", page="", problem=problem, next=_local(next))
     app_state.rates.take(identity.key_id)
     token = await logins_of(app_state).open(identity.key_id)

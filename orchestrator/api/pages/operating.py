@@ -26,11 +26,11 @@ PAGE = 50
 DONE = {
     "enabled": "The tool is enabled. The change reaches every worker within 2 seconds.",
     "disabled": "The tool is disabled. The change reaches every worker within 2 seconds.",
-    "paused": "The tenant is paused. Running calls go on to their end; no new call starts.",
+    "paused": "The tenant is paused. Running calls continue to their end. No new call starts.",
     "resumed": "The tenant is resumed. Its calls start again within 2 seconds.",
     "drained": "The host takes no new sessions. Its sessions move to other hosts, then its worker stops.",
-    "cancelled": "It is being cancelled. Running calls end within seconds.",
-    "allowed": "Allowed. The call goes on.",
+    "cancelled": "The cancellation has started. Running calls end within seconds.",
+    "allowed": "Allowed. The call continues.",
     "denied": "Denied. The model reads the reason.",
 }
 """Sentences that a page shows after a change, by the `done` value of its address.

@@ -91,7 +91,8 @@ class Person:
         """Raise ApiProblem for a key of the role tenant."""
         if not self.is_operator:
             raise ApiProblem(
-                ErrorCode.PERMISSION_DENIED, "this is for operators: log in with a key of the role operator or admin"
+                ErrorCode.PERMISSION_DENIED,
+                "this page needs an operator: log in with a key of the role operator or admin",
             )
 
 
@@ -107,7 +108,7 @@ async def _looking(
     if not identity.may_act_for(tenant or identity.tenant) or not identity.may_act_for(of or identity.tenant):
         raise ApiProblem(
             ErrorCode.PERMISSION_DENIED,
-            f"your key is for tenant {identity.tenant} alone: leave the other tenant's name out",
+            f"your key belongs to tenant {identity.tenant}: omit the name of the other tenant",
         )
     return Person(
         app_state,
@@ -125,7 +126,8 @@ async def _sending(
     if not person.login.owns(form_token):
         raise ApiProblem(
             ErrorCode.PERMISSION_DENIED,
-            "this form is not of your login, or of one that has ended: open the page again and send it from there",
+            "the form belongs to another login, or the login has ended: open the page again and send the form from "
+            "there",
         )
     return person
 
@@ -148,8 +150,8 @@ def check_origin(request: Request, settings: OrchestratorSettings) -> None:
     ):
         raise ApiProblem(
             ErrorCode.PERMISSION_DENIED,
-            "this was not sent from a page of this service: open the page and send it from there; behind a proxy, have "
-            "TOOLCREW_PAGE_URL set to its address",
+            "the request does not come from a page of this service: open the page and send the form from there. "
+            "Behind a proxy, set TOOLCREW_PAGE_URL to the address of the proxy",
         )
 
 
@@ -157,7 +159,7 @@ def not_here(kind: str) -> ApiProblem:
     """Return the problem for a missing object. Another tenant's object gives the same problem."""
     return ApiProblem(
         ApiCode.NOT_FOUND,
-        f"there is no such {kind}, or it is not yours, or it is no longer remembered: go back to the list",
+        f"this {kind} does not exist, has expired, or belongs to another tenant: go back to the list",
     )
 
 

@@ -58,7 +58,7 @@ class PageRoute(APIRoute):
             except RequestValidationError as error:
                 first = error.errors()[0]
                 problem = f"{'.'.join(str(part) for part in first['loc'][1:])[:100]}: {first['msg'][:300]}"
-                response = _told(request, ErrorCode.INVALID_ARGUMENTS, f"{problem}; go back and give another")
+                response = _told(request, ErrorCode.INVALID_ARGUMENTS, f"{problem}. Go back and correct it")
             for name, value in HEADERS.items():
                 response.headers.setdefault(name, value)
             return response

@@ -111,17 +111,17 @@ class RunStory:
             event = parse_event(data)
         except ValueError:
             # The stream keeps only the type of an event that is too large.
-            self.notes.append(f"A {data.get('type')} event was too large for the stream: the transcript has it.")
+            self.notes.append(f"A {data.get('type')} event was too large for the stream. The transcript has it.")
             return
         match event:
             case RunResumed():
                 self._resume(event.attempt, event.step)
             case EventsMissed():
-                self.notes.append("Earlier events are no longer stored: the transcript has them.")
+                self.notes.append("Earlier events are no longer stored. The transcript has them.")
             case EventsOmitted():
                 self.notes.append(
-                    f"{event.count} pieces of text or output were left out while Redis did not answer: the transcript "
-                    "has them."
+                    f"{event.count} pieces of text or output were not stored while Redis did not answer. The "
+                    "transcript has them."
                 )
             case RunEnded():
                 self._end()
@@ -140,7 +140,7 @@ class RunStory:
                 del self.steps[step.id]
                 self._changed.pop(step.id, None)
         self._now = None
-        self.notes.append(f"Another orchestrator went on with the run from step {number}.")
+        self.notes.append(f"Another orchestrator continued the run from step {number}.")
 
     def _end(self) -> None:
         self.is_ended = True
