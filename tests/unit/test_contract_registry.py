@@ -18,34 +18,29 @@ def names(registry: ToolRegistry[str], *wanted: str) -> list[str]:
     return [spec.name for spec in registry.specs(wanted or "all")]
 
 
-def test_a_tool_is_found_under_its_name_and_an_unknown_one_is_none() -> None:
+def test_a_tool_is_found_under_its_exact_name() -> None:
     tool = build_tool("a")
     registry = ToolRegistry([tool])
     assert registry.get("a") is tool
-    assert registry.get("b") is None
+    assert [registry.get(name) for name in ("b", "A", "a ", "")] == [None] * 4
 
 
 def test_a_tool_of_the_same_name_replaces_the_first() -> None:
     registry = ToolRegistry([build_tool("a", "old"), build_tool("b")])
     registry.register(build_tool("a", "new"))
-    found = registry.get("a")
-    assert found is not None
-    assert (found.handler, len(registry)) == ("new", 2)
+    tool = registry.get("a")
+    assert tool is not None
+    assert (tool.handler, len(registry)) == ("new", 2)
 
 
-def test_a_tool_whose_schema_is_none_is_refused_when_it_is_registered() -> None:
+def test_a_tool_with_an_invalid_schema_is_refused_when_it_is_registered() -> None:
     spec = build_spec().model_copy(update={"parameters": {"type": "string"}})
     with pytest.raises(SchemaError):
         ToolRegistry([Tool(spec, "handler")])
 
 
-def test_specs_come_in_the_order_of_their_names() -> None:
-    registry = ToolRegistry([build_tool("b"), build_tool("c"), build_tool("a")])
-    assert names(registry) == ["a", "b", "c"]
-
-
 @pytest.mark.parametrize(
-    ("wanted", "given"),
+    ("filters", "expected"),
     [
         (["b"], ["b"]),
         (["b", "nothing"], ["b"]),
@@ -55,20 +50,15 @@ def test_specs_come_in_the_order_of_their_names() -> None:
         (("a", "a"), ["a"]),
     ],
 )
-def test_a_filter_keeps_what_it_names(wanted: list[str], given: list[str]) -> None:
-    registry = ToolRegistry([build_tool("a"), build_tool("b")])
-    assert [spec.name for spec in registry.specs(wanted)] == given
+def test_a_filter_returns_the_named_tools_in_the_order_of_their_names(filters: list[str], expected: list[str]) -> None:
+    registry = ToolRegistry([build_tool("b"), build_tool("a")])
+    assert [spec.name for spec in registry.specs(filters)] == expected
 
 
-def test_one_name_as_plain_text_is_one_name_and_not_its_letters() -> None:
+def test_a_filter_of_plain_text_is_one_name_and_not_its_letters() -> None:
     specs = [build_spec("a"), build_spec("b"), build_spec("ab")]
     assert [spec.name for spec in filter_specs(specs, "ab")] == ["ab"]
     assert len(filter_specs(specs, "all")) == 3
-
-
-def test_a_name_is_case_sensitive_and_exact() -> None:
-    registry = ToolRegistry([build_tool("a")])
-    assert [registry.get(name) for name in ("A", "a ", "")] == [None, None, None]
 
 
 def test_a_list_of_specs_is_a_snapshot() -> None:
@@ -77,11 +67,6 @@ def test_a_list_of_specs_is_a_snapshot() -> None:
     registry.register(build_tool("b"))
     before.clear()
     assert names(registry) == ["a", "b"]
-
-
-def test_a_registry_made_of_none_is_empty() -> None:
-    registry: ToolRegistry[str] = ToolRegistry()
-    assert (len(registry), registry.specs()) == (0, [])
 
 
 def test_many_threads_register_find_and_list_at_once() -> None:
@@ -108,7 +93,7 @@ def test_many_threads_register_find_and_list_at_once() -> None:
     assert handlers <= {f"by-{number}" for number in range(threads)}
 
 
-def test_a_tool_that_is_off_is_listed_and_found_but_not_told_to_a_model() -> None:
+def test_a_disabled_tool_is_listed_and_found_but_not_shown_to_a_model() -> None:
     tool = build_tool("a")
     registry = ToolRegistry([tool, build_tool("b")])
     assert registry.disable("a", Switch(by="ada"))
@@ -122,32 +107,28 @@ def test_a_tool_that_is_off_is_listed_and_found_but_not_told_to_a_model() -> Non
     assert (registry.switch("a"), registry.switch("b")) == (Switch(by="ada"), None)
 
 
-def test_a_tool_is_on_again_when_it_is_turned_on() -> None:
-    registry = ToolRegistry([build_tool("a")])
-    registry.disable("a")
-    assert registry.enable("a")
-    assert (names(registry), registry.switch("a")) == (["a"], None)
-
-
-def test_an_unknown_tool_can_be_turned_neither_off_nor_on() -> None:
-    registry: ToolRegistry[str] = ToolRegistry()
-    assert (registry.disable("a"), registry.enable("a"), registry.describe()) == (False, False, [])
-
-
-def test_a_tool_that_replaces_one_that_is_off_is_off() -> None:
+def test_a_replaced_tool_stays_disabled_until_it_is_enabled() -> None:
     registry = ToolRegistry([build_tool("a", "old")])
     registry.disable("a")
     registry.register(build_tool("a", "new"))
     assert names(registry) == []
+    assert registry.enable("a")
+    assert (names(registry), registry.switch("a")) == (["a"], None)
 
 
-def test_a_verb_of_sessions_cannot_be_turned_off() -> None:
+def test_an_empty_registry_can_neither_disable_nor_enable_a_tool() -> None:
+    registry: ToolRegistry[str] = ToolRegistry()
+    assert (registry.disable("a"), registry.enable("a"), registry.describe()) == (False, False, [])
+    assert (len(registry), registry.specs()) == (0, [])
+
+
+def test_a_session_tool_cannot_be_disabled() -> None:
     registry = ToolRegistry([Tool(build_spec("session.open", audience="session"), "handler")])
     with pytest.raises(ValueError, match="cannot be disabled"):
         registry.disable("session.open")
 
 
-def test_many_threads_turn_tools_off_and_on_and_list_them_at_once() -> None:
+def test_many_threads_disable_enable_and_list_tools_at_once() -> None:
     registry = ToolRegistry([build_tool(f"tool-{number}") for number in range(20)])
 
     def work(number: int) -> None:
