@@ -16,6 +16,7 @@ from orchestrator.runs.hosted import HostedRuns
 from orchestrator.runs.run_service import ServiceWork
 from orchestrator.runs.runner import Runner
 from store.batches import BatchEventWriter, ItemEnvironment, RunBody
+from store.run_events import EventBatch, RunEventStore
 from store.runs import HostedRun, RunClaim
 from tests.builders import KEY
 from tests.conftest import RedisProcess
@@ -56,6 +57,11 @@ class HostedGround(ItemGround):
         """Start a run and return its id."""
         ground = options.pop("ground", ItemEnvironment())
         return (await self.runs.start("acme", body, ground, **options)).id
+
+    async def append_text(self, run: str, claim: str, *texts: str, first: int = 0) -> bool:
+        """Append events with these texts to the run's stream. Return whether the claim may still append events."""
+        events = [json.dumps({"type": "TextArrived", "text": text}) for text in texts]
+        return (await RunEventStore(self.client, "d").append([EventBatch("acme", run, claim, first, events)]))[0]
 
     async def events(self, run: str, after: str = "") -> list[Event]:
         """Return all events of a run until its end. The end must come soon."""

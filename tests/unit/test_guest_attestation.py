@@ -4,7 +4,6 @@ import contextlib
 import json
 import os
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,18 +14,6 @@ from workers.sandboxd.sandbox import build_done
 
 assert GUEST_PARENT
 from guest.loop import parse_options  # noqa: E402
-
-
-@pytest.fixture(scope="module")
-def shared() -> Iterator[Guest]:
-    with running_guest() as running:
-        yield running
-
-
-@pytest.fixture
-def guest() -> Iterator[Guest]:
-    with running_guest() as running:
-        yield running
 
 
 def attest(guest: Guest) -> Attestation:
@@ -139,21 +126,21 @@ def _setns(fd: int) -> None:
 
 
 @needs_namespace
-def test_it_tells_the_file_system_of_the_workspace(shared: Guest) -> None:
-    room = os.statvfs(shared.workspace)
-    found = attest(shared)
+def test_it_tells_the_file_system_of_the_workspace(shared_guest: Guest) -> None:
+    room = os.statvfs(shared_guest.workspace)
+    found = attest(shared_guest)
     assert (found.workspace_bytes, found.workspace_inodes) == (room.f_blocks * room.f_frsize, room.f_files)
     # The last mount that holds the workspace, as the outside sees it.
     points = [line.split()[1:3] for line in Path("/proc/self/mounts").read_text().splitlines()]
     holding = [
-        (len(point), kind) for point, kind in points if f"{shared.workspace}/".startswith(point.rstrip("/") + "/")
+        (len(point), kind) for point, kind in points if f"{shared_guest.workspace}/".startswith(point.rstrip("/") + "/")
     ]
     assert found.workspace_type == max(holding, key=lambda pair: pair[0])[1]
 
 
 @needs_namespace
-def test_an_unknown_field_is_refused(shared: Guest) -> None:
-    assert shared.request("attest", foo=1).code == "INVALID_ARGUMENTS"
+def test_an_unknown_field_is_refused(shared_guest: Guest) -> None:
+    assert shared_guest.request("attest", foo=1).code == "INVALID_ARGUMENTS"
 
 
 @needs_namespace

@@ -4,11 +4,10 @@ import json
 import os
 import stat
 import sys
-from collections.abc import Iterator
 
 import pytest
 
-from tests.guest_harness import GUEST_PARENT, Done, Guest, needs_namespace, running_guest
+from tests.guest_harness import GUEST_PARENT, Done, Guest, needs_namespace
 
 assert GUEST_PARENT
 from guest.files.edits import describe_syntax  # noqa: E402
@@ -16,16 +15,10 @@ from guest.files.edits import describe_syntax  # noqa: E402
 pytestmark = needs_namespace
 
 
-@pytest.fixture(scope="module")
-def running() -> Iterator[Guest]:
-    with running_guest() as guest:
-        yield guest
-
-
 @pytest.fixture
-def guest(running: Guest) -> Guest:
-    running.run(f"rm -rf ./* ./.[!.]*; rm -rf {running.output}/.state")
-    return running
+def guest(shared_guest: Guest) -> Guest:
+    shared_guest.run(f"rm -rf ./* ./.[!.]*; rm -rf {shared_guest.output}/.state")
+    return shared_guest
 
 
 def put(guest: Guest, data: bytes, path: str = "f") -> None:

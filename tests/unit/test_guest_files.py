@@ -2,7 +2,6 @@
 
 import os
 import stat
-from collections.abc import Iterator
 
 import pytest
 
@@ -11,16 +10,10 @@ from tests.guest_harness import Done, Guest, needs_namespace, running_guest
 pytestmark = needs_namespace
 
 
-@pytest.fixture(scope="module")
-def running() -> Iterator[Guest]:
-    with running_guest() as guest:
-        yield guest
-
-
 @pytest.fixture
-def guest(running: Guest) -> Guest:
-    running.run("rm -rf ./* ./.[!.]*")
-    return running
+def guest(shared_guest: Guest) -> Guest:
+    shared_guest.run("rm -rf ./* ./.[!.]*")
+    return shared_guest
 
 
 def write(guest: Guest, path: str, content: bytes, mode: str = "overwrite", timeout_s: float = 10) -> Done:

@@ -3,14 +3,13 @@
 import os
 import re
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.guest_harness import GUEST_PARENT, Guest, needs_namespace, running_guest
+from tests.guest_harness import GUEST_PARENT, Guest, needs_namespace
 from tests.search_ground import Ground
 
 assert GUEST_PARENT
@@ -284,24 +283,18 @@ def test_names_told_of_are_few_short_and_on_one_line(names: list[bytes]) -> None
     assert all(len(name) <= MAX_NAME_CHARS and "\n" not in name for name in told)
 
 
-@pytest.fixture(scope="module")
-def guest() -> Iterator[Guest]:
-    with running_guest() as running:
-        yield running
-
-
 @needs_namespace
-def test_a_folder_that_cannot_be_read_is_counted(guest: Guest) -> None:
-    guest.run("mkdir -p t/open t/shut; touch t/open/a t/shut/b; chmod 0 t/shut")
-    done = guest.request("glob", pattern="**", path="t", kind="file", limit=100, max_bytes=30_000, timeout_s=10)
-    guest.run("chmod 700 t/shut; rm -r t")
+def test_a_folder_that_cannot_be_read_is_counted(shared_guest: Guest) -> None:
+    shared_guest.run("mkdir -p t/open t/shut; touch t/open/a t/shut/b; chmod 0 t/shut")
+    done = shared_guest.request("glob", pattern="**", path="t", kind="file", limit=100, max_bytes=30_000, timeout_s=10)
+    shared_guest.run("chmod 700 t/shut; rm -r t")
     assert (done.bytes_of("lines"), done["unreadable"]) == (b"t/open/a\n", 1)
 
 
 @needs_namespace
-def test_a_running_guest_serves_it_from_the_folder_the_last_command_went_to(guest: Guest) -> None:
-    guest.run("mkdir -p a/b; touch a/b/f.py top.py")
-    done = guest.request("glob", pattern="*.py", path=".", kind="file", limit=100, max_bytes=1000, timeout_s=10)
+def test_a_running_guest_serves_it_from_the_folder_the_last_command_went_to(shared_guest: Guest) -> None:
+    shared_guest.run("mkdir -p a/b; touch a/b/f.py top.py")
+    done = shared_guest.request("glob", pattern="*.py", path=".", kind="file", limit=100, max_bytes=1000, timeout_s=10)
     assert set(done.bytes_of("lines").split()) == {b"a/b/f.py", b"top.py"}
-    assert guest.request("glob", pattern="*", path=".", timeout_s=10).code == "INVALID_ARGUMENTS"
-    assert guest.wait_alone()
+    assert shared_guest.request("glob", pattern="*", path=".", timeout_s=10).code == "INVALID_ARGUMENTS"
+    assert shared_guest.wait_alone()

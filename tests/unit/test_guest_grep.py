@@ -3,7 +3,6 @@
 import os
 import re
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.guest_harness import GUEST_PARENT, Done, Guest, needs_namespace, running_guest
+from tests.guest_harness import GUEST_PARENT, Done, Guest, needs_namespace
 from tests.search_ground import Ground
 
 assert GUEST_PARENT
@@ -278,12 +277,6 @@ def test_a_line_cut_keeps_whole_characters_and_the_place_of_the_match(line: str,
 # through a running guest
 
 
-@pytest.fixture(scope="module")
-def running() -> Iterator[Guest]:
-    with running_guest() as guest:
-        yield guest
-
-
 FIELDS = {"path": ".", "mode": "content", "limit": 100, "max_bytes": 30_000, "max_lines": 2000, "timeout_s": 10}
 
 
@@ -292,43 +285,43 @@ def ask(guest: Guest, pattern: str, **fields: Any) -> Done:
 
 
 @needs_namespace
-def test_a_running_guest_leaves_nothing_running_after_a_search_a_limit_and_a_cancel(running: Guest) -> None:
-    running.run(
+def test_a_running_guest_leaves_nothing_running_after_a_search_a_limit_and_a_cancel(shared_guest: Guest) -> None:
+    shared_guest.run(
         "printf 'hit\\n' >a; printf '%040d!\\n' 0 | tr 0 a >b; mkdir shut; echo hit >shut/x; echo hit >unread; chmod 0 "
         "shut unread"
     )
-    done = ask(running, "hit", exclude="b")
+    done = ask(shared_guest, "hit", exclude="b")
     assert done.bytes_of("lines") == b"a:1: hit\n"
     assert (done["unreadable"], sorted(done["unreadable_names"])) == (2, ["shut", "unread"])
-    assert ask(running, "(?=a)(a+)+$", timeout_s=0.5, include="b").code == "TIMEOUT"
-    started = running.start("grep", pattern="(?=a)(a+)+$", **{**FIELDS, "include": "b"})
-    while len(running.others()) < 2:
+    assert ask(shared_guest, "(?=a)(a+)+$", timeout_s=0.5, include="b").code == "TIMEOUT"
+    started = shared_guest.start("grep", pattern="(?=a)(a+)+$", **{**FIELDS, "include": "b"})
+    while len(shared_guest.others()) < 2:
         time.sleep(0.005)
-    running.send({"id": started, "op": "cancel"})
-    assert running.finish(started).code == "CANCELLED"
-    assert running.wait_alone()
+    shared_guest.send({"id": started, "op": "cancel"})
+    assert shared_guest.finish(started).code == "CANCELLED"
+    assert shared_guest.wait_alone()
 
 
 @needs_namespace
-def test_what_cannot_be_read_is_told_whole_and_is_no_fault_of_the_pattern(running: Guest) -> None:
-    running.run(
+def test_what_cannot_be_read_is_told_whole_and_is_no_fault_of_the_pattern(shared_guest: Guest) -> None:
+    shared_guest.run(
         "mkdir -p t/s w; cd t; for n in {1..2000}; do : >name-that-takes-some-space-$n; done; : >$'two\nlines'; : "
         ">s/no.py; chmod 0 *"
     )
-    running.run("chmod 0 t/s; chmod 600 w")
-    done = ask(running, "hit", path="t", include="*[0-9s]")
+    shared_guest.run("chmod 0 t/s; chmod 600 w")
+    done = ask(shared_guest, "hit", path="t", include="*[0-9s]")
     assert (done["unreadable"], done["searched"]) == (2002, 2001)
-    assert ask(running, "hit", path="t", include="two*")["unreadable_names"] == ["t/s", "t/two\\nlines"]
-    assert ask(running, "hit", path="w").code == "PERMISSION_DENIED"
-    running.run("chmod 700 t/s; rm -r t w")
+    assert ask(shared_guest, "hit", path="t", include="two*")["unreadable_names"] == ["t/s", "t/two\\nlines"]
+    assert ask(shared_guest, "hit", path="w").code == "PERMISSION_DENIED"
+    shared_guest.run("chmod 700 t/s; rm -r t w")
 
 
 @needs_namespace
-def test_a_search_whose_reader_does_not_read_waits_and_stays_small(running: Guest) -> None:
+def test_a_search_whose_reader_does_not_read_waits_and_stays_small(shared_guest: Guest) -> None:
     line = "hit " + "x" * 480
-    running.run(f"for f in 1 2 3; do for n in {{1..4000}}; do echo '{line}'; done >big$f; done")
-    before = running.resident_bytes()
-    running.start(
+    shared_guest.run(f"for f in 1 2 3; do for n in {{1..4000}}; do echo '{line}'; done >big$f; done")
+    before = shared_guest.resident_bytes()
+    shared_guest.start(
         "grep",
         pattern="hit",
         **{
@@ -345,24 +338,24 @@ def test_a_search_whose_reader_does_not_read_waits_and_stays_small(running: Gues
     seen = ""
     give_up_at = time.monotonic() + 10
     while seen.count("S") < 1 or "R" in seen:
-        seen = "".join(running.others().values())
+        seen = "".join(shared_guest.others().values())
         assert time.monotonic() < give_up_at
-    assert running.resident_bytes() - before < 4 << 20
-    frame = running.next_frame()
+    assert shared_guest.resident_bytes() - before < 4 << 20
+    frame = shared_guest.next_frame()
     assert frame.header["stream"] == "lines"
     assert re.match(rb"big\d:1: hit x", frame.body)
-    while running.next_frame().header["ev"] != "done":
+    while shared_guest.next_frame().header["ev"] != "done":
         pass
-    assert running.wait_alone()
+    assert shared_guest.wait_alone()
 
 
 @needs_namespace
-def test_lines_of_the_first_file_come_before_the_others_are_read(running: Guest) -> None:
-    running.run("mkdir many; for n in {1..40}; do echo hit >many/$n; done")
-    started = running.start("grep", pattern="hit", **{**FIELDS, "path": "many"})
+def test_lines_of_the_first_file_come_before_the_others_are_read(shared_guest: Guest) -> None:
+    shared_guest.run("mkdir many; for n in {1..40}; do echo hit >many/$n; done")
+    started = shared_guest.start("grep", pattern="hit", **{**FIELDS, "path": "many"})
     frames = []
     while not frames or frames[-1].header["ev"] != "done":
-        frames.append(running.next_frame())
+        frames.append(shared_guest.next_frame())
     assert len(frames) > 3
     assert {frame.header["id"] for frame in frames} == {started}
     assert b"".join(frame.body for frame in frames).count(b"\n") == 40

@@ -1,21 +1,13 @@
 """Order of calls in the guest: which calls wait for each other, and what happens to waiting calls."""
 
-from collections.abc import Iterator
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.guest_harness import GUEST_PARENT, Guest, needs_namespace, running_guest
+from tests.guest_harness import GUEST_PARENT, Guest, needs_namespace
 
 assert GUEST_PARENT
 from guest.calls import Call, Lanes  # noqa: E402
-
-
-@pytest.fixture
-def guest() -> Iterator[Guest]:
-    with running_guest() as running:
-        yield running
 
 
 def start(guest: Guest, script: str, **fields: object) -> str:

@@ -1,19 +1,12 @@
 """The guest's side of the protocol: frames that it answers, frames that it ignores, and frames that end it."""
 
 import secrets
-from collections.abc import Iterator
 
 import pytest
 
 from tests.guest_harness import Guest, needs_namespace, running_guest
 
 pytestmark = needs_namespace
-
-
-@pytest.fixture
-def guest() -> Iterator[Guest]:
-    with running_guest() as running:
-        yield running
 
 
 def test_pings_are_answered_while_a_program_runs(guest: Guest) -> None:

@@ -1,27 +1,19 @@
 """State that lasts from one command of a session to the next, and the damage that no command can do to this state."""
 
-from collections.abc import Iterator
-
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from tests.guest_harness import Done, Guest, needs_namespace, running_guest
+from tests.guest_harness import Done, Guest, needs_namespace
 
 pytestmark = needs_namespace
 
 
-@pytest.fixture(scope="module")
-def running() -> Iterator[Guest]:
-    with running_guest() as guest:
-        yield guest
-
-
 @pytest.fixture
-def guest(running: Guest) -> Guest:
+def guest(shared_guest: Guest) -> Guest:
     """A guest with a new session."""
-    command(running, "true", state="fresh")
-    return running
+    command(shared_guest, "true", state="fresh")
+    return shared_guest
 
 
 def command(guest: Guest, script: str | bytes, **fields: object) -> Done:
@@ -235,10 +227,10 @@ def test_a_command_of_any_length_runs_and_leaves_its_state(guest: Guest, size: i
 @settings(max_examples=20, deadline=None)
 @given(value=st.binary(min_size=0, max_size=40).filter(lambda raw: b"\0" not in raw))
 @example(b"\n'\"$`\\x\xff\xc3")
-def test_any_value_of_a_variable_lasts(running: Guest, value: bytes) -> None:
+def test_any_value_of_a_variable_lasts(shared_guest: Guest, value: bytes) -> None:
     escaped = "".join(f"\\x{byte:02x}" for byte in value)
-    command(running, f"export VALUE=$'{escaped}'" if value else "export VALUE=")
-    assert command(running, 'printf %s "$VALUE"').bytes_of("stdout") == value
+    command(shared_guest, f"export VALUE=$'{escaped}'" if value else "export VALUE=")
+    assert command(shared_guest, 'printf %s "$VALUE"').bytes_of("stdout") == value
 
 
 @pytest.mark.parametrize(

@@ -3,12 +3,11 @@ streamed.
 """
 
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.guest_harness import GUEST_PARENT, Done, Guest, needs_namespace, running_guest
+from tests.guest_harness import GUEST_PARENT, Done, Guest, needs_namespace
 
 assert GUEST_PARENT
 from guest.commands import outputs  # noqa: E402
@@ -16,12 +15,6 @@ from guest.commands.outputs import Spill  # noqa: E402
 from guest.paths import GuestPaths  # noqa: E402
 
 LIMITS = {"bytes": 1000, "lines": 20}
-
-
-@pytest.fixture(scope="module")
-def guest() -> Iterator[Guest]:
-    with running_guest() as running:
-        yield running
 
 
 def run(guest: Guest, script: str, **fields: object) -> Done:
@@ -34,8 +27,8 @@ def build_spill(output: Path, limit: int = 10) -> Spill:
 
 @needs_namespace
 @pytest.mark.parametrize("script", ["true", "seq 20", "head -c 1000 /dev/zero"])
-def test_an_output_that_fits_has_no_file(guest: Guest, script: str) -> None:
-    done = run(guest, script)
+def test_an_output_that_fits_has_no_file(shared_guest: Guest, script: str) -> None:
+    done = run(shared_guest, script)
     assert (done["spill"], done["spill_failed"]) == (None, False)
 
 
@@ -43,8 +36,8 @@ def test_an_output_that_fits_has_no_file(guest: Guest, script: str) -> None:
 @pytest.mark.parametrize(
     "script", ["seq 21", "head -c 1001 /dev/zero", "seq 100000; seq 1000 >&2", "yes | head -c 3000000"]
 )
-def test_an_output_that_does_not_lies_whole_in_a_file(guest: Guest, script: str) -> None:
-    done = run(guest, script)
+def test_an_output_that_does_not_lies_whole_in_a_file(shared_guest: Guest, script: str) -> None:
+    done = run(shared_guest, script)
     content = Path(done["spill"]["path"]).read_bytes()
     totals = done["streams"]
     assert len(content) == totals["merged"]["total"] == totals["stdout"]["total"] + totals["stderr"]["total"]
@@ -54,17 +47,17 @@ def test_an_output_that_does_not_lies_whole_in_a_file(guest: Guest, script: str)
 
 
 @needs_namespace
-def test_what_a_command_printed_until_its_limit_is_in_the_file(guest: Guest) -> None:
-    done = run(guest, "seq 1000; sleep 1000", timeout_s=0.3)
+def test_what_a_command_printed_until_its_limit_is_in_the_file(shared_guest: Guest) -> None:
+    done = run(shared_guest, "seq 1000; sleep 1000", timeout_s=0.3)
     assert done["timed_out"] is True
     assert Path(done["spill"]["path"]).read_bytes().endswith(b"\n1000\n")
 
 
 @needs_namespace
-def test_a_place_for_outputs_that_takes_none_fails_no_command(guest: Guest) -> None:
-    guest.run(f"chmod 500 {guest.output}", cwd="/")
+def test_a_place_for_outputs_that_takes_none_fails_no_command(shared_guest: Guest) -> None:
+    shared_guest.run(f"chmod 500 {shared_guest.output}", cwd="/")
     try:
-        done = run(guest, "seq 1000; exit 3", cwd=None, state="keep")
+        done = run(shared_guest, "seq 1000; exit 3", cwd=None, state="keep")
         assert (done["exit_code"], done["spill"], done["spill_failed"], done["state"]["outcome"]) == (
             3,
             None,
@@ -72,7 +65,7 @@ def test_a_place_for_outputs_that_takes_none_fails_no_command(guest: Guest) -> N
             "replaced",
         )
     finally:
-        guest.run(f"chmod 700 {guest.output}", cwd="/")
+        shared_guest.run(f"chmod 700 {shared_guest.output}", cwd="/")
 
 
 def test_the_oldest_files_make_room_and_no_file_is_larger_than_the_quota(
@@ -140,31 +133,31 @@ def live_bytes(guest: Guest, script: str, most: int, **fields: object) -> Done:
 
 
 @needs_namespace
-def test_live_output_comes_while_the_program_runs(guest: Guest) -> None:
-    call = guest.start_script(
+def test_live_output_comes_while_the_program_runs(shared_guest: Guest) -> None:
+    call = shared_guest.start_script(
         "rm -f gate; mkfifo gate; echo first; read line < gate; echo second >&2", live=True, max_bytes=10_000
     )
-    frame = guest.next_frame()
+    frame = shared_guest.next_frame()
     assert (frame.header["stream"], frame.body) == ("live", b"first\n")
-    guest.run("echo go > gate")
-    done = guest.finish(call)
+    shared_guest.run("echo go > gate")
+    done = shared_guest.finish(call)
     assert (done.bytes_of("live_stderr"), done["live"]) == (b"second\n", {"sent": 13, "dropped": 0})
     assert (done.bytes_of("stdout"), done.bytes_of("stderr")) == (b"first\n", b"second\n")
 
 
 @needs_namespace
-def test_live_output_stays_within_its_bound_frames_included(guest: Guest) -> None:
-    done = live_bytes(guest, "for i in $(seq 200); do echo line $i; done; sleep 0.2; echo more", 500)
+def test_live_output_stays_within_its_bound_frames_included(shared_guest: Guest) -> None:
+    done = live_bytes(shared_guest, "for i in $(seq 200); do echo line $i; done; sleep 0.2; echo more", 500)
     sent = len(done.bytes_of("live"))
     assert sent == done["live"]["sent"] <= 500
     assert done["live"]["sent"] + done["live"]["dropped"] == done["streams"]["stdout"]["total"]
 
 
 @needs_namespace
-def test_many_small_pieces_are_few_frames(guest: Guest) -> None:
-    call = guest.start_script("for i in $(seq 300); do echo $i; sleep 0.001; done", live=True, max_bytes=1 << 20)
+def test_many_small_pieces_are_few_frames(shared_guest: Guest) -> None:
+    call = shared_guest.start_script("for i in $(seq 300); do echo $i; sleep 0.001; done", live=True, max_bytes=1 << 20)
     frames = 0
-    while (frame := guest.next_frame()).header["ev"] == "data":
+    while (frame := shared_guest.next_frame()).header["ev"] == "data":
         frames += frame.header["stream"] == "live"
     assert frame.header["id"] == call
     assert frame.header["live"]["dropped"] == 0
@@ -172,7 +165,7 @@ def test_many_small_pieces_are_few_frames(guest: Guest) -> None:
 
 
 @needs_namespace
-def test_a_program_is_not_held_by_who_does_not_watch(guest: Guest) -> None:
-    done = live_bytes(guest, "yes | head -c 20000000", 100 << 20)
+def test_a_program_is_not_held_by_who_does_not_watch(shared_guest: Guest) -> None:
+    done = live_bytes(shared_guest, "yes | head -c 20000000", 100 << 20)
     assert done["exit_code"] == 0
     assert done["live"]["sent"] + done["live"]["dropped"] == 20_000_000

@@ -4,12 +4,12 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.guest_harness import DEADLINE_S, GUEST_PARENT, Guest, needs_namespace, running_guest
+from tests.guest_harness import DEADLINE_S, GUEST_PARENT, Guest, needs_namespace
 from tests.processes import read_proc
 
 assert GUEST_PARENT
@@ -23,12 +23,6 @@ from guest.supervisors import (  # noqa: E402
 pytestmark = needs_namespace
 
 TELL_SUPERVISOR = "echo $PPID"
-
-
-@pytest.fixture
-def guest() -> Iterator[Guest]:
-    with running_guest() as running:
-        yield running
 
 
 def supervisor_of(guest: Guest, script: str = TELL_SUPERVISOR, **fields: object) -> bytes:

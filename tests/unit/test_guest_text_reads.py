@@ -6,13 +6,12 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.guest_harness import GUEST_PARENT, Done, Guest, needs_namespace, running_guest
+from tests.guest_harness import GUEST_PARENT, Done, Guest, needs_namespace
 
 assert GUEST_PARENT
 from guest.failures import Failure  # noqa: E402
@@ -27,16 +26,10 @@ pytestmark = needs_namespace
 CHINESE = "中文测试文件,包含一些常见的汉字。\n第二行\n"
 
 
-@pytest.fixture(scope="module")
-def running() -> Iterator[Guest]:
-    with running_guest() as guest:
-        yield guest
-
-
 @pytest.fixture
-def guest(running: Guest) -> Guest:
-    running.run(f"rm -rf ./* ./.[!.]* {running.output}/* {running.output}/.state/files")
-    return running
+def guest(shared_guest: Guest) -> Guest:
+    shared_guest.run(f"rm -rf ./* ./.[!.]* {shared_guest.output}/* {shared_guest.output}/.state/files")
+    return shared_guest
 
 
 def read(guest: Guest, path: str, **fields: Any) -> Done:

@@ -2,25 +2,18 @@
 
 import os
 import stat
-from collections.abc import Iterator
 
 import pytest
 
-from tests.guest_harness import Done, Guest, needs_namespace, running_guest
+from tests.guest_harness import Done, Guest, needs_namespace
 
 pytestmark = needs_namespace
 
 
-@pytest.fixture(scope="module")
-def running() -> Iterator[Guest]:
-    with running_guest() as guest:
-        yield guest
-
-
 @pytest.fixture
-def guest(running: Guest) -> Guest:
-    running.run(f"chmod -R u+rwx .; rm -rf ./* ./.[!.]*; rm -rf {running.output}/.state")
-    return running
+def guest(shared_guest: Guest) -> Guest:
+    shared_guest.run(f"chmod -R u+rwx .; rm -rf ./* ./.[!.]*; rm -rf {shared_guest.output}/.state")
+    return shared_guest
 
 
 def write(guest: Guest, path: str, text: str, mode: str = "overwrite", **fields: object) -> Done:

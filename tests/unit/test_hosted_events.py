@@ -25,7 +25,7 @@ from contract.run_events import (
 from orchestrator.dialects.model import Usage
 from orchestrator.runs.event_publisher import MAX_BUFFERED_CHARS, MAX_OUTPUT_CHARS, RunEventBuffer
 from store import run_events
-from store.run_events import MAX_EVENT_BYTES, RunEventStore, build_event, is_before
+from store.run_events import MAX_EVENT_BYTES, build_event, is_before
 from store.runs import HostedState
 from tests.conftest import RedisProcess
 from tests.hosted_ground import SOON_S, HostedGround, MadeHosted, open_hosted, types
@@ -34,14 +34,8 @@ from tests.run_ground import build_outcome
 
 
 @pytest.fixture
-async def made(redis_server: RedisProcess) -> AsyncIterator[MadeHosted]:
-    async with open_hosted(redis_server) as make:
-        yield make
-
-
-@pytest.fixture
-def ground(made: MadeHosted) -> HostedGround:
-    return made(["done"])
+def ground(make_hosted: MadeHosted) -> HostedGround:
+    return make_hosted(["done"])
 
 
 def text(words: str) -> TextArrived:
@@ -52,100 +46,89 @@ def step(number: int) -> StepFinished:
     return StepFinished(run="r", step=number, model_s=0.0, usage=Usage())
 
 
-def teller(told_step: int = 0) -> RunEventBuffer:
-    return RunEventBuffer("acme", "r", "word", 1, published_step=told_step)
+@pytest.fixture
+def buffer() -> RunEventBuffer:
+    return RunEventBuffer("acme", "r", "claim", 1, published_step=0)
 
 
-def taken(one: RunEventBuffer) -> list[dict[str, Any]]:
-    found = one.take()
-    assert found is not None
-    one.confirm(found, is_ours=True)
-    return [json.loads(event) for event in found.event_batch.events]
+def take_events(buffer: RunEventBuffer) -> list[dict[str, Any]]:
+    """Take all events out of the buffer, as a publisher does."""
+    events: list[dict[str, Any]] = []
+    while buffer.has_pending:
+        taken = buffer.take()
+        assert taken is not None
+        buffer.confirm(taken, is_ours=True)
+        events += [json.loads(event) for event in taken.event_batch.events]
+    return events
 
 
-def increase(ids: list[str]) -> bool:
-    return all(is_before(one, other) for one, other in itertools.pairwise(ids))
+def are_increasing(ids: list[str]) -> bool:
+    return all(is_before(earlier, later) for earlier, later in itertools.pairwise(ids))
 
 
 # Events of a holder
 
 
-def test_pieces_of_text_are_told_together_and_never_across_anything_else() -> None:
-    one = teller()
+def test_texts_are_joined_up_to_the_next_event_of_another_type(buffer: RunEventBuffer) -> None:
     for event in (text("a"), text("b"), step(1), text("c"), text("d")):
-        one.on_event(event)
-    assert [told.get("text") for told in taken(one)] == ["ab", None, "cd"]
-    one.on_event(text("e"))
-    assert [told["text"] for told in taken(one)] == ["e"]
+        buffer.on_event(event)
+    assert [event.get("text") for event in take_events(buffer)] == ["ab", None, "cd"]
+    buffer.on_event(text("e"))
+    assert [event["text"] for event in take_events(buffer)] == ["e"]
 
 
-def test_pieces_of_output_are_told_together_by_stream_however_they_alternate() -> None:
-    one = teller()
+def test_alternating_outputs_are_joined_by_stream(buffer: RunEventBuffer) -> None:
     for number in range(100):
-        one.on_event(OutputArrived(run="r", call_id="c", stream=("stdout", "stderr")[number % 2], text="x"))
-    assert [(told["stream"], len(told["text"])) for told in taken(one)] == [("stdout", 50), ("stderr", 50)]
+        buffer.on_event(OutputArrived(run="r", call_id="c", stream=("stdout", "stderr")[number % 2], text="x"))
+    outputs = [(event["stream"], len(event["text"])) for event in take_events(buffer)]
+    assert outputs == [("stdout", 50), ("stderr", 50)]
 
 
-def test_a_flood_of_output_is_bounded_and_says_so_once() -> None:
-    one = teller()
+def test_too_much_output_is_omitted_with_one_event(buffer: RunEventBuffer) -> None:
     for _ in range(100):
-        one.on_event(OutputArrived(run="r", call_id="c", stream="stdout", text="x" * 10_000))
-    told = []
-    while one.has_pending:
-        told += taken(one)
-    assert sum(len(event.get("text", "")) for event in told) <= MAX_OUTPUT_CHARS
-    assert types(told).count("OutputOmitted") == 1
+        buffer.on_event(OutputArrived(run="r", call_id="c", stream="stdout", text="x" * 10_000))
+    events = take_events(buffer)
+    assert sum(len(event.get("text", "")) for event in events) <= MAX_OUTPUT_CHARS
+    assert types(events).count("OutputOmitted") == 1
 
 
-def test_what_a_dead_redis_does_not_take_is_bounded_and_only_pieces_are_left_out() -> None:
-    one = teller()
+def test_a_full_buffer_omits_texts_and_keeps_the_events_of_steps(buffer: RunEventBuffer) -> None:
     for number in range(1, 4):
-        one.on_event(StepStarted(run="r", step=number))
+        buffer.on_event(StepStarted(run="r", step=number))
         for _ in range(2000):
-            one.on_event(text("x" * 1000))
-        one.on_event(step(number))
-    told = []
-    while one.has_pending:
-        told += taken(one)
-    assert sum(len(event.get("text", "")) for event in told) <= MAX_BUFFERED_CHARS
-    assert [event["step"] for event in told if event["type"] == "StepFinished"] == [1, 2, 3]
-    assert [event["count"] > 0 for event in told if event["type"] == "EventsOmitted"] == [True]
+            buffer.on_event(text("x" * 1000))
+        buffer.on_event(step(number))
+    events = take_events(buffer)
+    assert sum(len(event.get("text", "")) for event in events) <= MAX_BUFFERED_CHARS
+    assert [event["step"] for event in events if event["type"] == "StepFinished"] == [1, 2, 3]
+    assert [event["count"] > 0 for event in events if event["type"] == "EventsOmitted"] == [True]
 
 
-def test_what_was_told_of_earlier_steps_is_not_told_again() -> None:
-    one = teller(told_step=1)
-    for event in (
-        StepStarted(run="r", step=1),
-        text("old"),
-        step(1),
-        StepStarted(run="r", step=2),
-        text("new"),
-        step(2),
+def test_events_of_published_steps_are_not_published_again() -> None:
+    buffer = RunEventBuffer("acme", "r", "claim", 1, published_step=1)
+    for number in (1, 2):
+        for event in (StepStarted(run="r", step=number), text(f"step {number}"), step(number)):
+            buffer.on_event(event)
+    assert types(take_events(buffer)) == ["StepStarted", "TextArrived", "StepFinished"]
+
+
+def test_open_approvals_are_counted(buffer: RunEventBuffer) -> None:
+    call = ToolCall(id="c", name="echo")
+    for event, open_approvals in (
+        (ApprovalAsked(run="r", call=call, digest="d", reason="", warning="", expires_at=0.0), 1),
+        (ApprovalDecided(run="r", call_id="c", digest="d", is_allowed=True, reason=""), 0),
     ):
-        one.on_event(event)
-    assert types(taken(one)) == ["StepStarted", "TextArrived", "StepFinished"]
-
-
-def test_open_questions_are_counted() -> None:
-    one = teller()
-    asked = ApprovalAsked(
-        run="r", call=ToolCall(id="c", name="echo"), digest="d", reason="", warning="", expires_at=0.0
-    )
-    one.on_event(asked)
-    found = one.take()
-    assert found is not None
-    assert found.event_batch.asking == 1
-    one.on_event(ApprovalDecided(run="r", call_id="c", digest="d", is_allowed=True, reason=""))
-    later = one.take()
-    assert later is not None
-    assert later.event_batch.asking == 0
+        buffer.on_event(event)
+        taken = buffer.take()
+        assert taken is not None
+        assert taken.event_batch.asking == open_approvals
 
 
 @pytest.mark.parametrize("hostile", ["\x00\x1b[2J‮" * 9000, "\ud83d" * 9000, "\U0001f600" * 9000, '"RunEnded"' * 9000])
 def test_an_event_is_bounded_whatever_is_in_it(hostile: str) -> None:
     result = ToolResult.failed(ToolCall(id="c", name="echo"), ErrorCode.TIMEOUT, "no", metadata={"x": "y"})
-    told = {**CallFinished(run="r", result=result).to_json(), "deep": {"a": [{"b": hostile}] * 30}, "name": hostile}
-    event = build_event(told)
+    fields = {**CallFinished(run="r", result=result).to_json(), "deep": {"a": [{"b": hostile}] * 30}, "name": hostile}
+    event = build_event(fields)
     assert len(event.encode()) <= MAX_EVENT_BYTES
     assert json.loads(event)["is_cut"] is True
     assert json.loads(event)["type"] == "CallFinished"
@@ -154,22 +137,14 @@ def test_an_event_is_bounded_whatever_is_in_it(hostile: str) -> None:
 # Into the stream
 
 
-async def tell(
-    ground: HostedGround, run: str, claim: str, *words: str, first: int = 0, told_step: int | None = None
-) -> bool:
-    events = [json.dumps({"type": "TextArrived", "text": word}) for word in words]
-    telling = run_events.EventBatch("acme", run, claim, first, events, told_step)
-    return (await RunEventStore(ground.client, "d").append([telling]))[0]
-
-
 async def test_what_is_said_twice_is_told_once_and_only_by_the_holder(ground: HostedGround) -> None:
     run = await ground.start()
     claim = await ground.claimed()
-    assert await tell(ground, run, claim.token, "a", "b")
-    assert await tell(ground, run, claim.token, "a", "b", "c")
-    assert not await tell(ground, run, "other", "x")
+    assert await ground.append_text(run, claim.token, "a", "b")
+    assert await ground.append_text(run, claim.token, "a", "b", "c")
+    assert not await ground.append_text(run, "other", "x")
     await ground.queue.finish(claim, build_outcome(claim))
-    assert not await tell(ground, run, claim.token, "late", first=3)
+    assert not await ground.append_text(run, claim.token, "late", first=3)
     assert [event.get("text") for event in await ground.told(run)] == ["a", "b", "c", None]
 
 
@@ -180,16 +155,16 @@ async def test_a_stream_is_bounded_and_whoever_comes_too_late_is_told(
     run = await ground.start()
     claim = await ground.claimed()
     for number in range(50):
-        await tell(ground, run, claim.token, f"{number}", first=number)
+        await ground.append_text(run, claim.token, f"{number}", first=number)
     monkeypatch.setattr(run_events, "MAX_STREAM_BYTES", 200)
-    await tell(ground, run, claim.token, "last", first=50)
+    await ground.append_text(run, claim.token, "last", first=50)
     assert len(await ground.told(run)) <= 5
     await ground.queue.finish(claim, build_outcome(claim))
     events = await ground.events(run)
     assert types(events)[0] == "EventsMissed"
     assert [event["text"] for event in events[1:-1]] == ["46", "47", "48", "49", "last"][-len(events) + 2 :]
     assert types(events)[-1] == "RunEnded"
-    assert increase([event["id"] for event in events])
+    assert are_increasing([event["id"] for event in events])
     # From there nothing is missed any more.
     assert await ground.events(run, events[0]["id"]) == events[1:]
 
@@ -201,9 +176,9 @@ async def test_a_day_after_its_end_a_run_still_tells_how_it_ended(ground: Hosted
     key = f"toolcrew:d:t:acme:run.{run}:events"
     assert 0 < await ground.client.ttl(key) <= 86_400
     await ground.client.delete(key)
-    again = await ground.events(run)
-    assert types(again) == ["EventsMissed", "RunEnded"]
-    assert again[-1]["id"] == events[-1]["id"]
+    remaining = await ground.events(run)
+    assert types(remaining) == ["EventsMissed", "RunEnded"]
+    assert remaining[-1]["id"] == events[-1]["id"]
     assert types(await ground.events(run, events[2]["id"])) == ["EventsMissed", "RunEnded"]
     assert await ground.events(run, events[-1]["id"]) == []
 
@@ -223,16 +198,16 @@ async def test_a_run_whose_record_redis_has_lost_ends_for_its_followers(ground: 
 
 
 async def test_a_run_whose_holder_is_killed_is_told_to_its_end_without_a_gap(
-    redis_server: RedisProcess, made: MadeHosted
+    redis_server: RedisProcess, make_hosted: MadeHosted
 ) -> None:
-    ground = made(["done"])
+    ground = make_hosted(["done"])
     run = await ground.start()
     following = asyncio.create_task(ground.events(run))
     holder = await asyncio.create_subprocess_exec(sys.executable, "-m", "tests.hosted_holder", redis_server.url)
     try:
         async with asyncio.timeout(SOON_S):
-            async for _, told in ground.runs.follow("acme", run):
-                event = json.loads(told)
+            async for _, line in ground.runs.follow("acme", run):
+                event = json.loads(line)
                 if event["type"] == "CallSent" and event["call"]["arguments"] == {"text": "two"}:
                     break
     finally:
@@ -243,32 +218,32 @@ async def test_a_run_whose_holder_is_killed_is_told_to_its_end_without_a_gap(
     await ground.client.zadd("toolcrew:d:runs:leases", {f"acme|{run}": 1.0})
     async with ground.working():
         events = await following
-    assert increase([event["id"] for event in events])
+    assert are_increasing([event["id"] for event in events])
     (at,) = [at for at, event in enumerate(events) if event["type"] == "RunResumed"]
     assert events[at]["step"] == 2
     # Without void events, each step is reported once, from its start to its end.
     before, after = types(events[:at]), types(events[at + 1 :])
-    kept = before[: before.index("StepFinished") + 1]
-    assert [name for name in kept if "Step" in name] == ["StepStarted", "StepFinished"]
+    valid = before[: before.index("StepFinished") + 1]
+    assert [name for name in valid if "Step" in name] == ["StepStarted", "StepFinished"]
     assert [name for name in after if "Step" in name] == ["StepStarted", "StepFinished"] * 2
     assert after.count("CallFinished") == 1
     assert types(events).count("RunEnded") == 1
-    found = await ground.runs.get("acme", run)
-    assert found.state is HostedState.SUCCEEDED
-    assert found.end is not None
-    assert (found.end.answer, found.end.steps) == ("done", 3)
+    record = await ground.runs.get("acme", run)
+    assert record.state is HostedState.SUCCEEDED
+    assert record.end is not None
+    assert (record.end.answer, record.end.steps) == ("done", 3)
     roles = [message["role"] for message in await ground.runs.transcript("acme", run)]
     assert roles == ["system", "user", "assistant", "tool", "assistant", "tool", "assistant"]
 
 
 async def test_a_run_that_is_begun_anew_says_that_all_before_is_void(
-    made: MadeHosted, monkeypatch: pytest.MonkeyPatch
+    make_hosted: MadeHosted, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ground = made(["done"])
+    ground = make_hosted(["done"])
     run = await ground.start()
     claim = await ground.claimed()
-    async with ground.publisher.open("acme", run, claim.token, 1) as one:
-        one.on_event(step(1))
+    async with ground.publisher.open("acme", run, claim.token, 1) as publisher:
+        publisher.on_event(step(1))
     await ground.queue.give_back(claim, anew=True)
     async with ground.working():
         events = await ground.events(run)
@@ -283,17 +258,17 @@ async def test_a_redis_that_was_away_loses_nothing_that_was_told_meanwhile(redis
         run = await ground.start()
         claim = await ground.claimed()
         following = asyncio.create_task(ground.events(run))
-        async with ground.publisher.open("acme", run, claim.token, 1) as one:
-            one.on_event(text("before"))
+        async with ground.publisher.open("acme", run, claim.token, 1) as publisher:
+            publisher.on_event(text("before"))
             while not await ground.told(run):  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
             await ground.client.save()
             redis_server.stop()
-            one.on_event(text("meanwhile"))
+            publisher.on_event(text("meanwhile"))
             with pytest.raises(BrokerUnavailable):
                 await ground.runs.get("acme", run)
             redis_server.start()
-            one.on_event(text("after"))
+            publisher.on_event(text("after"))
         await ground.queue.finish(claim, build_outcome(claim))
         events = await following
         assert "".join(event.get("text", "") for event in events) == "beforemeanwhileafter"
@@ -303,8 +278,8 @@ async def test_a_redis_that_was_away_loses_nothing_that_was_told_meanwhile(redis
 # Replies while they come
 
 
-async def test_text_is_told_while_the_model_writes_and_told_once(made: MadeHosted) -> None:
-    shown, go_on = asyncio.Event(), asyncio.Event()
+async def test_text_is_told_while_the_model_writes_and_told_once(make_hosted: MadeHosted) -> None:
+    go_on = asyncio.Event()
 
     class Slow:
         name = "slow"
@@ -316,47 +291,46 @@ async def test_text_is_told_while_the_model_writes_and_told_once(made: MadeHoste
 
         async def aclose(self) -> None: ...
 
-    ground = made(Slow())
+    ground = make_hosted(Slow())
     run = await ground.start()
     pieces = []
     async with ground.working():
-        async for _, told in ground.runs.follow("acme", run):
-            event = json.loads(told)
+        async for _, line in ground.runs.follow("acme", run):
+            event = json.loads(line)
             if event["type"] == "TextArrived":
                 pieces.append(event["text"])
-                shown.set()
                 go_on.set()
     assert pieces == ["half ", "whole"]
 
 
-async def test_what_a_broken_reply_has_shown_is_withdrawn(made: MadeHosted) -> None:
+async def test_what_a_broken_reply_has_shown_is_withdrawn(make_hosted: MadeHosted) -> None:
     class Breaking:
         name = "breaking"
-        asked = 0
+        requests = 0
 
         async def stream(self, request: Any) -> AsyncIterator[dict[str, Any]]:
-            self.asked += 1
-            yield {"choices": [{"index": 0, "delta": {"content": "lost" if self.asked == 1 else "kept"}}]}
-            if self.asked == 1:
+            self.requests += 1
+            yield {"choices": [{"index": 0, "delta": {"content": "lost" if self.requests == 1 else "kept"}}]}
+            if self.requests == 1:
                 raise ModelInterrupted("it broke off")
             yield {"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]}
 
         async def aclose(self) -> None: ...
 
-    ground = made(Breaking())
+    ground = make_hosted(Breaking())
     run = await ground.start()
     async with ground.working():
         events = await ground.events(run)
-    told = [
+    texts = [
         (event["type"], event.get("text", event.get("characters")))
         for event in events
         if event["type"].startswith("Text")
     ]
-    assert told == [("TextArrived", "lost"), ("TextWithdrawn", 4), ("TextArrived", "kept")]
+    assert texts == [("TextArrived", "lost"), ("TextWithdrawn", 4), ("TextArrived", "kept")]
 
 
-async def test_output_of_a_call_arrives_before_its_result(made: MadeHosted) -> None:
-    ground = made(echo_then("done", "one"))
+async def test_output_of_a_call_arrives_before_its_result(make_hosted: MadeHosted) -> None:
+    ground = make_hosted(echo_then("done", "one"))
     run = await ground.start()
     async with ground.working():
         events = await ground.events(run)

@@ -1,8 +1,6 @@
 """Clients that follow programs' runs: at their own speed, from where they stopped, over one connection for all."""
 
 import asyncio
-import json
-from collections.abc import AsyncIterator
 
 import pytest
 import redis.asyncio
@@ -10,37 +8,22 @@ import redis.asyncio
 from contract.errors import BrokerUnavailable, ErrorCode, ToolFailure
 from contract.run_events import FailureKind
 from store import run_events
-from store.run_events import RunEventHub, RunEventStore, parse_id
-from tests.conftest import RedisProcess
-from tests.hosted_ground import ECHO, HostedGround, MadeHosted, open_hosted, types
+from store.run_events import RunEventHub, parse_id
+from tests.hosted_ground import ECHO, HostedGround, MadeHosted, types
 from tests.item_ground import echo_then
 from tests.run_ground import build_outcome
 
 
 @pytest.fixture
-async def made(redis_server: RedisProcess) -> AsyncIterator[MadeHosted]:
-    async with open_hosted(redis_server) as make:
-        yield make
-
-
-@pytest.fixture
-def ground(made: MadeHosted) -> HostedGround:
-    return made(["done"])
-
-
-async def tell(
-    ground: HostedGround, run: str, claim: str, *words: str, first: int = 0, told_step: int | None = None
-) -> bool:
-    events = [json.dumps({"type": "TextArrived", "text": word}) for word in words]
-    telling = run_events.EventBatch("acme", run, claim, first, events, told_step)
-    return (await RunEventStore(ground.client, "d").append([telling]))[0]
+def ground(make_hosted: MadeHosted) -> HostedGround:
+    return make_hosted(["done"])
 
 
 # Followers
 
 
-async def test_whoever_stopped_goes_on_after_the_last_event_that_he_had(made: MadeHosted) -> None:
-    ground = made(echo_then("done", "one"))
+async def test_whoever_stopped_goes_on_after_the_last_event_that_he_had(make_hosted: MadeHosted) -> None:
+    ground = make_hosted(echo_then("done", "one"))
     run = await ground.start()
     async with ground.working():
         events = await ground.events(run)
@@ -49,18 +32,18 @@ async def test_whoever_stopped_goes_on_after_the_last_event_that_he_had(made: Ma
 
 
 async def test_a_slow_follower_holds_nobody_up_and_misses_nothing(
-    made: MadeHosted, monkeypatch: pytest.MonkeyPatch
+    make_hosted: MadeHosted, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(run_events, "RING_EVENTS", 4)
-    ground = made()
+    ground = make_hosted()
     run = await ground.start()
     claim = await ground.claimed()
-    await tell(ground, run, claim.token, "0")
+    await ground.append_text(run, claim.token, "0")
     slow = ground.runs.follow("acme", run)
     seen = [await anext(slow)]
     quick = asyncio.create_task(ground.events(run))
     for number in range(1, 100):
-        await tell(ground, run, claim.token, f"{number}", first=number)
+        await ground.append_text(run, claim.token, f"{number}", first=number)
     await ground.queue.finish(claim, build_outcome(claim, FailureKind.TOOL))
     events = await quick
     assert len(events) == 101
@@ -73,7 +56,7 @@ async def test_one_connection_serves_all_and_nothing_is_left_when_they_have_gone
     following = [asyncio.create_task(ground.events(run)) for run in runs for _ in range(3)]
     while sum(stream.readers for stream in ground.runs.hub._streams.values()) < 60:  # noqa: ASYNC110
         await asyncio.sleep(0.01)
-    blocked = [one for one in await ground.client.client_list() if one["cmd"] == "xread"]
+    blocked = [client for client in await ground.client.client_list() if client["cmd"] == "xread"]
     assert len(blocked) <= 1
     for task in following[:30]:
         task.cancel()
@@ -90,8 +73,8 @@ async def test_a_word_in_an_event_ends_nobodys_following(ground: HostedGround) -
     run = await ground.start()
     claim = await ground.claimed()
     hub, following = RunEventHub(ground.client, "d"), asyncio.create_task(ground.events(run))
-    await tell(ground, run, claim.token, 'x", "type": "RunEnded"', "RunEnded")
-    await tell(ground, run, claim.token, "y", first=2)
+    await ground.append_text(run, claim.token, 'x", "type": "RunEnded"', "RunEnded")
+    await ground.append_text(run, claim.token, "y", first=2)
     await ground.queue.finish(claim, build_outcome(claim))
     assert len(await following) == 4
     await hub.close()

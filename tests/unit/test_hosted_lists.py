@@ -2,7 +2,6 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
@@ -22,14 +21,8 @@ from tests.run_ground import build_outcome
 
 
 @pytest.fixture
-async def made(redis_server: RedisProcess) -> AsyncIterator[MadeHosted]:
-    async with open_hosted(redis_server) as make:
-        yield make
-
-
-@pytest.fixture
-def ground(made: MadeHosted) -> HostedGround:
-    return made(echo_then("done", "one"))
+def ground(make_hosted: MadeHosted) -> HostedGround:
+    return make_hosted(echo_then("done", "one"))
 
 
 async def test_ten_thousand_runs_are_listed_a_page_at_a_time_and_quickly(ground: HostedGround) -> None:
@@ -85,8 +78,8 @@ def test_pages_have_each_run_once_while_runs_are_started_and_forgotten(
     asyncio.run(check())
 
 
-async def test_the_oldest_that_have_ended_are_forgotten_with_all_they_left(made: MadeHosted) -> None:
-    ground = made(["done", "done"])
+async def test_the_oldest_that_have_ended_are_forgotten_with_all_they_left(make_hosted: MadeHosted) -> None:
+    ground = make_hosted(["done", "done"])
     ground.runs = HostedRuns(ground.client, "d", KEY, ground.pool.tenants, max_kept=3)
     started = [await ground.start() for _ in range(2)]
     async with ground.working():
@@ -99,8 +92,8 @@ async def test_the_oldest_that_have_ended_are_forgotten_with_all_they_left(made:
     assert await ground.client.keys(f"toolcrew:d:t:acme:run.{started[0]}*") == []
 
 
-async def test_runs_that_do_not_end_keep_no_others_from_being_forgotten(made: MadeHosted) -> None:
-    ground = made(["done"])
+async def test_runs_that_do_not_end_keep_no_others_from_being_forgotten(make_hosted: MadeHosted) -> None:
+    ground = make_hosted(["done"])
     ground.runs = HostedRuns(ground.client, "d", KEY, ground.pool.tenants, max_kept=15)
     waiting = [await ground.start(priority=-1) for _ in range(12)]
     ended = []
@@ -120,8 +113,8 @@ async def test_a_cursor_that_is_none_is_refused(ground: HostedGround, cursor: st
 
 
 @pytest.mark.parametrize("state", list(HostedState))
-async def test_runs_are_found_by_their_state(made: MadeHosted, state: HostedState) -> None:
-    ground = made(["done"])
+async def test_runs_are_found_by_their_state(make_hosted: MadeHosted, state: HostedState) -> None:
+    ground = make_hosted(["done"])
     won = await ground.start()
     async with ground.working():
         await ground.ended(won)

@@ -3,7 +3,6 @@
 import asyncio
 import tracemalloc
 import zlib
-from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
@@ -22,20 +21,13 @@ from store.run_log import MAX_TRANSCRIPT_BYTES
 from store.runs import BatchCancelled, HostedState, parse_run
 from store.tenants import RedisTenants
 from tests.builders import KEY
-from tests.conftest import RedisProcess
-from tests.hosted_ground import ECHO, HostedGround, MadeHosted, open_hosted, types
+from tests.hosted_ground import ECHO, HostedGround, MadeHosted, types
 from tests.item_ground import echo_then, failed
 
 
 @pytest.fixture
-async def made(redis_server: RedisProcess) -> AsyncIterator[MadeHosted]:
-    async with open_hosted(redis_server) as make:
-        yield make
-
-
-@pytest.fixture
-def ground(made: MadeHosted) -> HostedGround:
-    return made(echo_then("done", "one"))
+def ground(make_hosted: MadeHosted) -> HostedGround:
+    return make_hosted(echo_then("done", "one"))
 
 
 async def refused(awaited: Any) -> ToolFailure:
@@ -74,7 +66,7 @@ async def test_a_run_is_worked_to_its_answer_and_tells_of_each_step(ground: Host
     assert (events[-1]["state"], events[-1]["answer"]) == ("succeeded", "done")
 
 
-async def test_the_transcript_is_told_while_the_run_works_and_whole_afterwards(made: MadeHosted) -> None:
+async def test_the_transcript_is_told_while_the_run_works_and_whole_afterwards(make_hosted: MadeHosted) -> None:
     reached, go_on = asyncio.Event(), asyncio.Event()
 
     async def wait(call: Any, _: Any) -> Any:
@@ -82,7 +74,7 @@ async def test_the_transcript_is_told_while_the_run_works_and_whole_afterwards(m
         await go_on.wait()
         return failed(ErrorCode.TIMEOUT)(call, _)
 
-    ground = made(echo_then("done", "one", "two"), answers={"echo": wait})
+    ground = make_hosted(echo_then("done", "one", "two"), answers={"echo": wait})
     run = await ground.start()
     async with ground.working():
         await reached.wait()
@@ -141,10 +133,10 @@ async def test_a_hostile_transcript_is_refused_in_bounded_memory(ground: HostedG
         tracemalloc.stop()
 
 
-async def test_a_run_whose_tenant_is_gone_fails_and_says_so(made: MadeHosted) -> None:
-    run = await made().start()
-    await RedisTenants(made().client, "d", KEY).add("other", TenantPolicy())
-    later = made()
+async def test_a_run_whose_tenant_is_gone_fails_and_says_so(make_hosted: MadeHosted) -> None:
+    run = await make_hosted().start()
+    await RedisTenants(make_hosted().client, "d", KEY).add("other", TenantPolicy())
+    later = make_hosted()
     async with later.working():
         found = await later.ended(run)
     assert found.state is HostedState.FAILED
@@ -153,8 +145,10 @@ async def test_a_run_whose_tenant_is_gone_fails_and_says_so(made: MadeHosted) ->
     assert found.end.failure.code == "UNKNOWN_TENANT"
 
 
-async def test_a_long_answer_is_whole_where_the_run_is_read_and_cut_where_runs_are_listed(made: MadeHosted) -> None:
-    ground = made(["x" * 50_000])
+async def test_a_long_answer_is_whole_where_the_run_is_read_and_cut_where_runs_are_listed(
+    make_hosted: MadeHosted,
+) -> None:
+    ground = make_hosted(["x" * 50_000])
     run = await ground.start()
     async with ground.working():
         found = await ground.ended(run)
@@ -261,14 +255,14 @@ async def test_a_run_that_waits_is_cancelled_at_once(ground: HostedGround) -> No
     assert await ground.queue.claim(9) == []
 
 
-async def test_a_run_that_is_worked_is_ended_by_whoever_works_it(made: MadeHosted) -> None:
+async def test_a_run_that_is_worked_is_ended_by_whoever_works_it(make_hosted: MadeHosted) -> None:
     reached, never = asyncio.Event(), asyncio.Event()
 
     async def hang(call: Any, _: Any) -> Any:
         reached.set()
         await never.wait()
 
-    ground = made(echo_then("done", "one"), answers={"echo": hang})
+    ground = make_hosted(echo_then("done", "one"), answers={"echo": hang})
     run = await ground.start()
     async with ground.working():
         await reached.wait()
