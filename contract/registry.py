@@ -11,7 +11,7 @@ from pydantic import Field, ValidationError
 from contract.calls import Record
 from contract.errors import EnvelopeRefused, ErrorCode, ToolFailure
 from contract.schema import check_schema, prepare_arguments
-from contract.shell.command_rules import read_command, touches
+from contract.shell.command_rules import matches_command, read_command
 from contract.signing import SigningKeys
 from contract.specs import ToolSpec
 from contract.tenancy import TenantPolicy, say_subject, tools_of
@@ -276,7 +276,7 @@ def check_call(policy: TenantPolicy, tenant: str, spec: ToolSpec, arguments: Map
     if not rules:
         return
     script = read_command(spec, arguments)
-    denying = next(((rule, tool) for rule, tool in rules if touches(rule.argv_prefix, script)), None)
+    denying = next(((rule, tool) for rule, tool in rules if matches_command(rule.argv_prefix, script)), None)
     if denying is not None:
         rule, tool = denying
         subject = (

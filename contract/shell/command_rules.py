@@ -10,7 +10,7 @@ from contract.shell.commands import SHELLS, Script, parse_commands
 from contract.shell.shell_reader import Word
 from contract.specs import ToolSpec
 
-MAX_TALK_CHARS = 4096
+MAX_PLAIN_INPUT_CHARS = 4096
 """Limit of text for a running program that may be plain text. Longer text that is not readable as commands is opaque.
 """
 
@@ -29,7 +29,7 @@ def read_command(spec: ToolSpec, arguments: Mapping[str, Any]) -> Script | None:
         return Script("", opaque="its tool names a command parameter that it does not have")
     value = arguments.get(spec.command_parameter, "")
     if isinstance(value, str):
-        return _with_input(
+        return _add_input_commands(
             parse_commands(value), arguments.get(spec.input_parameter) if spec.input_parameter is not None else None
         )
     if isinstance(value, Sequence) and all(isinstance(word, str) for word in value):
@@ -37,7 +37,7 @@ def read_command(spec: ToolSpec, arguments: Mapping[str, Any]) -> Script | None:
     return Script("", opaque="it is not text")
 
 
-def touches(argv_prefix: Sequence[str], script: Script | None) -> bool:
+def matches_command(argv_prefix: Sequence[str], script: Script | None) -> bool:
     """Return whether a rule with these words matches a call: whether any of its commands begins with the words, or may
     begin with them. Without words, the rule matches every call.
     """
@@ -45,37 +45,39 @@ def touches(argv_prefix: Sequence[str], script: Script | None) -> bool:
         return True
     if script is None:
         return False
-    if script.is_opaque and all(_stands_in(word, script.text) for word in argv_prefix):
+    if script.is_opaque and all(_contains_word(word, script.text) for word in argv_prefix):
         return True
-    return any(_may_begin(command.words, argv_prefix) for command in script.commands)
+    return any(_may_start_with(command.words, argv_prefix) for command in script.commands)
 
 
-def _with_input(script: Script, text: object) -> Script:
+def _add_input_commands(script: Script, text: object) -> Script:
     """Return the script with the commands in its standard input. The input counts if the script starts a shell, or if
     there is no script: then a running program receives it, which may be a shell.
     """
     if not isinstance(text, str) or (script.text and not any(command.program in SHELLS for command in script.commands)):
         return script
-    sent = parse_commands(text)
+    input_script = parse_commands(text)
     # A short line for a running program is usually not a shell command. Then only parts that are commands count.
-    is_talk = not script.text and len(text) <= MAX_TALK_CHARS
+    is_plain_text = not script.text and len(text) <= MAX_PLAIN_INPUT_CHARS
     return replace(
-        script, commands=script.commands + sent.commands, opaque=script.opaque or ("" if is_talk else sent.opaque)
+        script,
+        commands=script.commands + input_script.commands,
+        opaque=script.opaque or ("" if is_plain_text else input_script.opaque),
     )
 
 
-def _stands_in(word: str, text: str) -> bool:
+def _contains_word(word: str, text: str) -> bool:
     return re.search(rf"(?<![\w-]){re.escape(word)}(?![\w-])", text) is not None
 
 
-def _may_begin(words: Sequence[Word], prefix: Sequence[str]) -> bool:
+def _may_start_with(words: Sequence[Word], prefix: Sequence[str]) -> bool:
     if not words or not _is_program(words[0], prefix[0]):
         return False
     index, end = 1, len(words)
     while True:
         candidates = words[index : index + len(prefix) - 1]
         if len(candidates) == len(prefix) - 1 and all(
-            _may_be(word, expected) for word, expected in zip(candidates, prefix[1:], strict=True)
+            _may_equal(word, expected) for word, expected in zip(candidates, prefix[1:], strict=True)
         ):
             return True
         # Skip options and a word that may be the value of an option, so that they cannot hide a subcommand.
@@ -90,5 +92,5 @@ def _is_program(word: Word, name: str) -> bool:
     return word.text == name or ("/" not in name and word.text.rpartition("/")[2] == name)
 
 
-def _may_be(word: Word, text: str) -> bool:
+def _may_equal(word: Word, text: str) -> bool:
     return word.text == text or word.is_expanded or word.is_pattern

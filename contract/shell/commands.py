@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from contract.shell.shell_reader import Draft, Word, read_script
+from contract.shell.shell_reader import CommandDraft, Word, read_script
 
 MAX_COMMAND_CHARS = 256 * 1024
 """Limit of a text. A longer text is opaque."""
@@ -32,7 +32,7 @@ _NAMED_SCRIPTS = frozenset({"su", "runuser", "script", "flock", "sg"})
 FEEDING = frozenset({"find", "xargs", "parallel"})
 """Programs that add words to the command that they start."""
 _FIND_ACTIONS = frozenset({"-exec", "-execdir", "-ok", "-okdir"})
-_REMEMBERING = {
+_STATE_CHANGES = {
     "alias": "it defines an alias",
     "source": "it reads commands from a file",
     ".": "it reads commands from a file",
@@ -99,7 +99,7 @@ WRAPPERS: dict[str, Wrapper] = {
 
 
 @dataclass(frozen=True)
-class Nested:
+class NestedCommands:
     """Commands that a command starts: words of other commands, and texts that a shell will read. `opaque`: the reason
     why there may be more.
     """
@@ -164,10 +164,10 @@ def parse_commands(text: str) -> Script:
     """Return the commands of any text. Never raises; the time is linear in the length of the text."""
     parsed: list[Command] = []
     opaque = ""
-    waiting = [(text, 0, False)]
+    pending = [(text, 0, False)]
     pieces, characters = 0, 0
-    while waiting and pieces < MAX_PIECES:
-        piece, depth, is_fed = waiting.pop()
+    while pending and pieces < MAX_PIECES:
+        piece, depth, is_fed = pending.pop()
         pieces, characters = pieces + 1, characters + len(piece)
         if depth > MAX_DEPTH or len(piece) > MAX_COMMAND_CHARS or characters > 2 * MAX_COMMAND_CHARS:
             opaque = opaque or ("it is nested too deep" if depth else "it is too long to be read")
@@ -175,50 +175,50 @@ def parse_commands(text: str) -> Script:
         commands, scripts, reason = _parse_piece(piece, depth, is_fed)
         parsed.extend(commands)
         # Pushed in reverse, so that the stack returns them in the order of the text.
-        waiting.extend(reversed(scripts))
+        pending.extend(reversed(scripts))
         opaque = opaque or reason
-    return Script(text, tuple(parsed), opaque or ("it is too long to be read" if waiting else ""))
+    return Script(text, tuple(parsed), opaque or ("it is too long to be read" if pending else ""))
 
 
 def _parse_piece(text: str, depth: int, is_fed: bool) -> tuple[list[Command], list[tuple[str, int, bool]], str]:
     """Return the commands of one text, the nested texts as (text, depth, is_fed), and the reason why there may be more
     commands.
     """
-    reading = read_script(text)
+    content = read_script(text)
     commands: list[Command] = []
-    scripts = [(piece, depth + 1, is_fed) for piece in reading.texts]
-    opaque = reading.opaque
-    for draft in reading.drafts:
-        for command, nested, level in _unwrap(_finish(draft, is_fed), depth):
+    scripts = [(piece, depth + 1, is_fed) for piece in content.texts]
+    opaque = content.opaque
+    for draft in content.drafts:
+        for command, nested, level in _unwrap(_build_command(draft, is_fed), depth):
             commands.append(command)
             is_fed_inside = command.is_fed or command.program in FEEDING
             scripts.extend((script, level + 1, is_fed_inside) for script in nested.scripts)
-            opaque = opaque or nested.opaque or _doubt(command)
+            opaque = opaque or nested.opaque or _explain_unknown_program(command)
     return commands, scripts, opaque
 
 
-def _unwrap(command: Command, depth: int) -> Iterator[tuple[Command, Nested, int]]:
+def _unwrap(command: Command, depth: int) -> Iterator[tuple[Command, NestedCommands, int]]:
     """Yield the command and all commands that it would start."""
-    waiting = [(command, depth)]
-    while waiting:
-        outer, level = waiting.pop()
+    pending = [(command, depth)]
+    while pending:
+        outer, level = pending.pop()
         if level > MAX_DEPTH:
-            yield outer, Nested(opaque="it is nested too deep"), level
+            yield outer, NestedCommands(opaque="it is nested too deep"), level
             continue
         nested = _find_nested(outer.words, outer.stdin)
         yield dataclasses.replace(outer, is_wrapper=True) if nested.is_transparent else outer, nested, level
         inner = dataclasses.replace(outer, outputs=(), assignments=(), is_fed=outer.is_fed or outer.program in FEEDING)
-        waiting.extend((dataclasses.replace(inner, words=words), level + 1) for words in nested.commands)
+        pending.extend((dataclasses.replace(inner, words=words), level + 1) for words in nested.commands)
 
 
-def _doubt(command: Command) -> str:
+def _explain_unknown_program(command: Command) -> str:
     if not command.words or command.words[0].text in ("[", "[["):
         return ""
     first = command.words[0]
     return "which program it runs is known only when it runs" if first.is_expanded or first.is_pattern else ""
 
 
-def _finish(draft: Draft, is_fed: bool) -> Command:
+def _build_command(draft: CommandDraft, is_fed: bool) -> Command:
     words = draft.words
     start = 0
     while start < len(words) and _ASSIGNMENT.match(words[start].text):
@@ -228,7 +228,7 @@ def _finish(draft: Draft, is_fed: bool) -> Command:
         assignments=tuple(word.text for word in words[:start]),
         outputs=tuple(target for operator, target in draft.redirects if _writes_file(operator, target)),
         stdin=draft.stdin(),
-        fed_by=tuple(_sources(draft)),
+        fed_by=tuple(_iter_pipeline_sources(draft)),
         reads_pipe=draft.source is not None,
         function=draft.function,
         is_concurrent=draft.source is not None or draft.operator in ("|", "|&", "&"),
@@ -242,7 +242,7 @@ def _writes_file(operator: str, target: Word) -> bool:
     return ">" in operator
 
 
-def _sources(draft: Draft) -> Iterator[str]:
+def _iter_pipeline_sources(draft: CommandDraft) -> Iterator[str]:
     source = draft.source
     for _ in range(MAX_SOURCES):
         if source is None:
@@ -252,28 +252,30 @@ def _sources(draft: Draft) -> Iterator[str]:
         source = source.source
 
 
-def _find_nested(words: Words, stdin: str | None) -> Nested:
+def _find_nested(words: Words, stdin: str | None) -> NestedCommands:
     """Return the commands that a command with these words starts. `stdin`: its here-document, if there is one."""
     if not words:
-        return Nested()
+        return NestedCommands()
     name = words[0].text.rpartition("/")[2]
     if name in SHELLS:
-        return _in_shell(words, stdin)
+        return _find_in_shell(words, stdin)
     if name == "eval":
-        return Nested(scripts=(" ".join(word.text for word in words[1:]),), opaque="it evaluates text as commands")
-    if name in _REMEMBERING and len(words) > 1:
-        return Nested(opaque=_REMEMBERING[name])
+        return NestedCommands(
+            scripts=(" ".join(word.text for word in words[1:]),), opaque="it evaluates text as commands"
+        )
+    if name in _STATE_CHANGES and len(words) > 1:
+        return NestedCommands(opaque=_STATE_CHANGES[name])
     if name in ("trap", "watch", "ssh", "parallel"):
-        return _rest_as_script(name, words)
+        return _find_in_arguments(name, words)
     if name == "find":
-        return Nested(commands=tuple(_find_actions(words)))
-    script = _named_script(words) if name in _NAMED_SCRIPTS else None
+        return NestedCommands(commands=tuple(_find_exec_commands(words)))
+    script = _find_command_option(words) if name in _NAMED_SCRIPTS else None
     if script is not None:
         return script
-    return _in_wrapper(WRAPPERS[name], words) if name in WRAPPERS else Nested()
+    return _find_in_wrapper(WRAPPERS[name], words) if name in WRAPPERS else NestedCommands()
 
 
-def _in_shell(words: Words, stdin: str | None) -> Nested:
+def _find_in_shell(words: Words, stdin: str | None) -> NestedCommands:
     """Return the commands of `bash -c TEXT`, or of a shell that reads its standard input. A shell that runs a file is
     treated like any other program.
     """
@@ -290,37 +292,39 @@ def _in_shell(words: Words, stdin: str | None) -> Nested:
         index += 1
     if has_script and index < len(words):
         word = words[index]
-        return Nested(
+        return NestedCommands(
             scripts=(word.text,), opaque="a shell is given text known only when it runs" if word.is_expanded else ""
         )
     if index < len(words) and not reads_stdin and words[index].text not in _STANDARD_INPUT:
-        return Nested(opaque="a shell is given text known only when it runs" if words[index].is_expanded else "")
+        return NestedCommands(
+            opaque="a shell is given text known only when it runs" if words[index].is_expanded else ""
+        )
     if stdin is not None:
-        return Nested(scripts=(stdin,))
-    return Nested(opaque="a shell runs whatever it is fed")
+        return NestedCommands(scripts=(stdin,))
+    return NestedCommands(opaque="a shell runs whatever it is fed")
 
 
-def _rest_as_script(name: str, words: Words) -> Nested:
+def _find_in_arguments(name: str, words: Words) -> NestedCommands:
     if name == "trap":
-        rest = words[1:2]
+        script_words = words[1:2]
     elif name == "parallel":
         # parallel joins its words and passes them to a shell.
-        rest = tuple(
+        script_words = tuple(
             itertools.takewhile(
                 lambda word: not word.text.startswith(":::"), words[_skip_options(words, WRAPPERS[name]) :]
             )
         )
     elif name == "watch":
-        rest = words[_skip_options(words, Wrapper("nq", frozenset({"interval", "equexit"}))) :]
+        script_words = words[_skip_options(words, Wrapper("nq", frozenset({"interval", "equexit"}))) :]
     else:
         # Only the words after the host are the script.
         start = _skip_options(words, Wrapper("BbcDEeFIiJLlmOoPpQRSWw"))
-        rest = words[start + 1 :]
-    return Nested(scripts=(" ".join(word.text for word in rest),)) if rest else Nested()
+        script_words = words[start + 1 :]
+    return NestedCommands(scripts=(" ".join(word.text for word in script_words),)) if script_words else NestedCommands()
 
 
-def _find_actions(words: Words) -> list[Words]:
-    found: list[Words] = []
+def _find_exec_commands(words: Words) -> list[Words]:
+    commands: list[Words] = []
     index = 1
     while index < len(words):
         if words[index].text not in _FIND_ACTIONS:
@@ -330,41 +334,43 @@ def _find_actions(words: Words) -> list[Words]:
         while end < len(words) and words[end].text not in (";", "+"):
             end += 1
         if end > index + 1:
-            found.append(words[index + 1 : end])
+            commands.append(words[index + 1 : end])
         index = end
-    return found
+    return commands
 
 
-def _named_script(words: Words) -> Nested | None:
+def _find_command_option(words: Words) -> NestedCommands | None:
     for index, word in enumerate(words[1:], start=1):
         text = word.text
         if text.startswith("--command="):
-            return Nested(scripts=(text.partition("=")[2],))
+            return NestedCommands(scripts=(text.partition("=")[2],))
         is_option = text == "--command" or (text.startswith("-") and not text.startswith("--") and text.endswith("c"))
         if is_option and index + 1 < len(words):
-            return Nested(scripts=(words[index + 1].text,))
+            return NestedCommands(scripts=(words[index + 1].text,))
     return None
 
 
-def _in_wrapper(wrapper: Wrapper, words: Words) -> Nested:
+def _find_in_wrapper(wrapper: Wrapper, words: Words) -> NestedCommands:
     start = _skip_options(words, wrapper)
-    own = words[1:start]
+    options = words[1:start]
     if (
-        any(word.text in ("-S", "--split-string") or word.text.startswith(("-S", "--split-string=")) for word in own)
+        any(word.text == "--split-string" or word.text.startswith(("-S", "--split-string=")) for word in options)
         and wrapper.takes_assignments
     ):
-        rest = " ".join(word.text.removeprefix("--split-string=").removeprefix("-S") for word in words[1:])
-        return Nested(scripts=(rest,), opaque="it splits text into a command")
+        text = " ".join(word.text.removeprefix("--split-string=").removeprefix("-S") for word in words[1:])
+        return NestedCommands(scripts=(text,), opaque="it splits text into a command")
     first_operand = start
     while wrapper.takes_assignments and start < len(words) and (words[start].text == "-" or "=" in words[start].text):
         start += 1
     is_plain = start == first_operand
     start += wrapper.operands
-    is_unsure = any(word.is_expanded or word.is_pattern for word in words[1:start])
-    opaque = "the words before the command are known only when it runs" if is_unsure and start < len(words) else ""
-    inner = words[start:]
-    return Nested(
-        (inner,) if inner else (), opaque=opaque, is_transparent=wrapper.is_transparent and is_plain and bool(inner)
+    has_unknown_words = any(word.is_expanded or word.is_pattern for word in words[1:start])
+    command = words[start:]
+    opaque = "the words before the command are known only when it runs" if has_unknown_words and command else ""
+    return NestedCommands(
+        (command,) if command else (),
+        opaque=opaque,
+        is_transparent=wrapper.is_transparent and is_plain and bool(command),
     )
 
 
@@ -377,11 +383,11 @@ def _skip_options(words: Sequence[Word], wrapper: Wrapper) -> int:
             return index + 1
         if len(text) < 2 or not text.startswith("-"):
             return index
-        index += 2 if _takes_next(text, wrapper) else 1
+        index += 2 if _takes_value(text, wrapper) else 1
     return min(index, len(words))
 
 
-def _takes_next(option: str, wrapper: Wrapper) -> bool:
+def _takes_value(option: str, wrapper: Wrapper) -> bool:
     """Return whether the next word is the value of this option. This holds for a letter with a value at the end of its
     group, and for a long name with a value and without `=`.
     """

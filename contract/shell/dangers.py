@@ -57,7 +57,7 @@ _GLOB_ONLY = re.compile(r"[*?.\[\]{},!^]+")
 _BAD_MODE = re.compile(r"[0-7]?[0-7][0-7][2367]|(?:(?=[ug]*[ao])[augo]+)?[+=](?=[rxXst]*w)[rwxXst]*")
 _SET_ID_MODE = re.compile(r"[2467][0-7]{3}|[augo]*[+=](?=[rwxXt]*s)[rwxXst]*")
 _BRACKETS = re.compile(r"\[[^\]]*\]?")
-_NAMED = re.compile(r"\w")
+_NAME_CHARACTER = re.compile(r"\w")
 _FILTERS = (
     "-name",
     "-iname",
@@ -79,75 +79,75 @@ def classify(script: Script, folder: str = "") -> Danger:
     """Return the highest danger of all commands. An opaque script is at least dangerous. `folder`: where the script
     starts; "" if unknown.
     """
-    worst = Danger(Level.DANGEROUS, f"cannot be read whole: {script.opaque}") if script.is_opaque else NO_DANGER
+    highest = Danger(Level.DANGEROUS, f"cannot be read whole: {script.opaque}") if script.is_opaque else NO_DANGER
     # Check the whole script: loops and functions may run a later `cd` first, and a `cd` that fails changes no folder.
-    is_in_own_folder = _is_own(folder) and not any(_may_leave(command) for command in script.commands)
+    is_in_own_folder = _is_below_own_folders(folder) and not any(_may_leave(command) for command in script.commands)
     for command in script.commands:
         danger = classify_command(command, folder, is_in_own_folder=is_in_own_folder)
         # The first danger of a level is reported. A specific danger replaces "cannot be read".
-        if danger.level > worst.level or (
-            danger.level == worst.level and danger.reason and worst.reason.startswith("cannot be read")
+        if danger.level > highest.level or (
+            danger.level == highest.level and danger.reason and highest.reason.startswith("cannot be read")
         ):
-            worst = danger
+            highest = danger
         if command.program in ("cd", "pushd"):
             operands = split_flags(command)[1]
             folder = _resolve(folder, operands[0].text if operands else "$HOME")[:MAX_PATH_CHARS]
-    return worst
+    return highest
 
 
 def classify_command(command: Command, folder: str = "", *, is_in_own_folder: bool = False) -> Danger:
     """Return the danger of one command. `folder`: the current folder after earlier `cd` commands; "" if unknown.
     `is_in_own_folder`: the command certainly runs below OWN_FOLDERS.
     """
-    worst = _removal(command, folder, is_in_own_folder)
+    highest = _check_removal(command, folder, is_in_own_folder)
     for check in _CHECKS:
         danger = check(command, folder)
-        if danger.level > worst.level:
-            worst = danger
-    return worst
+        if danger.level > highest.level:
+            highest = danger
+    return highest
 
 
-def _bad(reason: str) -> Danger:
+def _build_dangerous(reason: str) -> Danger:
     return Danger(Level.DANGEROUS, reason)
 
 
-def _worst(reason: str) -> Danger:
+def _build_catastrophic(reason: str) -> Danger:
     return Danger(Level.CATASTROPHIC, reason)
 
 
-def _fork_bomb(command: Command, folder: str) -> Danger:
+def _check_fork_bomb(command: Command, folder: str) -> Danger:
     if command.function and command.is_concurrent and command.argv[:1] == (command.function,):
-        return _worst("is a fork bomb: a function that starts itself beside itself")
+        return _build_catastrophic("is a fork bomb: a function that starts itself beside itself")
     return NO_DANGER
 
 
-def _removal(command: Command, folder: str, is_in_own_folder: bool) -> Danger:
+def _check_removal(command: Command, folder: str, is_in_own_folder: bool) -> Danger:
     if command.program != "rm":
         return NO_DANGER
     flags, operands = split_flags(command)
     if _has_long(flags, "--no-preserve-root", 5):
-        return _worst("removes the root of the file system")
+        return _build_catastrophic("removes the root of the file system")
     is_recursive = _has_short(flags, "rR") or _has_long(flags, "--recursive", 3)
     if is_recursive:
         for word in operands:
             if is_whole_tree(word, folder):
-                return _worst(f"removes everything under {word.text}")
-    is_named = bool(operands) and not command.is_fed and all(_is_own_name(word, is_in_own_folder) for word in operands)
-    if is_named:
+                return _build_catastrophic(f"removes everything under {word.text}")
+    if operands and not command.is_fed and all(_is_own_name(word, is_in_own_folder) for word in operands):
         return NO_DANGER
     if is_recursive:
-        return _bad("removes folders with all that is in them")
+        return _build_dangerous("removes folders with all that is in them")
     if _has_short(flags, "f") or _has_long(flags, "--force", 3):
-        return _bad("removes files without asking")
-    system = next((path for word in operands if (path := _resolve(folder, word.text)).startswith(SYSTEM_FOLDERS)), "")
-    return _bad(f"removes {system}") if system else NO_DANGER
+        return _build_dangerous("removes files without asking")
+    paths = [_resolve(folder, word.text) for word in operands]
+    system_path = next((path for path in paths if path.startswith(SYSTEM_FOLDERS)), "")
+    return _build_dangerous(f"removes {system_path}") if system_path else NO_DANGER
 
 
-def _finding(command: Command, folder: str) -> Danger:
+def _check_find(command: Command, folder: str) -> Danger:
     argv = command.argv
     if command.program != "find":
         return NO_DANGER
-    if not _removes_what_it_finds(argv):
+    if not _has_removing_action(argv):
         return NO_DANGER
     starts = []
     for word in command.words[1:]:
@@ -155,52 +155,53 @@ def _finding(command: Command, folder: str) -> Danger:
             break
         starts.append(word)
     if any(is_whole_tree(word, folder) for word in starts) and not any(word in argv for word in _FILTERS):
-        return _worst("removes everything that it finds under a whole tree")
-    return _bad("removes all that it finds")
+        return _build_catastrophic("removes everything that it finds under a whole tree")
+    return _build_dangerous("removes all that it finds")
 
 
-def _removes_what_it_finds(argv: tuple[str, ...]) -> bool:
+def _has_removing_action(argv: tuple[str, ...]) -> bool:
     """Return whether an action of this `find` removes files. A word that belongs to a test, such as `rm` in `-name rm`,
     is not an action.
     """
-    at = 1
-    while at < len(argv):
-        word = argv[at]
+    index = 1
+    while index < len(argv):
+        word = argv[index]
         if word == "-delete":
             return True
         if word in FIND_EXECUTES:
             end = next(
-                (i for i in range(at + 1, len(argv)) if argv[i] == ";" or argv[i - 1 : i + 1] == ("{}", "+")), len(argv)
+                (at for at in range(index + 1, len(argv)) if argv[at] == ";" or argv[at - 1 : at + 1] == ("{}", "+")),
+                len(argv),
             )
-            if any(part.rpartition("/")[2] in FIND_REMOVERS for part in argv[at + 1 : end]):
+            if any(part.rpartition("/")[2] in FIND_REMOVERS for part in argv[index + 1 : end]):
                 return True
-            at = end
+            index = end
         elif word in FIND_TESTS_WITH_VALUE or word.startswith("-newer"):
-            at += 1
+            index += 1
         elif word == "-fprintf":
-            at += 2
-        at += 1
+            index += 2
+        index += 1
     return False
 
 
-def _moving(command: Command, folder: str) -> Danger:
+def _check_move(command: Command, folder: str) -> Danger:
     if command.program == "mv" and any(is_whole_tree(word, folder) for word in split_flags(command)[1][:-1]):
-        return _worst("moves a whole tree away")
+        return _build_catastrophic("moves a whole tree away")
     return NO_DANGER
 
 
-def _device(command: Command, folder: str) -> Danger:
+def _check_device(command: Command, folder: str) -> Danger:
     """Return the danger of programs that format or erase their target."""
     name = command.program
     if not (name in DEVICE_TOOLS or name.startswith("mkfs.")):
         return NO_DANGER
     for target in command.argv[1:]:
         if is_device(target):
-            return _worst(f"overwrites the device {target}")
-    return _bad(f"formats or wipes what it is pointed at ({name})")
+            return _build_catastrophic(f"overwrites the device {target}")
+    return _build_dangerous(f"formats or wipes what it is pointed at ({name})")
 
 
-def _written(command: Command, folder: str) -> Danger:
+def _check_written_files(command: Command, folder: str) -> Danger:
     """Return the danger of the files that redirections and writing programs would change."""
     targets = [word.text for word in command.outputs]
     operands = [text.removeprefix("of=") for text in command.argv[1:] if not text.startswith("-")]
@@ -208,79 +209,79 @@ def _written(command: Command, folder: str) -> Danger:
         targets += operands
     elif command.program in COPIERS:
         targets += operands[-1:]
-    worst = NO_DANGER
+    highest = NO_DANGER
     for target in targets:
         path = _resolve(folder, target)
         if is_device(path):
-            return _worst(f"overwrites the device {path}")
+            return _build_catastrophic(f"overwrites the device {path}")
         if any(re.fullmatch(pattern, path) for pattern in HOST_CONTROLS):
-            return _worst(f"writes to a control of the host's kernel ({path})")
+            return _build_catastrophic(f"writes to a control of the host's kernel ({path})")
         if path.startswith((*SYSTEM_FOLDERS, "/dev/")) and not _is_harmless_device(path):
-            worst = _bad(f"writes to {path}")
-    return worst
+            highest = _build_dangerous(f"writes to {path}")
+    return highest
 
 
-def _permissions(command: Command, folder: str) -> Danger:
+def _check_permissions(command: Command, folder: str) -> Danger:
     if command.program not in ("chmod", "chown", "chgrp"):
         return NO_DANGER
     flags, operands = split_flags(command)
     is_recursive = _has_short(flags, "R") or _has_long(flags, "--recursive", 3)
     if is_recursive and any(is_whole_tree(word, folder) for word in operands[1:]):
-        return _bad(f"changes rights or owners of a whole tree ({command.program})")
+        return _build_dangerous(f"changes rights or owners of a whole tree ({command.program})")
     mode = operands[0].text if operands else ""
     if command.program == "chmod" and is_recursive and any(_BAD_MODE.fullmatch(part) for part in mode.split(",")):
-        return _bad("lets everybody write to a folder and all that is in it")
+        return _build_dangerous("lets everybody write to a folder and all that is in it")
     if command.program == "chmod" and any(_SET_ID_MODE.fullmatch(part) for part in mode.split(",")):
-        return _bad("makes a program run with its owner's rights")
+        return _build_dangerous("makes a program run with its owner's rights")
     return NO_DANGER
 
 
-def _killing(command: Command, folder: str) -> Danger:
+def _check_kill(command: Command, folder: str) -> Danger:
     if command.program == "kill" and "-1" in command.argv[2:] and "-l" not in command.argv:
-        return _bad("signals every process")
+        return _build_dangerous("signals every process")
     return NO_DANGER
 
 
-def _tabled(command: Command, folder: str) -> Danger:
+def _check_known_program(command: Command, folder: str) -> Danger:
     reason = DANGEROUS_PROGRAMS.get(command.program)
-    return _bad(reason) if reason else NO_DANGER
+    return _build_dangerous(reason) if reason else NO_DANGER
 
 
-def _subcommand(command: Command, folder: str) -> Danger:
+def _check_subcommand(command: Command, folder: str) -> Danger:
     """Return the danger of a subcommand such as `git push --force`: program, words in order, and one of the flags."""
     argv, own_program = command.argv, command.program
     for program, words, flags, reason in DANGEROUS_SUBCOMMANDS:
         if own_program != program or not _occur_in_order(words, argv[1:]):
             continue
         if not flags or any(_has_flag(argv[1:], flag) for flag in flags):
-            return _bad(reason)
+            return _build_dangerous(reason)
     if own_program == "git" and any("=!" in text or text.startswith("core.") for text in argv[1:]):
-        return _bad("lets git run another program")
+        return _build_dangerous("lets git run another program")
     return NO_DANGER
 
 
-def _fed(command: Command, folder: str) -> Danger:
+def _check_piped_input(command: Command, folder: str) -> Danger:
     """Return the danger of an interpreter that runs fetched or decoded text (`curl ... | python`). Shells that read a
     pipe are already opaque.
     """
     reads_program = len(command.words) == 1 or any(text in ("-", "/dev/stdin") for text in command.argv[1:])
     is_interpreter = command.program.rstrip("0123456789.") in INTERPRETERS
     if is_interpreter and reads_program and any(source in DECODERS for source in command.fed_by):
-        return _bad("runs what another command fetches or decodes")
+        return _build_dangerous("runs what another command fetches or decodes")
     return NO_DANGER
 
 
 _CHECKS: tuple[Callable[[Command, str], Danger], ...] = (
-    _fork_bomb,
-    _finding,
-    _moving,
-    _device,
-    _written,
-    _permissions,
-    _killing,
-    _subcommand,
-    _fed,
-    _tabled,
+    _check_fork_bomb,
+    _check_find,
+    _check_move,
+    _check_device,
+    _check_written_files,
+    _check_permissions,
+    _check_kill,
+    _check_subcommand,
+    _check_piped_input,
+    _check_known_program,
 )
 
 
@@ -288,10 +289,10 @@ def is_whole_tree(word: Word, folder: str = "") -> bool:
     """Return whether the word names the root, a home or system folder, or all content of one. For a brace list, one
     such member is enough.
     """
-    return any(_is_whole_tree(path, word.is_pattern, folder) for path in _members(word)[:MAX_MEMBERS])
+    return any(_is_whole_tree(path, word.is_pattern, folder) for path in _expand_braces(word)[:MAX_MEMBERS])
 
 
-def _members(word: Word) -> list[str]:
+def _expand_braces(word: Word) -> list[str]:
     """Return the words of a brace list, at most MAX_MEMBERS + 1; any other word unchanged."""
     braces = _ONE_BRACE_LIST.fullmatch(word.text) if word.is_pattern else None
     if braces is None:
@@ -319,7 +320,7 @@ def _is_own_name(word: Word, is_in_own_folder: bool) -> bool:
     """Return whether the word certainly names a file below OWN_FOLDERS. A whole folder of them, or a pattern for all
     its content, does not count.
     """
-    members = _members(word)
+    members = _expand_braces(word)
     if word.is_expanded or len(members) > MAX_MEMBERS:
         return False
     return all(_is_own_path(path, word.is_pattern, is_in_own_folder) for path in members)
@@ -330,28 +331,28 @@ def _is_own_path(path: str, is_pattern: bool, is_in_own_folder: bool) -> bool:
     if ".." in parts or posixpath.normpath(path) == "." or path.startswith(("$HOME", "~")):
         return False
     if path.startswith("/"):
-        root = next((own for own in OWN_FOLDERS if path.startswith(own + "/")), "")
+        root = next((own_folder for own_folder in OWN_FOLDERS if path.startswith(own_folder + "/")), "")
         parts = [part for part in path.removeprefix(root).split("/") if part not in ("", ".")]
         if not root or not parts:
             return False
     elif not is_in_own_folder:
         return False
-    return not is_pattern or _names_something(parts)
+    return not is_pattern or _has_name(parts)
 
 
-def _names_something(parts: list[str]) -> bool:
+def _has_name(parts: list[str]) -> bool:
     """Return whether a pattern contains a name (`*.o` or `build/*`, but not `*`) and no part of it can match `..`."""
-    has_name = [_NAMED.search(_BRACKETS.sub("", part)) is not None for part in parts]
+    named_parts = [_NAME_CHARACTER.search(_BRACKETS.sub("", part)) is not None for part in parts]
     if any(
         "{" in part or (part.startswith(".") and part != "." and not is_named)
-        for part, is_named in zip(parts, has_name, strict=True)
+        for part, is_named in zip(parts, named_parts, strict=True)
     ):
         return False
-    return any(has_name)
+    return any(named_parts)
 
 
-def _is_own(folder: str) -> bool:
-    return any(folder == own or folder.startswith(own + "/") for own in OWN_FOLDERS)
+def _is_below_own_folders(folder: str) -> bool:
+    return any(folder == own_folder or folder.startswith(own_folder + "/") for own_folder in OWN_FOLDERS)
 
 
 def _may_leave(command: Command) -> bool:
@@ -407,10 +408,10 @@ def _has_short(flags: list[str], letters: str) -> bool:
     return any(not flag.startswith("--") and any(letter in flag for letter in letters) for flag in flags)
 
 
-def _has_long(flags: list[str], name: str, least: int) -> bool:
+def _has_long(flags: list[str], name: str, min_chars: int) -> bool:
     # GNU programs accept any unambiguous prefix of a long option.
     return any(
-        flag.startswith("--") and len(flag) >= least and name.startswith(flag.partition("=")[0]) for flag in flags
+        flag.startswith("--") and len(flag) >= min_chars and name.startswith(flag.partition("=")[0]) for flag in flags
     )
 
 

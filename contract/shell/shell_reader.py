@@ -47,7 +47,7 @@ _KEYWORDS = frozenset(
 _LOOPS = ("for", "select")
 
 
-class Unreadable(Exception):
+class UnreadableScript(Exception):
     """Raised when the text is too long or nested too deep. The message fits after a colon."""
 
 
@@ -67,7 +67,7 @@ class Word:
 
 
 @dataclass(eq=False)
-class Draft:
+class CommandDraft:
     """Simple command while the reader reads it. `source`: the draft whose output the command reads. `heredocs`:
     bodies, which are added when their lines are read.
     """
@@ -75,7 +75,7 @@ class Draft:
     words: list[Word] = field(default_factory=list)
     redirects: list[tuple[str, Word]] = field(default_factory=list)
     heredocs: list[str] = field(default_factory=list)
-    source: "Draft | None" = None
+    source: "CommandDraft | None" = None
     operator: str = ""
     function: str = ""
     is_test: bool = False
@@ -93,55 +93,55 @@ class Draft:
 
 
 @dataclass(frozen=True)
-class Reading:
+class ScriptContent:
     """Content of a text. `texts`: nested scripts that must be read separately. `opaque`: the first reason why the
     content is not complete.
     """
 
-    drafts: list[Draft]
+    drafts: list[CommandDraft]
     texts: list[str]
     opaque: str
 
 
 @dataclass(eq=False)
-class _List:
+class _CommandList:
     """List of commands, up to `closer`. `cases`: the number of open `case` commands. Inside them a `)` may end a
     pattern instead of the list.
     """
 
     closer: str
-    draft: Draft
+    draft: CommandDraft
     cases: int = 0
     is_pattern_next: bool = False
 
 
-def read_script(text: str) -> Reading:
+def read_script(text: str) -> ScriptContent:
     """Return the content of a text. Never raises: if the text is too long or nested too deep, only its beginning is
     read.
     """
     reader = _Reader(text)
     try:
         reader.read_list("")
-    except Unreadable as error:
-        reader.doubt(str(error))
-    return Reading(reader.drafts, reader.texts, reader.opaque)
+    except UnreadableScript as error:
+        reader.mark_opaque(str(error))
+    return ScriptContent(reader.drafts, reader.texts, reader.opaque)
 
 
 class _Reader:
-    """Reader with the position `at`. `texts`: scripts in backquotes. `opaque`: the first reason why the text is not
-    readable; "" if there is none.
+    """Reader of one text. `position`: index of the next character. `texts`: scripts in backquotes. `opaque`: the first
+    reason why the text is not readable; "" if there is none.
     """
 
     def __init__(self, text: str) -> None:
         self.text = text
-        self.at = 0
+        self.position = 0
         self.level = 0
-        self.drafts: list[Draft] = []
+        self.drafts: list[CommandDraft] = []
         self.texts: list[str] = []
         self.opaque = ""
         self._parts: list[str] = []
         self._is_expanded = False
-        self._heredocs: list[tuple[Draft, Word, bool]] = []
+        self._heredocs: list[tuple[CommandDraft, Word, bool]] = []
         self._bodies: list[str] = []
         self._pending_function = ""
         self._tokens = 0
@@ -149,76 +149,76 @@ class _Reader:
     def read_list(self, closer: str) -> None:
         """Read commands up to and including `closer`; "" means the end of the text."""
         if self._heredocs and closer:
-            self.doubt("a here-document and a substitution share a line")
+            self.mark_opaque("a here-document and a substitution share a line")
         with self.descend():
-            here = _List(closer, self._new_draft())
-            while self.at < len(self.text):
-                if self._step(here):
+            commands = _CommandList(closer, self._new_draft())
+            while self.position < len(self.text):
+                if self._step(commands):
                     return
-            self._end(here, "")
+            self._end_command(commands, "")
             if closer:
-                self.doubt("a parenthesis is not closed")
+                self.mark_opaque("a parenthesis is not closed")
             if self._heredocs:
                 self._heredocs.clear()
-                self.doubt("a here-document has no end")
+                self.mark_opaque("a here-document has no end")
 
-    def _new_draft(self) -> Draft:
-        return Draft(function=next((name for name in reversed(self._bodies[-20:]) if name), ""))
+    def _new_draft(self) -> CommandDraft:
+        return CommandDraft(function=next((name for name in reversed(self._bodies[-20:]) if name), ""))
 
-    def _step(self, here: _List) -> bool:
+    def _step(self, commands: _CommandList) -> bool:
         """Read one token. Return whether it closes the list."""
         self._tokens += 1
         if self._tokens > MAX_TOKENS:
-            raise Unreadable("it is too long to be read")
-        skipped = _BLANKS.match(self.text, self.at) or _COMMENT.match(self.text, self.at)
+            raise UnreadableScript("it is too long to be read")
+        skipped = _BLANKS.match(self.text, self.position) or _COMMENT.match(self.text, self.position)
         if skipped:
-            self.at = skipped.end()
+            self.position = skipped.end()
             return False
-        character = self.text[self.at]
+        character = self.text[self.position]
         if character == "\n":
-            self._newline(here)
-        elif here.draft.is_test and character in "()<>|&" and not self.text.startswith(("<(", ">("), self.at):
-            self.at += 1
+            self._read_newline(commands)
+        elif commands.draft.is_test and character in "()<>|&" and not self.text.startswith(("<(", ">("), self.position):
+            self.position += 1
         elif character == ")":
-            return self._close(here)
+            return self._close_group(commands)
         elif character == "(":
-            self._open(here)
-        elif operator := _OPERATOR.match(self.text, self.at):
-            self.at = operator.end()
-            self._operator(here, operator.group())
-        elif redirection := _REDIRECTION.match(self.text, self.at):
-            self.at = redirection.end()
-            self._redirect(here.draft, redirection.group(1))
+            self._open_group(commands)
+        elif operator := _OPERATOR.match(self.text, self.position):
+            self.position = operator.end()
+            self._read_operator(commands, operator.group())
+        elif redirection := _REDIRECTION.match(self.text, self.position):
+            self.position = redirection.end()
+            self._read_redirection(commands.draft, redirection.group(1))
         else:
-            self._add_word(here)
+            self._add_word(commands)
         return False
 
-    def _operator(self, here: _List, operator: str) -> None:
-        if here.is_pattern_next and operator == "|" and len(here.draft.words) <= 1:
-            here.draft = self._new_draft()
+    def _read_operator(self, commands: _CommandList, operator: str) -> None:
+        if commands.is_pattern_next and operator == "|" and len(commands.draft.words) <= 1:
+            commands.draft = self._new_draft()
             return
-        if here.is_pattern_next:
-            self.doubt("a pattern ends where none may")
-            here.is_pattern_next = False
-        if here.cases and operator.startswith((";;", ";&")):
-            here.is_pattern_next = True
-        self._end(here, operator)
+        if commands.is_pattern_next:
+            self.mark_opaque("a pattern ends where none may")
+            commands.is_pattern_next = False
+        if commands.cases and operator.startswith((";;", ";&")):
+            commands.is_pattern_next = True
+        self._end_command(commands, operator)
 
-    def _newline(self, here: _List) -> None:
-        self.at += 1
+    def _read_newline(self, commands: _CommandList) -> None:
+        self.position += 1
         # `case x` may have its `in` on the next line.
-        if not (here.draft.starts_with("case") and len(here.draft.words) == 2):
-            self._end(here, "\n")
+        if not (commands.draft.starts_with("case") and len(commands.draft.words) == 2):
+            self._end_command(commands, "\n")
         for draft, delimiter, strips_tabs in self._heredocs:
             self._read_heredoc(draft, delimiter, strips_tabs)
         self._heredocs.clear()
 
-    def _read_heredoc(self, draft: Draft, delimiter: Word, strips_tabs: bool) -> None:
+    def _read_heredoc(self, draft: CommandDraft, delimiter: Word, strips_tabs: bool) -> None:
         lines = []
-        while self.at < len(self.text):
+        while self.position < len(self.text):
             pieces = [self._take_line()]
             # bash joins continued lines before it compares the delimiter: `E\` and an empty line end `<<E`.
-            while not delimiter.is_quoted and _is_continued(pieces[-1]) and self.at < len(self.text):
+            while not delimiter.is_quoted and _is_continued(pieces[-1]) and self.position < len(self.text):
                 pieces[-1:] = [pieces[-1][:-1], self._take_line()]
             line = "".join(pieces)
             line = line.lstrip("\t") if strips_tabs else line
@@ -226,7 +226,7 @@ class _Reader:
                 break
             lines.append(line)
         else:
-            self.doubt("a here-document has no end")
+            self.mark_opaque("a here-document has no end")
         body = "\n".join(lines)
         draft.heredocs.append(body)
         if not delimiter.is_quoted and ("$" in body or "`" in body):
@@ -236,134 +236,134 @@ class _Reader:
                 inner.read_quoted(closer="")
             self.drafts.extend(inner.drafts)
             self.texts.extend(inner.texts)
-            self.doubt(inner.opaque)
+            self.mark_opaque(inner.opaque)
 
     def _take_line(self) -> str:
-        end = self.text.find("\n", self.at)
+        end = self.text.find("\n", self.position)
         end = len(self.text) if end < 0 else end
-        line = self.text[self.at : end]
-        self.at = end + 1
+        line = self.text[self.position : end]
+        self.position = end + 1
         return line
 
-    def _open(self, here: _List) -> None:
-        draft = here.draft
-        if here.is_pattern_next:
-            self.at += 1
+    def _open_group(self, commands: _CommandList) -> None:
+        draft = commands.draft
+        if commands.is_pattern_next:
+            self.position += 1
             return
         is_counting = not draft.words or (draft.starts_with("for") and len(draft.words) == 1)
-        if is_counting and self.text.startswith("((", self.at):
-            self.at += 2
+        if is_counting and self.text.startswith("((", self.position):
+            self.position += 2
             self.read_arithmetic()
             return
-        empty = _EMPTY_PARENTHESES.match(self.text, self.at)
+        empty = _EMPTY_PARENTHESES.match(self.text, self.position)
         if empty and draft.words:
-            self._define(draft.words[-1].text)
-            self.at = empty.end()
-            here.draft = self._new_draft()
+            self._begin_function(draft.words[-1].text)
+            self.position = empty.end()
+            commands.draft = self._new_draft()
             return
         if draft.words and not draft.words[-1].text.endswith("="):
-            self.doubt("a parenthesis stands where none is expected")
-        self.at += 1
+            self.mark_opaque("a parenthesis stands where none is expected")
+        self.position += 1
         outer = len(self._bodies)
         self._bodies.append(self._pending_function)
         self._pending_function = ""
         self.read_list(")")
         del self._bodies[outer:]
 
-    def _close(self, here: _List) -> bool:
-        self.at += 1
-        if here.cases and here.is_pattern_next:
-            here.is_pattern_next = False
-            if len(here.draft.words) <= 1:
-                here.draft.words.clear()
-            self._end(here, ")")
+    def _close_group(self, commands: _CommandList) -> bool:
+        self.position += 1
+        if commands.cases and commands.is_pattern_next:
+            commands.is_pattern_next = False
+            if len(commands.draft.words) <= 1:
+                commands.draft.words.clear()
+            self._end_command(commands, ")")
             return False
-        self._end(here, ")")
-        if here.closer == ")":
+        self._end_command(commands, ")")
+        if commands.closer == ")":
             return True
-        self.doubt("a parenthesis stands where none is expected")
+        self.mark_opaque("a parenthesis stands where none is expected")
         return False
 
-    def _define(self, name: str) -> None:
-        self.doubt("it defines a function")
+    def _begin_function(self, name: str) -> None:
+        self.mark_opaque("it defines a function")
         self._pending_function = name
 
-    def _redirect(self, draft: Draft, operator: str) -> None:
-        blanks = _BLANKS.match(self.text, self.at)
+    def _read_redirection(self, draft: CommandDraft, operator: str) -> None:
+        blanks = _BLANKS.match(self.text, self.position)
         if blanks:
-            self.at = blanks.end()
+            self.position = blanks.end()
         target = self.read_word()
         if target is None:
-            self.doubt("a redirection has no target")
+            self.mark_opaque("a redirection has no target")
             return
         draft.redirects.append((operator, target))
         if operator in ("<<", "<<-"):
             if draft.words and "[" in draft.words[-1].text:
-                self.doubt("it may count in a subscript or begin a here-document")
+                self.mark_opaque("it may count in a subscript or begin a here-document")
             self._heredocs.append((draft, target, operator == "<<-"))
 
-    def _add_word(self, here: _List) -> None:
-        start = self.at
+    def _add_word(self, commands: _CommandList) -> None:
+        start = self.position
         word = self.read_word()
         if word is None:
             # Only `$IFS` gives no word. For anything else, move on by one character to avoid an endless loop.
-            self.at += self.at == start
+            self.position += self.position == start
             return
-        draft = here.draft
-        if not (draft.words or draft.redirects or word.is_quoted) and self._is_keyword(here, word.text):
+        draft = commands.draft
+        if not (draft.words or draft.redirects or word.is_quoted) and self._is_keyword(commands, word.text):
             return
         draft.words.append(word)
         if draft.starts_with("[["):
             draft.is_test = word.text != "]]"
         elif len(draft.words) == 3 and not word.is_quoted:
-            self._third_word(here, word.text)
+            self._read_third_word(commands, word.text)
 
-    def _is_keyword(self, here: _List, text: str) -> bool:
-        if here.draft.is_timed and text in ("-p", "--"):
+    def _is_keyword(self, commands: _CommandList, text: str) -> bool:
+        if commands.draft.is_timed and text in ("-p", "--"):
             return True
         if text not in _KEYWORDS:
             return False
         if text == "{":
             self._bodies.append(self._pending_function)
             self._pending_function = ""
-            here.draft.function = self._new_draft().function
+            commands.draft.function = self._new_draft().function
         elif text == "}" and self._bodies:
             self._bodies.pop()
-        elif text == "esac" and here.cases:
-            here.cases -= 1
-            here.is_pattern_next = False
-        here.draft.is_timed = text == "time"
+        elif text == "esac" and commands.cases:
+            commands.cases -= 1
+            commands.is_pattern_next = False
+        commands.draft.is_timed = text == "time"
         return True
 
-    def _third_word(self, here: _List, text: str) -> None:
+    def _read_third_word(self, commands: _CommandList, text: str) -> None:
         """Start the commands after a header on the same line: `case x in`, `for x do`, `function f {`."""
-        draft = here.draft
+        draft = commands.draft
         if draft.starts_with("case") and text == "in":
-            here.cases += 1
-            here.is_pattern_next = True
+            commands.cases += 1
+            commands.is_pattern_next = True
             draft.words.clear()
         elif text == "do" and any(draft.starts_with(loop) for loop in _LOOPS):
             draft.words.clear()
         elif draft.starts_with("function") and text in ("{", "("):
-            self._define(draft.words[1].text)
+            self._begin_function(draft.words[1].text)
             draft.words.clear()
-            self._is_keyword(here, text)
+            self._is_keyword(commands, text)
 
-    def _end(self, here: _List, operator: str) -> None:
-        draft = here.draft
+    def _end_command(self, commands: _CommandList, operator: str) -> None:
+        draft = commands.draft
         draft.operator = operator
         if any(draft.starts_with(loop) for loop in _LOOPS):
             draft.words.clear()
         elif draft.starts_with("function") and len(draft.words) == 2:
-            self._define(draft.words[1].text)
+            self._begin_function(draft.words[1].text)
             draft.words.clear()
         if draft.words or draft.redirects:
             self.drafts.append(draft)
-        here.draft = self._new_draft()
+        commands.draft = self._new_draft()
         if operator in ("|", "|&"):
-            here.draft.source = draft
+            commands.draft.source = draft
 
-    def doubt(self, reason: str) -> None:
+    def mark_opaque(self, reason: str) -> None:
         """Record a reason why the text is opaque. Only the first reason is kept."""
         self.opaque = self.opaque or reason
 
@@ -371,7 +371,7 @@ class _Reader:
     def descend(self) -> Iterator[None]:
         """Enter one level of nesting and save the current word. Raises Unreadable beyond MAX_LEVEL."""
         if self.level >= MAX_LEVEL:
-            raise Unreadable("it is nested too deep")
+            raise UnreadableScript("it is nested too deep")
         saved = self._parts, self._is_expanded
         self.level += 1
         try:
@@ -385,16 +385,16 @@ class _Reader:
         (`$IFS`).
         """
         self._parts, self._is_expanded = [], False
-        start = self.at
+        start = self.position
         is_pattern = is_quoted = has_brace = False
-        while self.at < len(self.text):
-            plain = _PLAIN.match(self.text, self.at)
+        while self.position < len(self.text):
+            plain = _PLAIN.match(self.text, self.position)
             if plain:
                 self._parts.append(plain.group())
-                self.at = plain.end()
+                self.position = plain.end()
                 continue
-            character = self.text[self.at]
-            if character in " \t\n;&|()" or (character in "<>" and not self.text.startswith("(", self.at + 1)):
+            character = self.text[self.position]
+            if character in " \t\n;&|()" or (character in "<>" and not self.text.startswith("(", self.position + 1)):
                 break
             if character == "$" and self._skip_blank_variable():
                 if self._parts or is_quoted:
@@ -402,23 +402,23 @@ class _Reader:
                 return None
             is_pattern = is_pattern or character in "*?["
             has_brace = has_brace or character == "{"
-            is_quoted = is_quoted or character in "\\'\"" or self.text.startswith("$'", self.at)
-            self._read_special(character, is_first=self.at == start)
-        if has_brace and _BRACES.search(self.text[start : self.at]):
+            is_quoted = is_quoted or character in "\\'\"" or self.text.startswith("$'", self.position)
+            self._read_special(character, is_first=self.position == start)
+        if has_brace and _BRACES.search(self.text[start : self.position]):
             is_pattern = True
-        if self.at == start:
+        if self.position == start:
             return None
         return Word("".join(self._parts), self._is_expanded, is_pattern, is_quoted)
 
     def read_quoted(self, closer: str = '"') -> None:
         """Read text in double quotes up to and including `closer`; "" reads the body of a here-document to the end."""
-        while self.at < len(self.text):
-            plain = _QUOTED_PLAIN.match(self.text, self.at)
+        while self.position < len(self.text):
+            plain = _QUOTED_PLAIN.match(self.text, self.position)
             if plain:
                 self._parts.append(plain.group())
-                self.at = plain.end()
+                self.position = plain.end()
                 continue
-            character = self.text[self.at]
+            character = self.text[self.position]
             if character == "\\":
                 self._read_quoted_escape()
             elif character == "$":
@@ -426,12 +426,12 @@ class _Reader:
             elif character == "`":
                 self._read_backquote()
             elif character == closer:
-                self.at += 1
+                self.position += 1
                 return
             else:
-                self._read_odd(character)
+                self._read_other(character)
         if closer:
-            self.doubt("a quote is not closed")
+            self.mark_opaque("a quote is not closed")
 
     def read_arithmetic(self) -> None:
         """Read after `((` up to its `))`. Only substitutions run inside. A text that is not arithmetic makes the script
@@ -439,10 +439,10 @@ class _Reader:
         """
         depth = 0
         with self.descend():
-            while self.at < len(self.text):
-                character = self.text[self.at]
+            while self.position < len(self.text):
+                character = self.text[self.position]
                 if character == ")":
-                    self.at += 1
+                    self.position += 1
                     if depth == 0:
                         break
                     depth -= 1
@@ -450,106 +450,103 @@ class _Reader:
                     self._read_special(character, is_first=False)
                 else:
                     depth += character == "("
-                    self.at += 1
-            if self.text.startswith(")", self.at):
-                self.at += 1
+                    self.position += 1
+            if self.text.startswith(")", self.position):
+                self.position += 1
             else:
-                self.doubt("parentheses may count or group")
+                self.mark_opaque("parentheses may count or group")
 
     def _read_special(self, character: str, *, is_first: bool) -> None:
+        next_character = self.text[self.position + 1 : self.position + 2]
         if character == "\\":
-            self._parts.append(
-                "" if self.text.startswith("\n", self.at + 1) else self.text[self.at + 1 : self.at + 2] or "\\"
-            )
-            self.at += 2
+            self._parts.append("" if next_character == "\n" else next_character or "\\")
+            self.position += 2
         elif character == "'":
             self._read_single()
         elif character == '"':
-            self.at += 1
+            self.position += 1
             self.read_quoted()
         elif character == "$":
             self._read_dollar(is_quoted=False)
         elif character == "`":
             self._read_backquote()
         elif character in "<>":
-            self.at += 2
+            self.position += 2
             self._substitute(lambda: self.read_list(")"))
         elif (
-            character == "~"
-            and is_first
-            and self.text[self.at + 1 : self.at + 2] in ("", "/", " ", "\t", "\n", ";", "&", "|", ")", '"', "'")
+            character == "~" and is_first and next_character in ("", "/", " ", "\t", "\n", ";", "&", "|", ")", '"', "'")
         ):
             self._parts.append("$HOME")
-            self.at += 1
+            self.position += 1
         else:
-            self._read_odd(character)
+            self._read_other(character)
 
-    def _read_odd(self, character: str) -> None:
+    def _read_other(self, character: str) -> None:
         if character == "\x00":
             # bash drops NUL characters, so they must not hide the name of a program.
-            self.doubt("it holds NUL characters")
+            self.mark_opaque("it holds NUL characters")
         else:
             self._parts.append(character)
-        self.at += 1
+        self.position += 1
 
     def _read_single(self) -> None:
-        end = self.text.find("'", self.at + 1)
+        end = self.text.find("'", self.position + 1)
         if end < 0:
-            self.doubt("a quote is not closed")
+            self.mark_opaque("a quote is not closed")
             end = len(self.text)
-        self._parts.append(self.text[self.at + 1 : end])
-        self.at = end + 1
+        self._parts.append(self.text[self.position + 1 : end])
+        self.position = end + 1
 
     def _read_quoted_escape(self) -> None:
-        following = self.text[self.at + 1 : self.at + 2]
+        following = self.text[self.position + 1 : self.position + 2]
         if following != "\n":
             self._parts.append(following if following and following in '$`"\\' else "\\" + following)
-        self.at += 2
+        self.position += 2
 
     def _skip_blank_variable(self) -> bool:
         # `$IFS` outside quotes separates words like a blank.
-        if not self.text.startswith(("$IFS", "${IFS"), self.at):
+        if not self.text.startswith(("$IFS", "${IFS"), self.position):
             return False
-        name = _NAME.match(self.text, self.at)
+        name = _NAME.match(self.text, self.position)
         if name and (name.group(1) or name.group(2)) == "IFS":
-            self.at = name.end()
+            self.position = name.end()
             return True
-        if not _CUT_IFS.match(self.text, self.at):
+        if not _CUT_IFS.match(self.text, self.position):
             return False
         with self.descend():
-            self.at += 2
+            self.position += 2
             self._read_braces()
         return True
 
     def _read_dollar(self, *, is_quoted: bool) -> None:
-        text, at = self.text, self.at
-        if not is_quoted and text.startswith("$'", at):
+        text, position = self.text, self.position
+        if not is_quoted and text.startswith("$'", position):
             self._read_ansi_c()
-        elif not is_quoted and text.startswith('$"', at):
-            self.at += 1
-        elif text.startswith("$((", at):
-            self.at += 3
+        elif not is_quoted and text.startswith('$"', position):
+            self.position += 1
+        elif text.startswith("$((", position):
+            self.position += 3
             self._substitute(self.read_arithmetic)
-        elif text.startswith("$(", at):
-            self.at += 2
+        elif text.startswith("$(", position):
+            self.position += 2
             self._substitute(lambda: self.read_list(")"))
-        elif positional := _POSITIONAL.match(text, at):
+        elif positional := _POSITIONAL.match(text, position):
             # A script in a text has no arguments: they expand to nothing, so they must not hide the name of a program.
-            self.at, self._is_expanded = positional.end(), True
-        elif name := _NAME.match(text, at):
+            self.position, self._is_expanded = positional.end(), True
+        elif name := _NAME.match(text, position):
             variable = name.group(1) or name.group(2)
             self._parts.append(" " if variable == "IFS" else f"${variable}")
-            self.at, self._is_expanded = name.end(), True
-        elif text.startswith("${", at):
+            self.position, self._is_expanded = name.end(), True
+        elif text.startswith("${", position):
             self._read_parameter()
-        elif special := _SPECIAL.match(text, at):
+        elif special := _SPECIAL.match(text, position):
             self._parts.append(special.group())
-            self.at, self._is_expanded = special.end(), True
+            self.position, self._is_expanded = special.end(), True
         else:
-            if text.startswith("$[", at):
-                self.doubt("it counts in an old way")
+            if text.startswith("$[", position):
+                self.mark_opaque("it counts in an old way")
             self._parts.append("$")
-            self.at += 1
+            self.position += 1
 
     def _substitute(self, read: Callable[[], None]) -> None:
         with self.descend():
@@ -559,48 +556,48 @@ class _Reader:
 
     def _read_parameter(self) -> None:
         """Read `${name...}` with the substitutions inside. Its value is unknown."""
-        if self.text[self.at + 2 : self.at + 3] in (" ", "\t", "\n", "|"):
-            self.doubt("braces run commands")
-        name = _BRACED_NAME.match(self.text, self.at)
+        if self.text[self.position + 2 : self.position + 3] in (" ", "\t", "\n", "|"):
+            self.mark_opaque("braces run commands")
+        name = _BRACED_NAME.match(self.text, self.position)
         with self.descend():
-            self.at += 2
+            self.position += 2
             self._read_braces()
         self._parts.append("$HOME" if name and name.group(1) == "HOME" else "${...}")
         self._is_expanded = True
 
     def _read_braces(self) -> None:
-        while self.at < len(self.text):
-            character = self.text[self.at]
+        while self.position < len(self.text):
+            character = self.text[self.position]
             if character == "}":
-                self.at += 1
+                self.position += 1
                 return
-            if character in "\\'\"$`" or self.text.startswith(("<(", ">("), self.at):
+            if character in "\\'\"$`" or self.text.startswith(("<(", ">("), self.position):
                 self._read_special(character, is_first=False)
             else:
-                self.at += 1
-        self.doubt("a brace is not closed")
+                self.position += 1
+        self.mark_opaque("a brace is not closed")
 
     def _read_backquote(self) -> None:
-        end = self.at + 1
+        end = self.position + 1
         while end < len(self.text) and self.text[end] != "`":
             end += 2 if self.text[end] == "\\" else 1
         if end >= len(self.text):
-            self.doubt("a backquote is not closed")
-        self.texts.append(re.sub(r"\\([\\$`])", r"\1", self.text[self.at + 1 : end]))
-        self.at = end + 1
+            self.mark_opaque("a backquote is not closed")
+        self.texts.append(re.sub(r"\\([\\$`])", r"\1", self.text[self.position + 1 : end]))
+        self.position = end + 1
         self._parts.append(_UNKNOWN)
         self._is_expanded = True
 
     def _read_ansi_c(self) -> None:
-        end = self.at + 2
+        end = self.position + 2
         while end < len(self.text) and self.text[end] != "'":
             end += 2 if self.text[end] == "\\" else 1
         if end >= len(self.text):
-            self.doubt("a quote is not closed")
-        decoded = _ANSI_C.sub(_decode_ansi_c, self.text[self.at + 2 : end])
+            self.mark_opaque("a quote is not closed")
+        decoded = _ANSI_C.sub(_decode_ansi_c, self.text[self.position + 2 : end])
         # A NUL ends such a string.
         self._parts.append(decoded.partition("\x00")[0])
-        self.at = end + 1
+        self.position = end + 1
 
 
 def _is_continued(line: str) -> bool:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from contract.errors import ConfigError, ErrorCode
-from contract.shell.command_rules import read_command, touches
+from contract.shell.command_rules import matches_command, read_command
 from contract.shell.commands import Command, Script
 from contract.shell.danger_tables import HARMLESS_DEVICES
 from contract.shell.dangers import Level, classify
@@ -107,7 +107,7 @@ class ApprovalPolicy:
             (rule, used) for rule in self.rules for used in tools_of(spec, arguments) if rule.is_about(tenant, used)
         ]
         touching = [
-            (rule, used) for rule, used in rules if rule.action != "allow" and touches(rule.argv_prefix, script)
+            (rule, used) for rule, used in rules if rule.action != "allow" and matches_command(rule.argv_prefix, script)
         ]
         denying = next(((rule, used) for rule, used in touching if rule.action == "deny"), None)
         if denying is not None:

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from contract.errors import ConfigError, ErrorCode
-from contract.shell.command_rules import MAX_TALK_CHARS
+from contract.shell.command_rules import MAX_PLAIN_INPUT_CHARS
 from orchestrator.approvals.policies import ApprovalPolicy, Rule, Verdict, load_policy
 from tests.builders import build_spec
 
@@ -193,7 +193,7 @@ def test_the_folder_of_a_call_counts() -> None:
         ("def f(a, b):\n    return a if a > b else 'it\n", "allow"),
         ("SELECT * FROM t WHERE name = 'x';\n", "allow"),
         ("eval('1 + 1')", "allow"),
-        ("x = '" + "a" * MAX_TALK_CHARS, "ask"),
+        ("x = '" + "a" * MAX_PLAIN_INPUT_CHARS, "ask"),
     ],
 )
 def test_text_for_a_job_is_judged_where_it_reads_as_a_command(text: str, action: str) -> None:
