@@ -18,9 +18,9 @@ from typing import Any
 from structlog.testing import capture_logs
 
 from tests.web_servers import StubResolver, WebServer
-from workers.egress.allowances import Allowances
+from workers.egress.allowances import ConnectionQuotas
 from workers.egress.daemon import MAX_CONNECTIONS, serve
-from workers.egress.destinations import Destinations, Names
+from workers.egress.destinations import Destinations, ResolverPool
 from workers.egress.limits import ProxyLimits
 from workers.egress.serving import Proxy
 from workers.settings import EgressSettings
@@ -135,21 +135,21 @@ def get(place: str, *headers: str, method: str = "GET", body: bytes = b"", host:
 
 @contextmanager
 def open_ground(
-    names: dict[str, list[list[str]]] | None = None,
+    resolver_pool: dict[str, list[list[str]]] | None = None,
     limits: ProxyLimits | None = None,
     addresses: AddressRules | None = None,
     max_connections: int = MAX_CONNECTIONS,
     **settings: Any,
 ) -> Iterator[Ground]:
-    """Run a proxy that knows site.example and `names`. `settings`: fields of EgressSettings."""
-    resolver = StubResolver({"site.example": [["127.0.0.1"]]} | (names or {}))
+    """Run a proxy that knows site.example and `resolver_pool`. `settings`: fields of EgressSettings."""
+    resolver = StubResolver({"site.example": [["127.0.0.1"]]} | (resolver_pool or {}))
     chosen = limits or ProxyLimits(watch_s=0.05, linger_s=0.5)
 
     def build() -> Proxy:
         # Locks and semaphores belong to the event loop that uses them.
         rules = addresses or AddressRules()
-        allowances = Allowances(max_tenant_connections=max_connections)
-        return Proxy(Destinations(Names(lambda: resolver), rules, chosen), allowances, chosen)
+        quotas = ConnectionQuotas(max_tenant_connections=max_connections)
+        return Proxy(Destinations(ResolverPool(lambda: resolver), rules, chosen), quotas, chosen)
 
     with tempfile.TemporaryDirectory() as folder, capture_logs() as logs:
         ground = Ground(Path(folder) / "egress.sock", resolver, logs)

@@ -17,7 +17,7 @@ import pytest
 from contract.errors import ConfigError
 from tests.egress_ground import SOON_S, build_opening, get, open_ground, read_all
 from tests.web_servers import StubResolver
-from workers.egress.destinations import LOOKUPS_A_TENANT, Names
+from workers.egress.destinations import LOOKUPS_PER_TENANT, ResolverPool
 from workers.egress.verdicts import Refusal
 from workers.settings import load_egress_settings
 from workers.web.limits import Deadline
@@ -135,19 +135,19 @@ class _SlowResolver(StubResolver):
 async def test_a_tenant_whose_lookups_are_slow_makes_nobody_else_wait() -> None:
     slow, quick = _SlowResolver(), StubResolver({"a.example": [["93.184.216.34"]]})
     resolvers = iter([slow, quick])
-    names = Names(lambda: next(resolvers))
-    waiting = [asyncio.ensure_future(names.resolve("slow", "a.example", 5)) for _ in range(50)]
-    for _ in range(LOOKUPS_A_TENANT):
+    resolver_pool = ResolverPool(lambda: next(resolvers))
+    waiting = [asyncio.ensure_future(resolver_pool.resolve("slow", "a.example", 5)) for _ in range(50)]
+    for _ in range(LOOKUPS_PER_TENANT):
         assert await asyncio.to_thread(slow.asking.acquire, timeout=SOON_S)
-    assert len(await asyncio.wait_for(names.resolve("quick", "a.example", 5), SOON_S)) == 1
+    assert len(await asyncio.wait_for(resolver_pool.resolve("quick", "a.example", 5), SOON_S)) == 1
     assert not slow.asking.acquire(blocking=False)
     slow.go.set()
     assert len(await asyncio.gather(*waiting)) == 50
-    names.close()
+    resolver_pool.close()
 
 
 async def test_a_lookup_that_fails_is_told_as_the_resolver_tells_it() -> None:
-    names = Names(lambda: StubResolver({}))
+    resolver_pool = ResolverPool(lambda: StubResolver({}))
     with pytest.raises(Refusal, match=r"DNS: b.example has no address"):
-        await names.resolve("acme", "b.example", 5)
-    names.close()
+        await resolver_pool.resolve("acme", "b.example", 5)
+    resolver_pool.close()

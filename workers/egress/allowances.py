@@ -14,16 +14,16 @@ from typing import Annotated, Literal
 import structlog
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from workers.egress.verdicts import EgressVerdict, Refusal, bad_gateway, exhausted
+from workers.egress.verdicts import EgressVerdict, Refusal, refuse_bad_gateway, refuse_exhausted
 from workers.settings import EgressRules
 
-Name = Annotated[str, Field(min_length=1, max_length=256)]
-MAX_REMEMBERED = 100_000
+OpeningName = Annotated[str, Field(min_length=1, max_length=256)]
+MAX_STORED_SESSIONS = 100_000
 """Maximum number of sessions with a byte count. Beyond it, the count of the least recently used session restarts at
 zero.
 """
 _BURST_S = 0.1
-_LEAST_BURST_BYTES = 1024
+_MIN_BURST_BYTES = 1024
 
 
 class Opening(BaseModel):
@@ -32,8 +32,8 @@ class Opening(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     v: Literal[1]
-    tenant: Name
-    session: Name
+    tenant: OpeningName
+    session: OpeningName
     rules: EgressRules
 
 
@@ -43,23 +43,23 @@ def parse_opening(line: bytes) -> Opening:
         return Opening.model_validate_json(line)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False, include_context=False)[0]
-        where = ".".join(str(part) for part in first["loc"]) or "the line"
-        raise bad_gateway(
+        location = ".".join(str(part) for part in first["loc"]) or "the line"
+        raise refuse_bad_gateway(
             EgressVerdict.BAD_OPENING,
-            f"sandboxd did not send what this session may reach ({where}: {first['msg']}), so nothing can be reached: "
-            "report it to the operator",
+            f"sandboxd did not send what this session may reach ({location}: {first['msg']}), so nothing can be "
+            "reached: report it to the operator",
         ) from None
 
 
 log = structlog.get_logger(__name__)
 
 
-class Bucket:
+class ByteRateLimiter:
     """Limits the rate of many connections in order of arrival, with bursts of a tenth of a second."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._turn = asyncio.Lock()
+        self._lock = asyncio.Lock()
         self._tokens = 0.0
         self._filled_at = clock()
         self._rate = 0
@@ -69,14 +69,14 @@ class Bucket:
             self._tokens = self._burst(bytes_per_second)
         self._rate = bytes_per_second
 
-    async def take(self, at_most: int) -> int:
-        """Wait for the rate and return between 1 and `at_most` bytes."""
-        if self._turn.locked() or self._fill() < min(at_most, self._least()):
-            async with self._turn:
-                while (missing := min(at_most, self._least()) - self._fill()) > 0:  # noqa: ASYNC110
+    async def take(self, max_bytes: int) -> int:
+        """Wait for the rate and return between 1 and `max_bytes` bytes."""
+        if self._lock.locked() or self._fill() < min(max_bytes, self._min_take()):
+            async with self._lock:
+                while (missing := min(max_bytes, self._min_take()) - self._fill()) > 0:  # noqa: ASYNC110
                     # time is what it waits for
                     await asyncio.sleep(missing / self._rate)
-        taken = min(at_most, int(self._tokens))
+        taken = min(max_bytes, int(self._tokens))
         self._tokens -= taken
         return taken
 
@@ -90,55 +90,55 @@ class Bucket:
         self._filled_at = now
         return self._tokens
 
-    def _least(self) -> int:
+    def _min_take(self) -> int:
         # Count chunks, not bytes: a chunk of any size costs the same work.
         return self._burst(self._rate) // 4
 
     @staticmethod
     def _burst(rate: int) -> int:
-        return max(_LEAST_BURST_BYTES, int(rate * _BURST_S))
+        return max(_MIN_BURST_BYTES, int(rate * _BURST_S))
 
 
-class Allowance:
+class ConnectionQuota:
     """The quota of one session, shared by all of its connections. Bytes of both directions count."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.connections = 0
         self._used = 0
         self._max_bytes = 0
-        self._bucket = Bucket(clock)
+        self._rate_limiter = ByteRateLimiter(clock)
 
     def set_rules(self, opening: Opening) -> None:
         """Apply the rules of the newest opening to the session."""
         self._max_bytes = opening.rules.max_bytes
-        self._bucket.set_rate(opening.rules.bytes_per_second)
+        self._rate_limiter.set_rate(opening.rules.bytes_per_second)
 
-    async def take(self, at_most: int) -> int:
-        """Return how many bytes, up to `at_most`, may be read now. Returns 0 when the session has used its quota."""
-        taken = await self._bucket.take(at_most)
+    async def take(self, max_bytes: int) -> int:
+        """Return how many bytes, up to `max_bytes`, may be read now. Returns 0 when the session has used its quota."""
+        taken = await self._rate_limiter.take(max_bytes)
         granted = max(0, min(taken, self._max_bytes - self._used))
-        self._bucket.give_back(taken - granted)
+        self._rate_limiter.give_back(taken - granted)
         self._used += granted
         return granted
 
     def give_back(self, count: int) -> None:
         """Return bytes that were taken and not read."""
         self._used -= count
-        self._bucket.give_back(count)
+        self._rate_limiter.give_back(count)
 
     @property
-    def is_spent(self) -> bool:
+    def is_used_up(self) -> bool:
         return self._used >= self._max_bytes
 
-    def spent(self) -> Refusal:
-        return exhausted(
+    def build_spent_refusal(self) -> Refusal:
+        return refuse_exhausted(
             EgressVerdict.BYTES_SPENT,
-            f"this session has sent and received the {self._max_bytes} bytes that it may in its whole life: work with "
-            "what is there",
+            f"this session has sent and received the {self._max_bytes} bytes that its quota allows: work with the data "
+            "that you have",
         )
 
 
-class Allowances:
+class ConnectionQuotas:
     """The quotas of all sessions. `max_tenant_connections`: open connections of one tenant, over all of its
     sessions.
     """
@@ -146,59 +146,59 @@ class Allowances:
     def __init__(
         self,
         max_tenant_connections: int,
-        max_remembered: int = MAX_REMEMBERED,
+        max_sessions: int = MAX_STORED_SESSIONS,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._max_tenant_connections = max_tenant_connections
-        self._max_remembered = max_remembered
+        self._max_sessions = max_sessions
         self._clock = clock
-        self._sessions: OrderedDict[tuple[str, str], Allowance] = OrderedDict()
+        self._sessions: OrderedDict[tuple[str, str], ConnectionQuota] = OrderedDict()
         self._tenants: Counter[str] = Counter()
 
     @contextlib.contextmanager
-    def enter(self, opening: Opening) -> Iterator[Allowance]:
+    def enter(self, opening: Opening) -> Iterator[ConnectionQuota]:
         """Yield the session's quota for one more connection. Raises Refusal when no more connection is allowed."""
-        allowance = self._find(opening)
-        self._check(opening, allowance)
-        allowance.connections += 1
+        quota = self._find(opening)
+        self._check(opening, quota)
+        quota.connections += 1
         self._tenants[opening.tenant] += 1
         try:
-            yield allowance
+            yield quota
         finally:
-            allowance.connections -= 1
+            quota.connections -= 1
             self._tenants[opening.tenant] -= 1
             if not self._tenants[opening.tenant]:
                 del self._tenants[opening.tenant]
 
-    def _check(self, opening: Opening, allowance: Allowance) -> None:
-        if allowance.is_spent:
-            raise allowance.spent()
-        most = opening.rules.max_connections
-        if allowance.connections >= most:
-            raise exhausted(
+    def _check(self, opening: Opening, quota: ConnectionQuota) -> None:
+        if quota.is_used_up:
+            raise quota.build_spent_refusal()
+        max_connections = opening.rules.max_connections
+        if quota.connections >= max_connections:
+            raise refuse_exhausted(
                 EgressVerdict.TOO_MANY_CONNECTIONS,
-                f"this session has {allowance.connections} connections open, and may have {most}: wait until one ends, "
-                "or use fewer at a time",
+                f"this session has {quota.connections} connections open, and may have {max_connections}: wait until "
+                "one ends, or use fewer at a time",
             )
         if self._tenants[opening.tenant] >= self._max_tenant_connections:
-            raise exhausted(
+            raise refuse_exhausted(
                 EgressVerdict.TOO_MANY_CONNECTIONS,
                 f"this tenant's sessions have {self._max_tenant_connections} connections open, all that they may: try "
                 "again later",
             )
 
-    def _find(self, opening: Opening) -> Allowance:
+    def _find(self, opening: Opening) -> ConnectionQuota:
         key = (opening.tenant, opening.session)
-        allowance = self._sessions.setdefault(key, Allowance(self._clock))
+        quota = self._sessions.setdefault(key, ConnectionQuota(self._clock))
         self._sessions.move_to_end(key)
-        allowance.set_rules(opening)
+        quota.set_rules(opening)
         self._forget_oldest()
-        return allowance
+        return quota
 
     def _forget_oldest(self) -> None:
-        while len(self._sessions) > self._max_remembered:
+        while len(self._sessions) > self._max_sessions:
             key, oldest = next(iter(self._sessions.items()))
             if oldest.connections:
                 return  # the oldest entry is in use, so all others are more recent
             del self._sessions[key]
-            log.warning("egress_session_forgotten", tenant=key[0], session=key[1], remembered=self._max_remembered)
+            log.warning("egress_session_forgotten", tenant=key[0], session=key[1], remembered=self._max_sessions)

@@ -9,8 +9,8 @@ import socket
 import structlog
 
 from contract.errors import ConfigError
-from workers.egress.allowances import Allowances
-from workers.egress.destinations import LOOKUPS_A_TENANT, Destinations, Names
+from workers.egress.allowances import ConnectionQuotas
+from workers.egress.destinations import LOOKUPS_PER_TENANT, Destinations, ResolverPool
 from workers.egress.limits import ProxyLimits
 from workers.egress.serving import Proxy
 from workers.lifeline import hold_lifeline
@@ -38,16 +38,16 @@ async def run(settings: EgressSettings) -> None:
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    names = Names(lambda: SystemResolver(LOOKUPS_A_TENANT))
+    resolver_pool = ResolverPool(lambda: SystemResolver(LOOKUPS_PER_TENANT))
     addresses = AddressRules(settings.refuse_ranges, settings.nat64_prefix)
     limits = ProxyLimits()
     # One tenant alone cannot use up all connections.
-    allowances = Allowances(max_tenant_connections=MAX_CONNECTIONS // 2)
-    proxy = Proxy(Destinations(names, addresses, limits), allowances, limits)
+    quotas = ConnectionQuotas(max_tenant_connections=MAX_CONNECTIONS // 2)
+    proxy = Proxy(Destinations(resolver_pool, addresses, limits), quotas, limits)
     try:
         await serve(settings, proxy, stop)
     finally:
-        names.close()
+        resolver_pool.close()
     log.info("egress_stopped")
 
 
@@ -97,14 +97,14 @@ class _Listener:
                 log.warning("egress_accept_failed", error=str(error))
                 await asyncio.sleep(_ACCEPT_PAUSE_S)
                 continue
-            self._take(sock)
+            self._start_connection(sock)
 
     async def close(self) -> None:
         for task in list(self._connections):
             task.cancel()
         await asyncio.gather(*self._connections, return_exceptions=True)
 
-    def _take(self, sock: socket.socket) -> None:
+    def _start_connection(self, sock: socket.socket) -> None:
         uid = find_peer_uid(sock)
         if uid not in self._uids:
             log.warning("peer_refused", uid=uid)
@@ -112,7 +112,7 @@ class _Listener:
             return
         is_full = len(self._connections) >= self._max_connections
         task = asyncio.get_running_loop().create_task(
-            self._proxy.turn_away(sock) if is_full else _serve(self._proxy, sock)
+            self._proxy.refuse_connection(sock) if is_full else _serve(self._proxy, sock)
         )
         self._connections.add(task)
         task.add_done_callback(self._connections.discard)

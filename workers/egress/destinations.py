@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from contract.errors import ToolFailure
 from workers.egress.limits import ProxyLimits
-from workers.egress.verdicts import EgressVerdict, Refusal, bad_gateway, refuse
+from workers.egress.verdicts import EgressVerdict, Refusal, refuse, refuse_bad_gateway
 from workers.settings import EgressRules
 from workers.web.addresses import MAX_TRIED, AddressRules, check_peer, one_of_each_first
 from workers.web.egress import is_private_name, matches
@@ -25,7 +25,7 @@ from workers.web.resolver import Resolver
 from workers.web.urls import Address, Target
 
 MAX_SHOWN = 20
-LOOKUPS_A_TENANT = 4
+LOOKUPS_PER_TENANT = 4
 MAX_LOOKUP_THREADS = 64
 MAX_TENANTS = 1000
 """Maximum number of tenants with a stored resolver."""
@@ -36,7 +36,7 @@ _PRIVATE = tuple(
 _METADATA = frozenset(ipaddress.ip_address(text) for text in ("100.100.100.200", "fd00:ec2::254"))
 
 
-class Names:
+class ResolverPool:
     """Lookups in threads, a few at once per tenant. Slow name servers of one tenant delay no other tenant.
 
     `open_resolver` returns a tenant's resolver, which may block. The resolver is kept for the next lookup, because it
@@ -50,22 +50,22 @@ class Names:
 
     async def resolve(self, tenant: str, host: str, limit_s: float) -> tuple[Address, ...]:
         """Return the addresses of the name. Raises Refusal when it has none, or none in time."""
-        resolver, turns = self._find(tenant)
-        async with turns:
-            looking = asyncio.get_running_loop().run_in_executor(
+        resolver, slots = self._find(tenant)
+        async with slots:
+            lookup = asyncio.get_running_loop().run_in_executor(
                 self._threads, resolver.resolve, host, Deadline(limit_s), limit_s
             )
             try:
-                return await looking
+                return await lookup
             except ToolFailure as failure:
-                raise bad_gateway(EgressVerdict.UNRESOLVED, failure.message) from None
+                raise refuse_bad_gateway(EgressVerdict.UNRESOLVED, failure.message) from None
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def _find(self, tenant: str) -> tuple[Resolver, asyncio.Semaphore]:
         if tenant not in self._tenants:
-            self._tenants[tenant] = (self._open_resolver(), asyncio.Semaphore(LOOKUPS_A_TENANT))
+            self._tenants[tenant] = (self._open_resolver(), asyncio.Semaphore(LOOKUPS_PER_TENANT))
         self._tenants.move_to_end(tenant)
         if len(self._tenants) > MAX_TENANTS:
             self._tenants.popitem(last=False)
@@ -75,8 +75,8 @@ class Names:
 class Destinations:
     """Opens connections to allowed destinations."""
 
-    def __init__(self, names: Names, addresses: AddressRules, limits: ProxyLimits) -> None:
-        self._names = names
+    def __init__(self, resolver_pool: ResolverPool, addresses: AddressRules, limits: ProxyLimits) -> None:
+        self._resolver_pool = resolver_pool
         self._addresses = addresses
         self._limits = limits
 
@@ -84,20 +84,22 @@ class Destinations:
         """Return a connected, non-blocking socket. Raises Refusal, whose text contains no address."""
         check_listed(target, rules)
         if target.literal is None:
-            addresses = await self._names.resolve(tenant, target.host, self._limits.resolve_s)
+            addresses = await self._resolver_pool.resolve(tenant, target.host, self._limits.resolve_s)
         else:
             addresses = (target.literal,)
-        self._judge(target, addresses, rules)
+        self._check_addresses(target, addresses, rules)
         return await self._connect_to_first(target, one_of_each_first(addresses)[:MAX_TRIED])
 
-    def _judge(self, target: Target, addresses: Sequence[Address], rules: EgressRules) -> None:
+    def _check_addresses(self, target: Target, addresses: Sequence[Address], rules: EgressRules) -> None:
         """Raise Refusal if one address of the host is forbidden. The address that gets the connection must not decide
         the result.
         """
         may_be_private = _is_listed(target, rules.private_hosts)
         for address in addresses:
-            is_excepted = may_be_private and _is_private(address) and not self._addresses.is_closed_by_operator(address)
-            if not is_excepted and self._addresses.refusal(address) is not None:
+            is_exception = (
+                may_be_private and _is_private(address) and not self._addresses.is_closed_by_operator(address)
+            )
+            if not is_exception and self._addresses.refusal(address) is not None:
                 raise refuse(
                     EgressVerdict.ADDRESS_REFUSED,
                     f"{target.host} does not lead to a public address, and others are closed to sandboxes: "
@@ -106,10 +108,10 @@ class Destinations:
 
     async def _connect_to_first(self, target: Target, addresses: Sequence[Address]) -> socket.socket:
         loop = asyncio.get_running_loop()
-        until = loop.time() + self._limits.connect_s
+        deadline = loop.time() + self._limits.connect_s
         failure: Refusal | None = None
-        for at, address in enumerate(addresses):
-            share_s = max(0.05, (until - loop.time()) / (len(addresses) - at))
+        for index, address in enumerate(addresses):
+            share_s = max(0.05, (deadline - loop.time()) / (len(addresses) - index))
             try:
                 async with asyncio.timeout(share_s):
                     return await _connect(target, address)
@@ -129,7 +131,8 @@ def check_listed(target: Target, rules: EgressRules) -> None:
     """Check the host and the port before a lookup: a name that is not listed is not resolved. Raises Refusal."""
     if not _is_listed(target, rules.hosts):
         raise refuse(
-            EgressVerdict.HOST_REFUSED, f"{target.host} is not on this tenant's list; allowed: {_show(rules.hosts)}"
+            EgressVerdict.HOST_REFUSED,
+            f"{target.host} is not on this tenant's list; allowed: {_format_hosts(rules.hosts)}",
         )
     if target.port not in rules.ports:
         ports = ", ".join(map(str, sorted(rules.ports))) or "none"
@@ -160,7 +163,7 @@ def _is_private(address: Address) -> bool:
     return address not in _METADATA and any(address in network for network in _PRIVATE)
 
 
-def _show(hosts: Sequence[str]) -> str:
+def _format_hosts(hosts: Sequence[str]) -> str:
     if not hosts:
         return "none at all"
     more = f" and {len(hosts) - MAX_SHOWN} more" if len(hosts) > MAX_SHOWN else ""
@@ -181,6 +184,6 @@ async def _connect(target: Target, address: Address) -> socket.socket:
 
 
 def _unreachable(target: Target, what: str) -> Refusal:
-    return bad_gateway(
+    return refuse_bad_gateway(
         EgressVerdict.UNREACHABLE, f"{target.host} port {target.port} {what}: check host and port, or try again later"
     )

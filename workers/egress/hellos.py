@@ -135,7 +135,7 @@ class HelloGate:
         try:
             name = parse_hello(self._buffered)
         except HelloError:
-            return self._pass_other()
+            return self._pass_non_tls()
         if name is None:
             return b""
         self._check_name(name)
@@ -146,19 +146,19 @@ class HelloGate:
         the ClientHello.
         """
         if self._buffered:
-            raise self._refusal("ended in the middle of its TLS greeting")
+            raise self._build_refusal("ended in the middle of its TLS greeting")
 
     def _check_name(self, name: str) -> None:
         host = self._target.host
         if name == host or (not name and self._target.literal is not None):
             return
         if not name:
-            raise self._refusal("names no server in its TLS greeting (SNI): use a client that does")
-        raise self._refusal(f"greets another server in TLS (SNI) than {host}: ask for a tunnel to that one")
+            raise self._build_refusal("names no server in its TLS greeting (SNI): use a client that does")
+        raise self._build_refusal(f"greets another server in TLS (SNI) than {host}: ask for a tunnel to that one")
 
-    def _pass_other(self) -> bytes:
+    def _pass_non_tls(self) -> bytes:
         if self._buffered[:1] == b"\x16" or self._target.port in TLS_ONLY_PORTS:
-            raise self._refusal(
+            raise self._build_refusal(
                 f"does not speak TLS, and a tunnel to port {self._target.port} carries nothing else: "
                 "for http send the proxy the whole http:// URL instead of CONNECT"
             )
@@ -168,7 +168,7 @@ class HelloGate:
         self._is_open, buffered, self._buffered = True, self._buffered, b""
         return buffered
 
-    def _refusal(self, what: str) -> Refusal:
+    def _build_refusal(self, what: str) -> Refusal:
         return refuse(EgressVerdict.TLS_REFUSED, f"the client in the tunnel to {self._target.host} {what}")
 
     @property

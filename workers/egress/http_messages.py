@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from contract.errors import ToolFailure
-from workers.egress.verdicts import bad_request
+from workers.egress.verdicts import refuse_bad_request
 from workers.web.urls import Target, parse_url
 
 _NAME = re.compile(rb"[!#$%&'*+.^_`|~0-9A-Za-z-]{1,256}")
@@ -142,7 +142,7 @@ def parse_request(head: bytes, max_lines: int) -> ProxyRequest:
     try:
         return _parse(head, max_lines)
     except HeadError as error:
-        raise bad_request(str(error)) from None
+        raise refuse_bad_request(str(error)) from None
 
 
 def _parse(head: bytes, max_lines: int) -> ProxyRequest:
@@ -150,31 +150,31 @@ def _parse(head: bytes, max_lines: int) -> ProxyRequest:
     match = _REQUEST_LINE.fullmatch(first)
     if match is None:
         raise HeadError("its first line is not METHOD, URL and HTTP/1.1, with one space between them")
-    method, place, is_old = match[1].decode("ascii"), match[2].decode("ascii"), match[3] == b"0"
+    method, url, is_old = match[1].decode("ascii"), match[2].decode("ascii"), match[3] == b"0"
     framing = parse_framing(headers)
     if framing.is_chunked and is_old:
         raise HeadError("HTTP/1.0 has no Transfer-Encoding")
     if method == "CONNECT":
-        return _parse_tunnel(place, headers, framing, is_old=is_old)
-    target, path = _parse_absolute(place)
+        return _parse_tunnel(url, headers, framing, is_old=is_old)
+    target, path = _parse_absolute(url)
     _check_host(headers, target, is_needed=not is_old)
     _check_expectation(headers)
-    sent = _build_head(method, path, target, headers, framing, version=match[3])
-    return ProxyRequest(method, target, False, is_old, framing, sent)
+    forwarded_head = _build_head(method, path, target, headers, framing, version=match[3])
+    return ProxyRequest(method, target, False, is_old, framing, forwarded_head)
 
 
-def _parse_tunnel(place: str, headers: tuple[Header, ...], framing: Framing, *, is_old: bool) -> ProxyRequest:
-    if not _TUNNEL.fullmatch(place):
+def _parse_tunnel(authority: str, headers: tuple[Header, ...], framing: Framing, *, is_old: bool) -> ProxyRequest:
+    if not _TUNNEL.fullmatch(authority):
         raise HeadError("CONNECT needs host:port")
     if framing.is_chunked or framing.length:
         raise HeadError("CONNECT with a body")
-    target = _parse_authority("https", place)
+    target = _parse_authority("https", authority)
     _check_host(headers, target, is_needed=False)
     return ProxyRequest("CONNECT", target, True, is_old, Framing(), b"")
 
 
-def _parse_absolute(place: str) -> tuple[Target, str]:
-    match = _ABSOLUTE.fullmatch(place)
+def _parse_absolute(url: str) -> tuple[Target, str]:
+    match = _ABSOLUTE.fullmatch(url)
     if match is None:
         raise HeadError("a proxy needs an absolute http:// URL without a fragment; for https use CONNECT host:443")
     path = match[2]

@@ -12,14 +12,14 @@ from http import HTTPStatus
 
 import structlog
 
-from workers.egress.allowances import Allowance, Allowances, Opening, parse_opening
+from workers.egress.allowances import ConnectionQuota, ConnectionQuotas, Opening, parse_opening
 from workers.egress.destinations import Destinations
 from workers.egress.exchange import Exchange, read_head
 from workers.egress.hellos import UNRECOGNIZED_NAME, HelloGate
 from workers.egress.http_messages import HeadError, ProxyRequest, parse_request
 from workers.egress.limits import ProxyLimits
-from workers.egress.streams import Pulse, Stream, run_all, tunnel, watch
-from workers.egress.verdicts import EgressVerdict, Refusal, bad_gateway, bad_request, build_answer
+from workers.egress.streams import ActivityClock, Stream, run_all, tunnel, watch
+from workers.egress.verdicts import EgressVerdict, Refusal, build_answer, refuse_bad_gateway, refuse_bad_request
 
 log = structlog.get_logger(__name__)
 
@@ -54,19 +54,19 @@ class _Record:
 class Proxy:
     """Serves connections. Anything that no rule allows is refused."""
 
-    def __init__(self, destinations: Destinations, allowances: Allowances, limits: ProxyLimits) -> None:
+    def __init__(self, destinations: Destinations, quotas: ConnectionQuotas, limits: ProxyLimits) -> None:
         self._destinations = destinations
-        self._allowances = allowances
+        self._quotas = quotas
         self._limits = limits
 
     async def serve(self, sock: socket.socket) -> None:
         """Serve a connection to its end, and always close the socket."""
-        await _Connection(Stream(sock), self._destinations, self._allowances, self._limits).serve()
+        await _Connection(Stream(sock), self._destinations, self._quotas, self._limits).serve()
 
-    async def turn_away(self, sock: socket.socket) -> None:
+    async def refuse_connection(self, sock: socket.socket) -> None:
         """Refuse a connection because the proxy is full."""
         client = Stream(sock)
-        sentence = "the egress proxy of this host has as many connections as it can hold: try again later"
+        sentence = "the egress proxy of this host has as many connections as it can serve: try again later"
         log.warning("egress_full")
         try:
             await _send_last(
@@ -88,11 +88,13 @@ async def _send_last(client: Stream, data: bytes, limits: ProxyLimits) -> None:
 
 
 class _Connection:
-    def __init__(self, client: Stream, destinations: Destinations, allowances: Allowances, limits: ProxyLimits) -> None:
+    def __init__(
+        self, client: Stream, destinations: Destinations, quotas: ConnectionQuotas, limits: ProxyLimits
+    ) -> None:
         self._client = client
         self._host: Stream | None = None
         self._destinations = destinations
-        self._allowances = allowances
+        self._quotas = quotas
         self._limits = limits
         self._record = _Record()
         self._is_http = True
@@ -126,18 +128,18 @@ class _Connection:
         opening = self._record.opening = await self._read_opening()
         if opening is None:
             return
-        with self._allowances.enter(opening) as allowance:
-            read = await self._read_request(allowance)
-            if read is None:
+        with self._quotas.enter(opening) as quota:
+            received = await self._read_request(quota)
+            if received is None:
                 return
-            request, rest = read
+            request, rest = received
             self._record.request = request
             sock = await self._destinations.connect(opening.tenant, request.target, opening.rules)
             self._host = Stream(sock)
             if request.is_tunnel:
-                await self._tunnel(self._host, request, rest, allowance)
+                await self._tunnel(self._host, request, rest, quota)
             else:
-                await self._exchange(self._host, request, rest, allowance)
+                await self._exchange(self._host, request, rest, quota)
 
     async def _read_opening(self) -> Opening | None:
         """Return sandboxd's opening, or None when the peer sent nothing, as a check that the proxy is running does."""
@@ -145,42 +147,42 @@ class _Connection:
             async with asyncio.timeout(self._limits.opening_s):
                 line = await self._client.receive_line(self._limits.opening_bytes)
         except TimeoutError:
-            raise bad_gateway(
+            raise refuse_bad_gateway(
                 EgressVerdict.BAD_OPENING,
                 "sandboxd did not send the rules of this session in time: report it to the operator",
             ) from None
         return parse_opening(line) if line else None
 
-    async def _read_request(self, allowance: Allowance) -> tuple[ProxyRequest, bytes] | None:
+    async def _read_request(self, quota: ConnectionQuota) -> tuple[ProxyRequest, bytes] | None:
         """Return the request and the bytes after its head, or None when the client left without a request."""
         try:
             async with asyncio.timeout(self._limits.request_s):
-                first = await self._client.receive(allowance)
+                first = await self._client.receive(quota)
             async with asyncio.timeout(self._limits.header_s):
-                head, rest = await read_head(self._client, allowance, self._limits, first) if first else (b"", b"")
+                head, rest = await read_head(self._client, quota, self._limits, first) if first else (b"", b"")
         except TimeoutError:
             sentence = f"the head of the request did not come within {self._limits.header_s:g} s"
             raise Refusal(EgressVerdict.SLOW_REQUEST, HTTPStatus.REQUEST_TIMEOUT, sentence) from None
         except HeadError as error:
-            raise bad_request(str(error)) from None
+            raise refuse_bad_request(str(error)) from None
         return (parse_request(head, self._limits.header_lines), rest) if head else None
 
-    async def _tunnel(self, host: Stream, request: ProxyRequest, rest: bytes, allowance: Allowance) -> None:
-        gate, pulse = HelloGate(request.target), Pulse()
+    async def _tunnel(self, host: Stream, request: ProxyRequest, rest: bytes, quota: ConnectionQuota) -> None:
+        gate, activity = HelloGate(request.target), ActivityClock()
         await self._client.send(_ESTABLISHED)
         self._is_http = False
         try:
-            relaying = tunnel(self._client, host, gate, rest, allowance, pulse)
-            await run_all(relaying, background=(watch(self._client, pulse, self._limits),))
+            relaying = tunnel(self._client, host, gate, rest, quota, activity)
+            await run_all(relaying, background=(watch(self._client, activity, self._limits),))
         except Refusal as refusal:
             if refusal.verdict is EgressVerdict.TLS_REFUSED:
                 self._last_bytes = UNRECOGNIZED_NAME if gate.answers_in_tls else build_answer(refusal)
             raise
 
-    async def _exchange(self, host: Stream, request: ProxyRequest, rest: bytes, allowance: Allowance) -> None:
-        pulse = Pulse()
-        exchange = Exchange(self._client, host, request, rest, allowance, pulse, self._limits)
+    async def _exchange(self, host: Stream, request: ProxyRequest, rest: bytes, quota: ConnectionQuota) -> None:
+        activity = ActivityClock()
+        exchange = Exchange(self._client, host, request, rest, quota, activity, self._limits)
         try:
-            await exchange.run(watch(self._client, pulse, self._limits))
+            await exchange.run(watch(self._client, activity, self._limits))
         finally:
             self._is_http = not exchange.has_answered

@@ -10,10 +10,10 @@ import time
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from workers.egress.allowances import Allowance
+from workers.egress.allowances import ConnectionQuota
 from workers.egress.hellos import HelloGate
 from workers.egress.limits import CHUNK_BYTES, ProxyLimits
-from workers.egress.verdicts import EgressVerdict, bad_gateway
+from workers.egress.verdicts import EgressVerdict, refuse_bad_gateway
 
 
 class Stream:
@@ -30,43 +30,41 @@ class Stream:
         self.is_ended = False
         """True after the end of the other side's data was read."""
 
-    async def receive(self, allowance: Allowance, at_most: int = CHUNK_BYTES) -> bytes:
+    async def receive(self, quota: ConnectionQuota, max_bytes: int = CHUNK_BYTES) -> bytes:
         """Return the next bytes; empty at the end. Raises OSError, and Refusal when the session's quota is used up and
         more bytes wait.
         """
         while True:
             # The end costs no quota: a session without quota can still learn that the answer is complete.
-            data = (
-                self._peek(allowance) if allowance.is_spent else self._receive(allowance, await allowance.take(at_most))
-            )
+            data = self._peek(quota) if quota.is_used_up else self._receive(quota, await quota.take(max_bytes))
             if data is not None:
                 self.received += len(data)
                 self.is_ended = not data
                 return data
-            await self._until_readable()
+            await self._wait_readable()
 
-    def _receive(self, allowance: Allowance, granted: int) -> bytes | None:
-        """Return at most `granted` bytes, or None when none are there yet."""
+    def _receive(self, quota: ConnectionQuota, allowed_bytes: int) -> bytes | None:
+        """Return at most `allowed_bytes` bytes, or None when none are there yet."""
         data: bytes | None = None
         try:
-            data = self._try_receive(granted) if granted else None
+            data = self._try_receive(allowed_bytes) if allowed_bytes else None
         finally:
-            allowance.give_back(granted - len(data or b""))
+            quota.give_back(allowed_bytes - len(data or b""))
         return data
 
-    def _peek(self, allowance: Allowance) -> bytes | None:
+    def _peek(self, quota: ConnectionQuota) -> bytes | None:
         if data := self._try_receive(1, socket.MSG_PEEK):
-            raise allowance.spent()
+            raise quota.build_spent_refusal()
         return data
 
-    async def receive_line(self, at_most: int) -> bytes:
-        """Return the bytes up to the end of the line and none after it. The result is shorter when `at_most` bytes
+    async def receive_line(self, max_bytes: int) -> bytes:
+        """Return the bytes up to the end of the line and none after it. The result is shorter when `max_bytes` bytes
         contain no line end, or the stream ends. Not charged to a quota.
         """
         line = b""
-        while len(line) < at_most and not line.endswith(b"\n"):
-            await self._until_readable()
-            peeked = self._socket.recv(min(CHUNK_BYTES, at_most - len(line)), socket.MSG_PEEK)
+        while len(line) < max_bytes and not line.endswith(b"\n"):
+            await self._wait_readable()
+            peeked = self._socket.recv(min(CHUNK_BYTES, max_bytes - len(line)), socket.MSG_PEEK)
             if not peeked:
                 break
             line += self._socket.recv(peeked.find(b"\n") + 1 or len(peeked))
@@ -100,23 +98,23 @@ class Stream:
     def close(self) -> None:
         self._socket.close()
 
-    def _try_receive(self, at_most: int, flags: int = 0) -> bytes | None:
+    def _try_receive(self, max_bytes: int, flags: int = 0) -> bytes | None:
         try:
-            return self._socket.recv(at_most, flags)
+            return self._socket.recv(max_bytes, flags)
         except (BlockingIOError, InterruptedError):
             return None
 
-    async def _until_readable(self) -> None:
+    async def _wait_readable(self) -> None:
         readable = self._loop.create_future()
         number = self._socket.fileno()
-        self._loop.add_reader(number, _settle, readable)
+        self._loop.add_reader(number, _resolve, readable)
         try:
             await readable
         finally:
             self._loop.remove_reader(number)
 
 
-def _settle(future: "asyncio.Future[None]") -> None:
+def _resolve(future: "asyncio.Future[None]") -> None:
     if not future.done():
         future.set_result(None)
 
@@ -124,37 +122,37 @@ def _settle(future: "asyncio.Future[None]") -> None:
 Work = Coroutine[Any, Any, None]
 
 
-class Pulse:
+class ActivityClock:
     """The times of a connection's start and of its last activity."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._began_at = self._moved_at = clock()
+        self._began_at = self._active_at = clock()
 
-    def beat(self) -> None:
-        self._moved_at = self._clock()
+    def record_activity(self) -> None:
+        self._active_at = self._clock()
 
     @property
     def idle_s(self) -> float:
-        return self._clock() - self._moved_at
+        return self._clock() - self._active_at
 
     @property
     def age_s(self) -> float:
         return self._clock() - self._began_at
 
 
-async def watch(client: Stream, pulse: Pulse, limits: ProxyLimits) -> None:
+async def watch(client: Stream, activity: ActivityClock, limits: ProxyLimits) -> None:
     """Watch a connection until the task is cancelled. Raises Refusal when it is idle, too old, or left by its
     client.
     """
     while True:
         await asyncio.sleep(min(limits.watch_s, limits.idle_s / 4, limits.total_s / 4))
         if client.is_ended and client.has_left():
-            raise bad_gateway(EgressVerdict.BROKEN_OFF, "the client left")
-        if pulse.idle_s >= limits.idle_s:
-            raise bad_gateway(EgressVerdict.IDLE, f"nothing came or went for {limits.idle_s:g} s: try again")
-        if pulse.age_s >= limits.total_s:
-            raise bad_gateway(
+            raise refuse_bad_gateway(EgressVerdict.BROKEN_OFF, "the client left")
+        if activity.idle_s >= limits.idle_s:
+            raise refuse_bad_gateway(EgressVerdict.IDLE, f"nothing came or went for {limits.idle_s:g} s: try again")
+        if activity.age_s >= limits.total_s:
+            raise refuse_bad_gateway(
                 EgressVerdict.TOO_LONG, f"a connection lasts {limits.total_s:g} s at most: go on with another one"
             )
 
@@ -178,33 +176,33 @@ async def run_all(*works: Work, background: tuple[Work, ...] = ()) -> None:
 
 
 async def tunnel(
-    client: Stream, host: Stream, gate: HelloGate, first: bytes, allowance: Allowance, pulse: Pulse
+    client: Stream, host: Stream, gate: HelloGate, first: bytes, quota: ConnectionQuota, activity: ActivityClock
 ) -> None:
     """Relay until both sides have ended. The end of one side is passed to the other. `first`: bytes that the client has
     already sent. Raises Refusal and OSError.
     """
-    await run_all(_send_up(client, host, gate, first, allowance, pulse), _send_down(client, host, allowance, pulse))
+    await run_all(_send_up(client, host, gate, first, quota, activity), _send_down(client, host, quota, activity))
 
 
 async def _send_up(
-    client: Stream, host: Stream, gate: HelloGate, first: bytes, allowance: Allowance, pulse: Pulse
+    client: Stream, host: Stream, gate: HelloGate, first: bytes, quota: ConnectionQuota, activity: ActivityClock
 ) -> None:
-    while data := first or await client.receive(allowance):
+    while data := first or await client.receive(quota):
         first = b""
-        pulse.beat()
+        activity.record_activity()
         passed = gate.pass_on(data)
         try:
             await host.send(passed)
         except OSError:
             return  # the host reads no more, but the client must still get its answer
-        pulse.beat()
+        activity.record_activity()
     gate.finish()
     host.end_sending()
 
 
-async def _send_down(client: Stream, host: Stream, allowance: Allowance, pulse: Pulse) -> None:
-    while data := await host.receive(allowance):
-        pulse.beat()
+async def _send_down(client: Stream, host: Stream, quota: ConnectionQuota, activity: ActivityClock) -> None:
+    while data := await host.receive(quota):
+        activity.record_activity()
         await client.send(data)
-        pulse.beat()
+        activity.record_activity()
     client.end_sending()

@@ -43,17 +43,17 @@ def refuse(verdict: EgressVerdict, sentence: str) -> Refusal:
     return Refusal(verdict, HTTPStatus.FORBIDDEN, sentence)
 
 
-def bad_request(what: str) -> Refusal:
+def refuse_bad_request(what: str) -> Refusal:
     """Return a 400: the proxy does not accept the request."""
     return Refusal(EgressVerdict.BAD_REQUEST, HTTPStatus.BAD_REQUEST, f"the request is not accepted: {what}")
 
 
-def exhausted(verdict: EgressVerdict, sentence: str) -> Refusal:
+def refuse_exhausted(verdict: EgressVerdict, sentence: str) -> Refusal:
     """Return a 429: a quota of the session or its tenant is used up."""
     return Refusal(verdict, HTTPStatus.TOO_MANY_REQUESTS, sentence)
 
 
-def bad_gateway(verdict: EgressVerdict, sentence: str) -> Refusal:
+def refuse_bad_gateway(verdict: EgressVerdict, sentence: str) -> Refusal:
     """Return a 502: the host cannot be reached."""
     return Refusal(verdict, HTTPStatus.BAD_GATEWAY, sentence)
 
