@@ -79,9 +79,9 @@ async def work() -> tuple[str, str]:
         own = await client.runs.start("[item own] act", metadata={"for": "a test"})
         await until(client, own.id, "OutputArrived", "first")
         assert (await client.runs.get(own.id)).state is HostedState.RUNNING
-        shared = await client.runs.start("[item shared] act", ground=ItemEnvironment(session=session.id))
+        shared = await client.runs.start("[item shared] act", environment=ItemEnvironment(session=session.id))
         assert (await ended(client, shared.id)).end.answer == "it said a mark"  # type: ignore[union-attr]
-        stopped = await client.runs.start("[item stopped] act", ground=ItemEnvironment(session=session.id))
+        stopped = await client.runs.start("[item stopped] act", environment=ItemEnvironment(session=session.id))
         await until(client, stopped.id, "OutputArrived", "begun")
         await client.runs.cancel(stopped.id)
         assert (await ended(client, stopped.id)).state is HostedState.CANCELLED
