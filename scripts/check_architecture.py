@@ -254,7 +254,7 @@ def check_import(module: Module, imported: Import) -> Iterator[tuple[str, str]]:
     if package == "contract":
         for acting in ACTING_MODULES:
             if any(is_within(name, acting) for name in names):
-                yield "contract-acts", f"contract does no I/O and runs nothing, {acting} is for others"
+                yield "contract-acts", f"contract does no I/O and starts no process: {acting} is not allowed"
 
 
 def check_imports(module: Module) -> Iterator[Violation]:
@@ -427,7 +427,9 @@ def check_tree(root: Path) -> list[Violation]:
                     continue
                 tree = ast.parse(text)
             except (SyntaxError, ValueError) as error:
-                violations.append(Violation(path, getattr(error, "lineno", None) or 1, "syntax", "this is not Python"))
+                violations.append(
+                    Violation(path, getattr(error, "lineno", None) or 1, "syntax", "the file is not valid Python")
+                )
                 continue
             violations += check_docstring(path, tree)
             if package is not None:
@@ -443,7 +445,7 @@ def check_tree(root: Path) -> list[Violation]:
 def main(arguments: list[str]) -> int:
     root = Path(arguments[0]) if arguments else Path(__file__).resolve().parent.parent
     if not any(source_files(root, directory) for directory in PACKAGES.values()):
-        print(f"{root}: there is nothing of ours to check here", file=sys.stderr)
+        print(f"{root}: this folder has no sources to check", file=sys.stderr)
         return 2
     violations = check_tree(root)
     for violation in violations:

@@ -27,15 +27,15 @@ PAGE = ROOT / "docs" / "commands.md"
 INTRO = f"""\
 # Commands
 
-Made from the commands by `scripts/command_docs.py`; `toolcrew COMMAND --help` prints the same. What they read from the environment: [settings.md](settings.md).
+Made from the commands by `scripts/command_docs.py`; `toolcrew COMMAND --help` prints the same. [Settings](settings.md) lists the environment variables.
 
 Listings take `--json`; times are ISO 8601, UTC. An error is one sentence on stderr that says what to do; with `--json` it is an object on stdout,
 `{{"error": {{"code": ..., "message": ...}}}}` ([errors.md](errors.md)).
 
 | exit code | means |
 |---|---|
-| 0 | it was done |
-| {EXIT_ERROR} | it failed, or something is broken |
+| 0 | success |
+| {EXIT_ERROR} | the command failed |
 | {EXIT_LIMIT} | a limit of the run was reached; or the command line cannot be read |
 | {EXIT_REFUSED} | a call was refused: by a person, a rule or a policy |
 | {EXIT_COMMAND} | `toolcrew call`: the call succeeded, and the command that it ran ended with another exit code than 0 |

@@ -72,7 +72,7 @@ async def demo_model(settings: OrchestratorSettings, console: Console) -> AsyncI
             if settings.openai_base_url or settings.openai_api_key or settings.model:
                 raise
             console.print(
-                f"[bold red]no model to be had[/]: {error}\n[bold red]The scripted model stands in: it plays a fixed "
+                f"[bold red]no model is available[/]: {error}\n[bold red]The scripted model stands in: it plays a fixed "
                 "part, nothing is thought.[/]"
             )
             context = choose_model(settings, SCRIPTED)
@@ -109,13 +109,13 @@ async def run_jobs(folder: Path, jobs: list[Job], console: Console) -> bool:
 
 
 NEXT = """
-Everything is taken down again. What to try next:
+The stack was stopped. Next steps:
 
   . .venv/bin/activate
-  toolcrew up                                       a stack that stays, with Flower: open the URL that it prints
+  toolcrew up                                       a permanent stack with Flower: open the URL that it prints
   toolcrew run 'How many files are in /workspace?' --workspace docs
   toolcrew call bash_tool command='uname -a'        one tool call through the whole path
-  toolcrew doctor                                   what this host can promise
+  toolcrew doctor                                   what this host guarantees
 """
 
 
@@ -129,7 +129,7 @@ def main() -> int:
             console.print(f"[bold red]demo:[/] {error}")
             return 1
         except KeyboardInterrupt:
-            console.print("interrupted; everything has been taken down")
+            console.print("interrupted: the stack was stopped")
             return 130
     console.print(NEXT, markup=False, highlight=False)
     return 0 if is_right else 1

@@ -55,7 +55,7 @@ def _turned(match: "re.Match[str]", file: str) -> str:
     if target.startswith("docs/"):
         return f"]({target.removeprefix('docs/')}{mark})"
     log.warning(
-        f"{file} links to {match[1]}, which is no page of the site: name it as `code`, or take it into OUTSIDE of "
+        f"{file} links to {match[1]}, which is not a page of the site: write it as `code`, or add it to OUTSIDE of "
         "scripts/docs_hooks.py"
     )
     return match[0]

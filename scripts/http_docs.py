@@ -28,7 +28,7 @@ PAGE = ROOT / "docs" / "http-api.md"
 INTRO = """\
 # Addresses of the HTTP API
 
-Made from the API's OpenAPI by `scripts/http_docs.py`; a running service gives it at `/openapi.json`. How to use it, with examples: [api.md](api.md).
+Made from the API's OpenAPI by `scripts/http_docs.py`; a running service returns it at `/openapi.json`. [HTTP API](api.md) explains the API with examples.
 Its errors: [errors.md](errors.md).
 """
 METHODS = ("get", "put", "post", "patch", "delete")

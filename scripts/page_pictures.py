@@ -82,9 +82,7 @@ async def take_all(visitors: Visitors, parameters: dict[str, str]) -> int:
             sys.stdout.write(f"{file.name}  {file.stat().st_size} bytes\n")
             too_large += [name] if file.stat().st_size > MAX_BYTES else []
     if too_large:
-        sys.stderr.write(
-            f"page_pictures: more than {MAX_BYTES} bytes: {', '.join(too_large)}; make their windows smaller\n"
-        )
+        sys.stderr.write(f"page_pictures: more than {MAX_BYTES} bytes: {', '.join(too_large)}; use smaller windows\n")
     return 1 if too_large else 0
 
 

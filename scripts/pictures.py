@@ -57,7 +57,7 @@ async def main(names: list[str]) -> int:
     selected = [picture for picture in PICTURES if not names or picture.name in names]
     if unknown := set(names) - {picture.name for picture in PICTURES}:
         sys.stderr.write(
-            f"pictures: there is no {', '.join(sorted(unknown))}: add it to PICTURES, or see what is there\n"
+            f"pictures: unknown picture {', '.join(sorted(unknown))}: use a name of PICTURES, or add it there\n"
         )
         return 2
     FOLDER.mkdir(exist_ok=True)
@@ -71,7 +71,7 @@ async def main(names: list[str]) -> int:
             too_large += [picture.name] if file.stat().st_size > MAX_BYTES else []
         await browser.close()
     if too_large:
-        sys.stderr.write(f"pictures: more than {MAX_BYTES} bytes: {', '.join(too_large)}; make their windows smaller\n")
+        sys.stderr.write(f"pictures: more than {MAX_BYTES} bytes: {', '.join(too_large)}; use smaller windows\n")
     return 1 if too_large else 0
 
 

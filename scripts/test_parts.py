@@ -1,11 +1,11 @@
-"""Runs the whole test suite in parts side by side: `.venv/bin/python scripts/test_parts.py [ROOT]`.
+"""Run the whole test suite in parallel parts: `.venv/bin/python scripts/test_parts.py [ROOT]`.
 
 A part is the test files of one directory below tests/, run by a pytest process. Parts run side by side, because most
 tests wait for programs. For a part that passes, this program prints its counts, warnings and skips. For a part that
 fails, it prints the log without the tests that passed. For a part that died, it also prints the tests that ran last. The
 end names the failed tests and the SLOWEST slowest tests.
 
-Failed tests run once more when all parts have ended, unless there are more than MOST_REPEATED. A test that lost a race
+Failed tests run once more when all parts have ended, unless there are more than MAX_REPEATED. A test that lost a race
 against a busy processor passes then; it is reported as flaky, and the suite passes. A test that fails again fails the
 suite.
 
@@ -29,7 +29,7 @@ from collections.abc import Generator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-# What takes longest begins first, so that nobody waits for it at the end; a directory that is not named here follows.
+# The longest parts start first, so that the suite does not wait for them at the end. Other directories follow.
 LONGEST_FIRST = (
     "tests/integration",
     "tests/e2e",
@@ -42,12 +42,12 @@ LONGEST_FIRST = (
     "tests/pages",
     "tests/conformance",
 )
-SIDE_BY_SIDE = max(3, os.cpu_count() or 1)
-TOLD_EVERY_S = 60.0
+MAX_RUNNING = max(3, os.cpu_count() or 1)
+PROGRESS_INTERVAL_S = 60.0
 LAST_TESTS = 20
 SLOWEST = 10
 # More failures than this are a defect, not lost races: nothing runs again.
-MOST_REPEATED = 3
+MAX_REPEATED = 3
 TESTS_FAILED = 1
 STOPPED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 PR_SET_PDEATHSIG = 1
@@ -61,7 +61,7 @@ _NAMED = re.compile(rb"(FAILED|ERROR) tests/")
 
 
 class Stopped(Exception):
-    """A signal told us to end."""
+    """A signal stopped the suite."""
 
     def __init__(self, number: int) -> None:
         super().__init__(signal.Signals(number).name)
@@ -81,8 +81,8 @@ class Part:
         return self.log.read_bytes().splitlines()
 
     def progress(self) -> str:
-        found = _PROGRESS.findall(self.log.read_bytes())
-        return f"{self.name} {int(found[-1]) if found else 0}%"
+        percentages = _PROGRESS.findall(self.log.read_bytes())
+        return f"{self.name} {int(percentages[-1]) if percentages else 0}%"
 
 
 def say(sentence: str) -> None:
@@ -90,31 +90,33 @@ def say(sentence: str) -> None:
 
 
 def find_parts(root: Path) -> list[str]:
-    """Every directory below tests/ with a test file in it, however deep, the longest first; tests/ itself must have
+    """Return every directory below tests/ that contains a test file, the longest first. tests/ itself must contain
     none.
     """
     files = list((root / "tests").rglob("test_*.py"))
-    astray = sorted(str(file.relative_to(root)) for file in files if file.parent == root / "tests")
-    if astray:
-        sys.exit(f"test: put {', '.join(astray)} into a directory below tests/: only those are run")
+    misplaced = sorted(str(file.relative_to(root)) for file in files if file.parent == root / "tests")
+    if misplaced:
+        sys.exit(f"test: put {', '.join(misplaced)} into a directory below tests/: only files there are run")
     names = {file.parent.relative_to(root).as_posix() for file in files}
     ranks = {name: rank for rank, name in enumerate(LONGEST_FIRST)}
     return sorted(names, key=lambda name: (ranks.get(name, len(ranks)), name))
 
 
 def tie_to_parent() -> None:
-    """In the new process: the kernel interrupts it should this program be killed."""
+    """Ask the kernel to interrupt this new process when its parent dies."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGINT, 0, 0, 0)
 
 
 def start(root: Path, name: str, folder: Path, *, repeat: bool = False) -> Part:
     """Start the pytest of a part. `repeat`: only for the tests that failed in it before."""
     log = folder / f"{name.replace('/', '-')}{'-again' if repeat else ''}.log"
-    cache = folder / f"{name.replace('/', '-')}.cache"  # each its own: pytests that share one overwrite its failures
+    cache = (
+        folder / f"{name.replace('/', '-')}.cache"
+    )  # one per part: pytests with a shared cache overwrite the list of failures
     files = sorted(str(file.relative_to(root)) for file in (root / name).glob("test_*.py"))
     with log.open("wb") as out:
         process = subprocess.Popen(
-            # With -v the log has the name of every test before it runs, whatever then becomes of this pytest.
+            # With -v the log contains the name of every test before it runs, even if this pytest dies.
             [
                 *(sys.executable, "-m", "pytest", "-v", "-o", f"cache_dir={cache}", f"--durations={SLOWEST}"),
                 *(("--last-failed", "--last-failed-no-failures", "none") if repeat else ()),
@@ -124,7 +126,7 @@ def start(root: Path, name: str, folder: Path, *, repeat: bool = False) -> Part:
             stdin=subprocess.DEVNULL,
             stdout=out,
             stderr=subprocess.STDOUT,
-            # Ctrl-C is for us, who pass it on once: a second one would break off the clearing up
+            # This program passes on Ctrl-C once. A second one would interrupt the clean-up.
             start_new_session=True,
             preexec_fn=tie_to_parent,
         )
@@ -132,27 +134,27 @@ def start(root: Path, name: str, folder: Path, *, repeat: bool = False) -> Part:
 
 
 def run_all(root: Path, folder: Path) -> Generator[Part]:
-    """The parts as they end."""
+    """Yield each part when it ends."""
     waiting, running = deque(find_parts(root)), list[Part]()
-    told = time.monotonic()
+    reported_at = time.monotonic()
     try:
         while waiting or running:
-            while waiting and len(running) < SIDE_BY_SIDE:
+            while waiting and len(running) < MAX_RUNNING:
                 running.append(start(root, waiting.popleft(), folder))
             for part in [part for part in running if part.process.poll() is not None]:
                 running.remove(part)
                 yield part
-            if time.monotonic() - told > TOLD_EVERY_S:
-                told = time.monotonic()
-                say(f"test: at work: {', '.join(part.progress() for part in running)}")
-            # Several children have no one event; a pause this short costs a run of minutes nothing.
+            if time.monotonic() - reported_at > PROGRESS_INTERVAL_S:
+                reported_at = time.monotonic()
+                say(f"test: running: {', '.join(part.progress() for part in running)}")
+            # There is no common event for several child processes. The short pause costs nothing in a run of minutes.
             time.sleep(0.2)
     finally:
         end(running)
 
 
 def end(running: list[Part]) -> None:
-    """Interrupts what still runs and waits until it has cleared up."""
+    """Interrupt the running parts and wait for their clean-up."""
     for part in running:
         if part.process.poll() is None:
             say(f"test: ending {part.name}")
@@ -161,10 +163,10 @@ def end(running: list[Part]) -> None:
         part.process.wait()
 
 
-def verdict(part: Part) -> str:
-    """pytest's own last line, or how it died."""
+def summarize(part: Part) -> str:
+    """Return the last line of pytest, or how pytest died."""
     status, lines = part.process.returncode, part.lines()
-    # A program that outlives its test may say something behind it.
+    # A program that outlives its test may print after pytest.
     last = next((line for line in reversed(lines) if _COUNTED.match(line)), None)
     counted = last.decode(errors="replace").strip("= ") if last is not None else "no result"
     death = (
@@ -177,43 +179,43 @@ def verdict(part: Part) -> str:
     return f"{part.name}: {counted}{death}"
 
 
-def tell(part: Part) -> None:
-    """All there is to know of a part, but not each test that passed."""
-    say(f"test: {verdict(part)}")
+def report(part: Part) -> None:
+    """Print the result of a part without the tests that passed."""
+    say(f"test: {summarize(part)}")
     lines = part.lines()
     if part.process.returncode == 0:
         summary = next((number for number, line in enumerate(lines) if _SUMMARY.match(line)), len(lines))
         lines = lines[summary:-1]
-    kept = [line + b"\n" for line in lines if not _PASSED.search(line) and not _DURATION.match(line)]
-    sys.stdout.buffer.write(b"".join(kept))
+    shown = [line + b"\n" for line in lines if not _PASSED.search(line) and not _DURATION.match(line)]
+    sys.stdout.buffer.write(b"".join(shown))
     sys.stdout.buffer.flush()
     if part.process.returncode not in (0, TESTS_FAILED):
         say(f"test: {part.name} died; it ran last:\n" + "\n".join(ran_last(part)))
 
 
 def ran_last(part: Part) -> list[str]:
-    """Names of tests, the last one begun at the end."""
-    begun = [line.decode(errors="replace") for line in part.lines() if line.startswith(b"tests/") and b"::" in line]
-    return begun[-LAST_TESTS:]
+    """Return the names of the tests that ran last. The last one is at the end."""
+    started = [line.decode(errors="replace") for line in part.lines() if line.startswith(b"tests/") and b"::" in line]
+    return started[-LAST_TESTS:]
 
 
 def find_slowest(parts: list[Part]) -> list[str]:
     """Return the slowest tests of all parts, with seconds of their setup, call or teardown."""
-    found = [match for part in parts for line in part.lines() if (match := _DURATION.match(line)) and match[1]]
-    longest = sorted(found, key=lambda match: float(match[1]), reverse=True)[:SLOWEST]
+    durations = [match for part in parts for line in part.lines() if (match := _DURATION.match(line)) and match[1]]
+    longest = sorted(durations, key=lambda match: float(match[1]), reverse=True)[:SLOWEST]
     return [f"{float(match[1]):7.1f} s  {match[2].decode(errors='replace')}" for match in longest]
 
 
 def failures(part: Part) -> list[str]:
     """pytest's own list of what failed, and the part itself where that says nothing."""
     named = [line.decode(errors="replace") for line in part.lines() if _NAMED.match(line)]
-    return named if named and part.process.returncode == TESTS_FAILED else [*named, verdict(part)]
+    return named if named and part.process.returncode == TESTS_FAILED else [*named, summarize(part)]
 
 
 def repeat_failed(root: Path, folder: Path, failed: list[Part]) -> list[Part]:
     """Run the failed tests once more, one part after the other. Returns the parts that still fail."""
     names = [name for part in failed for name in failures(part)]
-    if len(names) > MOST_REPEATED or any(part.process.returncode != TESTS_FAILED for part in failed):
+    if len(names) > MAX_REPEATED or any(part.process.returncode != TESTS_FAILED for part in failed):
         return failed
     still_failed = []
     for part in failed:
@@ -223,7 +225,7 @@ def repeat_failed(root: Path, folder: Path, failed: list[Part]) -> list[Part]:
             repeated.process.wait()
         finally:
             end([repeated])
-        tell(repeated)
+        report(repeated)
         if repeated.process.returncode != 0:
             still_failed.append(repeated)
         else:
@@ -236,7 +238,7 @@ def run_suite(root: Path, folder: Path) -> int:
     ended: list[Part] = []
     with contextlib.closing(run_all(root, folder)) as parts:
         for part in parts:
-            tell(part)
+            report(part)
             ended.append(part)
     say(f"test: the {SLOWEST} slowest tests:\n" + "\n".join(find_slowest(ended)))
     failed = repeat_failed(root, folder, [part for part in ended if part.process.returncode != 0])
@@ -248,8 +250,8 @@ def run_suite(root: Path, folder: Path) -> int:
 
 
 def _stop(number: int, _frame: object) -> None:
-    for other in STOPPED:
-        signal.signal(other, signal.SIG_IGN)  # the parts are clearing up already
+    for stopping in STOPPED:
+        signal.signal(stopping, signal.SIG_IGN)  # the parts already clean up
     raise Stopped(number)
 
 

@@ -51,7 +51,7 @@ _NOBODY = "0" * 64
 _ADD = f"""
 {AUDIT_LUA}
 {REGISTERED_LUA}
--- KEYS: tenants, API keys, audit. ARGV: tenant, key id, record, entry. No key for a tenant that was removed meanwhile.
+-- KEYS: tenants, API keys, audit. ARGV: tenant, key id, record, entry. Creates no key for a removed tenant.
 if ARGV[1] ~= 'default' and not is_registered(KEYS[1], ARGV[1]) then return -1 end
 if redis.call('HEXISTS', KEYS[2], ARGV[2]) == 1 then return 0 end
 audit(KEYS[3], ARGV[4])
@@ -65,7 +65,7 @@ audit(KEYS[2], ARGV[2])
 return redis.call('HDEL', KEYS[1], ARGV[1])
 """
 _OPEN_LOGIN = """
--- KEYS: login, the logins of the API key. ARGV: the key's id, how long a login lasts, most logins of a key.
+-- KEYS: login, the logins of the API key. ARGV: the key's id, lifetime of a login, max logins of a key.
 redis.call('SET', KEYS[1], ARGV[1], 'EX', ARGV[2])
 redis.call('RPUSH', KEYS[2], KEYS[1])
 redis.call('EXPIRE', KEYS[2], ARGV[2])

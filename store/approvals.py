@@ -68,8 +68,8 @@ local now = time[1] * 1000 + math.floor(time[2] / 1000)
 _ASK = (
     _NOW
     + """
--- KEYS: question, answer, all questions, the tenant's. ARGV: id, question, digest, asker, how long it waits and how
--- long it is known, both in ms, most of a tenant.
+-- KEYS: question, answer, all questions, the tenant's. ARGV: id, question, digest, asker, waiting time in ms, lifetime
+-- of the record in ms, max questions of a tenant.
 local answer = redis.call('GET', KEYS[2])
 if answer then return {'answered', answer} end
 redis.call('ZREMRANGEBYSCORE', KEYS[3], '-inf', now)
@@ -91,7 +91,8 @@ return {'asked'}
 _WITHDRAW = (
     _NOW
     + """
--- KEYS: question, all questions, the tenant's. ARGV: id, asker. What another has asked again is another's.
+-- KEYS: question, all questions, the tenant's. ARGV: id, asker. Keeps a question that another
+-- process has asked again.
 if redis.call('HGET', KEYS[1], 'asker') ~= ARGV[2] then return 0 end
 if tonumber(redis.call('HGET', KEYS[1], 'expires_at')) > now then redis.call('HSET', KEYS[1], 'expires_at', now) end
 redis.call('ZREM', KEYS[2], ARGV[1])
@@ -103,14 +104,14 @@ _ANSWER = (
     AUDIT_LUA
     + _NOW
     + """
--- KEYS: question, answer, all questions, the tenant's, audit. ARGV: id, digest, answer, how long it is kept in ms,
--- entry.
+-- KEYS: question, answer, all questions, the tenant's, audit. ARGV: id, digest, answer, lifetime of the answer
+-- in ms, entry.
 local answer = redis.call('GET', KEYS[2])
 if answer then return {'answered', answer} end
-local kept = redis.call('HMGET', KEYS[1], 'digest', 'expires_at')
-if not kept[1] then return {'unknown'} end
-if kept[1] ~= ARGV[2] then return {'other'} end
-if tonumber(kept[2]) <= now then return {'over', kept[2]} end
+local stored = redis.call('HMGET', KEYS[1], 'digest', 'expires_at')
+if not stored[1] then return {'unknown'} end
+if stored[1] ~= ARGV[2] then return {'other'} end
+if tonumber(stored[2]) <= now then return {'over', stored[2]} end
 audit(KEYS[5], ARGV[5])
 redis.call('SET', KEYS[2], ARGV[3], 'PX', ARGV[4])
 redis.call('DEL', KEYS[1])

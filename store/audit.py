@@ -68,15 +68,15 @@ _CURSOR = re.compile(r"([0-9]{1,20})-([0-9]{1,20})(?:-([A-Za-z0-9_-]{1,64}))?")
 _LEAST_AT_ONCE = 20
 
 AUDIT_LUA = f"""
--- To be called after the last look at what is changed and before the first change: when it fails, nothing was changed.
+-- Scripts call this function after their last check and before their first write, so that an error changes nothing.
 local function audit(key, entry)
   if entry == '' then return end
-  local actor, most = cjson.decode(entry).actor, {MAX_ENTRIES}
+  local actor, max_entries = cjson.decode(entry).actor, {MAX_ENTRIES}
   -- `key` ends with 'audit'; this is tenant_audit_key.
   if actor.role == 'tenant' then
-    key, most = string.sub(key, 1, -6) .. 't:' .. actor.tenant .. ':audit', {MAX_TENANT_ENTRIES}
+    key, max_entries = string.sub(key, 1, -6) .. 't:' .. actor.tenant .. ':audit', {MAX_TENANT_ENTRIES}
   end
-  redis.call('XADD', key, 'MAXLEN', '~', most, '*', 'entry', entry)
+  redis.call('XADD', key, 'MAXLEN', '~', max_entries, '*', 'entry', entry)
 end
 """
 """Lua code for scripts that change something: `audit(audit_key, entry as text)` writes the entry to the stream of its

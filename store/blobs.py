@@ -38,9 +38,9 @@ _DIGEST_CHARS = 64
 # KEYS: sizes. ARGV: prefix of the keys of blobs, name of the blob ('' to check only), its size, the limit, lifetime of
 # the sizes. Returns 1 if there is room; the blob then counts. Returns 0 if there is no room; the blob is then deleted.
 ROOM_LUA = """
-local size, most = tonumber(ARGV[3]), tonumber(ARGV[4])
+local size, max_bytes = tonumber(ARGV[3]), tonumber(ARGV[4])
 local total = tonumber(redis.call('HGET', KEYS[1], 'total') or 0)
-if total + size > most then
+if total + size > max_bytes then
   local sizes = redis.call('HGETALL', KEYS[1])
   total = 0
   for at = 1, #sizes, 2 do
@@ -54,7 +54,7 @@ if total + size > most then
   end
   redis.call('HSET', KEYS[1], 'total', total)
 end
-if total + size > most then
+if total + size > max_bytes then
   if ARGV[2] ~= '' then redis.call('UNLINK', ARGV[1] .. ARGV[2]) end
   return 0
 end

@@ -201,23 +201,23 @@ MAX_REASON_CHARS = 500
 PUBLISH = (
     """
 local time = redis.call('TIME')
-local function answer(word) return {ok = word .. ' ' .. time[1] .. ' ' .. time[2]} end
+local function reply(outcome) return {ok = outcome .. ' ' .. time[1] .. ' ' .. time[2]} end
 local record = redis.call('HMGET', KEYS[1], 'state', 'attempt', 'nonce')
--- A publish whose answer was lost is repeated: its nonce says that it was done.
-if record[3] == ARGV[2] then return answer('sent') end
-if ARGV[7] ~= '' and redis.call('HEXISTS', KEYS[3], ARGV[7]) == 0 then return answer('no_slot') end
-local place
+-- A publish whose reply was lost is sent again. Its nonce shows that the first one succeeded.
+if record[3] == ARGV[2] then return reply('sent') end
+if ARGV[7] ~= '' and redis.call('HEXISTS', KEYS[3], ARGV[7]) == 0 then return reply('no_slot') end
+local location
 if KEYS[5] then
-  place = redis.call('HMGET', KEYS[5], 'state', 'queue', 'fence', 'ttl_s')
-  local is_there = place[1] == 'open' or place[1] == 'moving'
-  if not is_there or place[2] ~= KEYS[2] or place[3] ~= ARGV[10] then return answer('moved') end
-  if redis.call('EXISTS', KEYS[6]) == 0 then return answer('host_lost') end
+  location = redis.call('HMGET', KEYS[5], 'state', 'queue', 'fence', 'ttl_s')
+  local is_there = location[1] == 'open' or location[1] == 'moving'
+  if not is_there or location[2] ~= KEYS[2] or location[3] ~= ARGV[10] then return reply('moved') end
+  if redis.call('EXISTS', KEYS[6]) == 0 then return reply('host_lost') end
 end
 local first = ARGV[1] == '1'
-if first and record[1] then return answer('duplicate') end
+if first and record[1] then return reply('duplicate') end
 if not first then
   local was_sent = record[3] and string.match(record[3], '^%d+') == ARGV[1]
-  if record[1] ~= 'queued' or record[2] ~= ARGV[1] or was_sent then return answer('duplicate') end
+  if record[1] ~= 'queued' or record[2] ~= ARGV[1] or was_sent then return reply('duplicate') end
 end
 redis.call('LPUSH', KEYS[2], ARGV[4])
 redis.call('DEL', KEYS[1])
@@ -230,12 +230,12 @@ if first and string.sub(ARGV[3], 1, 8) ~= 'session.' then
   redis.call('ZREMRANGEBYRANK', KEYS[4], 0, -1 - CALLS_LISTED)
   redis.call('EXPIRE', KEYS[4], CALL_TTL_S)
 end
-if place then
-  local life = math.ceil(tonumber(place[4]) or 0) + LOCATION_MARGIN_S
-  redis.call('EXPIRE', KEYS[5], life)
-  if redis.call('TTL', KEYS[7]) < life then redis.call('EXPIRE', KEYS[7], life) end
+if location then
+  local ttl_s = math.ceil(tonumber(location[4]) or 0) + LOCATION_MARGIN_S
+  redis.call('EXPIRE', KEYS[5], ttl_s)
+  if redis.call('TTL', KEYS[7]) < ttl_s then redis.call('EXPIRE', KEYS[7], ttl_s) end
 end
-return answer('sent')
+return reply('sent')
 """.replace("CALL_TTL_S", str(CALL_TTL_S))
     .replace("LOCATION_MARGIN_S", str(LOCATION_MARGIN_S))
     .replace("CALLS_LISTED", str(CALLS_LISTED))
@@ -246,10 +246,10 @@ return answer('sent')
 # again. That attempt was given up, so this attempt decides, as in a claim.
 _FORBID_ATTEMPT = """
 local record = redis.call('HMGET', KEYS[1], 'state', 'attempt')
-local known, attempt = tonumber(record[2] or '1') or 1e9, tonumber(ARGV[1])
-local is_forgotten = known < attempt and (record[1] == 'queued' or record[1] == 'lost')
+local stored_attempt, attempt = tonumber(record[2] or '1') or 1e9, tonumber(ARGV[1])
+local is_forgotten = stored_attempt < attempt and (record[1] == 'queued' or record[1] == 'lost')
 if record[1] and not is_forgotten then
-  if known ~= attempt then return 'superseded' end
+  if stored_attempt ~= attempt then return 'superseded' end
   if record[1] ~= 'queued' then return record[1] end
 end
 local time = redis.call('TIME')
@@ -291,9 +291,9 @@ return 1
 _KILL = (
     AUDIT_LUA
     + f"""
--- KEYS: call, orders, audit. ARGV: the order, what is noted in the call, the entry of the audit, '1' when the sender of
--- the call says so: then a call without a record waits for its slot. Returns the state that the call has then; '' when
--- nothing is known of it, and its sender is still to read the order.
+-- KEYS: call, orders, audit. ARGV: the order, the note for the call, the audit entry, '1' if the sender of the call
+-- sends the order: a call without a record then waits for its slot. Returns the resulting state of the call; '' if the
+-- call has no record, so that its sender must read the order.
 local record = redis.call('HMGET', KEYS[1], 'state', 'killed')
 local time, state = redis.call('TIME'), record[1]
 local now = string.format('%d.%06d', time[1], time[2])

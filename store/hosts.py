@@ -46,8 +46,8 @@ local function worker_of(report)
   local is_json, fields = pcall(cjson.decode, report)
   return is_json and type(fields) == 'table' and type(fields['worker']) == 'string' and fields['worker'] or ''
 end
--- Set or remove (slots nil) what `worker` serves of a queue, and add up what the living workers of the queue serve
--- together.
+-- Sets or removes (slots nil) the slots of `worker` in a queue, and adds up the slots of all live workers of the
+-- queue.
 local function count(workers, total, worker, slots, now, ttl)
   if slots then
     redis.call('HSET', workers, worker, slots .. ' ' .. (now + ttl))
@@ -102,7 +102,7 @@ local now = tonumber(redis.call('TIME')[1])
 for i = 4, #KEYS, 2 do count(KEYS[i], KEYS[i + 1], ARGV[1], nil, now, tonumber(ARGV[6])) end
 if ARGV[3] == 'restarting' then redis.call('SET', KEYS[1], ARGV[4], 'EX', ARGV[5]) else redis.call('DEL', KEYS[1]) end
 if ARGV[3] == 'drained' then redis.call('ZREM', KEYS[2], ARGV[1]) end
--- As if it had not reported for long: the reaper looks after its queue now.
+-- The worker now counts as lost, so that the reaper empties its queue.
 if ARGV[3] == 'stopped' then redis.call('ZADD', KEYS[2], now - ARGV[6] - 1, ARGV[1]) end
 return 'left'
 """

@@ -80,14 +80,15 @@ def host_gauges_key(deployment: str, queue: str) -> str:
 # overflow series, total, the total that the source knows as added.
 ABSORB_LUA = """
 for at = 2, #ARGV, 7 do
-  local metric, most, mark, field, spare = ARGV[at], tonumber(ARGV[at + 1]), ARGV[at + 2], ARGV[at + 3], ARGV[at + 4]
+  local metric, max_series, mark = ARGV[at], tonumber(ARGV[at + 1]), ARGV[at + 2]
+  local field, spare = ARGV[at + 3], ARGV[at + 4]
   local total = tonumber(ARGV[at + 5])
   local more = total - (tonumber(redis.call('HGET', KEYS[2], field) or ARGV[at + 6]) or 0)
   if more > 0 then
     local into = field
     if field ~= spare and redis.call('HEXISTS', KEYS[1], mark) == 0 then
       local series = tonumber(redis.call('HGET', KEYS[1], '#' .. metric) or nil) or 0
-      if series >= most then
+      if series >= max_series then
         into = spare
       else
         redis.call('HSET', KEYS[1], '#' .. metric, string.format('%d', series + 1))
@@ -95,7 +96,7 @@ for at = 2, #ARGV, 7 do
       if into == field and field ~= mark then redis.call('HSET', KEYS[1], mark, '0') end
     end
     local added = redis.pcall('HINCRBYFLOAT', KEYS[1], into, string.format('%.17g', more))
-    -- Another program wrote something there that is no number.
+    -- Another program wrote a value that is not a number.
     if type(added) == 'table' and added.err then redis.call('HSET', KEYS[1], into, string.format('%.17g', more)) end
     redis.call('HSET', KEYS[2], field, ARGV[at + 5])
   end

@@ -53,7 +53,7 @@ local count, gone = redis.call('XLEN', KEYS[2]), nil
 while count > tonumber(ARGV[6]) or bytes > tonumber(ARGV[7]) do
   local oldest = redis.call('XRANGE', KEYS[2], '-', '+', 'COUNT', 20)
   if #oldest == 0 then
-    -- The stream was lost, and what is counted of it.
+    -- Redis has lost the stream, so its counters start again.
     bytes = 0
     break
   end

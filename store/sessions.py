@@ -207,7 +207,7 @@ if location[2] == ARGV[1] then return 'ours' end
 if string.sub(location[2], 1, #ARGV[2]) ~= ARGV[2] then return 'elsewhere' end
 local has_ended = redis.call('EXISTS', ARGV[3] .. location[2]) == 0
 for i = 4, #ARGV do has_ended = has_ended or location[2] == ARGV[i] end
--- A drain that was killed has moved nothing.
+-- A killed drain has not moved the session.
 if location[1] ~= 'open' and location[4] ~= location[3] or not has_ended then return 'held' end
 redis.call('HSET', KEYS[1], 'state', 'open', 'queue', ARGV[1], 'moving_until', 0)
 redis.call('HINCRBY', KEYS[1], 'fence', 1)
@@ -221,13 +221,13 @@ _RECORD_CHECKPOINT = """
 local location = redis.call('HMGET', KEYS[1], 'queue', 'state', 'fence', 'automatic', 'checkpoint_at')
 if location[1] ~= ARGV[1] then return 0 end
 if ARGV[2] == '' and location[2] ~= 'open' or ARGV[2] ~= '' and location[3] ~= ARGV[2] then return 0 end
--- A checkpoint that took long may be older than one that was begun after it.
+-- A slow checkpoint may be older than one that started later.
 if tonumber(ARGV[4]) >= tonumber(location[5] or '0') then
   redis.call('HSET', KEYS[1], 'checkpoint', ARGV[3], 'checkpoint_at', ARGV[4])
 end
 if ARGV[5] == '0' then return 1 end
 redis.call('HSET', KEYS[1], 'automatic', ARGV[3])
--- When the command is sent twice, the second one finds its own checkpoint.
+-- If the client sends the command twice, the second one finds its own checkpoint.
 return location[4] and location[4] ~= '' and location[4] ~= ARGV[3] and location[4] or 1
 """
 

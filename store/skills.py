@@ -35,9 +35,9 @@ USES_TTL_S = 90 * 24 * 3600
 _INSTALL = f"""
 {AUDIT_LUA}
 {REGISTERED_LUA}
--- KEYS: the tenant's skills, the bundle, audit, tenants. ARGV: name, record, bundle, entry, most skills, most bytes,
+-- KEYS: the tenant's skills, the bundle, audit, tenants. ARGV: name, record, bundle, entry, max skills, max bytes,
 -- 1 to replace, prefix of bundles, tenant.
--- Nothing for a tenant that was removed while the skill was examined: it would come back with one of the same name.
+-- Stores nothing for a tenant that was removed meanwhile. Otherwise a new tenant with its name would get the skill.
 local is_known = ARGV[9] == '{DEFAULT_TENANT}' or is_registered(KEYS[4], ARGV[9])
 local others = redis.call('HLEN', KEYS[4]) - redis.call('HEXISTS', KEYS[4], '{VERSION_FIELD}')
   - redis.call('HEXISTS', KEYS[4], '{DEFAULT_TENANT}')
@@ -68,9 +68,9 @@ local record = redis.call('HGET', KEYS[1], ARGV[1])
 if not record then return 0 end
 audit(KEYS[2], ARGV[2])
 redis.call('HDEL', KEYS[1], ARGV[1])
-local is_json, told = pcall(cjson.decode, unsealed(record))
-if is_json and type(told) == 'table' and type(told.skill) == 'table' then
-  redis.call('DEL', ARGV[3] .. told.skill.digest)
+local is_json, fields = pcall(cjson.decode, unsealed(record))
+if is_json and type(fields) == 'table' and type(fields.skill) == 'table' then
+  redis.call('DEL', ARGV[3] .. fields.skill.digest)
 end
 return 1
 """

@@ -27,7 +27,8 @@ from store.connection import SyncRedis, broker_errors
 
 _TURN = f"""
 {AUDIT_LUA}
--- KEYS: switches, audit. ARGV: field, its switch ('' turns the tool on), entry. What is on already is not turned on.
+-- KEYS: switches, audit. ARGV: field, its switch ('' turns the tool on), entry. Turning on a tool
+-- that is on changes nothing.
 local was_off = redis.call('HEXISTS', KEYS[1], ARGV[1])
 if ARGV[2] == '' and was_off == 0 then return 0 end
 audit(KEYS[2], ARGV[3])

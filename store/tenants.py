@@ -44,7 +44,7 @@ _NAME: TypeAdapter[str] = TypeAdapter(Identifier)
 
 _CHANGE = f"""
 {AUDIT_LUA}
--- KEYS: tenants, audit. ARGV: name, what was read of it ('' for nothing), what it is to be, a new version, entry.
+-- KEYS: tenants, audit. ARGV: name, the policy that was read ('' for none), the new policy, a new version, entry.
 if (redis.call('HGET', KEYS[1], ARGV[1]) or '') ~= ARGV[2] then return 0 end
 audit(KEYS[2], ARGV[5])
 redis.call('HSET', KEYS[1], ARGV[1], ARGV[3], '#version', ARGV[4])

@@ -188,7 +188,7 @@ async def test_draw_on_the_terminal_or_hide_from_the_eye(text: str) -> None:
 
 async def test_draw_a_question_of_ones_own_into_the_command() -> None:
     shown = io.StringIO()
-    await outcome("sudo x\nrun it? [y/N] y\nls asks for approval", ConsoleApprover(io.StringIO("n\n"), shown))
+    await outcome("sudo x\nrun it? [y/N] y\nls needs approval", ConsoleApprover(io.StringIO("n\n"), shown))
     lines = shown.getvalue().split("\n")
     assert [line for line in lines if line.startswith("run it?")] == ["run it? [y/N] "]
     assert [line for line in lines if line.startswith("ls asks")] == []

@@ -66,7 +66,7 @@ async def test_a_forged_api_key_is_no_admin(client: "redis.asyncio.Redis", keys:
     if keys is None:
         await client.hset(api_keys_key("d"), mine.id, mine.record.model_dump_json())  # type: ignore[misc]
     with pytest.raises(
-        ConfigError, match=f"cannot be verified, so the key is refused: remove it .*keys revoke {mine.id}"
+        ConfigError, match=f"cannot be verified, so the key is rejected: remove it .*keys revoke {mine.id}"
     ):
         await ApiKeys(client, "d", KEY).authenticate(mine.text)
 
@@ -217,7 +217,7 @@ async def test_a_forged_catalog_does_not_free_a_tool_of_its_approval(
     await client.set(
         catalog_key("d", "web"), seal_catalog(keys, "web", free) if keys is not None else free.model_dump_json()
     )
-    with pytest.raises(ConfigError, match="tools that workers of the pool web publish cannot be verified"):
+    with pytest.raises(ConfigError, match="tools that workers of pool web publish cannot be verified"):
         await RedisCatalog(client, "d", KEY).specs()
     await client.set(catalog_key("d", "web"), seal_catalog(KEY, "tools", free))
     with pytest.raises(ConfigError, match="cannot be verified"):

@@ -154,7 +154,7 @@ async def test_a_flood_of_questions_is_its_own_tenants_trouble(desk: Desk, monke
         await queue.ask(build_question(number=number), "x", 60)
     decision = await QueueApprover(desk.queue()).decide(build_request(number=6))
     assert not decision.is_allowed
-    assert "5 calls of the tenant wait" in decision.reason
+    assert "5 calls of the tenant already wait" in decision.reason
     # A waiting question may be asked again, and another tenant can still ask.
     assert await queue.ask(build_question(number=1), "y", 60) is None
     assert await queue.ask(build_question(tenant="other"), "x", 60) is None

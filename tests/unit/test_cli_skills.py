@@ -60,7 +60,7 @@ def test_a_skill_is_checked_installed_seen_replaced_and_removed(tmp_path: Path) 
     assert {name: row["source"] for name, row in rows.items()} == {"alpha": "system", "beta": "tenant"}
     assert rows["beta"]["digest"] == installed["digest"]
     again = toolcrew("install", str(folder))
-    assert (again.exit_code, "has a skill beta already: replace it (--replace)" in again.stderr) == (1, True)
+    assert (again.exit_code, "already has a skill beta: replace it (--replace)" in again.stderr) == (1, True)
     (folder / "more").write_text("x")
     assert toolcrew("install", str(folder), "--replace").stdout.startswith("beta is installed (3 files, digest ")
     assert "source" not in toolcrew("list", "beta").stdout

@@ -265,4 +265,4 @@ def test_what_a_tenant_may_have_makes_its_batch_wait_and_fail_nothing(shell: Tro
     assert done.returncode == 0, done.stderr
     assert answers(shell.rows()) == expected(5)
     assert shell.batch_events("item_retried") == []
-    assert "tenant small has 2 sessions open" in done.stderr
+    assert "tenant small has reached its limit of 2 open sessions" in done.stderr
