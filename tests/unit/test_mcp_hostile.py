@@ -146,7 +146,7 @@ def test_deep_json_is_refused_on_every_python_of_a_sandbox(box: LocalSandbox, tm
     assert caught.value.code in (ErrorCode.HTTP_ERROR, ErrorCode.TIMEOUT)
 
 
-def test_of_an_answer_with_two_results_the_last_counts_and_is_bounded_as_any() -> None:
+def test_the_last_of_two_results_counts_and_is_bounded() -> None:
     message = parse_json('{"jsonrpc":"2.0","id":1,"result":{},"result":{"content":[]}}', "docs")
     reply = parse_reply(message, 1)
     assert reply is not None

@@ -60,14 +60,14 @@ def test_names_do_not_hang_on_the_order_of_the_list(server: str, tools: list[str
     assert set(names.values()) | set(clashing) == set(tools)
 
 
-def test_of_two_tools_with_one_name_here_the_one_that_needed_no_change_stays() -> None:
+def test_the_tool_with_the_unchanged_name_wins() -> None:
     changed = fit_name("docs", "a!").removeprefix("mcp__docs__")
     names, clashing = fit_names("docs", ["a!", changed])
     assert (names, clashing) == ({f"mcp__docs__{changed}": changed}, ["a!"])
 
 
 @pytest.mark.parametrize("name", [None, 7, "", {}, []])
-def test_a_tool_without_a_name_is_left_out_and_told(name: Any) -> None:
+def test_a_tool_without_a_name_is_skipped_and_logged(name: Any) -> None:
     with capture_logs() as logs:
         assert _import({**TOOL, "name": name}, "none", None) == ()
     assert [entry["event"] for entry in logs] == ["mcp_tool_left_out"] * 3
@@ -85,7 +85,7 @@ def test_no_more_tools_than_the_bound() -> None:
     assert (len(imported), logs[-1]["event"]) == (MAX_TOOLS, "mcp_tools_too_many")
 
 
-def test_no_more_of_one_server_together_than_everybody_can_read_again_and_again() -> None:
+def test_the_specs_of_one_server_have_a_total_limit() -> None:
     schema = _schema(x={"enum": ["x" * 15_000]})
     with capture_logs() as logs:
         imported = _import(*({**TOOL, "name": f"t{n}", "inputSchema": schema} for n in range(60)))

@@ -179,7 +179,7 @@ def test_a_call_after_the_server_was_killed_starts_a_new_server(box: LocalSandbo
 @pytest.mark.parametrize(
     ("state", "age_s", "is_killed"), [("running", 60.0, True), ("running", 1.0, False), ("exited", 60.0, False)]
 )
-def test_what_a_server_left_that_killed_its_keeper_is_ended(
+def test_orphans_of_a_server_are_ended(
     box: LocalSandbox, tmp_path: Path, state: str, age_s: float, is_killed: bool
 ) -> None:
     server = _server(tmp_path)

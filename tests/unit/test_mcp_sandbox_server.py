@@ -50,7 +50,7 @@ def _failure(how: str, timeout_s: float = 30.0) -> ToolFailure:
 
 
 @pytest.mark.parametrize(("how", "alone"), [("good", True), ("old", False)])
-def test_a_server_of_either_revision_is_asked_and_called(how: str, alone: bool) -> None:
+def test_servers_of_both_revisions_work(how: str, alone: bool) -> None:
     server = _server(how)
     server.stands_alone = None
     assert [tool["name"] for tool in server.list_tools(run_here, 30)] == ["echo", "where", "count"]
@@ -66,7 +66,7 @@ def test_a_server_that_does_not_answer_what_it_does_not_know_is_greeted(monkeypa
     assert server.stands_alone is False
 
 
-def test_a_server_that_refuses_the_greeting_is_told_of() -> None:
+def test_a_refused_initialization_is_reported() -> None:
     server = _server("old", args=("-c", REFUSING))
     server.stands_alone = False
     with pytest.raises(ToolFailure, match=r"refused to begin \(.*not today") as caught:
@@ -93,7 +93,7 @@ def test_noise_beside_the_answer_does_not_matter(how: str) -> None:
         ("forges", ErrorCode.HTTP_ERROR, "does not keep to the protocol"),
     ],
 )
-def test_a_bad_server_is_told_of(how: str, code: ErrorCode, words: str) -> None:
+def test_a_bad_server_is_reported(how: str, code: ErrorCode, words: str) -> None:
     failure = _failure(how)
     assert failure.code is code
     assert words in failure.message
@@ -105,7 +105,7 @@ def test_a_silent_server_is_ended_at_the_limit() -> None:
     assert "look before you repeat it" in failure.message
 
 
-def test_a_program_that_is_not_there_is_told_of() -> None:
+def test_a_missing_program_is_reported() -> None:
     with pytest.raises(ToolFailure, match="put it into the image") as caught:
         _call(_server(command="/nonexistent/server"))
     assert caught.value.code is ErrorCode.CONFIG_MISSING

@@ -71,7 +71,7 @@ def _tool(name: str, description: str = "") -> dict[str, Any]:
     return {**TOOL, "name": name, "description": description}
 
 
-def test_a_server_that_was_down_at_the_start_is_asked_until_it_answers() -> None:
+def test_a_server_that_is_down_is_retried() -> None:
     source = FakeSource(listed=None)
     ground = Ground(source)
     pauses = [ground.ask()]
@@ -124,7 +124,7 @@ def test_a_bug_with_one_server_does_not_hold_up_the_tools_of_another(broken: str
     assert ground.names() == ["bad__bad", "good__one"]
 
 
-def test_nobody_is_asked_before_the_time() -> None:
+def test_no_server_is_read_before_its_time() -> None:
     source = FakeSource()
     ground = Ground(source)
     ground.ask()
@@ -145,7 +145,7 @@ def test_new_tools_come_changed_ones_are_replaced_and_others_go() -> None:
     assert ground.changes == 2
 
 
-def test_a_server_that_falls_silent_keeps_its_tools_and_is_asked_sooner() -> None:
+def test_a_silent_server_keeps_its_tools_and_is_retried_sooner() -> None:
     source = FakeSource()
     ground = Ground(source)
     ground.ask()
@@ -174,7 +174,7 @@ def test_a_tool_that_was_there_before_is_never_replaced_by_a_servers() -> None:
     assert ground.registry.get("mcp__docs__echo") is ours
 
 
-def test_one_server_that_is_down_does_not_keep_another_waiting() -> None:
+def test_a_server_that_is_down_does_not_delay_others() -> None:
     down, good = FakeSource("down", None), FakeSource("good")
     ground = Ground(down, good)
     assert ground.ask() == FIRST_AGAIN_S
@@ -215,7 +215,7 @@ def test_the_news_are_read_once() -> None:
     assert reader.read_news() == {}
 
 
-def test_a_task_that_is_not_there_is_asked_for_once_and_then_an_error() -> None:
+def test_a_missing_task_is_an_error_after_one_lookup() -> None:
     tasks, requests = LiveTasks(), []
     tasks.find = requests.append
     with pytest.raises(tasks.NotRegistered):

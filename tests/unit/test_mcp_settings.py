@@ -82,7 +82,7 @@ def test_a_worker_needs_no_secrets_of_servers_that_it_does_not_call(tmp_path: Pa
         ({**GIT, "command": ""}, "command"),
     ],
 )
-def test_what_is_wrong_with_an_entry_is_said(tmp_path: Path, entry: dict[str, Any], words: str) -> None:
+def test_a_wrong_entry_is_explained(tmp_path: Path, entry: dict[str, Any], words: str) -> None:
     complaint = _complaint(tmp_path, {"one": entry})
     assert "TOOLCREW_MCP_SERVERS" in complaint
     assert "server 'one'" in complaint
@@ -90,7 +90,7 @@ def test_what_is_wrong_with_an_entry_is_said(tmp_path: Path, entry: dict[str, An
 
 
 @pytest.mark.parametrize("name", ["", "a__b", "_a", "a-", "a b", "\u00e4", "x" * 33])
-def test_names_that_would_not_be_told_apart_are_refused(tmp_path: Path, name: str) -> None:
+def test_ambiguous_names_are_refused(tmp_path: Path, name: str) -> None:
     assert "rename it" in _complaint(tmp_path, {name: DOCS})
 
 
@@ -109,6 +109,6 @@ def test_a_file_of_another_shape_is_refused(tmp_path: Path, text: str) -> None:
         load_servers(path, HttpEntry, ENVIRONMENT)
 
 
-def test_a_file_that_is_not_there_is_said(tmp_path: Path) -> None:
+def test_a_missing_file_is_reported(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="Create the file, or unset the variable"):
         load_servers(tmp_path / "none.json", HttpEntry)

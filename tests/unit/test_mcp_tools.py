@@ -61,7 +61,7 @@ def test_the_whole_result_is_as_its_schema_promises(result: ToolResult) -> None:
     assert answer.meta == {"toolcrew/session": "s1"}
 
 
-def test_where_the_pools_redis_is_is_not_told() -> None:
+def test_the_address_of_redis_is_hidden() -> None:
     answer = build_answer(ToolResult.failed(CALL, ErrorCode.BROKER_UNAVAILABLE, "redis://10.0.0.1 refused"), None)
     assert "10.0.0.1" not in answer.model_dump_json()
     assert "try again" in answer.structured_content["text"]

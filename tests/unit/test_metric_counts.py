@@ -61,7 +61,7 @@ def test_every_metric_has_a_name_and_bounds_that_prometheus_takes() -> None:
 
 
 @given(st.text(max_size=200), st.text(max_size=200))
-def test_a_field_is_read_as_it_was_written_whatever_the_labels_are(model: str, direction: str) -> None:
+def test_any_labels_survive_a_field(model: str, direction: str) -> None:
     counts = Counts()
     counts.count(TOKENS, model, direction, by=3)
     sending = counts.pending()
@@ -82,7 +82,7 @@ def test_a_field_of_a_stranger_is_none_or_a_metric_of_ours(field: str) -> None:
     "field",
     ["", "#x", "count\ttoolcrew_tool_calls_total\ta\tb\tc", "\ttoolcrew_nonesuch", "\ttoolcrew_hosts\ta\tb", "\t\t"],
 )
-def test_what_is_no_part_of_a_metric_is_not_read(field: str) -> None:
+def test_foreign_fields_are_ignored(field: str) -> None:
     assert parse_field(field) is None
 
 
@@ -116,7 +116,7 @@ def test_an_answer_that_was_lost_makes_nothing_count_twice(client: "redis.Redis"
     assert told(client, CALLS, "bash_tool", "ok", "") == 2
 
 
-def test_what_is_counted_while_it_is_sent_is_sent_next(client: "redis.Redis") -> None:
+def test_counts_made_during_a_send_are_sent_next(client: "redis.Redis") -> None:
     counts = Counts()
     counts.count(SANDBOX_OOM)
     sending = counts.pending()
@@ -179,7 +179,7 @@ def test_a_histogram_that_is_too_much_goes_under_other_whole(client: "redis.Redi
     assert [told(client, CALL_SECONDS, "late", part=part) for part in (COUNT, SUM, "le:1")] == [0, 0, 0]
 
 
-def test_what_somebody_else_wrote_is_counted_over(client: "redis.Redis") -> None:
+def test_invalid_values_are_replaced_by_counts(client: "redis.Redis") -> None:
     client.hset(SUMS, f"\t{SANDBOX_OOM.name}", "hello")
     client.hset(SUMS, f"#{SANDBOX_OOM.name}", "many")
     counts = Counts()

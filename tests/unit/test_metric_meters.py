@@ -193,7 +193,7 @@ async def test_a_run_tells_tokens_steps_its_end_and_the_calls_that_were_never_se
     assert counted(series, "toolcrew_tool_calls_total") == {("PERMISSION_DENIED", "error", "other"): 1}
 
 
-async def test_what_a_resumed_run_tells_once_more_is_not_counted_once_more(redis_server: RedisProcess) -> None:
+async def test_replayed_events_of_a_run_are_not_counted_again(redis_server: RedisProcess) -> None:
     book = Book()
     async with open_tally(redis_server) as (tally, page):
         tell = tally.watch_run(lambda _: None, book)
@@ -224,7 +224,7 @@ async def test_questions_and_answers_are_counted(redis_server: RedisProcess) -> 
     assert series[key("toolcrew_approvals_asked_total")] == 4
 
 
-async def test_what_was_counted_is_there_about_a_second_later_and_at_the_end(redis_server: RedisProcess) -> None:
+async def test_counts_are_flushed_every_second_and_at_the_end(redis_server: RedisProcess) -> None:
     with redis_server.client() as client:
         async with open_tally(redis_server) as (tally, _):
             tally.start()

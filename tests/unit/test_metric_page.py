@@ -86,7 +86,7 @@ async def test_a_deployment_without_anything_tells_zeros_that_promtool_takes(pag
     promtool("check", "metrics", text=text)
 
 
-async def test_what_was_counted_is_told_in_both_formats(page: MetricsPage, client: "redis.Redis") -> None:
+async def test_counts_are_shown_in_both_formats(page: MetricsPage, client: "redis.Redis") -> None:
     counts = Counts()
     counts.count(metrics.CALLS, "bash_tool", "error", "TIMEOUT", by=2)
     counts.count(metrics.TOKENS, HOSTILE, "input", by=7)
@@ -228,7 +228,7 @@ def ask_at_random(ground: Ground, seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(8))
-async def test_the_oldest_wait_of_a_queue_is_the_one_that_autoscalers_are_told(
+async def test_the_oldest_wait_equals_the_autoscaler_value(
     page: MetricsPage, client: "redis.Redis", redis_server: RedisProcess, seed: int
 ) -> None:
     report(client, build_report("h1"))
@@ -293,7 +293,7 @@ async def test_foreign_admission_state_is_tolerated(page: MetricsPage, client: "
     assert series[key("toolcrew_queue_oldest_waiting_call_seconds", queue=POOL_WEB)] == 0
 
 
-async def test_runs_batches_and_questions_are_told(page: MetricsPage, client: "redis.Redis") -> None:
+async def test_runs_batches_and_approvals_are_shown(page: MetricsPage, client: "redis.Redis") -> None:
     runs = runs_prefix(DEPLOYMENT)
     client.zadd(f"{runs}batches", {"acme|b1": 1, "strange": 2})
     client.zadd(batch_key(DEPLOYMENT, "acme", "b1") + ":waiting", {"r1": 1, "r2": 2})
@@ -313,7 +313,7 @@ async def test_a_run_queue_of_a_wrong_type_is_tolerated(page: MetricsPage, clien
     assert series[key("toolcrew_approvals_waiting")] == 1
 
 
-async def test_what_others_have_written_is_left_out_and_counted(page: MetricsPage, client: "redis.Redis") -> None:
+async def test_foreign_data_is_skipped_and_counted(page: MetricsPage, client: "redis.Redis") -> None:
     strange = {
         b"\xff\xfe": "1",
         "": "2",
@@ -348,7 +348,7 @@ async def test_the_user_of_an_orchestrator_may_look_and_one_that_may_not_ask_for
         assert series[key("toolcrew_build_info", release="1")] == 1
 
 
-async def test_a_redis_that_is_away_is_said() -> None:
+async def test_an_unreachable_redis_is_reported() -> None:
     async with redis.asyncio.Redis(port=1) as nobody:
         with pytest.raises(BrokerUnavailable, match="Check that Redis is running"):
             await MetricsPage(nobody, DEPLOYMENT).render()

@@ -135,7 +135,7 @@ async def test_a_script_s_replies_are_the_same_bytes_each_time() -> None:
 # --- Counting ---------------------------------------------------------------------------------------------------------
 
 
-async def test_a_reply_that_was_sent_whole_twice_is_told_with_its_step() -> None:
+async def test_a_reply_sent_twice_is_reported_with_its_step() -> None:
     async with playing(OK) as server:
         for messages in ([user("[item 5]")], after_call("[item 5]", "x"), after_call("[item 5]", "x")):
             await server.ask(*messages)
@@ -205,7 +205,7 @@ POST = b"POST /v1/chat/completions HTTP/1.1\r\ncontent-length: %d\r\n" % len(BOD
         (b"POST /v1/chat/completions HTTP/1.0\r\ncontent-length: 17\r\n\r\n" + b'{"messages": [1]}', b"400"),
     ],
 )
-async def test_what_is_no_request_is_refused_and_the_connection_ends(raw: bytes, status: bytes) -> None:
+async def test_an_invalid_request_ends_the_connection(raw: bytes, status: bytes) -> None:
     async with playing(OK) as server:
         assert (await talk(server, raw)).split(b" ")[1] == status
 
@@ -252,6 +252,6 @@ def test_the_server_ends_with_its_parent(tmp_path: Path) -> None:
         assert parent.stdout.read() == b""
 
 
-def test_a_script_that_cannot_be_played_is_told_and_nothing_is_served(tmp_path: Path) -> None:
+def test_a_broken_script_is_reported_and_not_served(tmp_path: Path) -> None:
     with pytest.raises(DidNotStart, match="cannot be read"), running_model_server(tmp_path / "none.jsonl"):
         pass

@@ -20,7 +20,7 @@ def fault(kind: str, **fields: Any) -> dict[str, Any]:
     return {"kind": "fault", "fault": {"kind": kind, **fields}, **measures}
 
 
-async def test_the_first_requests_of_each_conversation_fail_and_the_client_mends_it() -> None:
+async def test_the_client_retries_the_failed_first_requests() -> None:
     async with playing(fault("status", status=429, retry_after=0, first=2), OK) as server:
         for name in ("a", "b"):
             assert (await read(server.model(attempts=3), user(f"[item {name}] go"))).text == "ok"
@@ -56,7 +56,7 @@ async def play_dice(order: Sequence[int], seed: int) -> dict[int, list[int]]:
         return drawn
 
 
-async def test_chance_goes_by_the_seed_whatever_the_order_of_requests() -> None:
+async def test_the_seed_sets_the_faults_for_any_order_of_requests() -> None:
     numbers = [*range(20), *range(20)]
     drawn = await play_dice(numbers, 1)
     assert drawn == await play_dice(numbers[::-1], 1)

@@ -166,7 +166,7 @@ async def test_half_a_character_in_a_request_stops_neither_recording_nor_replay(
         assert (await ask(url, half)).status_code == 200
 
 
-async def test_an_endpoint_that_does_not_answer_is_told_as_such(tmp_path: Path) -> None:
+async def test_an_endpoint_without_reply_is_reported(tmp_path: Path) -> None:
     def refuse(request: httpx.Request) -> httpx.Response:
         raise httpx.ConnectError("no")
 
@@ -219,14 +219,14 @@ def test_ids_orders_and_blanks_do_not_count_but_texts_do() -> None:
         assert digest_messages(first) != digest_messages(changed)
 
 
-def test_what_is_ignored_does_not_count() -> None:
+def test_ignored_patterns_do_not_change_the_digest() -> None:
     ignored = [re.compile(r"\d+ ms")]
     conversations = [[{"role": "user", "content": f"it took {number} ms"}] for number in (3, 4)]
     assert digest_messages(conversations[0], ignored) == digest_messages(conversations[1], ignored)
     assert digest_messages(conversations[0]) != digest_messages(conversations[1])
 
 
-def test_a_recording_that_cannot_be_played_is_told_by_its_line(tmp_path: Path) -> None:
+def test_a_broken_recording_is_reported_with_its_line(tmp_path: Path) -> None:
     file = tmp_path / "pairs.jsonl"
     for content, expected in (
         (None, "cannot be read"),
@@ -249,6 +249,6 @@ async def test_a_torn_last_pair_is_left_out(tmp_path: Path) -> None:
     assert json.loads(whole)["status"] == 200
 
 
-def test_a_file_that_cannot_be_written_is_told_before_anything_is_served(tmp_path: Path) -> None:
+def test_an_unwritable_file_is_reported_before_serving(tmp_path: Path) -> None:
     with pytest.raises(BadScript, match="give --to a file in a folder that is there"):
         Recorder("http://endpoint.invalid", tmp_path / "none" / "pairs.jsonl")

@@ -54,7 +54,7 @@ def test_a_wrong_line_is_named_with_what_to_do(line: str, expected: str) -> None
     assert expected in str(caught.value)
 
 
-def test_all_wrong_lines_are_told_at_once_and_the_rest_is_counted() -> None:
+def test_all_wrong_lines_are_reported_at_once() -> None:
     with pytest.raises(BadScript) as caught:
         parse_script("\n".join(["{"] * 30), "s")
     assert str(caught.value).splitlines()[-1] == "and 10 more"
@@ -95,5 +95,5 @@ def test_a_number_that_is_not_there_is_an_error() -> None:
 
 
 @given(st.text())
-def test_what_is_filled_in_is_taken_as_it_is(text: str) -> None:
+def test_filled_values_are_not_expanded_again(text: str) -> None:
     assert fill("<{{observation}}>", {"observation": text}) == f"<{text}>"

@@ -104,7 +104,7 @@ async def test_a_reply_that_takes_too_long_is_a_timeout_of_the_tool() -> None:
     assert closed.is_set()
 
 
-async def test_a_reply_that_breaks_off_is_asked_for_again_and_nothing_of_it_kept() -> None:
+async def test_a_broken_reply_is_requested_again_from_the_start() -> None:
     requests = 0
 
     async def breaking(_: ModelRequest) -> AsyncIterator[Chunk]:
@@ -118,7 +118,7 @@ async def test_a_reply_that_breaks_off_is_asked_for_again_and_nothing_of_it_kept
     assert (await BudgetedModel(StreamModel(breaking)).complete("x")).text == HELLO["choices"][0]["delta"]["content"]
 
 
-async def test_a_model_that_keeps_breaking_off_or_is_gone_is_the_operators() -> None:
+async def test_a_lost_model_is_an_operator_error() -> None:
     async def breaking(_: ModelRequest) -> AsyncIterator[Chunk]:
         yield HELLO
         raise ModelInterrupted("broke off")

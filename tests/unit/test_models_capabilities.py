@@ -69,7 +69,7 @@ async def ask(server: FakeServer) -> Capabilities:
     return capabilities
 
 
-async def test_a_server_that_takes_everything_is_asked_three_times() -> None:
+async def test_a_full_server_gets_three_requests() -> None:
     server = FakeServer()
     assert await ask(server) == EVERYTHING
     first = server.requests[0]
@@ -93,20 +93,22 @@ async def test_a_server_that_takes_everything_is_asked_three_times() -> None:
         ({"response_format": "This response_format type is unavailable now"}, {"json_schema"}),
     ],
 )
-async def test_what_a_refusal_names_is_left_out_and_the_rest_is_kept(refuses: dict[str, str], lacks: set[str]) -> None:
+async def test_a_refused_field_is_left_out_and_the_others_stay(refuses: dict[str, str], lacks: set[str]) -> None:
     assert await ask(FakeServer(refuses)) == replace(EVERYTHING, **dict.fromkeys(lacks, False))
 
 
 @pytest.mark.parametrize(
-    "words",
-    ["fake does not support tools", "tools param requires --jinja flag", "No endpoints that support tool use", "no"],
+    "server",
+    [
+        FakeServer({'"tools"': "fake does not support tools"}),
+        FakeServer({'"tools"': "tools param requires --jinja flag"}),
+        FakeServer({'"tools"': "No endpoints that support tool use"}),
+        FakeServer({'"tools"': "no"}),
+        FakeServer(calls=False),
+    ],
 )
-async def test_a_server_that_refuses_tools_has_none_and_may_yet_follow_a_schema(words: str) -> None:
-    assert await ask(FakeServer({'"tools"': words})) == Capabilities(json_schema=True)
-
-
-async def test_a_server_that_takes_tools_but_never_calls_one_has_none() -> None:
-    assert await ask(FakeServer(calls=False)) == Capabilities(json_schema=True)
+async def test_a_server_without_working_tools_may_follow_a_schema(server: FakeServer) -> None:
+    assert await ask(server) == Capabilities(json_schema=True)
 
 
 async def test_a_server_that_forces_calls_but_does_not_leave_them_open_has_none() -> None:
@@ -122,12 +124,16 @@ async def test_a_server_that_forces_calls_but_does_not_leave_them_open_has_none(
     assert await ask(Forcing()) == Capabilities(json_schema=True)
 
 
-async def test_a_server_that_ignores_the_schema_is_found_out() -> None:
-    assert not (await ask(FakeServer(follows_schema=False))).json_schema
-
-
-async def test_a_model_that_thinks_first_is_asked_again_with_more_room() -> None:
-    assert await ask(FakeServer(cuts_below=1000)) == EVERYTHING
+@pytest.mark.parametrize(
+    ("server", "expected"),
+    [
+        (FakeServer(follows_schema=False), replace(EVERYTHING, json_schema=False)),
+        (FakeServer(cuts_below=1000), EVERYTHING),
+    ],
+    ids=["ignores the schema", "thinks before it replies"],
+)
+async def test_the_probe_reads_the_replies(server: FakeServer, expected: Capabilities) -> None:
+    assert await ask(server) == expected
 
 
 async def test_a_model_with_a_tiny_window_has_nothing() -> None:
@@ -161,7 +167,7 @@ async def test_the_context_window_is_read_from_the_list_of_models(listing: bytes
 
 
 @pytest.mark.parametrize("broken", [b"", answer(503, {})])
-async def test_the_list_of_models_is_asked_for_again_when_its_answer_was_lost(broken: bytes) -> None:
+async def test_a_lost_list_of_models_is_requested_again(broken: bytes) -> None:
     async with serving([stream(END)]) as server:
         server.models = broken
 
@@ -207,7 +213,7 @@ async def find(cache: CapabilityCache, probe: Probe, model: str = "m") -> Capabi
     return await cache.find("http://host/v1", model, probe)
 
 
-async def test_what_was_found_is_kept_in_a_file_and_in_memory(tmp_path: Path) -> None:
+async def test_results_are_cached_in_a_file_and_in_memory(tmp_path: Path) -> None:
     probe, cache = Probe(), CapabilityCache(tmp_path / "new" / "folder")
     for _ in range(2):
         assert await find(cache, probe) == EVERYTHING
@@ -215,7 +221,7 @@ async def test_what_was_found_is_kept_in_a_file_and_in_memory(tmp_path: Path) ->
     assert probe.asked == 1
 
 
-async def test_each_model_and_each_endpoint_is_asked(tmp_path: Path) -> None:
+async def test_each_model_and_endpoint_is_probed(tmp_path: Path) -> None:
     probe, cache = Probe(), CapabilityCache(tmp_path)
     await find(cache, probe, "one")
     await find(cache, probe, "two")
@@ -236,7 +242,7 @@ async def test_a_failed_probe_is_not_kept(tmp_path: Path) -> None:
     assert await find(cache, Probe()) == EVERYTHING
 
 
-async def test_after_thirty_days_it_is_asked_again(tmp_path: Path) -> None:
+async def test_after_thirty_days_the_probe_repeats(tmp_path: Path) -> None:
     clock, probe = Clock(), Probe()
     cache = CapabilityCache(tmp_path, now=clock)
     for seconds in (0.0, LIFETIME_S - 1, 2.0):

@@ -50,7 +50,7 @@ async def test_extra_fields_of_model_and_request_go_into_the_body_and_the_reques
         assert server.bodies[0]["tools"] == [{"type": "function"}]
 
 
-async def test_a_server_that_refuses_usage_is_asked_again_without_and_remembered() -> None:
+async def test_a_server_that_refuses_usage_is_remembered() -> None:
     async with serving(refusing("stream_options")) as server:
         model = OpenAIModel("m", server.url, KEY, 5.0, retries=0)
         for _ in range(2):

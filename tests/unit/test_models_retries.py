@@ -80,7 +80,7 @@ def build(url: str, waits: Waits, *, attempts: int = 3, streaming: bool = True) 
 
 
 @pytest.mark.parametrize("status", [408, 409, 429, 500, 502, 503, 529])
-async def test_a_server_that_is_busy_at_first_is_asked_again(status: int, waits: Waits) -> None:
+async def test_a_busy_server_is_retried(status: int, waits: Waits) -> None:
     async with serving([answer(status, {}), stream(END)]) as server:
         assert await read(build(server.url, waits)) == [END]
     [wait] = waits.kept
@@ -126,7 +126,7 @@ async def test_the_wait_that_the_server_asks_for_is_kept_exactly(waits: Waits) -
     assert waits.kept == [7, 1.5]
 
 
-async def test_a_wait_that_is_too_long_is_told_instead_of_waited(waits: Waits) -> None:
+async def test_a_too_long_wait_is_an_error(waits: Waits) -> None:
     async with serving([answer(429, {}, retry_after="3600"), stream(END)]) as server:
         sentence = str(await failure(read(build(server.url, waits))))
     assert "a wait of 3600 s, and the limit is 60 s" in sentence
@@ -157,7 +157,7 @@ async def test_a_connection_that_is_dropped_is_tried_again(waits: Waits) -> None
         b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n\r\ndata: {broken\n\n",
     ],
 )
-async def test_a_break_before_any_content_is_mended_unseen(broken: bytes, waits: Waits) -> None:
+async def test_a_break_before_content_is_retried(broken: bytes, waits: Waits) -> None:
     async with serving([broken, stream(ROLE, HELLO, END)]) as server:
         assert await read(build(server.url, waits)) == [ROLE, HELLO, END]
     assert len(waits.kept) == 1
@@ -169,7 +169,7 @@ THOUGHT = {"choices": [{"index": 0, "delta": {"reasoning_content": "hm"}}]}
 
 @pytest.mark.parametrize("part", [HELLO, CALL, THOUGHT])
 @pytest.mark.parametrize("is_cut", [True, False])
-async def test_a_break_after_a_part_is_the_callers_to_mend(part: Chunk, is_cut: bool, waits: Waits) -> None:
+async def test_a_break_after_content_is_an_error(part: Chunk, is_cut: bool, waits: Waits) -> None:
     seen: list[Chunk] = []
 
     async def keep(model: OpenAIModel) -> None:

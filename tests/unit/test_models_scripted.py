@@ -29,7 +29,7 @@ async def text_of(model: ScriptedModel, content: str = "hi") -> str:
     return "".join(choice["delta"].get("content", "") for chunk in chunks for choice in chunk["choices"])
 
 
-async def test_turns_are_said_one_a_request() -> None:
+async def test_each_request_gets_the_next_turn() -> None:
     model = ScriptedModel(["first answer", lambda messages: f"echo {messages[-1]['content']}"])
     assert [await text_of(model), await text_of(model, "x")] == ["first answer", "echo x"]
 

@@ -104,7 +104,7 @@ async def hub(content: bytes) -> AsyncIterator[tuple[str, list[str]]]:
         yield f"http://127.0.0.1:{listener.sockets[0].getsockname()[1]}", heads
 
 
-async def test_the_hub_is_asked_for_the_same_file_name(tmp_path: Path) -> None:
+async def test_the_hub_gets_the_same_file_name(tmp_path: Path) -> None:
     async with hub(CONTENT) as (url, heads):
         assert (await asyncio.to_thread(find, tmp_path, None, url)).read_bytes() == CONTENT
     assert heads[0].startswith("GET /owner/repo/resolve/main/tiny.gguf ")
@@ -132,7 +132,7 @@ async def test_a_hub_that_serves_another_file_is_passed_over(tmp_path: Path) -> 
     assert not list((tmp_path / "cache").glob("*.part"))
 
 
-async def test_what_is_installed_is_not_downloaded_again(tmp_path: Path, chunks: Path) -> None:
+async def test_installed_weights_are_not_downloaded_again(tmp_path: Path, chunks: Path) -> None:
     async with hub(CONTENT) as (url, heads):
         assert (await asyncio.to_thread(find, tmp_path, None, url)).read_bytes() == CONTENT
     assert heads == []

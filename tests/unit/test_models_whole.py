@@ -40,7 +40,7 @@ def test_text_finish_reason_and_usage_come_in_that_order() -> None:
 
 
 @pytest.mark.parametrize("index", [{}, {"index": 0}, {"index": None}])
-def test_calls_keep_their_order_whatever_their_index_says(index: dict[str, Any]) -> None:
+def test_calls_keep_their_order_for_any_index(index: dict[str, Any]) -> None:
     reply = assemble(
         whole({"content": None, "tool_calls": [call("one", '{"x": 1}', **index), call("two", "{}", **index)]})
     )
@@ -64,7 +64,7 @@ def test_reasoning_is_never_text() -> None:
     "reply",
     [None, "<html>", [], {}, {"choices": []}, {"choices": [None]}, {"choices": [{"message": "hi"}]}, {"choices": 7}],
 )
-def test_what_is_no_completion_has_no_chunks(reply: Any) -> None:
+def test_an_invalid_completion_has_no_chunks(reply: Any) -> None:
     assert split_reply(reply) is None
 
 
@@ -103,7 +103,7 @@ async def test_a_model_that_does_not_stream_sends_no_stream_options_and_reads_on
         ),
     ],
 )
-async def test_whole_replies_that_are_none_are_told_in_a_sentence(reply: bytes, words: str) -> None:
+async def test_an_invalid_reply_is_a_short_error(reply: bytes, words: str) -> None:
     async with serving([reply]) as server:
         sentence = str(
             await failure(read(OpenAIModel("m", server.url, "sk-very-secret", 5.0, retries=0, streaming=False)))

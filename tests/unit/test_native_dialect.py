@@ -108,7 +108,7 @@ def test_a_name_too_long_for_the_contract_is_malformed() -> None:
 
 
 @pytest.mark.parametrize("last", ['{"command": "ls"}', '{"comma'])
-def test_of_a_reply_cut_by_length_the_last_call_never_runs(last: str) -> None:
+def test_the_last_call_of_a_cut_reply_never_runs(last: str) -> None:
     events, end = read(chunk(call(0, "a"), call(1, "b", arguments=last)), chunk(finish="length"))
     assert [type(event) for event in events] == [CallRequested, MalformedCall]
     assert len(end.message["tool_calls"]) == 2

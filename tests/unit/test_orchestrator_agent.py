@@ -142,14 +142,14 @@ async def test_ids_of_calls_are_ours_and_never_the_same_twice() -> None:
     assert all(call.id.startswith("r1-") for call in tools.calls)
 
 
-async def test_a_tool_that_fails_is_told_and_the_loop_goes_on() -> None:
+async def test_a_failed_tool_does_not_end_the_loop() -> None:
     model = ScriptedModel([echo("a"), "It failed."])
     result = await work(model, run_call=Tools(ErrorCode.TIMEOUT).run)
     assert result.stop_reason is StopReason.ANSWERED
     assert model.requests[1].messages[-1]["content"] == "Error [TIMEOUT]: it did not work"
 
 
-async def test_a_malformed_call_is_told_and_not_run() -> None:
+async def test_a_malformed_call_is_reported_and_not_run() -> None:
     model, tools = ScriptedModel([Calls([("echo", '{"text": ')]), "Sorry."]), Tools()
     result = await work(model, run_call=tools.run)
     assert (tools.calls, result.answer) == ([], "Sorry.")
@@ -192,7 +192,7 @@ class OddDialect(NativeDialect):
     [MalformedCall("c1", "x" * 200, "bad", ""), MalformedCall("c1", "x", "y" * 20_000, "")],
     ids=["name", "reason"],
 )
-async def test_a_malformed_call_of_any_length_is_told(malformed: MalformedCall) -> None:
+async def test_a_malformed_call_of_any_length_is_reported(malformed: MalformedCall) -> None:
     result = await work(ScriptedModel(["", ""]), dialect=OddDialect(malformed))
     assert result.stop_reason is StopReason.ANSWERED
 
@@ -231,7 +231,7 @@ async def test_an_empty_reply_is_no_answer(reply: Any) -> None:
     assert any(isinstance(event, Warned) for event in seen)
 
 
-async def test_a_reply_cut_by_the_server_is_said_to_be_cut() -> None:
+async def test_a_reply_cut_by_the_server_stops_the_run() -> None:
     result = await work(ScriptedModel([Raw([text_chunk("half an ans", "length")])]))
     assert (result.stop_reason, result.answer) == (StopReason.CUT_REPLY, "half an ans")
 
@@ -378,7 +378,7 @@ async def test_cancelling_in_the_middle_of_a_call_leaves_no_task_and_closes_the_
     assert (tasks_left(), closed.is_set()) == (before, True)
 
 
-async def test_what_the_way_to_the_tools_raises_is_told_and_the_loop_goes_on() -> None:
+async def test_an_exception_of_the_call_path_does_not_end_the_loop() -> None:
     async def broken(_: ToolCall) -> ToolResult:
         raise ZeroDivisionError("by zero")
 

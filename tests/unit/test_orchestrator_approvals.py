@@ -64,7 +64,7 @@ async def allow(call: ToolCall, spec: ToolSpec, approver: Any, **terms: Any) -> 
     return reviewed
 
 
-async def test_a_tool_that_needs_no_permission_is_not_asked_about() -> None:
+async def test_a_tool_without_permission_needs_no_approval() -> None:
     call = build_call(text="x")
     assert await allow(call, build_spec(), RefusingApprover()) == call
 
@@ -82,13 +82,13 @@ async def test_an_approved_call_runs_with_arguments_of_its_own_checked_and_compl
     assert reviewed.arguments is not CALL.arguments
 
 
-async def test_nobody_is_asked_about_an_invalid_call() -> None:
+async def test_an_invalid_call_asks_no_approver() -> None:
     approver = Recorder()
     result = await refuse(build_call("write_tool", path=5), WRITE, approver)
     assert (result.error_code, approver.requests) == (ErrorCode.INVALID_ARGUMENTS, [])
 
 
-async def test_nobody_is_asked_about_a_call_that_the_policy_denies() -> None:
+async def test_a_denied_call_asks_no_approver() -> None:
     approver = Recorder()
     catastrophic = await refuse(build_call("bash_tool", command="rm -rf /"), BASH, approver)
     forbidden = await refuse(CALL, WRITE, approver, policy=ApprovalPolicy((Rule("deny", tool="write_tool"),)))
@@ -102,7 +102,7 @@ async def test_an_alias_does_not_hide_a_command() -> None:
     assert result.error_code is ErrorCode.SECURITY_REFUSED
 
 
-async def test_the_request_tells_whose_call_it_is_why_it_is_asked_and_until_when() -> None:
+async def test_the_request_has_owner_reason_and_expiry() -> None:
     approver = Recorder()
     call = build_call("bash_tool", command="rm -rf /srv/build")
     await allow(call, BASH, approver, tenant="acme", session="s1", ttl_s=60, clock=lambda: 1000.0)
@@ -168,7 +168,7 @@ async def test_changed_arguments_are_validated_again(changed: dict[str, Any]) ->
     assert result.error_code is ErrorCode.INVALID_ARGUMENTS
 
 
-async def test_changed_arguments_are_judged_again_and_not_asked_about_twice() -> None:
+async def test_changed_arguments_are_judged_again_without_a_second_question() -> None:
     call = build_call("bash_tool", command="rm -rf /srv/a")
     dangerous = Recorder({"command": "rm -rf /srv/b"})
     assert (await allow(call, BASH, dangerous)).arguments == {"command": "rm -rf /srv/b"}
@@ -282,7 +282,7 @@ async def test_a_time_limit_of_the_approvers_own_is_a_failure_of_it() -> None:
     assert "the question could not be asked" in str(result.error)
 
 
-async def test_without_a_terminal_the_refusal_says_why_it_was_asked_and_what_to_set() -> None:
+async def test_without_a_terminal_the_refusal_names_the_reason_and_settings() -> None:
     result = await refuse(
         build_call("bash_tool", command="git push --force"), BASH, choose_approver("ask", is_interactive=False)
     )

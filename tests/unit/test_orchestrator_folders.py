@@ -59,7 +59,7 @@ def test_an_empty_folder_is_an_archive_too(tmp_path: Path) -> None:
     assert list((tmp_path / "out").iterdir()) == []
 
 
-def test_what_is_packed_belongs_to_the_sandboxs_user_and_names_nobody(tmp_path: Path) -> None:
+def test_packed_files_belong_to_the_sandbox_user(tmp_path: Path) -> None:
     (tmp_path / "a").write_text("x")
     with tarfile.open(fileobj=io.BytesIO(pack_folder(tmp_path))) as tar:
         assert {(info.uid, info.gid, info.uname, info.gname) for info in tar} == {(1000, 1000, "", "")}

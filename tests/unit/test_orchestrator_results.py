@@ -86,7 +86,7 @@ async def test_pub_sub_hears_again_after_a_restart(redis_server: RedisProcess, n
             assert (await arrives(future))["task_id"] == task_id
 
 
-async def test_results_that_nobody_awaits_are_ignored(redis_server: RedisProcess, not_sweeping: None) -> None:
+async def test_unexpected_results_are_ignored(redis_server: RedisProcess, not_sweeping: None) -> None:
     async with listening(redis_server) as (hub, client):
         task_id = hub.task_id("c1")
         with hub.expect(task_id) as future:
@@ -285,7 +285,7 @@ async def test_two_hubs_do_not_hear_each_other(redis_server: RedisProcess, not_s
             assert not other.done()
 
 
-async def test_a_redis_that_does_not_answer_is_said_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_silent_redis_fails_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
     logging.getLogger("asyncio").setLevel(logging.CRITICAL)
     timeout = asyncio.timeout
     monkeypatch.setattr(results.asyncio, "timeout", lambda _: timeout(0.2))

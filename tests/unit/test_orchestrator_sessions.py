@@ -69,20 +69,20 @@ async def test_info_tells_where_it_lives() -> None:
     assert (info.network, info.workspace) == ("none", "image")
 
 
-async def test_a_checkpoint_and_a_network_are_asked_for_when_it_opens() -> None:
+async def test_an_open_requests_checkpoint_and_network() -> None:
     pool = Pool()
     await pool.open(restore="c1", network="egress")
     assert pool.transport.calls[0].arguments == {"ttl_s": 60, "restore": "c1", "network": "egress"}
     assert pool.transport.contexts[0].timeout_s > 60
 
 
-async def test_a_checkpoint_is_told_with_its_size_and_what_it_lacks() -> None:
+async def test_a_checkpoint_reports_size_and_skipped_files() -> None:
     metadata = {"checkpoint": "c1", "bytes": 5, "sha256": "ab", "skipped": 1, "torn": True}
     session = await Pool(checkpoint={"metadata": metadata}).open()
     assert await session.checkpoint() == Checkpoint("c1", 5, "ab", skipped=1, torn=True)
 
 
-async def test_what_is_no_workspace_opens_nothing(tmp_path: Path) -> None:
+async def test_a_wrong_workspace_opens_no_session(tmp_path: Path) -> None:
     pool = Pool()
     with pytest.raises(ConfigError, match="does not exist"):
         await pool.open(tmp_path / "missing")
@@ -158,7 +158,7 @@ async def test_files_travel_as_bytes() -> None:
 
 
 @pytest.mark.parametrize("answer", [{}, {"error_code": ErrorCode.NO_SPACE, "error": "full"}])
-async def test_what_went_with_a_call_is_deleted_when_it_has_ended(answer: dict[str, Any]) -> None:
+async def test_attached_content_is_deleted_after_its_call(answer: dict[str, Any]) -> None:
     pool = Pool(write_file=answer)
     session = await pool.open()
     with contextlib.suppress(ToolFailure):

@@ -270,7 +270,7 @@ def test_the_wheels_server_is_found_and_runs() -> None:
     assert Path(find_redis_server()).is_file()
 
 
-def test_without_any_server_it_is_said_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_redis_server_names_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(redis_server_module.importlib.util, "find_spec", lambda _: None)
     monkeypatch.setattr(redis_server_module.shutil, "which", lambda _: None)
     with pytest.raises(ConfigError, match=r"toolcrew\[ops\]"):
@@ -302,7 +302,7 @@ def test_a_wrong_setting_is_named(monkeypatch: pytest.MonkeyPatch, name: str, va
         load_settings()
 
 
-def test_no_redis_is_said_with_the_ways_to_have_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_redis_url_names_the_ways_to_get_redis(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TOOLCREW_REDIS_URL", raising=False)
     with pytest.raises(ConfigError, match="toolcrew up"):
         load_settings().broker()

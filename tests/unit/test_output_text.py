@@ -31,7 +31,7 @@ DEFAULTS = {"action": "run", "stdin": "", "background": False, "reset_state": Fa
         ("\x1b]never ended\nnext", "\nnext"),
     ],
 )
-def test_what_a_terminal_would_have_written_over_is_folded(raw: str, shown: str) -> None:
+def test_overwritten_lines_are_folded(raw: str, shown: str) -> None:
     assert fold(raw) == shown
 
 

@@ -55,7 +55,7 @@ async def test_an_empty_deployment_has_nothing_but_its_pools(reader: OverviewRea
     assert (seen.slots, seen.slots_in_use, seen.sessions, seen.waiting, seen.running, seen.approvals) == (0,) * 6
 
 
-async def test_hosts_are_told_as_they_report(client: "redis.asyncio.Redis", reader: OverviewReader) -> None:
+async def test_hosts_are_listed_as_they_report(client: "redis.asyncio.Redis", reader: OverviewReader) -> None:
     await report_host(client, "h1", busy=3, sessions=7)
     await report_host(client, "h2", busy=1, sessions=2)
 
@@ -169,7 +169,7 @@ async def test_expired_approvals_are_not_counted(client: "redis.asyncio.Redis", 
     assert (await reader.read()).approvals == 1
 
 
-async def test_a_dead_redis_is_said_in_one_sentence() -> None:
+async def test_a_dead_redis_is_a_short_error() -> None:
     nowhere = open_redis(BrokerSettings.model_validate({"redis_url": "redis://127.0.0.1:1/0"}))
     try:
         with pytest.raises(BrokerUnavailable, match="Check that Redis is running"):

@@ -29,7 +29,7 @@ _TAGS = re.compile(r'<span class="(?:odd|mark)"(?: title="[^"<>]*")?>|</span>|<s
         ("日本語 café Ω", "日本語 café Ω"),
     ],
 )
-def test_what_would_act_or_hide_stands_there_as_its_escape(text: str, shown: str) -> None:
+def test_control_characters_are_escaped(text: str, shown: str) -> None:
     assert _TAGS.sub("", reveal(text)) == shown
 
 
@@ -50,7 +50,7 @@ def test_what_would_act_or_hide_stands_there_as_its_escape(text: str, shown: str
         ("Grüße", 0, 0),
     ],
 )
-def test_what_is_not_seen_and_what_imitates_is_counted(text: str, unseen: int, alike: int) -> None:
+def test_invisible_and_lookalike_characters_are_counted(text: str, unseen: int, alike: int) -> None:
     assert count_odd(text) == (unseen, alike)
 
 
@@ -81,11 +81,11 @@ def test_a_lot_of_it_does_not_hold_the_service_up(text: str) -> None:
     assert time.monotonic() - began < 20
 
 
-def test_what_is_left_out_of_a_long_text_is_counted() -> None:
+def test_a_long_text_counts_its_omitted_part() -> None:
     head, tail, left = shorten("a" * 60 + "b" * 60, 100)
     assert (head, tail, left) == ("a" * 50, "b" * 50, 20)
     assert shorten("a" * 100, 100) == ("a" * 100, "", 0)
 
 
-def test_an_address_is_ours_whatever_it_is_made_of() -> None:
+def test_the_parts_of_an_address_are_escaped() -> None:
     assert address("runs", "../../x?y#z", tenant="a&b=c", state=None) == "/runs/..%2F..%2Fx%3Fy%23z?tenant=a%26b%3Dc"

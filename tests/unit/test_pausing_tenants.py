@@ -36,7 +36,7 @@ async def claimed(ground: RunGround, most: int = 10) -> list[str]:
     return [f"{claim.tenant}/{claim.run}" for claim in await ground.queue.claim(most)]
 
 
-async def test_a_pause_holds_until_it_is_ended_whatever_else_is_set(client: "redis.asyncio.Redis") -> None:
+async def test_a_pause_holds_until_it_ends(client: "redis.asyncio.Redis") -> None:
     tenants = RedisTenants(client, "d", KEY)
     await tenants.add("acme", TenantPolicy(weight=2))
     await tenants.pause("acme", "the bill is open")
@@ -89,7 +89,7 @@ async def test_nothing_of_a_paused_tenant_is_claimed_and_others_are_not_held_up(
     assert await claimed(ground) == ["acme/b-1", "acme/b-2"]
 
 
-async def test_a_batch_that_is_worked_by_name_waits_as_well(ground: RunGround) -> None:
+async def test_a_batch_selected_by_name_waits_as_well(ground: RunGround) -> None:
     tenants = RedisTenants(ground.client, "d", KEY)
     await tenants.add("acme", TenantPolicy())
     await ground.submit(1, is_detached=False)
@@ -99,7 +99,7 @@ async def test_a_batch_that_is_worked_by_name_waits_as_well(ground: RunGround) -
     assert len(await ground.queue.claim(5, ("acme", "b"))) == 1
 
 
-async def test_a_run_whose_holder_dies_meanwhile_waits_and_is_gone_on_with(ground: RunGround) -> None:
+async def test_a_run_of_a_dead_process_waits_and_continues(ground: RunGround) -> None:
     tenants = RedisTenants(ground.client, "d", KEY)
     await tenants.add("acme", TenantPolicy())
     await ground.submit(1)

@@ -68,12 +68,12 @@ def test_two_programs_that_know_nothing_of_one_another_do_not_meet_on_one_host()
         ({"draining": True}, HostRequirements(), "none of the 1 hosts takes sessions now"),
     ],
 )
-def test_it_is_said_why_there_is_no_host(fields: dict[str, Any], wanted: HostRequirements, words: str) -> None:
+def test_the_error_explains_why_no_host_fits(fields: dict[str, Any], wanted: HostRequirements, words: str) -> None:
     with pytest.raises(SandboxUnavailable, match=words):
         choose_host([build_report("a", **fields)], wanted)
 
 
-def test_without_any_host_it_is_said_how_to_start_one() -> None:
+def test_without_a_host_the_error_says_how_to_start_one() -> None:
     with pytest.raises(SandboxUnavailable, match="toolcrew serve worker"):
         choose_host([build_report("w", kind="web")], HostRequirements())
 

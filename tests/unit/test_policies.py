@@ -57,7 +57,7 @@ def test_a_forbidden_command_is_a_security_refusal_and_a_forbidden_tool_is_not()
     assert decide("git push", Rule("deny", tool="bash_*")).code is ErrorCode.PERMISSION_DENIED
 
 
-def test_deny_goes_before_ask_and_ask_before_allow_whatever_their_order() -> None:
+def test_deny_goes_before_ask_and_ask_before_allow() -> None:
     rules = [Rule("allow"), Rule("ask"), Rule("deny")]
     assert [decide("ls", *rules).action, decide("ls", *rules[:2]).action, decide("ls", rules[0]).action] == [
         "deny",
@@ -79,31 +79,29 @@ def test_a_rule_about_commands_is_not_about_tools_without_one() -> None:
 
 
 @pytest.mark.parametrize(
-    "command",
+    ("action", "command"),
     [
-        "git push",
-        "ls; git push origin",
-        "/usr/bin/git push",
-        "git -C dir -c a=b push",
-        "git --no-pager push",
-        "'git' \"push\"",
-        "bash -c 'git push'",
-        "timeout 5 git push",
-        "git $SUB",
-        "echo $(git push)",
-        "alias g=git; g push",
-        "$GIT git push",
+        ("deny", "git push"),
+        ("deny", "ls; git push origin"),
+        ("deny", "/usr/bin/git push"),
+        ("deny", "git -C dir -c a=b push"),
+        ("deny", "git --no-pager push"),
+        ("deny", "'git' \"push\""),
+        ("deny", "bash -c 'git push'"),
+        ("deny", "timeout 5 git push"),
+        ("deny", "git $SUB"),
+        ("deny", "echo $(git push)"),
+        ("deny", "alias g=git; g push"),
+        ("deny", "$GIT git push"),
+        ("allow", "git status"),
+        ("allow", "git commit -m push"),
+        ("allow", "echo git push"),
+        ("allow", "echo 'git push'"),
+        ("allow", "gitk push"),
     ],
 )
-def test_a_denied_prefix_is_found_in_any_part(command: str) -> None:
-    assert decide(command, deny("git", "push")).action == "deny"
-
-
-@pytest.mark.parametrize(
-    "command", ["git status", "git commit -m push", "echo git push", "echo 'git push'", "gitk push"]
-)
-def test_a_denied_prefix_leaves_other_commands_alone(command: str) -> None:
-    assert decide(command, deny("git", "push")).action == "allow"
+def test_a_denied_prefix_is_found_in_any_part_of_a_command(action: str, command: str) -> None:
+    assert decide(command, deny("git", "push")).action == action
 
 
 def test_an_ask_rule_asks_about_a_harmless_command() -> None:
@@ -120,7 +118,7 @@ def test_an_ask_rule_asks_about_a_harmless_command() -> None:
         "ls | rm -f /srv/x",
     ],
 )
-def test_an_allowed_prefix_is_not_asked_about(command: str) -> None:
+def test_an_allowed_prefix_needs_no_approval(command: str) -> None:
     assert decide(command, allow("rm"), allow("ls")).action == "allow"
 
 
@@ -158,7 +156,7 @@ def test_a_rule_without_prefix_allows_what_cannot_be_read_too() -> None:
     assert decide("eval $X > out", Rule("allow", tool="bash_tool")).action == "allow"
 
 
-def test_arguments_that_are_no_text_cannot_be_told() -> None:
+def test_arguments_that_are_no_text_are_judged() -> None:
     assert ApprovalPolicy().decide("acme", BASH, {"command": 5}).action == "ask"
     assert ApprovalPolicy().decide("acme", BASH, {"command": ["rm", "-rf", "/"]}).action == "deny"
     assert ApprovalPolicy().decide("acme", BASH, {"command": ["echo", "; rm -rf /"]}).action == "allow"

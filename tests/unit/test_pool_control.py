@@ -105,7 +105,7 @@ def test_a_call_that_runs_elsewhere_is_ended_there(floor: Floor) -> None:
     assert (floor.there.board.is_marked("acme", "c1"), floor.here.board.is_marked("acme", "c1")) == (True, False)
 
 
-def test_an_order_for_a_worker_that_is_gone_vanishes(floor: Floor) -> None:
+def test_an_order_for_a_stopped_worker_is_dropped(floor: Floor) -> None:
     gone = pool_worker("h3", "cccc")
     floor.hold("c1", process_holder(gone, 43))
     floor.order("c1")
@@ -153,7 +153,7 @@ def test_a_marker_without_a_process_of_the_pool_ends_nothing(floor: Floor, holde
 
 
 @pytest.mark.parametrize("wrong", [{"name": "session.close"}, {"key": SigningKeys.of("j" * 32)}])
-def test_what_is_no_signed_cancel_is_dropped(floor: Floor, wrong: dict[str, str]) -> None:
+def test_an_unsigned_cancel_is_dropped(floor: Floor, wrong: dict[str, str]) -> None:
     floor.hold("c1", process_holder(HERE, 41))
     floor.order("c1", **wrong)  # type: ignore[arg-type]
     floor.hold("after", process_holder(HERE, 7))

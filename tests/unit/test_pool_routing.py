@@ -73,7 +73,7 @@ async def test_the_pool_of_a_tool_sets_queue_and_limit(pool: Any, queue: str, li
     assert (context.tenant, context.session, context.timeout_s) == ("acme", "s1", 3.0)
 
 
-async def test_a_call_of_a_pool_that_is_cancelled_has_its_pool_told() -> None:
+async def test_a_cancelled_call_notifies_its_pool() -> None:
     transport = await cancel_in_flight(WEB, build_call("web_tool", call_id="c7"))
     [(queue, order)] = transport.commands
     assert (queue, order.name, order.arguments) == (POOL_WEB, "session.cancel", {"call_id": "c7"})

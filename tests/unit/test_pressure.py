@@ -44,7 +44,7 @@ async def test_calls_that_wait_for_slots_are_counted_from_when_they_came(redis_s
             )
 
 
-async def test_who_waits_for_a_limit_of_his_own_asks_for_no_worker(redis_server: RedisProcess) -> None:
+async def test_calls_at_the_limit_of_their_tenant_need_no_worker(redis_server: RedisProcess) -> None:
     with redis_server.client() as client:
         ground = Ground(client)
         set_slots(client, 8, POOL_WEB)
@@ -60,7 +60,7 @@ async def test_who_waits_for_a_limit_of_his_own_asks_for_no_worker(redis_server:
     assert demand.as_json()["demand"] == 1
 
 
-async def test_a_queue_that_nobody_uses_is_all_zero(redis_server: RedisProcess) -> None:
+async def test_an_unused_queue_is_all_zero(redis_server: RedisProcess) -> None:
     async with open_pressure(redis_server) as pressure:
         assert await pressure.queue(POOL_WEB) == QueuePressure(POOL_WEB, 0, 0, 0, 0, 0.0)
 

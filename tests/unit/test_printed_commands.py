@@ -248,7 +248,7 @@ def test_the_hint_of_a_batch_without_a_pool_names_the_tenant_too() -> None:
     assert "submitting the same file again with `--id t2 --tenant acme` and the same --output" in summary.next[0]
 
 
-def test_pages_of_lists_are_gone_on_with_by_the_printed_command(redis_server: RedisProcess) -> None:
+def test_the_printed_command_reads_the_next_page(redis_server: RedisProcess) -> None:
     pool = Pool(redis_server)
 
     async def open_some() -> None:

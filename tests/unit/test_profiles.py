@@ -80,7 +80,7 @@ async def test_a_named_profile_asks_no_server_and_the_list_of_models_is_read_onc
         await choose_profile("large", ChosenModel(model), cache)
 
 
-async def test_a_server_that_did_not_answer_is_asked_again() -> None:
+async def test_a_server_without_reply_is_retried() -> None:
     model, cache = Endpoint("a", None), CapabilityCache(None)
     assert (await choose_profile(None, ChosenModel(model), cache))[0] is STANDARD
     model.facts = ModelFacts(parameters=1_000_000_000)

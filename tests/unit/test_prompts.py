@@ -127,11 +127,11 @@ def test_without_tools_the_prompt_is_the_sentence_that_there_are_none() -> None:
         ),
     ],
 )
-def test_types_are_told_in_a_few_words(schema: Any, expected: str) -> None:
+def test_types_are_described_briefly(schema: Any, expected: str) -> None:
     assert parameter_line(schema) == f"  value ({expected}, optional)"
 
 
-def test_a_schema_that_contains_itself_is_told_to_its_first_turn() -> None:
+def test_a_recursive_schema_is_described_once() -> None:
     node = {"type": "object", "properties": {"next": {"$ref": "#/$defs/Node"}}}
     spec = ToolSpec(
         name="walk",

@@ -43,14 +43,14 @@ def refused(code: str, message: str = "a.txt: words") -> ToolResult:
     return read(GuestResponse({"error": {"code": code, "message": message}}))
 
 
-def test_lines_are_numbered_and_the_end_is_said() -> None:
+def test_lines_are_numbered_and_the_end_is_marked() -> None:
     result = read(build_read_response(b"one\ntwo\n"))
     assert result.output == "1\tone\n2\ttwo\n[end of file: 2 lines]"
     assert result.truncated is False
     assert result.metadata == {"size_bytes": 8, "lines": 2, "encoding": "utf-8", "newline": "lf"}
 
 
-def test_the_guest_is_asked_for_a_page_that_fits_the_output_with_its_footer() -> None:
+def test_the_requested_page_fits_the_output_with_its_footer() -> None:
     bench = Bench(build_read_response(b""), timeout_s=7)
     bench.read(offset=5, limit=10, column=3, encoding="gbk")
     (request,) = bench.client.requests
@@ -79,7 +79,7 @@ def test_a_part_says_where_to_go_on() -> None:
     assert result.truncated is False
 
 
-def test_a_page_that_nobody_asked_to_be_so_short_is_truncated() -> None:
+def test_a_page_below_the_requested_length_is_truncated() -> None:
     assert read(build_read_response(b"a\n" * 2000, lines=2001)).truncated
     assert read(build_read_response(b"a\n", lines=5, is_out_of_room=True), limit=3).truncated
     assert not read(build_read_response(b"a\n" * 2000)).truncated
@@ -109,7 +109,7 @@ def test_the_end_of_a_long_line_leads_to_the_next_line() -> None:
     ]
 
 
-def test_a_total_that_is_not_known_is_said_to_be_the_least() -> None:
+def test_an_unknown_total_is_shown_as_a_minimum() -> None:
     part = build_read_response(b"a\n", lines=70_000, is_counted=False)
     assert footer(part) == ["[lines 1-1 of at least 70000; continue with offset=2]"]
     assert read(part).metadata["lines_counted"] is False
@@ -139,7 +139,7 @@ def test_a_total_that_is_not_known_is_said_to_be_the_least() -> None:
         ({"newline": "crlf", "has_bom": True}, "byte order mark at the start; CRLF line ends"),
     ],
 )
-def test_what_the_lines_do_not_show_is_a_note_above_the_last_line(fields: dict[str, Any], note: str) -> None:
+def test_hidden_facts_are_a_note_above_the_last_line(fields: dict[str, Any], note: str) -> None:
     assert footer(build_read_response(b"a\n", **fields)) == [f"[note: {note}]", "[end of file: 1 lines]"]
 
 
@@ -160,7 +160,7 @@ def test_no_line_of_a_file_can_pass_for_a_footer() -> None:
     assert str(result.output).split("\n")[-1] == "[lines 1-2 of 3; continue with offset=3]"
 
 
-def test_an_empty_file_is_said() -> None:
+def test_an_empty_file_is_reported() -> None:
     result = read(build_read_response(b""))
     assert (result.success, result.output, result.metadata["lines"]) == (True, "[empty file]", 0)
 
@@ -203,7 +203,7 @@ def test_a_failure_names_the_next_move(code: str, next_move: str) -> None:
     assert next_move in str(result.error)
 
 
-def test_another_failure_is_told_as_it_is() -> None:
+def test_other_failures_are_passed_on() -> None:
     assert refused("PATH_NOT_ALLOWED").error == "a.txt: words"
     assert refused("PATH_NOT_ALLOWED").error_code == ErrorCode.PATH_NOT_ALLOWED
     assert refused("NOT_A_REGULAR_FILE").error_code is ErrorCode.PATH_NOT_ALLOWED

@@ -31,21 +31,21 @@ def restart(server: RedisProcess) -> None:
     server.start()
 
 
-async def test_an_orchestrators_idle_connections_are_made_anew_after_a_restart(redis_server: RedisProcess) -> None:
+async def test_an_orchestrator_reconnects_after_a_restart(redis_server: RedisProcess) -> None:
     async with open_redis(settings(redis_server.url)) as client:
         await asyncio.gather(*(client.ping() for _ in range(CONNECTIONS)))
         await asyncio.to_thread(restart, redis_server)
         assert await asyncio.gather(*(client.ping() for _ in range(CONNECTIONS))) == [True] * CONNECTIONS
 
 
-def test_a_workers_idle_connection_is_made_anew_after_a_restart(redis_server: RedisProcess) -> None:
+def test_a_worker_reconnects_after_a_restart(redis_server: RedisProcess) -> None:
     with connect_once(settings(redis_server.url)) as client:
         client.ping()
         restart(redis_server)
         assert client.ping()
 
 
-async def test_an_orchestrators_idle_connection_is_made_anew_after_a_reset(redis_server: RedisProcess) -> None:
+async def test_an_orchestrator_reconnects_after_a_reset(redis_server: RedisProcess) -> None:
     async with open_relay(redis_server) as relay, open_redis(settings(relay.url)) as client:
         await client.ping()
         connection = client.connection_pool._available_connections[0]

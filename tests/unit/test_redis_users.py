@@ -172,7 +172,7 @@ def test_an_orchestrator_cannot_speak_on_the_control_channel(server: Server) -> 
         assert is_refused(client, "PSUBSCRIBE", "celery-task-meta-*")
 
 
-def test_an_orchestrator_hears_its_results_whatever_its_hub_is_called(server: Server) -> None:
+def test_an_orchestrator_receives_results_of_any_hub_name(server: Server) -> None:
     with server.client("orchestrator") as client:
         for hub in ("00ff12aa9b3c", "a7ff12aa9b3c", "ffff12aa9b3c"):
             with client.pubsub() as subscriber:
@@ -222,7 +222,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_the_command_writes_users_and_their_passwords_for_nobody_else_to_read(folder: Path) -> None:
+def test_the_command_writes_users_and_private_passwords(folder: Path) -> None:
     ran = CliRunner().invoke(config_app, ["users"])
     assert ran.exit_code == 0, ran.output
     acl, passwords = folder / "users.acl", folder / "redis-passwords.env"
@@ -250,7 +250,7 @@ def test_a_file_that_cannot_be_written_leaves_none_of_the_two(folder: Path, lost
     assert list(folder.iterdir()) == []
 
 
-def test_the_command_writes_the_roles_that_are_asked_for(folder: Path) -> None:
+def test_the_command_writes_the_requested_roles(folder: Path) -> None:
     ran = CliRunner().invoke(
         config_app, ["users", "--role", "worker", "--role", "web", "--out", "w.acl", "--passwords", "w.env"]
     )

@@ -57,7 +57,7 @@ def test_a_shorter_reply_takes_back_the_rest() -> None:
     assert show([["a long reply"], ["a long"]]).text == "a long"
 
 
-def test_a_reply_may_break_off_again_and_again() -> None:
+def test_a_reply_may_break_off_repeatedly() -> None:
     assert show([["abc"], ["ab"], ["abcd"], ["abcd", "e"]]).told == ["abc", "d", "e"]
 
 
@@ -121,7 +121,7 @@ async def test_a_stream_that_is_cancelled_from_within_is_a_break() -> None:
         await read(stream(), [])
 
 
-async def test_what_the_stream_raises_comes_behind_what_it_gave() -> None:
+async def test_an_error_comes_after_the_received_chunks() -> None:
     async def stream() -> AsyncIterator[Chunk]:
         yield {"choices": []}
         raise KeyError("x")

@@ -82,7 +82,7 @@ def test_a_record_that_is_not_that_of_the_result_is_refused(record: bytes) -> No
         {"kept": [[["a", "b"]]]},
     ],
 )
-def test_what_names_no_key_names_none(data: Any) -> None:
+def test_an_invalid_key_name_is_none(data: Any) -> None:
     assert kept_result_key(data) is None
 
 

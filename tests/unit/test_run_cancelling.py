@@ -23,7 +23,7 @@ async def ground(redis_server: RedisProcess) -> AsyncIterator[RunGround]:
         yield RunGround(client)
 
 
-async def test_what_waits_for_another_attempt_ends_with_its_batch(ground: RunGround) -> None:
+async def test_waiting_retries_end_with_their_batch(ground: RunGround) -> None:
     await ground.submit(2)
     await ground.submit(1, batch="c")
     (claim, _) = await ground.queue.claim(2, BATCH)
@@ -36,7 +36,7 @@ async def test_what_waits_for_another_attempt_ends_with_its_batch(ground: RunGro
     assert await ground.client.zrange("toolcrew:d:runs:delayed", 0, -1) == [b"acme|c-1"]
 
 
-async def test_what_a_process_had_that_died_ends_with_its_batch(ground: RunGround) -> None:
+async def test_runs_of_a_dead_process_end_with_their_batch(ground: RunGround) -> None:
     await ground.submit(2)
     dead, alive = await ground.queue.claim(2)
     await ground.die(dead)
@@ -49,7 +49,7 @@ async def test_what_a_process_had_that_died_ends_with_its_batch(ground: RunGroun
 
 
 @pytest.mark.parametrize("anew", [True, False])
-async def test_a_run_is_not_given_back_to_nobody(ground: RunGround, anew: bool) -> None:
+async def test_a_run_of_a_cancelled_batch_is_not_given_back(ground: RunGround, anew: bool) -> None:
     await ground.submit(1)
     (claim,) = await ground.queue.claim(1)
     await ground.queue.cancel(*BATCH)
@@ -59,7 +59,7 @@ async def test_a_run_is_not_given_back_to_nobody(ground: RunGround, anew: bool) 
     assert (await ground.queue.batch(*BATCH)).state is BatchState.CANCELLED
 
 
-async def test_who_follows_a_cancelled_batch_sees_its_end_though_its_worker_died_after_it(ground: RunGround) -> None:
+async def test_a_watcher_sees_the_end_of_a_cancelled_batch(ground: RunGround) -> None:
     await ground.submit(1)
     (claim,) = await ground.queue.claim(1)
     await ground.queue.cancel(*BATCH)

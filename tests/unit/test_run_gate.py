@@ -84,7 +84,7 @@ def fail(
     return caught.value
 
 
-def test_a_model_that_answers_nobody_stops_the_claims_until_one_run_is_answered(gate: RunGate, clock: Clock) -> None:
+def test_a_silent_model_stops_claims_until_it_replies(gate: RunGate, clock: Clock) -> None:
     assert gate.admit(16, 0) == 16
     assert isinstance(fail(gate), EndpointDown)
     assert gate.admit(16, 0) == 0
@@ -129,7 +129,7 @@ def test_an_answer_makes_good_what_runs_were_held_for(gate: RunGate, clock: Cloc
 
 
 @pytest.mark.parametrize("error", [ModelRefused("400"), ModelInterrupted("cut"), ModelDenied("401")])
-def test_what_waiting_does_not_mend_is_not_waited_for(gate: RunGate, error: ModelUnavailable) -> None:
+def test_permanent_failures_do_not_wait(gate: RunGate, error: ModelUnavailable) -> None:
     assert fail(gate, error=error) is error
     assert gate.down_s is None
 
@@ -159,7 +159,7 @@ def test_a_quota_admits_the_free_slots_first_and_then_one_at_a_time(gate: RunGat
     assert gate.admit(100, 0) == 100
 
 
-def test_what_ended_a_runs_work_is_judged_by_whose_fault_it_is(gate: RunGate) -> None:
+def test_the_cause_decides_the_kind_of_failure(gate: RunGate) -> None:
     events = [
         gate.classify(EndpointDown("down", is_lone=False), None),
         gate.classify(EndpointDown("500", is_lone=True), None),
@@ -176,7 +176,7 @@ def test_what_ended_a_runs_work_is_judged_by_whose_fault_it_is(gate: RunGate) ->
     assert gate.classify(ConfigError("no"), None) is None
 
 
-def test_a_model_that_a_line_names_and_nobody_knows_is_the_lines_fault_and_asked_for_once(gate: RunGate) -> None:
+def test_an_unknown_model_of_a_line_is_an_input_failure(gate: RunGate) -> None:
     unknown = ModelDenied("no model 'x'", is_unknown_model=True)
     assert gate.classify(unknown, None) is unknown
     gate.check_model(None)

@@ -91,7 +91,7 @@ async def notes(ground: RunGround) -> list[str]:
 
 
 @pytest.mark.parametrize("cause", ["endpoint", "request", "quota"])
-async def test_a_run_that_has_to_wait_is_gone_on_with_in_the_same_attempt(ground: RunGround, cause: Any) -> None:
+async def test_a_waiting_run_continues_in_the_same_attempt(ground: RunGround, cause: Any) -> None:
     await ground.submit(1)
     troubled = Troubled(RunDeferred("down", cause), RunDeferred("down", cause))
     await work(ground, troubled)
@@ -100,7 +100,7 @@ async def test_a_run_that_has_to_wait_is_gone_on_with_in_the_same_attempt(ground
     assert not any(isinstance(event, RunRetried) for event in await told(ground))
 
 
-async def test_who_watches_is_told_once_what_is_waited_for_and_when_it_is_there(ground: RunGround) -> None:
+async def test_a_watcher_sees_the_start_and_end_of_a_wait_once(ground: RunGround) -> None:
     await ground.submit(3, concurrency=1)
     troubled = Troubled(*[RunDeferred("it is down", "endpoint")] * 3, *[RunDeferred("full", "quota")] * 2)
     troubled.gate.has_answered_since(troubled.gate.now())

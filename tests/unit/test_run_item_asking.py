@@ -172,7 +172,7 @@ async def test_a_yes_holds_however_long_its_run_waits_for_a_place(make: Made, mo
     assert argument_of(ground) == ["a"]
 
 
-async def test_of_calls_side_by_side_one_that_runs_keeps_the_place_while_the_other_one_waits(make: Made) -> None:
+async def test_a_running_call_keeps_the_slot_while_another_call_waits(make: Made) -> None:
     runs, may_end = asyncio.Event(), asyncio.Event()
 
     async def answer(call: ToolCall, _: ToolContext) -> ToolResult:

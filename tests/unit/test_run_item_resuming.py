@@ -62,7 +62,7 @@ def hangs_at(text: str, reached: asyncio.Event) -> Callable[[ToolCall, ToolConte
 # Going on
 
 
-async def test_a_call_out_of_the_log_is_told_with_the_time_that_it_took(make: Made) -> None:
+async def test_a_replayed_call_has_its_duration(make: Made) -> None:
     async def slow(call: ToolCall, _: ToolContext) -> ToolResult:
         await asyncio.sleep(0.05)
         return ToolResult(call_id=call.id, name=call.name, success=True, output="done")
@@ -157,14 +157,14 @@ async def test_a_file_whose_name_is_no_text_is_an_artifact_like_any_other(make: 
 # Stopping
 
 
-async def test_a_process_that_stops_leaves_the_session_for_whoever_goes_on(make: Made) -> None:
+async def test_a_stopped_process_leaves_the_session_open(make: Made) -> None:
     reached = asyncio.Event()
     ground = make(echo_then("one", "a"), answers={"echo": hangs_at("a", reached)})
     await broken_off(ground, await ground.put(build_run()), reached)
     assert ground.sent() == ["open", "echo"]
 
 
-async def test_a_run_that_is_not_gone_on_with_has_its_session_removed(make: Made) -> None:
+async def test_a_run_that_ends_removes_its_session(make: Made) -> None:
     reached = asyncio.Event()
     first, second = make(echo_then("one", "a"), answers={"echo": hangs_at("a", reached)}), make()
     claim = await first.put(build_run())
@@ -186,7 +186,7 @@ async def test_to_abandon_a_run_that_never_had_a_session_says_nothing_to_anybody
 # Beginning anew
 
 
-async def test_an_attempt_begun_anew_shares_neither_calls_nor_session_with_the_one_before(make: Made) -> None:
+async def test_a_new_attempt_has_new_calls_and_a_new_session(make: Made) -> None:
     async def torn(request: ModelRequest) -> AsyncIterator[Chunk]:
         if len(request.messages) > 2:
             raise BrokerUnavailable("gone")
@@ -209,7 +209,7 @@ async def test_an_attempt_begun_anew_shares_neither_calls_nor_session_with_the_o
     )
 
 
-async def test_a_single_call_begun_anew_has_an_id_of_its_own(make: Made) -> None:
+async def test_a_restarted_single_call_has_a_new_id(make: Made) -> None:
     first, second = make(answers={"echo": failed(ErrorCode.HOST_LOST)}), make()
     claim = await first.put(build_tool_call())
     await first.worked(claim)

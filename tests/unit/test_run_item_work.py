@@ -42,7 +42,7 @@ async def test_a_run_that_answers_is_a_success_and_its_session_is_closed(make: M
     assert ground.sent() == ["open", "echo", "echo", "close"]
 
 
-async def test_what_happens_is_told(make: Made) -> None:
+async def test_events_are_reported(make: Made) -> None:
     ground = make(echo_then("two", "a", "b"))
     await ground.worked(await ground.put(build_run()))
     assert [type(event) for event in ground.run_events if isinstance(event, PROGRESS_EVENTS)] == [
@@ -194,7 +194,7 @@ async def test_a_chat_needs_no_pool_that_works(make: Made) -> None:
     assert (await ground.worked(await ground.put(build_chat()))).failure is None
 
 
-async def test_what_looks_like_a_call_in_a_chat_is_text(make: Made) -> None:
+async def test_a_call_in_a_chat_is_text(make: Made) -> None:
     text = '<tool_action name="echo"><text>x</text></tool_action>'
     outcome = await make([text]).worked(await make().put(build_chat()))
     assert outcome.body is not None

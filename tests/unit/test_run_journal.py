@@ -50,7 +50,7 @@ def done(call: str, text: str = "fine") -> ToolResult:
     return ToolResult(call_id=call, name="echo", success=True, output=text)
 
 
-async def test_replies_come_again_in_their_order_and_only_what_follows_is_asked(ground: RunGround) -> None:
+async def test_logged_replies_are_replayed_before_new_requests(ground: RunGround) -> None:
     claim = await claimed(ground)
     first = ScriptedModel(["one", "two"])
     model = LoggedModel(first, await journal_of(ground, claim), {})
@@ -86,7 +86,7 @@ async def test_only_calls_of_the_last_reply_of_the_log_may_have_been_sent(ground
     assert not resumed.is_catching_up
 
 
-async def test_what_it_notes_itself_makes_no_run_a_resumed_one(ground: RunGround) -> None:
+async def test_own_entries_do_not_make_a_run_resumed(ground: RunGround) -> None:
     journal = await journal_of(ground, await claimed(ground))
     await journal.note_opening("s1")
     assert not journal.is_resumed
@@ -125,7 +125,7 @@ async def test_halves_of_characters_do_not_keep_a_reply_out_of_the_log(ground: R
     assert await read(LoggedModel(ScriptedModel([]), await journal_of(ground, claim), {})) == "a \U0001f600 and \ufffd!"
 
 
-async def test_results_and_decisions_are_there_for_whoever_comes_next(ground: RunGround) -> None:
+async def test_results_and_decisions_survive_the_process(ground: RunGround) -> None:
     claim = await claimed(ground)
     journal = await journal_of(ground, claim)
     refusal = ToolResult.failed(build_call(call_id="c2"), ErrorCode.PERMISSION_DENIED, "no")
@@ -167,7 +167,7 @@ async def test_whose_run_was_taken_stops_and_never_comes_to_an_outcome(ground: R
     assert await ground.client.llen("toolcrew:d:t:acme:run.b-1:log") == 0
 
 
-async def test_the_time_a_run_has_worked_outlives_the_process_and_setting_up_does_not_count(ground: RunGround) -> None:
+async def test_the_run_time_survives_the_process_without_the_set_up(ground: RunGround) -> None:
     claim = await claimed(ground)
     journal = await journal_of(ground, claim)
     await journal.note_opening("s1")
@@ -192,7 +192,7 @@ async def test_a_run_whose_time_was_up_asks_its_model_nothing_more(ground: RunGr
     await asyncio.wait({asking})
 
 
-async def test_a_model_is_not_asked_to_go_on_when_its_sandbox_is_gone(ground: RunGround) -> None:
+async def test_a_lost_sandbox_stops_requests_to_the_model(ground: RunGround) -> None:
     claim = await claimed(ground)
     journal = await journal_of(ground, claim)
     await read(LoggedModel(ScriptedModel([Calls([("echo", {})])]), journal, {}))

@@ -48,7 +48,7 @@ async def ground(redis_server: RedisProcess) -> AsyncIterator[Ground]:
             yield Ground(client)
 
 
-async def test_what_was_put_back_and_is_cancelled_keeps_no_sandbox(ground: Ground) -> None:
+async def test_a_cancelled_queued_run_keeps_no_sandbox(ground: Ground) -> None:
     await ground.submit(3)
     held, later, working = await ground.queue.claim(3)
     for claim in (held, later, working):
@@ -59,7 +59,7 @@ async def test_what_was_put_back_and_is_cancelled_keeps_no_sandbox(ground: Groun
     assert await ground.closed("of-b-1", "of-b-2", "of-b-3") == [True, True, False]
 
 
-async def test_what_a_process_had_that_died_keeps_no_sandbox_when_it_is_cancelled(ground: Ground) -> None:
+async def test_a_cancelled_run_of_a_dead_process_keeps_no_sandbox(ground: Ground) -> None:
     await ground.submit(1)
     (claim,) = await ground.queue.claim(1)
     await ground.open(claim, "s1")
@@ -81,23 +81,16 @@ async def test_all_of_a_runs_sessions_are_closed_however_often_its_opening_was_b
     assert await ground.closed(*names, "other") == [True] * (len(names) + 1)
 
 
-async def test_a_run_whose_log_cannot_be_gone_on_with_keeps_no_sandbox(ground: Ground) -> None:
+@pytest.mark.parametrize("reason", ["a log of a later release", "too many losses"])
+async def test_a_run_that_cannot_go_on_keeps_no_sandbox(ground: Ground, reason: str) -> None:
     await ground.submit(1)
     (claim,) = await ground.queue.claim(1)
     await ground.open(claim, "s1")
-    later = KEY.seal(entry_purpose("acme", claim.run, 1, 2), '{"type": "of_another_release"}')
-    await ground.client.rpush(run_log_key("d", "acme", claim.run), later)
-    await ground.die(claim)
-    async with ground.working(ground.runner(Worker())):
-        await ground.until(BatchState.COMPLETED)
-    assert await ground.closed("s1") == [True]
-
-
-async def test_a_run_that_was_given_up_for_what_its_holders_died_of_keeps_no_sandbox(ground: Ground) -> None:
-    await ground.submit(1)
-    (claim,) = await ground.queue.claim(1)
-    await ground.open(claim, "s1")
-    await ground.client.hset(run_key("d", "acme", claim.run), "losses", runner_module.MAX_LOSSES)
+    if reason == "too many losses":
+        await ground.client.hset(run_key("d", "acme", claim.run), "losses", runner_module.MAX_LOSSES)
+    else:
+        later = KEY.seal(entry_purpose("acme", claim.run, 1, 2), '{"type": "of_another_release"}')
+        await ground.client.rpush(run_log_key("d", "acme", claim.run), later)
     await ground.die(claim)
     async with ground.working(ground.runner(Worker())):
         await ground.until(BatchState.COMPLETED)

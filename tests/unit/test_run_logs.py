@@ -50,7 +50,7 @@ def result(text: str) -> LogEntry:
     return LogEntry(CallFinished(run="b-1", at=1.0, result=tool_result))
 
 
-async def test_what_was_appended_is_there_for_whoever_comes_next(ground: RunGround) -> None:
+async def test_entries_survive_the_process(ground: RunGround) -> None:
     log = await claimed(ground)
     entries = [
         opening(1),
@@ -96,7 +96,7 @@ async def test_a_lost_reply_does_not_repeat_an_entry(ground: RunGround, monkeypa
     assert (await load(ground, "")).entries == [opening(1), opening(2)]
 
 
-async def test_what_redis_lost_in_a_crash_is_appended_again(ground: RunGround) -> None:
+async def test_entries_lost_by_redis_are_appended_again(ground: RunGround) -> None:
     log = await claimed(ground)
     for number in range(4):
         await log.append(opening(number))
@@ -132,7 +132,7 @@ def test_pieces_of_a_text_and_of_a_calls_arguments_are_joined() -> None:
     assert chunks[0] == text_chunk("a")
 
 
-def test_what_is_more_than_a_piece_stays_as_it_is() -> None:
+def test_chunks_with_more_than_text_stay_as_they_are() -> None:
     end = {"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]}
     usage = {"choices": [], "usage": {"prompt_tokens": 1}}
     odd = [

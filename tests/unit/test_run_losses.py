@@ -84,7 +84,7 @@ async def test_a_run_that_comes_further_starts_counting_again(house: House, even
     assert (await losses(house), run_log.has_grown) == (left, left == 0)
 
 
-async def test_a_holder_that_dies_in_a_batch_of_somebody_else_is_counted_too(house: House) -> None:
+async def test_a_loss_in_a_batch_of_a_client_is_counted(house: House) -> None:
     await house.submit(1, is_detached=False)
     (claim,) = await house.queue.claim(1, BATCH)
     await house.die(claim)
@@ -93,7 +93,7 @@ async def test_a_holder_that_dies_in_a_batch_of_somebody_else_is_counted_too(hou
     assert again.record.losses == 1
 
 
-async def test_one_that_is_put_back_is_not_lost(house: House) -> None:
+async def test_a_run_put_back_is_not_lost(house: House) -> None:
     await house.submit(1)
     (claim,) = await house.queue.claim(1)
     await house.queue.give_back(claim)
@@ -127,7 +127,7 @@ async def test_those_that_may_be_what_kills_are_tried_one_after_the_other_and_ot
     assert sorted(len(some) for some in together) == [1, 1, 1]
 
 
-async def test_one_that_is_tried_and_comes_further_makes_room_for_the_next(house: House) -> None:
+async def test_a_doubtful_run_with_progress_lets_the_next_start(house: House) -> None:
     await house.submit(2)
     for claim in await claimed_and_lost(house, DOUBTFUL_LOSSES - 1):
         await house.die(claim)

@@ -58,7 +58,7 @@ async def test_work_is_done_again_until_redis_answers_it() -> None:
     assert away.asked == 4
 
 
-async def test_an_outage_that_lasts_too_long_is_told() -> None:
+async def test_a_long_outage_is_reported() -> None:
     away = Away(1000)
 
     with pytest.raises(BrokerUnavailable, match="away"):
@@ -102,7 +102,7 @@ async def test_a_sandbox_that_redis_was_away_for_is_removed_all_the_same(client:
     assert (outcome.failure, away.asked) == (None, 3)
 
 
-async def test_an_item_whose_sandbox_could_not_be_asked_for_is_not_begun_anew(client: "redis.asyncio.Redis") -> None:
+async def test_an_outage_during_the_open_does_not_restart_the_item(client: "redis.asyncio.Redis") -> None:
     away = Away(1)
     ground = ItemGround(client)
 
@@ -164,7 +164,7 @@ async def test_no_row_is_missed_when_redis_counts_on_from_before_its_last_second
     assert sorted(ids_of(followed.output)) == ["item-1", "item-2"]
 
 
-async def test_a_batch_that_redis_has_forgotten_is_told_with_what_to_do_and_its_rows_stay(followed: Followed) -> None:
+async def test_a_batch_lost_by_redis_is_reported_and_its_rows_stay(followed: Followed) -> None:
     await followed.submit(2)
     (first,) = await followed.queue.claim(1)
     await followed.end(first)

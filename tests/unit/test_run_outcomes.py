@@ -42,7 +42,7 @@ ERRORS: list[tuple[Exception, FailureKind]] = [
 
 
 @pytest.mark.parametrize(("error", "kind"), ERRORS, ids=lambda value: repr(value)[:60])
-def test_every_error_is_somebodys(error: Exception, kind: FailureKind) -> None:
+def test_every_error_has_a_kind(error: Exception, kind: FailureKind) -> None:
     failure = judge_error(error)
     assert (failure.kind, "x" in failure.message) == (kind, True)
 
@@ -74,7 +74,7 @@ def test_every_way_in_which_a_call_fails_is_the_tools_or_the_infrastructures(cod
     assert (failure.code, failure.message) == (code.value, "no")
 
 
-def test_a_call_that_worked_is_no_failure() -> None:
+def test_a_successful_call_is_no_failure() -> None:
     assert judge_call(ToolResult(call_id="c", name="echo", success=True)) is None
 
 

@@ -29,7 +29,7 @@ async def test_runs_are_claimed_once_in_the_order_of_their_lines(ground: RunGrou
     assert await ground.queue.claim(9) == []
 
 
-async def test_what_is_more_urgent_is_begun_first(ground: RunGround) -> None:
+async def test_urgent_runs_start_first(ground: RunGround) -> None:
     await ground.submit(2)
     await ground.queue.add("acme", "b", [("urgent", build_item(3, priority=5))])
     assert [claim.run for claim in await ground.queue.claim(9)] == ["urgent", "b-1", "b-2"]
@@ -43,7 +43,7 @@ async def test_batches_take_turns_and_none_has_more_at_a_time_than_it_may(ground
     assert claimed[6:] == ["c-4", "c-5"]
 
 
-async def test_who_works_one_batch_gets_no_run_of_another(ground: RunGround) -> None:
+async def test_a_claim_for_one_batch_gets_no_other_run(ground: RunGround) -> None:
     await ground.submit(3, batch="b")
     await ground.submit(2, batch="c", tenant="other")
     (dead,) = await ground.queue.claim(1, ("acme", "b"))
@@ -89,7 +89,7 @@ async def test_a_run_that_is_renewed_stays_whose_it_is(ground: RunGround) -> Non
     assert await ground.other.claim(1) == []
 
 
-async def test_an_end_that_is_said_twice_counts_once(ground: RunGround) -> None:
+async def test_a_repeated_end_counts_once(ground: RunGround) -> None:
     await ground.submit(2)
     (claim, _) = await ground.queue.claim(2)
     outcome = build_outcome(claim)
@@ -115,7 +115,7 @@ async def test_a_batch_is_complete_when_every_run_has_ended(ground: RunGround) -
     ) == FailureKind.INFRASTRUCTURE
 
 
-async def test_only_what_failed_in_the_asked_way_is_queued_again(ground: RunGround) -> None:
+async def test_only_items_with_the_chosen_failure_are_retried(ground: RunGround) -> None:
     await ground.submit(3)
     kinds = (None, FailureKind.MODEL, FailureKind.INFRASTRUCTURE)
     for claim, kind in zip(await ground.queue.claim(3), kinds, strict=True):
@@ -130,7 +130,7 @@ async def test_only_what_failed_in_the_asked_way_is_queued_again(ground: RunGrou
     assert [run for _, run in await ground.queue.ended("acme", "b", 3)] == ["b-3"]
 
 
-async def test_what_is_given_back_is_resumed_at_once_or_begun_anew_later(ground: RunGround) -> None:
+async def test_a_returned_run_resumes_or_restarts(ground: RunGround) -> None:
     await ground.submit(2)
     (first, two) = await ground.queue.claim(2)
     await ground.client.rpush("toolcrew:d:t:acme:run.b-1:log", "{}")
@@ -145,7 +145,7 @@ async def test_what_is_given_back_is_resumed_at_once_or_begun_anew_later(ground:
     assert (again.run, again.is_resumed, again.record.attempt) == ("b-2", False, 2)
 
 
-async def test_of_a_cancelled_batch_nothing_is_begun_what_runs_is_told_and_every_item_ends(ground: RunGround) -> None:
+async def test_a_cancelled_batch_starts_nothing_and_ends_every_item(ground: RunGround) -> None:
     await ground.submit(AT_ONCE + 50, concurrency=2)
     running = await ground.queue.claim(9)
     assert await ground.queue.cancel("acme", "b") == AT_ONCE + 48
@@ -157,6 +157,6 @@ async def test_of_a_cancelled_batch_nothing_is_begun_what_runs_is_told_and_every
     assert (record.state, record.failed[FailureKind.CANCELLED]) == (BatchState.CANCELLED, AT_ONCE + 50)
 
 
-async def test_a_batch_that_there_is_not_is_said_to_be_none(ground: RunGround) -> None:
+async def test_an_unknown_batch_is_reported(ground: RunGround) -> None:
     with pytest.raises(ToolFailure, match=r"batch x of tenant .* was not found"):
         await ground.queue.batch("acme", "x")

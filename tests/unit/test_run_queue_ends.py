@@ -31,7 +31,7 @@ async def lose(ground: RunGround, *runs: str) -> None:
     await ground.client.delete(*(f"toolcrew:d:t:acme:run.{run}" for run in runs))
 
 
-async def test_a_run_whose_record_is_gone_holds_up_no_cancellation(ground: RunGround) -> None:
+async def test_a_lost_record_does_not_delay_a_cancel(ground: RunGround) -> None:
     await ground.submit(AT_ONCE + 3)
     # All that the first step looks at, and one of the second.
     await lose(ground, *(f"b-{line}" for line in range(1, AT_ONCE + 2)))
@@ -51,7 +51,7 @@ async def test_a_run_whose_record_went_while_it_ran_ends_when_its_batch_is_cance
     assert await ground.client.exists("toolcrew:d:t:acme:run.b-1") == 0
 
 
-async def test_a_run_whose_record_is_gone_is_given_to_nobody_and_its_batch_ends_without_it(ground: RunGround) -> None:
+async def test_a_run_without_a_record_is_not_claimed(ground: RunGround) -> None:
     await ground.submit(2, concurrency=1)
     await lose(ground, "b-1")
     (claim,) = await ground.queue.claim(9)
@@ -84,7 +84,7 @@ async def test_a_batch_that_is_cancelled_before_any_line_was_queued_is_cancelled
     assert (await ground.queue.batch("acme", "b")).state is BatchState.CANCELLED
 
 
-async def test_nothing_is_added_to_a_batch_that_is_cancelled_until_it_is_gone_on_with(ground: RunGround) -> None:
+async def test_a_cancelled_batch_takes_no_items_until_it_is_reopened(ground: RunGround) -> None:
     await ground.submit(1)
     await ground.client.hset("toolcrew:d:t:acme:batch.b", "total", "2")
     await ground.queue.cancel("acme", "b")
@@ -116,7 +116,7 @@ async def test_the_next_claim_ends_the_runs_of_a_dead_process_in_a_cancelled_bat
     assert await ground.client.zcard(LEASES) == 0
 
 
-async def test_what_waits_to_be_tried_again_is_counted_and_cancelled_like_the_rest(ground: RunGround) -> None:
+async def test_waiting_retries_are_counted_and_cancelled(ground: RunGround) -> None:
     await ground.submit(1)
     await ground.submit(1, tenant="other")
     for claim in await ground.queue.claim(9):
@@ -128,7 +128,7 @@ async def test_what_waits_to_be_tried_again_is_counted_and_cancelled_like_the_re
     assert await ground.client.zrange("toolcrew:d:runs:delayed", 0, -1) == [b"other|b-1"]
 
 
-async def test_a_record_of_another_release_is_said_to_be_one_when_its_batch_is_cancelled(ground: RunGround) -> None:
+async def test_a_record_of_another_release_ends_as_such(ground: RunGround) -> None:
     await ground.submit(1)
     await ground.client.hset("toolcrew:d:t:acme:run.b-1", "colour", "red")
     with pytest.raises(ConfigError, match="the record of run b-1 of tenant acme cannot be read"):

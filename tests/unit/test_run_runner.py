@@ -59,7 +59,7 @@ async def test_two_processes_share_a_batch_and_work_each_item_once(house: House)
     assert len(await house.ends()) == 30
 
 
-async def test_what_fails_for_the_infrastructure_is_begun_anew_so_often_and_then_ends(house: House) -> None:
+async def test_infrastructure_failures_are_retried_up_to_a_limit(house: House) -> None:
     async def work(claim: RunClaim, journal: Journal, tell: Any) -> Outcome:
         return outcome_of(claim, FailureKind.INFRASTRUCTURE)
 
@@ -77,7 +77,7 @@ async def test_what_fails_for_the_infrastructure_is_begun_anew_so_often_and_then
 
 
 @pytest.mark.parametrize("kind", [FailureKind.MODEL, FailureKind.TOOL, FailureKind.INPUT])
-async def test_what_fails_for_any_other_reason_fails_once(house: House, kind: FailureKind) -> None:
+async def test_other_failures_are_not_retried(house: House, kind: FailureKind) -> None:
     async def work(claim: RunClaim, journal: Journal, tell: Any) -> Outcome:
         return outcome_of(claim, kind)
 
@@ -111,7 +111,7 @@ async def test_a_process_that_stops_gives_back_what_runs_for_another_to_go_on_wi
     assert (await house.ends(), worker.abandoned) == ([], [])
 
 
-async def test_what_runs_is_kept(house: House) -> None:
+async def test_the_lease_of_a_running_item_is_renewed(house: House) -> None:
     await house.submit(1)
     worker, queue = Worker(), WatchedQueue(house.client)
     async with house.working(house.runner(worker, queue, concurrency=1)):
@@ -126,7 +126,7 @@ async def test_what_runs_is_kept(house: House) -> None:
         assert record.claim == claim
 
 
-async def test_a_run_that_another_process_has_is_let_go_and_its_end_is_not_told(house: House) -> None:
+async def test_a_run_taken_by_another_process_is_dropped(house: House) -> None:
     cancelled = asyncio.Event()
 
     async def work(claim: RunClaim, journal: Journal, tell: Any) -> Outcome:

@@ -22,7 +22,7 @@ async def house(redis_server: RedisProcess, monkeypatch: pytest.MonkeyPatch) -> 
         yield house
 
 
-async def test_what_runs_of_a_cancelled_batch_ends_as_cancelled_with_its_session_removed(house: House) -> None:
+async def test_a_running_item_of_a_cancelled_batch_ends_as_cancelled(house: House) -> None:
     async def work(claim: RunClaim, journal: Journal, tell: Any) -> Outcome:
         tell(CallFinished(run=claim.run, result=ToolResult(call_id="c1", name="echo", success=True)))
         await asyncio.Event().wait()

@@ -116,7 +116,7 @@ async def test_a_run_that_goes_on_waits_for_a_place_before_new_runs_get_it() -> 
         assert await a.is_back()
 
 
-async def test_who_was_answered_first_is_back_first() -> None:
+async def test_runs_return_in_the_order_of_their_answers() -> None:
     ground = Ground(1)
     ground.begin("a", "b")
     async with ground.away() as a, ground.away() as b:
@@ -235,7 +235,7 @@ async def test_a_call_that_begins_while_the_others_wait_waits_for_a_place() -> N
             assert second.is_asked.is_set()
 
 
-async def test_a_call_whose_question_nobody_answers_in_time_ends_in_a_place() -> None:
+async def test_an_expired_question_ends_in_a_slot() -> None:
     ground = Ground(1)
     ground.begin("a")
     async with ground.slots.run() as slot, made(slot, "call") as call:

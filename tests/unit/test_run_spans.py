@@ -125,7 +125,7 @@ async def test_an_item_with_its_session_is_one_trace_under_ids_made_of_its_run(m
     )
 
 
-async def test_an_item_that_is_one_call_is_a_trace_too_and_a_failure_is_told(make: Made) -> None:
+async def test_a_single_call_is_a_trace_and_shows_its_failure(make: Made) -> None:
     ended: list[Span] = []
     ground = traced(make(answers={"echo": failed(ErrorCode.TIMEOUT)}), ended)
     outcome = await ground.worked(await ground.put(build_tool_call()))
@@ -136,7 +136,7 @@ async def test_an_item_that_is_one_call_is_a_trace_too_and_a_failure_is_told(mak
     assert next(span for span in ended if span.name == "execute_tool echo").error == "TIMEOUT"
 
 
-async def test_a_run_that_another_process_goes_on_with_stays_one_trace_and_nothing_is_told_twice(make: Made) -> None:
+async def test_a_resumed_run_stays_one_trace_without_repeated_spans(make: Made) -> None:
     reached, ended = asyncio.Event(), list[Span]()
 
     async def hang(call: ToolCall, _: ToolContext) -> ToolResult:
@@ -168,7 +168,7 @@ async def test_a_run_that_another_process_goes_on_with_stays_one_trace_and_nothi
     assert root.start_at <= min(span.start_at for span in ended)
 
 
-async def test_a_run_whose_batch_was_cancelled_is_told_of_by_whoever_had_it(make: Made) -> None:
+async def test_a_cancelled_run_is_reported_by_its_process(make: Made) -> None:
     reached, ended = asyncio.Event(), list[Span]()
 
     async def hang(call: ToolCall, _: ToolContext) -> ToolResult:

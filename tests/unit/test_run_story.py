@@ -49,7 +49,7 @@ def test_text_that_was_withdrawn_is_gone() -> None:
     assert story.steps["step-1-1"].text == "ab"
 
 
-def test_of_a_running_calls_output_the_end_is_kept_and_the_rest_counted() -> None:
+def test_the_end_of_running_output_is_kept() -> None:
     story = told(("StepStarted", {"step": 1}), ("CallSent", {"call": CALL}))
     for _ in range(10):
         tell(story, "OutputArrived", call_id="r-1-1", stream="stdout", text="x" * 4000)
@@ -65,7 +65,7 @@ def test_a_call_that_waits_for_a_person_says_so_until_it_is_decided() -> None:
     assert call.state == "waiting"
 
 
-def test_whoever_goes_on_with_a_run_tells_the_step_anew_and_the_one_before_stays() -> None:
+def test_a_resumed_run_reports_its_step_again() -> None:
     story = told(
         ("StepStarted", {"step": 1}),
         ("StepFinished", FINISHED),

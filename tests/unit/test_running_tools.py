@@ -97,7 +97,7 @@ def test_a_tenants_own_rules_ask_about_runs_too() -> None:
     assert with_tenant_rules(ApprovalPolicy(), own, "acme").decide("acme", SKILL_TOOL, RUN).action == "ask"
 
 
-def test_nobody_is_asked_about_a_run_that_would_be_refused() -> None:
+def test_a_refused_run_asks_no_approver() -> None:
     aliased = {"skill": "a", "action": "run", "script": "a.sh"}
     for arguments in (RUN, aliased):
         with pytest.raises(ToolFailure) as off:

@@ -69,22 +69,18 @@ async def test_starts_failures_and_losses_are_counted(tmp_path: Path) -> None:
     assert counts["lost"] == {"ended": 2}
 
 
-async def test_kills_and_kills_for_want_of_memory_are_counted_once_a_call(tmp_path: Path) -> None:
-    kill = {"signalled": 2, "survivors": 0, "method": "tree", "ms": 3.0}
-    async with running_sandboxd(tmp_path, answering({"ev": "done", "oom": True, "kill": kill})) as daemon:
+@pytest.mark.parametrize(
+    ("survivors", "oom", "kills"), [(0, True, {"tree": 1}), (1, False, {"container": 1})], ids=["memory", "survivors"]
+)
+async def test_kills_are_counted_once_per_call(
+    tmp_path: Path, survivors: int, oom: bool, kills: dict[str, int]
+) -> None:
+    kill = {"signalled": 2, "survivors": survivors, "method": "tree", "ms": 3.0}
+    async with running_sandboxd(tmp_path, answering({"ev": "done", "oom": oom, "kill": kill})) as daemon:
         client, name = await daemon.open()
         await call(client, name)
         counts = daemon.host.factory.counts.describe()
-    assert (counts["oom"], counts["kills"]) == (1, {"tree": 1})
-
-
-async def test_survivors_count_as_one_kill_by_the_container(tmp_path: Path) -> None:
-    kill = {"signalled": 2, "survivors": 1, "method": "tree", "ms": 3.0}
-    async with running_sandboxd(tmp_path, answering({"ev": "done", "kill": kill})) as daemon:
-        client, name = await daemon.open()
-        await call(client, name)
-        counts = daemon.host.factory.counts.describe()
-    assert counts["kills"] == {"container": 1}
+    assert (counts["oom"], counts["kills"]) == (int(oom), kills)
 
 
 async def test_a_guest_that_breaks_the_protocol_is_counted_as_such(tmp_path: Path) -> None:
@@ -95,7 +91,7 @@ async def test_a_guest_that_breaks_the_protocol_is_counted_as_such(tmp_path: Pat
     assert counts["lost"] == {"guest_broke_protocol": 1}
 
 
-async def test_states_are_told_of_containers_that_there_are(tmp_path: Path) -> None:
+async def test_states_of_existing_containers_are_counted(tmp_path: Path) -> None:
     async with open_host(tmp_path) as host:
         await host.sessions.open("s", NewSession(PLAN, 60))
         await host.sessions.open("t", NewSession(PLAN, 60))
@@ -132,7 +128,7 @@ async def test_a_restarted_sandboxd_adds_to_the_counts(redis_server: RedisProces
     assert (await read(redis_server))[key("toolcrew_sandbox_oom_total")] == 3
 
 
-async def test_states_are_told_while_the_worker_reports(redis_server: RedisProcess, client: "redis.Redis") -> None:
+async def test_states_are_shown_while_the_worker_reports(redis_server: RedisProcess, client: "redis.Redis") -> None:
     report(client, build_report("h1"))
     build_taker(client, build_status())[0].keep()
     counts = await read(redis_server)

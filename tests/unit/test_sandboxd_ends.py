@@ -46,7 +46,7 @@ async def test_the_container_of_a_lost_sandbox_that_would_not_go_is_swept(tmp_pa
         assert sessions.find("s") is not None
 
 
-async def test_what_a_failed_start_left_is_swept_and_counts_until_then(tmp_path: Path) -> None:
+async def test_remains_of_a_failed_start_are_swept(tmp_path: Path) -> None:
     async with open_host(tmp_path, stillborn, echoing, limit=1) as host:
         sessions, engine = host.sessions, host.engine
         engine.refuse_removals = 2
@@ -60,7 +60,7 @@ async def test_what_a_failed_start_left_is_swept_and_counts_until_then(tmp_path:
         await sessions.open("s", NewSession(PLAN, 60))
 
 
-async def test_a_session_that_could_not_be_closed_is_for_nobodys_use_and_is_swept(tmp_path: Path) -> None:
+async def test_a_session_that_failed_to_close_is_swept(tmp_path: Path) -> None:
     async with open_host(tmp_path) as host:
         sessions, engine = host.sessions, host.engine
         await sessions.open("s", NewSession(PLAN, 60))
@@ -109,7 +109,7 @@ async def test_closing_waits_for_a_start_under_way(tmp_path: Path) -> None:
         assert engine.alive == {}
 
 
-async def test_who_asked_for_a_sandbox_may_leave_and_its_container_is_known(tmp_path: Path) -> None:
+async def test_a_container_stays_known_when_its_client_leaves(tmp_path: Path) -> None:
     async with open_sessions(tmp_path) as (sessions, engine):
         engine.start_gate.clear()
         opening = asyncio.create_task(sessions.open("s", NewSession(PLAN, 60)))

@@ -103,7 +103,7 @@ async def test_survivors_that_are_not_plainly_none_count_as_survivors(tmp_path: 
 # Flooding the host
 
 
-async def test_sending_more_than_was_asked_for_costs_the_container(tmp_path: Path) -> None:
+async def test_sending_more_than_requested_costs_the_container(tmp_path: Path) -> None:
     flood = [({"ev": "data", "stream": "stdout"}, bytes(200_000))] * 3
     async with running_sandboxd(tmp_path, answering(*flood)) as daemon:
         client, name = await daemon.open()
@@ -187,7 +187,7 @@ async def test_a_container_whose_guest_sent_a_broken_frame_is_removed_at_once(tm
             await daemon.engine.emptied.wait()
 
 
-async def test_the_last_words_of_a_guest_are_told(tmp_path: Path) -> None:
+async def test_the_fatal_message_of_a_guest_is_reported(tmp_path: Path) -> None:
     words = encode_frame({"ev": "fatal", "message": "the host sent an unknown op"}, max_total=MAX_UP)
     async with running_sandboxd(tmp_path, answering(words)) as daemon:
         client, name = await daemon.open()
@@ -218,7 +218,7 @@ async def test_answering_twice_is_a_breach(tmp_path: Path) -> None:
         await emptied(daemon)
 
 
-async def test_what_pid_1_writes_to_stderr_is_never_a_frame(tmp_path: Path) -> None:
+async def test_stderr_of_pid_1_is_never_a_frame(tmp_path: Path) -> None:
     async def noisy(guest: FakeGuest) -> None:
         await guest.send_raw(encode_frame({"ev": "done", "id": "0" * 32}, max_total=MAX_UP), stream=2)
         await echoing(guest)

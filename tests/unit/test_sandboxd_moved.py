@@ -36,7 +36,7 @@ async def open_moved(
     return client, "acme:s1", answer["sandbox"]
 
 
-async def test_a_restored_session_tells_once_what_is_gone_and_of_when_its_files_are(tmp_path: Path) -> None:
+async def test_a_restored_session_reports_its_losses_once(tmp_path: Path) -> None:
     async with running_sandboxd(tmp_path, checkpoints=Shelf()) as daemon:
         client, name, sandbox = await open_moved(daemon, 5, checkpoint_at=AT)
         assert (sandbox["generation"], sandbox["rebuilt"]) == (5, True)
@@ -51,7 +51,7 @@ async def test_a_restored_session_tells_once_what_is_gone_and_of_when_its_files_
         assert "news" not in (await call(client, name)).done["sandbox"]
 
 
-async def test_a_drained_hosts_session_is_told_of_no_loss_of_a_host(tmp_path: Path) -> None:
+async def test_a_drain_is_not_reported_as_a_lost_host(tmp_path: Path) -> None:
     async with running_sandboxd(tmp_path, checkpoints=Shelf()) as daemon:
         client, name, _ = await open_moved(daemon, 2, is_planned=True, checkpoint_at=None)
         news = (await call(client, name)).done["sandbox"]["news"]
@@ -117,7 +117,7 @@ async def test_a_sandbox_that_dies_before_the_first_call_adds_to_the_news(tmp_pa
 # What is still here of it
 
 
-async def test_what_a_host_still_has_of_a_session_that_comes_back_is_closed_and_not_served(tmp_path: Path) -> None:
+async def test_an_old_copy_of_a_returning_session_is_closed(tmp_path: Path) -> None:
     shelf = Shelf()
     async with running_sandboxd(tmp_path, checkpoints=shelf) as daemon:
         await daemon.open("s1")
@@ -128,7 +128,7 @@ async def test_what_a_host_still_has_of_a_session_that_comes_back_is_closed_and_
         assert (shelf.loaded, len(daemon.engine.alive), len(daemon.engine.guests)) == (["c2"], 1, 2)
 
 
-async def test_what_was_left_of_a_session_is_closed_and_not_what_came_back_since(tmp_path: Path) -> None:
+async def test_a_close_with_an_old_fence_is_ignored(tmp_path: Path) -> None:
     async with running_sandboxd(tmp_path, checkpoints=Shelf()) as daemon:
         client, name, _ = await open_moved(daemon, 3)
         assert not await asyncio.to_thread(client.close, name, fence=1)

@@ -158,7 +158,7 @@ async def test_a_call_begun_in_a_lost_sandbox_is_answered_at_once(tmp_path: Path
         assert late.done.result()["error"]["code"] == "SANDBOX_UNAVAILABLE"
 
 
-async def test_what_comes_and_nobody_takes_is_bounded(tmp_path: Path) -> None:
+async def test_unread_output_is_bounded(tmp_path: Path) -> None:
     links: list[WorkerLink] = []
     server = await asyncio.get_running_loop().create_unix_server(
         lambda: WorkerLink(links.append), path=str(tmp_path / "s")

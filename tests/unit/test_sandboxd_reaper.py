@@ -37,14 +37,14 @@ def neighbour(tmp_path: Path) -> Iterator[tuple[str, Any, Any]]:
     process.join()
 
 
-async def test_what_a_predecessor_of_the_name_left_goes_at_once(tmp_path: Path) -> None:
+async def test_containers_of_a_predecessor_are_removed_at_once(tmp_path: Path) -> None:
     async with open_host(tmp_path) as host:
         host.engine.listed = [listed("a", sandboxd="test"), listed("b", sandboxd="another")]
         assert await host.reaper.sweep() == 1
         assert [container.name for container in host.engine.listed] == ["b"]
 
 
-async def test_what_this_sandboxd_holds_stays(tmp_path: Path) -> None:
+async def test_containers_of_this_sandboxd_stay(tmp_path: Path) -> None:
     async with open_host(tmp_path) as host:
         entry = await host.sessions.open("acme:s", NewSession(PLAN, 60))
         assert entry.sandbox is not None
@@ -59,7 +59,7 @@ async def test_another_deployment_is_never_touched(tmp_path: Path) -> None:
         assert len(host.engine.listed) == 1
 
 
-async def test_what_is_past_its_deadline_goes_whoever_made_it(tmp_path: Path) -> None:
+async def test_containers_past_their_deadline_are_removed(tmp_path: Path) -> None:
     async with open_host(tmp_path) as host:
         labels = [{"toolcrew.deadline": str(int(time.time()) + shift)} for shift in (-61, -30, 60)]
         host.engine.listed = [listed(name, labels=label) for name, label in zip("abc", labels, strict=True)]
@@ -74,7 +74,7 @@ async def test_a_deadline_that_tells_nothing_never_passes(tmp_path: Path, deadli
         assert await host.reaper.sweep() == 0
 
 
-async def test_what_was_never_started_goes_after_a_while(tmp_path: Path) -> None:
+async def test_containers_that_never_started_are_removed(tmp_path: Path) -> None:
     async with open_host(tmp_path) as host:
         fresh, old = time.time() - 10, time.time() - 1000
         host.engine.listed = [
@@ -131,7 +131,7 @@ async def test_a_container_is_recorded_before_it_starts_and_forgotten_when_it_is
         assert host.records.containers() == []
 
 
-async def test_records_of_containers_that_are_gone_are_forgotten(tmp_path: Path) -> None:
+async def test_records_of_removed_containers_are_deleted(tmp_path: Path) -> None:
     async with open_host(tmp_path) as host:
         host.records.add_container("gone", 0)
         host.records.add_container("there", 0)

@@ -95,7 +95,7 @@ async def test_an_image_that_is_not_allowed_is_refused_with_those_that_are(tmp_p
         assert daemon.engine.guests == []
 
 
-async def test_a_session_gets_the_image_it_asked_for(tmp_path: Path) -> None:
+async def test_a_session_gets_the_requested_image(tmp_path: Path) -> None:
     async with running_sandboxd(tmp_path) as daemon:
         await daemon.open(image="python")
         assert daemon.engine.guests[0].config["Image"] == "python"
@@ -146,7 +146,7 @@ async def test_a_request_that_grows_too_large_on_its_way_costs_neither_connectio
         assert (await call(client, name)).done["sandbox"]["generation"] == 1
 
 
-async def test_what_comes_instead_of_a_body_ends_the_connection_and_cancels_the_call(tmp_path: Path) -> None:
+async def test_a_missing_body_ends_the_connection_and_the_call(tmp_path: Path) -> None:
     request = {"verb": "call", "sandbox": "acme:s1", "request": {**EXEC, "body_bytes": 9}}
     async with running_sandboxd(tmp_path) as daemon:
         await daemon.open()

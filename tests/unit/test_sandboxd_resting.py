@@ -80,7 +80,7 @@ async def test_an_end_in_the_middle_of_freezing_still_packs_the_session(tmp_path
         assert (entry.archive is not None, host.engine.paused, host.alive) == (True, set(), [])
 
 
-async def test_a_frozen_session_is_thawed_before_it_is_asked_for_its_files(tmp_path: Path) -> None:
+async def test_a_frozen_session_is_thawed_before_it_is_packed(tmp_path: Path) -> None:
     async with open_host(tmp_path, workspaces=KeptWorkspaces()) as host:
         entry = await host.sessions.open("acme:s", NewSession(PLAN, 60))
         await host.sessions.suspender.pause(entry)
@@ -88,7 +88,7 @@ async def test_a_frozen_session_is_thawed_before_it_is_asked_for_its_files(tmp_p
         assert len(host.engine.thawed) == 1
 
 
-async def test_one_session_that_is_packed_slowly_does_not_keep_others_from_being_frozen(tmp_path: Path) -> None:
+async def test_a_slow_pack_does_not_delay_the_freeze_of_others(tmp_path: Path) -> None:
     suspension_store = SlowSuspensionStore()
     async with open_host(
         tmp_path, workspaces=KeptWorkspaces(), suspension_store=suspension_store, idle=IdleTimes(10, 100)
@@ -154,7 +154,7 @@ async def test_an_archive_that_cannot_be_unpacked_does_not_lock_its_session_up(t
         assert host.suspension_store.archives == {}
 
 
-async def test_a_lost_archive_with_all_files_is_told_before_an_empty_sandbox_is_shown(tmp_path: Path) -> None:
+async def test_a_lost_archive_is_reported_before_an_empty_sandbox(tmp_path: Path) -> None:
     async with open_host(tmp_path) as host:
         await give_up(host)
         host.suspension_store.refuse_to_unpack = 99
@@ -190,7 +190,7 @@ async def test_a_session_that_cannot_be_recorded_keeps_its_container(tmp_path: P
         assert (entry.sandbox is not None, entry.archive, host.suspension_store.archives) == (True, None, {})
 
 
-async def test_a_state_folder_that_takes_nothing_is_said_and_costs_no_place(tmp_path: Path) -> None:
+async def test_an_unwritable_state_folder_is_reported(tmp_path: Path) -> None:
     async with open_host(tmp_path) as host:
         (tmp_path / "test" / "containers").rmdir()
         with pytest.raises(SandboxUnavailable, match="TOOLCREW_SANDBOXD_STATE"):
@@ -357,7 +357,7 @@ async def test_a_call_that_waits_for_its_sandbox_can_be_cancelled(tmp_path: Path
 # Recipients of events
 
 
-async def test_a_loss_of_files_is_told_to_a_call_and_not_to_a_checkpoint_alone(tmp_path: Path) -> None:
+async def test_a_checkpoint_does_not_use_up_the_loss_report(tmp_path: Path) -> None:
     async with running_sandboxd(tmp_path) as daemon:
         client, name = await daemon.open()
         entry = daemon.sessions.find(name)
@@ -399,7 +399,7 @@ class SlowCheckpoints:
             raise ToolFailure(ErrorCode.FILE_NOT_FOUND, "no such checkpoint")
 
 
-async def test_a_session_is_nobodys_until_it_is_restored_and_is_restored_once(tmp_path: Path) -> None:
+async def test_a_session_is_usable_after_its_single_restore(tmp_path: Path) -> None:
     checkpoints = SlowCheckpoints()
     async with running_sandboxd(tmp_path, checkpoints=checkpoints) as daemon:
         opening = [asyncio.create_task(daemon.open(restore="c")) for _ in range(2)]

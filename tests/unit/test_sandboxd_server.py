@@ -217,7 +217,7 @@ async def test_a_second_daemon_on_one_socket_is_refused_and_the_first_serves_on(
         assert (await asyncio.to_thread(daemon.client().status))["ok"] is True
 
 
-async def test_the_socket_of_a_daemon_that_is_gone_is_taken_over(tmp_path: Path) -> None:
+async def test_the_socket_of_a_dead_daemon_is_taken_over(tmp_path: Path) -> None:
     with socket.socket(socket.AF_UNIX) as dead:
         dead.bind(str(tmp_path / "sandboxd.sock"))
     async with running_sandboxd(tmp_path) as daemon:
@@ -246,32 +246,14 @@ async def test_a_file_at_the_sockets_path_is_not_deleted(tmp_path: Path) -> None
 # Workers that leave
 
 
-async def test_a_worker_that_leaves_cancels_its_call(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("request_", "body"), [(EXEC, b""), ({**EXEC, "body_bytes": 100}, b"half")])
+async def test_a_worker_that_leaves_cancels_its_call(tmp_path: Path, request_: dict[str, Any], body: bytes) -> None:
     started, cancelled = asyncio.Event(), asyncio.Event()
 
     async def watching(guest: FakeGuest) -> None:
         await guest.hello()
-        request, _ = await guest.request()
-        started.set()
-        assert (await guest.next()).header["op"] == "cancel"
-        cancelled.set()
-        await guest.done(request, cancelled=True)
-
-    async with running_sandboxd(tmp_path, watching) as daemon:
-        await daemon.open()
-        _, writer = await asyncio.open_unix_connection(str(daemon.path))
-        writer.write(frame({"verb": "call", "sandbox": "acme:s1", "call": "c", "request": EXEC}))
-        await started.wait()
-        writer.close()
-        await asyncio.wait_for(cancelled.wait(), SOON_S)
-
-
-async def test_a_worker_that_leaves_in_the_middle_of_a_body_cancels_its_call(tmp_path: Path) -> None:
-    cancelled = asyncio.Event()
-
-    async def watching(guest: FakeGuest) -> None:
-        await guest.hello()
         request = (await guest.next()).header
+        started.set()
         assert (await guest.next()).header == {"op": "cancel", "id": request["id"]}
         cancelled.set()
         await guest.done(request, cancelled=True)
@@ -279,7 +261,8 @@ async def test_a_worker_that_leaves_in_the_middle_of_a_body_cancels_its_call(tmp
     async with running_sandboxd(tmp_path, watching) as daemon:
         await daemon.open()
         _, writer = await asyncio.open_unix_connection(str(daemon.path))
-        writer.write(frame({"verb": "call", "sandbox": "acme:s1", "request": {**EXEC, "body_bytes": 100}}, b"half"))
+        writer.write(frame({"verb": "call", "sandbox": "acme:s1", "call": "c", "request": request_}, body))
+        await started.wait()
         writer.close()
         await asyncio.wait_for(cancelled.wait(), SOON_S)
 
@@ -310,7 +293,7 @@ async def test_a_client_without_a_daemon_says_what_to_check(tmp_path: Path) -> N
         SandboxClient(tmp_path / "none.sock").status()
 
 
-async def test_a_client_whose_daemon_went_connects_anew_and_loses_no_call(tmp_path: Path) -> None:
+async def test_a_client_reconnects_and_loses_no_call(tmp_path: Path) -> None:
     async with running_sandboxd(tmp_path) as daemon:
         client = daemon.client()
         await asyncio.to_thread(client.status)

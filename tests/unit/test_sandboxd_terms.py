@@ -115,7 +115,7 @@ def test_more_network_than_terms_and_class_both_have_is_refused(network: str) ->
         assert (PLANS.choose(terms).network, PLANS.rules(terms)) == ("none", EgressRules())
 
 
-def test_sessions_of_a_class_that_is_gone_reach_nothing() -> None:
+def test_sessions_of_a_removed_class_reach_nothing() -> None:
     assert PLANS.rules(SandboxTerms(tenant_class="open")).hosts == ("site.example",)
     assert PLANS.rules(SandboxTerms(tenant_class="gone")) == EgressRules()
 
@@ -182,7 +182,7 @@ async def test_a_network_that_is_taken_back_is_cut_at_the_next_call(tmp_path: Pa
         assert (standing(entry).cuts, PLANS.rules(entry.terms).hosts) == (1, ())
 
 
-async def test_terms_can_be_told_for_all_sessions_of_a_tenant_without_a_call(tmp_path: Path) -> None:
+async def test_terms_can_be_set_for_all_sessions_of_a_tenant(tmp_path: Path) -> None:
     async with running_sandboxd(tmp_path, plans=PLANS, prepare_network=prepare_network) as daemon:
         for session in ("s1", "s2"):
             client, _ = await daemon.open(session, terms=OPEN)

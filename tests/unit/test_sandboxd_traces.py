@@ -66,7 +66,7 @@ def test_reading_changes_nothing(op: str) -> None:
 @pytest.mark.parametrize(
     "op", ["exec", "write_file", "write_text", "edit_text", "job_start", "job_input", "job_kill", "to_come"]
 )
-def test_all_else_may_have_changed_files_whatever_came_of_it(op: str) -> None:
+def test_every_other_operation_counts_as_a_change(op: str) -> None:
     activity = SessionActivity()
     activity.note(op, {})
     assert activity.changed

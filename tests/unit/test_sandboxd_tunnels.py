@@ -26,7 +26,7 @@ def short_linger(monkeypatch: pytest.MonkeyPatch) -> None:
 # Relaying
 
 
-async def test_the_proxy_is_told_whose_connection_it_is_before_the_first_byte(tmp_path: Path) -> None:
+async def test_the_proxy_gets_the_identity_before_the_first_byte(tmp_path: Path) -> None:
     async with running_tunnels(tmp_path) as guest:
         proxy = await guest.open_through(1)
         assert proxy.preamble == PREAMBLE
@@ -41,7 +41,7 @@ async def test_bytes_go_both_ways(tmp_path: Path) -> None:
         assert await guest.hear_data(1, 6) == b"answer"
 
 
-async def test_what_a_program_says_before_the_proxy_is_reached_is_kept(tmp_path: Path) -> None:
+async def test_data_sent_before_the_proxy_answers_is_buffered(tmp_path: Path) -> None:
     async with running_tunnels(tmp_path) as guest:
         guest.open(1)
         guest.tell("net_data", 1, b"early")
@@ -232,7 +232,7 @@ async def test_pending_data_is_read_before_the_end(tmp_path: Path, monkeypatch: 
         assert await guest.hear_ops(1) == ["net_close"]
 
 
-async def test_the_operator_is_told_once_that_the_proxy_is_away_and_once_that_it_is_back(tmp_path: Path) -> None:
+async def test_an_outage_of_the_proxy_is_logged_once(tmp_path: Path) -> None:
     answers = [False, False, True, True]
 
     async def connect() -> Any:
@@ -250,7 +250,7 @@ async def test_the_operator_is_told_once_that_the_proxy_is_away_and_once_that_it
     assert [line["event"] for line in logs] == ["egress_proxy_unreachable", "egress_proxy_answers"]
 
 
-async def test_a_socket_of_another_user_is_not_told_whose_connection_it_is(tmp_path: Path) -> None:
+async def test_a_socket_of_another_user_gets_no_identity(tmp_path: Path) -> None:
     received: asyncio.Queue[bytes] = asyncio.Queue()
 
     async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -45,7 +45,7 @@ def test_it_is_loaded_as_one_line_with_the_same_meaning() -> None:
     assert json.loads(loaded) == PROFILE
 
 
-def test_what_is_not_named_gets_an_error_and_nothing_is_killed() -> None:
+def test_unlisted_calls_get_an_error() -> None:
     assert (PROFILE["defaultAction"], PROFILE["defaultErrnoRet"]) == ("SCMP_ACT_ERRNO", 1)
     assert {rule["action"] for rule in PROFILE["syscalls"]} == {"SCMP_ACT_ALLOW", "SCMP_ACT_ERRNO"}
 
@@ -56,7 +56,7 @@ def test_no_call_of_a_refused_family_is_allowed(family: str) -> None:
 
 
 @pytest.mark.parametrize("name", NEEDED)
-def test_what_tools_and_the_c_library_need_is_allowed(name: str) -> None:
+def test_the_calls_of_tools_and_libc_are_allowed(name: str) -> None:
     assert name in allowed_names()
 
 
@@ -171,5 +171,5 @@ def test_damage_is_found(damage: Callable[[dict[str, Any]], None], words: str) -
 @pytest.mark.parametrize(
     "text", ["", "unconfined", "[]", "{}", "null", '{"defaultAction": "SCMP_ACT_ERRNO"}', '{"syscalls": 3}']
 )
-def test_what_is_not_a_profile_is_a_fault_and_not_an_exception(text: str) -> None:
+def test_an_invalid_profile_is_a_fault(text: str) -> None:
     assert len(find_profile_faults(text)) == 1

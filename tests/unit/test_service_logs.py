@@ -66,7 +66,7 @@ log.info("said"); log.debug("unsaid")
 
 
 @SIDES
-def test_libraries_warnings_and_what_nobody_caught_are_lines_too(side: str) -> None:
+def test_warnings_of_libraries_and_uncaught_errors_are_lines(side: str) -> None:
     code = """
 import logging, threading, warnings
 logging.getLogger("some.library").warning("two\\nlines")

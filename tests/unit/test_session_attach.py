@@ -65,7 +65,7 @@ async def test_an_attached_session_serves_calls_where_it_lives() -> None:
     assert house.transport.contexts[-1].session == opened.id
 
 
-async def test_it_knows_what_its_host_told_its_opener_without_asking_again() -> None:
+async def test_an_attached_session_needs_no_request_for_its_facts() -> None:
     house = House()
     opened = await house.open()
     info = await (await house.attach(opened.id)).info()
@@ -74,7 +74,7 @@ async def test_it_knows_what_its_host_told_its_opener_without_asking_again() -> 
     assert house.sent() == ["session.open"]
 
 
-async def test_of_one_that_an_earlier_release_opened_its_host_is_asked() -> None:
+async def test_a_session_of_an_earlier_release_asks_its_host() -> None:
     house = House()
     opened = await house.open()
     house.places.told.clear()
@@ -110,7 +110,7 @@ async def test_a_program_that_is_stopped_leaves_an_attached_session_open() -> No
     assert (house.sent(), house.transport.commands) == (["session.open"], [])
 
 
-async def test_a_session_of_another_tenant_is_told_as_one_that_never_was() -> None:
+async def test_a_session_of_another_tenant_is_unknown() -> None:
     """The attacker's aim: to learn which ids exist. Invalid names, or names that lead to other keys, get the same
     reply.
     """

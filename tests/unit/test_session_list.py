@@ -144,14 +144,14 @@ async def test_tenants_that_have_opened_sessions_are_remembered(client: "redis.a
     assert await client.zrange(seen_tenants_key("d"), 0, -1) == [b"acme", b"bolt"]
 
 
-@pytest.mark.parametrize("cursor", ["", "x", "1.acme", "1.acme.s|t", "-1.acme.s", "1.acme.s\n", "1" * 40 + ".acme.s"])
-async def test_what_is_no_cursor_is_said_to_be_none(client: "redis.asyncio.Redis", cursor: str) -> None:
-    with pytest.raises(ToolFailure, match="the cursor does not belong to the list of sessions") as refused:
-        await SessionList(client, "d", KEYS).read(None, cursor)
+@pytest.mark.parametrize(
+    ("cursor", "limit"),
+    [(cursor, 50) for cursor in ("", "x", "1.acme", "1.acme.s|t", "-1.acme.s", "1.acme.s\n", "1" * 40 + ".acme.s")]
+    + [(None, 0), (None, 1001)],
+)
+async def test_a_wrong_cursor_or_limit_is_refused(
+    client: "redis.asyncio.Redis", cursor: str | None, limit: int
+) -> None:
+    with pytest.raises(ToolFailure, match="the cursor" if cursor is not None else "between 1 and 1000") as refused:
+        await SessionList(client, "d", KEYS).read(None, cursor, limit)
     assert refused.value.code is ErrorCode.INVALID_ARGUMENTS
-
-
-@pytest.mark.parametrize("limit", [0, 1001])
-async def test_pages_are_bounded(client: "redis.asyncio.Redis", limit: int) -> None:
-    with pytest.raises(ToolFailure, match="between 1 and 1000"):
-        await SessionList(client, "d", KEYS).read(None, None, limit)

@@ -187,7 +187,7 @@ async def test_many_who_see_the_loss_at_once_open_the_session_once(client: "redi
     assert len(hosts.opened) == 2
 
 
-async def test_what_a_drain_has_parked_is_opened_by_the_next_call(client: "redis.asyncio.Redis") -> None:
+async def test_the_next_call_opens_a_parked_session(client: "redis.asyncio.Redis") -> None:
     hosts = Hosts("a", "b")
     locator = build_locator(client, hosts)
     await locator.open("acme", "s1", DEFAULT, {})
@@ -286,7 +286,7 @@ async def test_an_older_checkpoint_is_tried_after_another_host_refused(client: "
     ]
 
 
-async def test_incarnations_that_are_gone_are_forgotten(client: "redis.asyncio.Redis") -> None:
+async def test_ended_incarnations_are_forgotten(client: "redis.asyncio.Redis") -> None:
     hosts = Hosts()
     locator = build_locator(client, hosts)
     for number in range(5):
@@ -352,9 +352,7 @@ async def test_a_session_of_a_stopped_host_is_moved(client: "redis.asyncio.Redis
     assert await locator.refresh("acme", "s1", seen, DEFAULT, is_lost=True) == SessionAddress("host.b.b00t", 2)
 
 
-async def test_of_sessions_that_were_never_closed_a_bounded_number_is_known(
-    client: "redis.asyncio.Redis", monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_open_sessions_are_bounded(client: "redis.asyncio.Redis", monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(homes_module, "MAX_CACHED", 2)
     locator = build_locator(client, Hosts("a"))
     for number in range(4):

@@ -113,7 +113,7 @@ async def test_where_no_host_can_take_it_the_opening_itself_says_why() -> None:
     assert hosts.opened == ["asks"]
 
 
-async def test_a_tenant_that_there_is_not_is_told_and_the_next_in_turn_is_not_held_up() -> None:
+async def test_an_unknown_tenant_does_not_delay_the_next() -> None:
     hosts, done = Hosts(ToolFailure(ErrorCode.UNKNOWN_TENANT, "no")), asyncio.Event()
     with pytest.raises(ToolFailure):
         await hosts.open("stranger", done)

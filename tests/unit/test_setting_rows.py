@@ -21,7 +21,7 @@ def rows_of(settings: Any) -> dict[str, tuple[str | None, str]]:
     return {row.name: (row.value, row.origin) for row in build_rows(settings)}
 
 
-def test_values_are_told_as_one_writes_them_and_what_was_not_given_is_default(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_values_are_shown_as_written_with_their_source(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"EGRESS_UIDS": "[7]"}.items():
         monkeypatch.setenv(f"TOOLCREW_{name}", value)
     rows = rows_of(SandboxdSettings())
@@ -31,7 +31,7 @@ def test_values_are_told_as_one_writes_them_and_what_was_not_given_is_default(mo
     assert rows["TOOLCREW_WORKSPACE_STORE"] == (None, "default")
 
 
-def test_what_a_row_says_gives_the_same_settings_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_can_be_loaded_as_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     settings = SandboxdSettings(
         sandboxd_socket=Path("/run/x.sock"), tenant_classes={"gold": {"runtime": "runsc"}}, sandbox_cpus=1.5
     )  # type: ignore[dict-item]
@@ -42,7 +42,7 @@ def test_what_a_row_says_gives_the_same_settings_again(monkeypatch: pytest.Monke
     assert SandboxdSettings() == settings
 
 
-def test_no_secret_is_told_and_of_redis_where_it_is() -> None:
+def test_secrets_are_hidden_and_the_redis_host_is_shown() -> None:
     orchestrator = OrchestratorSettings.model_validate(
         {
             "redis_url": "sentinel://u:geheim1@h1:1/0;sentinel://h2:2",
@@ -81,7 +81,7 @@ def test_a_redis_url_that_is_none_tells_nothing_of_what_may_be_its_password(url:
     assert "geheim" not in (rows["TOOLCREW_REDIS_URL"][0] or "")
 
 
-async def test_every_process_is_told_and_one_that_would_not_start_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_every_process_is_listed_with_its_problem(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TOOLCREW_REDIS_URL", raising=False)
     monkeypatch.setenv("TOOLCREW_MAX_SANDBOXES", "many")
     processes = {process["process"]: process for process in await read_settings()}

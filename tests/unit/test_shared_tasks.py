@@ -54,7 +54,7 @@ async def test_a_shared_task_does_not_know_who_began_it() -> None:
         assert await begin_shared(names(), "shared") == {}
 
 
-async def test_what_tells_the_events_of_all_runs_is_not_of_the_first_one(ground: HostedGround, begun: Begun) -> None:
+async def test_the_tasks_of_run_events_have_no_run_context(ground: HostedGround, begun: Begun) -> None:
     run = await ground.start()
     with bound(call="first"):
         async with ground.working():
@@ -64,7 +64,7 @@ async def test_what_tells_the_events_of_all_runs_is_not_of_the_first_one(ground:
     assert begun["RunEventHub._read_all"] == [{}]
 
 
-async def test_what_admits_all_calls_is_not_of_the_first_one(redis_server: RedisProcess, begun: Begun) -> None:
+async def test_the_tasks_of_admission_have_no_call_context(redis_server: RedisProcess, begun: Begun) -> None:
     with redis_server.client() as client:
         set_slots(client, 1)
     async with redis.asyncio.Redis.from_url(redis_server.url) as connected:

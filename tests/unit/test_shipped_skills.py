@@ -85,7 +85,7 @@ def test_all_are_tools_without_faults_and_need_no_package() -> None:
 @pytest.mark.parametrize(
     "arguments", ["", "no json", "[]", "{}", "null", '{"query": 1, "files": 1}', '{"query": "!", "files": []}']
 )
-def test_what_cannot_be_answered_is_said_in_a_sentence(name: str, arguments: str, tmp_path: Path) -> None:
+def test_wrong_arguments_are_a_short_error(name: str, arguments: str, tmp_path: Path) -> None:
     done = run(name, tmp_path, arguments)
     assert (done.returncode, done.stdout) == (1, "")
     assert "give" in done.stderr
@@ -115,13 +115,13 @@ def test_a_result_names_its_lines_and_what_was_not_searched(workspace: Path) -> 
     assert answer["searched"]["files"] == 1
 
 
-def test_only_the_files_that_were_asked_for_are_searched(workspace: Path) -> None:
+def test_only_the_requested_files_are_searched(workspace: Path) -> None:
     assert found(workspace, "invoices gateway", pattern="*.txt") == ["deep/network.txt"]
     assert found(workspace, "invoices gateway", paths=["billing.md"]) == ["billing.md"]
     assert found(workspace, "invoices", limit=50) == ["billing.md"]
 
 
-def test_what_has_been_read_is_kept_until_the_file_changes(workspace: Path) -> None:
+def test_read_files_are_cached_until_they_change(workspace: Path) -> None:
     assert found(workspace, "roses") == ["garden.md"]
     files = sorted((workspace / ".toolcrew" / "vector-search").iterdir())
     assert len(files) == 3

@@ -57,7 +57,7 @@ def test_an_hour_passes_at_once_and_in_order() -> None:
     assert time.monotonic() - began < 60
 
 
-def test_time_stands_still_while_redis_is_asked(redis_server: RedisProcess) -> None:
+def test_time_stands_still_during_a_redis_request(redis_server: RedisProcess) -> None:
     async def main() -> float:
         pool = open_counting_pool(redis_server.url, 4)
         async with redis.asyncio.Redis(connection_pool=pool) as client:
@@ -75,7 +75,7 @@ def test_time_stands_still_while_redis_is_asked(redis_server: RedisProcess) -> N
     assert run_jumping(main) == 0.0
 
 
-def test_who_waits_for_nobody_is_told() -> None:
+def test_a_stuck_simulation_is_reported() -> None:
     async def main() -> None:
         await asyncio.Event().wait()
 

@@ -100,7 +100,7 @@ def verdict(
     return policy.decide("acme", BASH, {"command": command}).action
 
 
-def test_nobody_is_asked_about_what_a_trusted_skill_names_once_it_is_loaded() -> None:
+def test_commands_of_a_loaded_trusted_skill_need_no_approval() -> None:
     active = ActiveSkills([SKILL])
     assert verdict(active) == "ask"
     assert active.note(*load()) == "keep-house"
@@ -117,13 +117,13 @@ def test_nobody_is_asked_about_what_a_trusted_skill_names_once_it_is_loaded() ->
         "X=1 git clean -fd",
     ],
 )
-def test_what_it_does_not_name_is_asked_about(command: str) -> None:
+def test_other_commands_still_need_approval(command: str) -> None:
     active = ActiveSkills([SKILL])
     active.note(*load())
     assert verdict(active, command) == "ask"
 
 
-def test_what_is_forbidden_or_to_be_asked_about_stays_so() -> None:
+def test_a_skill_lifts_no_deny_or_ask_rule() -> None:
     active = ActiveSkills([SKILL.model_copy(update={"allowed_tools": (AllowedTool(tool="bash_tool"),)})])
     active.note(*load())
     assert verdict(active) == "allow"

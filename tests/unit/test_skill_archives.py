@@ -96,7 +96,7 @@ def test_a_folder_or_what_is_in_it_may_be_packed_and_what_other_programs_add_is_
         (lambda archive: archive.writestr("pdf/zeros", bytes(MAX_BUNDLE_BYTES)), "larger than 64 MiB"),
     ],
 )
-def test_what_is_not_plain_is_refused(tmp_path: Path, fill: Fill, expected: str) -> None:
+def test_special_files_are_refused(tmp_path: Path, fill: Fill, expected: str) -> None:
     with pytest.raises(SkillBroken, match=expected):
         load_zip(zip_of(tmp_path, fill))
 
@@ -115,7 +115,7 @@ def test_a_file_that_says_it_is_small_is_read_no_further_than_a_skill_may_be(tmp
         load_zip(path)
 
 
-def test_what_is_no_skill_says_what_is_missing(tmp_path: Path) -> None:
+def test_a_folder_without_a_skill_says_what_is_missing(tmp_path: Path) -> None:
     other = tmp_path / "x.zip"
     with zipfile.ZipFile(other, "w") as archive:
         archive.writestr("a/b", "x")
@@ -157,7 +157,7 @@ def test_a_damaged_archive_is_read_or_refused(tmp_path_factory: pytest.TempPathF
 
 
 @given(st.binary(max_size=500))
-def test_what_is_kept_is_a_bundle_or_refused(junk: bytes) -> None:
+def test_stored_data_is_a_bundle_or_refused(junk: bytes) -> None:
     with pytest.raises(SkillBroken):
         expand_bundle(junk)
 

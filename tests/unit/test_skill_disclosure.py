@@ -25,7 +25,7 @@ def told(skills: list[SkillSummary], uses: dict[str, int] | None = None, window:
     return spec.description
 
 
-def test_all_are_told_while_there_is_room() -> None:
+def test_all_skills_are_listed_while_there_is_room() -> None:
     skills = [build_skill("alpha", "Does\nalpha."), build_skill("beta")]
     assert told(skills) == "Use a skill. Skills:\n- alpha: Does alpha.\n- beta: Does it."
     assert told([]) == "Use a skill. There are no skills now."
@@ -50,7 +50,7 @@ def test_a_small_window_has_less_room() -> None:
     st.lists(st.tuples(st.integers(0, 99), st.integers(1, 4000)), max_size=60, unique_by=lambda pair: pair[0]),
     st.integers(0, 300_000),
 )
-def test_no_more_is_told_than_there_is_room_for(sizes: list[tuple[int, int]], window: int) -> None:
+def test_the_list_of_skills_is_bounded(sizes: list[tuple[int, int]], window: int) -> None:
     skills = [build_skill(f"s{number}", "x" * size) for number, size in sizes]
     description = told(skills, {}, window)
     notes = len("Skills, those that are used most:\n") + len("\n[99 more: action list names them]")

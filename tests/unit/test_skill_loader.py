@@ -96,7 +96,7 @@ def test_a_skill_is_its_front_matter_its_text_and_its_files(tmp_path: Path) -> N
         ("name: a\ndescription: Use it: often, and well", "put the value with the colon into quotes"),
     ],
 )
-def test_what_is_not_quite_standard_is_loaded_with_a_warning(matter: str, words: str) -> None:
+def test_non_standard_skills_load_with_a_warning(matter: str, words: str) -> None:
     assert words in warnings_of(matter)
 
 
@@ -125,7 +125,7 @@ def test_an_unquoted_colon_is_read_as_it_was_meant() -> None:
         ("---\nname: a\ndescription: b\nx: [" + "1," * 3000 + "]\n---\n", "too many values"),
     ],
 )
-def test_what_cannot_be_used_is_refused_with_what_to_mend(source: str, words: str) -> None:
+def test_unusable_skills_are_refused_with_advice(source: str, words: str) -> None:
     with pytest.raises(SkillBroken, match=words.replace("[", r"\[")):
         parse_skill(source, "a")
 
@@ -144,7 +144,7 @@ def test_text_that_yaml_writes_is_read_back(description: str, compatibility: str
     assert (text.description, text.compatibility) == (" ".join(description.split()), " ".join(compatibility.split()))
 
 
-def test_a_broken_skill_is_told_and_costs_no_other(tmp_path: Path) -> None:
+def test_a_broken_skill_is_logged_and_others_load(tmp_path: Path) -> None:
     write_skill(tmp_path, "a", "name: a")
     write_skill(tmp_path, "b")
     (tmp_path / "notes").mkdir()
@@ -157,7 +157,7 @@ def test_a_broken_skill_is_told_and_costs_no_other(tmp_path: Path) -> None:
     ]
 
 
-def test_of_two_with_one_name_the_first_root_wins_and_it_is_told(tmp_path: Path) -> None:
+def test_the_first_root_wins_for_a_name(tmp_path: Path) -> None:
     first, second = write_skill(tmp_path / "1", "a"), write_skill(tmp_path / "2", "a", body="other")
     with capture_logs() as logs:
         [skill] = load_skills([tmp_path / "1", tmp_path / "2"])

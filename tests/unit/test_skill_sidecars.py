@@ -75,7 +75,7 @@ def test_the_longest_description_fits() -> None:
         ({"unknown": 1}, "unknown"),
     ],
 )
-def test_what_makes_no_tool_is_told(fields: dict[str, Any], words: str) -> None:
+def test_an_invalid_tool_is_reported(fields: dict[str, Any], words: str) -> None:
     with pytest.raises(SidecarBroken, match=words):
         parse(**fields)
 
@@ -83,12 +83,12 @@ def test_what_makes_no_tool_is_told(fields: dict[str, Any], words: str) -> None:
 @pytest.mark.parametrize(
     "text", [b"", b"[]", b"{", b"\xff", b"null", b"{}", b"[" * 10_000, b" " * (MAX_SIDECAR_BYTES + 1)]
 )
-def test_what_is_no_sidecar_is_told(text: bytes) -> None:
+def test_an_invalid_sidecar_is_reported(text: bytes) -> None:
     with pytest.raises(SidecarBroken):
         parse_sidecar(text, FILES)
 
 
-def test_a_schema_that_is_nested_deeply_is_told() -> None:
+def test_a_deeply_nested_schema_is_reported() -> None:
     schema: dict[str, Any] = {"type": "object"}
     for _ in range(150):
         schema = {"type": "object", "properties": {"a": schema}}
@@ -97,13 +97,13 @@ def test_a_schema_that_is_nested_deeply_is_told() -> None:
 
 
 @pytest.mark.parametrize("name", ["a.b", "x" * 65, "a b"])
-def test_a_name_that_no_tool_can_have_is_told(name: str) -> None:
+def test_an_invalid_tool_name_is_reported(name: str) -> None:
     with pytest.raises((SidecarBroken, ValueError)):
         build_skill_spec(summary(name), parse())
 
 
 @pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e999"])
-def test_numbers_that_json_does_not_have_are_told(number: str) -> None:
+def test_invalid_json_numbers_are_reported(number: str) -> None:
     text = (
         b'{"entrypoint": "scripts/run.py", "parameters": {"type": "object", "properties": {"a": {"default": '
         + number.encode()

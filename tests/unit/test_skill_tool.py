@@ -110,7 +110,7 @@ def test_read_gives_pages_of_numbered_lines(root: Path) -> None:
         ({"path": "long.md", "script": "a.py"}, ErrorCode.INVALID_ARGUMENTS),
     ],
 )
-def test_what_cannot_be_read_is_refused(root: Path, arguments: dict[str, Any], code: ErrorCode) -> None:
+def test_unreadable_files_are_refused(root: Path, arguments: dict[str, Any], code: ErrorCode) -> None:
     assert Bench(root).use(name="alpha", action="read", **arguments).error_code is code
 
 
@@ -191,7 +191,7 @@ def test_only_scripts_of_the_bundle_are_run(root: Path, script: str, code: Error
     "arguments",
     [{"timeout": "5m"}, {"timeout": None}, {"timeout": 5000}, {"cwd": 7}, {"command": [1], "background": 1}],
 )
-def test_parameters_of_a_skills_own_are_its_own_whatever_their_names(tmp_path: Path, arguments: dict[str, Any]) -> None:
+def test_parameters_of_a_skill_may_have_any_name(tmp_path: Path, arguments: dict[str, Any]) -> None:
     sidecar = json.dumps(
         {
             "entrypoint": "scripts/a.sh",
@@ -206,7 +206,7 @@ def test_parameters_of_a_skills_own_are_its_own_whatever_their_names(tmp_path: P
     assert (result.text(), json.loads(client.bodies[0])) == ("1\n", arguments)
 
 
-def test_a_sandboxd_that_goes_while_it_is_asked_for_a_skill_leaves_a_call_that_has_not_acted(root: Path) -> None:
+def test_a_sandboxd_lost_during_a_skill_load_leaves_the_call_unstarted(root: Path) -> None:
     bench = Bench(root)
 
     def gone(*_: Any, **__: Any) -> str:

@@ -41,7 +41,7 @@ def tell(tracer: Tracer, count: int = 1) -> list[Span]:
     return spans
 
 
-def test_what_has_ended_reaches_the_collector_at_the_latest_when_it_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ended_spans_are_sent_at_the_latest_on_close(monkeypatch: pytest.MonkeyPatch) -> None:
     with open_collector() as collector:
         warned: list[str] = []
         tracer = opened(
@@ -75,7 +75,7 @@ def test_a_collector_in_trouble_delays_neither_a_span_nor_the_end_by_more_than_i
     assert [record.name for record in caplog.records if record.name.startswith("opentelemetry.exporter")] == []
 
 
-def test_what_is_lost_is_said_once_a_minute_with_its_number() -> None:
+def test_lost_spans_are_logged_once_a_minute() -> None:
     now, warned = [0.0], list[str]()
 
     class Broken:
@@ -171,7 +171,7 @@ def test_content_is_masked_before_it_is_cut() -> None:
     assert Tracer(lambda _: None, lambda _: True).content(names.TOOL_RESULT, lambda: text) == {}
 
 
-def test_what_is_not_sampled_is_neither_kept_nor_sent() -> None:
+def test_unsampled_spans_are_not_sent() -> None:
     ended: list[Span] = []
     tracer = Tracer(ended.append, lambda _: False)
     root = tracer.start("root", {"a": "b"})

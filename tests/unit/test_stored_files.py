@@ -49,7 +49,7 @@ async def test_an_upload_is_what_was_sent_and_of_its_tenant_alone(files: StoredF
         ((TAR_GZ, bytes(100_000)), ErrorCode.FILE_TOO_LARGE),
     ],
 )
-async def test_what_is_refused_leaves_nothing(
+async def test_a_refused_file_leaves_nothing(
     files: StoredFiles, parts: tuple[bytes, ...], code: ErrorCode, tmp_path: Path
 ) -> None:
     with pytest.raises(ToolFailure) as refused:

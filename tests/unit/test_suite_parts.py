@@ -55,7 +55,7 @@ def run(root: Path, **parts: str) -> tuple[int, str]:
     return process.returncode, output
 
 
-def test_parts_that_pass_are_counted_and_their_skips_told(tmp_path: Path) -> None:
+def test_passed_parts_are_counted_with_their_skips(tmp_path: Path) -> None:
     status, output = run(tmp_path, one=PASSES, two=SKIPS)
 
     assert status == 0, output
@@ -85,7 +85,7 @@ def test_a_directory_in_another_is_a_part_of_its_own_and_run_once(tmp_path: Path
     assert "test: tests/outer/inner: 1 passed, 1 skipped in" in output
 
 
-def test_what_fails_and_what_dies_fails_all_is_told_whole_and_named_last(tmp_path: Path) -> None:
+def test_failed_and_killed_parts_are_shown_and_named_last(tmp_path: Path) -> None:
     status, output = run(tmp_path, good=PASSES, bad=FAILS, deadly=DIES)
 
     assert status == 1

@@ -123,7 +123,7 @@ async def test_a_worker_that_ends_in_order_is_not_started_again(tmp_path: Path) 
             assert not task.done()
 
 
-async def test_what_a_killed_process_leaves_of_its_own_goes_before_the_next_is_started(tmp_path: Path) -> None:
+async def test_children_of_a_killed_process_end_before_its_restart(tmp_path: Path) -> None:
     program = (
         f"import subprocess, sys, time; print(subprocess.Popen([sys.executable, '-c', '{FOREVER}']).pid, flush=True); "
         "time.sleep(600)"
@@ -138,7 +138,7 @@ async def test_what_a_killed_process_leaves_of_its_own_goes_before_the_next_is_s
             assert not is_alive(left)
 
 
-async def test_a_process_that_was_stopped_by_somebody_still_ends(tmp_path: Path) -> None:
+async def test_a_suspended_process_still_ends(tmp_path: Path) -> None:
     async with opened(tmp_path) as house:
         pid = await house.start("a", FOREVER)
         os.kill(pid, signal.SIGSTOP)
@@ -148,7 +148,7 @@ async def test_a_process_that_was_stopped_by_somebody_still_ends(tmp_path: Path)
         assert not is_alive(pid)
 
 
-async def test_a_process_that_does_not_end_when_told_is_killed(tmp_path: Path) -> None:
+async def test_a_process_that_ignores_the_stop_is_killed(tmp_path: Path) -> None:
     program = f"import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('deaf', flush=True); {FOREVER}"
     async with opened(tmp_path) as house:
         pid = await house.start("a", program, stop_within_s=0.1)
@@ -190,7 +190,7 @@ def test_the_first_end_costs_no_pause_and_each_further_one_within_the_window_mor
     assert pauses == [0.0, *sorted(PAUSES_S[1:]), None]
 
 
-def test_an_end_is_told_by_its_code_or_its_signal() -> None:
+def test_an_end_shows_its_code_or_signal() -> None:
     assert [str(End(code, 0.0)) for code in (0, 3, -9, -64, -99)] == [
         "exit code 0",
         "exit code 3",

@@ -152,7 +152,7 @@ def test_a_switch_that_cannot_be_read_still_turns_its_tool_off(data: bytes) -> N
     assert parse_switches(KEY, {b"echo": data}).keys() == {"echo"}
 
 
-def test_who_calls_a_tool_that_is_off_reads_why() -> None:
+def test_a_call_of_a_tool_that_is_off_gets_the_reason() -> None:
     sentence = OFF.refusal("echo")
     assert "turned off the tool echo" in sentence
     assert "it is being mended" in sentence
@@ -216,7 +216,7 @@ def test_a_worker_does_not_run_what_its_own_registry_has_off() -> None:
     assert house.executor.execute(build_call(call_id="call-2"), build_context()).success
 
 
-def test_a_worker_serves_the_verbs_of_sessions_whatever_the_switches_say() -> None:
+def test_switches_do_not_stop_session_verbs() -> None:
     verb = "session.close"
     house = House(Board(**{verb: OFF}), name=verb, audience="session")
     assert house.executor.execute(build_call(verb), build_context()).success

@@ -70,7 +70,7 @@ def test_every_call_of_the_grammar_is_read_as_that_call(index: int, spec: ToolSp
         assert set(spec.parameters["required"]) <= set(arguments)  # type: ignore[arg-type]
 
 
-def test_what_is_written_for_a_type_fits_it() -> None:
+def test_values_fit_their_type() -> None:
     grammar, random = Grammar(build_tag_grammar([RICH])), Random(7)
     for _ in range(SAMPLES):
         (call,) = read(grammar.sample(random, "call-0"))
@@ -125,6 +125,6 @@ def test_a_schema_that_says_little_is_taken_as_text() -> None:
     assert '"<a value=\\"" line "\\" />"' in build_tag_grammar([spec])
 
 
-def test_what_is_required_but_not_described_is_text() -> None:
+def test_a_required_parameter_without_a_schema_is_text() -> None:
     spec = ToolSpec(name="loose", description="Loose.", parameters={"type": "object", "required": ["a"]})
     assert '("<a value=\\"" line "\\" />"' in build_tag_grammar([spec])

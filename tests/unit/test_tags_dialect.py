@@ -106,7 +106,7 @@ def test_a_closing_hint_ends_the_message() -> None:
     assert sent(result("1"), profile=profile)["content"].endswith("1\n\nAnswer now.")
 
 
-def test_a_failure_is_told_with_its_code() -> None:
+def test_a_failure_shows_its_code() -> None:
     failed = ToolResult(
         call_id="a", name="x", success=False, error="Tool not found: x", error_code=ErrorCode.TOOL_NOT_FOUND
     )

@@ -71,7 +71,7 @@ def test_a_chunk_without_a_marker_goes_out_at_once() -> None:
 
 
 @pytest.mark.parametrize("length", range(1, 13))
-def test_what_may_begin_a_marker_is_held_and_nothing_more(length: int) -> None:
+def test_only_a_possible_marker_is_held_back(length: int) -> None:
     parser = TagStreamParser()
     parser.feed("x")
     assert parser.feed("text" + "<tool_action"[:length]) == [Text("text")]
@@ -265,7 +265,7 @@ def test_a_long_line_behind_a_fence_is_read_alike_however_it_is_cut() -> None:
 
 @pytest.mark.parametrize("name", ["-x", "a.b", "中", "@on", "w"])
 @pytest.mark.parametrize("place", range(1, 5))
-def test_what_looks_like_an_attribute_is_one_wherever_it_is_cut(name: str, place: int) -> None:
+def test_an_attribute_is_found_at_any_cut(name: str, place: int) -> None:
     text = f'<tool_action name=\'t\'><v value="a" {name}="1" /></tool_action>'
     split = text.index('a"') + place
     parser = TagStreamParser()

@@ -43,7 +43,7 @@ def pax(*records: tuple[str, str]) -> bytes:
 
 
 @given(st.lists(st.tuples(NAMES, st.binary(max_size=2000), st.booleans()), max_size=8), st.sampled_from(FORMATS))
-def test_what_python_packs_is_read(files: list[tuple[list[str], bytes, bool]], form: int) -> None:
+def test_archives_of_python_are_read(files: list[tuple[list[str], bytes, bool]], form: int) -> None:
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w", format=form) as archive:
         for parts, data, is_executable in files:
@@ -55,7 +55,7 @@ def test_what_python_packs_is_read(files: list[tuple[list[str], bytes, bool]], f
 
 
 @pytest.mark.parametrize("form", ["gnu", "pax", "ustar"])
-def test_what_tar_packs_is_read(tmp_path: Path, form: str) -> None:
+def test_archives_of_tar_are_read(tmp_path: Path, form: str) -> None:
     folder = tmp_path / ("deep" * 20)
     folder.mkdir()
     (folder / "file").write_bytes(b"x" * 1000)

@@ -79,7 +79,7 @@ async def test_lists_mark_tools_that_a_policy_forbids(redis_server: RedisProcess
     assert [spec.name for spec in await client.tools()] == ["echo"]
 
 
-async def test_a_worker_refuses_it_whatever_the_sender_has_looked_at(pool: SwitchedPool, client: ToolClient) -> None:
+async def test_a_worker_refuses_a_tool_that_is_off(pool: SwitchedPool, client: ToolClient) -> None:
     await client.disable("echo", tenant="acme")
     client._dispatcher._rules = replace(client._dispatcher._rules, switches=None)
     assert await call(client) is ErrorCode.TOOL_DISABLED

@@ -86,7 +86,7 @@ async def test_a_session_is_not_another_tenants(house: House) -> None:
     assert refused.value.code is ErrorCode.PERMISSION_DENIED
 
 
-async def test_a_key_that_is_none_connects_nobody(house: House) -> None:
+async def test_an_invalid_key_is_refused(house: House) -> None:
     assert await refusal_of(house.connect("tc_0_none")) is ErrorCode.UNAUTHENTICATED
 
 
@@ -100,7 +100,7 @@ async def test_a_key_that_was_revoked_opens_no_more_sessions(house: House) -> No
     assert refused.value.code is ErrorCode.UNAUTHENTICATED
 
 
-async def test_models_are_told_of_the_tools_that_the_tenant_may_use(house: House) -> None:
+async def test_models_see_the_tools_of_the_tenant(house: House) -> None:
     async with house.connect(tenant="acme") as client:
         assert [spec.name for spec in await client.tools()] == ["grep_tool", "read_tool"]
         assert [spec.name for spec in await client.tools(["bash_tool", "read_tool"])] == ["read_tool"]
@@ -108,7 +108,7 @@ async def test_models_are_told_of_the_tools_that_the_tenant_may_use(house: House
         assert [spec.name for spec in await client.tools()] == ["bash_tool", "grep_tool", "read_tool"]
 
 
-async def test_a_client_of_a_tenant_that_is_none_is_told_so(house: House) -> None:
+async def test_a_client_of_an_unknown_tenant_fails(house: House) -> None:
     async with house.connect(tenant="nobody") as client:
         for work in (client.tools(), client.open_session()):
             with pytest.raises(ToolFailure) as refused:

@@ -114,7 +114,7 @@ def test_a_call_for_a_tenant_that_is_none_is_refused_and_counted() -> None:
     assert (house.terms, house.counted) == ([], ["wrong_tenant"])
 
 
-def test_a_session_can_be_closed_whatever_became_of_its_tenant() -> None:
+def test_a_session_of_a_removed_tenant_can_be_closed() -> None:
     house = House(
         broken=ConfigError("the policy cannot be read"),
         bare=TenantPolicy(tools=(), commands=(CommandRule(action="deny"),)),
@@ -134,7 +134,7 @@ def test_a_worker_that_cannot_ask_runs_nothing() -> None:
     )
 
 
-def test_what_was_refused_is_counted_in_redis(redis_server: RedisProcess) -> None:
+def test_refusals_are_counted_in_redis(redis_server: RedisProcess) -> None:
     with redis_server.client() as client:
         client.hset(tenants_key("test"), "acme", seal_policy(KEY, "acme", TenantPolicy()))
         policy = CallPolicy(

@@ -90,7 +90,7 @@ def test_a_policy_outside_its_bounds_or_with_an_unknown_field_is_none(fields: di
     "name",
     ["", "a" * 65, "a b", "a:b", "a\n", "../x", "tenant\u0000", "ähm", VERSION_FIELD, "a*", "{acme}", "a'; drop", "٣"],
 )
-def test_what_could_leave_its_place_in_a_key_is_no_tenant(name: str) -> None:
+def test_a_name_that_breaks_a_key_is_no_tenant(name: str) -> None:
     with pytest.raises(ValidationError):
         ToolContext(tenant=name, sent_at=0, deadline_at=1)
     assert build_context(tenant="Team-1_b").tenant == "Team-1_b"
@@ -202,12 +202,12 @@ def test_a_tenants_rules_stand_beside_those_of_the_program() -> None:
     assert with_tenant_rules(own, TenantPolicy(), "acme") is own
 
 
-def test_while_nobody_is_registered_any_name_is_served_as_the_default_tenant() -> None:
+def test_without_registered_tenants_any_name_is_the_default_tenant() -> None:
     assert look().policy("anybody", KEY) == TenantPolicy()
     assert look(default=HEAVY_DEFAULT, fields=2, version=b"v").policy("anybody", KEY).weight == 3
 
 
-def test_once_somebody_is_registered_only_those_and_the_default_tenant_are_served() -> None:
+def test_with_registered_tenants_unknown_names_are_refused() -> None:
     closed = look(default=HEAVY_DEFAULT, fields=3, version=b"v")
     assert closed.policy("default", KEY).weight == 3
     assert look(own=seal_policy(KEY, "acme", TenantPolicy(weight=2)).encode(), fields=1).policy("acme", KEY).weight == 2

@@ -132,7 +132,7 @@ async def test_a_process_that_has_seen_tenants_serves_nothing_once_redis_has_los
             await tenants.policy(name)
 
 
-async def test_what_cannot_be_registered_changed_or_removed_is_told(tenants: RedisTenants) -> None:
+async def test_impossible_changes_are_reported(tenants: RedisTenants) -> None:
     await tenants.add("acme", TenantPolicy())
     for work, code in (
         (tenants.add("acme", TenantPolicy()), ErrorCode.INVALID_ARGUMENTS),
@@ -156,7 +156,7 @@ async def test_a_policy_that_is_too_long_is_not_kept(tenants: RedisTenants) -> N
     assert dict(await tenants.all()) == {}
 
 
-async def test_of_changes_at_the_same_time_none_is_lost(client: "redis.asyncio.Redis") -> None:
+async def test_concurrent_changes_are_not_lost(client: "redis.asyncio.Redis") -> None:
     stores = [RedisTenants(client, "test", KEYS) for _ in range(2)]
     await stores[0].add("acme", TenantPolicy(in_flight=1))
 
@@ -295,14 +295,14 @@ def test_an_answer_that_was_overtaken_is_not_remembered() -> None:
     assert policy.weight == 2
 
 
-def test_what_is_remembered_is_bounded() -> None:
+def test_the_cache_is_bounded() -> None:
     cache = PolicyCache(KEYS, Clock())
     for number in range(MAX_CACHED_POLICIES + 10):
         cache.learn(f"t{number}", seen(b"v", 2, f"t{number}"), asked_at=100)
     assert (cache.find("t9"), cache.find("t10") is None) == (None, False)
 
 
-async def test_who_wants_the_same_shares_one_read_and_a_cancelled_one_takes_it_from_nobody() -> None:
+async def test_a_cancelled_reader_does_not_cancel_a_shared_read() -> None:
     reads, gate, begun = SharedReads[int](), asyncio.Event(), 0
 
     async def read() -> int:
@@ -321,7 +321,7 @@ async def test_who_wants_the_same_shares_one_read_and_a_cancelled_one_takes_it_f
     assert begun == 2
 
 
-async def test_a_shared_read_that_fails_fails_for_all_who_asked() -> None:
+async def test_a_failed_shared_read_fails_every_reader() -> None:
     async def read() -> int:
         raise BrokerUnavailable("away")
 

@@ -114,7 +114,7 @@ def on_screen(written: str) -> str:
     return "\n".join(lines)
 
 
-def test_on_a_terminal_the_last_lines_are_shown_and_gone_when_the_call_has_ended() -> None:
+def test_live_lines_are_removed_after_the_call() -> None:
     file = io.StringIO()
     with LiveOutput(Console(file=file, width=80, force_terminal=True, color_system=None)) as shown:
         shown.show("stdout", "".join(f"line {number}\n" for number in range(100)) + "rest")

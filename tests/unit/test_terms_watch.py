@@ -51,7 +51,7 @@ def watch(host: Host, book: Book) -> TermsMonitor:
     return TermsMonitor(book.policy)
 
 
-def test_terms_are_told_once_and_again_when_they_change(watch: TermsMonitor, host: Host, book: Book) -> None:
+def test_terms_are_sent_once_per_change(watch: TermsMonitor, host: Host, book: Book) -> None:
     assert (watch.look(host), watch.look(host)) == (2, 0)
     book["acme"] = CLOSED
     assert watch.look(host) == 1
@@ -65,13 +65,13 @@ def test_a_tenant_that_is_none_any_more_loses_its_network(watch: TermsMonitor, h
     assert host.told[-1] == ("acme", CLOSED)
 
 
-def test_while_nobody_can_say_sandboxd_goes_by_what_it_was_told(watch: TermsMonitor, host: Host, book: Book) -> None:
+def test_sandboxd_keeps_the_last_terms_during_an_outage(watch: TermsMonitor, host: Host, book: Book) -> None:
     watch.look(host)
     book["acme"], book["umbrella"] = BrokerUnavailable("Redis is away"), CLOSED
     assert (watch.look(host), host.told[-1]) == (1, ("umbrella", CLOSED))
 
 
-def test_a_tenant_that_comes_back_is_told_of_again(watch: TermsMonitor, host: Host) -> None:
+def test_a_returning_tenant_is_sent_again(watch: TermsMonitor, host: Host) -> None:
     watch.look(host)
     host.tenants = ["umbrella"]
     watch.look(host)

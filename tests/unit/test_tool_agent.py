@@ -82,7 +82,7 @@ async def test_a_name_that_servers_refuse_does_not_poison_the_conversation(name:
     assert " " not in entry["function"]["name"]
 
 
-async def test_a_reply_that_breaks_off_unseen_is_asked_for_again() -> None:
+async def test_an_unseen_broken_reply_is_requested_again() -> None:
     replies = iter([[chunk("ha"), ModelInterrupted("broke off")], [chunk("whole", "stop")]])
 
     async def stream(_: ModelRequest) -> AsyncIterator[Chunk]:

@@ -30,7 +30,7 @@ async def test_a_gateway_gives_the_content_or_a_message_with_it(reply: Any, is_a
     assert (result.reply, result.rounds, result.stop_reason) == ("hi", 1, StopReason.ANSWERED)
 
 
-async def test_a_gateway_that_gives_no_content_is_told_to_its_writer() -> None:
+async def test_a_gateway_without_content_is_a_clear_error() -> None:
     with pytest.raises(TypeError, match="content as a string"):
         await run_tool_loop({"chat": lambda _: 5, "tool_registry": create_tool_registry()}, "s", "hello")
 

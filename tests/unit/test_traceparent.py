@@ -25,14 +25,14 @@ def context(trace: str | None) -> ToolContext:
 
 
 @given(ids(32), ids(16), st.booleans())
-def test_what_is_written_is_read_as_it_was(trace: str, span: str, is_sampled: bool) -> None:
+def test_a_written_header_is_read_back(trace: str, span: str, is_sampled: bool) -> None:
     ref = SpanRef(trace, span, is_sampled)
     assert parse_traceparent(str(ref)) == ref
     assert context(str(ref)).trace == str(ref)
 
 
 @given(st.integers(0, 255))
-def test_of_the_flags_only_the_sampled_one_counts(flags: int) -> None:
+def test_only_the_sampled_flag_counts(flags: int) -> None:
     assert parse_traceparent(f"{GOOD[:-2]}{flags:02x}").is_sampled == bool(flags & 1)
 
 
@@ -59,7 +59,7 @@ def test_any_other_text_is_refused_and_nothing_else_happens(text: str) -> None:
         "",
     ],
 )
-def test_what_only_looks_like_one_is_refused(text: str) -> None:
+def test_a_similar_header_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="traceparent"):
         parse_traceparent(text)
     with pytest.raises(ValueError, match="traceparent"):

@@ -51,7 +51,7 @@ async def test_a_trajectory_has_prompt_instruction_and_a_step_for_each_reply(tmp
     assert len(exported["agent"]["tool_definitions"]) == 1
 
 
-async def test_what_a_model_thinks_is_no_message(tmp_path: Path) -> None:
+async def test_thoughts_of_a_model_are_no_message(tmp_path: Path) -> None:
     exported = await export(tmp_path, build_atif, "<think>hm</think>Yes.")
     assert (exported["steps"][-1]["reasoning_content"], exported["steps"][-1]["message"]) == ("hm", "Yes.")
 
@@ -158,7 +158,7 @@ async def test_spans_are_one_tree_with_the_conventions_names(tmp_path: Path) -> 
     assert usage == {"intValue": "2"}
 
 
-async def test_spans_hold_no_text_of_the_run_unless_it_is_asked_for(tmp_path: Path) -> None:
+async def test_spans_hold_no_text_by_default(tmp_path: Path) -> None:
     path, _, _ = await run_traced(tmp_path, ScriptedModel([call_echo("needle"), "needle"]))
     trace = load_trace(path)
     assert "needle" not in json.dumps(build_otel(trace))

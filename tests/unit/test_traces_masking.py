@@ -90,7 +90,7 @@ def test_a_key_is_known_by_its_shape(text: str, kind: str) -> None:
         ('{"Authorization": "Basic dXNlcjpwYXNz"}', '{"Authorization": "Basic [masked: credentials]"}'),
     ],
 )
-def test_what_stands_around_a_secret_stays(text: str, masked: str) -> None:
+def test_text_around_a_secret_stays(text: str, masked: str) -> None:
     assert MASKER.mask(text) == masked
     assert MASKER.mask(masked) == masked
 
@@ -107,7 +107,7 @@ def test_what_stands_around_a_secret_stays(text: str, masked: str) -> None:
         "AKIA is a prefix",
     ],
 )
-def test_what_is_no_secret_stays(text: str) -> None:
+def test_other_text_stays(text: str) -> None:
     assert MASKER.mask(text) == text
 
 
@@ -115,7 +115,7 @@ def test_a_value_too_short_to_tell_is_not_looked_for() -> None:
     assert Masker({"k": "abc"}).mask("abcabc") == "abcabc"
 
 
-def test_of_two_secrets_of_which_one_holds_the_other_nothing_stays() -> None:
+def test_overlapping_secrets_are_masked_whole() -> None:
     assert Masker({"short": "secret1", "long": "secret1-and-more"}).mask("x secret1-and-more y") == "x [masked: long] y"
 
 

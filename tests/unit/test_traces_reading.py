@@ -26,7 +26,7 @@ def append(path: Path, *lines: bytes) -> None:
         file.write(b"".join(lines))
 
 
-async def test_a_line_that_broke_off_is_dropped_and_told(tmp_path: Path) -> None:
+async def test_a_truncated_line_is_dropped_and_reported(tmp_path: Path) -> None:
     path, _, _ = await run_traced(tmp_path)
     append(path, b'{"v":2,"seq":13,"ty')
     trace = load_trace(path)
@@ -99,7 +99,7 @@ async def test_a_trace_without_an_end_says_so(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", [lambda file: file.unlink(), lambda file: file.write_bytes(b"other")])
-async def test_a_large_part_that_is_missing_or_not_what_its_name_says_is_told(tmp_path: Path, damage: Any) -> None:
+async def test_a_missing_or_changed_large_part_is_reported(tmp_path: Path, damage: Any) -> None:
     path, _, _ = await run_traced(tmp_path, answer=lambda call: echo(call).model_copy(update={"output": "x" * 40_000}))
     [damage(file) for file in (path.parent / "blobs").rglob("*") if file.is_file()]
     trace = load_trace(path)

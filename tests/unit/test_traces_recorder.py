@@ -121,7 +121,7 @@ async def test_a_malformed_call_has_a_result_and_was_not_called(tmp_path: Path) 
     assert [result["error_code"] for result in results] == ["INVALID_ARGUMENTS"]
 
 
-async def test_a_reply_that_the_time_limit_interrupts_is_told_as_far_as_it_came(tmp_path: Path) -> None:
+async def test_an_interrupted_reply_is_recorded_in_part(tmp_path: Path) -> None:
     async def stall(call: ToolCall) -> ToolResult:
         await asyncio.Event().wait()
         return echo(call)
@@ -150,7 +150,7 @@ async def test_a_reply_that_the_time_limit_interrupts_is_told_as_far_as_it_came(
 # Sandboxes, approvals, pieces
 
 
-async def test_a_sandbox_that_took_over_is_told(tmp_path: Path) -> None:
+async def test_a_replaced_sandbox_is_recorded(tmp_path: Path) -> None:
     def answer(call: ToolCall) -> ToolResult:
         return echo(call).model_copy(update={"sandbox": SandboxInfo(id=f"box-{call.arguments['text']}", generation=2)})
 
@@ -166,7 +166,7 @@ async def test_a_sandbox_that_took_over_is_told(tmp_path: Path) -> None:
     assert (read.session, read.notes()) == ("s9", ["sandbox box-b replaces box-a", "sandbox box-b is closed"])
 
 
-async def test_questions_and_answers_of_approvals_are_told(tmp_path: Path) -> None:
+async def test_approvals_are_recorded(tmp_path: Path) -> None:
     spec, call = build_spec("echo", requires_permission=True), build_call("echo", text="a", call_id="c1")
     approver = CallbackApprover(lambda request: Decision(True, "fine", {"text": "b"}))
     with open_trace(tmp_path, "acme", RUN, masker=Masker()) as trace:
@@ -182,7 +182,7 @@ async def test_questions_and_answers_of_approvals_are_told(tmp_path: Path) -> No
     assert question["digest"] == decided["digest"]
 
 
-async def test_nobody_is_asked_and_nothing_told_of_a_call_that_needs_no_approval(tmp_path: Path) -> None:
+async def test_a_call_without_approval_records_no_question(tmp_path: Path) -> None:
     seen: list[Any] = []
     await review(
         build_call("echo"), build_spec("echo"), CallbackApprover(lambda _: Decision(False)), on_event=seen.append
@@ -315,7 +315,7 @@ async def test_text_that_no_utf8_carries_and_numbers_that_no_json_has_are_writte
     assert of_type(path, "ModelAsked")[0]["new_messages"][1]["content"] == "half ? a pair"
 
 
-async def test_what_nests_too_deep_is_left_out_and_the_rest_is_there(tmp_path: Path) -> None:
+async def test_too_deep_values_are_left_out(tmp_path: Path) -> None:
     deep: Any = "x"
     for _ in range(400):
         deep = [deep]
@@ -385,7 +385,7 @@ async def test_a_trace_that_is_a_link_to_somewhere_else_is_not_written(tmp_path:
     assert (target.read_text(), result.answer, len(trace.warnings)) == ("mine\n", "It is a.", 1)
 
 
-async def test_a_folder_that_cannot_be_written_ends_no_run_and_is_told_once(tmp_path: Path) -> None:
+async def test_an_unwritable_folder_warns_once_and_ends_no_run(tmp_path: Path) -> None:
     (tmp_path / "acme").write_text("a file")
     warnings: list[str] = []
     with open_trace(tmp_path, "acme", RUN, masker=Masker(), on_warning=warnings.append) as trace:

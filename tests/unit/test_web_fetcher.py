@@ -182,7 +182,7 @@ def test_the_total_counts_over_redirects(server: WebServer) -> None:
         b"HTTP/1.1 101 Switching\r\nupgrade: x\r\n\r\n",
     ],
 )
-def test_what_is_not_http_is_said_without_repeating_it(server: WebServer, reply: bytes) -> None:
+def test_invalid_http_is_reported_without_its_text(server: WebServer, reply: bytes) -> None:
     server.replies["/"] = reply
     failed = failure(server)
     assert failed.code is ErrorCode.NETWORK_ERROR
@@ -297,7 +297,7 @@ def test_a_closed_port_is_a_refused_connection() -> None:
     assert (failed.code, failed.metadata["cause"]) == (ErrorCode.NETWORK_ERROR, "refused")
 
 
-def test_a_reset_is_said(server: WebServer) -> None:
+def test_a_reset_is_reported(server: WebServer) -> None:
     def reply(connection: socket.socket) -> None:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
         connection.close()

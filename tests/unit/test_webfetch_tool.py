@@ -86,7 +86,7 @@ def test_the_main_part_comes_as_markdown_without_what_is_around_it(server: WebSe
         assert unwanted not in body
 
 
-def test_that_a_part_was_left_out_is_said_with_the_way_to_all_of_it(server: WebServer) -> None:
+def test_a_partial_page_names_the_way_to_the_whole_page(server: WebServer) -> None:
     server.replies["/"] = answer(ARTICLE.replace("</nav>", "<p>menu</p>" * 100 + "</nav>"))
     result = fetch(server)
     match = re.search(
@@ -182,7 +182,7 @@ def test_broken_json_is_shown_as_it_came_and_that_is_said(server: WebServer) -> 
 @pytest.mark.parametrize(
     ("kind", "size"), [("image/png", "9 bytes"), ("application/pdf", "9 bytes"), ("application/zip", "9 bytes")]
 )
-def test_of_binary_content_type_and_size_are_told(server: WebServer, kind: str, size: str) -> None:
+def test_binary_content_shows_type_and_size(server: WebServer, kind: str, size: str) -> None:
     server.replies["/"] = answer(b"\x89PNG\0\0\0\0\0", content_type=kind)
     assert fetch(server).text().endswith(f"[{kind}, {size}: not text, so it was not read]")
 

@@ -117,7 +117,7 @@ FILTERS = {
 }
 
 
-def test_tavily_is_asked_in_its_own_words(server: WebServer) -> None:
+def test_tavily_gets_its_own_fields(server: WebServer) -> None:
     server.replies["/search"] = says(entries("tavily", "https://a.example/"))
     assert search(Service(server, "tavily"), **FILTERS).success
     assert server.requests[0].split()[0] == "POST"
@@ -134,7 +134,7 @@ def test_tavily_is_asked_in_its_own_words(server: WebServer) -> None:
     }
 
 
-def test_exa_is_asked_in_its_own_words(server: WebServer) -> None:
+def test_exa_gets_its_own_fields(server: WebServer) -> None:
     server.replies["/search"] = says(entries("exa", "https://a.example/"))
     assert search(Service(server, "exa"), **FILTERS).success
     assert (server.requests[0].split()[0], server.header("x-api-key")) == ("POST", KEY)
@@ -263,7 +263,7 @@ def test_a_service_that_wants_too_long_a_pause_is_passed_over(server: WebServer,
         b"",
     ],
 )
-def test_when_a_service_fails_the_next_is_asked(server: WebServer, reply: bytes) -> None:
+def test_the_next_service_replaces_a_failed_one(server: WebServer, reply: bytes) -> None:
     server.replies |= {"/search": reply, "/res/v1/web/search": says(entries("brave", "https://a.example/"))}
     assert search(Service(server, "tavily"), Service(server, "brave")).metadata["provider"] == "brave"
 
@@ -342,7 +342,7 @@ def test_a_query_that_cannot_be_asked_is_refused(server: WebServer, query: str, 
 @pytest.mark.parametrize(
     "domain", ["a.example OR site:b.example", "https://a.example/", "a", "a..example", "-a.example", "a.example/x"]
 )
-def test_what_is_no_domain_is_refused(server: WebServer, domain: str) -> None:
+def test_an_invalid_domain_is_refused(server: WebServer, domain: str) -> None:
     assert search(Service(server, "brave"), include_domains=[domain]).error_code is ErrorCode.INVALID_ARGUMENTS
     assert not server.requests
 

@@ -190,7 +190,7 @@ def test_a_bug_in_a_tool_is_loud_and_costs_its_call_alone() -> None:
     assert [(line["event"], line["log_level"], line["call"]) for line in logs] == [("tool_bug", "error", "call-1")]
 
 
-def test_a_bug_tells_nothing_of_what_it_held() -> None:
+def test_a_bug_report_hides_values() -> None:
     def leak(*_: Any) -> Outcome:
         raise RuntimeError("password=hunter2")
 
@@ -198,7 +198,7 @@ def test_a_bug_tells_nothing_of_what_it_held() -> None:
 
 
 @pytest.mark.parametrize("stop", [KeyboardInterrupt, SystemExit])
-def test_what_ends_the_process_is_not_held_back(stop: type[BaseException]) -> None:
+def test_exits_of_the_process_are_passed_on(stop: type[BaseException]) -> None:
     def end(*_: Any) -> Outcome:
         raise stop
 
@@ -206,7 +206,7 @@ def test_what_ends_the_process_is_not_held_back(stop: type[BaseException]) -> No
         House(end).execute()
 
 
-def test_a_call_without_a_session_is_told_to_open_one() -> None:
+def test_a_call_without_a_session_fails() -> None:
     result = House().execute(context=build_context(session=None))
     assert result.error_code is ErrorCode.SESSION_NOT_FOUND
 
@@ -225,7 +225,7 @@ def test_kill_report_sandbox_and_clocks_are_passed_on() -> None:
     assert (result.clocks.run_s, result.clocks.sandbox_s) == (0.5, 0.25)
 
 
-def test_they_are_passed_on_also_when_the_guest_failed() -> None:
+def test_kill_report_and_sandbox_are_passed_on_with_an_error() -> None:
     done = {"error": {"code": "TIMEOUT", "message": "too slow"}, "kill": KILL, "sandbox": {"id": "c0ffee"}}
     result = House(ask_guest, GuestResponse(done)).execute()
     assert result.error_code == ErrorCode.TIMEOUT
@@ -246,13 +246,13 @@ def test_a_clock_that_runs_behind_the_senders_gives_no_negative_time() -> None:
     assert House().execute(context=build_context(sent_at=time.time() + 30)).clocks.queued_s == 0
 
 
-def test_a_lost_sandbox_is_said_in_the_error() -> None:
+def test_the_error_reports_a_lost_sandbox() -> None:
     done = {"error": {"code": "SANDBOX_UNAVAILABLE", "message": "it died"}, "sandbox_lost": "the guest went"}
     result = House(ask_guest, GuestResponse(done)).execute()
     assert (result.error_code, "its files are lost" in str(result.error)) == (ErrorCode.SANDBOX_UNAVAILABLE, True)
 
 
-def test_a_lost_sandbox_whose_files_are_kept_is_said_so() -> None:
+def test_the_error_says_that_files_are_kept() -> None:
     done = {
         "error": {"code": "SANDBOX_UNAVAILABLE", "message": "it died"},
         "sandbox_lost": "the guest went",
