@@ -1,5 +1,6 @@
 """Parts of hosts for tests: a sandboxd whose sessions are rows in memory, and session locations on a real Redis."""
 
+import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -48,6 +49,7 @@ class MemorySandboxd:
         self.refuse: dict[str, Exception] = {}
         self.before_checkpoint: Callable[[str], None] = lambda _name: None
         self.silent = False
+        self.refusals = threading.Semaphore(0)  # one permit per call that a silent sandboxd refused
         self.boot = "b1"
 
     def add(self, name: str, **fields: Any) -> None:
@@ -97,6 +99,7 @@ class MemoryClient(SandboxClient):
 
     def _check(self) -> None:
         if self._sandboxd.silent:
+            self._sandboxd.refusals.release()
             raise SandboxUnavailable("sandboxd does not answer")
 
 

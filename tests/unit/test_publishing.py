@@ -343,13 +343,14 @@ async def test_an_uncertain_send_is_not_reported_as_unsent(
 
 
 async def test_closing_ends_who_waits_for_a_redis_that_is_silent(redis_server: RedisProcess) -> None:
-    silent = await asyncio.start_server(lambda reader, writer: None, "127.0.0.1", 0)
+    connected = asyncio.Event()
+    silent = await asyncio.start_server(lambda reader, writer: connected.set(), "127.0.0.1", 0)
     port = silent.sockets[0].getsockname()[1]
     client = redis.asyncio.Redis(port=port)
     scripts = ScriptConnection(client)
     publisher = Publisher(scripts, "d", SharedClock())
     sending = asyncio.create_task(publisher.publish(build_call_message(attempt(), "hub-task", "d")))
-    await asyncio.sleep(0.05)
+    await asyncio.wait_for(connected.wait(), 10)
     await scripts.aclose()
     with pytest.raises(BrokerUnavailable, match="closed"):
         await asyncio.wait_for(sending, 10)

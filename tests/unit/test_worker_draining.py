@@ -234,7 +234,8 @@ def test_a_silent_sandboxd_holds_a_drain_up_and_does_not_end_it(host: Host) -> N
     host.add("acme:s1")
     host.sandboxd.silent = True
     thread = host.begin()
-    time.sleep(0.1)
+    for _ in range(2):
+        assert host.sandboxd.refusals.acquire(timeout=20)
     assert not host.ended
     host.sandboxd.silent = False
     thread.join(20)
