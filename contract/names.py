@@ -280,5 +280,5 @@ def parse_shown_call(shown: object) -> str | None:
     """Return the call id from a text of `show_call`; None for any other text. The text is untrusted: every process that
     can send Celery events can write any text there.
     """
-    found = _SHOWN_CALL.fullmatch(shown) if isinstance(shown, str) else None
-    return found[1] if found else None
+    match = _SHOWN_CALL.fullmatch(shown) if isinstance(shown, str) else None
+    return match[1] if match else None

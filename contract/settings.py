@@ -48,12 +48,12 @@ def read_environment(settings: type[S], environment: Mapping[str, str]) -> S:
         ) from error
     except SettingsError as error:
         # Without the cause, which holds the value.
-        found = _FIELD.search(str(error))
-        if found is None:
+        match = _FIELD.search(str(error))
+        if match is None:
             raise ConfigError(
                 "a variable is not valid JSON: write lists and objects as JSON (docs/settings.md)"
             ) from None
-        raise ConfigError(_describe_json(settings, found[1])) from None
+        raise ConfigError(_describe_json(settings, match[1])) from None
 
 
 def _describe_error(

@@ -73,10 +73,10 @@ def read_tar(stream: IO[bytes], max_entries: int) -> Iterator[TarEntry]:
         if flag in _EXTENDED:
             if size > min(MAX_EXTENDED_BYTES, end - at):
                 raise TarRefused("an extended header is too large")
-            found = _read_extended(_EXTENDED[flag], stream.read(size))
-            if fields.keys() & found.keys():
+            extended_fields = _read_extended(_EXTENDED[flag], stream.read(size))
+            if fields.keys() & extended_fields.keys():
                 raise TarRefused("extended headers are chained")
-            fields |= found
+            fields |= extended_fields
             at += _blocks(size)
             continue
         entry = _build_entry(header, flag, at, size, fields)

@@ -111,8 +111,8 @@ def _from_parts(call: ToolCall, success: bool, output: Any, error: Any, metadata
 
 
 def _extra(value: Any, name: str) -> dict[str, JsonValue]:
-    found = getattr(value, name, None)
-    return _plain_metadata(found) if isinstance(found, Mapping) else {}
+    extra = getattr(value, name, None)
+    return _plain_metadata(extra) if isinstance(extra, Mapping) else {}
 
 
 def _plain_metadata(metadata: Mapping[str, Any]) -> dict[str, JsonValue]:

@@ -26,9 +26,9 @@ def parse_docstring(text: str | None) -> Docstring:
     sections: dict[str, list[str]] = {"": []}
     name = ""
     for line in lines:
-        found = _SECTION.match(line)
-        if found:
-            name = found.group(1)
+        match = _SECTION.match(line)
+        if match:
+            name = match.group(1)
             sections.setdefault(name, [])
         elif not name or not line or line[0].isspace():
             sections[name].append(line)
@@ -48,10 +48,10 @@ def _parse_entries(lines: list[str]) -> dict[str, str]:
     depth = min((len(line) - len(line.lstrip()) for line in lines if line.strip()), default=0)
     current = ""
     for line in lines:
-        found = _ENTRY.match(line[depth:])
-        if found:
-            current = found.group(1)
-            entries[current] = found.group(2).strip()
+        match = _ENTRY.match(line[depth:])
+        if match:
+            current = match.group(1)
+            entries[current] = match.group(2).strip()
         elif current and line.strip():
             entries[current] = f"{entries[current]} {line.strip()}".strip()
     return entries

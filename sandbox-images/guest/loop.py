@@ -67,7 +67,7 @@ def parse_options(arguments: Sequence[str]) -> Options:
     for name in names:
         value = next(names, None)
         if value is None:
-            raise ValueError(f"{name} without a value")
+            raise ValueError(f"option {name} has no value")
         if name == "--life":
             options.life_s = _parse_life(value)
         elif name == "--proxy":
@@ -81,14 +81,14 @@ def _parse_life(value: str) -> float:
     life_s = float(value)
     # "nan" and "inf" are refused too: no clock ever reaches them.
     if not 0 < life_s < _MAX_LIFE_S:
-        raise ValueError(f"--life {value} is no number of seconds")
+        raise ValueError(f"--life {value} is not a number of seconds above 0")
     return life_s
 
 
 def _parse_port(value: str) -> int:
     port = int(value)
     if not 0 < port < 65536:
-        raise ValueError(f"--proxy {value} is no port")
+        raise ValueError(f"--proxy {value} is not a port number")
     return port
 
 
@@ -238,11 +238,11 @@ class Loop:
         op, call_id = header.get("op"), header.get("id")
         if op in NET_OPS:
             if self._tunnels is None:
-                raise ProtocolError("a frame about a connection, without network")
+                raise ProtocolError("a frame for a connection arrived, but the sandbox has no network")
             self._tunnels.process(frame)
             return
         if not is_request_id(call_id):
-            raise ProtocolError("a request without a valid id")
+            raise ProtocolError("a request has no valid id")
         if op == "ping":
             self._send({"id": call_id, "ev": "pong"})
         elif op == "data":
@@ -253,10 +253,10 @@ class Loop:
             self._attest(frame.header)
         elif op in CALL_OPS:
             if call_id in self._calls:
-                raise ProtocolError("an id that is in use")
+                raise ProtocolError("a request uses the id of a running request")
             self._begin_call(frame)
         else:
-            raise ProtocolError("an unknown op")
+            raise ProtocolError("a request has an unknown op")
 
     def _attest(self, header: dict[str, object]) -> None:
         try:

@@ -15,7 +15,7 @@ import pytest
 from contract.errors import ErrorCode, SandboxUnavailable, ToolFailure
 from tests.local_guest import LocalGuest
 from workers.sandboxd.archives import packing as packing_module
-from workers.sandboxd.archives.packing import ArchiveFacts, Guest, Packing, count_most_bytes, pack_roots, unpack
+from workers.sandboxd.archives.packing import ArchiveFacts, Guest, Packing, count_max_bytes, pack_roots, unpack
 from workers.sandboxd.frames import Frame
 
 MIB = 1024 * 1024
@@ -306,4 +306,4 @@ async def test_no_fifo_is_left_behind(root: Path) -> None:
 
 
 def test_room_is_counted_for_files_and_their_names() -> None:
-    assert count_most_bytes(MIB, 1000) > MIB + 1000 * 512
+    assert count_max_bytes(MIB, 1000) > MIB + 1000 * 512

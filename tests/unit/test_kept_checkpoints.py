@@ -22,7 +22,7 @@ def root(tmp_path: Path) -> Path:
 @pytest.fixture
 def checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Checkpoints:
     monkeypatch.setattr("workers.sandboxd.archives.packing._FIFO_FOLDER", str(tmp_path))
-    return Checkpoints(FolderStore(tmp_path / "store"), most=2)
+    return Checkpoints(FolderStore(tmp_path / "store"), max_checkpoints=2)
 
 
 async def save(checkpoints: Checkpoints, root: Path, tenant: str = "acme") -> Checkpoint:
@@ -109,7 +109,7 @@ async def test_those_that_nobody_asked_for_do_not_count_and_go_by_their_age(
     now = time.time() + 1000
     monkeypatch.setattr(time, "time", lambda: now)
     new = (await checkpoints.save("acme", LocalGuest(), roots=(str(root),), is_automatic=True)).id
-    assert await checkpoints.forget_old(kept_s=500) == 3
+    assert await checkpoints.forget_old(max_age_s=500) == 3
     kept = [await checkpoints.forget("acme", name) for name in (*asked_for, *old, new)]
     assert kept == [True, True, False, False, False, True]
 
@@ -119,7 +119,7 @@ async def test_two_daemons_with_one_folder_have_each_others_checkpoints(
 ) -> None:
     saved = await save(checkpoints, root)
     (root / "f").unlink()
-    other = Checkpoints(FolderStore(tmp_path / "store"), most=2)
+    other = Checkpoints(FolderStore(tmp_path / "store"), max_checkpoints=2)
     await other.load("acme", saved.id, LocalGuest(), roots=(str(root),))
     assert (
         (root / "f").read_text(),

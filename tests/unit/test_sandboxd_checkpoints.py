@@ -83,5 +83,5 @@ async def test_a_long_wait_does_not_report_a_lost_sandboxd(tmp_path: Path) -> No
 
 async def test_a_tenant_that_is_none_deletes_nothing(tmp_path: Path) -> None:
     async with running_sandboxd(tmp_path, checkpoints=GatedCheckpoints()) as daemon:
-        with pytest.raises(ToolFailure, match="no name of a session"):
+        with pytest.raises(ToolFailure, match="the name of a session"):
             await asyncio.to_thread(daemon.client().delete_checkpoint, "../acme:s", "c1")

@@ -130,7 +130,7 @@ async def test_a_sandboxd_that_ends_leaves_no_start_behind_and_makes_no_new_one(
         engine.start_gate.set()
         await asyncio.gather(opening, ending)
         assert engine.alive == {}
-        with pytest.raises(SandboxUnavailable, match="ending"):
+        with pytest.raises(SandboxUnavailable, match="stopping"):
             await sessions.open("t", NewSession(PLAN, 60))
 
 

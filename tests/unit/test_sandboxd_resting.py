@@ -229,7 +229,7 @@ async def test_a_call_that_wakes_a_session_while_sandboxd_ends_costs_it_nothing(
         await asyncio.sleep(0)
         suspension_store.go_on.set()
         await ending
-        with pytest.raises(SandboxUnavailable, match="ending"):
+        with pytest.raises(SandboxUnavailable, match="stopping"):
             await waking
         assert (host.alive, entry.archive in suspension_store.archives, len(host.records.sessions())) == ([], True, 1)
 
@@ -238,7 +238,7 @@ async def test_no_call_begins_once_sandboxd_ends(tmp_path: Path) -> None:
     async with open_host(tmp_path, workspaces=KeptWorkspaces()) as host:
         await host.sessions.open("acme:s", NewSession(PLAN, 60))
         host.factory.is_ending = True
-        with pytest.raises(SandboxUnavailable, match="ending"):
+        with pytest.raises(SandboxUnavailable, match="stopping"):
             await host.sessions.use("acme:s", "c")
 
 

@@ -126,7 +126,7 @@ class Connection:
         """Yield the declared body, of which the first frame already contained `first`."""
         remaining = size - len(first)
         if remaining < 0:
-            raise FrameError("more body than was declared")
+            raise FrameError("the body is larger than declared")
         yield first
         while remaining > 0:
             data = await self._next_data(remaining)
@@ -138,7 +138,7 @@ class Connection:
         if frame is None:
             raise ConnectionError("the worker left in the middle of a body")
         if frame.header.get("verb") != "data" or len(frame.body) > remaining:
-            raise FrameError("something else, or more, than the body that was declared")
+            raise FrameError("another frame came before the end of the body, or the body is larger than declared")
         return frame.body
 
     def _refuse(self, code: ErrorCode, message: str, *, is_ending: bool = False) -> None:
@@ -148,7 +148,7 @@ class Connection:
     async def _call(self, frame: Frame) -> None:
         request = check_request(frame.header.get("request"))
         if len(frame.body) > request["body_bytes"]:
-            raise FrameError("more body than was declared")
+            raise FrameError("the body is larger than declared")
         call_id = str(frame.header.get("call", ""))
         session, sandbox = await self._sessions.use(
             parse_text(frame.header, "sandbox"), call_id, parse_terms(frame.header)
@@ -264,7 +264,7 @@ def parse_session(header: Mapping[str, Any]) -> str:
     if _SESSION.fullmatch(name) is None:
         raise ToolFailure(
             ErrorCode.INVALID_ARGUMENTS,
-            f"'{name[:200]}' is no name of a session: <tenant>:<session>, each of A-Z, a-z, 0-9, _ and -",
+            f"'{name[:200]}' is not the name of a session: <tenant>:<session>, each of A-Z, a-z, 0-9, _ and -",
         )
     return name
 

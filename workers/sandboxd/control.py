@@ -14,7 +14,7 @@ from contract.errors import ErrorCode, ToolFailure
 from contract.session_locations import DEFAULT_TTL_S, MAX_TTL_S
 from contract.tenancy import SandboxTerms
 from workers.sandboxd.archives.checkpoints import Checkpoints
-from workers.sandboxd.archives.packing import count_most_bytes
+from workers.sandboxd.archives.packing import count_max_bytes
 from workers.sandboxd.archives.workspaces import WorkspaceFiles
 from workers.sandboxd.connection import (
     ReadBody,
@@ -89,8 +89,8 @@ class ControlRequests:
     def _list(self, header: Mapping[str, Any]) -> tuple[dict[str, Any], bytes]:
         """Return the rows as a body. As a header of that size, each value would be checked one by one."""
         rows = self._sessions.describe(str(header.get("after") or ""))
-        following = rows[-1]["name"] if len(rows) == MAX_ROWS else None
-        return {"next": following}, json.dumps(rows, separators=(",", ":")).encode("ascii")
+        next_cursor = rows[-1]["name"] if len(rows) == MAX_ROWS else None
+        return {"next": next_cursor}, json.dumps(rows, separators=(",", ":")).encode("ascii")
 
     async def _place_skill(self, header: Mapping[str, Any], read_body: ReadBody) -> str | None:
         """Return the folder of the bundle. Returns None when the bundle is not placed yet and the request has
@@ -164,19 +164,21 @@ class ControlRequests:
         """Save a checkpoint of a session. An automatic checkpoint (`is_automatic`) was not requested by a client, so it
         does not count as a use of the session.
         """
-        found = self._sessions.find(name)
-        used_at = found.used_at if found is not None else 0.0
+        entry = self._sessions.find(name)
+        used_at = entry.used_at if entry is not None else 0.0
         session, _ = await self._sessions.use(name)
         # One at a time. Files that their owner may not read are opened up while they are packed, and two tasks would
         # close them for each other.
         async with session.checkpointing:
             _, sandbox = await self._sessions.use(name)
             used_before = session.used_at
-            most = count_most_bytes(session.plan.workspace_bytes, session.plan.workspace_inodes)
+            max_bytes = count_max_bytes(session.plan.workspace_bytes, session.plan.workspace_inodes)
             # Reset before packing: a request that ends during packing may have written after its file was read.
             session.activity.has_written = False
             try:
-                saved = await self._checkpoints.save(session.tenant, sandbox, max_bytes=most, is_automatic=is_automatic)
+                saved = await self._checkpoints.save(
+                    session.tenant, sandbox, max_bytes=max_bytes, is_automatic=is_automatic
+                )
             except BaseException:
                 session.activity.has_written = True
                 raise

@@ -23,7 +23,7 @@ import structlog
 from contract.errors import SandboxUnavailable
 from store.archives.choice import open_store
 from workers.lifeline import hold_lifeline
-from workers.sandboxd.archives.checkpoints import MOST_CHECKPOINTS, Checkpoints
+from workers.sandboxd.archives.checkpoints import MAX_CHECKPOINTS, Checkpoints
 from workers.sandboxd.archives.workspaces import WorkspaceFiles
 from workers.sandboxd.connection import OWNER, Server
 from workers.sandboxd.control import ControlRequests
@@ -120,7 +120,7 @@ class Daemon:
         )
         archives = open_store(settings.workspace_store, settings.state(), settings.host_free_bytes)
         self.files = WorkspaceFiles(archives, settings.workspace_store)
-        self.checkpoints = Checkpoints(archives, most=MOST_CHECKPOINTS)
+        self.checkpoints = Checkpoints(archives, max_checkpoints=MAX_CHECKPOINTS)
         self.reaper = Reaper(
             setup.engine, self.factory, records, setup.lease, settings.deployment, settings.sandboxd_name
         )
@@ -305,7 +305,7 @@ async def _try_sandbox(daemon: Daemon, plan: SandboxPlan) -> str | None:
     finally:
         await factory.discard(sandbox, workspace)
     bind = next(
-        (str(found["Source"]) for found in inspected.get("Mounts") or [] if found.get("Destination") == "/workspace"),
+        (str(mount["Source"]) for mount in inspected.get("Mounts") or [] if mount.get("Destination") == "/workspace"),
         None,
     )
     config = daemon.setup.profile.build_config(plan, WorkspaceMount(bind), {}, await factory.guest_volume())
@@ -316,7 +316,7 @@ async def _try_sandbox(daemon: Daemon, plan: SandboxPlan) -> str | None:
     dirt = find_dirt(attestation)
     if dirt:
         raise SandboxUnavailable(
-            f"a new sandbox is not clean ({'; '.join(dirt)}): build its image anew with scripts/build-image"
+            f"a new sandbox is not clean ({'; '.join(dirt)}): build its image again with scripts/build-image"
         )
     return None
 

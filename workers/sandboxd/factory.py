@@ -73,7 +73,7 @@ class SandboxSlots:
                 continue
             if time.monotonic() >= until:
                 raise SandboxUnavailable(
-                    f"this host already holds {self.limit} sandboxes, and all of them work: close sessions, add a "
+                    f"this host already holds {self.limit} sandboxes, and all of them are busy: close sessions, add a "
                     "host, or raise TOOLCREW_MAX_SANDBOXES"
                 )
             await asyncio.sleep(_LOOK_S)
@@ -148,7 +148,7 @@ class SandboxdEnding(SandboxUnavailable):
     """sandboxd is shutting down and has done nothing for the request."""
 
     def __init__(self) -> None:
-        super().__init__("sandboxd is ending: try again when it is back")
+        super().__init__("sandboxd is stopping: try again after its restart")
 
 
 class SandboxFactory:
@@ -325,8 +325,8 @@ class StartCheck:
         """
         if (plan.image, plan.runtime) in self._passed:
             return
-        found = await ask_attestation(sandbox)
-        misfits = find_misfits(found, size.bytes, size.inodes) if self._is_hard else []
+        attestation = await ask_attestation(sandbox)
+        misfits = find_misfits(attestation, size.bytes, size.inodes) if self._is_hard else []
         if misfits:
             raise WorkspaceMissed(
                 f"a sandbox of image {plan.image} does not get its workspace: {'; '.join(misfits)}; {FOLDERS}"

@@ -151,21 +151,21 @@ class SessionMonitor:
 
     async def end_overfull(self) -> None:
         """End the sandboxes whose workspaces are too large. Needed only if the kernel does not enforce the size."""
-        found = await self._factory.workspaces.find_overfull()
+        overfull = await self._factory.workspaces.find_overfull()
         for entry in self._sessions.all():
-            held = found.get(entry.workspace.name, 0)
-            if held > entry.overfull_bytes * _OVERFULL_GROWTH:
-                self._end_overfull(entry, held)
-            if not held:
+            held_bytes = overfull.get(entry.workspace.name, 0)
+            if held_bytes > entry.overfull_bytes * _OVERFULL_GROWTH:
+                self._end_overfull(entry, held_bytes)
+            if not held_bytes:
                 entry.overfull_bytes = 0
 
-    def _end_overfull(self, entry: Session, held: int) -> None:
-        entry.overfull_bytes = held
+    def _end_overfull(self, entry: Session, held_bytes: int) -> None:
+        entry.overfull_bytes = held_bytes
         if entry.sandbox is not None:
             size = entry.workspace.size
             entry.sandbox.end(
-                f"its workspace held {held} bytes, and {size.bytes} bytes in {size.inodes} files is the most: delete "
-                "files"
+                f"its workspace held {held_bytes} bytes, and {size.bytes} bytes in {size.inodes} files is the most: "
+                "delete files"
             )
 
     async def watch_disk(self) -> None:

@@ -75,8 +75,8 @@ def _parse_swaps(text: str | None) -> tuple[str, ...] | None:
 
 def _parse_total(meminfo: str) -> int | None:
     """Return the bytes of the line `MemTotal: 16303044 kB`."""
-    found = re.search(r"^MemTotal:\s*([0-9]{1,15}) kB$", meminfo, re.MULTILINE)
-    return None if found is None else int(found[1]) * 1024
+    match = re.search(r"^MemTotal:\s*([0-9]{1,15}) kB$", meminfo, re.MULTILINE)
+    return None if match is None else int(match[1]) * 1024
 
 
 State = Literal["holds", "void", "unknown"]
@@ -194,10 +194,10 @@ def _judge_images(evidence: Evidence) -> HostPromise:
             "build it with scripts/build-image, or pull it",
             is_needed=is_needed,
         )
-    found = sorted(
+    image_ids = sorted(
         f"{image} = {str(identity).removeprefix('sha256:')[:12]}" for image, identity in evidence.images.items()
     )
-    return HostPromise(name, "holds", _list(found))
+    return HostPromise(name, "holds", _list(image_ids))
 
 
 def _judge_runc(evidence: Evidence) -> HostPromise:
@@ -268,9 +268,9 @@ def _judge_mandatory(evidence: Evidence) -> HostPromise:
     name = "a second wall on files"
     if evidence.facts is None:
         return _engine_unknown(name)
-    found = sorted(evidence.facts.security & {"apparmor", "selinux"})
-    if found:
-        return HostPromise(name, "holds", f"{_list(found)}, with the engine's own policy")
+    modules = sorted(evidence.facts.security & {"apparmor", "selinux"})
+    if modules:
+        return HostPromise(name, "holds", f"{_list(modules)}, with the engine's own policy")
     return HostPromise(
         name, "void", "the engine uses neither AppArmor nor SELinux", "enable one of them in the kernel and the engine"
     )
@@ -280,11 +280,11 @@ def _judge_users(evidence: Evidence) -> HostPromise:
     name = "root inside is nobody outside"
     if evidence.facts is None:
         return _engine_unknown(name)
-    found = sorted(evidence.facts.security & {"userns", "rootless"})
-    if found:
-        return HostPromise(name, "holds", f"the engine has {_list(found)}")
-    why = "no user namespace: uid 1000 and a faulty runtime's root are those of the host"
-    return HostPromise(name, "void", why, "userns-remap in the engine's configuration, or a rootless engine")
+    features = sorted(evidence.facts.security & {"userns", "rootless"})
+    if features:
+        return HostPromise(name, "holds", f"the engine has {_list(features)}")
+    explanation = "no user namespace: uid 1000 and a faulty runtime's root are those of the host"
+    return HostPromise(name, "void", explanation, "userns-remap in the engine's configuration, or a rootless engine")
 
 
 def _judge_limits(evidence: Evidence) -> HostPromise:
@@ -309,18 +309,23 @@ def _judge_limits(evidence: Evidence) -> HostPromise:
 
 def _judge_room(evidence: Evidence) -> HostPromise:
     name = "memory is there for all"
-    total = evidence.host.memory_bytes
-    if total is None:
+    host_bytes = evidence.host.memory_bytes
+    if host_bytes is None:
         return HostPromise(name, "unknown", "the size of this host's memory cannot be read", "mount /proc")
     is_tmpfs = evidence.workspaces is None or evidence.workspaces.kind == "tmpfs"
-    one = evidence.plans.largest_bytes(has_tmpfs_workspace=is_tmpfs)
-    most = evidence.settings.max_sandboxes
-    sum_text = f"{most} sandboxes of up to {one // _MIB} MiB on {total // _MIB} MiB"
-    if most * one <= total:
+    sandbox_bytes = evidence.plans.largest_bytes(has_tmpfs_workspace=is_tmpfs)
+    max_sandboxes = evidence.settings.max_sandboxes
+    sum_text = f"{max_sandboxes} sandboxes of up to {sandbox_bytes // _MIB} MiB on {host_bytes // _MIB} MiB"
+    if max_sandboxes * sandbox_bytes <= host_bytes:
         return HostPromise(name, "holds", sum_text)
-    why = f"{sum_text}: if all used what they may at once, the kernel would end some, and the host would be slow"
+    explanation = (
+        f"{sum_text}: if all used what they may at once, the kernel would end some, and the host would be slow"
+    )
     return HostPromise(
-        name, "void", why, f"TOOLCREW_MAX_SANDBOXES of {max(1, total // one)}, or take the risk: few use all they may"
+        name,
+        "void",
+        explanation,
+        f"TOOLCREW_MAX_SANDBOXES of {max(1, host_bytes // sandbox_bytes)}, or take the risk: few use all they may",
     )
 
 
@@ -462,12 +467,12 @@ def _judge_egress(evidence: Evidence) -> HostPromise:
     if not classes:
         return HostPromise(name, "holds", "no class has network: none")
     if evidence.egress_problem is not None:
-        why = f"class {_list(classes)} has none at all: {evidence.egress_problem}"
+        explanation = f"class {_list(classes)} has none at all: {evidence.egress_problem}"
         remedy = (
             "start `python -m workers.egress` with the same TOOLCREW_EGRESS_SOCKET, under a uid that "
             "TOOLCREW_EGRESS_UIDS allows"
         )
-        return HostPromise(name, "void", why, remedy)
+        return HostPromise(name, "void", explanation, remedy)
     return HostPromise(name, "holds", f"class {_list(classes)} through the egress proxy, all others none")
 
 

@@ -95,7 +95,7 @@ class SkillStore:
             raise ToolFailure(
                 ErrorCode.QUOTA_EXCEEDED,
                 f"the skills that tenant {scope} has used on this host take more than {MAX_TENANT_BYTES // 2**20} MiB: "
-                "use fewer or smaller ones, or have the operator start sandboxd anew",
+                "use fewer or smaller ones, or ask the operator to restart sandboxd",
             )
         if self._bytes.total() + size > MAX_TOTAL_BYTES:
             raise SandboxUnavailable(
@@ -127,7 +127,7 @@ def _repack(received: IO[bytes], archive: IO[bytes], name: str, digest: str) -> 
     """Repack the files below `name`, owned by root and read-only. Only regular files are accepted. Raises
     ToolFailure: when the files do not match the digest.
     """
-    found, folders, top = BundleDigest(), {""}, SKILLS_FOLDER.strip("/")
+    bundle_digest, folders, top = BundleDigest(), {""}, SKILLS_FOLDER.strip("/")
     try:
         with tarfile.open(fileobj=archive, mode="w", format=tarfile.PAX_FORMAT) as packed:
             packed.addfile(_folder(top, 0o711))
@@ -144,13 +144,13 @@ def _repack(received: IO[bytes], archive: IO[bytes], name: str, digest: str) -> 
                         folders.add(folder)
                         packed.addfile(_folder(f"{top}/{name}/{folder}", 0o755))
                 data, is_executable = member.read(received), member.is_executable
-                found.add(member.name, data, is_executable=is_executable)
+                bundle_digest.add(member.name, data, is_executable=is_executable)
                 entry = tarfile.TarInfo(f"{top}/{name}/{member.name}")
                 entry.size, entry.mode = len(data), 0o755 if is_executable else 0o644
                 packed.addfile(entry, io.BytesIO(data))
     except ValueError as error:
         raise _build_mismatch(digest) from error
-    if found.hexdigest() != digest:
+    if bundle_digest.hexdigest() != digest:
         raise _build_mismatch(digest)
 
 

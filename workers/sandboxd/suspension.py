@@ -17,7 +17,7 @@ import structlog
 from contract.errors import SandboxUnavailable, ToolFailure
 from store.archives.choice import open_own_store
 from workers.sandboxd.archives.checkpoints import Checkpoints
-from workers.sandboxd.archives.packing import count_most_bytes
+from workers.sandboxd.archives.packing import count_max_bytes
 from workers.sandboxd.disks.base import Workspaces, WorkspaceSize
 from workers.sandboxd.factory import SandboxFactory
 from workers.sandboxd.records import Records, SessionRecord
@@ -49,7 +49,7 @@ class SuspensionStore:
         self._checkpoints = checkpoints
 
     async def pack(self, session: Session, sandbox: Sandbox) -> str:
-        most = count_most_bytes(session.plan.workspace_bytes, session.plan.workspace_inodes)
+        most = count_max_bytes(session.plan.workspace_bytes, session.plan.workspace_inodes)
         with _as_unavailable("packed"):
             saved = await self._checkpoints.save(session.tenant, sandbox, roots=_roots(session), max_bytes=most)
             return saved.id

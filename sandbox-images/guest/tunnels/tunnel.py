@@ -113,7 +113,7 @@ class Tunnel:
     def take_data(self, data: bytes) -> None:
         """Accept bytes for the program. Raises FrameError when the host sends more bytes than it may."""
         if self.host_ended or self.host_closed or len(self._pending) + self._unreported_bytes + len(data) > WINDOW:
-            raise FrameError("data of a connection that has ended, or more than there is room for")
+            raise FrameError("data exceeds the window, or belongs to an ended connection")
         if not self.is_closed:
             self._pending += data
             self._flush()
@@ -122,7 +122,7 @@ class Tunnel:
         """Record that the host can receive `count` more bytes. Raises FrameError when the count is too large."""
         self._host_room += count
         if self._host_room > WINDOW:
-            raise FrameError("more room than a connection has")
+            raise FrameError("a window update is larger than the window")
 
     def take_end(self) -> None:
         """Record that the host sends no more bytes."""

@@ -20,9 +20,9 @@ WHOLE_S = 500.0
 """Time limit for the whole operation in the guest and the store, in seconds. It is shorter than the time that workers
 wait for an answer.
 """
-MOST_CHECKPOINTS = 100
+MAX_CHECKPOINTS = 100
 """Maximum number of checkpoints of a tenant in one store. Checkpoints use the operator's disk."""
-AUTOMATIC_KEPT_S = 7 * 86_400.0
+AUTOMATIC_MAX_AGE_S = 7 * 86_400.0
 """Lifetime of an automatic checkpoint, in seconds, if its session makes no newer one."""
 _ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _AUTOMATIC_ID = re.compile(r"auto-([0-9a-f]{8,12})-[A-Za-z0-9_-]{24}")
@@ -42,15 +42,15 @@ class Checkpoint:
 
 
 class Checkpoints:
-    """Saves the files of sandboxes and loads them into others. `most`: maximum number of checkpoints of a tenant;
+    """Saves the files of sandboxes and loads them into others. `max_checkpoints`: limit per tenant;
     None for no limit. `save_s`: time limit of one save, in seconds.
 
     All methods raise SandboxUnavailable when the store fails or the sandbox is lost.
     """
 
-    def __init__(self, store: ArchiveStore, *, most: int | None = None, save_s: float = WHOLE_S) -> None:
+    def __init__(self, store: ArchiveStore, *, max_checkpoints: int | None = None, save_s: float = WHOLE_S) -> None:
         self._store = store
-        self._most = most
+        self._max_checkpoints = max_checkpoints
         self._save_s = save_s
 
     async def save(
@@ -69,9 +69,9 @@ class Checkpoints:
         """
         if not is_automatic:
             await self._check_count(tenant)
-        name = _automatic_id() if is_automatic else secrets.token_urlsafe(18)
+        name = _build_automatic_id() if is_automatic else secrets.token_urlsafe(18)
         packing = Packing(sandbox, pack_roots(roots), max_bytes)
-        async with _in_time("kept", self._save_s), contextlib.aclosing(packing.chunks()) as chunks:
+        async with _limit_time("kept", self._save_s), contextlib.aclosing(packing.chunks()) as chunks:
             stored = await self._store.put(f"{tenant}/{name}", chunks)
         facts = packing.facts
         assert facts is not None
@@ -85,20 +85,20 @@ class Checkpoints:
         name = _name(tenant, checkpoint)
         try:
             facts = await self._store.describe(name)
-            async with _in_time("restored", WHOLE_S), contextlib.aclosing(self._store.get(name)) as chunks:
+            async with _limit_time("restored", WHOLE_S), contextlib.aclosing(self._store.get(name)) as chunks:
                 await unpack(sandbox, roots, chunks, facts.bytes)
         except NotStored:
-            raise _no_such(checkpoint) from None
+            raise _build_missing_error(checkpoint) from None
 
     async def forget(self, tenant: str, checkpoint: str) -> bool:
         """Delete a checkpoint. Returns False when the tenant has none of that id."""
         return await self._store.delete(_name(tenant, checkpoint))
 
-    async def forget_old(self, kept_s: float = AUTOMATIC_KEPT_S) -> int:
+    async def forget_old(self, max_age_s: float = AUTOMATIC_MAX_AGE_S) -> int:
         """Delete the automatic checkpoints of this store that are older, and expired files. Return how many."""
         now = time.time()
         return await self._forget_all(
-            [name for name in await self._store.list() if _is_older(name, now - kept_s, now - KEPT_S)]
+            [name for name in await self._store.list() if _is_older(name, now - max_age_s, now - KEPT_S)]
         )
 
     async def _forget_all(self, names: Sequence[str]) -> int:
@@ -106,27 +106,27 @@ class Checkpoints:
             await self._store.delete(name)
         return len(names)
 
-    async def forget_all_but(self, kept: Set[tuple[str, str]]) -> int:
-        """Delete every archive whose tenant and id are not in `kept`, and return the number. Use this only for a
+    async def forget_all_but(self, kept_ids: Set[tuple[str, str]]) -> int:
+        """Delete every archive whose tenant and id are not in `kept_ids`, and return the number. Use this only for a
         store of a single sandboxd.
         """
-        names = {f"{tenant}/{checkpoint}" for tenant, checkpoint in kept}
+        names = {f"{tenant}/{checkpoint}" for tenant, checkpoint in kept_ids}
         return await self._forget_all([name for name in await self._store.list() if name not in names])
 
     async def _check_count(self, tenant: str) -> None:
-        if self._most is None:
+        if self._max_checkpoints is None:
             return
-        kept = [name for name in await self._store.list(f"{tenant}/") if _is_asked_for(name)]
-        if len(kept) >= self._most:
+        names = [name for name in await self._store.list(f"{tenant}/") if _is_requested_checkpoint(name)]
+        if len(names) >= self._max_checkpoints:
             raise ToolFailure(
                 ErrorCode.NO_SPACE,
-                f"tenant '{tenant}' keeps {self._most} checkpoints, the most that are allowed: delete one that is not "
-                "needed",
+                f"tenant '{tenant}' keeps {self._max_checkpoints} checkpoints, the most that are allowed: delete "
+                "one that is not needed",
             )
 
 
 @contextlib.asynccontextmanager
-async def _in_time(what: str, within_s: float) -> AsyncIterator[None]:
+async def _limit_time(what: str, within_s: float) -> AsyncIterator[None]:
     try:
         async with asyncio.timeout(within_s) as limit:
             yield
@@ -141,32 +141,32 @@ async def _in_time(what: str, within_s: float) -> AsyncIterator[None]:
 
 def _is_older(name: str, automatic: float, files: float) -> bool:
     """Return whether an automatic checkpoint, or a file, was stored before that instant."""
-    made_at, stored_at = _automatic_at(name), file_created_at(name.partition("/")[2])
+    made_at, stored_at = _parse_automatic_time(name), file_created_at(name.partition("/")[2])
     return (made_at is not None and made_at < automatic) or (stored_at is not None and stored_at < files)
 
 
-def _is_asked_for(name: str) -> bool:
-    return _automatic_at(name) is None and file_created_at(name.partition("/")[2]) is None
+def _is_requested_checkpoint(name: str) -> bool:
+    return _parse_automatic_time(name) is None and file_created_at(name.partition("/")[2]) is None
 
 
 def _name(tenant: str, checkpoint: str) -> str:
     if _ID.fullmatch(checkpoint) is None or is_file_id(checkpoint):
-        raise _no_such(checkpoint)
+        raise _build_missing_error(checkpoint)
     return f"{tenant}/{checkpoint}"
 
 
-def _automatic_id() -> str:
+def _build_automatic_id() -> str:
     """Return an id that contains its time, so that a sweep knows its age."""
     return f"auto-{int(time.time()):08x}-{secrets.token_urlsafe(18)}"
 
 
-def _automatic_at(name: str) -> float | None:
+def _parse_automatic_time(name: str) -> float | None:
     """Return when an automatic checkpoint was made, in epoch seconds. Returns None for any other."""
-    found = _AUTOMATIC_ID.fullmatch(name.partition("/")[2])
-    return float(int(found[1], 16)) if found is not None else None
+    match = _AUTOMATIC_ID.fullmatch(name.partition("/")[2])
+    return float(int(match[1], 16)) if match is not None else None
 
 
-def _no_such(checkpoint: str) -> ToolFailure:
+def _build_missing_error(checkpoint: str) -> ToolFailure:
     return ToolFailure(
         ErrorCode.FILE_NOT_FOUND,
         f"no such checkpoint: {checkpoint[:64]!r}; it was deleted, is another tenant's, or lies on another host: "

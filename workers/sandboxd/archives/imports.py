@@ -67,13 +67,13 @@ def build_import(kind: str, folder: str) -> list[str]:
     return ["bash", "-c", _UNTAR, "import", folder, *TAR_OPTIONS[kind]]
 
 
-def check_import(kind: str, exit_code: int | None, words: str, *, timed_out: bool, timeout_s: float) -> None:
-    """Raise ToolFailure unless the import is complete. `words`: the text on stderr."""
-    if exit_code == _FILE_TOO_LARGE or (exit_code != 0 and any(sign in words for sign in _NO_ROOM)):
+def check_import(kind: str, exit_code: int | None, error_output: str, *, timed_out: bool, timeout_s: float) -> None:
+    """Raise ToolFailure unless the import is complete. `error_output`: the text on stderr."""
+    if exit_code == _FILE_TOO_LARGE or (exit_code != 0 and any(marker in error_output for marker in _NO_ROOM)):
         raise ToolFailure(ErrorCode.NO_SPACE, f"the {kind} does not fit into the workspace: give a smaller one")
     if timed_out:
         raise ToolFailure(ErrorCode.TIMEOUT, f"the {kind} was not unpacked within {timeout_s:g} s: give a smaller one")
-    if exit_code == _OUTSIDE or any(sign in words for sign in _LEADS_OUT):
+    if exit_code == _OUTSIDE or any(marker in error_output for marker in _LEADS_OUT):
         raise ToolFailure(
             ErrorCode.PATH_NOT_ALLOWED,
             f"the {kind} holds names that lead out of the workspace (absolute, or with '..'): pack it with relative "
@@ -82,14 +82,14 @@ def check_import(kind: str, exit_code: int | None, words: str, *, timed_out: boo
     if exit_code != 0:
         raise ToolFailure(
             ErrorCode.INVALID_ARGUMENTS,
-            f"the {kind} cannot be unpacked, it may be damaged: {_last(words) or exit_code}",
+            f"the {kind} cannot be unpacked, it may be damaged: {_shorten_errors(error_output) or exit_code}",
         )
 
 
-def _last(words: str) -> str:
+def _shorten_errors(error_output: str) -> str:
     lines: Sequence[str] = [
         line
-        for line in words.strip().splitlines()
+        for line in error_output.strip().splitlines()
         if "Exiting with failure status" not in line and "not recoverable" not in line
     ]
     return " | ".join(lines)[-500:]

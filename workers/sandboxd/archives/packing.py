@@ -102,7 +102,7 @@ class ArchiveFacts:
     is_torn: bool = False
 
 
-def count_most_bytes(workspace_bytes: int, inodes: int) -> int:
+def count_max_bytes(workspace_bytes: int, inodes: int) -> int:
     """Return the largest size of an archive of such a workspace: its files, the outputs, /tmp, and tar's headers."""
     return workspace_bytes + 256 * 1024 * 1024 + 4096 * inodes
 
@@ -136,7 +136,7 @@ class Packing:
         Raises ToolFailure(FILE_TOO_LARGE) beyond `max_bytes`, ToolFailure when tar fails, and SandboxUnavailable. The
         chunks are then void.
         """
-        flow, tally = _Outflow(self._guest), ArchiveHash()
+        flow, tally = _OutputQueue(self._guest), ArchiveHash()
         request = _exec(self._argv, {"stream": self._max_bytes + 1})
         packing = asyncio.ensure_future(self._guest.ask(request, sink=flow.take))
         packing.add_done_callback(lambda _: flow.end())
@@ -152,11 +152,11 @@ class Packing:
             done = await packing
         finally:
             flow.close()
-            await _cancelled(packing)
-        _check(done, flow.stderr, "packed", (0, _CHANGED))
-        whole = tally.facts()
+            await _cancel(packing)
+        _check_done(done, flow.stderr, "packed", (0, _CHANGED))
+        packed = tally.facts()
         self.facts = ArchiveFacts(
-            whole.bytes, whole.sha256, flow.stderr.count(b"socket ignored"), done["exit_code"] == _CHANGED
+            packed.bytes, packed.sha256, flow.stderr.count(b"socket ignored"), done["exit_code"] == _CHANGED
         )
 
 
@@ -170,7 +170,7 @@ async def unpack(guest: Guest, roots: tuple[str, ...], read: AsyncIterator[bytes
     done, stderr = await _stream_in(
         guest, lambda fifo: ["bash", "-c", _UNPACK, "unpack", fifo, str(total), *names], read, total
     )
-    _check(done, stderr, "unpacked")
+    _check_done(done, stderr, "unpacked")
 
 
 async def stream_in(
@@ -197,10 +197,10 @@ async def run_with_file(
         done = await guest.ask(
             _exec(["bash", "-c", _APPEND, "append", path]),
             sink=_collect_stderr(stderr),
-            body=_framed(piece),
+            body=_split_frames(piece),
             body_bytes=len(piece),
         )
-        _check(done, stderr, "copied in")
+        _check_done(done, stderr, "copied in")
         sent += len(piece)
     _check_size(sent, total)
     stderr = bytearray()
@@ -213,8 +213,8 @@ async def _stream_in(
 ) -> tuple[dict[str, Any], bytearray]:
     """Feed a program that reads a FIFO, a piece at a time: the guest holds a whole piece in memory."""
     fifo, stderr = f"{_FIFO_FOLDER}/.archive-{secrets.token_hex(8)}", bytearray()
-    made = await guest.ask(_exec(["bash", "-c", _MAKE_FIFO, "make", fifo]), sink=_collect_stderr(stderr))
-    _check(made, stderr, "unpacked")
+    done = await guest.ask(_exec(["bash", "-c", _MAKE_FIFO, "make", fifo]), sink=_collect_stderr(stderr))
+    _check_done(done, stderr, "unpacked")
     unpacking = asyncio.ensure_future(guest.ask(_exec(build_argv(fifo)), sink=_collect_stderr(stderr)))
     try:
         sent = 0
@@ -226,7 +226,7 @@ async def _stream_in(
             _check_size(sent, total)
         return await unpacking, stderr
     finally:
-        await _cancelled(unpacking)
+        await _cancel(unpacking)
 
 
 def _check_size(sent: int, total: int) -> None:
@@ -239,7 +239,7 @@ async def _feed(guest: Guest, fifo: str, piece: bytes, unpacking: "asyncio.Futur
     stderr = bytearray()
     request = _exec(["bash", "-c", _FEED, "feed", fifo])
     feeding = asyncio.ensure_future(
-        guest.ask(request, sink=_collect_stderr(stderr), body=_framed(piece), body_bytes=len(piece))
+        guest.ask(request, sink=_collect_stderr(stderr), body=_split_frames(piece), body_bytes=len(piece))
     )
     try:
         await asyncio.wait({feeding, unpacking}, return_when=asyncio.FIRST_COMPLETED)
@@ -247,24 +247,24 @@ async def _feed(guest: Guest, fifo: str, piece: bytes, unpacking: "asyncio.Futur
             return False
         done = await feeding
     finally:
-        await _cancelled(feeding)
+        await _cancel(feeding)
     if done.get("exit_code") != 0:
         # tar may have ended; wait for its error message.
         await asyncio.wait({unpacking}, timeout=_LAST_ERROR_S)
         if unpacking.done():
             return False
-    _check(done, stderr, "unpacked")
+    _check_done(done, stderr, "unpacked")
     return True
 
 
-class _Outflow:
+class _OutputQueue:
     """Bytes of a guest's stream that the caller has not read yet. `stderr`: the beginning of its stderr."""
 
     def __init__(self, guest: Guest) -> None:
         self._guest = guest
         self._waiting: list[bytes] = []
         self._waiting_bytes = 0
-        self._news = asyncio.Event()
+        self._changed = asyncio.Event()
         self._is_over = False
         self._is_closed = False
         self.stderr = bytearray()
@@ -279,11 +279,11 @@ class _Outflow:
         self._waiting_bytes += len(frame.body) + FRAME_COST_BYTES
         if self._waiting_bytes > _WAITING_BYTES:
             self._guest.hold(self)
-        self._news.set()
+        self._changed.set()
 
     def end(self) -> None:
         self._is_over = True
-        self._news.set()
+        self._changed.set()
 
     def close(self) -> None:
         """Drop later data. Without reading, the guest could not report its end and would count as blocked."""
@@ -295,8 +295,8 @@ class _Outflow:
         while not self._waiting:
             if self._is_over:
                 return None
-            self._news.clear()
-            await self._news.wait()
+            self._changed.clear()
+            await self._changed.wait()
         # Return all bytes at once: each write of the caller costs a thread.
         chunk = b"".join(self._waiting)
         self._waiting.clear()
@@ -321,12 +321,12 @@ def _collect_stderr(stderr: bytearray) -> Callable[[Frame], None]:
     return lambda frame: stderr.extend(frame.body[: _STDERR_BYTES - len(stderr)])
 
 
-async def _framed(piece: bytes) -> AsyncIterator[bytes]:
+async def _split_frames(piece: bytes) -> AsyncIterator[bytes]:
     for at in range(0, len(piece), _FRAME_BYTES):
         yield piece[at : at + _FRAME_BYTES]
 
 
-async def _cancelled(task: "asyncio.Future[Any]") -> None:
+async def _cancel(task: "asyncio.Future[Any]") -> None:
     """Cancel a request and wait for its end. The caller has its answer, or needs none."""
     task.cancel()
     await asyncio.wait({task})
@@ -334,7 +334,7 @@ async def _cancelled(task: "asyncio.Future[Any]") -> None:
         task.exception()
 
 
-def _check(
+def _check_done(
     done: Mapping[str, Any], stderr: bytes | bytearray, what: str, accepted_codes: tuple[int, ...] = (0,)
 ) -> None:
     """Raise ToolFailure unless the exit code is one of `accepted_codes`."""

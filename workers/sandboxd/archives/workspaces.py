@@ -49,7 +49,7 @@ class WorkspaceFiles:
         Raises ToolFailure: FILE_NOT_FOUND, PATH_NOT_ALLOWED, FILE_TOO_LARGE, INVALID_ARGUMENTS, NO_SPACE, TIMEOUT.
         """
         self._check_shared()
-        with _errors(workspace):
+        with _report_errors(workspace):
             source = await self._open(tenant, workspace)
             if source.size > self._max_bytes:
                 raise ToolFailure(
@@ -70,7 +70,7 @@ class WorkspaceFiles:
             raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, "this is not the id of a file")
         self._check_shared()
         packing = Packing(sandbox, pack_list(names, _FOLDER), self._max_bytes)
-        with _errors(file):
+        with _report_errors(file):
             async with asyncio.timeout(WHOLE_S), contextlib.aclosing(packing.chunks()) as chunks:
                 return await self._store.put(f"{tenant}/{file}", chunks)
 
@@ -102,28 +102,32 @@ async def _load(workspace: str, size: int, chunks: AsyncGenerator[bytes], sandbo
         raise ToolFailure(
             ErrorCode.INVALID_ARGUMENTS, f"the workspace {workspace[:200]} is of no known kind: give {KNOWN_KINDS}"
         )
-    argv, read = build_import(kind, _FOLDER), _joined(bytes(head), chunks)
+    argv, read = build_import(kind, _FOLDER), _join_chunks(bytes(head), chunks)
     async with asyncio.timeout(WHOLE_S):
         if kind in _SEEKING_KINDS:
             # /output is on the disk of the session, which has a quota.
             path = f"/output/.workspace-{secrets.token_hex(8)}"
-            done, words = await run_with_file(sandbox, argv, read, size, path)
+            done, error_output = await run_with_file(sandbox, argv, read, size, path)
         else:
-            done, words = await stream_in(sandbox, argv, read, size)
+            done, error_output = await stream_in(sandbox, argv, read, size)
     code = done.get("exit_code")
     check_import(
-        kind, code if type(code) is int else None, words, timed_out=done.get("timed_out") is True, timeout_s=WHOLE_S
+        kind,
+        code if type(code) is int else None,
+        error_output,
+        timed_out=done.get("timed_out") is True,
+        timeout_s=WHOLE_S,
     )
 
 
-async def _joined(head: bytes, rest: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+async def _join_chunks(head: bytes, rest: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
     yield head
     async for chunk in rest:
         yield chunk
 
 
 @contextlib.contextmanager
-def _errors(file: str) -> Iterator[None]:
+def _report_errors(file: str) -> Iterator[None]:
     """Translate errors of the store to a ToolFailure for the tenant."""
     try:
         yield

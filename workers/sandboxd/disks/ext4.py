@@ -113,12 +113,12 @@ def make_image(image: Path, place: Path, size: WorkspaceSize) -> None:
         _format(image, blocks, inodes)
         with _mounted(image, place):
             (place / "lost+found").rmdir()
-            found = os.statvfs(place)
-        short, few = data_blocks - found.f_bavail, size.inodes - found.f_favail
-        if short <= 0 and few <= 0:
+            file_system = os.statvfs(place)
+        missing_blocks, missing_inodes = data_blocks - file_system.f_bavail, size.inodes - file_system.f_favail
+        if missing_blocks <= 0 and missing_inodes <= 0:
             return
-        blocks += max(0, short) + max(0, short) // 32
-        inodes += max(0, few)
+        blocks += max(0, missing_blocks) + max(0, missing_blocks) // 32
+        inodes += max(0, missing_inodes)
     raise SandboxUnavailable(
         f"mkfs.ext4 makes no file system with room for {size.bytes} bytes and {size.inodes} files: ask for other sizes"
     )

@@ -149,8 +149,8 @@ def _open_image(image: Path) -> int:
         ) from None
     except OSError as error:
         raise refused(f"the image of workspace {image.parent.name} cannot be opened", error) from error
-    found = os.fstat(fd)
-    if stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid() and found.st_nlink == 1:
+    status = os.fstat(fd)
+    if stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid() and status.st_nlink == 1:
         return fd
     os.close(fd)
     raise SandboxUnavailable(

@@ -227,25 +227,25 @@ class TreeCount:
         with os.scandir(self._fd) as entries:
             for entry in entries:
                 try:
-                    found = entry.stat(follow_symlinks=False)
+                    status = entry.stat(follow_symlinks=False)
                 except FileNotFoundError:
                     continue
-                self._count(found)
+                self._count(status)
                 if self._is_enough:
                     break
-                if stat.S_ISDIR(found.st_mode):
+                if stat.S_ISDIR(status.st_mode):
                     pending.append(entry.name)
         if self._levels is not None:
             self._levels.append(_Level(_identify(os.fstat(self._fd)), name, pending))
 
-    def _count(self, found: os.stat_result) -> None:
-        if found.st_nlink > 1 and not stat.S_ISDIR(found.st_mode):
-            if _identify(found) in self._linked:
+    def _count(self, status: os.stat_result) -> None:
+        if status.st_nlink > 1 and not stat.S_ISDIR(status.st_mode):
+            if _identify(status) in self._linked:
                 return
-            self._linked.add(_identify(found))
-        self.bytes += found.st_blocks * 512
+            self._linked.add(_identify(status))
+        self.bytes += status.st_blocks * 512
         self.inodes += 1
 
 
-def _identify(found: os.stat_result) -> _Identity:
-    return found.st_dev, found.st_ino
+def _identify(status: os.stat_result) -> _Identity:
+    return status.st_dev, status.st_ino

@@ -88,8 +88,8 @@ class WorkspaceStore:
         """Create the folder itself, which only this user may enter. Raises SandboxUnavailable."""
         try:
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            found = self.folder.lstat()
-            if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
+            status = self.folder.lstat()
+            if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid():
                 raise SandboxUnavailable(
                     f"{self.folder} must be a folder of the user that runs sandboxd: remove it, or set another state "
                     "folder"
@@ -100,11 +100,11 @@ class WorkspaceStore:
 
     def check_room(self) -> None:
         """Raise SandboxUnavailable when the host's disk has too little free space."""
-        found = os.statvfs(self.folder)
-        free = found.f_bavail * found.f_frsize
-        if free < self._host_free_bytes or (found.f_files and not found.f_favail):
+        file_system = os.statvfs(self.folder)
+        free = file_system.f_bavail * file_system.f_frsize
+        if free < self._host_free_bytes or (file_system.f_files and not file_system.f_favail):
             raise SandboxUnavailable(
-                f"the disk of {self.folder} has {free} bytes and {found.f_favail} files free, and "
+                f"the disk of {self.folder} has {free} bytes and {file_system.f_favail} files free, and "
                 f"{self._host_free_bytes} bytes must stay free: free space on the host, end sessions, or set "
                 "TOOLCREW_HOST_FREE_BYTES"
             )

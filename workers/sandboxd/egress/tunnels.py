@@ -78,41 +78,41 @@ class Tunnels:
     def _take(self, frame: Frame) -> None:
         event, number = frame.header.get("ev"), frame.header.get("conn")
         if not isinstance(event, str) or frame.header.keys() != _FIELDS.get(event):
-            raise _Violation("a frame of a connection that is none")
+            raise _Violation("a frame of a connection has invalid fields")
         if frame.body and event != "net_data":
-            raise _Violation("a body where none belongs")
+            raise _Violation("a frame has a body that it must not have")
         if type(number) is not int:
-            raise _Violation("a connection without a number")
+            raise _Violation("a connection has no number")
         self._count(event)
         if event == "net_open":
             self._open(number)
         elif number not in self._relays or self._relays[number].guest_closed:
-            raise _Violation("word of a connection that is not open")
+            raise _Violation("a frame belongs to a connection that is not open")
         else:
             self._pass_event(self._relays[number], event, frame)
 
     def _open(self, number: int) -> None:
         if not self._last < number < 2**53:
-            raise _Violation("a connection's number a second time")
+            raise _Violation("a connection number was used twice")
         if len(self._relays) >= MAX_TUNNELS:
-            raise _Violation(f"more than {MAX_TUNNELS} connections")
+            raise _Violation(f"there are more than {MAX_TUNNELS} connections")
         self._last = number
         self._relays[number] = Relay(number, self._wire, self._forget)
 
     def _pass_event(self, relay: Relay, event: str, frame: Frame) -> None:
         if event == "net_data":
             if relay.guest_ended or not 0 < len(frame.body) <= relay.guest_room:
-                raise _Violation("data of a connection that has ended, none, or more than there was room for")
+                raise _Violation("data is empty, exceeds the window, or belongs to an ended connection")
             relay.take_data(frame.body)
         elif event == "net_room":
             count = frame.header["bytes"]
             # Small steps would let a guest send a frame for every byte.
             if type(count) is not int or count < GRANT or relay.room + count > WINDOW:
-                raise _Violation("room that a connection does not have, or too little to tell of")
+                raise _Violation("a window update is too large or too small")
             relay.take_room(count)
         elif event == "net_end":
             if relay.guest_ended:
-                raise _Violation("the end of a connection a second time")
+                raise _Violation("a connection was ended twice")
             relay.take_end()
         else:
             relay.take_close()
@@ -129,4 +129,4 @@ class Tunnels:
         self._counted_at = now
         self._tokens -= {"net_open": _OPEN_COST, "net_data": 1.0}.get(event, 0.0)
         if self._tokens < 0:
-            raise _Violation("a flood of connections or of their data")
+            raise _Violation("too many connections, or too much data in them")

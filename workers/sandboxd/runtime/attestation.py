@@ -54,7 +54,7 @@ def parse_attestation(done: Mapping[str, Any]) -> Attestation:
     entries, workspace = _mapping(done, "entries"), _mapping(done, "workspace")
     kind = workspace.get("type")
     if not isinstance(kind, str) or not _KIND.fullmatch(kind):
-        raise ValueError("'type' of the workspace is no name of a file system")
+        raise ValueError("'type' of the workspace is not the name of a file system")
     return Attestation(
         processes=_count(done, "processes"),
         zombies=_count(done, "zombies"),
@@ -68,13 +68,13 @@ def parse_attestation(done: Mapping[str, Any]) -> Attestation:
 
 def find_dirt(attestation: Attestation) -> list[str]:
     """Return sentences about traces of use. Empty for a sandbox that was never used."""
-    found = [
+    counts = [
         (attestation.processes, "process(es) run in addition to the guest"),
         (attestation.zombies, "dead process(es) wait to be collected"),
         (attestation.jobs, "background job(s) run"),
         *((attestation.entries[name], f"entries lie in {_NAMES[name]}") for name in _FOLDERS),
     ]
-    return [f"{count} {what}" for count, what in found if count]
+    return [f"{count} {what}" for count, what in counts if count]
 
 
 def find_misfits(attestation: Attestation, size_bytes: int, inodes: int) -> list[str]:
@@ -85,12 +85,12 @@ def find_misfits(attestation: Attestation, size_bytes: int, inodes: int) -> list
     ]
 
 
-def _compare(what: str, found: int, requested: int, kind: str) -> Iterator[str]:
+def _compare(what: str, actual: int, requested: int, kind: str) -> Iterator[str]:
     # A kernel rounds up to whole pages or groups of inodes, not further.
-    if found > requested * 1.1 + 65_536:
-        yield f"/workspace ({kind}) has {found} {what}, more than the {requested} requested: its quota is not in force"
-    elif found < requested * _LEAST_SHARE and (what == "bytes" or found):
-        yield f"/workspace ({kind}) has {found} {what}, fewer than the {requested} requested"
+    if actual > requested * 1.1 + 65_536:
+        yield f"/workspace ({kind}) has {actual} {what}, more than the {requested} requested: its quota is not in force"
+    elif actual < requested * _LEAST_SHARE and (what == "bytes" or actual):
+        yield f"/workspace ({kind}) has {actual} {what}, fewer than the {requested} requested"
 
 
 def _mapping(fields: Mapping[str, Any], name: str) -> Mapping[str, Any]:

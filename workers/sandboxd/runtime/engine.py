@@ -156,22 +156,22 @@ class Engine:
 
     async def image_id(self, image: str) -> str | None:
         """Return the image's content id, or None when the engine does not have it."""
-        found = await self._run(self._lanes.start_check, lambda api: _find_image(api, image))
-        return None if found is None else str(found["Id"])
+        attributes = await self._run(self._lanes.start_check, lambda api: _find_image(api, image))
+        return None if attributes is None else str(attributes["Id"])
 
     async def check_image(self, image: str) -> None:
         """Raise SandboxUnavailable for an image that would exceed the profile. Accepts an image that the engine does
         not have.
         """
-        found = await self._run(self._lanes.start_check, lambda api: _find_image(api, image))
-        fault = explain_unfit(found or {}, image)
+        attributes = await self._run(self._lanes.start_check, lambda api: _find_image(api, image))
+        fault = explain_unfit(attributes or {}, image)
         if fault is not None:
             raise SandboxUnavailable(fault)
 
     async def image_variables(self, image: str) -> list[str]:
         """Return the environment of an image, each variable as NAME=VALUE."""
-        found = await self._run(self._lanes.start_check, lambda api: _find_image(api, image))
-        return list(((found or {}).get("Config") or {}).get("Env") or [])
+        attributes = await self._run(self._lanes.start_check, lambda api: _find_image(api, image))
+        return list(((attributes or {}).get("Config") or {}).get("Env") or [])
 
     async def start(self, config: Mapping[str, Any], name: str) -> AttachedContainer:
         """Create a container of that raw configuration, attach to it, and start it.
@@ -279,7 +279,7 @@ class Engine:
                 return work(api)
         except docker.errors.APIError as error:
             message = str(error.explanation or error)
-            if error.is_server_error() and any(word in message.lower() for word in _TIMEOUT_TEXTS):
+            if error.is_server_error() and any(text in message.lower() for text in _TIMEOUT_TEXTS):
                 raise EngineSilent(f"the Docker engine reported an internal timeout: {message}") from error
             raise SandboxUnavailable(f"the Docker engine refused: {message}") from error
         except (docker.errors.DockerException, requests.exceptions.RequestException, OSError) as error:

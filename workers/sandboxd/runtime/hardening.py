@@ -323,19 +323,22 @@ def find_drift(
     variables = [*image_variables, *cast(Sequence[str], config.get("Env", []))]
     requested["Config.Env"] = list({variable.partition("=")[0]: variable for variable in variables}.values())
     drift = []
-    for place, value in requested.items():
-        found = _look_up(inspected, place)
-        if not _COMPARISONS.get(place, _is_same)(value, found):
-            drift.append(f"{place} is {_shown(found)}, not {_shown(value)}.")
+    for field_path, value in requested.items():
+        actual = _look_up(inspected, field_path)
+        if not _COMPARISONS.get(field_path, _is_same)(value, actual):
+            drift.append(f"{field_path} is {_shown(actual)}, not {_shown(value)}.")
     return drift + list(_find_engine_drift(host, inspected))
 
 
 def _find_engine_drift(host: Mapping[str, object], inspected: Mapping[str, object]) -> Iterator[str]:
-    for place, required in (("HostConfig.MaskedPaths", MASKED_PATHS), ("HostConfig.ReadonlyPaths", READONLY_PATHS)):
-        found = _look_up(inspected, place)
-        missing = required - set(found if isinstance(found, list) else [])
+    for field_path, required in (
+        ("HostConfig.MaskedPaths", MASKED_PATHS),
+        ("HostConfig.ReadonlyPaths", READONLY_PATHS),
+    ):
+        actual = _look_up(inspected, field_path)
+        missing = required - set(actual if isinstance(actual, list) else [])
         if missing:
-            yield f"{place} lacks {', '.join(sorted(missing))}."
+            yield f"{field_path} lacks {', '.join(sorted(missing))}."
     networks = _look_up(inspected, "NetworkSettings.Networks")
     if not isinstance(networks, dict) or not set(networks) <= {"none"}:
         yield f"NetworkSettings.Networks is {_shown(networks)}, not none."
@@ -361,37 +364,41 @@ def _look_up(inspected: Mapping[str, object], place: str) -> object:
     return value
 
 
-def _is_same(requested: object, found: object) -> bool:
+def _is_same(requested: object, actual: object) -> bool:
     if requested in ([], {}, ""):  # the engine writes null for an empty value
-        return found is None or (found == requested and type(found) is type(requested))
-    return found == requested and isinstance(found, bool) == isinstance(requested, bool)
+        return actual is None or (actual == requested and type(actual) is type(requested))
+    return actual == requested and isinstance(actual, bool) == isinstance(requested, bool)
 
 
-def _is_same_in_any_order(requested: object, found: object) -> bool:
-    if not isinstance(requested, list) or not isinstance(found, list):
+def _is_same_in_any_order(requested: object, actual: object) -> bool:
+    if not isinstance(requested, list) or not isinstance(actual, list):
         return False
     return sorted(json.dumps(item, sort_keys=True) for item in requested) == sorted(
-        json.dumps(item, sort_keys=True) for item in found
+        json.dumps(item, sort_keys=True) for item in actual
     )
 
 
-def _is_same_environment(requested: object, found: object) -> bool:
+def _is_same_environment(requested: object, actual: object) -> bool:
     """Return whether the variables are the same. The engine adds its default PATH if nothing else sets one."""
-    if isinstance(found, list):
-        found = [variable for variable in found if variable != _DEFAULT_PATH or variable in cast(list[str], requested)]
-    return _is_same_in_any_order(requested, found)
+    if isinstance(actual, list):
+        actual = [
+            variable for variable in actual if variable != _DEFAULT_PATH or variable in cast(list[str], requested)
+        ]
+    return _is_same_in_any_order(requested, actual)
 
 
-def _are_our_labels(requested: object, found: object) -> bool:
+def _are_our_labels(requested: object, actual: object) -> bool:
     """Return whether all labels of the profile are set. An image may add labels of its own."""
-    return isinstance(requested, Mapping) and requested.items() <= (found if isinstance(found, Mapping) else {}).items()
+    return (
+        isinstance(requested, Mapping) and requested.items() <= (actual if isinstance(actual, Mapping) else {}).items()
+    )
 
 
-def _is_left_enabled(requested: object, found: object) -> bool:
+def _is_left_enabled(requested: object, actual: object) -> bool:
     """Return whether the OOM killer is enabled. On cgroup version 2 the OOM killer cannot be disabled, and the engine
     reports null.
     """
-    return requested is False and (found is None or found is False)
+    return requested is False and (actual is None or actual is False)
 
 
 _COMPARISONS: Final[Mapping[str, Callable[[object, object], bool]]] = {

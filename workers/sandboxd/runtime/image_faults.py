@@ -24,10 +24,10 @@ def explain_start_failure(error_text: str, image: str) -> str | None:
     `error_text`: the engine's error, or what the container wrote to its stderr. Only its first 2,000 characters are
     examined.
     """
-    found = _NO_FOLDER.search(error_text[:_MAX_CHARS])
-    if found is None:
+    match = _NO_FOLDER.search(error_text[:_MAX_CHARS])
+    if match is None:
         return None
-    return f"image {image} cannot be a sandbox: its {found[1] or '/workspace'} is not a folder; {FOLDERS}"
+    return f"image {image} cannot be a sandbox: its {match[1] or '/workspace'} is not a folder; {FOLDERS}"
 
 
 def explain_unfit(image: Mapping[str, Any], name: str) -> str | None:
