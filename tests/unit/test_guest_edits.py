@@ -3,14 +3,12 @@
 import json
 import os
 import stat
-import sys
 
 import pytest
 
 from tests.guest_harness import GUEST_PARENT, Done, Guest, needs_namespace
 
 assert GUEST_PARENT
-from guest.files.edits import describe_syntax  # noqa: E402
 
 pytestmark = needs_namespace
 
@@ -310,8 +308,3 @@ def test_answers_stay_within_max_bytes_whatever_the_lines_are(guest: Guest) -> N
     done = edit(guest, ("x", "y", True), max_bytes=8192)
     assert len(done.bytes_of("file")) <= 8192
     assert "see it with read_tool" in told(done)
-
-
-def test_a_toml_file_is_not_checked_without_tomllib(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "tomllib", None)
-    assert describe_syntax(b"pyproject.toml", b"", (b"= broken",)) is None

@@ -126,13 +126,13 @@ def _find_syntax_error(parse: Callable[[bytes], object], data: bytes) -> str | N
         return f"line {error.lineno}: {error.msg}"[:_MESSAGE_CHARS]
     except ValueError as error:
         return str(error)[:_MESSAGE_CHARS]
-    except (ImportError, RecursionError, MemoryError):  # Python before 3.11 has no tomllib.
+    except (RecursionError, MemoryError):
         return None
     return None
 
 
 def _parse_toml(data: bytes) -> object:
-    import tomllib  # type: ignore[import-not-found, unused-ignore]
+    import tomllib
 
     return tomllib.loads(data.decode())
 
