@@ -15,7 +15,7 @@ from orchestrator.settings import OrchestratorSettings
 from store.api_keys import ApiKeys
 from store.connection import open_redis
 from store.tenants import RedisTenants
-from tests.stack import eventually
+from tests.waiting import wait_until_async
 
 READY_S = 20.0
 ROLES = {
@@ -100,7 +100,7 @@ async def open_api(redis_url: str, *, concurrency: int = 0, **fields: Any) -> As
     async with serving(api_settings(redis_url, **fields), concurrency=concurrency) as url:
         ground = ApiGround(url, keys)
         try:
-            await eventually(
+            await wait_until_async(
                 lambda: (
                     httpx.get(f"{url}/v1/tools", headers={"Authorization": f"Bearer {keys['admin']}"})
                     .json()

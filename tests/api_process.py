@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from tests.processes import read_proc
-from tests.stack import TOOLCREW, Footprint, end_process, free_port, wait_until
+from tests.stack import TOOLCREW, Footprint, end_process, free_port
+from tests.waiting import wait_until
 
 START_S = 60.0
 

@@ -16,7 +16,8 @@ from docker import APIClient
 from contract.errors import SandboxUnavailable
 from tests.containers import Watched
 from tests.processes import read_proc
-from tests.stack import ROOT, UP_S, Footprint, all_pids, end_process, is_alive, open_footprint, wait_until
+from tests.stack import ROOT, UP_S, Footprint, all_pids, end_process, is_alive, open_footprint
+from tests.waiting import wait_until
 from workers.sandbox_client import GuestResponse, SandboxClient
 
 CAPTURE = {"stdout": 8192, "stderr": 8192, "merged": 8192}

@@ -16,7 +16,8 @@ from docker import APIClient
 from benchmarks.processes import RunningSandboxd
 from contract.errors import SandboxUnavailable
 from tests.attack_ground import CAPTURE
-from tests.stack import ROOT, UP_S, Footprint, commands_in, end_process, open_footprint, wait_until
+from tests.stack import ROOT, UP_S, Footprint, commands_in, end_process, open_footprint
+from tests.waiting import wait_until
 from workers.sandbox_client import GuestResponse, SandboxClient
 from workers.sandboxd.daemon import END_FOR_GOOD
 

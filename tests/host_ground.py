@@ -23,7 +23,8 @@ from docker import APIClient
 from contract.names import hosts_key
 from contract.settings import BrokerSettings
 from orchestrator.operations.redis_server import find_redis_server, write_redis_config
-from tests.stack import ROOT, UP_S, Footprint, children_of, end_process, free_port, open_footprint, wait_until
+from tests.stack import ROOT, UP_S, Footprint, children_of, end_process, free_port, open_footprint
+from tests.waiting import wait_until
 
 PAUSES_S = (0.0, 0.3, 1.0)
 """Pauses before a process is restarted, in seconds. The last pause is repeated."""

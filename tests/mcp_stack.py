@@ -16,7 +16,8 @@ from mcp_types import CallToolResult, ElicitRequestParams, ElicitResult
 
 from tests.api_ground import make_keys
 from tests.api_process import START_S, ApiProcess
-from tests.stack import TOOLCREW, Stack, commands_in, end_process, free_port, open_stack, wait_until
+from tests.stack import TOOLCREW, Stack, commands_in, end_process, free_port, open_stack
+from tests.waiting import wait_until
 
 SOON_S = 90.0
 SESSION = "toolcrew/session"

@@ -18,7 +18,8 @@ from contract.names import catalog_key
 from contract.settings import BrokerSettings
 from orchestrator.operations.redis_server import write_redis_config
 from orchestrator.operations.redis_users import ROLES, build_users, hash_password
-from tests.stack import ROOT, Footprint, end_process, free_port, open_footprint, require_redis_server, wait_until
+from tests.stack import ROOT, Footprint, end_process, free_port, open_footprint, require_redis_server
+from tests.waiting import wait_until
 
 SECRET = "a-secret-of-the-test"
 START_S = 20.0

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
@@ -30,6 +30,7 @@ from orchestrator.operations.local_stack import StackInfo, read_stack
 from orchestrator.operations.redis_server import find_redis_server, write_redis_config
 from tests.containers import open_engine
 from tests.processes import read_proc
+from tests.waiting import wait_until
 
 ROOT = Path(__file__).parent.parent
 TOOLCREW = str(Path(sys.executable).parent / "toolcrew")
@@ -65,28 +66,6 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
-
-
-def wait_until(is_so: Callable[[], Any], deadline_s: float, what: str | Callable[[], str]) -> Any:
-    """Return the first true result of `is_so`, which is polled. Fails the test at the deadline with `what`; a
-    callable `what` is called only then.
-    """
-    until = time.monotonic() + deadline_s
-    while not (answer := is_so()):
-        if time.monotonic() > until:
-            pytest.fail(f"not within {deadline_s:g} s: {what if isinstance(what, str) else what()}")
-        time.sleep(0.05)
-    return answer
-
-
-async def eventually(is_so: Callable[[], Any], deadline_s: float, what: str | Callable[[], str]) -> Any:
-    """Wait as `wait_until` does, but without blocking the event loop."""
-    until = time.monotonic() + deadline_s
-    while not (answer := await asyncio.to_thread(is_so)):
-        if time.monotonic() > until:
-            pytest.fail(f"not within {deadline_s:g} s: {what if isinstance(what, str) else what()}")
-        await asyncio.sleep(0.05)
-    return answer
 
 
 # --- Processes and containers

@@ -14,7 +14,7 @@ from store.runs import RunQueue
 from tests.api_ground import READY_S, ApiGround
 from tests.conftest import RedisProcess
 from tests.outage_requests import Asked, send, send_again
-from tests.stack import eventually
+from tests.waiting import wait_until_async
 
 LINES = 1000
 
@@ -38,7 +38,7 @@ async def test_a_request_that_broke_off_for_redis_is_not_said_to_be_worked_when_
         )
         kill = Asked("kill", "POST", "/v1/calls/c1/kill", content={})
         killing = asyncio.create_task(send(api["acme"], kill, {}))
-        await eventually(lambda: store.hexists(key, "killed"), READY_S, "the order was given")
+        await wait_until_async(lambda: store.hexists(key, "killed"), READY_S, "the order was given")
         same = await send(api["acme"], kill, {})
         assert (same.status, same.code) == (409, "IDEMPOTENCY_IN_PROGRESS")
     redis_server.stop()

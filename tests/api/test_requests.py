@@ -21,7 +21,7 @@ from orchestrator.runs.runner import Runner
 from store.idempotency import IdempotencyStore, SlotClaim
 from tests.api_ground import ApiGround, api_settings, open_api, serving
 from tests.conftest import RedisProcess
-from tests.stack import eventually
+from tests.waiting import wait_until_async
 
 
 @pytest.mark.parametrize(
@@ -265,7 +265,7 @@ async def test_a_dead_redis_is_told_as_such_and_comes_back(api: ApiGround, redis
 
 async def eventually_ok(api: ApiGround) -> None:
     # This Redis was not emptied: the keys are the earlier keys.
-    await eventually(
+    await wait_until_async(
         lambda: (
             httpx.get(f"{api.url}/v1/batches", headers={"Authorization": f"Bearer {api.keys['acme']}"}).status_code
             == 200

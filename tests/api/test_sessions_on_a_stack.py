@@ -11,7 +11,8 @@ import pytest
 
 from contract.calls import MAX_BLOB_BYTES
 from tests.api_stack import SOON_S, ApiStack, read_events
-from tests.stack import commands_in, eventually
+from tests.stack import commands_in
+from tests.waiting import wait_until_async
 
 pytestmark = pytest.mark.stack
 
@@ -104,7 +105,7 @@ async def test_a_client_that_goes_ends_its_call_with_all_its_processes(
     def are_gone() -> bool:
         return not [command for command in commands_in(container).values() if "sleep 4711" in command]
 
-    await eventually(are_gone, SOON_S, lambda: str(commands_in(container)))
+    await wait_until_async(are_gone, SOON_S, lambda: str(commands_in(container)))
     assert (await run(client, session, "echo still here"))["output"] == "still here\n"
 
 

@@ -13,7 +13,7 @@ from docker import APIClient
 
 from tests.attack_ground import SOON_S, Ground
 from tests.containers import Box, assert_still_works, open_box, python
-from tests.stack import wait_until
+from tests.waiting import wait_until
 from workers.sandboxd.runtime.hardening import SandboxLimits
 
 pytestmark = pytest.mark.stack

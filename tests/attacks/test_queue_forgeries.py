@@ -33,7 +33,7 @@ from store.calls import seal_ticket
 from tests.builders import build_attempt
 from tests.queue_by_hand import stored_result, stored_state
 from tests.redis_ground import SECRET, CountingPool, Server, broker_for, open_counting_pool, open_server
-from tests.stack import eventually, wait_until
+from tests.waiting import wait_until, wait_until_async
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -172,12 +172,12 @@ async def test_a_forged_loss_of_its_host_has_no_running_call_sent_again(
     call = call.model_copy(update={"arguments": {**call.arguments, "gate": str(gate)}})
     sending = asyncio.create_task(dispatch(attacker, call))
     try:
-        await eventually(lambda: attacker.pool.acted(call.id), SOON_S, attacker.pool.log)
+        await wait_until_async(lambda: attacker.pool.acted(call.id), SOON_S, attacker.pool.log)
         key = call_key("default", "acme", call.id)
         if LOST[forgery](call):
             attacker.redis.hset(key, mapping=LOST[forgery](call))  # type: ignore[arg-type]
         say_lost(attacker, (attacker.redis.hget(key, "task") or b"").decode())
-        await eventually(lambda: sending.done() or attacker.pool.acted(call.id) > 1, SOON_S, attacker.pool.log)
+        await wait_until_async(lambda: sending.done() or attacker.pool.acted(call.id) > 1, SOON_S, attacker.pool.log)
         assert attacker.pool.acted(call.id) == 1
         result = await sending
         assert result.error_code is ErrorCode.OUTCOME_UNKNOWN

@@ -12,7 +12,7 @@ import pytest
 from docker import APIClient
 
 from tests.attack_ground import SOON_S, Ground, Hostile, is_empty, open_ground
-from tests.stack import wait_until
+from tests.waiting import wait_until
 from workers.sandbox_client import GuestResponse
 
 pytestmark = pytest.mark.stack

@@ -12,7 +12,8 @@ from contract.tenancy import DEFAULT_TENANT
 from store.batches import batch_key
 from tests.chaos.batch_load import BatchLoad
 from tests.host_ground import Ground
-from tests.stack import UP_S, wait_until
+from tests.stack import UP_S
+from tests.waiting import wait_until
 
 BatchBlow = Literal["orchestrator", "worker", "redis", "pause", "forget"]
 KILLS: tuple[BatchBlow, ...] = ("orchestrator", "worker", "redis")

@@ -13,7 +13,8 @@ from typing import Any
 from tests.chaos.verdict import read_lines
 from tests.host_ground import Ground, bound
 from tests.model_server.running import ModelServer
-from tests.stack import ROOT, TOOLCREW, wait_until
+from tests.stack import ROOT, TOOLCREW
+from tests.waiting import wait_until
 
 OBSERVED = "acts (?P<workspace>[0-9a-f]{32}) (?P<acts>[0-9,]*)"
 _MARK = "[ -s .workspace ] || tr -d - < /proc/sys/kernel/random/uuid > .workspace"

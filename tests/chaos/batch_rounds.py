@@ -19,7 +19,7 @@ from tests.chaos.batch_verdict import BatchVerdict, Evidence, judge_batch, read_
 from tests.chaos.rounds import settle
 from tests.host_ground import Ground
 from tests.model_server.running import running_model_server
-from tests.stack import wait_until
+from tests.waiting import wait_until
 
 LATEST = 0.85
 """The part of the replies before which all faults are applied."""

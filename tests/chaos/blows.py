@@ -11,7 +11,8 @@ from typing import Literal
 
 from tests.chaos.load import Load
 from tests.host_ground import Ground
-from tests.stack import is_alive, wait_until
+from tests.stack import is_alive
+from tests.waiting import wait_until
 
 Deed = Literal["kill", "pause"]
 Finder = Callable[[Ground, Load, random.Random], tuple[str, int]]

@@ -12,7 +12,8 @@ from pathlib import Path
 
 from tests.chaos.verdict import read_lines
 from tests.host_ground import Ground, bound
-from tests.stack import ROOT, UP_S, wait_until
+from tests.stack import ROOT, UP_S
+from tests.waiting import wait_until
 
 END_S = 150.0
 """Limit for a driver to end its calls and close its sessions, in seconds."""

@@ -25,8 +25,8 @@ from tests.stack import (
     open_stack,
     read_line,
     run_toolcrew,
-    wait_until,
 )
+from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.stack, pytest.mark.timeout(200)]
 

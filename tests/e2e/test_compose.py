@@ -22,7 +22,8 @@ import pytest
 from orchestrator.operations.redis_users import ROLES
 from tests.image_scan import scan_image
 from tests.log_lines import read_events
-from tests.stack import free_port, missing, require_engine, wait_until
+from tests.stack import free_port, missing, require_engine
+from tests.waiting import wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
 SERVICES = {"redis", "sandboxd", "egress", "worker", "web-worker", "orchestrator", "api", "flower"}

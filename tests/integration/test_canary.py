@@ -29,7 +29,8 @@ from store.api_keys import ApiKeys
 from store.connection import open_redis
 from tests.builders import build_attempt
 from tests.processes import read_proc
-from tests.stack import Stack, all_pids, eventually, open_stack
+from tests.stack import Stack, all_pids, open_stack
+from tests.waiting import wait_until_async
 
 pytestmark = [pytest.mark.stack, pytest.mark.timeout(180)]
 
@@ -147,7 +148,7 @@ async def test_nothing_secret_is_found_where_others_look(watched: Stack) -> None
     assert password
     settings = OrchestratorSettings(redis_url=url, secret=SecretStr(SECRET))
     # The listener receives only events that happen while it is connected.
-    await eventually(lambda: answers(watched), 60, lambda: watched.log("flower"))
+    await wait_until_async(lambda: answers(watched), 60, lambda: watched.log("flower"))
     with watched.open_redis() as store, Eavesdropper(store) as eavesdropper:
         async with ToolClient.connect(settings=settings) as client, await client.open_session() as session:
             good = await session.call(
@@ -162,7 +163,7 @@ async def test_nothing_secret_is_found_where_others_look(watched: Stack) -> None
             assert sandbox is not None
             inspected = json.dumps(watched.api.inspect_container(sandbox.id)).encode()
             listed = command_lines()
-        await eventually(
+        await wait_until_async(
             lambda: flower(watched, "/api/tasks").count(b"SUCCESS") >= 3, 20, lambda: str(flower(watched, "/api/tasks"))
         )
         called = flower(watched, "/api/tasks")
@@ -176,7 +177,7 @@ async def test_nothing_secret_is_found_where_others_look(watched: Stack) -> None
             "the container": inspected,
         }
         assert b"task-succeeded" in everywhere["events"]
-        await eventually(
+        await wait_until_async(
             lambda: not seen({"Redis": dump(store)}, (ARGUMENT, OUTPUT, LARGE)), 20, lambda: str(dump(store))[:4000]
         )
         everywhere["Redis"] = dump(store)
@@ -212,5 +213,7 @@ async def test_what_a_stranger_pushes_at_a_worker_is_not_written_down(watched: S
     with watched.open_redis() as store:
         before = len(watched.log("web"))
         store.lpush(POOL_WEB, message)
-        await eventually(lambda: "of_tomorrow" in watched.log("web")[before:], 20, lambda: watched.log("web")[-2000:])
+        await wait_until_async(
+            lambda: "of_tomorrow" in watched.log("web")[before:], 20, lambda: watched.log("web")[-2000:]
+        )
     assert word not in watched.log("web")

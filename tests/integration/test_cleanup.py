@@ -31,8 +31,8 @@ from tests.stack import (
     open_stack,
     read_line,
     run_toolcrew,
-    wait_until,
 )
+from tests.waiting import wait_until
 from workers.__main__ import ORPHAN_GRACE_S
 
 pytestmark = [pytest.mark.stack, pytest.mark.timeout(200)]

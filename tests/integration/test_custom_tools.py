@@ -26,7 +26,8 @@ from orchestrator.dispatch.request import Request
 from orchestrator.dispatch.sessions import Session
 from orchestrator.models.scripted import Calls, Raw, ScriptedModel
 from orchestrator.sdk.client import ToolClient
-from tests.stack import ROOT, Stack, children_of, eventually, wait_until
+from tests.stack import ROOT, Stack, children_of
+from tests.waiting import wait_until, wait_until_async
 
 pytestmark = [pytest.mark.stack, pytest.mark.asyncio(loop_scope="module")]
 
@@ -185,7 +186,7 @@ async def test_the_callers_configuration_arrives_under_the_operators(shop: Sessi
 
 async def test_what_a_tool_prints_is_in_the_workers_log(desk: Desk, shop: Session) -> None:
     await call(shop, "quote_basket")
-    await eventually(lambda: "articles" in desk.log.read_text(), 5, "the print is logged")
+    await wait_until_async(lambda: "articles" in desk.log.read_text(), 5, "the print is logged")
 
 
 async def test_processes_of_the_pool_count_together_and_lose_nothing(shop: Session) -> None:

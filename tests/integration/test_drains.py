@@ -17,7 +17,8 @@ from orchestrator.settings import OrchestratorSettings
 from store.connection import open_redis
 from store.hosts import HostStore
 from tests.host_ground import Ground, open_ground
-from tests.stack import TOOLCREW, UP_S, eventually, wait_until
+from tests.stack import TOOLCREW, UP_S
+from tests.waiting import wait_until, wait_until_async
 
 SESSIONS = 4
 
@@ -109,12 +110,12 @@ async def test_a_host_that_is_drained_under_load_loses_no_call_and_no_file(groun
     async with ToolClient.connect(settings=settings_of(ground)) as client:
         writers = [Writer(await client.open_session()) for _ in range(SESSIONS)]
         writing = [asyncio.create_task(writer.run()) for writer in writers]
-        await eventually(lambda: all(len(writer.written) > 3 for writer in writers), UP_S, "all write")
+        await wait_until_async(lambda: all(len(writer.written) > 3 for writer in writers), UP_S, "all write")
 
         drained = await asyncio.to_thread(toolcrew, ground, "hosts", "drain", "a", "--wait")
 
         reached = [len(writer.written) for writer in writers]
-        await eventually(
+        await wait_until_async(
             lambda: all(len(one.written) > was + 2 for one, was in zip(writers, reached, strict=True)),
             UP_S,
             "all go on",
@@ -132,4 +133,4 @@ async def test_a_host_that_is_drained_under_load_loses_no_call_and_no_file(groun
     assert [report.host for report in await asyncio.to_thread(reports, ground)] == ["b"]
     # A supervisor does not restart a process with exit code 0. The process ends a moment after it reports that it is
     # drained.
-    await eventually(lambda: ground.process("a.worker").ends[-1:] == [0], UP_S, ground.last_words)
+    await wait_until_async(lambda: ground.process("a.worker").ends[-1:] == [0], UP_S, ground.last_words)

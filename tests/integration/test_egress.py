@@ -24,7 +24,8 @@ from contract.errors import ErrorCode, ToolFailure
 from contract.tenancy import SandboxTerms
 from tests.egress_ground import Ground, open_ground
 from tests.package_site import build_site, open_site
-from tests.stack import Footprint, end_process, open_footprint, require_engine, wait_until
+from tests.stack import Footprint, end_process, open_footprint, require_engine
+from tests.waiting import wait_until
 from tests.web_certificate import server_context, write_authority
 from workers.mcp.sandbox_server import SandboxServer
 from workers.mcp.settings import StdioEntry

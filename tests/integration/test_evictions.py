@@ -14,7 +14,8 @@ from docker import APIClient
 from contract.errors import SandboxUnavailable
 from orchestrator.dispatch.sessions import Session
 from orchestrator.sdk.client import ToolClient
-from tests.stack import Stack, eventually, missing, open_stack
+from tests.stack import Stack, missing, open_stack
+from tests.waiting import wait_until_async
 
 pytestmark = [pytest.mark.stack, pytest.mark.timeout(150)]
 
@@ -78,7 +79,9 @@ def files_in(folder: Path) -> list[Path]:
 async def evicted(session: Session, stack: Stack) -> None:
     sandbox = (await session.call("bash_tool", {"command": "true"})).sandbox
     assert sandbox is not None
-    await eventually(lambda: not stack.has_container(sandbox.id), SOON_S, "the idle session's container is given up")
+    await wait_until_async(
+        lambda: not stack.has_container(sandbox.id), SOON_S, "the idle session's container is given up"
+    )
 
 
 async def test_the_next_call_finds_everything_as_it_was(evicting: Stack, session: Session) -> None:

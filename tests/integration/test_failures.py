@@ -26,12 +26,12 @@ from tests.stack import (
     all_of,
     children_of,
     commands_in,
-    eventually,
     is_alive,
     missing,
     open_redis_server,
     open_stack,
 )
+from tests.waiting import wait_until_async
 
 pytestmark = [pytest.mark.stack, pytest.mark.timeout(200)]
 
@@ -53,7 +53,9 @@ async def start_call(
     """Start a call and wait until its command runs."""
     container = await container_of(stack, session)
     task = asyncio.create_task(session.call("bash_tool", {"command": command}, call_id=call_id))
-    await eventually(lambda: any(command in line for line in commands_in(container).values()), 15, f"{command} runs")
+    await wait_until_async(
+        lambda: any(command in line for line in commands_in(container).values()), 15, f"{command} runs"
+    )
     return task
 
 
@@ -74,7 +76,9 @@ async def test_a_killed_sandboxd_is_started_again_and_its_sessions_keep_their_fi
         assert result.success is False
         assert result.error_code in (ErrorCode.SANDBOX_UNAVAILABLE, ErrorCode.OUTCOME_UNKNOWN), result
         assert await asyncio.to_thread(own_stack.wait_for_another, "sandboxd", killed) != killed
-        await eventually(lambda: not before & set(own_stack.footprint.containers()), 30, "its containers are gone")
+        await wait_until_async(
+            lambda: not before & set(own_stack.footprint.containers()), 30, "its containers are gone"
+        )
         for session in (busy, idle):
             assert await retried(session, "cat file") == "content\n"
     assert "sandboxd ended unexpectedly (SIGKILL) and is started again" in own_stack.errors()
@@ -106,10 +110,10 @@ async def test_a_stack_that_ends_just_after_its_sandboxd_was_killed_leaves_no_fr
     with open_stack(engine, {"TOOLCREW_IDLE_PAUSE_S": "0.2"}) as stack:
         async with ToolClient.connect(stack.redis_url) as client:
             container = await container_of(stack, await client.open_session())
-            await eventually(lambda: engine.inspect_container(container)["State"]["Paused"], 20, "it is frozen")
+            await wait_until_async(lambda: engine.inspect_container(container)["State"]["Paused"], 20, "it is frozen")
 
             os.kill(stack.pid("sandboxd"), signal.SIGKILL)
-            await eventually(lambda: "sandboxd has ended" in stack.errors(), 20, "the keeper has seen it")
+            await wait_until_async(lambda: "sandboxd has ended" in stack.errors(), 20, "the keeper has seen it")
             assert await asyncio.to_thread(stack.end) == 0
         stack.footprint.assert_nothing_left(within_s=2)
 
@@ -124,7 +128,9 @@ async def test_a_killed_worker_is_started_again_and_its_call_is_said_to_be_lost(
 
         os.kill(killed, signal.SIGKILL)
 
-        await eventually(lambda: len(commands_in(container)) <= 1, 30, "the command of the killed worker is killed")
+        await wait_until_async(
+            lambda: len(commands_in(container)) <= 1, 30, "the command of the killed worker is killed"
+        )
         result = (await all_of([call], 60))[0]
         assert (result.success, result.error_code) == (False, ErrorCode.OUTCOME_UNKNOWN), result
         assert await retried(session, "echo on") == "on\n"
@@ -217,7 +223,7 @@ async def test_every_call_in_flight_gets_its_result_once_over_an_outage_of_redis
             ]
             for session in sessions:
                 container = await container_of(stack, session)
-                await eventually(
+                await wait_until_async(
                     lambda container=container: sum("sleep" in line for line in commands_in(container).values()) >= 2,
                     15,
                     "both calls run",
@@ -287,4 +293,4 @@ async def test_a_client_that_is_killed_leaves_its_session_to_expire_only(stack: 
     call = await start_call(stack, session, "sleep 1")
     await call
 
-    await eventually(lambda: not stack.has_container(container), 20, "the session's container is removed")
+    await wait_until_async(lambda: not stack.has_container(container), 20, "the session's container is removed")

@@ -27,7 +27,8 @@ from orchestrator.operations.flower import DEFAULTS
 from orchestrator.sdk.client import ToolClient
 from tests.log_lines import read_events
 from tests.queue_by_hand import publish
-from tests.stack import UP_S, Stack, eventually, open_stack
+from tests.stack import UP_S, Stack, open_stack
+from tests.waiting import wait_until_async
 
 pytestmark = pytest.mark.stack
 
@@ -105,7 +106,7 @@ async def test_flower_lists_calls_by_tool_and_shows_neither_arguments_nor_output
     await session.call("read_tool", {"file_path": f"{word}.txt"}, call_id=call_ids[2])
     assert ran.metadata["stdout"] == f"{word.upper()}\n"
 
-    tasks = await eventually(lambda: tasks_of_calls(stack, call_ids), 30, "Flower shows the three calls as done")
+    tasks = await wait_until_async(lambda: tasks_of_calls(stack, call_ids), 30, "Flower shows the three calls as done")
 
     assert [tasks[call_id]["name"] for call_id in call_ids] == ["tool.bash_tool", "tool.write_tool", "tool.read_tool"]
     task, worker = tasks[call_ids[0]]["uuid"], tasks[call_ids[0]]["worker"]
@@ -132,7 +133,7 @@ async def test_each_tool_has_its_own_times_states_and_counts(stack: Stack, sessi
     missing = await session.call("read_tool", {"file_path": "nothing"}, call_id=call_ids[1])
     assert missing.error_code is ErrorCode.FILE_NOT_FOUND
 
-    tasks = await eventually(lambda: tasks_of_calls(stack, call_ids), 30, "Flower shows the calls as done")
+    tasks = await wait_until_async(lambda: tasks_of_calls(stack, call_ids), 30, "Flower shows the calls as done")
 
     # A tool error that the model receives is a successful task.
     assert (tasks[call_ids[0]]["runtime"] >= 0.6, tasks[call_ids[1]]["state"]) == (True, "SUCCESS")
@@ -154,7 +155,7 @@ async def test_both_workers_and_their_queues_are_there(stack: Stack, session: Se
         workers = ask(stack, "/api/workers?refresh=1").json()
         return workers if len(workers) == 2 and all("active_queues" in worker for worker in workers.values()) else None
 
-    workers = await eventually(told, 60, "both workers have answered Flower")
+    workers = await wait_until_async(told, 60, "both workers have answered Flower")
 
     queues = {queue["name"] for worker in workers.values() for queue in worker["active_queues"]}
     assert {"pool.web"} < queues
@@ -174,7 +175,7 @@ async def test_what_a_worker_refuses_is_a_failure(stack: Stack, session: Session
         answer = ask(stack, f"/api/task/info/{task}")
         return answer.status_code == 200 and answer.json()["state"] == "FAILURE"
 
-    await eventually(has_failed, 30, "Flower shows the forged task as failed")
+    await wait_until_async(has_failed, 30, "Flower shows the forged task as failed")
     after = sum(
         value for _, value in samples(stack, "flower_events_total", type="task-failed", task="tool.webfetch_tool")
     )
@@ -185,7 +186,7 @@ async def test_a_tasks_page_names_its_call_and_leads_to_its_page(stack: Stack, s
     await until_it_hears(stack, session)
     call_id = make_ids(1)[0]
     await session.call("bash_tool", {"command": "true"}, call_id=call_id)
-    tasks = await eventually(lambda: tasks_of_calls(stack, [call_id]), 30, "Flower shows the call")
+    tasks = await wait_until_async(lambda: tasks_of_calls(stack, [call_id]), 30, "Flower shows the call")
 
     page = ask(stack, f"/task/{tasks[call_id]['uuid']}").text
 
@@ -209,7 +210,7 @@ async def test_events_that_anybody_forged_put_neither_script_nor_link_into_a_pag
         for task, shown in told.items():
             events.send("task-received", uuid=task, name="<script>alert(2)</script>", args="()", kwargs=shown)
     app.close()
-    await eventually(
+    await wait_until_async(
         lambda: all(ask(stack, f"/task/{task}").status_code == 200 for task in told), 30, "Flower has heard of them"
     )
 
@@ -261,7 +262,7 @@ async def test_with_the_password_nobody_can_start_stop_or_change_anything(stack:
     running = asyncio.create_task(
         session.call("bash_tool", {"command": "until [ -e go ]; do sleep 0.1; done; echo survived"}, call_id=call_id)
     )
-    tasks = await eventually(lambda: tasks_of_calls(stack, [call_id], "STARTED"), 30, "the call runs")
+    tasks = await wait_until_async(lambda: tasks_of_calls(stack, [call_id], "STARTED"), 30, "the call runs")
     task, worker = tasks[call_id]["uuid"], tasks[call_id]["worker"]
     before = stack.pid("worker")
     acting = [path for path, handler in paths().items() if "post" in vars(handler) and path != "/tasks/datatable"]
@@ -304,7 +305,7 @@ async def test_the_workers_log_has_neither_arguments_nor_output(stack: Stack, se
     await session.call("read_tool", {"file_path": f"{word}-missing"}, call_id=call_ids[1])
 
     # The worker writes its log entry after it has stored the result.
-    await eventually(
+    await wait_until_async(
         lambda: all(call_id in stack.log("worker") for call_id in call_ids), 30, "the worker has logged both calls"
     )
     log = stack.log("worker")
@@ -316,18 +317,18 @@ async def test_a_flower_that_was_killed_still_knows_what_it_knew(stack: Stack, s
     await until_it_hears(stack, session)
     call_id = make_ids(1)[0]
     await session.call("bash_tool", {"command": "true"}, call_id=call_id)
-    await eventually(lambda: tasks_of_calls(stack, [call_id]), 30, "Flower shows the call")
+    await wait_until_async(lambda: tasks_of_calls(stack, [call_id]), 30, "Flower shows the call")
     saved = saved_at(stack)
-    await eventually(lambda: saved_at(stack) > saved, 30, "Flower has written down what it knows")
+    await wait_until_async(lambda: saved_at(stack) > saved, 30, "Flower has written down what it knows")
     # The state that was being written when the call ended may lack the call; the next state contains the call.
     saved = saved_at(stack)
-    await eventually(lambda: saved_at(stack) > saved, 30, "Flower has written it down again")
+    await wait_until_async(lambda: saved_at(stack) > saved, 30, "Flower has written it down again")
 
     killed = stack.pid("flower")
     os.kill(killed, signal.SIGKILL)
     await asyncio.to_thread(stack.wait_for_another, "flower", killed)
 
-    await eventually(
+    await wait_until_async(
         lambda: answered(stack, call_id), UP_S, lambda: f"the new Flower knows the call: {stack.log('flower')[-2000:]}"
     )
 
@@ -370,7 +371,7 @@ async def test_it_keeps_no_more_calls_than_it_may(stack: Stack, session: Session
 
     call_id = make_ids(1)[0]
     await session.call("glob_tool", {"pattern": "*"}, call_id=call_id)
-    await eventually(has_the_last, 30, "Flower shows the last call")
+    await wait_until_async(has_the_last, 30, "Flower shows the last call")
     assert len(ask(stack, "/api/tasks").json()) == MAX_TASKS
 
 

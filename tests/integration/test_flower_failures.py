@@ -18,7 +18,8 @@ from contract.errors import ErrorCode, SandboxUnavailable
 from orchestrator.dispatch.sessions import Session
 from orchestrator.sdk.client import ToolClient
 from tests.page_ground import CHROMIUM, open_browser
-from tests.stack import UP_S, Stack, eventually, missing, open_stack
+from tests.stack import UP_S, Stack, missing, open_stack
+from tests.waiting import wait_until_async
 
 pytestmark = [pytest.mark.stack, pytest.mark.timeout(240)]
 
@@ -45,7 +46,7 @@ async def open_tasks(stack: Stack) -> AsyncIterator[Page]:
             return httpx.get(url).is_success
         return False
 
-    await eventually(is_up, UP_S, "Flower answers")
+    await wait_until_async(is_up, UP_S, "Flower answers")
     async with open_browser() as browser:
         page = await browser.new_page(viewport={"width": 1400, "height": 900})
         await page.goto(f"{url.rstrip('/')}/tasks")
@@ -125,7 +126,7 @@ async def test_a_call_without_sandboxd_is_red_and_a_failed_command_is_green(
         try:
             os.kill(killed, signal.SIGKILL)
             # A dying sandboxd could still accept the call, whose outcome would then be unknown.
-            await eventually(lambda: is_dead(killed), 20, "sandboxd is dead")
+            await wait_until_async(lambda: is_dead(killed), 20, "sandboxd is dead")
             running = asyncio.create_task(session.call("bash_tool", {"command": "echo secret-argument"}, call_id=red))
             await find_rows(page, "Failed", red)
             row = page.locator("#tasks-table tbody tr").filter(has_text=f"call {red}").first
@@ -141,7 +142,7 @@ async def test_a_call_without_sandboxd_is_red_and_a_failed_command_is_green(
         # The caller's code is unchanged: either the call ran after the restart, or its result gives the reason.
         result = await running
         assert result.success or result.error_code is ErrorCode.SANDBOX_UNAVAILABLE
-        await eventually(lambda: stack.pid("sandboxd") != killed, 60, "sandboxd runs again")
+        await wait_until_async(lambda: stack.pid("sandboxd") != killed, 60, "sandboxd runs again")
         await until_sessions_open(client)
 
 
@@ -171,6 +172,6 @@ async def test_the_call_of_a_killed_worker_ends_red_and_the_pages_show_what_is_l
         assert "may have acted" in life["advice"]
         await asyncio.to_thread(stack.wait_for_another, "worker", killed)
         # The page Broker shows the queue of the new worker instead of the dead worker's queue.
-        await eventually(lambda: count_host_queues(stack) == 1, SHOWN_S, "one queue of a host")
+        await wait_until_async(lambda: count_host_queues(stack) == 1, SHOWN_S, "one queue of a host")
         await page.goto(f"{str(stack.info.flower_url).rstrip('/')}/broker")
         await expect(page.locator("tbody tr").filter(has_text="host.")).to_have_count(1)

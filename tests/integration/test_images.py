@@ -17,7 +17,8 @@ from docker import APIClient
 from contract.errors import SandboxUnavailable
 from tests.containers import IMAGE, LABELS, RUNTIME, open_container, open_engine
 from tests.image_scan import scan_image
-from tests.stack import eventually, missing
+from tests.stack import missing
+from tests.waiting import wait_until_async
 from workers.sandboxd.disks.tmpfs import TmpfsWorkspaces
 from workers.sandboxd.factory import SandboxFactory, SandboxSlots, StartCheck
 from workers.sandboxd.plans import Profile, SandboxPlan
@@ -184,9 +185,9 @@ async def test_a_sandbox_ends_itself_at_its_maximum_life_and_is_gone(
 ) -> None:
     async with open_host(engine, tmp_path, life_s=1.0) as host:
         sandbox = await host.make(IMAGE)
-        await eventually(lambda: sandbox.lost, 10, "the sandbox lives on")
+        await wait_until_async(lambda: sandbox.lost, 10, "the sandbox lives on")
         assert "maximum life of 1 s" in str(sandbox.lost)
-        await eventually(
+        await wait_until_async(
             lambda: not api.containers(all=True, filters={"name": sandbox.name}), 10, "the container is still there"
         )
 

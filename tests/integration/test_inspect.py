@@ -18,7 +18,8 @@ from contract.errors import ConfigError
 from orchestrator.adapters.inspect_config import ToolcrewSandboxConfig, load_config, parse_config
 from orchestrator.adapters.inspect_sandbox import ToolcrewSandboxEnvironment
 from orchestrator.sdk.client import ToolClient
-from tests.stack import Stack, commands_in, eventually
+from tests.stack import Stack, commands_in
+from tests.waiting import wait_until_async
 
 pytestmark = pytest.mark.stack
 ROOT = Path(__file__).parents[2]
@@ -69,7 +70,7 @@ async def test_at_the_limit_everything_is_killed_and_what_was_printed_is_told(
     with pytest.raises(TimeoutError) as raised:
         await sandbox.exec(["bash", "-c", "echo x >>runs; echo begun; setsid sleep 300 & sleep 300"], timeout=1)
     assert getattr(raised.value, "truncated_output", None) == "begun\n"
-    await eventually(lambda: len(commands_in(container)) == 1, 5, "only the guest is left in the container")
+    await wait_until_async(lambda: len(commands_in(container)) == 1, 5, "only the guest is left in the container")
     assert await sandbox.read_file("runs") == "x\n", "it was begun once, though timeout_retry is on"
 
 

@@ -19,7 +19,8 @@ from orchestrator.approvals import ApprovalRequest, AutoApprover, CallbackApprov
 from orchestrator.dispatch.sessions import Session
 from orchestrator.sdk.client import ToolClient
 from tests.sandbox_commands import find_container, is_running
-from tests.stack import Stack, eventually, wait_until
+from tests.stack import Stack
+from tests.waiting import wait_until, wait_until_async
 
 pytest.importorskip("langchain_core")
 
@@ -146,11 +147,11 @@ async def test_cancelling_the_task_stops_the_call_in_the_sandbox(
 ) -> None:
     where = await find_container(stack, session)
     task = asyncio.create_task(tools["bash_tool"].ainvoke(asked("bash_tool", command="sleep 654")))
-    await eventually(lambda: is_running(where, "sleep 654"), 20, "the command runs")
+    await wait_until_async(lambda: is_running(where, "sleep 654"), 20, "the command runs")
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    await eventually(lambda: not is_running(where, "sleep 654"), 10, "the command is gone")
+    await wait_until_async(lambda: not is_running(where, "sleep 654"), 10, "the command is gone")
 
 
 async def test_invoke_from_another_thread_gives_the_same(tools: dict[str, PoolTool]) -> None:
@@ -172,12 +173,12 @@ async def test_cancelling_in_another_loop_stops_the_call_in_the_sandbox(
 
     async def give_up() -> None:
         task = asyncio.create_task(tools["bash_tool"].ainvoke({"command": "sleep 655"}))
-        await eventually(lambda: is_running(where, "sleep 655"), 20, "the command runs")
+        await wait_until_async(lambda: is_running(where, "sleep 655"), 20, "the command runs")
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
 
     await asyncio.to_thread(lambda: asyncio.run(give_up()))
-    await eventually(lambda: not is_running(where, "sleep 655"), 10, "the command is gone")
+    await wait_until_async(lambda: not is_running(where, "sleep 655"), 10, "the command is gone")
 
 
 async def test_invoke_in_the_clients_own_loop_is_refused_instead_of_hanging(tools: dict[str, PoolTool]) -> None:

@@ -12,7 +12,8 @@ from orchestrator.cli.main import app
 from orchestrator.dispatch.sessions import Session
 from orchestrator.models.scripted import Calls, ScriptedModel
 from orchestrator.sdk.client import ToolClient
-from tests.stack import Stack, eventually
+from tests.stack import Stack
+from tests.waiting import wait_until_async
 
 pytestmark = pytest.mark.stack
 
@@ -54,7 +55,7 @@ async def test_nothing_of_a_watched_call_is_left_in_redis(stack: Stack, client: 
     await session.call("bash_tool", {"command": "echo seen"}, call_id="watched-1", on_output=lambda *_: None)
     record = call_key("default", "default", "watched-1")
     with stack.open_redis() as redis:
-        await eventually(lambda: redis.keys("*:call.watched-1*") == [record.encode()], 5, "its keys are deleted")
+        await wait_until_async(lambda: redis.keys("*:call.watched-1*") == [record.encode()], 5, "its keys are deleted")
         assert b"seen" not in b"".join(redis.hgetall(record).values())
         assert redis.ttl(record) > 0
 

@@ -17,7 +17,8 @@ from orchestrator.dispatch.request import Request
 from orchestrator.dispatch.sessions import Session
 from orchestrator.sdk.client import ToolClient
 from tests.queue_by_hand import open_dispatcher
-from tests.stack import Footprint, Stack, all_of, eventually, run_toolcrew
+from tests.stack import Footprint, Stack, all_of, run_toolcrew
+from tests.waiting import wait_until_async
 
 pytestmark = pytest.mark.stack
 
@@ -365,7 +366,7 @@ async def test_a_session_that_nobody_uses_expires(stack: Stack, client: ToolClie
     sandbox = (await session.info()).sandbox
     assert sandbox is not None
 
-    await eventually(lambda: not stack.has_container(sandbox.id), 20, "the idle session's container is removed")
+    await wait_until_async(lambda: not stack.has_container(sandbox.id), 20, "the idle session's container is removed")
     await session.close()
 
 

@@ -19,7 +19,8 @@ from contract.errors import ErrorCode, ToolFailure
 from contract.names import catalog_key
 from orchestrator.sdk.client import ToolClient
 from tests.mcp_peers import TOOL, modern, open_raw_peer
-from tests.stack import ROOT, Stack, commands_in, eventually, open_stack, wait_until
+from tests.stack import ROOT, Stack, commands_in, open_stack
+from tests.waiting import wait_until, wait_until_async
 
 pytestmark = [pytest.mark.stack, pytest.mark.timeout(240)]
 
@@ -93,7 +94,7 @@ async def test_tools_of_servers_are_called_where_they_belong_and_bad_ones_cost_o
                 }
                 assert (await session.call("mcp__leaves__echo", {"text": "x"})).success
                 assert (await session.call("mcp__idles__echo", {"text": "x"})).success
-                await eventually(lambda: not _left(stack), 30, lambda: str(_left(stack)))
+                await wait_until_async(lambda: not _left(stack), 30, lambda: str(_left(stack)))
                 assert "\nstill\n" in (await session.call("mcp__ours__echo", {"text": "still"})).text()
             async with ToolClient.connect(stack.redis_url, tenant="bolt") as bolt, await bolt.open_session() as session:
                 assert "mcp__bolts__echo" in {spec.name for spec in await bolt.tools()}
@@ -130,9 +131,11 @@ async def test_a_session_keeps_its_servers_and_a_cancelled_call_ends_what_it_beg
                 assert "the MCP server ours" in (await session.call("bash_tool", {"action": "list"})).text()
 
                 hanging = asyncio.ensure_future(session.call("mcp__hangs__echo", {"text": "x"}))
-                await eventually(lambda: _commands(stack, "hangs$"), 30, "the server did not start")
+                await wait_until_async(lambda: _commands(stack, "hangs$"), 30, "the server did not start")
                 hanging.cancel()
-                await eventually(lambda: not _commands(stack, "hangs$"), 30, lambda: str(_commands(stack, "hangs$")))
+                await wait_until_async(
+                    lambda: not _commands(stack, "hangs$"), 30, lambda: str(_commands(stack, "hangs$"))
+                )
                 assert (await session.call("mcp__hangs__where", {})).success
 
                 assert (await session.call("mcp__clings__echo", {"text": "x"})).error_code is ErrorCode.HTTP_ERROR
@@ -143,10 +146,10 @@ async def test_a_session_keeps_its_servers_and_a_cancelled_call_ends_what_it_beg
 
                 web.replies["*"] = _build_waiter(began, closed)
                 waiting = asyncio.ensure_future(session.call("mcp__web__echo", {"text": "x"}))
-                await eventually(began.is_set, 30, "the call did not come")
+                await wait_until_async(began.is_set, 30, "the call did not come")
                 assert not closed.is_set()
                 waiting.cancel()
-                await eventually(closed.is_set, 30, "the connection is still open")
+                await wait_until_async(closed.is_set, 30, "the connection is still open")
 
 
 def _number(text: str) -> int:

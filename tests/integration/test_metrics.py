@@ -16,8 +16,9 @@ from orchestrator.sdk.client import ToolClient
 from store.connection import open_redis
 from store.metrics import metrics_key
 from tests.metric_ground import Key, counted, key, read_page
-from tests.stack import UP_S, Stack, eventually, open_stack
+from tests.stack import UP_S, Stack, open_stack
 from tests.unit.test_metric_files import promtool
+from tests.waiting import wait_until_async
 from workers.sandbox_client import SandboxClient
 
 pytestmark = pytest.mark.stack
@@ -56,7 +57,7 @@ async def scrape_until(stack: Stack, is_so: Callable[[Mapping[Key, float]], bool
         pages.append(asyncio.run(scrape(stack)))
         return is_so(pages[-1])
 
-    await eventually(look, UP_S, lambda: f"{what}: {pages[-1]}")
+    await wait_until_async(look, UP_S, lambda: f"{what}: {pages[-1]}")
     return pages[-1]
 
 

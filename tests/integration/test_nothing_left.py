@@ -9,7 +9,7 @@ from docker import APIClient
 
 from benchmarks.kill_rounds import WAYS, Rounds
 from tests.daemons import Daemon, Daemons, bash, open_daemons, start_call, wait_running
-from tests.stack import wait_until
+from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.stack, pytest.mark.timeout(120)]
 

@@ -11,7 +11,8 @@ from orchestrator.approvals import AutoApprover, CallbackApprover, Decision
 from orchestrator.dispatch.sessions import Session
 from orchestrator.sdk.client import ToolClient
 from tests.sandbox_commands import find_container, is_running
-from tests.stack import Stack, eventually
+from tests.stack import Stack
+from tests.waiting import wait_until_async
 
 pytest.importorskip("agents")
 
@@ -185,11 +186,11 @@ async def test_cancelling_the_run_stops_the_call_in_the_sandbox(
     task = asyncio.create_task(
         run(play(await as_agents_tools(client, session), ("bash_tool", {"command": "sleep 656"})))
     )
-    await eventually(lambda: is_running(where, "sleep 656"), 20, "the command runs")
+    await wait_until_async(lambda: is_running(where, "sleep 656"), 20, "the command runs")
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    await eventually(lambda: not is_running(where, "sleep 656"), 10, "the command is gone")
+    await wait_until_async(lambda: not is_running(where, "sleep 656"), 10, "the command is gone")
 
 
 async def test_two_kinds_of_approval_at_once_are_refused(client: ToolClient, session: Session) -> None:

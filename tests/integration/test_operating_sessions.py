@@ -21,7 +21,8 @@ from contract.names import call_key, slots_key
 from orchestrator.cli.main import app
 from orchestrator.dispatch.sessions import Session
 from orchestrator.sdk.client import ToolClient
-from tests.stack import Stack, commands_in, eventually, run_toolcrew
+from tests.stack import Stack, commands_in, run_toolcrew
+from tests.waiting import wait_until_async
 
 pytestmark = pytest.mark.stack
 
@@ -147,7 +148,7 @@ async def test_a_running_command_is_killed_with_all_it_started_by_another_proces
 ) -> None:
     container, call_id = await container_of(stack, session), f"kill-{secrets.token_hex(4)}"
     call = start(session, "echo begun; setsid sleep 300 & (setsid sh -c 'sleep 301 & wait' &) ; sleep 302", call_id)
-    await eventually(
+    await wait_until_async(
         lambda: sum("sleep 30" in one for one in commands_in(container).values()) >= 3,
         20,
         "all of the call's processes run",
@@ -175,7 +176,9 @@ async def test_a_running_command_is_killed_with_all_it_started_by_another_proces
 async def test_a_program_of_a_session_is_killed_as_a_call_is(stack: Stack, session: Session, other: ToolClient) -> None:
     container = await container_of(stack, session)
     running = asyncio.create_task(session.exec(["sleep", "303"], timeout_s=120))
-    await eventually(lambda: any("sleep 303" in one for one in commands_in(container).values()), 20, "the program runs")
+    await wait_until_async(
+        lambda: any("sleep 303" in one for one in commands_in(container).values()), 20, "the program runs"
+    )
     with stack.open_redis() as client:
         keys: Any = client.keys("toolcrew:default:t:default:call.*")
         running_ids = [
@@ -232,7 +235,9 @@ async def test_a_call_that_its_host_has_not_begun_never_begins(
         for name in names:
             # Each of these calls comes before the call of this test.
             await known_life(other, name)
-        await eventually(lambda: state_of(stack, "default", names[0]) == "running", 30, f"the calls run in {queue}")
+        await wait_until_async(
+            lambda: state_of(stack, "default", names[0]) == "running", 30, f"the calls run in {queue}"
+        )
         call = start(session, "touch never", f"late-{session.id[:8]}")
         life = await known_life(other, f"late-{session.id[:8]}")
         assert (life.state in ("waiting", "queued"), life.waiting is not None) == (True, True)

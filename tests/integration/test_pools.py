@@ -33,18 +33,8 @@ from store.connection import open_redis
 from store.results import ResultHub
 from tests.builders import build_attempt
 from tests.queue_by_hand import make_envelope, open_dispatcher, publish, stored_state
-from tests.stack import (
-    ROOT,
-    Footprint,
-    Stack,
-    children_of,
-    end_process,
-    eventually,
-    is_alive,
-    open_footprint,
-    open_redis_server,
-    wait_until,
-)
+from tests.stack import ROOT, Footprint, Stack, children_of, end_process, is_alive, open_footprint, open_redis_server
+from tests.waiting import wait_until, wait_until_async
 
 pytestmark = pytest.mark.stack
 
@@ -109,7 +99,7 @@ async def where(door: Dispatcher) -> ToolResult:
 
 
 async def has(path: Path) -> None:
-    await eventually(path.exists, 10, f"{path.name} is there")
+    await wait_until_async(path.exists, 10, f"{path.name} is there")
 
 
 async def cancelled(running: "asyncio.Task[ToolResult]") -> None:
@@ -166,7 +156,7 @@ async def test_what_will_not_end_is_killed_at_its_limit_or_when_cancelled_and_fr
 
     await cancelled(second)
     result = await first
-    await eventually(lambda: not any(map(is_alive, pids)), POOL_GRACE_S + 5, "both are gone")
+    await wait_until_async(lambda: not any(map(is_alive, pids)), POOL_GRACE_S + 5, "both are gone")
 
     assert result.error_code is ErrorCode.TIMEOUT
     assert "its process was killed; it may have acted" in (result.error or "")
@@ -219,11 +209,11 @@ async def test_a_call_that_is_cancelled_in_the_queue_never_starts(pool: Pool, do
         await has(mark.with_suffix(".began"))
     queued = asyncio.create_task(door.dispatch(Request(call("wait_tool", path=str(pool.mark("queued"))), *ROUTE)))
     with pool.open_redis() as store:
-        await eventually(lambda: store.llen(POOL_WEB) == 1, 10, "it is queued")
+        await wait_until_async(lambda: store.llen(POOL_WEB) == 1, 10, "it is queued")
 
     await cancelled(queued)
     with pool.open_redis() as store:
-        await eventually(lambda: store.llen(control_queue(POOL_WEB)) == 0, 10, "the cancel was read")
+        await wait_until_async(lambda: store.llen(control_queue(POOL_WEB)) == 0, 10, "the cancel was read")
     for task in running:
         await cancelled(task)
 
@@ -245,7 +235,7 @@ async def test_the_cancel_of_another_tenant_or_of_a_forger_ends_nothing(pool: Po
     forged = make_envelope(pool.broker, order, tenant="acme", session="s1", key=SigningKeys.of("a guess"))
     with pool.open_redis() as store:
         store.lpush(control_queue(POOL_WEB), forged)
-        await eventually(lambda: store.llen(control_queue(POOL_WEB)) == 0, 10, "the orders were read")
+        await wait_until_async(lambda: store.llen(control_queue(POOL_WEB)) == 0, 10, "the orders were read")
     assert (await where(door)).success
 
     assert not mark.with_suffix(".cleaned").exists()
@@ -285,7 +275,9 @@ async def test_a_tool_of_another_pool_is_not_found_here(pool: Pool) -> None:
     assert (failed.value.code, failed.value.message) == (ErrorCode.TOOL_NOT_FOUND, "Tool not found: bash_tool")
     with pool.open_redis() as store:
         key = call_key("default", "acme", misled.id)
-        await eventually(lambda: store.hget(key, "state") == b"forbidden", 10, "it is noted that it will not start")
+        await wait_until_async(
+            lambda: store.hget(key, "state") == b"forbidden", 10, "it is noted that it will not start"
+        )
 
 
 async def test_a_session_of_an_embedded_stack_reaches_the_pool_with_the_network(stack: Stack, session: Session) -> None:
@@ -301,5 +293,5 @@ async def test_an_envelope_that_is_not_signed_by_us_does_not_run_here_either(poo
     forged = make_envelope(pool.broker, call("where_tool"), tenant="acme", session="s1", key=SigningKeys.of("a guess"))
     task = publish(pool.broker, "tool.where_tool", POOL_WEB, forged)
     with pool.open_redis() as store:
-        state = await eventually(lambda: stored_state(store, task), 10, "the task has ended")
+        state = await wait_until_async(lambda: stored_state(store, task), 10, "the task has ended")
     assert (state["status"], state["result"]["exc_type"]) == ("FAILURE", "EnvelopeRefused")

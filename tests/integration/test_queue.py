@@ -25,7 +25,8 @@ from orchestrator.sdk.client import ToolClient
 from store.calls import CallState, parse_record
 from tests.builders import build_attempt
 from tests.queue_by_hand import make_envelope, open_dispatcher, publish, stored_result, stored_state
-from tests.stack import Stack, all_of, eventually, is_alive
+from tests.stack import Stack, all_of, is_alive
+from tests.waiting import wait_until_async
 
 pytestmark = pytest.mark.stack
 
@@ -51,7 +52,7 @@ async def files_of(session: Session) -> str:
 
 
 async def ended(store: "redis.Redis", task_id: str) -> dict[str, Any]:
-    state: dict[str, Any] = await eventually(
+    state: dict[str, Any] = await wait_until_async(
         lambda: stored_state(store, task_id), 20, f"the worker has ended {task_id}"
     )
     return state
@@ -106,7 +107,7 @@ async def test_a_task_that_no_worker_knows_is_refused_and_the_worker_goes_on(
         return record.state if record is not None else ""
 
     # A worker claims the call during its checks, and then withdraws the claim.
-    await eventually(lambda: state_of_call() == CallState.FORBIDDEN, 10, "the record says that it will not start")
+    await wait_until_async(lambda: state_of_call() == CallState.FORBIDDEN, 10, "the record says that it will not start")
     assert refusals(store) - before == Counter({"wrong_task": 1})
     assert (await session.call("bash_tool", {"command": "echo on"})).success
 
@@ -136,7 +137,7 @@ async def test_a_pickled_task_is_never_unpickled(stack: Stack, session: Session)
     with stack.open_redis() as store:
         before = refusals(store)
         store.lpush(queue, json.dumps(message))
-        await eventually(
+        await wait_until_async(
             lambda: refusals(store) - before == Counter({"malformed": 1}), 10, "the worker has refused the message"
         )
 
@@ -174,9 +175,11 @@ async def test_garbage_in_the_queue_does_not_stop_the_worker(own_stack: Stack) -
         for garbage in GARBAGE:
             with own_stack.open_redis() as store:
                 store.lpush(queue, garbage)
-                await eventually(lambda store=store: store.llen(queue) == 0, 10, "the worker has taken the garbage")
+                await wait_until_async(
+                    lambda store=store: store.llen(queue) == 0, 10, "the worker has taken the garbage"
+                )
             ran = asyncio.create_task(session.call("bash_tool", {"command": "echo on"}))
-            await eventually(
+            await wait_until_async(
                 lambda ran=ran: ran.done() or not is_alive(own_stack.pid("worker")),
                 20,
                 "the worker serves again, or is dead",
@@ -232,8 +235,10 @@ async def test_an_envelope_that_is_published_again_acts_once_and_is_answered_onc
     envelope = make_envelope(stack.broker, bash("echo ran >> log"), tenant=session.tenant, session=session.id)
 
     tasks = [publish(stack.broker, "tool.bash_tool", queue, envelope) for _ in range(3)]
-    await eventually(lambda: refusals(store) - before == Counter({"repeated": 2}), 20, "the repetitions were dropped")
-    await eventually(lambda: any(stored_state(store, task_id) for task_id in tasks), 20, "the call has ended")
+    await wait_until_async(
+        lambda: refusals(store) - before == Counter({"repeated": 2}), 20, "the repetitions were dropped"
+    )
+    await wait_until_async(lambda: any(stored_state(store, task_id) for task_id in tasks), 20, "the call has ended")
 
     [answer] = [result for task_id in tasks if (result := stored_result(store, task_id))]
     assert answer.success
@@ -257,7 +262,9 @@ async def test_a_message_that_redis_gives_out_again_acts_once(
         store.delete(call_key("default", session.tenant, call.id))
         store.lpush(queue, message)
         await ended(store, "forged-again")
-    await eventually(lambda: refusals(store) - before == Counter({"repeated": 1}), 20, "the repetition was dropped")
+    await wait_until_async(
+        lambda: refusals(store) - before == Counter({"repeated": 1}), 20, "the repetition was dropped"
+    )
 
     assert await files_of(session) == "log\nran\n"
 

@@ -24,7 +24,8 @@ from store.connection import open_redis
 from store.results import ResultHub
 from tests.builders import build_attempt
 from tests.queue_by_hand import make_envelope
-from tests.stack import ROOT, Footprint, RedisServer, all_of, end_process, eventually, open_footprint, open_redis_server
+from tests.stack import ROOT, Footprint, RedisServer, all_of, end_process, open_footprint, open_redis_server
+from tests.waiting import wait_until_async
 
 pytestmark = pytest.mark.stack
 
@@ -92,10 +93,10 @@ async def test_flower_hears_of_every_call_though_events_come_in_batches(
         receiver = app.events.Receiver(connection, handlers={"*": lambda event: heard.update([event["type"]])})
         ear = asyncio.create_task(asyncio.to_thread(receiver.capture, wakeup=False))
         try:
-            await eventually(lambda: heard["worker-heartbeat"] > 0, 60, "events are heard")
+            await wait_until_async(lambda: heard["worker-heartbeat"] > 0, 60, "events are heard")
             calls = [delivery(ground, pool, "note_tool", path=noted, seconds=0) for pool in POOLS for _ in range(20)]
             await all_of([transport.deliver(each) for each in calls], 60)
-            await eventually(lambda: heard["task-succeeded"] == len(calls), 20, lambda: f"only heard {heard}")
+            await wait_until_async(lambda: heard["task-succeeded"] == len(calls), 20, lambda: f"only heard {heard}")
         finally:
             # Otherwise the listener's thread would never end.
             receiver.should_stop = True
@@ -114,7 +115,9 @@ async def test_calls_in_flight_outlive_a_redis_that_is_gone_for_seconds(
         for pool in POOLS
     }
     awaited = {pool: [asyncio.create_task(transport.deliver(each)) for each in sent[pool]] for pool in POOLS}
-    await eventually(lambda: all(ground.acted(pool).total() >= SLOTS for pool in POOLS), 60, "both workers run calls")
+    await wait_until_async(
+        lambda: all(ground.acted(pool).total() >= SLOTS for pool in POOLS), 60, "both workers run calls"
+    )
 
     ground.server.kill()
     await asyncio.sleep(OUTAGE_S)

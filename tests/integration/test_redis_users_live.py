@@ -38,7 +38,8 @@ from store.hosts import HostStore
 from store.tenants import RedisTenants
 from tests.host_ground import Ground, GroundProcess
 from tests.redis_ground import SECRET, Server, open_server
-from tests.stack import UP_S, eventually, free_port, open_footprint, wait_until
+from tests.stack import UP_S, free_port, open_footprint
+from tests.waiting import wait_until, wait_until_async
 from tests.web_servers import WebServer, answer, open_web_server
 
 pytestmark = [pytest.mark.stack, pytest.mark.timeout(180)]
@@ -184,7 +185,7 @@ async def running(house: House, call_id: str) -> None:
     """Wait until a call runs."""
     with house.server.client() as admin:
         key = f"toolcrew:default:t:default:call.{call_id}"
-        await eventually(lambda: admin.hget(key, "state") == b"running", UP_S, lambda: str(admin.hgetall(key)))
+        await wait_until_async(lambda: admin.hget(key, "state") == b"running", UP_S, lambda: str(admin.hgetall(key)))
 
 
 async def cancel_once_it_runs(house: House, session: Session, tool: str, arguments: dict[str, Any]) -> None:
@@ -330,7 +331,7 @@ def until(batch: str, state: BatchState) -> Callable[[House], Awaitable[None]]:
     async def watch(house: House) -> None:
         with house.server.client() as admin:
             key = f"toolcrew:default:t:default:batch.{batch}"
-            await eventually(lambda: admin.hget(key, "state") == state.value.encode(), UP_S, house.last_words)
+            await wait_until_async(lambda: admin.hget(key, "state") == state.value.encode(), UP_S, house.last_words)
 
     return watch
 
@@ -338,7 +339,7 @@ def until(batch: str, state: BatchState) -> Callable[[House], Awaitable[None]]:
 def cancel_once_it_is_worked(batch: str) -> Callable[[House], Awaitable[None]]:
     async def watch(house: House) -> None:
         with house.server.client() as admin:
-            await eventually(
+            await wait_until_async(
                 lambda: admin.scard(f"toolcrew:default:t:default:batch.{batch}:running"), UP_S, house.last_words
             )
         async with house.client() as client:
@@ -349,7 +350,7 @@ def cancel_once_it_is_worked(batch: str) -> Callable[[House], Awaitable[None]]:
 
 
 async def test_flower_and_health_checks_see_the_workers_and_their_calls(house: House) -> None:
-    await eventually(lambda: flower_knows(house), UP_S, house.last_words)
+    await wait_until_async(lambda: flower_knows(house), UP_S, house.last_words)
     for user, node in (("worker", "a"), ("web", "web-tools")):
         destination = f"{node}@{os.uname().nodename}"
         with Celery(broker=house.server.url(user), set_as_current=False) as asking:
@@ -371,12 +372,12 @@ async def test_a_host_that_is_lost_and_one_that_is_drained(house: House) -> None
         first = await session.info()
         with house.server.client() as admin:
             place = place_key("default", "default", session.id)
-            await eventually(lambda: admin.hget(place, "automatic"), UP_S, house.last_words)
+            await wait_until_async(lambda: admin.hget(place, "automatic"), UP_S, house.last_words)
             await lose_worker(house, first.host, first.queue)
             await until_it_reads(session, "kept")
             assert admin.exists(tombstone_key("default", first.queue))
             house.ground.process(f"{first.host}.worker").start()
-            await eventually(lambda: len(house_queues(admin)) == 3, UP_S, house.last_words)
+            await wait_until_async(lambda: len(house_queues(admin)) == 3, UP_S, house.last_words)
         second = await session.info()
         assert second.host != first.host
         assert await drain(house, second.host) == "drained"
@@ -390,7 +391,7 @@ async def lose_worker(house: House, host: str, queue: str) -> None:
     process = house.ground.process(f"{host}.worker")
     process.is_kept = False
     process.kill()
-    await eventually(lambda: not process.is_running, UP_S, "it is killed")
+    await wait_until_async(lambda: not process.is_running, UP_S, "it is killed")
     with house.server.client() as admin:
         admin.delete(host_key("default", queue))
 

@@ -14,7 +14,8 @@ from docker import APIClient
 from contract.errors import SandboxUnavailable
 from tests.daemons import Daemon, Daemons, bash, open_daemons, start_call, told, wait_running
 from tests.engine_stubs import relayed_engine
-from tests.stack import eventually, missing, wait_until
+from tests.stack import missing
+from tests.waiting import wait_until, wait_until_async
 from workers.sandbox_client import GuestResponse, SandboxClient
 
 pytestmark = [pytest.mark.stack, pytest.mark.timeout(150)]
@@ -162,9 +163,9 @@ async def test_sessions_recover_from_an_engine_that_went_away_and_came_back(daem
     assert done["workspace_kept"] is True
     with pytest.raises(SandboxUnavailable, match="Docker engine"):
         await asyncio.to_thread(bash, client, name, "true")
-    await eventually(lambda: container not in daemon.containers(), SOON_S, "the guest ends with its channel")
+    await wait_until_async(lambda: container not in daemon.containers(), SOON_S, "the guest ends with its channel")
     async with relayed_engine(path):
-        answer = await eventually(lambda: _try_bash(client, name, "cat file"), SOON_S, daemon.log)
+        answer = await wait_until_async(lambda: _try_bash(client, name, "cat file"), SOON_S, daemon.log)
         assert answer.streams["merged"] == b"content\n"
         assert answer.done["sandbox"]["rebuilt"] is True
         client.disconnect()

@@ -14,7 +14,7 @@ from orchestrator.dispatch.dispatcher import Dispatcher
 from orchestrator.dispatch.pool_connection import open_pool
 from orchestrator.dispatch.request import Request
 from tests.redis_ground import SECRET, CountingPool, Server, open_counting_pool, open_sentinel, open_server
-from tests.stack import eventually, wait_until
+from tests.waiting import wait_until, wait_until_async
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -66,7 +66,7 @@ async def test_calls_go_on_when_the_master_dies(ground: Ground) -> None:
         assert result.success, result
         with ground.replica.client() as replica:
             ground.master.kill()
-            await eventually(lambda: is_master(replica), RECOVERY_S, "the sentinel chose the replica")
+            await wait_until_async(lambda: is_master(replica), RECOVERY_S, "the sentinel chose the replica")
         answered: list[tuple[str, ToolResult]] = []
         while not answered or not answered[-1][1].success:
             answered.append(await call_once(opened.dispatcher, ground.pool))

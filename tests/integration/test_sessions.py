@@ -15,7 +15,8 @@ from orchestrator.dispatch.sessions import Session
 from orchestrator.runs.file_list import MAX_FILES, MAX_LINE_CHARS, list_files
 from orchestrator.sdk.client import ToolClient
 from tests.queue_by_hand import open_dispatcher
-from tests.stack import Stack, commands_in, eventually, is_alive
+from tests.stack import Stack, commands_in, is_alive
+from tests.waiting import wait_until_async
 
 pytestmark = pytest.mark.stack
 
@@ -29,7 +30,7 @@ async def container_of(stack: Stack, session: Session) -> str:
 
 async def assert_only_the_guest_runs(container: str) -> None:
     """Fail unless the host's control groups show PID 1 and no other process."""
-    await eventually(lambda: len(commands_in(container)) == 1, 3, "only the guest is left in the container")
+    await wait_until_async(lambda: len(commands_in(container)) == 1, 3, "only the guest is left in the container")
 
 
 async def assert_goes_on(session: Session) -> ToolResult:
@@ -47,7 +48,7 @@ async def test_at_the_limit_everything_that_a_call_started_is_killed(stack: Stac
     )
     started = time.monotonic()
     call = asyncio.create_task(session.call("bash_tool", {"command": command}, timeout_s=1.5))
-    await eventually(
+    await wait_until_async(
         lambda: sum("sleep 30" in c for c in commands_in(container).values()) >= 5,
         10,
         "all of the call's processes run",
@@ -93,7 +94,7 @@ async def test_a_fork_bomb_ends_at_its_limit_and_the_session_goes_on(stack: Stac
 
     assert result.success is False or result.kill is not None
     if result.kill is not None and result.kill.method == "container":
-        await eventually(lambda: not stack.has_container(container), 10, "the container is removed")
+        await wait_until_async(lambda: not stack.has_container(container), 10, "the container is removed")
         await session.call("bash_tool", {"command": "true"})
     else:
         assert stack.has_container(container)
@@ -141,7 +142,7 @@ async def test_a_program_at_its_limit_is_killed_and_says_so(stack: Stack, sessio
 async def test_a_cancelled_call_is_killed_at_once(stack: Stack, session: Session) -> None:
     container = await container_of(stack, session)
     call = asyncio.create_task(session.call("bash_tool", {"command": "sleep 77"}))
-    await eventually(lambda: "sleep 77" in commands_in(container).values(), 10, "the command runs")
+    await wait_until_async(lambda: "sleep 77" in commands_in(container).values(), 10, "the command runs")
 
     call.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -172,10 +173,10 @@ async def test_a_call_is_cancelled_at_once_also_when_every_slot_is_busy(stack: S
         ]
         call = asyncio.create_task(session.exec(argv))
         try:
-            await eventually(lambda: len(sleepers()) == slots > 1, 20, "a command runs in every slot")
+            await wait_until_async(lambda: len(sleepers()) == slots > 1, 20, "a command runs in every slot")
             call.cancel()
             # Much earlier than any other call would end and free a slot.
-            await eventually(
+            await wait_until_async(
                 lambda: len(sleepers()) == slots - 1, 10, "the cancelled command is gone, its neighbours run"
             )
         finally:
@@ -204,7 +205,7 @@ async def test_a_stopped_guest_costs_its_container_two_seconds_after_the_limit(
         guest = int(stack.api.inspect_container(container)["State"]["Pid"])
         started = time.monotonic()
         call = asyncio.create_task(session.call("bash_tool", {"command": "sleep 88"}, timeout_s=1.5))
-        await eventually(lambda: "sleep 88" in commands_in(container).values(), 10, "the command runs")
+        await wait_until_async(lambda: "sleep 88" in commands_in(container).values(), 10, "the command runs")
         os.kill(guest, signal.SIGSTOP)
 
         result = await call
@@ -229,13 +230,13 @@ async def test_a_stopped_guest_is_gone_soon_and_the_session_gets_a_second_genera
         container = await container_of(stack, session)
         guest = int(stack.api.inspect_container(container)["State"]["Pid"])
         call = asyncio.create_task(session.call("bash_tool", {"command": "sleep 88"}, timeout_s=1))
-        await eventually(lambda: "sleep 88" in commands_in(container).values(), 10, "the command runs")
+        await wait_until_async(lambda: "sleep 88" in commands_in(container).values(), 10, "the command runs")
         os.kill(guest, signal.SIGSTOP)
 
         result = await call
 
         assert result.success is False
-        await eventually(lambda: not stack.has_container(container), 10, "the container is removed")
+        await wait_until_async(lambda: not stack.has_container(container), 10, "the container is removed")
         after = await assert_goes_on(session)
         assert after.sandbox is not None
         assert (after.sandbox.generation, after.sandbox.rebuilt) == (2, True)
@@ -247,7 +248,7 @@ async def test_a_killed_guest_is_told_once_and_replaced(stack: Stack, client: To
         await session.write_file("kept.txt", b"kept")
         guest = int(stack.api.inspect_container(container)["State"]["Pid"])
         call = asyncio.create_task(session.call("bash_tool", {"command": "sleep 88"}))
-        await eventually(lambda: "sleep 88" in commands_in(container).values(), 10, "the command runs")
+        await wait_until_async(lambda: "sleep 88" in commands_in(container).values(), 10, "the command runs")
         os.kill(guest, signal.SIGKILL)
 
         result = await call
@@ -258,14 +259,18 @@ async def test_a_killed_guest_is_told_once_and_replaced(stack: Stack, client: To
         assert (after.success, after.metadata["stdout"]) == (True, "kept.txt\n" if await keeps_files(session) else "")
         assert after.sandbox is not None
         assert (after.sandbox.generation, after.sandbox.rebuilt, after.sandbox.news) == (2, True, None)
-        await eventually(lambda: not stack.has_container(container), 10, "the engine has removed the dead container")
+        await wait_until_async(
+            lambda: not stack.has_container(container), 10, "the engine has removed the dead container"
+        )
 
 
 async def test_a_guest_that_died_between_two_calls_is_told_by_the_next_one(stack: Stack, client: ToolClient) -> None:
     async with await client.open_session() as session:
         container = await container_of(stack, session)
         os.kill(int(stack.api.inspect_container(container)["State"]["Pid"]), signal.SIGKILL)
-        await eventually(lambda: not stack.has_container(container), 10, "the engine has removed the dead container")
+        await wait_until_async(
+            lambda: not stack.has_container(container), 10, "the engine has removed the dead container"
+        )
 
         told = await session.call("bash_tool", {"command": "echo on"})
 
@@ -298,7 +303,7 @@ async def test_an_opening_that_is_cancelled_leaves_no_container(stack: Stack, cl
         async with await client.open_session():
             pass
         # A container that was created late is removed at once. An unclosed session would stay for its time to live.
-        await eventually(lambda: not left(), 30, "nothing is left of the session that was not wanted any more")
+        await wait_until_async(lambda: not left(), 30, "nothing is left of the session that was not wanted any more")
     finally:
         for container in left():
             stack.api.remove_container(container, force=True)

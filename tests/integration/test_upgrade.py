@@ -20,7 +20,8 @@ from orchestrator.settings import OrchestratorSettings
 from store.batches import batch_key
 from tests.earlier_release import COMMIT, unpack_release
 from tests.host_ground import Ground, open_ground
-from tests.stack import ROOT, TOOLCREW, UP_S, end_process, eventually, wait_until
+from tests.stack import ROOT, TOOLCREW, UP_S, end_process
+from tests.waiting import wait_until, wait_until_async
 
 SESSIONS, ITEMS = 4, 3
 COMMAND = (sys.executable, "-c", "from orchestrator.cli.main import main; main()")
@@ -167,7 +168,9 @@ async def test_sessions_of_an_earlier_host_move_to_a_new_one_when_it_is_drained_
 
         writing = [asyncio.create_task(write(session)) for session in sessions]
         try:
-            await eventually(lambda: all(len(numbers) > 2 for numbers in written.values()), UP_S, ground.last_words)
+            await wait_until_async(
+                lambda: all(len(numbers) > 2 for numbers in written.values()), UP_S, ground.last_words
+            )
             drain = [TOOLCREW, "hosts", "drain", "old", "--wait", "--json"]
             done = await asyncio.to_thread(
                 subprocess.run,
@@ -180,7 +183,7 @@ async def test_sessions_of_an_earlier_host_move_to_a_new_one_when_it_is_drained_
             )
             assert done.returncode == 0, done.stdout + done.stderr
             reached = {name: len(numbers) for name, numbers in written.items()}
-            await eventually(
+            await wait_until_async(
                 lambda: all(len(written[name]) > was + 2 for name, was in reached.items()), UP_S, ground.last_words
             )
         finally:
@@ -191,4 +194,4 @@ async def test_sessions_of_an_earlier_host_move_to_a_new_one_when_it_is_drained_
             assert (await session.info()).host == "new"
             assert [int(line) for line in (await session.read_file("numbers")).decode().split()] == written[session.id]
             await session.close()
-        await eventually(lambda: ground.process("old.worker").ends[-1:] == [0], UP_S, ground.last_words)
+        await wait_until_async(lambda: ground.process("old.worker").ends[-1:] == [0], UP_S, ground.last_words)

@@ -21,7 +21,8 @@ from store.batches import batch_key
 from tests.earlier_release import INCOMPATIBLE_COMMIT, unpack_release
 from tests.host_ground import Ground, open_ground
 from tests.queue_by_hand import make_envelope, publish, stored_state
-from tests.stack import ROOT, UP_S, end_process, wait_until
+from tests.stack import ROOT, UP_S, end_process
+from tests.waiting import wait_until
 
 _MAIN = """
 try:

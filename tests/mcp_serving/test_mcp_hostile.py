@@ -11,7 +11,7 @@ import pytest
 
 from orchestrator.sdk.client import ToolClient
 from tests.mcp_stack import SOON_S, McpStack, bash, new_session, open_mcp_process, text_of
-from tests.stack import eventually
+from tests.waiting import wait_until_async
 
 pytestmark = pytest.mark.stack
 
@@ -165,9 +165,9 @@ async def test_a_client_that_only_hangs_up_has_its_command_ended(mcp_stack: McpS
         calling = asyncio.ensure_future(
             line.post("/mcp", json=told, headers={**headers_of(told), "MCP-Protocol-Version": revision})
         )
-        await eventually(lambda: mcp_stack.runs(command), SOON_S, "the command runs")  # noqa: B023  # this round
+        await wait_until_async(lambda: mcp_stack.runs(command), SOON_S, "the command runs")  # noqa: B023  # this round
         calling.cancel()
-        await eventually(lambda: not mcp_stack.runs(command), 20, "the command ends")  # noqa: B023
+        await wait_until_async(lambda: not mcp_stack.runs(command), 20, "the command ends")  # noqa: B023
 
 
 async def test_a_session_that_was_closed_elsewhere_is_told_and_forgotten(mcp_stack: McpStack) -> None:
@@ -187,12 +187,12 @@ async def test_a_server_that_is_told_to_stop_ends_what_still_runs_after_a_while(
         headers = {**headers_of(told), "Authorization": f"Bearer {mcp_stack.keys['acme']}", "Accept": ACCEPT}
         async with httpx.AsyncClient(base_url=server.url, headers=headers, timeout=SOON_S) as line:
             calling = asyncio.ensure_future(line.post("/mcp", json=told))
-            await eventually(lambda: mcp_stack.runs("sleep 7361"), SOON_S, "the command runs")
+            await wait_until_async(lambda: mcp_stack.runs("sleep 7361"), SOON_S, "the command runs")
             server.process.send_signal(signal.SIGTERM)
-            await eventually(lambda: server.process.poll() is not None, SOON_S, server.log)
+            await wait_until_async(lambda: server.process.poll() is not None, SOON_S, server.log)
             await asyncio.gather(calling, return_exceptions=True)
         assert server.process.returncode == 0, server.log()
-        await eventually(lambda: not mcp_stack.runs("sleep 7361"), 20, "the command ends")
+        await wait_until_async(lambda: not mcp_stack.runs("sleep 7361"), 20, "the command ends")
 
 
 async def test_pages_of_an_origin_that_was_named_may_call(mcp_stack: McpStack) -> None:

@@ -9,7 +9,8 @@ from mcp_types import CallToolResult, ElicitResult, InputRequiredResult
 
 from orchestrator.sdk.client import ToolClient
 from tests.mcp_stack import REVISIONS, SESSION, SOON_S, McpStack, Person, bash, new_session, open_mcp_process, text_of
-from tests.stack import Stack, eventually, run_toolcrew
+from tests.stack import Stack, run_toolcrew
+from tests.waiting import wait_until_async
 
 pytestmark = pytest.mark.stack
 
@@ -112,9 +113,9 @@ async def test_a_call_that_is_cancelled_leaves_no_process(mcp_stack: McpStack) -
     async with mcp_stack.client() as client:
         session = await new_session(client)
         calling = asyncio.ensure_future(bash(client, "sleep 7341", session))
-        await eventually(lambda: mcp_stack.runs("sleep 7341"), SOON_S, "the command runs")
+        await wait_until_async(lambda: mcp_stack.runs("sleep 7341"), SOON_S, "the command runs")
         calling.cancel()
-        await eventually(lambda: not mcp_stack.runs("sleep 7341"), 20, "the command ends")
+        await wait_until_async(lambda: not mcp_stack.runs("sleep 7341"), 20, "the command ends")
         # The session must still exist.
         assert text_of(await bash(client, "echo alive", session)) == "alive\n"
 

@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 
 from tests.mcp_stack import REVISIONS, SESSION, SOON_S, McpStack, Person, bash, new_session, text_of
-from tests.stack import TOOLCREW, end_process, eventually, read_line, run_toolcrew, wait_until
+from tests.stack import TOOLCREW, end_process, read_line, run_toolcrew
+from tests.waiting import wait_until, wait_until_async
 
 pytestmark = pytest.mark.stack
 
@@ -29,7 +30,9 @@ async def test_a_connection_has_one_session_that_ends_with_it(mcp_stack: McpStac
         assert text_of(await bash(client, "pwd; cat /workspace/file")) == "/tmp\nkept\n"
         session = (first.meta or {})[SESSION]
         assert session in [one["id"] for one in open_sessions(mcp_stack)]
-    await eventually(lambda: session not in [one["id"] for one in open_sessions(mcp_stack)], SOON_S, "the session goes")
+    await wait_until_async(
+        lambda: session not in [one["id"] for one in open_sessions(mcp_stack)], SOON_S, "the session goes"
+    )
 
 
 def open_sessions(mcp_stack: McpStack) -> list[dict[str, Any]]:
@@ -68,9 +71,9 @@ def test_a_session_that_is_none_is_told_at_once(mcp_stack: McpStack) -> None:
 async def test_a_call_that_is_cancelled_leaves_no_process(mcp_stack: McpStack, revision: str) -> None:
     async with mcp_stack.stdio_client("--tenant", "acme", mode=revision) as client:
         calling = asyncio.ensure_future(bash(client, "sleep 7342"))
-        await eventually(lambda: mcp_stack.runs("sleep 7342"), SOON_S, "the command runs")
+        await wait_until_async(lambda: mcp_stack.runs("sleep 7342"), SOON_S, "the command runs")
         calling.cancel()
-        await eventually(lambda: not mcp_stack.runs("sleep 7342"), 20, "the command ends")
+        await wait_until_async(lambda: not mcp_stack.runs("sleep 7342"), 20, "the command ends")
         assert text_of(await bash(client, "echo alive")) == "alive\n"
 
 
@@ -206,9 +209,9 @@ async def test_in_a_session_that_stays_the_command_ends_with_the_client_too(mcp_
             by_hand.greet()
             call = {"name": "bash_tool", "arguments": {"command": "sleep 7345"}}
             by_hand.say(json.dumps({"jsonrpc": "2.0", "id": 3, "method": "tools/call", "params": call}).encode())
-            await eventually(lambda: mcp_stack.runs("sleep 7345"), SOON_S, "the command runs")
+            await wait_until_async(lambda: mcp_stack.runs("sleep 7345"), SOON_S, "the command runs")
             assert by_hand.process.stdin is not None
             by_hand.process.stdin.close()
-            await eventually(lambda: by_hand.process.poll() is not None, SOON_S, "the program ends")
-            await eventually(lambda: not mcp_stack.runs("sleep 7345"), 15, "the command ends")
+            await wait_until_async(lambda: by_hand.process.poll() is not None, SOON_S, "the program ends")
+            await wait_until_async(lambda: not mcp_stack.runs("sleep 7345"), 15, "the command ends")
         assert text_of(await bash(client, "echo alive", session)) == "alive\n"

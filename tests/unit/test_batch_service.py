@@ -34,7 +34,7 @@ from store.runs import RunClaim
 from tests.builders import KEY
 from tests.conftest import RedisProcess
 from tests.run_ground import RunGround, build_outcome
-from tests.stack import eventually
+from tests.waiting import wait_until_async
 
 
 @pytest.fixture
@@ -309,7 +309,7 @@ async def test_a_service_waits_for_a_pool_and_can_be_stopped_meanwhile(
     # No worker has published tools there.
     service = BatchService(OrchestratorSettings(redis_url=SecretStr(redis_server.url)), 1)
     running = asyncio.create_task(service.run())
-    await eventually(lambda: "no worker has published its tools" in caplog.text, 30, lambda: caplog.text)
+    await wait_until_async(lambda: "no worker has published its tools" in caplog.text, 30, lambda: caplog.text)
     service.interrupt()
     async with asyncio.timeout(30):
         await running
@@ -360,7 +360,7 @@ async def test_a_service_gives_back_what_runs_when_it_is_told_again_or_its_time_
         await service.work.begun.wait()
         service.interrupt()
         if interrupts == 2:
-            await eventually(lambda: "draining" in caplog.text, 30, lambda: caplog.text)
+            await wait_until_async(lambda: "draining" in caplog.text, 30, lambda: caplog.text)
             assert not running.done()
             service.interrupt()
         await running

@@ -25,7 +25,7 @@ from store.hosts import HostStore
 from tests.builders import build_attempt
 from tests.conftest import RedisProcess
 from tests.fake_hosts import build_report
-from tests.stack import eventually
+from tests.waiting import wait_until_async
 
 QUEUE = "host.a.b00t"
 REPORT = build_report("a")
@@ -134,7 +134,7 @@ async def test_celery_receives_the_failure_of_a_lost_task_in_the_name_of_its_wor
     listener = Listener(redis_server.url)
     with redis_server.client() as watcher:
         # Celery subscribes when it reads for the first time.
-        await eventually(watcher.pubsub_numpat, 10, "Celery has subscribed to events")
+        await wait_until_async(watcher.pubsub_numpat, 10, "Celery has subscribed to events")
     lost = await Watching(client).look({"state": "running", "holder": f"{QUEUE}/w1", "node": "a@machine"})
     assert lost is not None
     task = await asyncio.to_thread(listener.wait)

@@ -17,7 +17,8 @@ from pydantic import SecretStr
 
 from contract.errors import ErrorCode, ToolFailure
 from tests.guest_exec import LocalSandbox, open_local_sandbox
-from tests.stack import ROOT, children_of, is_alive, wait_until
+from tests.stack import ROOT, children_of, is_alive
+from tests.waiting import wait_until
 from workers.mcp.sandbox_programs import name_keeper
 from workers.mcp.sandbox_server import SandboxServer
 from workers.mcp.settings import StdioEntry

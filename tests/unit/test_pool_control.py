@@ -22,7 +22,7 @@ from store.connection import SharedClock
 from store.hosts import WorkerControlStore
 from tests.builders import KEY, build_context
 from tests.conftest import RedisProcess
-from tests.stack import wait_until
+from tests.waiting import wait_until
 from workers.control import ControlListener, PoolOrders, _interrupt_child, process_holder
 from workers.interrupts import CancelBoard
 

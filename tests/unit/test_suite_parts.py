@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.stack import wait_until
+from tests.waiting import wait_until
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "test_parts.py"
 PASSES = "def test_good(): pass\n"

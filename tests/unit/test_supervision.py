@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from orchestrator.operations import supervision
 from orchestrator.operations.supervision import MOST_ENDS, PAUSES_S, WINDOW_S, ChildPlan, End, Supervisor, choose_pause
-from tests.stack import eventually, is_alive
+from tests.stack import is_alive
+from tests.waiting import wait_until_async
 
 SOON_S = 20.0
 FOREVER = "import time; time.sleep(600)"
@@ -66,7 +67,7 @@ async def another(house: House, role: str, than: int) -> int:
         pid = house.runs_as(role)
         return pid if pid != than else None
 
-    return int(await eventually(found, SOON_S, lambda: f"another {role}: {house.said}"))
+    return int(await wait_until_async(found, SOON_S, lambda: f"another {role}: {house.said}"))
 
 
 @asynccontextmanager
@@ -114,7 +115,7 @@ async def test_a_worker_that_ends_in_order_is_not_started_again(tmp_path: Path) 
         await house.start("worker", "pass", may_finish=True)
         other = await house.start("other", FOREVER)
         async with watching(house) as task:
-            await eventually(lambda: house.said, SOON_S, "it is said")
+            await wait_until_async(lambda: house.said, SOON_S, "it is said")
             os.kill(other, signal.SIGTERM)
             await another(house, "other", other)
 
@@ -130,7 +131,7 @@ async def test_children_of_a_killed_process_end_before_its_restart(tmp_path: Pat
     )
     async with opened(tmp_path, "parent") as house:
         first = await house.start("parent", program)
-        left = int(await eventually(lambda: house.log("parent").strip(), SOON_S, "it has a child"))
+        left = int(await wait_until_async(lambda: house.log("parent").strip(), SOON_S, "it has a child"))
         async with watching(house):
             os.kill(first, signal.SIGKILL)
             await another(house, "parent", first)
@@ -152,7 +153,7 @@ async def test_a_process_that_ignores_the_stop_is_killed(tmp_path: Path) -> None
     program = f"import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('deaf', flush=True); {FOREVER}"
     async with opened(tmp_path) as house:
         pid = await house.start("a", program, stop_within_s=0.1)
-        await eventually(lambda: house.log("a"), SOON_S, "it has said so")
+        await wait_until_async(lambda: house.log("a"), SOON_S, "it has said so")
 
         await house.supervisor.stop("a")
 
@@ -165,7 +166,7 @@ async def test_nobody_is_started_again_once_the_watch_has_ended(tmp_path: Path) 
         async with watching(house):
             pass
         os.kill(first, signal.SIGKILL)
-        await eventually(lambda: not house.supervisor.is_running("a"), SOON_S, "it is gone")
+        await wait_until_async(lambda: not house.supervisor.is_running("a"), SOON_S, "it is gone")
 
         assert house.said == []
         await house.supervisor.start_again("a")

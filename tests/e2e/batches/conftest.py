@@ -4,7 +4,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.stack import Stack, wait_until
+from tests.stack import Stack
+from tests.waiting import wait_until
 
 
 @pytest.fixture(autouse=True)

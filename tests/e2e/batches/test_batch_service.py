@@ -41,17 +41,8 @@ from store.runs import HostedRun, HostedState, RunQueue
 from store.tenants import RedisTenants
 from tests.log_lines import read_log
 from tests.model_server.running import ModelServer, running_model_server
-from tests.stack import (
-    TOOLCREW,
-    UP_S,
-    Footprint,
-    Stack,
-    end_process,
-    eventually,
-    open_footprint,
-    run_toolcrew,
-    wait_until,
-)
+from tests.stack import TOOLCREW, UP_S, Footprint, Stack, end_process, open_footprint, run_toolcrew
+from tests.waiting import wait_until, wait_until_async
 
 pytestmark = [pytest.mark.stack, pytest.mark.timeout(300)]
 
@@ -210,11 +201,13 @@ async def test_orchestrators_share_the_batches_of_all_tenants_and_one_that_is_st
             await zeta.batch_runs().batches.submit(
                 load_lines(place.write("shared", theirs)), batch="shared", is_detached=True
             )
-        await eventually(lambda: first.is_at_work() and second.is_at_work(), UP_S, lambda: first.said() + second.said())
+        await wait_until_async(
+            lambda: first.is_at_work() and second.is_at_work(), UP_S, lambda: first.said() + second.said()
+        )
         assert first.stop() == 0
         assert not first.events("giving_back"), "what ran was ended"
         assert first.runs("run_begun") == first.runs("run_ended")
-        await eventually(second.is_at_work, UP_S, second.said)
+        await wait_until_async(second.is_at_work, UP_S, second.said)
         second.process.kill()
         second.process.wait()
         left = second.runs("run_begun") - second.runs("run_ended")
@@ -226,7 +219,7 @@ async def test_orchestrators_share_the_batches_of_all_tenants_and_one_that_is_st
                     "toolcrew:default:runs:leases",
                     {one: 1.0 for one in leases if one.decode().rpartition("|")[2] in left},
                 )
-            await eventually(
+            await wait_until_async(
                 lambda: place.has_ended("default", "shared") and place.has_ended("zeta", "shared"), UP_S, third.said
             )
             assert third.stop() == 0
@@ -262,9 +255,9 @@ async def test_a_cancelled_batch_ends_and_one_that_was_not_handed_over_is_its_su
         runs, file = client.batch_runs(), load_lines(place.write("cancelled", ["endless", "x", "y"]))
         defaults = BatchDefaults(limits=RunLimits(max_iterations=1000))
         await runs.batches.submit(file, batch="cancelled", concurrency=1, defaults=defaults, is_detached=True)
-        await eventually(service.is_at_work, UP_S, service.said)
+        await wait_until_async(service.is_at_work, UP_S, service.said)
         assert await runs.batches.cancel("cancelled") == 2
-        await eventually(lambda: place.has_ended("default", "cancelled"), UP_S, service.said)
+        await wait_until_async(lambda: place.has_ended("default", "cancelled"), UP_S, service.said)
         failures = [outcome.failure for outcome in await find_outcomes(runs, "cancelled")]
         assert [failure.kind for failure in failures if failure is not None] == [FailureKind.CANCELLED] * 3
         assert (await runs.batches.status("cancelled")).state is BatchState.CANCELLED
@@ -315,7 +308,7 @@ async def test_a_record_cannot_have_a_service_read_or_write_files_of_its_host(
     await submit_by_hand(place, "writing", writing, is_detached=True, artifacts=stolen)
     await submit_by_hand(place, "outside", [call("name")], is_detached=True, tenant="../../../out")
     ends = [("default", "reading"), ("default", "writing"), ("../../../out", "outside")]
-    await eventually(lambda: all(place.has_ended(*end) for end in ends), UP_S, service.said)
+    await wait_until_async(lambda: all(place.has_ended(*end) for end in ends), UP_S, service.said)
     async with place.client() as client:
         runs = client.batch_runs()
         outcomes = await find_outcomes(runs, "reading") + await find_outcomes(runs, "writing")
@@ -348,7 +341,7 @@ async def test_an_interactive_call_does_not_wait_for_a_batch(place: Place, servi
             # The running item and the next item; the others wait.
             assert sum(began < at < passed for at in await ends()) <= 3
             await runs.batches.cancel("slow")
-            await eventually(lambda: place.has_ended("default", "slow"), UP_S, service.said)
+            await wait_until_async(lambda: place.has_ended("default", "slow"), UP_S, service.said)
         finally:
             await tenants.replace("default", TenantPolicy())
 

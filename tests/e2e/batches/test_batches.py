@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from tests.model_server.running import ModelServer, running_model_server
-from tests.stack import TOOLCREW, Footprint, Stack, run_toolcrew, wait_until
+from tests.stack import TOOLCREW, Footprint, Stack, run_toolcrew
+from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.stack, pytest.mark.timeout(300)]
 

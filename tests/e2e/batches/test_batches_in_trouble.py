@@ -14,7 +14,8 @@ import pytest
 
 from tests.e2e.batches.test_batches import SCRIPT, Shell, answers, expected
 from tests.model_server.running import running_model_server
-from tests.stack import TOOLCREW, Footprint, Stack, free_port, missing, run_toolcrew, wait_until
+from tests.stack import TOOLCREW, Footprint, Stack, free_port, missing, run_toolcrew
+from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.stack, pytest.mark.timeout(300)]
 

@@ -1,0 +1,57 @@
+"""Wait for conditions that give a test no event, for example the state of another process. Tests that can receive an
+event (an asyncio.Event, the exit of a process, a blocking read) use the event instead.
+"""
+
+import asyncio
+import inspect
+import time
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import pytest
+
+PAUSE_S = 0.05
+"""Default time between two checks of a condition, in seconds."""
+
+
+def wait_until(
+    condition: Callable[[], Any], within_s: float, what: str | Callable[[], str], pause_s: float = PAUSE_S
+) -> Any:
+    """Return the first true result of the condition. Fails the test at the deadline with `what`; a callable `what` is
+    called only then.
+    """
+    deadline = time.monotonic() + within_s
+    while not (result := condition()):
+        if time.monotonic() > deadline:
+            _fail(within_s, what)
+        time.sleep(pause_s)
+    return result
+
+
+async def wait_until_async(
+    condition: Callable[[], Any], within_s: float, what: str | Callable[[], str], pause_s: float = PAUSE_S
+) -> Any:
+    """Wait as `wait_until` does, but without blocking the event loop. A coroutine that the condition returns is awaited,
+    at most until the deadline. A condition that is a plain function runs in a thread.
+    """
+    deadline = time.monotonic() + within_s
+    while True:
+        result = await asyncio.to_thread(condition)
+        if inspect.isawaitable(result):
+            limit = asyncio.timeout(deadline - time.monotonic())
+            try:
+                async with limit:
+                    result = await result
+            except TimeoutError:
+                if limit.expired():
+                    _fail(within_s, what)
+                raise
+        if result:
+            return result
+        if time.monotonic() > deadline:
+            _fail(within_s, what)
+        await asyncio.sleep(pause_s)
+
+
+def _fail(within_s: float, what: str | Callable[[], str]) -> NoReturn:
+    pytest.fail(f"not within {within_s:g} s: {what if isinstance(what, str) else what()}")
