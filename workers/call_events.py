@@ -115,7 +115,7 @@ class CallEventWriter:
         self._hidden = 0
         self._paused_s = 0.0
         self._is_muted = False
-        self._is_lost = False
+        self._has_failed = False
         self._is_closed = False
 
     @property
@@ -126,18 +126,18 @@ class CallEventWriter:
         with self._lock:
             if self._is_closed or not text:
                 return
-            if self._is_muted or self._is_lost:
+            if self._is_muted or self._has_failed:
                 self._hidden += len(text)
                 return
             self._pending.append((stream, text))
             self._pending_chars += len(text)
-            rest_s = self._flushed_at + FLUSH_EVERY_S - time.monotonic()
-            if rest_s <= 0 or self._pending_chars >= FLUSH_CHARS:
+            remaining_s = self._flushed_at + FLUSH_EVERY_S - time.monotonic()
+            if remaining_s <= 0 or self._pending_chars >= FLUSH_CHARS:
                 self._flush()
             elif self._timer is None:
                 # Without the timer, the last of several fast pieces would wait for the next piece or the end of the
                 # call.
-                self._timer = threading.Timer(rest_s, self._flush)
+                self._timer = threading.Timer(remaining_s, self._flush)
                 self._timer.daemon = True
                 self._timer.start()
 
@@ -150,11 +150,11 @@ class CallEventWriter:
     def await_answer(self, timeout_s: float) -> dict[str, Any] | None:
         # Do not take the lock: the call may send output while it waits for an answer.
         until = time.monotonic() + timeout_s
-        while not self._is_lost and (rest_s := until - time.monotonic()) > 0:
-            answer = self._try(partial(self._store.await_answer, rest_s))
+        while not self._has_failed and (remaining_s := until - time.monotonic()) > 0:
+            answer = self._try(partial(self._store.await_answer, remaining_s))
             if answer is not None:
                 return decode_answer(answer)
-            self._is_lost = self._is_lost or not self._try(self._store.is_read)
+            self._has_failed = self._has_failed or not self._try(self._store.is_read)
         return None
 
     def close(self) -> int:
@@ -173,25 +173,25 @@ class CallEventWriter:
             pending, self._pending, self._pending_chars = self._pending, [], 0
             for stream, text in _merge(pending):
                 for characters, data in encode_output(stream, text):
-                    if not (self._make_room(len(data)) and self._write(data)):
+                    if not (self._wait_for_space(len(data)) and self._write(data)):
                         self._hidden += characters
             self._flushed_at = time.monotonic()
 
-    def _make_room(self, size: int) -> bool:
+    def _wait_for_space(self, size: int) -> bool:
         """Wait for room while the caller reads. Return whether one more piece may be written."""
-        while not self._is_muted and not self._is_lost and not self._has_room(size):
-            rest_s = min(STALL_S, MAX_PAUSE_S - self._paused_s)
+        while not self._is_muted and not self._has_failed and not self._has_space(size):
+            remaining_s = min(STALL_S, MAX_PAUSE_S - self._paused_s)
             began = time.monotonic()
-            has_moved = rest_s > 0 and bool(self._try(partial(self._store.await_room, rest_s)))
+            has_moved = remaining_s > 0 and bool(self._try(partial(self._store.await_room, remaining_s)))
             self._paused_s += time.monotonic() - began
             if not has_moved:
                 self._is_muted = True
                 log.info("caller_too_slow", call=self._call_id, paused_s=round(self._paused_s, 3))
             else:
                 self._waiting = self._try(self._store.count) or 0
-        return not self._is_muted and not self._is_lost
+        return not self._is_muted and not self._has_failed
 
-    def _has_room(self, size: int) -> bool:
+    def _has_space(self, size: int) -> bool:
         if self._waiting == 0:
             return True
         # The caller reads in order, so the unread entries are the last ones written.
@@ -200,9 +200,9 @@ class CallEventWriter:
 
     def _write(self, data: bytes, write: Callable[[bytes], int | None] | None = None) -> bool:
         """Write an event. Return False when no process reads the events any more."""
-        waiting = self._try(partial(write or self._store.add, data)) if not self._is_lost else None
+        waiting = self._try(partial(write or self._store.add, data)) if not self._has_failed else None
         if waiting is None:
-            self._is_lost = True
+            self._has_failed = True
             return False
         self._count += 1
         self._sizes.append(len(data))
@@ -214,7 +214,7 @@ class CallEventWriter:
         try:
             return command()
         except BrokerUnavailable as error:
-            self._is_lost = True
+            self._has_failed = True
             log.warning("call_events_lost", call=self._call_id, error=str(error))
             return None
 

@@ -119,7 +119,7 @@ class WatchedSession:
     `changed_at` is the time of the first unsaved change; None when all files are saved.
     """
 
-    kept_at: float = float("-inf")
+    saved_at: float = float("-inf")
     changed_at: float | None = None
     checkpoint: str = ""
     """The session's last checkpoint."""
@@ -133,7 +133,7 @@ class WatchedSession:
         - A session without running calls is due after `every_s`.
         - A session with running calls is due after three times `every_s`.
         """
-        if self.changed_at is None or now < self.kept_at + every_s or now < self.retry_at:
+        if self.changed_at is None or now < self.saved_at + every_s or now < self.retry_at:
             return False
         waited_s = now - self.changed_at
         if row.calls:
@@ -172,24 +172,24 @@ class CheckpointMonitor:
             if watched.checkpoint and name not in rows
         }
         self._watched = {name: self._watched.get(name, WatchedSession()) for name in rows}
-        self._forget_ended(ended)
+        self._delete_of_ended(ended)
         for name, row in rows.items():
             watched = self._watched[name]
             watched.changed_at = (watched.changed_at or now) if row.changed else None
-        due = [name for name, row in rows.items() if self._watched[name].is_due(row, now, self._every_s)]
+        due_names = [name for name, row in rows.items() if self._watched[name].is_due(row, now, self._every_s)]
         # The session that has waited longest is first.
-        due.sort(key=lambda name: self._watched[name].changed_at or now)
-        kept = self._keep_all(due) if due else 0
+        due_names.sort(key=lambda name: self._watched[name].changed_at or now)
+        saved_count = self._save_all(due_names) if due_names else 0
         self._checkpoints.forget_superseded(client)
-        return kept
+        return saved_count
 
-    def _keep_all(self, names: Sequence[str]) -> int:
+    def _save_all(self, names: Sequence[str]) -> int:
         locations = self._sessions.find(names)
-        ours = [name for name in names if name in locations and locations[name].queue == self._sessions.queue]
+        own_names = [name for name in names if name in locations and locations[name].queue == self._sessions.queue]
         with ThreadPoolExecutor(AT_ONCE, thread_name_prefix="checkpoint") as threads:
-            return sum(threads.map(lambda name: self._keep(name, locations[name].fence), ours))
+            return sum(threads.map(lambda name: self._save(name, locations[name].fence), own_names))
 
-    def _keep(self, name: str, fence: int) -> bool:
+    def _save(self, name: str, fence: int) -> bool:
         if self._stop.is_set():
             return False
         watched = self._watched[name]
@@ -205,10 +205,10 @@ class CheckpointMonitor:
             watched.retry_at = time.monotonic() + pause_s
             log.warning("session_not_kept", session=name.partition(":")[2], error=str(error), again_in_s=pause_s)
             return False
-        watched.kept_at, watched.failures, watched.checkpoint = time.monotonic(), 0, checkpoint or ""
+        watched.saved_at, watched.failures, watched.checkpoint = time.monotonic(), 0, checkpoint or ""
         return checkpoint is not None
 
-    def _forget_ended(self, ended: Mapping[str, str]) -> None:
+    def _delete_of_ended(self, ended: Mapping[str, str]) -> None:
         """Delete the last checkpoints of closed and expired sessions later.
 
         `ended` maps sessions that sandboxd no longer has to these checkpoints. A session that continues on another

@@ -141,10 +141,10 @@ class ControlListener:
     def _obey(self, call: ToolCall, context: ToolContext, data: bytes) -> None:
         try:
             if call.name == DRAIN_ORDER:
-                is_done = self._drain(call.arguments.get("lossy") is True)
+                is_obeyed = self._drain(call.arguments.get("lossy") is True)
             else:
-                is_done = self._handler.obey(call, context, data)
-            log.info("control_obeyed", verb=call.name, call=call.id, done=is_done)
+                is_obeyed = self._handler.obey(call, context, data)
+            log.info("control_obeyed", verb=call.name, call=call.id, done=is_obeyed)
         except ToolcrewError as error:
             log.error("control_failed", verb=call.name, call=call.id, error=str(error))
         finally:
@@ -212,15 +212,15 @@ class PoolOrders:
         call_id = str(call.arguments["call_id"])
         if self._ledger.forbid(context.tenant, call_id):
             return True
-        found = _HOLDER.fullmatch(self._ledger.holder(context.tenant, call_id) or "")
-        if found is None:
+        holder = _HOLDER.fullmatch(self._ledger.holder(context.tenant, call_id) or "")
+        if holder is None:
             return False
-        if found[1] != self._worker:
-            self._orders.push(found[1], data)
+        if holder[1] != self._worker:
+            self._orders.push(holder[1], data)
             return True
         # Mark before the signal: the process looks at the board to see whether the signal is for its call.
         self._board.mark(context.tenant, call_id)
-        return self._end_process(int(found[2]))
+        return self._end_process(int(holder[2]))
 
 
 def process_holder(worker: str, pid: int) -> str:

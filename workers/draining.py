@@ -77,7 +77,7 @@ class Drain:
         if not self._refusals:
             return message
         name, reason = next(iter(self._refusals.items()))
-        return f"{message}; {len(self._refusals)} cannot be kept, such as {name.partition(':')[2]}: {reason}"
+        return f"{message}; {len(self._refusals)} cannot be saved, for example {name.partition(':')[2]}: {reason}"
 
     def finish(self, limit_s: float, leave: Callable[[], bool], *, is_lossy: bool) -> bool:
         """Move all sessions, call `leave`, then move the sessions that were opened in between.

@@ -38,22 +38,22 @@ class SchemaRefused(Exception):
     """Error for a schema that is not accepted. The message is for the operator."""
 
 
-def bound_schema(given: Any) -> dict[str, Any]:
+def bound_schema(foreign: Any) -> dict[str, Any]:
     """Return the schema without the keywords that are not checked here. Raises SchemaRefused."""
-    if not isinstance(given, dict) or given.get("type") != "object":
-        raise SchemaRefused("its parameters are no object")
+    if not isinstance(foreign, dict) or foreign.get("type") != "object":
+        raise SchemaRefused("its parameters are not an object")
     try:
-        text = json.dumps(given, ensure_ascii=False, allow_nan=False)
+        text = json.dumps(foreign, ensure_ascii=False, allow_nan=False)
     except (ValueError, RecursionError):
-        raise SchemaRefused("its schema is no plain JSON") from None
+        raise SchemaRefused("its schema is not valid JSON") from None
     if len(text.encode("utf-8", "replace")) > MAX_SCHEMA_BYTES:
         raise SchemaRefused(f"its schema is larger than {MAX_SCHEMA_BYTES} bytes")
-    _check_texts(given)
-    schema: dict[str, Any] = _without(given)
+    _check_texts(foreign)
+    schema: dict[str, Any] = _without(foreign)
     try:
         check_schema(schema)
     except SchemaError as error:
-        raise SchemaRefused(f"its schema is none: {printable(error.message)[:200]}") from None
+        raise SchemaRefused(f"its schema is invalid: {printable(error.message)[:200]}") from None
     _check_expansion(schema)
     return schema
 
@@ -61,19 +61,19 @@ def bound_schema(given: Any) -> dict[str, Any]:
 def _check_texts(schema: Any) -> None:
     """Check the depth of the schema and its characters, before any recursive code runs. Raises SchemaRefused."""
     # An explicit stack: recursion over a deep schema would exceed the interpreter's limit.
-    left = [(schema, 0)]
-    while left:
-        value, depth = left.pop()
+    pending = [(schema, 0)]
+    while pending:
+        value, depth = pending.pop()
         if depth > MAX_SCHEMA_DEPTH:
-            raise SchemaRefused(f"its schema is nested more than {MAX_SCHEMA_DEPTH} deep")
+            raise SchemaRefused(f"its schema is nested more than {MAX_SCHEMA_DEPTH} levels deep")
         if isinstance(value, str) and (printable(value) != value or HIDDEN.search(value)):
-            raise SchemaRefused("its schema has characters that cannot be seen")
+            raise SchemaRefused("its schema has invisible characters")
         if isinstance(value, dict):
             if "x-mcp-header" in value:
-                raise SchemaRefused("it wants parameters in headers, which are not sent")
-            left += [(part, depth + 1) for part in (*value.keys(), *value.values())]
+                raise SchemaRefused("it needs parameters in headers, which are not sent")
+            pending += [(part, depth + 1) for part in (*value.keys(), *value.values())]
         elif isinstance(value, list):
-            left += [(part, depth + 1) for part in value]
+            pending += [(part, depth + 1) for part in value]
 
 
 def _without(schema: Any) -> Any:
@@ -101,7 +101,7 @@ def _check_expansion(schema: Mapping[str, Any]) -> None:
             raise SchemaRefused("its schema refers to itself")
         if any(key in part for key in _DROPPED):
             # A reference may lead to a value that is no schema, such as a default. Nothing was removed there.
-            raise SchemaRefused("its schema refers to what is no place of a schema")
+            raise SchemaRefused("its schema has an invalid reference")
         parts += count_parts(part)
         if parts > MAX_PARTS:
-            raise SchemaRefused(f"its schema stands for more than {MAX_PARTS} others")
+            raise SchemaRefused(f"its schema expands to more than {MAX_PARTS} parts")

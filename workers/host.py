@@ -128,7 +128,7 @@ class SandboxHost:
         self._drain_lock = threading.Lock()
         first = self._await_sandboxd()
         self._is_local = read_store(first) == "local"
-        self._sandboxd = SandboxdMonitor(first, self._end_for_other_boot)
+        self._sandboxd = SandboxdMonitor(first, self._end_after_restart)
         self._facts = _Facts(settings.host, secrets.token_hex(4), describe_process(), settings.concurrency, time.time())
         hosts = WorkerHostStore(connect_once(self._broker), self._broker.deployment, clock)
         incarnation = take_incarnation(settings.host, str(first["boot"]), hosts, self._report)
@@ -202,7 +202,7 @@ class SandboxHost:
         metrics = WorkerMetricsStore(connect_once(broker), broker.deployment)
         counts = SandboxdMetrics(metrics, self._facts.host, self.queue, lambda: self._sandboxd.status)
         expiry, leftovers = ExpiryMonitor(self._sessions), LeftoverMonitor(self._sessions)
-        terms = TermsMonitor(policies.policy)
+        terms_monitor = TermsMonitor(policies.policy)
         duties = [
             self._heartbeat_duty,
             Duty("sandboxd-watch", HEARTBEAT_S, partial(self._sandboxd.look, client()), "sandboxd_silent", stop),
@@ -219,7 +219,7 @@ class SandboxHost:
             ),
             Duty("expiry", HEARTBEAT_S, partial(expiry.look, client()), "expired_sessions_not_forgotten", stop),
             Duty("leftovers", LEFTOVERS_EVERY_S, partial(leftovers.look, client()), "leftovers_not_closed", stop),
-            Duty("terms", HEARTBEAT_S, partial(terms.look, client()), "terms_not_told", stop),
+            Duty("terms", HEARTBEAT_S, partial(terms_monitor.look, client()), "terms_not_told", stop),
         ]
         every_s = self._checkpoint_every_s()
         if every_s:
@@ -257,7 +257,7 @@ class SandboxHost:
         if setting_s:
             log.warning(
                 "checkpoints_not_taken",
-                why="they would not leave this host",
+                why="the checkpoints would not leave this host",
                 remedy="set TOOLCREW_WORKSPACE_STORE to a store that all hosts share",
             )
         return 0.0
@@ -271,9 +271,9 @@ class SandboxHost:
         self._stop.set()
         end_worker(EXIT_RESTART, within_s=LOST_S)
 
-    def _end_for_other_boot(self, boot: str) -> None:
+    def _end_after_restart(self, boot: str) -> None:
         """End this worker. A new worker process adopts the sessions of the restarted sandboxd under a new name."""
-        log.error("worker_ends", reason=f"sandboxd was started again (boot {boot})", exit_code=EXIT_RESTART)
+        log.error("worker_ends", reason=f"sandboxd was restarted (boot {boot})", exit_code=EXIT_RESTART)
         self._is_leaving = True
         self._stop_checkpoints.set()
         end_worker(EXIT_RESTART, within_s=LOST_S)

@@ -80,13 +80,13 @@ def parse_rows(rows: Sequence[Mapping[str, Any]]) -> list[SessionRow]:
 
 
 class SandboxdMonitor:
-    """Keeps the last status of this host's sandboxd. Calls `on_other_boot` once when the boot of sandboxd changes."""
+    """Keeps the last status of this host's sandboxd. Calls `on_restart` once when the boot of sandboxd changes."""
 
-    def __init__(self, first: Mapping[str, Any], on_other_boot: Callable[[str], None]) -> None:
+    def __init__(self, first: Mapping[str, Any], on_restart: Callable[[str], None]) -> None:
         self.status = first
         self._boot = str(first["boot"])
         self._last_seen_at = time.monotonic()
-        self._on_other_boot = on_other_boot
+        self._on_restart = on_restart
 
     @property
     def is_silent(self) -> bool:
@@ -101,7 +101,7 @@ class SandboxdMonitor:
         if boot == self._boot:
             return False
         log.error("sandboxd_is_another", was=self._boot, now=boot)
-        self._on_other_boot(boot)
+        self._on_restart(boot)
         return True
 
 

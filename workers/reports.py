@@ -55,7 +55,7 @@ class Heartbeat:
         self._clock = clock
         self._on_lost = on_lost
         # Serializes reports: a heartbeat that started earlier must not arrive after the last report.
-        self._turn = threading.Lock()
+        self._lock = threading.Lock()
         self._is_over = False
         self._has_logged_skew = False
 
@@ -84,7 +84,7 @@ class Heartbeat:
         return False
 
     def _leave(self, departure: Departure) -> bool:
-        with self._turn:
+        with self._lock:
             if self._is_over:
                 return False
             self._is_over = self._hosts.leave(departure, self._build())
@@ -92,7 +92,7 @@ class Heartbeat:
 
     def beat(self) -> bool:
         """Send a report. Return whether the worker has left or was declared lost. Raises BrokerUnavailable."""
-        with self._turn:
+        with self._lock:
             if self._is_over:
                 return True
             report = self._build()
@@ -100,7 +100,7 @@ class Heartbeat:
             self._is_over = result is not ReportResult.ACCEPTED
         self._log_skew()
         if self._is_over:
-            reason = "was given up for lost" if result is ReportResult.GIVEN_UP else "is another worker's by now"
+            reason = "was declared lost" if result is ReportResult.GIVEN_UP else "now belongs to another worker"
             log.error("worker_lost_its_name", queue=report.queue, reason=reason)
             self._on_lost(f"{report.queue} {reason}")
         return self._is_over
@@ -110,7 +110,9 @@ class Heartbeat:
         if abs(skew_s) > SKEW_WARNING_S and not self._has_logged_skew:
             self._has_logged_skew = True
             log.warning(
-                "clock_is_wrong", behind_s=round(skew_s, 1), remedy="set this host's clock, or have it kept by NTP"
+                "clock_is_wrong",
+                behind_s=round(skew_s, 1),
+                remedy="set the clock of this host, or synchronize the clock with NTP",
             )
 
 
@@ -163,7 +165,7 @@ def _find_ended(hosts: WorkerHostStore, host: str, base: str) -> tuple[HostRepor
     """
     ended = []
     for report in hosts.reports(host):
-        if not report.worker or is_surely_gone(report.process):
+        if not report.worker or has_surely_ended(report.process):
             ended.append(report)
         elif _is_of_boot(report, base):
             if not _has_fallen_silent(hosts, report):
@@ -171,8 +173,8 @@ def _find_ended(hosts: WorkerHostStore, host: str, base: str) -> tuple[HostRepor
             ended.append(report)
         elif is_elsewhere(report.process) and not _has_fallen_silent(hosts, report):
             raise ConfigError(
-                f"a worker of another machine reports as host '{report.host}', as {report.queue}: give each machine a "
-                "TOOLCREW_HOST of its own"
+                f"a worker of another machine reports as host '{report.host}', as {report.queue}: set a different "
+                "TOOLCREW_HOST on each machine"
             )
     return tuple(ended)
 
@@ -196,15 +198,15 @@ def _find_elder(hosts: WorkerHostStore, host: str, queue: str) -> HostReport | N
 
     Of two workers that start together, the later one yields.
     """
-    mine = _number(queue)
+    own_number = _number(queue)
     base = ".".join(queue.split(".")[:3])
     rivals = [
         report
         for report in hosts.reports(host)
-        if report.worker and _is_of_boot(report, base) and _number(report.queue) < mine
+        if report.worker and _is_of_boot(report, base) and _number(report.queue) < own_number
     ]
     return next(
-        (report for report in rivals if not is_surely_gone(report.process) and not _has_fallen_silent(hosts, report)),
+        (report for report in rivals if not has_surely_ended(report.process) and not _has_fallen_silent(hosts, report)),
         None,
     )
 
@@ -215,14 +217,14 @@ def _is_of_boot(report: HostReport, base: str) -> bool:
 
 def _number(queue: str) -> int:
     """Return the number of the queue name among the names of its boot."""
-    words = queue.split(".")
-    return int(words[3]) if len(words) > 3 and words[3].isdigit() else 1
+    parts = queue.split(".")
+    return int(parts[3]) if len(parts) > 3 and parts[3].isdigit() else 1
 
 
-def _second(other: HostReport) -> ConfigError:
+def _second(report: HostReport) -> ConfigError:
     return ConfigError(
-        f"another worker serves this sandboxd, as {other.queue}: stop it first, since one sandboxd has one worker; for "
-        "more calls at a time raise TOOLCREW_CONCURRENCY"
+        f"another worker already serves this sandboxd as {report.queue}: stop that worker first. For more calls at a "
+        "time, raise TOOLCREW_CONCURRENCY"
     )
 
 
@@ -231,7 +233,7 @@ def build_host_report(status: Mapping[str, Any], *, is_silent: bool, **fields: A
 
     A long `trouble` is shortened.
     """
-    trouble = str(fields.pop("trouble", "sandboxd does not answer: see its log" if is_silent else ""))
+    trouble = str(fields.pop("trouble", "sandboxd does not answer: check its log" if is_silent else ""))
     facts: dict[str, Any] = {
         "sessions": _count(status, "sessions"),
         "max_sessions": _count(status, "max_sessions"),
@@ -292,7 +294,7 @@ def is_elsewhere(process: str) -> bool:
     return len(parts) == 4 and parts[0] != describe_process().split("/")[0]
 
 
-def is_surely_gone(process: str) -> bool:
+def has_surely_ended(process: str) -> bool:
     """Return whether a process of this machine and namespace has ended.
 
     False for any other process: its state is unknown.
@@ -301,9 +303,9 @@ def is_surely_gone(process: str) -> bool:
     if len(parts) != 4 or not parts[2].isdigit():
         return False
     try:
-        mine = describe_process().split("/")
+        own_parts = describe_process().split("/")
         # The start time distinguishes the process from a later process with the same pid.
-        return parts[:2] == mine[:2] and _began_at(int(parts[2])) != parts[3]
+        return parts[:2] == own_parts[:2] and _began_at(int(parts[2])) != parts[3]
     except OSError:
         return False
 

@@ -111,11 +111,11 @@ class SandboxClient:
         The first call of a moved session reports what was lost. Without `restore` the first call is refused with this
         report. A state of an older generation on this host is closed first.
         """
-        wanted: dict[str, Any] = {"image": image, "ttl_s": ttl_s, "restore": restore, "workspace": workspace}
-        wanted |= {"network": network, "moved": moved}
-        asked = {field: value for field, value in wanted.items() if value is not None} | _told(terms)
-        return self._ask(
-            {"verb": "open", "sandbox": name, **asked},
+        values: dict[str, Any] = {"image": image, "ttl_s": ttl_s, "restore": restore, "workspace": workspace}
+        values |= {"network": network, "moved": moved}
+        fields = {field: value for field, value in values.items() if value is not None} | _build_terms_field(terms)
+        return self._request(
+            {"verb": "open", "sandbox": name, **fields},
             OPEN_TIMEOUT_S if restore is None and workspace is None else ARCHIVE_TIMEOUT_S,
         )
 
@@ -125,7 +125,7 @@ class SandboxClient:
         With `automatic` no caller asked for the checkpoint. It does not count for the tenant or as a use of the
         session, and is deleted after a week.
         """
-        return self._ask({"verb": "checkpoint", "sandbox": name, "automatic": automatic}, ARCHIVE_TIMEOUT_S)
+        return self._request({"verb": "checkpoint", "sandbox": name, "automatic": automatic}, ARCHIVE_TIMEOUT_S)
 
     def save_files(self, name: str, file: str, names: str) -> dict[str, Any]:
         """Store files of the workspace as one archive. Return the size and sha256 of the archive.
@@ -133,7 +133,7 @@ class SandboxClient:
         `file` is the id of the archive. `names` is a file in the sandbox with the names of the files, each with a NUL
         at its end.
         """
-        return self._ask({"verb": "save_files", "sandbox": name, "file": file, "names": names}, ARCHIVE_TIMEOUT_S)
+        return self._request({"verb": "save_files", "sandbox": name, "file": file, "names": names}, ARCHIVE_TIMEOUT_S)
 
     def delete_checkpoint(self, name: str, checkpoint: str) -> bool:
         """Delete a checkpoint of the tenant of the sandbox `name`.
@@ -141,7 +141,7 @@ class SandboxClient:
         Return False when there is no checkpoint with that id.
         """
         return bool(
-            self._ask({"verb": "delete_checkpoint", "sandbox": name, "checkpoint": checkpoint}, OPEN_TIMEOUT_S)[
+            self._request({"verb": "delete_checkpoint", "sandbox": name, "checkpoint": checkpoint}, OPEN_TIMEOUT_S)[
                 "deleted"
             ]
         )
@@ -169,7 +169,7 @@ class SandboxClient:
             "sandbox": name,
             "call": call_id,
             "request": {**request, "body_bytes": len(body)},
-            **_told(terms),
+            **_build_terms_field(terms),
         }
         gathered: dict[str, bytearray] = {}
         first = _encoded(header, body[:_BODY_CHUNK])
@@ -195,8 +195,8 @@ class SandboxClient:
 
         With `shared` the bundle is for all tenants; otherwise it is only for the tenant of that session.
         """
-        place = self._ask({"verb": "skill", "sandbox": name, "digest": digest, "shared": shared}, 10.0)["place"]
-        return None if place is None else str(place)
+        path = self._request({"verb": "skill", "sandbox": name, "digest": digest, "shared": shared}, 10.0)["place"]
+        return None if path is None else str(path)
 
     def place_skill(self, name: str, digest: str, archive: IO[bytes], *, shared: bool) -> str:
         """Place the bundle of that digest. Return its folder in every sandbox.
@@ -218,7 +218,7 @@ class SandboxClient:
 
     def cancel(self, name: str, call_id: str) -> bool:
         """Kill the processes of a call. Return False when the call is not running."""
-        return bool(self._ask({"verb": "cancel", "sandbox": name, "call": call_id}, 10.0)["cancelled"])
+        return bool(self._request({"verb": "cancel", "sandbox": name, "call": call_id}, 10.0)["cancelled"])
 
     def close(self, name: str, *, fence: int | None = None) -> bool:
         """Remove the sandbox, and wait until its container is removed. Return False when there was no sandbox.
@@ -226,11 +226,11 @@ class SandboxClient:
         With `fence`, remove only a sandbox that was opened under this fence.
         """
         only = {"fence": fence} if fence is not None else {}
-        return bool(self._ask({"verb": "close", "sandbox": name, **only}, OPEN_TIMEOUT_S)["closed"])
+        return bool(self._request({"verb": "close", "sandbox": name, **only}, OPEN_TIMEOUT_S)["closed"])
 
     def send_terms(self, tenant: str, terms: SandboxTerms) -> int:
         """Replace the terms of a tenant for all of its sessions on this host. Return the number of these sessions."""
-        return int(self._ask({"verb": "terms", "tenant": tenant, **_told(terms)}, 10.0)["sessions"])
+        return int(self._request({"verb": "terms", "tenant": tenant, **_build_terms_field(terms)}, 10.0)["sessions"])
 
     def status(self) -> dict[str, Any]:
         """Return the status of sandboxd.
@@ -240,7 +240,7 @@ class SandboxClient:
         - `memory_free_bytes`, `disk_free_bytes`.
         - `classes`, `images`: the names that sessions may use.
         """
-        return self._ask({"verb": "status"}, 10.0)
+        return self._request({"verb": "status"}, 10.0)
 
     def sessions(self) -> list[dict[str, Any]]:
         """Return a row for each session.
@@ -276,7 +276,7 @@ class SandboxClient:
     ) -> None:
         self.disconnect()
 
-    def _ask(self, header: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
+    def _request(self, header: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
         return _checked(self._exchange(header, timeout_s).header)
 
     def _exchange(self, header: Mapping[str, Any], timeout_s: float) -> Frame:
@@ -341,7 +341,7 @@ class SandboxClient:
             raise
 
 
-def _told(terms: SandboxTerms | None) -> dict[str, Any]:
+def _build_terms_field(terms: SandboxTerms | None) -> dict[str, Any]:
     """Return the request field that contains the terms."""
     return {"terms": terms.model_dump(mode="json", exclude_none=True)} if terms is not None else {}
 
@@ -635,7 +635,11 @@ def parse_error(answer: GuestAnswer) -> tuple[ErrorCode, str, dict[str, int]]:
     if code == ErrorCode.SANDBOX_UNAVAILABLE.value and answer.sandbox_lost is not None:
         # Only sandboxd reports that a sandbox was lost.
         return ErrorCode.SANDBOX_UNAVAILABLE, _clean(message), {}
-    figures = {ours: answer.error[name] for name, ours in _FIGURES.items() if _is_count(answer.error.get(name))}
+    figures = {
+        metadata_name: answer.error[name]
+        for name, metadata_name in _FIGURES.items()
+        if _is_count(answer.error.get(name))
+    }
     return _CODES.get(code, ErrorCode.INTERNAL), _clean(message), figures
 
 

@@ -64,7 +64,7 @@ def _remove_stale_socket(path: Path, variable: str) -> None:
     """Remove a socket at which no process listens."""
     with contextlib.suppress(FileNotFoundError):
         if not stat.S_ISSOCK(path.lstat().st_mode):
-            raise OSError(f"{path} exists and is no socket: move it away, or set {variable} to another path")
+            raise OSError(f"{path} exists and is not a socket: move the file, or set {variable} to another path")
         path.unlink()
 
 

@@ -79,21 +79,16 @@ def choose_pools(specs: Sequence[ToolSpec], queues: Sequence[str] | None, *, has
     Raises ConfigError: a queue has no tools, or there are no tools at all.
     """
     served = {spec.pool for spec in specs} | ({"tools"} if has_servers else set())
-    chosen = [pool for pool, queue in POOL_QUEUES.items() if (pool in served if queues is None else queue in queues)]
-    for pool in chosen:
+    pools = [pool for pool, queue in POOL_QUEUES.items() if (pool in served if queues is None else queue in queues)]
+    for pool in pools:
         if pool not in served:
-            advice = (
-                "install their package beside the worker or name their modules in TOOLCREW_TOOL_MODULES, or leave it "
-                "out"
-            )
             raise ConfigError(
-                f"TOOLCREW_WORKER_QUEUES names {POOL_QUEUES[pool]}, but there are no tools for it: {advice}"
+                f"TOOLCREW_WORKER_QUEUES contains {POOL_QUEUES[pool]}, but the worker has no tools for this queue: "
+                "install their package, set their modules in TOOLCREW_TOOL_MODULES, or remove the queue"
             )
-    if not chosen:
-        raise ConfigError(
-            "a worker of the kind web found no tools to serve: install toolcrew[worker], or a package with tools"
-        )
-    return chosen
+    if not pools:
+        raise ConfigError("the web worker has no tools to serve: install toolcrew[worker], or a package with tools")
+    return pools
 
 
 def build_catalogs(registry: WorkerRegistry) -> dict[str, Catalog]:

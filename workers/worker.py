@@ -18,7 +18,7 @@ from store.metrics import RefusalCounter
 from store.switches import WorkerSwitches
 from store.tenants import WorkerTenants
 from telemetry.spans import Tracer
-from workers.celery_edge.app import POOL_OF_KIND, build_app, claim_node, run_celery_worker
+from workers.celery_edge.app import POOL_OF_KIND, build_app, reserve_node_name, run_celery_worker
 from workers.celery_edge.tasks import register_tasks
 from workers.control import ControlListener, OrderHandler
 from workers.duties import Duty
@@ -68,7 +68,7 @@ def run_worker(settings: WorkerSettings, parts: WorkerParts) -> None:
         parts.host,
     )
     pool = POOL_OF_KIND[parts.kind]
-    node = claim_node(settings.host if parts.kind == "sandbox" else f"web-{settings.host}", broker)
+    node = reserve_node_name(settings.host if parts.kind == "sandbox" else f"web-{settings.host}", broker)
     tracer = open_process_tracer(parts.kind)
     refusals = RefusalCounter(connect_once(broker), deployment)
     app = build_app(broker, refusals.count)

@@ -190,7 +190,7 @@ def test_tools_at_which_a_worker_would_not_start_are_refused() -> None:
     def mine() -> None:
         """Take a name."""
 
-    with pytest.raises(ConfigError, match="the name of a built-in one"):
+    with pytest.raises(ConfigError, match="the name of a built-in tool"):
         LocalWorker(mine)
 
 

@@ -311,7 +311,7 @@ def test_a_report_tells_what_sandboxd_says_and_its_silence() -> None:
         (),
         "local",
     )
-    assert "see its log" in silent.trouble
+    assert "check its log" in silent.trouble
     troubled = build_host_report(status, is_silent=False, trouble="x" * 501, **own)
     assert (len(troubled.trouble), troubled.trouble[-2:]) == (500, "x…"), "a worker reports, whatever its trouble"
     assert silent.memory_free_bytes > 0

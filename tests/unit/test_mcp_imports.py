@@ -13,7 +13,14 @@ from contract.schema import prepare_arguments
 from contract.specs import ToolSpec
 from tests.mcp_peers import TOOL
 from workers.foreign_schemas import SchemaRefused, bound_schema
-from workers.mcp.imports import MAX_TOGETHER_BYTES, MAX_TOOLS, ImportedTool, fit_name, fit_names, import_tools
+from workers.mcp.imports import (
+    MAX_TOGETHER_BYTES,
+    MAX_TOOLS,
+    ImportedTool,
+    build_tool_name,
+    build_tool_names,
+    import_tools,
+)
 from workers.mcp.settings import HttpEntry
 
 SERVERS = st.from_regex(r"[A-Za-z0-9]{1,8}([_-][A-Za-z0-9]{1,8}){0,2}", fullmatch=True)
@@ -39,30 +46,30 @@ def _schema(**properties: Any) -> dict[str, Any]:
 
 @given(SERVERS, NAMES)
 def test_every_name_fits_and_tells_its_server(server: str, tool: str) -> None:
-    name = fit_name(server, tool)
+    name = build_tool_name(server, tool)
     assert FITTING.fullmatch(name)
     assert name.startswith(f"mcp__{server}__")
-    assert fit_name(server, tool) == name
+    assert build_tool_name(server, tool) == name
 
 
 @given(SERVERS, SERVERS, NAMES, NAMES)
 def test_two_servers_never_share_a_name(first: str, other: str, tool: str, another: str) -> None:
     if first != other:
-        assert fit_name(first, tool) != fit_name(other, another)
+        assert build_tool_name(first, tool) != build_tool_name(other, another)
 
 
 @given(SERVERS, st.lists(NAMES, max_size=20), st.randoms())
 def test_names_do_not_hang_on_the_order_of_the_list(server: str, tools: list[str], random: Any) -> None:
     shuffled = list(tools)
     random.shuffle(shuffled)
-    names, clashing = fit_names(server, tools)
-    assert (names, clashing) == fit_names(server, shuffled)
+    names, clashing = build_tool_names(server, tools)
+    assert (names, clashing) == build_tool_names(server, shuffled)
     assert set(names.values()) | set(clashing) == set(tools)
 
 
 def test_the_tool_with_the_unchanged_name_wins() -> None:
-    changed = fit_name("docs", "a!").removeprefix("mcp__docs__")
-    names, clashing = fit_names("docs", ["a!", changed])
+    changed = build_tool_name("docs", "a!").removeprefix("mcp__docs__")
+    names, clashing = build_tool_names("docs", ["a!", changed])
     assert (names, clashing) == ({f"mcp__docs__{changed}": changed}, ["a!"])
 
 

@@ -19,7 +19,7 @@ from contract.errors import ErrorCode, ToolFailure
 from tests.guest_exec import LocalSandbox, open_local_sandbox
 from tests.stack import ROOT, children_of, is_alive
 from tests.waiting import wait_until
-from workers.mcp.sandbox_programs import name_keeper
+from workers.mcp.sandbox_programs import name_driver_socket
 from workers.mcp.sandbox_server import SandboxServer
 from workers.mcp.settings import StdioEntry
 
@@ -153,7 +153,7 @@ def test_an_idle_server_ends_with_all_that_it_started(box: LocalSandbox, tmp_pat
         ("dies", ErrorCode.HTTP_ERROR, "exit code 7: out of luck\ufffd[2J"),
         ("floods", ErrorCode.FILE_TOO_LARGE, "sent more than"),
         ("floods_lines", ErrorCode.FILE_TOO_LARGE, "sent more than"),
-        ("forges", ErrorCode.HTTP_ERROR, "does not keep to the protocol"),
+        ("forges", ErrorCode.HTTP_ERROR, "violates the protocol"),
         ("hangs", ErrorCode.TIMEOUT, "look before you repeat it"),
     ],
 )
@@ -255,7 +255,7 @@ def test_nonsense_on_its_socket_does_not_end_it(box: LocalSandbox, tmp_path: Pat
     server = _server(tmp_path)
     before = _count(box, server)
     with socket.socket(socket.AF_UNIX) as line:
-        line.connect("\0" + name_keeper(server.entry))
+        line.connect("\0" + name_driver_socket(server.entry))
         line.sendall(data)
         assert _count(box, server) == (2, before[1])
 
@@ -265,7 +265,7 @@ def test_those_who_only_connect_do_not_keep_calls_out(box: LocalSandbox, tmp_pat
     before = _count(box, server)
     lines = [socket.socket(socket.AF_UNIX) for _ in range(20)]
     for line in lines:
-        line.connect("\0" + name_keeper(server.entry))
+        line.connect("\0" + name_driver_socket(server.entry))
     assert _count(box, server) == (2, before[1])
     for line in lines:
         line.close()
@@ -285,7 +285,7 @@ def test_who_takes_its_socket_gives_no_more_than_bad_answers(
 ) -> None:
     server = _server(tmp_path)
     with socket.socket(socket.AF_UNIX) as squatter:
-        squatter.bind("\0" + name_keeper(server.entry))
+        squatter.bind("\0" + name_driver_socket(server.entry))
         squatter.listen(64)
 
         def serve() -> None:

@@ -90,7 +90,7 @@ def test_noise_beside_the_answer_does_not_matter(how: str) -> None:
         ("floods", ErrorCode.FILE_TOO_LARGE, "sent more than"),
         ("floods_lines", ErrorCode.FILE_TOO_LARGE, "sent more than"),
         ("gone", ErrorCode.HTTP_ERROR, "refused tools/call: Unknown tool: echo"),
-        ("forges", ErrorCode.HTTP_ERROR, "does not keep to the protocol"),
+        ("forges", ErrorCode.HTTP_ERROR, "violates the protocol"),
     ],
 )
 def test_a_bad_server_is_reported(how: str, code: ErrorCode, words: str) -> None:

@@ -115,7 +115,7 @@ def test_a_worker_serves_its_pools(specs: tuple[ToolSpec, ...], queues: list[str
 
 
 @pytest.mark.parametrize(
-    ("specs", "queues", "words"), [((WEB,), ["pool.tools"], "names pool.tools"), ((), None, "no tools to serve")]
+    ("specs", "queues", "words"), [((WEB,), ["pool.tools"], "contains pool.tools"), ((), None, "no tools to serve")]
 )
 def test_a_worker_without_tools_fails(specs: tuple[ToolSpec, ...], queues: list[str] | None, words: str) -> None:
     with pytest.raises(ConfigError, match=words):

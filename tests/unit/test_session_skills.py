@@ -157,7 +157,7 @@ def test_a_process_that_fails_costs_its_call_only(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr("workers.skills.examiner.EXAMINE_S", 0.0)
     with pytest.raises(ToolFailure) as refused:
         find(Liar(archive_of((entry("./SKILL.md"), FRONT))))
-    assert "within the limits" in str(refused.value)
+    assert "limit of time or memory" in str(refused.value)
 
 
 def test_a_tar_that_failed_is_not_taken_for_a_skill() -> None:

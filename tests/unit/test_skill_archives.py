@@ -78,17 +78,17 @@ def test_a_folder_or_what_is_in_it_may_be_packed_and_what_other_programs_add_is_
 @pytest.mark.parametrize(
     ("fill", "expected"),
     [
-        (lambda archive: archive.writestr(entry("pdf/link", stat.S_IFLNK), "/etc/passwd"), "is no plain file"),
-        (lambda archive: archive.writestr(entry("pdf/device", stat.S_IFCHR), ""), "is no plain file"),
-        (lambda archive: archive.writestr(entry("pdf/pipe", stat.S_IFIFO), ""), "is no plain file"),
-        (lambda archive: archive.writestr("pdf/../../x", "x"), "is no path within a folder"),
-        (lambda archive: archive.writestr("/etc/x", "x"), "is no path within a folder"),
-        (lambda archive: archive.writestr("pdf//x", "x"), "is no path within a folder"),
-        (lambda archive: archive.writestr("pdf/a\\..\\x", "x"), "is no path within a folder"),
-        (lambda archive: archive.writestr("pdf/\x1b[2J", "x"), "is no path within a folder"),
+        (lambda archive: archive.writestr(entry("pdf/link", stat.S_IFLNK), "/etc/passwd"), "is not a regular file"),
+        (lambda archive: archive.writestr(entry("pdf/device", stat.S_IFCHR), ""), "is not a regular file"),
+        (lambda archive: archive.writestr(entry("pdf/pipe", stat.S_IFIFO), ""), "is not a regular file"),
+        (lambda archive: archive.writestr("pdf/../../x", "x"), "is not a path within a folder"),
+        (lambda archive: archive.writestr("/etc/x", "x"), "is not a path within a folder"),
+        (lambda archive: archive.writestr("pdf//x", "x"), "is not a path within a folder"),
+        (lambda archive: archive.writestr("pdf/a\\..\\x", "x"), "is not a path within a folder"),
+        (lambda archive: archive.writestr("pdf/\x1b[2J", "x"), "is not a path within a folder"),
         (lambda archive: archive.writestr("pdf/" + "a/" * 40 + "x", "x"), "nested more than"),
-        (lambda archive: archive.writestr("pdf/" + "a" * 2000, "x"), "is no path within a folder"),
-        (lambda archive: [archive.writestr(name, "x") for name in ("pdf/a", "pdf/a/b")], "lies in a file"),
+        (lambda archive: archive.writestr("pdf/" + "a" * 2000, "x"), "is not a path within a folder"),
+        (lambda archive: [archive.writestr(name, "x") for name in ("pdf/a", "pdf/a/b")], "is below a file"),
         (
             lambda archive: [archive.writestr(f"pdf/{number}", "") for number in range(MAX_BUNDLE_FILES + 1)],
             "more than 2000 files",
@@ -103,7 +103,7 @@ def test_special_files_are_refused(tmp_path: Path, fill: Fill, expected: str) ->
 
 @pytest.mark.filterwarnings("ignore:Duplicate name")
 def test_two_files_of_one_name_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(SkillBroken, match="is in it twice"):
+    with pytest.raises(SkillBroken, match="occurs twice in it"):
         load_zip(zip_of(tmp_path, lambda archive: archive.writestr("pdf/SKILL.md", "other")))
 
 
@@ -132,12 +132,12 @@ def test_a_folder_without_a_skill_says_what_is_missing(tmp_path: Path) -> None:
 
 
 def test_a_hostile_archive_is_examined_in_a_program_of_its_own(tmp_path: Path) -> None:
-    with pytest.raises(SkillBroken, match="is no plain file"):
+    with pytest.raises(SkillBroken, match="is not a regular file"):
         examine_skill(
             zip_of(tmp_path, lambda archive: archive.writestr(entry("pdf/link", stat.S_IFLNK), "/etc/passwd"))
         )
     (tmp_path / "x.zip").write_bytes(b"PK\x03\x04nothing")
-    with pytest.raises(SkillBroken, match=r"no .zip file"):
+    with pytest.raises(SkillBroken, match=r"not a readable .zip file"):
         examine_skill(tmp_path / "x.zip")
     folder = write_skill(tmp_path, "word", files={"a": "b"})
     examined = examine_skill(folder, as_zip=tmp_path / "word.zip", as_bundle=tmp_path / "bundle")

@@ -166,7 +166,7 @@ def test_the_first_root_wins_for_a_name(tmp_path: Path) -> None:
 
 
 def test_a_root_that_is_not_there_is_an_error_of_the_operator(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="TOOLCREW_SKILLS names"):
+    with pytest.raises(ConfigError, match="TOOLCREW_SKILLS"):
         load_skills([tmp_path / "none"])
 
 

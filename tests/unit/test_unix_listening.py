@@ -43,7 +43,7 @@ def test_an_owner_that_is_too_busy_to_let_anybody_in_is_neither_waited_for_nor_r
 
 def test_what_is_no_socket_stays_where_it_is(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("kept")
-    with pytest.raises(OSError, match="is no socket: move it away, or set TOOLCREW_SOCKET"):
+    with pytest.raises(OSError, match="is not a socket: move the file, or set TOOLCREW_SOCKET"):
         open_own(tmp_path / "file")
     assert (tmp_path / "file").read_text() == "kept"
 

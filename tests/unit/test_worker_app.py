@@ -10,7 +10,7 @@ from pydantic import SecretStr
 
 from contract.settings import BrokerSettings
 from tests.stack import ROOT
-from workers.celery_edge.app import claim_node
+from workers.celery_edge.app import reserve_node_name
 from workers.settings import WorkerSettings
 
 
@@ -29,15 +29,15 @@ def test_two_workers_of_one_name_on_a_machine_have_two_names_and_a_free_one_is_t
     )
     machine = socket.gethostname()
     code = (
-        "from contract.settings import BrokerSettings; from workers.celery_edge.app import claim_node; "
-        "print(claim_node('web-x', BrokerSettings(redis_url='redis://:other@localhost:6379/7')), flush=True); input()"
+        "from contract.settings import BrokerSettings; from workers.celery_edge.app import reserve_node_name; "
+        "print(reserve_node_name('web-x', BrokerSettings(redis_url='redis://:other@localhost:6379/7')), flush=True); input()"
     )
     with subprocess.Popen(
         [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT
     ) as first:
         assert first.stdout is not None
         assert first.stdout.readline().strip() == f"web-x@{machine}"
-        assert claim_node("web-x", broker) == f"web-x-2@{machine}"
-        assert claim_node("web-x", other) == f"web-x@{machine}"
+        assert reserve_node_name("web-x", broker) == f"web-x-2@{machine}"
+        assert reserve_node_name("web-x", other) == f"web-x@{machine}"
         first.kill()
-    assert claim_node("web-x", broker) == f"web-x@{machine}"
+    assert reserve_node_name("web-x", broker) == f"web-x@{machine}"

@@ -179,7 +179,7 @@ def test_calls_are_waited_for_but_not_for_ever(changed_since_s: float, seen: Ses
 def test_a_changed_session_waits_one_to_three_turns(
     looks: list[tuple[float, bool, int, float]], every_s: float
 ) -> None:
-    watched, now, kept_at, changed_at = WatchedSession(), 0.0, None, None
+    watched, now, saved_at, changed_at = WatchedSession(), 0.0, None, None
     for step_s, changed, calls, idle_s in looks:
         now += step_s
         seen = SessionRow("acme:s1", calls, 0, idle_s, changed)
@@ -188,12 +188,12 @@ def test_a_changed_session_waits_one_to_three_turns(
         is_due = watched.is_due(seen, now, every_s)
         if is_due:
             assert changed
-            assert kept_at is None or now - kept_at >= every_s
-            watched.kept_at = kept_at = now
+            assert saved_at is None or now - saved_at >= every_s
+            watched.saved_at = saved_at = now
             changed_at = None
         elif changed_at is not None and now - changed_at >= 3 * every_s:
-            assert kept_at is not None
-            assert now - kept_at < every_s
+            assert saved_at is not None
+            assert now - saved_at < every_s
 
 
 def test_a_row_that_says_nothing_of_changes_may_have_some() -> None:

@@ -137,7 +137,7 @@ def test_a_session_that_cannot_be_kept_is_told_and_goes_from_its_last_checkpoint
     host.sandboxd.refuse["acme:full"] = ToolFailure(ErrorCode.NO_SPACE, "the store is full")
     thread = host.begin(limit_s=1.0)
     until = time.monotonic() + 20
-    while "1 sessions left; 1 cannot be kept, such as full: the store is full" not in host.drain.problem:
+    while "1 sessions left; 1 cannot be saved, for example full: the store is full" not in host.drain.problem:
         assert time.monotonic() < until
         assert thread.is_alive()
         time.sleep(0.01)

@@ -19,7 +19,7 @@ from tests.conftest import RedisProcess
 from tests.fake_host import DEPLOYMENT, HostGround, build_report
 from workers import reports
 from workers.duties import Duty
-from workers.reports import Heartbeat, Incarnation, describe_process, is_surely_gone, take_incarnation
+from workers.reports import Heartbeat, Incarnation, describe_process, has_surely_ended, take_incarnation
 
 QUEUE = "host.a.b1"
 
@@ -223,7 +223,7 @@ def test_the_later_of_two_workers_refuses_to_start(ground: HostGround, monkeypat
     monkeypatch.setattr(reports, "_find_ended", lambda *_: ())
     monkeypatch.setattr(reports, "_has_fallen_silent", lambda *_: False)
     assert take(ground, "w1").queue == "host.a.b1"
-    with pytest.raises(ConfigError, match="since one sandboxd has one worker"):
+    with pytest.raises(ConfigError, match="another worker already serves this sandboxd"):
         take(ground, "w2")
     assert [report.worker for report in ground.hosts().reports("a")] == ["w1"]
 
@@ -239,7 +239,7 @@ def test_a_worker_that_reports_no_more_is_gone(ground: HostGround, monkeypatch: 
 def test_a_process_that_does_not_live_is_gone_at_once(ground: HostGround) -> None:
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
         described = describe_process(process.pid)
-        assert not is_surely_gone(described)
+        assert not has_surely_ended(described)
     ground.hosts().report(build_report(worker="w1", process=described))
 
     began = time.monotonic()
@@ -255,7 +255,7 @@ def test_a_worker_of_another_boot_that_may_live_is_neither_gone_nor_in_the_way(g
 
 @pytest.mark.parametrize("process", ["", "x", "a/b/c/d", "a/1/2/3/4", "boot/1/999999999999999999999/1"])
 def test_of_a_process_of_another_machine_nothing_is_known(process: str) -> None:
-    assert not is_surely_gone(process)
+    assert not has_surely_ended(process)
 
 
 # --- the heartbeat ----------------------------------------------------------------------------------------------------
@@ -307,7 +307,7 @@ def test_a_worker_that_finds_its_tombstone_is_told_once_and_never_reports_again(
         assert beating.lost.wait(20)
         beating.end("restarting")
 
-    assert beating.reasons == ["host.a.b1 was given up for lost"]
+    assert beating.reasons == ["host.a.b1 was declared lost"]
     assert beating.hosts.find(QUEUE) is None
 
 
@@ -320,7 +320,7 @@ def test_a_worker_that_was_paused_and_replaced_ends(ground: HostGround) -> None:
         assert beating.lost.wait(20)
         beating.end("stopped")
     seen = beating.hosts.find(QUEUE)
-    assert beating.reasons == ["host.a.b1 is another worker's by now"]
+    assert beating.reasons == ["host.a.b1 now belongs to another worker"]
     assert seen is not None
     assert seen.worker == "w2"
 

@@ -30,7 +30,7 @@ EXIT_RESTART = 75
 """Exit code of a worker that must be started again: it was declared lost, or its sandboxd has restarted."""
 MAX_NAMESAKES = 100
 """Maximum number of workers with the same name on one machine."""
-_held_nodes: list[socket.socket] = []
+_node_sockets: list[socket.socket] = []
 """Sockets that reserve the node names of this process. They stay open until the process ends."""
 _LOGGERS = ("celery.worker.consumer.consumer", "kombu.transport.redis")
 _FUNCTIONS = frozenset(
@@ -125,7 +125,7 @@ def build_app(broker: BrokerSettings, on_refused: Callable[[RefusalReason], None
     """
     register_transport()
     where = broker.celery_options()
-    found_by = where.pop("broker_transport_options")
+    transport_options = where.pop("broker_transport_options")
     # Celery accepts a registry as well as a class, but its types do not say so.
     app = Celery("toolcrew", set_as_current=False, tasks=LiveTasks())  # type: ignore[arg-type]
     app.loader.override_backends = BACKENDS
@@ -163,7 +163,7 @@ def build_app(broker: BrokerSettings, on_refused: Callable[[RefusalReason], None
         broker_pool_acquire_timeout=5,
         task_create_missing_queues=True,
         broker_transport_options={
-            **found_by,
+            **transport_options,
             INTAKE: Intake(on_refused),
             # The transport keeps no list of unacknowledged messages (workers/celery_edge/broker.py), so kombu has
             # nothing to restore.
@@ -183,7 +183,7 @@ def build_app(broker: BrokerSettings, on_refused: Callable[[RefusalReason], None
     return app
 
 
-def claim_node(name: str, broker: BrokerSettings) -> str:
+def reserve_node_name(name: str, broker: BrokerSettings) -> str:
     """Return a unique Celery node name for this process: `name`@<machine>.
 
     A second worker on the same machine with the same broker gets `name`-2@<machine>, because Flower merges workers
@@ -202,10 +202,10 @@ def claim_node(name: str, broker: BrokerSettings) -> str:
         except OSError:
             holder.close()
         else:
-            _held_nodes.append(holder)
+            _node_sockets.append(holder)
             return node
     raise ConfigError(
-        f"{MAX_NAMESAKES} workers on this machine are named {name}: give this one another name in TOOLCREW_HOST"
+        f"{MAX_NAMESAKES} workers on this machine are named {name}: set a different name in TOOLCREW_HOST"
     )
 
 

@@ -157,8 +157,8 @@ class SentinelTransport(Transport):
 
 def _intake(transport: Any) -> Intake:
     """Return the intake of the connection's app."""
-    found: Intake = transport.client.transport_options.setdefault(INTAKE, Intake())
-    return found
+    intake: Intake = transport.client.transport_options.setdefault(INTAKE, Intake())
+    return intake
 
 
 def _is_message(message: Any) -> bool:

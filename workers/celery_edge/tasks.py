@@ -296,7 +296,7 @@ def encode_result_message(
     """
     seal = ResultSeal(keys, context.tenant, context.attempt)
 
-    def keep(data: bytes) -> str:
+    def store_blob(data: bytes) -> str:
         until = time.monotonic() + KEEP_WAIT_S
         while True:
             try:
@@ -308,12 +308,14 @@ def encode_result_message(
                 time.sleep(PAUSE_S)
 
     try:
-        return encode_result(result, keep, seal)
+        return encode_result(result, store_blob, seal)
     except (BrokerUnavailable, ToolFailure) as error:
         log.error("result_not_kept", tool=call.name, call=call.id, error=str(error))
         message = f"the call has run, and its result is lost: {error}"
-        lost = ToolResult.failed(call, ErrorCode.OUTCOME_UNKNOWN, message, clocks=result.clocks, sandbox=result.sandbox)
-        return encode_result(lost, seal=seal)
+        unknown = ToolResult.failed(
+            call, ErrorCode.OUTCOME_UNKNOWN, message, clocks=result.clocks, sandbox=result.sandbox
+        )
+        return encode_result(unknown, seal=seal)
 
 
 # --- Results ----------------------------------------------------------------------------------------------------------
@@ -351,9 +353,15 @@ class _Results(RedisBackend):
         return isinstance(exc, RedisError)
 
     def _store_answer(self, task_id: str, answer: Answer, failure: CallNotServed | None) -> None:
-        ended = datetime.now(UTC).isoformat()
+        date_done = datetime.now(UTC).isoformat()
         text = json.dumps(
-            {**_outcome(answer, failure), "traceback": None, "children": [], "date_done": ended, "task_id": task_id}
+            {
+                **_outcome(answer, failure),
+                "traceback": None,
+                "children": [],
+                "date_done": date_done,
+                "task_id": task_id,
+            }
         )
         ending = answer.ending
         record = (ending.key, ending.attempt, ending.code, ending.sandbox) if ending is not None else None

@@ -10,7 +10,7 @@ from pydantic import JsonValue
 
 from contract.errors import ErrorCode
 from workers.custom.outcomes import MAX_METADATA_BYTES, cut_output
-from workers.mcp.messages import broken
+from workers.mcp.messages import build_protocol_error
 from workers.tools.base import Outcome
 from workers.web.fences import fence, one_line, printable
 
@@ -23,12 +23,12 @@ def build_outcome(server: str, tool: str, result: dict[str, Any]) -> Outcome:
     of tools/call. Raises ToolFailure(HTTP_ERROR): when the result is invalid.
     """
     if result.get("resultType") not in (None, "complete"):
-        raise broken(server, "it asks for more instead of answering, which calls of tools cannot give")
+        raise build_protocol_error(server, "it requests more input, which a tool call cannot give")
     blocks = result.get("content", [])
     if not isinstance(blocks, list):
-        raise broken(server, "its answer has no content")
+        raise build_protocol_error(server, "its answer has no content")
     structured = result.get("structuredContent")
-    text = "\n".join(_words(blocks)) or (
+    text = "\n".join(_describe_blocks(blocks)) or (
         json.dumps(structured, ensure_ascii=False, indent=1) if structured is not None else ""
     )
     output, is_cut = _fenced(server, tool, printable(text))
@@ -42,35 +42,35 @@ def build_outcome(server: str, tool: str, result: dict[str, Any]) -> Outcome:
 def _fenced(server: str, tool: str, text: str) -> tuple[str, bool]:
     if not text.strip():
         return "[the tool gave no text]", False
-    shown, is_cut = cut_output(tool, text)
+    visible, is_cut = cut_output(tool, text)
     note = ""
     if is_cut:
-        shown, _, last = shown.rpartition("\n")
+        visible, _, last = visible.rpartition("\n")
         note = f"\n{last}"
-    return fence(shown, of=f"the MCP server {server}", mark="mcp") + note, is_cut
+    return fence(visible, of=f"the MCP server {server}", mark="mcp") + note, is_cut
 
 
-def _words(blocks: list[Any]) -> Iterable[str]:
+def _describe_blocks(blocks: list[Any]) -> Iterable[str]:
     for block in blocks[:MAX_BLOCKS]:
-        yield _word(block) if isinstance(block, dict) else "[a part that is none]"
+        yield _describe_block(block) if isinstance(block, dict) else "[a part that is none]"
     if len(blocks) > MAX_BLOCKS:
         yield f"[{len(blocks) - MAX_BLOCKS} more parts were left out]"
 
 
-def _word(block: dict[str, Any]) -> str:
-    kind = block.get("type")
-    if kind == "text" and isinstance(block.get("text"), str):
+def _describe_block(block: dict[str, Any]) -> str:
+    block_type = block.get("type")
+    if block_type == "text" and isinstance(block.get("text"), str):
         return str(block["text"])
-    if kind in ("image", "audio"):
-        return f"[{kind}, {_line(block.get('mimeType'))}, {_size(block.get('data'))}: not attached]"
-    if kind == "resource_link":
+    if block_type in ("image", "audio"):
+        return f"[{block_type}, {_line(block.get('mimeType'))}, {_size(block.get('data'))}: not attached]"
+    if block_type == "resource_link":
         return f"[a link to a resource: {_line(block.get('name'))}, {_line(block.get('uri'))}]"
-    if kind == "resource" and isinstance(resource := block.get("resource"), dict):
+    if block_type == "resource" and isinstance(resource := block.get("resource"), dict):
         head = f"[a resource: {_line(resource.get('uri'))}, {_line(resource.get('mimeType'))}"
         if isinstance(resource.get("text"), str):
             return f"{head}]\n{resource['text']}"
         return f"{head}, {_size(resource.get('blob'))}: not attached]"
-    return f"[a part of the kind {_line(kind)}: not shown]"
+    return f"[a part of the kind {_line(block_type)}: not shown]"
 
 
 def _line(value: Any) -> str:

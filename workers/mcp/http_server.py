@@ -71,7 +71,7 @@ class HttpServer:
         try:
             return self._talk(call, deadline)
         except ToolFailure as failure:
-            raise (_maybe_done(failure) if is_sent else failure) from None
+            raise (_mark_possibly_done(failure) if is_sent else failure) from None
 
     def _talk(self, work: Callable[[RawSession], Awaitable[T]], deadline: Deadline) -> T:
         transport = self._judge(deadline)
@@ -144,7 +144,7 @@ class HttpServer:
         self.stands_alone = alone
 
 
-def _maybe_done(failure: ToolFailure) -> ToolFailure:
+def _mark_possibly_done(failure: ToolFailure) -> ToolFailure:
     """Return the failure with a warning if the call may have run: the request was sent, and no response arrived."""
     if failure.code not in (ErrorCode.TIMEOUT, ErrorCode.FILE_TOO_LARGE) and failure.metadata.get("cause") not in (
         "reset",

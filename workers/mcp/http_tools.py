@@ -34,8 +34,8 @@ class HttpSource:
         return self.server.stands_alone
 
     @stands_alone.setter
-    def stands_alone(self, told: bool | None) -> None:
-        self.server.stands_alone = told
+    def stands_alone(self, value: bool | None) -> None:
+        self.server.stands_alone = value
 
     def list_tools(self) -> list[Any]:
         return self.server.list_tools(Deadline(min(self.server.entry.timeout_s, DISCOVERY_S)))

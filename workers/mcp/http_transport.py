@@ -12,7 +12,7 @@ import anyio
 import httpx2
 
 from contract.errors import ErrorCode, ToolFailure
-from workers.mcp.messages import Reply, broken, parse_json, parse_reply
+from workers.mcp.messages import Reply, build_protocol_error, parse_json, parse_reply
 from workers.web.exchange import Head, Request, Response, Route, open_response, read_body
 from workers.web.limits import KIB, MIB, Deadline, FetchLimits
 from workers.web.urls import Address, Target
@@ -67,22 +67,22 @@ class JudgedTransport(httpx2.AsyncBaseTransport):
         number = json.loads(request.content).get("id") if request.method == "POST" else None
         headers = {name: value for name, value in request.headers.items() if name not in _OWN_HEADERS}
         route = self._end_route if request.method == "DELETE" else self._route
-        sent = Request(self._target, request.method, headers, request.content)
-        async with open_response(sent, route) as response:
+        checked_request = Request(self._target, request.method, headers, request.content)
+        async with open_response(checked_request, route) as response:
             head = response.head
             if not 200 <= head.status < 300:
                 return await self._refused(response, number)
             if not isinstance(number, int):
                 return httpx2.Response(HTTPStatus.NO_CONTENT if request.method == "DELETE" else HTTPStatus.ACCEPTED)
             if head.status != HTTPStatus.OK:
-                raise broken(self._server, f"it answered {head.phrase} without a body")
+                raise build_protocol_error(self._server, f"it answered {head.phrase} without a body")
             if _is_stream(head):
                 reply = await find_reply(self._server, number, response)
             else:
                 message = parse_json((await read_body(response, None)).body, self._server)
                 reply = parse_reply(message, number)
             if reply is None:
-                raise broken(self._server, "its answer is none to what was asked")
+                raise build_protocol_error(self._server, "its answer does not match the request")
             return self._rebuild(reply, number, head)
 
     async def _refused(self, response: Response, number: Any) -> httpx2.Response:
@@ -91,9 +91,9 @@ class JudgedTransport(httpx2.AsyncBaseTransport):
         """
         head = response.head
         if head.status < HTTPStatus.BAD_REQUEST:
-            why = "redirects, which is not followed: have the operator write the address that is meant"
+            why = "redirects, which is not followed: ask the operator to set the final address"
         elif head.status in (401, 403):
-            why = f"answered {head.phrase}: have the operator check its headers in TOOLCREW_MCP_SERVERS"
+            why = f"answered {head.phrase}: ask the operator to check its headers in TOOLCREW_MCP_SERVERS"
         else:
             why = f"answered {head.phrase}: try again later, or use another tool"
             # An error of the MCP protocol can also arrive with an error status.
@@ -130,7 +130,7 @@ class JudgedTransport(httpx2.AsyncBaseTransport):
         headers = {"content-type": "application/json"}
         if (session := head.headers.get("mcp-session-id")) is not None:
             if not _SESSION_ID.fullmatch(session):
-                raise broken(self._server, "the id of its session is none")
+                raise build_protocol_error(self._server, "the id of its session is invalid")
             headers["mcp-session-id"] = session
         # JSON can contain a lone surrogate, which UTF-8 cannot encode.
         data = json.dumps(message, ensure_ascii=False).encode("utf-8", "replace")
@@ -150,7 +150,7 @@ async def find_reply(server: str, number: int, response: Response) -> Reply | No
         async for event in events:
             count += 1
             if count > MAX_EVENTS:
-                raise broken(server, f"more than {MAX_EVENTS} events came before its answer")
+                raise build_protocol_error(server, f"more than {MAX_EVENTS} events came before its answer")
             if event.data.strip():
                 reply = parse_reply(parse_json(event.data, server), number)
                 if reply is not None:

@@ -31,7 +31,7 @@ MAX_NAME_CHARS = 256
 _SHOWN_NAME_CHARS = 100
 
 
-def fit_name(server: str, tool: str) -> str:
+def build_tool_name(server: str, tool: str) -> str:
     """Return the name of the tool in this deployment. A name that was changed or cut ends in a hash of the original
     name. `server`: a name that TOOLCREW_MCP_SERVERS allows.
     """
@@ -43,19 +43,19 @@ def fit_name(server: str, tool: str) -> str:
     return f"{fitted[: MAX_FITTED_CHARS - _TAIL_CHARS - 1]}_{digest}"
 
 
-def fit_names(server: str, tools: Iterable[str]) -> tuple[dict[str, str], list[str]]:
+def build_tool_names(server: str, tools: Iterable[str]) -> tuple[dict[str, str], list[str]]:
     """Return a map from the names in this deployment to the server's names, and the server's names that are omitted.
     A name is omitted if another tool has the same name in this deployment.
 
     The result does not depend on the order of `tools`. Names that need no change have priority, then the alphabetical
     order.
     """
-    given = sorted(set(tools), key=lambda tool: (fit_name(server, tool) != f"mcp__{server}__{tool}", tool))
-    taken: dict[str, str] = {}
-    for tool in given:
-        taken.setdefault(fit_name(server, tool), tool)
-    kept = set(taken.values())
-    return dict(sorted(taken.items())), [tool for tool in given if tool not in kept]
+    ordered = sorted(set(tools), key=lambda tool: (build_tool_name(server, tool) != f"mcp__{server}__{tool}", tool))
+    by_name: dict[str, str] = {}
+    for tool in ordered:
+        by_name.setdefault(build_tool_name(server, tool), tool)
+    named_tools = set(by_name.values())
+    return dict(sorted(by_name.items())), [tool for tool in ordered if tool not in named_tools]
 
 
 @dataclass(frozen=True)
@@ -72,51 +72,51 @@ def import_tools(
     """Return the tools in a server's list that can be offered, by name. This function never raises. An invalid tool
     is logged and does not affect the others.
     """
-    wanted = {name: tool for name, tool in _named(server, listed).items() if _is_wanted(name, entry)}
-    names, clashing = fit_names(server, wanted)
+    included = {name: tool for name, tool in _index_by_name(server, listed).items() if _is_included(name, entry)}
+    names, clashing = build_tool_names(server, included)
     for name in clashing:
-        _leave_out(server, name, "another tool of the server has its name here: exclude one of them")
-    found: list[ImportedTool] = []
-    room = MAX_TOGETHER_BYTES
-    for ours, theirs in names.items():
-        if len(found) == MAX_TOOLS:
+        _leave_out(server, name, "another tool of the server gets the same name: exclude one of them")
+    imported: list[ImportedTool] = []
+    remaining_bytes = MAX_TOGETHER_BYTES
+    for name, original_name in names.items():
+        if len(imported) == MAX_TOOLS:
             log.error("mcp_tools_too_many", server=server, kept=MAX_TOOLS, listed=len(names))
             break
         try:
-            spec = _build_spec(server, ours, wanted[theirs], entry, pool)
+            spec = _build_spec(server, name, included[original_name], entry, pool)
         except SchemaRefused as refused:
-            _leave_out(server, theirs, str(refused))
+            _leave_out(server, original_name, str(refused))
             continue
         size = len(spec.model_dump_json().encode())
-        if size > room:
+        if size > remaining_bytes:
             _leave_out(
                 server,
-                theirs,
-                f"the server's tools are larger than {MAX_TOGETHER_BYTES} bytes together: narrow its include",
+                original_name,
+                f"the tools of the server exceed {MAX_TOGETHER_BYTES} bytes in total: include fewer tools",
             )
             continue
-        room -= size
-        found.append(ImportedTool(theirs, spec))
-    return tuple(found)
+        remaining_bytes -= size
+        imported.append(ImportedTool(original_name, spec))
+    return tuple(imported)
 
 
-def _named(server: str, listed: Iterable[Any]) -> dict[str, dict[str, Any]]:
+def _index_by_name(server: str, listed: Iterable[Any]) -> dict[str, dict[str, Any]]:
     """Return the tools by name. Of several tools with one name the first is kept."""
-    named: dict[str, dict[str, Any]] = {}
+    by_name: dict[str, dict[str, Any]] = {}
     for tool in listed:
         name = tool.get("name") if isinstance(tool, dict) else None
         if not isinstance(name, str) or not name:
-            _leave_out(server, "", "it has no name")
+            _leave_out(server, "", "the tool has no name")
         elif len(name) > MAX_NAME_CHARS:
             _leave_out(server, name, f"its name is longer than {MAX_NAME_CHARS} characters")
-        elif name in named:
-            _leave_out(server, name, "the server lists it twice; the first is taken")
+        elif name in by_name:
+            _leave_out(server, name, "the server lists the tool twice; the first entry is used")
         else:
-            named[name] = tool
-    return named
+            by_name[name] = tool
+    return by_name
 
 
-def _is_wanted(name: str, entry: Entry) -> bool:
+def _is_included(name: str, entry: Entry) -> bool:
     def fits(patterns: Iterable[str]) -> bool:
         # Only `*` is a wildcard. Brackets and question marks in a pattern match themselves.
         return any(fnmatchcase(name, pattern.replace("[", "[[]").replace("?", "[?]")) for pattern in patterns)
@@ -155,12 +155,12 @@ def _flags(tool: dict[str, Any], entry: Entry) -> dict[str, bool]:
     apply.
     """
     hints = tool.get("annotations") if entry.trust == "trusted" else None
-    told = hints if isinstance(hints, dict) else {}
-    read_only = told.get("readOnlyHint") is True
-    destructive = not read_only and told.get("destructiveHint") is not False
+    flags = hints if isinstance(hints, dict) else {}
+    read_only = flags.get("readOnlyHint") is True
+    destructive = not read_only and flags.get("destructiveHint") is not False
     return {
         "read_only": read_only,
-        "idempotent": read_only or told.get("idempotentHint") is True,
+        "idempotent": read_only or flags.get("idempotentHint") is True,
         "requires_permission": not read_only,
         "dangerous": destructive,
     }

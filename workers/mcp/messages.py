@@ -31,12 +31,12 @@ def parse_json(data: bytes | str, server: str) -> Any:
     try:
         text = data if isinstance(data, str) else data.decode()
         if has_more_values_in_text(text, MAX_VALUES):
-            raise broken(server, f"what it sent has more than {MAX_VALUES} values")
+            raise build_protocol_error(server, f"a message has more than {MAX_VALUES} values")
         parsed = json.loads(text, parse_constant=_refuse_constant, parse_float=_parse_float)
     except (ValueError, RecursionError):
-        raise broken(server, "what it sent is no plain JSON") from None
+        raise build_protocol_error(server, "a message is not valid JSON") from None
     if is_deeper(parsed, MAX_DEPTH):
-        raise broken(server, f"what it sent is nested deeper than {MAX_DEPTH}")
+        raise build_protocol_error(server, f"a message is nested deeper than {MAX_DEPTH} levels")
     return parsed
 
 
@@ -55,15 +55,15 @@ def parse_reply(message: Any, number: int) -> Reply | None:
     if not isinstance(error, dict):
         return Reply(error="neither a result nor an error")
     code = error.get("code")
-    words = one_line(str(error.get("message", "")), MAX_ERROR_CHARS)
-    return Reply(error=words or "no reason given", code=code if type(code) is int and abs(code) < MAX_CODE else 0)
+    text = one_line(str(error.get("message", "")), MAX_ERROR_CHARS)
+    return Reply(error=text or "no reason given", code=code if type(code) is int and abs(code) < MAX_CODE else 0)
 
 
-def broken(server: str, what: str) -> ToolFailure:
+def build_protocol_error(server: str, problem: str) -> ToolFailure:
     """Return the failure for a server that violates the protocol."""
     return ToolFailure(
         ErrorCode.HTTP_ERROR,
-        f"the MCP server {server} does not keep to the protocol: {what}; use another tool, or tell its operator",
+        f"the MCP server {server} violates the protocol: {problem}; use another tool, or report this to its operator",
     )
 
 

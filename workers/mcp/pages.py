@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from workers.mcp.messages import broken
+from workers.mcp.messages import build_protocol_error
 
 MAX_PAGES = 20
 MAX_LISTED = 2000
@@ -26,12 +26,12 @@ class ToolPages:
         self._count += 1
         tools, cursor = page.get("tools"), page.get("nextCursor")
         if not isinstance(tools, list):
-            raise broken(self._server, "its list of tools is none")
+            raise build_protocol_error(self._server, "its list of tools is not a list")
         self.listed += tools
         if len(self.listed) > MAX_LISTED:
-            raise broken(self._server, f"it lists more than {MAX_LISTED} tools")
+            raise build_protocol_error(self._server, f"it lists more than {MAX_LISTED} tools")
         if cursor is not None and (not isinstance(cursor, str) or not 0 < len(cursor) <= MAX_CURSOR_CHARS):
-            raise broken(self._server, "its list of tools cannot be read on")
+            raise build_protocol_error(self._server, "the next page of its list of tools cannot be read")
         if cursor is not None and self._count == MAX_PAGES:
-            raise broken(self._server, f"its list of tools has more than {MAX_PAGES} pages")
+            raise build_protocol_error(self._server, f"its list of tools has more than {MAX_PAGES} pages")
         self.cursor = cursor

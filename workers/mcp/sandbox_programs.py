@@ -18,18 +18,18 @@ def read_visit() -> str:
     return _read("sandbox_visit") + "\nmain()\n"
 
 
-def name_keeper(entry: StdioEntry) -> str:
+def name_driver_socket(entry: StdioEntry) -> str:
     """Return the socket name of the keeper for an entry. Another entry or another version of the driver has another
     name.
     """
-    told = entry.model_dump_json(include={"command", "args", "cwd", "network", "idle_s"})
+    fields_json = entry.model_dump_json(include={"command", "args", "cwd", "network", "idle_s"})
     env = repr(sorted((name, value.get_secret_value()) for name, value in entry.env.items()))
-    return "toolcrew-mcp-" + hashlib.sha256("\0".join((told, env, read_driver())).encode()).hexdigest()[:32]
+    return "toolcrew-mcp-" + hashlib.sha256("\0".join((fields_json, env, read_driver())).encode()).hexdigest()[:32]
 
 
-def build_keep_script(python: str, entry: StdioEntry) -> str:
+def build_driver_script(python: str, entry: StdioEntry) -> str:
     """Return the shell script that starts the keeper of an entry's server."""
-    return "exec " + shlex.join([python, "-I", "-c", read_driver(), name_keeper(entry), f"{entry.idle_s:g}"])
+    return "exec " + shlex.join([python, "-I", "-c", read_driver(), name_driver_socket(entry), f"{entry.idle_s:g}"])
 
 
 def _read(name: str) -> str:

@@ -15,8 +15,8 @@ from mcp.shared.exceptions import MCPError
 from mcp_types.version import LATEST_HANDSHAKE_VERSION
 
 from contract.errors import ErrorCode, ToolFailure
-from workers.mcp.messages import Reply, broken, parse_json, parse_reply
-from workers.mcp.sandbox_programs import build_keep_script, name_keeper, read_driver, read_visit
+from workers.mcp.messages import Reply, build_protocol_error, parse_json, parse_reply
+from workers.mcp.sandbox_programs import build_driver_script, name_driver_socket, read_driver, read_visit
 from workers.mcp.session import CLIENT, REFUSED, STANDS_ALONE, RawSession
 from workers.mcp.settings import StdioEntry
 from workers.sandbox_client import GuestResponse
@@ -40,7 +40,7 @@ waits for.
 _LEAST_S = 0.1
 _NOT_KEPT = "not_kept"
 """Failure code when no server is kept. In this case no request was sent."""
-_KEEPER_S = 10.0
+_DRIVER_S = 10.0
 """Maximum time for a new keeper to listen, in seconds."""
 
 _NUMBER = 1
@@ -81,9 +81,9 @@ class SandboxServer:
         until = time.monotonic() + timeout_s
 
         def send(message: _Message) -> Reply:
-            left_s = max(until - time.monotonic(), _LEAST_S)
+            remaining_s = max(until - time.monotonic(), _LEAST_S)
             probe = message["method"] == "server/discover"
-            return self._use_once(run, message, FOLDER, min(left_s, PROBE_S) if probe else left_s)
+            return self._use_once(run, message, FOLDER, min(remaining_s, PROBE_S) if probe else remaining_s)
 
         return self._talk(RawSession.gather_tools, send)
 
@@ -93,7 +93,7 @@ class SandboxServer:
         """Return the result of the call. Only its type is checked (an object). `cwd`: the session's folder. Raises
         the same exceptions as `list_tools`.
         """
-        use = self._use_kept if self.entry.idle_s > 0 else self._use_once
+        use = self._use_running_server if self.entry.idle_s > 0 else self._use_once
         return self._talk(
             lambda session: session.use_tool(tool, arguments), lambda message: use(run, message, cwd, timeout_s)
         )
@@ -122,13 +122,13 @@ class SandboxServer:
         # The driver greets each process that it starts, so the session must not greet again.
         session.adopt(STANDS_ALONE if self.stands_alone else _GREETED)
 
-    def _use_kept(self, run: Run, message: _Message, cwd: str, timeout_s: float) -> Reply:
+    def _use_running_server(self, run: Run, message: _Message, cwd: str, timeout_s: float) -> Reply:
         """Send the request to the server of the session. Starts a server that stays if the session has none."""
         until = time.monotonic() + timeout_s
         reply = self._visit(run, message, cwd, timeout_s, 0.0)
-        if reply is None and (left_s := until - time.monotonic()) > 0 and self._start_keeper(run, left_s):
-            left_s = max(until - time.monotonic(), _LEAST_S)
-            reply = self._visit(run, message, cwd, left_s, min(_KEEPER_S, left_s / 2))
+        if reply is None and (remaining_s := until - time.monotonic()) > 0 and self._start_driver(run, remaining_s):
+            remaining_s = max(until - time.monotonic(), _LEAST_S)
+            reply = self._visit(run, message, cwd, remaining_s, min(_DRIVER_S, remaining_s / 2))
         if reply is None:
             return self._use_once(run, message, cwd, max(until - time.monotonic(), _LEAST_S))
         return reply
@@ -136,7 +136,7 @@ class SandboxServer:
     def _visit(self, run: Run, message: _Message, cwd: str, timeout_s: float, wait_s: float) -> Reply | None:
         """Send the request through the keeper. Returns None if no keeper runs."""
         job = self._build_job(message, timeout_s)
-        argv = [PYTHON, "-I", "-S", "-c", read_visit(), name_keeper(self.entry), job["mark"], str(wait_s)]
+        argv = [PYTHON, "-I", "-S", "-c", read_visit(), name_driver_socket(self.entry), job["mark"], str(wait_s)]
         answer = self._run(run, argv, job, cwd, timeout_s)
         return None if answer.get("failure") == _NOT_KEPT else self._find_reply(answer)
 
@@ -144,12 +144,12 @@ class SandboxServer:
         job = self._build_job(message, timeout_s)
         return self._find_reply(self._run(run, [PYTHON, "-I", "-c", read_driver()], job, cwd, timeout_s))
 
-    def _start_keeper(self, run: Run, timeout_s: float) -> bool:
+    def _start_driver(self, run: Run, timeout_s: float) -> bool:
         """Start the keeper as a background job, which survives the end of a call. Returns False if no job can run:
         the image has no bash, or too many jobs run.
         """
-        script = encode(build_keep_script(PYTHON, self.entry), "script")
-        label = f"the MCP server {self.name} ({name_keeper(self.entry)[-8:]})"
+        script = encode(build_driver_script(PYTHON, self.entry), "script")
+        label = f"the MCP server {self.name} ({name_driver_socket(self.entry)[-8:]})"
         request = {
             "op": "job_start",
             "script_bytes": len(script),
@@ -175,7 +175,7 @@ class SandboxServer:
         """
         listed = run({"op": "job_list", "timeout_s": timeout_s}, b"").done["jobs"]
         for job in listed:
-            if (job["label"], job["state"]) == (label, "running") and job["age_s"] > _KEEPER_S:
+            if (job["label"], job["state"]) == (label, "running") and job["age_s"] > _DRIVER_S:
                 run({"op": "job_kill", "job": job["job"], "max_bytes": 0, "timeout_s": timeout_s}, b"")
 
     def _build_job(self, message: _Message, timeout_s: float) -> dict[str, Any]:
@@ -216,13 +216,13 @@ class SandboxServer:
             raise ToolFailure(ErrorCode.CANCELLED, f"the call of the MCP server {self.name} was cancelled")
         if int(done["streams"]["stdout"]["total"]) > len(data):
             raise self._floods()
-        _, found, line = data.rpartition(f"\n{mark} ".encode())
-        if not found:
-            words = one_line(response.streams.get("stderr", b"").decode("utf-8", "replace"), MAX_DETAIL_CHARS)
-            raise broken(self.name, f"it was ended, or ended its driver ({words or 'no reason given'})")
+        _, separator, line = data.rpartition(f"\n{mark} ".encode())
+        if not separator:
+            detail = one_line(response.streams.get("stderr", b"").decode("utf-8", "replace"), MAX_DETAIL_CHARS)
+            raise build_protocol_error(self.name, f"the server or its driver ended ({detail or 'no reason given'})")
         answer = parse_json(line, self.name)
         if not isinstance(answer, dict):
-            raise broken(self.name, "its driver's answer is none")
+            raise build_protocol_error(self.name, "the answer of its driver is not an object")
         if "failure" in answer and answer["failure"] != _NOT_KEPT:
             raise self._explain(
                 str(answer["failure"]), one_line(str(answer.get("detail", "")), MAX_DETAIL_CHARS), timeout_s
@@ -246,7 +246,7 @@ class SandboxServer:
             return self._hangs(timeout_s)
         if failure == "flood":
             return self._floods()
-        return broken(
+        return build_protocol_error(
             self.name,
             f"it ended before it answered ({detail})" if failure == "died" else f"it refused to begin ({detail})",
         )
@@ -267,7 +267,7 @@ class SandboxServer:
     def _find_reply(self, answer: Mapping[str, Any]) -> Reply:
         reply = parse_reply(answer.get("reply"), _NUMBER)
         if reply is None:
-            raise broken(self.name, "its answer is none to what was asked")
+            raise build_protocol_error(self.name, "its answer does not match the request")
         return reply
 
 

@@ -48,15 +48,15 @@ class SandboxSource:
         return self.server.stands_alone
 
     @stands_alone.setter
-    def stands_alone(self, told: bool | None) -> None:
-        self.server.stands_alone = told
+    def stands_alone(self, value: bool | None) -> None:
+        self.server.stands_alone = value
 
     def list_tools(self) -> list[Any]:
         # A separate object: the revision that running calls use must not change during the listing.
-        asked = SandboxServer(self.server.name, self.server.entry)
+        probe = SandboxServer(self.server.name, self.server.entry)
         with SandboxClient(self.socket) as client:
-            listed = _ask_in_own_sandbox(asked, client)
-        self.stands_alone = asked.stands_alone
+            listed = _list_in_own_sandbox(probe, client)
+        self.stands_alone = probe.stands_alone
         return listed
 
     def import_tools(self, listed: Iterable[Any]) -> tuple[ImportedTool, ...]:
@@ -91,7 +91,7 @@ def await_sandboxd(socket: Path) -> None:
                 return
 
 
-def _ask_in_own_sandbox(server: SandboxServer, client: SandboxClient) -> list[Any]:
+def _list_in_own_sandbox(server: SandboxServer, client: SandboxClient) -> list[Any]:
     sandbox = f"{OWN_TENANT}:{secrets.token_hex(8)}"
     client.describe_open(sandbox, server.entry.image, SANDBOX_TTL_S, network="none")
     try:
@@ -108,12 +108,10 @@ def _run(client: SandboxClient, sandbox: str, request: Mapping[str, Any], body: 
     """Run a request in the sandbox, as a tool environment does for the calls of sessions."""
     response = client.call(sandbox, request, body)
     try:
-        told = parse_guest_answer(request, response.done)
-    except InvalidGuestAnswer as nonsense:
-        raise SandboxUnavailable(
-            f"the sandbox gave an answer that is none ({nonsense}): see that its image is sound"
-        ) from None
-    if told.error is not None:
-        code, words, figures = parse_error(told)
-        raise ToolFailure(code, words, **figures)
+        answer = parse_guest_answer(request, response.done)
+    except InvalidGuestAnswer as error:
+        raise SandboxUnavailable(f"the sandbox returned an invalid answer ({error}): check its image") from None
+    if answer.error is not None:
+        code, message, figures = parse_error(answer)
+        raise ToolFailure(code, message, **figures)
     return response

@@ -14,7 +14,7 @@ from mcp_types.version import LATEST_MODERN_VERSION
 from pydantic import TypeAdapter, ValidationError
 
 from contract.errors import ErrorCode, ToolFailure
-from workers.mcp.messages import broken
+from workers.mcp.messages import build_protocol_error
 from workers.mcp.pages import ToolPages
 
 CLIENT = types.Implementation(name="toolcrew", version="1")
@@ -62,17 +62,17 @@ class RawSession(ClientSession):
         pages = ToolPages(self._server)
         while pages.cursor is not None:
             params = types.PaginatedRequestParams(cursor=pages.cursor or None)
-            pages.add(await self._ask(types.ListToolsRequest(params=params)))
+            pages.add(await self._send(types.ListToolsRequest(params=params)))
         return pages.listed
 
     async def use_tool(self, tool: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
         """Return the result of the call. Only its type is checked (an object). Raises MCPError."""
         # JSON can contain a lone surrogate, which UTF-8 cannot encode.
-        given = json.loads(json.dumps(arguments, ensure_ascii=False).encode("utf-8", "replace"))
-        params = types.CallToolRequestParams(name=tool, arguments=given)
-        return await self._ask(types.CallToolRequest(params=params))
+        json_arguments = json.loads(json.dumps(arguments, ensure_ascii=False).encode("utf-8", "replace"))
+        params = types.CallToolRequestParams(name=tool, arguments=json_arguments)
+        return await self._send(types.CallToolRequest(params=params))
 
-    async def _ask(self, request: types.Request[Any, Any]) -> dict[str, Any]:
+    async def _send(self, request: types.Request[Any, Any]) -> dict[str, Any]:
         with suppress(ValidationError):
             await self.send_request(request, _ANY)
         return self._recording.result
@@ -80,6 +80,6 @@ class RawSession(ClientSession):
     def explain(self, error: Exception) -> ToolFailure:
         """Return the failure for an exception of the SDK."""
         if not isinstance(error, MCPError):
-            return broken(self._server, "it speaks no revision that is known here")
-        words = f"the MCP server {self._server} refused {self._recording.method}: {error.message}"
-        return ToolFailure(ErrorCode.HTTP_ERROR, words, mcp_code=error.code)
+            return build_protocol_error(self._server, "its protocol revision is unknown")
+        message = f"the MCP server {self._server} refused {self._recording.method}: {error.message}"
+        return ToolFailure(ErrorCode.HTTP_ERROR, message, mcp_code=error.code)

@@ -115,7 +115,7 @@ Entry = HttpEntry | StdioEntry
 E = TypeVar("E", HttpEntry, StdioEntry)
 
 
-def load_servers(path: Path | None, kind: type[E], environment: Mapping[str, str] | None = None) -> dict[str, E]:
+def load_servers(path: Path | None, entry_type: type[E], environment: Mapping[str, str] | None = None) -> dict[str, E]:
     """Return the servers of one kind in the file, by name; an empty dict without a file.
 
     Entries of the other kind are checked for their shape only: a worker does not need the secrets of servers that it
@@ -143,13 +143,13 @@ def load_servers(path: Path | None, kind: type[E], environment: Mapping[str, str
         )
     variables = os.environ if environment is None else environment
     entries = {
-        name: _parse_entry(f"{source}: server '{name[:60]}'", name, entry, kind, variables)
+        name: _parse_entry(f"{source}: server '{name[:60]}'", name, entry, entry_type, variables)
         for name, entry in servers.items()
     }
     return {name: entry for name, entry in entries.items() if entry is not None}
 
 
-def _parse_entry(source: str, name: str, entry: Any, wanted_kind: type[E], environment: Mapping[str, str]) -> E | None:
+def _parse_entry(source: str, name: str, entry: Any, entry_type: type[E], environment: Mapping[str, str]) -> E | None:
     """Return the entry; None for an entry of the other kind."""
     if not _SERVER_NAME.fullmatch(name) or len(name) > MAX_SERVER_NAME:
         raise ConfigError(
@@ -158,17 +158,17 @@ def _parse_entry(source: str, name: str, entry: Any, wanted_kind: type[E], envir
         )
     if not isinstance(entry, dict) or ("url" in entry) == ("command" in entry):
         raise ConfigError(f"{source}: give either 'url' for a server over HTTP, or 'command' for one in sandboxes")
-    kind: type[HttpEntry | StdioEntry] = HttpEntry if "url" in entry else StdioEntry
-    if kind is StdioEntry and "network" not in entry:
+    declared_type: type[HttpEntry | StdioEntry] = HttpEntry if "url" in entry else StdioEntry
+    if declared_type is StdioEntry and "network" not in entry:
         raise ConfigError(
             f'{source}: say "network": "none" (refused in sessions with network) or "network": "session" (what the '
             "session has)"
         )
     _refuse_plain_secrets(source, entry)
-    if kind is not wanted_kind:
+    if declared_type is not entry_type:
         return None
     try:
-        return wanted_kind.model_validate_json(json.dumps(_fill_variables(source, entry, environment)))
+        return entry_type.model_validate_json(json.dumps(_fill_variables(source, entry, environment)))
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False, include_context=False)[0]
         where = ".".join(str(part) for part in first["loc"])

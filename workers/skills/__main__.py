@@ -45,17 +45,17 @@ def main() -> int:
                 write_zip(skill, target)
         if options.bundle is not None:
             options.bundle.write_bytes(compress_bundle(skill))
-        told = {
+        report = {
             **_report(skill),
-            "files": [(path, one.offset, one.size, one.is_executable) for path, one in files.items()],
+            "files": [(path, file.offset, file.size, file.is_executable) for path, file in files.items()],
         }
     except (SkillBroken, ToolFailure) as broken:
-        told = {"broken": str(broken)}
+        report = {"broken": str(broken)}
     except OSError as error:
-        told = {"broken": f"{error.filename} cannot be read ({error.strerror})"}
+        report = {"broken": f"{error.filename} cannot be read ({error.strerror})"}
     except MemoryError:
-        told = {"broken": "to read it takes more memory than any skill needs"}
-    sys.stdout.write(json.dumps(told))
+        report = {"broken": "reading it needs too much memory: make the skill smaller"}
+    sys.stdout.write(json.dumps(report))
     return 0
 
 
@@ -81,11 +81,11 @@ def _report(skill: Skill) -> dict[str, object]:
 
 
 def _describe(fronts: dict[str, str]) -> dict[str, str]:
-    found = {}
+    descriptions = {}
     for folder, text in fronts.items():
         with contextlib.suppress(SkillBroken):
-            found[folder] = parse_skill(text, folder).description
-    return found
+            descriptions[folder] = parse_skill(text, folder).description
+    return descriptions
 
 
 if __name__ == "__main__":

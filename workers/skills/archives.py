@@ -46,7 +46,7 @@ def load_zip(path: Path, owner: str = "") -> Skill:
     """
     if path.stat().st_size > MAX_ZIP_BYTES:
         raise SkillBroken(
-            f"it is larger than {MAX_ZIP_BYTES // 1024 // 1024} MiB: leave out what the skill does not use"
+            f"it is larger than {MAX_ZIP_BYTES // 1024 // 1024} MiB: remove files that the skill does not use"
         )
     try:
         with zipfile.ZipFile(path) as archive:
@@ -66,7 +66,7 @@ def load_zip(path: Path, owner: str = "") -> Skill:
     ) as error:
         # These errors mean that the archive is damaged, encrypted, or compressed with another method.
         raise SkillBroken(
-            f"it is no .zip file that can be read ({error}): make it with `zip -r`, or name the folder"
+            f"it is not a readable .zip file ({error}): create it with `zip -r`, or pass the folder"
         ) from error
     folder, plain = _without_top(members)
     return load_members(str(path), folder or path.stem, plain, owner)
@@ -75,8 +75,8 @@ def load_zip(path: Path, owner: str = "") -> Skill:
 def load_tar(data: bytes, folder: str, owner: str = "") -> Skill:
     """Return the skill in a tar archive of its folder, as a session's sandbox makes it. Raises SkillBroken."""
     members = [
-        Member(path, data[one.offset : one.offset + one.size], one.is_executable)
-        for path, one in find_files(data).items()
+        Member(path, data[file.offset : file.offset + file.size], file.is_executable)
+        for path, file in find_files(data).items()
     ]
     return load_members(folder, folder, members, owner)
 
@@ -86,25 +86,28 @@ def find_files(data: bytes) -> dict[str, TarEntry]:
 
     Raises SkillBroken.
     """
-    found = {}
+    by_path = {}
     try:
         for entry in read_tar(io.BytesIO(data), 2 * MAX_BUNDLE_FILES):
             path = entry.name.removeprefix("./")
             if entry.kind == "file" and not any(part in ("", ".", "..") for part in path.split("/")):
-                found[path] = entry
+                by_path[path] = entry
     except TarRefused as error:
         raise SkillBroken(f"its files could not be read: {error}") from error
-    return found
+    return by_path
 
 
 def load_members(name: str, folder: str, members: Iterable[Member], owner: str = "") -> Skill:
     """Return the skill of these files. `name` describes them in the log. Raises SkillBroken."""
-    known = list({member.path: member for member in members}.values())
-    if not any(member.path == SKILL_FILE for member in known):
-        raise SkillBroken(f"it has no {SKILL_FILE} at its top: pack the skill's folder, or what is in it")
-    source = MemorySource(name, {member.path: member.data for member in known})
+    unique = list({member.path: member for member in members}.values())
+    if not any(member.path == SKILL_FILE for member in unique):
+        raise SkillBroken(f"it has no {SKILL_FILE} at its top: pack the skill's folder, or the content of the folder")
+    source = MemorySource(name, {member.path: member.data for member in unique})
     return load_files(
-        source, folder, [BundleFile(one.path, len(one.data), one.is_executable, one.data[:2]) for one in known], owner
+        source,
+        folder,
+        [BundleFile(file.path, len(file.data), file.is_executable, file.data[:2]) for file in unique],
+        owner,
     )
 
 
@@ -136,12 +139,12 @@ def expand_bundle(data: bytes) -> list[Member]:
     try:
         packed = inflater.decompress(data, MAX_ARCHIVE_BYTES)
         if not inflater.eof:
-            raise SkillBroken("what is kept of it is cut off, or more than a skill may be: install it again")
+            raise SkillBroken("the stored bundle is truncated or too large: install the skill again")
         return read_bundle(io.BytesIO(packed))
     except (zlib.error, ValueError) as error:
         if isinstance(error, SkillBroken):
             raise
-        raise SkillBroken("what is kept of it is no bundle: install it again") from error
+        raise SkillBroken("the stored data is not a bundle: install the skill again") from error
 
 
 def read_bundle(packed: IO[bytes]) -> list[Member]:
@@ -154,34 +157,34 @@ def _read_zip(archive: zipfile.ZipFile) -> list[Member]:
     """Return the files of the archive. Raises SkillBroken, and the errors of zipfile."""
     entries = [entry for entry in archive.infolist() if not _is_folder(entry)]
     if len(entries) > MAX_BUNDLE_FILES:
-        raise SkillBroken(f"it has more than {MAX_BUNDLE_FILES} files: leave out what the skill does not use")
-    found: dict[str, Member] = {}
-    room = MAX_BUNDLE_BYTES
+        raise SkillBroken(f"it has more than {MAX_BUNDLE_FILES} files: remove files that the skill does not use")
+    by_path: dict[str, Member] = {}
+    remaining_bytes = MAX_BUNDLE_BYTES
     for entry in entries:
         _check_entry(entry)
-        if _is_left_out(entry.filename):
+        if _is_ignored(entry.filename):
             continue
-        if entry.filename in found:
-            raise SkillBroken(f"{entry.filename[:200]} is in it twice: pack it anew")
+        if entry.filename in by_path:
+            raise SkillBroken(f"{entry.filename[:200]} occurs twice in it: pack the skill again")
         # Count the bytes that come out. The size in the archive may be false.
         with archive.open(entry) as content:
-            data = content.read(room + 1)
-        room -= len(data)
-        if room < 0:
+            data = content.read(remaining_bytes + 1)
+        remaining_bytes -= len(data)
+        if remaining_bytes < 0:
             raise SkillBroken(
-                f"its files are larger than {MAX_BUNDLE_BYTES // 1024 // 1024} MiB: leave out what the skill does not "
-                "use"
+                f"its files are larger than {MAX_BUNDLE_BYTES // 1024 // 1024} MiB: remove files that the skill "
+                "does not use"
             )
-        found[entry.filename] = Member(entry.filename, data, bool((entry.external_attr >> 16) & 0o100))
-    _check_folders(found)
-    return list(found.values())
+        by_path[entry.filename] = Member(entry.filename, data, bool((entry.external_attr >> 16) & 0o100))
+    _check_folders(by_path)
+    return list(by_path.values())
 
 
 def _check_entry(entry: zipfile.ZipInfo) -> None:
-    name, kind = entry.filename, stat.S_IFMT(entry.external_attr >> 16)
+    name, file_type = entry.filename, stat.S_IFMT(entry.external_attr >> 16)
     # Refuse links, absolute paths and `..`: another program may later unpack the archive onto a disk.
-    if kind not in (0, stat.S_IFREG):
-        raise SkillBroken(f"{name[:200]} is no plain file, but a link or a device: put the file itself into it")
+    if file_type not in (0, stat.S_IFREG):
+        raise SkillBroken(f"{name[:200]} is not a regular file but a link or a device: add the file itself")
     if entry.flag_bits & 0x1:
         raise SkillBroken(f"{name[:200]} is encrypted: pack it without a password")
     parts = name.split("/")
@@ -193,7 +196,7 @@ def _check_entry(entry: zipfile.ZipInfo) -> None:
     )
     if not is_plain:
         raise SkillBroken(
-            f"{name[:200]!r} is no path within a folder: name files without .., without \\ and without a / at the front"
+            f"{name[:200]!r} is not a path within a folder: use names without .., without \\ and without a leading /"
         )
     if len(parts) > MAX_DEPTH:
         raise SkillBroken(f"its folders are nested more than {MAX_DEPTH} deep: put {name[:200]} higher")
@@ -204,17 +207,17 @@ def _is_folder(entry: zipfile.ZipInfo) -> bool:
     return entry.filename.endswith("/") and entry.file_size == 0
 
 
-def _is_left_out(path: str) -> bool:
+def _is_ignored(path: str) -> bool:
     return any(part in LEFT_OUT for part in path.split("/")[:-1]) or path.startswith("__MACOSX/")
 
 
-def _check_folders(found: Mapping[str, Member]) -> None:
+def _check_folders(by_path: Mapping[str, Member]) -> None:
     """Raise SkillBroken when a file and a folder have the same name."""
-    for path in found:
+    for path in by_path:
         parts = path.split("/")
         for depth in range(1, len(parts)):
-            if "/".join(parts[:depth]) in found:
-                raise SkillBroken(f"{path[:200]} lies in a file: pack it anew")
+            if "/".join(parts[:depth]) in by_path:
+                raise SkillBroken(f"{path[:200]} is below a file: pack the skill again")
 
 
 def _without_top(members: list[Member]) -> tuple[str, list[Member]]:

@@ -30,19 +30,19 @@ class SkillExaminer:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._kept: OrderedDict[bytes, dict[str, Any]] = OrderedDict()
+        self._cache: OrderedDict[bytes, dict[str, Any]] = OrderedDict()
 
-    def ask(self, arguments: Sequence[str], data: bytes) -> dict[str, Any]:
+    def examine(self, arguments: Sequence[str], data: bytes) -> dict[str, Any]:
         """Return the answer about `data`. Raises SkillBroken: the process found a fault, failed, or reached a limit."""
         key = hashlib.sha256("\0".join(arguments).encode() + b"\0" + data).digest()
         with self._lock:
-            answer = self._kept.get(key)
+            answer = self._cache.get(key)
         if answer is None:
             answer = _run(arguments, data)
             with self._lock:
-                self._kept[key] = answer
-                while len(self._kept) > MAX_KEPT:
-                    self._kept.popitem(last=False)
+                self._cache[key] = answer
+                while len(self._cache) > MAX_KEPT:
+                    self._cache.popitem(last=False)
         if "broken" in answer:
             raise SkillBroken(answer["broken"])
         return answer
@@ -52,17 +52,17 @@ def _run(arguments: Sequence[str], data: bytes) -> dict[str, Any]:
     # `-P` and `cwd="/"`: Python must not import a module from the current folder. The environment has no secrets.
     command = [sys.executable, "-P", "-m", "workers.skills", *arguments]
     try:
-        done = subprocess.run(
+        process = subprocess.run(
             command, input=data, capture_output=True, check=True, timeout=EXAMINE_S, env=parser_environment(), cwd="/"
         )
-        if len(done.stdout) > _MAX_ANSWER_BYTES:
-            return {"broken": "what it says of itself is too long"}
-        answer: dict[str, Any] = json.loads(done.stdout)
+        if len(process.stdout) > _MAX_ANSWER_BYTES:
+            return {"broken": "its description is too long"}
+        answer: dict[str, Any] = json.loads(process.stdout)
     except (subprocess.SubprocessError, ValueError) as error:
         log.warning(
             "skill_not_examined",
             error=str(error),
             stderr=(getattr(error, "stderr", None) or b"")[-500:].decode(errors="replace"),
         )
-        return {"broken": "it could not be examined within the limits of time and memory: make it smaller and simpler"}
+        return {"broken": "the examination reached its limit of time or memory: make the skill smaller or simpler"}
     return answer

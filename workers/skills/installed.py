@@ -28,9 +28,9 @@ class InstalledSkillCache:
 
     def __init__(self, client: SyncRedis, deployment: str, keys: SigningKeys) -> None:
         self._store = WorkerSkillStore(client, deployment, keys)
-        self._kept: OrderedDict[tuple[str, str], Skill] = OrderedDict()
+        self._cache: OrderedDict[tuple[str, str], Skill] = OrderedDict()
         # Calls of a worker may run in threads.
-        self._keeping, self._loading = threading.Lock(), threading.Lock()
+        self._cache_lock, self._loading = threading.Lock(), threading.Lock()
 
     def all(self, tenant: str) -> dict[str, InstalledSkill]:
         """Return the records of a tenant's skills by name, as WorkerSkillStore.all."""
@@ -46,20 +46,20 @@ class InstalledSkillCache:
         if record is None:
             return None
         key = tenant, record.skill.digest
-        skill = self._kept.get(key)
+        skill = self._cache.get(key)
         if skill is None:
             # Load one skill at a time, even for many calls: each load needs a few times the skill's size in memory.
             with self._loading:
-                skill = self._kept.get(key) or self._load(tenant, record)
-        self._keep(key, skill)
+                skill = self._cache.get(key) or self._load(tenant, record)
+        self._add_to_cache(key, skill)
         return skill
 
-    def _keep(self, key: tuple[str, str], skill: Skill) -> None:
-        with self._keeping:
-            self._kept[key] = skill
-            self._kept.move_to_end(key)
-            while len(self._kept) > 1 and sum(kept.summary.bytes for kept in self._kept.values()) > MAX_KEPT_BYTES:
-                self._kept.popitem(last=False)
+    def _add_to_cache(self, key: tuple[str, str], skill: Skill) -> None:
+        with self._cache_lock:
+            self._cache[key] = skill
+            self._cache.move_to_end(key)
+            while len(self._cache) > 1 and sum(entry.summary.bytes for entry in self._cache.values()) > MAX_KEPT_BYTES:
+                self._cache.popitem(last=False)
 
     def _load(self, tenant: str, record: InstalledSkill) -> Skill:
         name, data = record.skill.name, self._store.bundle(tenant, record)

@@ -96,7 +96,9 @@ def load_skills(roots: Sequence[Path]) -> tuple[Skill, ...]:
                 log.warning("skill_shadowed", skill=skill.name, folder=str(folder), by=str(found[skill.name].source))
             elif len(found) == MAX_SKILLS:
                 log.error(
-                    "skill_not_loaded", folder=str(folder), error=f"there are {MAX_SKILLS} skills already: remove some"
+                    "skill_not_loaded",
+                    folder=str(folder),
+                    error=f"the worker has {MAX_SKILLS} skills: remove some",
                 )
             else:
                 found[skill.name] = skill
@@ -110,9 +112,7 @@ def load_skills(roots: Sequence[Path]) -> tuple[Skill, ...]:
 def load_skill(folder: Path, owner: str = "") -> Skill:
     """Return the skill of one folder. Raises SkillBroken, OSError."""
     if (folder / SKILL_FILE).stat().st_size > MAX_SKILL_FILE_BYTES:
-        raise SkillBroken(
-            f"its {SKILL_FILE} is larger than {MAX_SKILL_FILE_BYTES} bytes: move text into files beside it"
-        )
+        raise SkillBroken(f"its {SKILL_FILE} is larger than {MAX_SKILL_FILE_BYTES} bytes: move text into other files")
     # Check the list of files before their content is read: a link may lead anywhere, and a bundle may have any size.
     return load_files(FolderSource(folder), folder.name, _checked_files(folder), owner)
 
@@ -125,10 +125,10 @@ def load_files(source: Source, folder: str, found: Iterable[BundleFile], owner: 
     warnings = check_bundle(files)
     try:
         # Limit the read: the file may have grown since its size was checked.
-        told = source.read(SKILL_FILE, MAX_SKILL_FILE_BYTES).decode()
+        raw_text = source.read(SKILL_FILE, MAX_SKILL_FILE_BYTES).decode()
     except UnicodeDecodeError as error:
         raise SkillBroken(f"its {SKILL_FILE} is not UTF-8 (byte {error.start}): save it as UTF-8") from error
-    text = parse_skill(told, folder)
+    text = parse_skill(raw_text, folder)
     digest = BundleDigest()
     for file in files:
         digest.add(file.path, source.read(file.path), is_executable=file.is_executable)
@@ -221,8 +221,8 @@ def _skill_folders(root: Path) -> Iterator[Path]:
         entries = sorted(os.scandir(root), key=lambda entry: entry.name)
     except OSError as error:
         raise ConfigError(
-            f"TOOLCREW_SKILLS names {root}, which is no folder that can be read ({error.strerror}): make it, or leave "
-            "it out"
+            f"the folder {root} in TOOLCREW_SKILLS cannot be read ({error.strerror}): create it, or remove it from the "
+            "setting"
         ) from error
     for entry in entries:
         if entry.is_dir() and os.path.isfile(os.path.join(entry.path, SKILL_FILE)):

@@ -45,10 +45,10 @@ class SessionSkills:
             raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, f"{ROOT}/{name} is no skill: {broken}") from broken
 
     def _load(self, name: str, archive: bytes, tenant: str) -> Skill:
-        answer = self._examiner.ask((name, "--tar", f"--owner={tenant}"), archive)
-        places = sorted(answer["files"])
-        data = {path: archive[offset : offset + size] for path, offset, size, _ in places}
-        files = tuple(BundleFile(path, size, is_executable, data[path][:2]) for path, _, size, is_executable in places)
+        answer = self._examiner.examine((name, "--tar", f"--owner={tenant}"), archive)
+        entries = sorted(answer["files"])
+        data = {path: archive[offset : offset + size] for path, offset, size, _ in entries}
+        files = tuple(BundleFile(path, size, is_executable, data[path][:2]) for path, _, size, is_executable in entries)
         tool = answer["tool"]
         return Skill(
             MemorySource(f"{ROOT}/{name}", data),
@@ -71,7 +71,7 @@ class SessionSkills:
         if not fronts:
             return {}
         with suppress(SkillBroken):
-            descriptions: dict[str, str] = self._examiner.ask(("fronts", "--fronts"), json.dumps(fronts).encode())[
+            descriptions: dict[str, str] = self._examiner.examine(("fronts", "--fronts"), json.dumps(fronts).encode())[
                 "descriptions"
             ]
             return descriptions

@@ -29,10 +29,10 @@ def run_script(
 
     Raises ToolFailure, SandboxUnavailable.
     """
-    begun, file = time.monotonic(), find_script(skill, script)
-    place = place_skill(skill, environment)
-    argv = _command(skill, file, f"{place}/{file.path}")
-    return _run(argv, encode(json.dumps(arguments, ensure_ascii=False), "args"), place, call, begun, environment)
+    started, file = time.monotonic(), find_script(skill, script)
+    folder = place_skill(skill, environment)
+    argv = _command(skill, file, f"{folder}/{file.path}")
+    return _run(argv, encode(json.dumps(arguments, ensure_ascii=False), "args"), folder, call, started, environment)
 
 
 def run_entrypoint(
@@ -41,13 +41,13 @@ def run_entrypoint(
     """Run the skill as the tool that its sidecar defines. Raises as `run_script`."""
     file = skill.find(sidecar.entrypoint)
     assert file is not None, "its sidecar was checked when it was loaded"
-    begun = time.monotonic()
-    place = place_skill(skill, environment)
-    path = f"{place}/{file.path}"
+    started = time.monotonic()
+    folder = place_skill(skill, environment)
+    path = f"{folder}/{file.path}"
     argv = [sidecar.interpreter, path] if sidecar.interpreter is not None else _command(skill, file, path)
     if sidecar.args == "argv":
-        return _run([*argv, *build_argv(arguments)], b"", place, {}, begun, environment)
-    return _run(argv, encode(json.dumps(arguments, ensure_ascii=False), "arguments"), place, {}, begun, environment)
+        return _run([*argv, *build_argv(arguments)], b"", folder, {}, started, environment)
+    return _run(argv, encode(json.dumps(arguments, ensure_ascii=False), "arguments"), folder, {}, started, environment)
 
 
 def place_skill(skill: Skill, environment: ToolEnvironment) -> str:
@@ -61,14 +61,14 @@ def place_skill(skill: Skill, environment: ToolEnvironment) -> str:
 
 
 def _run(
-    argv: list[str], body: bytes, place: str, call: Mapping[str, Any], begun: float, environment: ToolEnvironment
+    argv: list[str], body: bytes, folder: str, call: Mapping[str, Any], started: float, environment: ToolEnvironment
 ) -> Outcome:
-    """Run `argv`. `call` has the arguments that mean the same as in bash_tool. `begun` is the start of the call's
+    """Run `argv`. `call` has the arguments that mean the same as in bash_tool. `started` is the start of the call's
     time.
     """
     context = environment.context
-    left_s = context.timeout_s - (time.monotonic() - begun)
-    if left_s <= 0:
+    remaining_s = context.timeout_s - (time.monotonic() - started)
+    if remaining_s <= 0:
         raise ToolFailure(
             ErrorCode.TIMEOUT,
             f"bringing the skill's files to the sandbox took all of {context.timeout_s:g} s: try again",
@@ -78,8 +78,8 @@ def _run(
         "argv": argv,
         "script_bytes": 0,
         "cwd": context.cwd,
-        "env": {"SKILL_DIR": place},
-        "timeout_s": left_s,
+        "env": {"SKILL_DIR": folder},
+        "timeout_s": remaining_s,
     }
     return build_outcome(
         call, run_shown(request, body, environment), context, background="bash_tool and background=true"
@@ -105,16 +105,16 @@ def find_script(skill: Skill, script: str) -> BundleFile:
 def name_nearest(name: str, names: Iterable[str], none: str) -> str:
     """Return a phrase with the three most similar names; `none` when there are no names."""
     nearest = difflib.get_close_matches(name, list(names), n=3, cutoff=0.0)
-    return f"there are {', '.join(show_name(one) for one in nearest)}" if nearest else none
+    return f"there are {', '.join(show_name(similar) for similar in nearest)}" if nearest else none
 
 
 def _command(skill: Skill, file: BundleFile, path: str) -> list[str]:
     if file.mark == b"#!":
-        words = _read_first_line(
+        command = _read_first_line(
             read_bundled(skill, file, _SHEBANG_BYTES).split(b"\n")[0][2:].decode("utf-8", "replace")
         )
-        if words:
-            return [*words, path]
+        if command:
+            return [*command, path]
     interpreter = INTERPRETERS.get(PurePosixPath(file.path).suffix)
     if interpreter is not None:
         return [interpreter, path]
@@ -132,10 +132,16 @@ def _read_first_line(line: str) -> list[str]:
 
     When `env` only finds a program, return that program: `env` would hide which program is missing.
     """
-    program, _, rest = line.strip().replace("\t", " ").partition(" ")
-    rest = rest.strip()
+    program, _, argument = line.strip().replace("\t", " ").partition(" ")
+    argument = argument.strip()
     if program.endswith("/env"):
-        words = rest.removeprefix("-S ").split() if rest.startswith("-S ") else [rest]
-        if words and words[0] and " " not in words[0] and not words[0].startswith("-") and "=" not in words[0]:
-            return words
-    return [program, *([rest] if rest else [])] if program else []
+        command = argument.removeprefix("-S ").split() if argument.startswith("-S ") else [argument]
+        if (
+            command
+            and command[0]
+            and " " not in command[0]
+            and not command[0].startswith("-")
+            and "=" not in command[0]
+        ):
+            return command
+    return [program, *([argument] if argument else [])] if program else []

@@ -115,14 +115,14 @@ class _Roots:
 
     def all(self, environment: ToolEnvironment) -> dict[str, str]:
         """Return name -> description of every skill of the call."""
-        found = {name: skill.summary.description for name, skill in self.system.items()}
+        descriptions = {name: skill.summary.description for name, skill in self.system.items()}
         if self.tenant is not None:
-            found |= {
+            descriptions |= {
                 name: record.skill.description for name, record in self.tenant.all(environment.context.tenant).items()
             }
         if self.session is not None:
-            found |= self.session.all(environment)
-        return dict(sorted(found.items()))
+            descriptions |= self.session.all(environment)
+        return dict(sorted(descriptions.items()))
 
 
 def build_skill_tool(
@@ -191,11 +191,11 @@ def _run_tool(skill: Skill, arguments: Mapping[str, JsonValue], environment: Too
 
 def _list(skills: Mapping[str, str]) -> Outcome:
     lines: list[str] = []
-    room = MAX_OUTPUT_BYTES - FOOTER_BYTES
+    remaining_bytes = MAX_OUTPUT_BYTES - FOOTER_BYTES
     for name, description in skills.items():
         line = _line_of(name, description)
-        room -= len(line.encode()) + 1
-        if room < 0:
+        remaining_bytes -= len(line.encode()) + 1
+        if remaining_bytes < 0:
             lines.append(f"[{len(skills) - len(lines)} more, from {name} on: name one to load it]")
             return Outcome("\n".join(lines), {"skills": len(skills)}, truncated=True)
         lines.append(line)
@@ -212,14 +212,14 @@ def _load(skill: Skill) -> Outcome:
         parts.append("[the instructions were cut here: read SKILL.md with action read]")
     parts.append(f"Its files, which action read shows; those below scripts/ can be run ({len(skill.files)}):")
     parts += [f"- {show_name(file.path)} ({file.size} bytes)" for file in skill.files[:MAX_LISTED_FILES]]
-    rest = len(skill.files) - MAX_LISTED_FILES
-    if rest > 0:
-        parts.append(f"[and {rest} more]")
+    hidden_count = len(skill.files) - MAX_LISTED_FILES
+    if hidden_count > 0:
+        parts.append(f"[and {hidden_count} more]")
     metadata: dict[str, JsonValue] = {"skill": skill.name, "files": len(skill.files)}
     if skill.place is None:
         # The session can change its own skill, so its digest would prove nothing.
         metadata["digest"] = skill.summary.digest
-    return Outcome("\n".join(parts), metadata, truncated=is_cut or rest > 0)
+    return Outcome("\n".join(parts), metadata, truncated=is_cut or hidden_count > 0)
 
 
 def _read(skill: Skill, arguments: Mapping[str, Any]) -> Outcome:
@@ -227,7 +227,7 @@ def _read(skill: Skill, arguments: Mapping[str, Any]) -> Outcome:
     # Only files that were found at load time can be read: no path leads anywhere else.
     file = skill.find(path)
     if file is None:
-        nearest = name_nearest(path, (known.path for known in skill.files), "it has no files")
+        nearest = name_nearest(path, (file.path for file in skill.files), "it has no files")
         raise ToolFailure(ErrorCode.FILE_NOT_FOUND, f"the skill {skill.name} has no file {show_name(path)}: {nearest}")
     if file.size > MAX_READ_BYTES:
         raise ToolFailure(
@@ -253,26 +253,26 @@ def _read(skill: Skill, arguments: Mapping[str, Any]) -> Outcome:
 
 
 def _page(lines: Sequence[str], first: int, limit: int, size: int) -> Outcome:
-    shown: list[str] = []
-    room, is_cut = MAX_OUTPUT_BYTES - FOOTER_BYTES, False
+    visible: list[str] = []
+    remaining_bytes, is_cut = MAX_OUTPUT_BYTES - FOOTER_BYTES, False
     for number, line in enumerate(lines[first - 1 : first - 1 + limit], start=first):
-        told = f"{number}\t{line[:_LINE_CHARS]}" + (
+        numbered = f"{number}\t{line[:_LINE_CHARS]}" + (
             f" [cut: {len(line)} characters]" if len(line) > _LINE_CHARS else ""
         )
-        room -= len(told.encode("utf-8", "replace")) + 1
-        if room < 0:
+        remaining_bytes -= len(numbered.encode("utf-8", "replace")) + 1
+        if remaining_bytes < 0:
             is_cut = True
             break
         is_cut = is_cut or len(line) > _LINE_CHARS
-        shown.append(told)
-    last, total = first + len(shown) - 1, len(lines)
+        visible.append(numbered)
+    last, total = first + len(visible) - 1, len(lines)
     footer = (
         f"[end of file: {total} lines]"
         if last == total
         else f"[lines {first}-{last} of {total}; continue with offset={last + 1}]"
     )
     return Outcome(
-        "\n".join([*shown, footer]),
+        "\n".join([*visible, footer]),
         {"lines": total, "size_bytes": size},
         truncated=is_cut or (last < total and limit == DEFAULT_LINES),
     )

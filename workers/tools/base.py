@@ -117,7 +117,7 @@ class ToolEnvironment:
         self._terms = terms
         self._sandbox_lost: str | None = None
         self._is_workspace_kept = False
-        self._has_sent = False
+        self._was_sent = False
         """True after sandboxd has executed a request of this call.
 
         If a later request is not sent, the call has still acted in part.
@@ -180,7 +180,7 @@ class ToolEnvironment:
         began, began_at, kill, error = time.monotonic(), time.time(), None, None
         try:
             response = client.call(self._name, request, body, call_id=self.call.id, on_data=on_data, terms=self._terms)
-            self._has_sent = True
+            self._was_sent = True
             answer = self._take_answer(request, response)
             kill = answer.kill
             if answer.error is not None:
@@ -190,7 +190,7 @@ class ToolEnvironment:
         except SandboxdUnreachable as away:
             error = away.code.value
             # An earlier request of this call may have acted, even if this one was never sent.
-            raise SandboxdUnreachable(str(away), was_sent=away.was_sent or self._has_sent) from away
+            raise SandboxdUnreachable(str(away), was_sent=away.was_sent or self._was_sent) from away
         except (ToolFailure, OperatorError) as failure:
             error = failure.code.value
             raise
@@ -207,16 +207,16 @@ class ToolEnvironment:
         """
         client = self._client()
         try:
-            place = client.find_skill(self._name, digest, shared=is_shared)
-            if place is not None:
-                return place
+            path = client.find_skill(self._name, digest, shared=is_shared)
+            if path is not None:
+                return path
             with pack() as archive:
                 return self._timed(
                     "place_skill", lambda: client.place_skill(self._name, digest, archive, shared=is_shared)
                 )
         except SandboxdUnreachable as away:
             # Placing a skill has no effect of the call itself, so only earlier requests count.
-            raise SandboxdUnreachable(str(away), was_sent=self._has_sent) from away
+            raise SandboxdUnreachable(str(away), was_sent=self._was_sent) from away
 
     def open_sandbox(
         self,
@@ -285,11 +285,11 @@ class ToolEnvironment:
             return ""
         reason = "" if self._sandbox_lost in message else f"{self._sandbox_lost}: "
         if self._is_workspace_kept:
-            left = (
+            survivors = (
                 "the files in /workspace are kept, and the next call gets a new sandbox around them; background jobs, "
                 "/tmp and the shell's"
             )
-            return f" ({reason}the sandbox is gone; {left} folder and variables are lost)"
+            return f" ({reason}the sandbox is gone; {survivors} folder and variables are lost)"
         return f" ({reason}the sandbox and its files are lost; the next call gets a fresh, empty one)"
 
     def _client(self) -> SandboxClient:

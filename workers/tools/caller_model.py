@@ -37,7 +37,7 @@ class CallerModel:
         self._name = name
         self._events = events
         self._answers = _Answers(events)
-        self._asked = 0
+        self._question_count = 0
 
     @property
     def name(self) -> str:
@@ -51,11 +51,11 @@ class CallerModel:
         Raises ToolFailure: the budget is used up, the question is too large, no caller answers, or no answer arrives
         within `timeout_s`. Also raises the failures of the caller's model.
         """
-        if self._asked >= MAX_QUESTIONS:
+        if self._question_count >= MAX_QUESTIONS:
             sentence = f"this tool may ask the model {MAX_QUESTIONS} times and has done so: its budget is used up"
             raise ToolFailure(ErrorCode.PERMISSION_DENIED, sentence)
-        self._asked += 1
-        question = _question(self._asked, prompt, max_tokens, timeout_s)
+        self._question_count += 1
+        question = _question(self._question_count, prompt, max_tokens, timeout_s)
         waiting = self._answers.expect(question.number)
         try:
             self._send(question)
@@ -73,12 +73,12 @@ class CallerModel:
 
     def _send(self, question: ModelQuestion) -> None:
         try:
-            is_heard = self._events.send(MODEL, question.model_dump(mode="json"))
+            is_received = self._events.send(MODEL, question.model_dump(mode="json"))
         except ValueError as error:
             raise ToolFailure(
                 ErrorCode.INVALID_ARGUMENTS, f"the model cannot be asked this: {error}; send a shorter prompt"
             ) from error
-        if not is_heard:
+        if not is_received:
             raise ToolFailure(ErrorCode.CONFIG_MISSING, _GONE)
 
 
@@ -108,9 +108,9 @@ class _Answers:
 
     def _read(self) -> None:
         while self._goes_on():
-            self._read_one()
+            self._read_answer()
 
-    def _read_one(self) -> None:
+    def _read_answer(self) -> None:
         started = time.monotonic()
         try:
             payload = self._events.await_answer(READ_S)
@@ -131,15 +131,15 @@ class _Answers:
 
     def _hand_over(self, answer: ModelAnswer) -> None:
         with self._lock:
-            found = self._waiting.pop(answer.number, None)
-        if found is not None:
-            _tell(*found, answer)
+            waiting_call = self._waiting.pop(answer.number, None)
+        if waiting_call is not None:
+            _deliver(*waiting_call, answer)
 
     def _fail_all(self) -> None:
         with self._lock:
-            lost, self._waiting = self._waiting, {}
-        for number, found in lost.items():
-            _tell(*found, ModelAnswer.refused(number, ErrorCode.CONFIG_MISSING, _GONE))
+            unanswered, self._waiting = self._waiting, {}
+        for number, waiting_call in unanswered.items():
+            _deliver(*waiting_call, ModelAnswer.refused(number, ErrorCode.CONFIG_MISSING, _GONE))
 
 
 def _question(
@@ -160,7 +160,7 @@ def _question(
         ) from error
 
 
-def _tell(loop: asyncio.AbstractEventLoop, waiting: "asyncio.Future[ModelAnswer]", answer: ModelAnswer) -> None:
+def _deliver(loop: asyncio.AbstractEventLoop, waiting: "asyncio.Future[ModelAnswer]", answer: ModelAnswer) -> None:
     try:
         loop.call_soon_threadsafe(_resolve, waiting, answer)
     except RuntimeError:
