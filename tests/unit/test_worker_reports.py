@@ -181,7 +181,10 @@ def test_who_ended_in_order_is_not_waited_for(ground: HostGround) -> None:
 
 @pytest.mark.parametrize(
     ("queue", "process", "advice"),
-    [(QUEUE, {}, "one sandboxd has one worker"), ("host.a.b0", {"process": "another/1/2/3"}, "TOOLCREW_HOST")],
+    [
+        (QUEUE, {}, "another worker already serves this sandboxd"),
+        ("host.a.b0", {"process": "another/1/2/3"}, "TOOLCREW_HOST"),
+    ],
     ids=["another worker", "another machine"],
 )
 def test_a_worker_refuses_to_start_while_another_reports_under_its_name(
