@@ -102,6 +102,6 @@ def test_take_over_the_guest_by_the_code_it_loads_later(session: Hostile) -> Non
     listed = session.ask({"op": "glob", "pattern": "*", "kind": "any", **common}).done
     session.bash("unset PYTHONHOME PYTHONPATH")
 
-    assert (found["engine"], listed["total"] > 0) == ("python", True)
+    assert (found["files"] > 0, listed["total"] > 0) == (True, True)
     assert not (session.watched.root / "tmp/taken-over").exists()
     assert session.is_well()

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 from click.testing import Result
-from store.call_history import CallLife
 from typer.testing import CliRunner
 
 from contract.calls import ToolResult
@@ -21,6 +20,7 @@ from contract.names import call_key, slots_key
 from orchestrator.cli.main import app
 from orchestrator.dispatch.sessions import Session
 from orchestrator.sdk.client import ToolClient
+from store.call_life import CallLife
 from tests.stack import Stack, commands_in, run_toolcrew
 from tests.waiting import wait_until_async
 

@@ -43,7 +43,7 @@ def test_s4_34_the_tool_system_itself_loads_no_tools_of_mcp_servers() -> None:
         with pytest.raises(TypeError):
             as_tool(value)
     point = EntryPoint("server", f"{__name__}:SERVER", "toolcrew.tools")
-    with pytest.raises(ConfigError, match="gives a McpServer: give a tool, a function"):
+    with pytest.raises(ConfigError, match="is a McpServer: use a tool, a function"):
         load_custom_tools(find_entry_points=lambda: [point])
     assert not SERVER.asked
 

@@ -103,7 +103,7 @@ def test_a_base_tool_with_open_arguments_takes_any() -> None:
 
 @pytest.mark.parametrize("value", [5, "name", None, {"name": "x"}, {"execute": print}, int, Place, object()], ids=repr)
 def test_what_is_no_tool_is_refused_with_what_is_missing(value: Any) -> None:
-    with pytest.raises(TypeError, match=r"needs|lacks|class"):
+    with pytest.raises(TypeError, match=r"needs|lacks|class|cannot convert|no function"):
         as_tool(value)
 
 
@@ -151,5 +151,5 @@ def test_an_object_whose_attributes_fail_is_no_tool_and_says_why() -> None:
         def args_schema(self) -> Any:
             raise RuntimeError("no schema today")
 
-    with pytest.raises(TypeError, match="Broken: RuntimeError: no schema today"):
+    with pytest.raises(TypeError, match=r"Broken .*RuntimeError: no schema today"):
         as_tool(Broken())

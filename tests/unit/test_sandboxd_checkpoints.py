@@ -77,7 +77,7 @@ async def test_a_long_wait_does_not_report_a_lost_sandboxd(tmp_path: Path) -> No
     async with running_sandboxd(tmp_path, checkpoints=checkpoints) as daemon:
         client, name = await daemon.open()
         with pytest.raises(SandboxUnavailable, match="gave no answer in time: the host is busy"):
-            await asyncio.to_thread(client._ask, {"verb": "checkpoint", "sandbox": name}, 0.1)
+            await asyncio.to_thread(client._request, {"verb": "checkpoint", "sandbox": name}, 0.1)
         checkpoints.go.set()
 
 

@@ -134,7 +134,7 @@ def test_an_output_that_is_the_input_or_another_batchs_is_told_and_left_as_it_is
     done = shell.run("batches", "submit", str(file), "--output", str(file), "--id", "same")
     assert (done.returncode, file.read_bytes()) == (1, before)
     assert "line 1 of" in done.stderr
-    assert "nothing was changed in it" in done.stderr
+    assert "was not changed" in done.stderr
     row = {"id": "r", "custom_id": "i0", "response": None, "error": None}
     Path(shell.out).write_text(json.dumps(row) + "\n")
     done = shell.run("batches", "submit", str(file), "--output", shell.out, "--id", "same")
