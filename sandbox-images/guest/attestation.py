@@ -6,6 +6,7 @@ The report forks no process.
 from __future__ import annotations
 
 import os
+import sys
 
 from guest.failures import check_fields
 from guest.paths import GuestPaths
@@ -43,6 +44,9 @@ def attest(header: dict[str, Any], paths: GuestPaths, idle_pids: Set[int], jobs:
             "shm": _count_entries(_SHARED_MEMORY),
         },
         "workspace": _measure(paths.workspace),
+        # A sandboxd of an earlier release requires these fields.
+        "python": list(sys.version_info[:3]),
+        "programs": [],
     }
 
 
