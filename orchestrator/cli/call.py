@@ -13,10 +13,9 @@ from contract.calls import MAX_TIMEOUT_S, ToolResult
 from contract.errors import ConfigError, ErrorCode, ToolFailure
 from orchestrator.cli.runner import (
     EXIT_COMMAND,
-    EXIT_ERROR,
-    EXIT_REFUSED,
     Json,
     Tenant,
+    exit_code_of,
     open_client,
     open_running,
     run_work,
@@ -146,6 +145,4 @@ def _command_failure(result: ToolResult) -> str:
 def _call_exit_code(result: ToolResult) -> int:
     if result.success:
         return EXIT_COMMAND if _command_failure(result) else 0
-    return (
-        EXIT_REFUSED if result.error_code in (ErrorCode.PERMISSION_DENIED, ErrorCode.SECURITY_REFUSED) else EXIT_ERROR
-    )
+    return exit_code_of(result.error_code)

@@ -14,7 +14,17 @@ from contract.run_events import CallFinished, RunEvent
 from orchestrator.cli.approvals import asks_elsewhere
 from orchestrator.cli.batches_options import check_format
 from orchestrator.cli.run_files import RunFiles
-from orchestrator.cli.runner import EXIT_ERROR, EXIT_LIMIT, EXIT_REFUSED, Json, Tenant, fail, open_client, run_work
+from orchestrator.cli.runner import (
+    EXIT_ERROR,
+    EXIT_LIMIT,
+    EXIT_REFUSED,
+    Json,
+    Tenant,
+    exit_code_of,
+    fail,
+    open_client,
+    run_work,
+)
 from orchestrator.cli.session_options import Network, Restore, Workspace
 from orchestrator.dispatch.sessions import Checkpoint, Session
 from orchestrator.loop.limits import StopReason
@@ -179,7 +189,7 @@ def run(
         _print_files(run_files, as_json)
     end = result.end or RunEnd()
     if end.stop_reason is None and end.failure is not None:
-        fail(end.failure.message, end.failure.code, EXIT_ERROR, as_json)
+        fail(end.failure.message, end.failure.code, exit_code_of(end.failure.code), as_json)
     typer.echo(
         json.dumps(_run_json(result.id, end, transcript) | run_files[0].to_json() | saver.to_json())
         if as_json

@@ -110,8 +110,13 @@ def run_work(work: Coroutine[Any, Any, T], as_json: bool, *, reports_waiting: bo
     except OperatorError as error:
         fail(str(error), error.code.value, EXIT_ERROR, as_json)
     except ToolFailure as failure:
-        code = EXIT_REFUSED if failure.code in (ErrorCode.PERMISSION_DENIED, ErrorCode.SECURITY_REFUSED) else EXIT_ERROR
+        code = exit_code_of(failure.code)
         fail(failure.message + suggest_nearest(failure.metadata), failure.code.value, code, as_json)
+
+
+def exit_code_of(error_code: str | None) -> int:
+    """Return the exit code for the error of a call or run."""
+    return EXIT_REFUSED if error_code in (ErrorCode.PERMISSION_DENIED, ErrorCode.SECURITY_REFUSED) else EXIT_ERROR
 
 
 def print_lines(lines: list[str]) -> None:

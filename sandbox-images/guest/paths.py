@@ -48,8 +48,9 @@ class GuestPaths:
         self.environment: Mapping[str, str] = ENVIRONMENT
 
     def add_variables(self, image: Mapping[str, str]) -> None:
-        """Add the variables of the image. They replace the guest's own, which are defaults."""
-        self.environment = {**self.environment, **{name: image[name] for name in image if image[name].isprintable()}}
+        """Add the variables of the image that have a printable value. They replace the guest's own, the defaults."""
+        printable = {name: value for name, value in image.items() if value and value.isprintable()}
+        self.environment = {**self.environment, **printable}
 
     def offer_proxy(self, port: int) -> None:
         """Set the proxy variables of programs. Programs differ in the variable names that they read."""

@@ -6,6 +6,7 @@ import io
 import json
 import tarfile
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 
 import pytest
 from docker import APIClient
@@ -20,7 +21,7 @@ pytestmark = pytest.mark.stack
 METADATA = """
 USER root
 WORKDIR /proc/self/fd/7
-ENV LD_PRELOAD=/evil.so BASH_ENV=/evil.sh PYTHONPATH=/evil PATH=/evil
+ENV LD_PRELOAD=/usr/lib/x86_64-linux-gnu/libz.so.1 LD_AUDIT=/evil.so BASH_ENV=/evil.sh PYTHONPATH=/evil PATH=/evil
 ENTRYPOINT ["/bin/sh", "-c", "sleep 666"]
 CMD ["evil"]
 HEALTHCHECK --interval=1s CMD sleep 667
@@ -94,6 +95,16 @@ def test_start_a_program_of_its_own_as_root(loose: Ground, images: dict[str, str
             "1000\t1000\t1000\t1000"
         }
         assert not [line for line in session.programs().values() if "66" in line]
+
+
+def test_load_a_library_of_the_image_into_the_guest(loose: Ground, images: dict[str, str]) -> None:
+    """Aim: run code of the image in PID 1, by a variable that the loader of every program reads."""
+    with loose.session(session="preload", image=images["loud"]) as session:
+        assert session.bash("echo ${LD_PRELOAD-unset}").done["exit_code"] == 0
+        pids = session.watched.processes()
+        assert pids
+        for pid in pids:
+            assert "/usr/lib/x86_64-linux-gnu/libz" not in Path(f"/proc/{pid}/maps").read_text()
 
 
 def test_pass_for_another_sandboxds_by_labels_of_the_image(loose: Ground, images: dict[str, str]) -> None:

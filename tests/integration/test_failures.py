@@ -113,7 +113,7 @@ async def test_a_stack_that_ends_just_after_its_sandboxd_was_killed_leaves_no_fr
             await wait_until_async(lambda: engine.inspect_container(container)["State"]["Paused"], 20, "it is frozen")
 
             os.kill(stack.pid("sandboxd"), signal.SIGKILL)
-            await wait_until_async(lambda: "sandboxd has ended" in stack.errors(), 20, "the keeper has seen it")
+            await wait_until_async(lambda: "sandboxd ended" in stack.errors(), 20, "the keeper has seen it")
             assert await asyncio.to_thread(stack.end) == 0
         stack.footprint.assert_nothing_left(within_s=2)
 

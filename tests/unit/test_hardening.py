@@ -57,7 +57,7 @@ GOLDEN: dict[str, Any] = {
     "Entrypoint": ["/opt/toolcrew/bin/python3", "-I", "-S", "-u", "/opt/toolcrew", "--life", "86400"],
     "Cmd": [],
     "WorkingDir": "/workspace",
-    "Env": ["HOME=/workspace", "LANG=C.UTF-8", "TERM=dumb"],
+    "Env": ["HOME=/workspace", "LANG=C.UTF-8", "TERM=dumb", "LD_PRELOAD=", "LD_AUDIT="],
     "Hostname": "sandbox",
     "Domainname": "",
     "Labels": {"toolcrew.session": "s1"},

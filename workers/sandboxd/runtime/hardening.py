@@ -26,6 +26,9 @@ ENVIRONMENT: Final[Mapping[str, str]] = {
     "HOME": "/workspace",  # the only folder that is large, executable and kept
     "LANG": "C.UTF-8",
     "TERM": "dumb",
+    # The loader reads these for PID 1, too: with them, code of the image would run in the guest.
+    "LD_PRELOAD": "",
+    "LD_AUDIT": "",
 }
 _DEFAULT_PATH: Final = "PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 _PROXY: Final = f"http://127.0.0.1:{PROXY_PORT}"
