@@ -183,11 +183,9 @@ class FakeEngine:
     async def image_id(self, image: str) -> str | None:
         return f"{self.image}-{image}"
 
-    async def image_variables(self, image: str) -> list[str]:
+    async def check_image(self, image: str) -> list[str]:
+        """Accept every image. None has an environment."""
         return []
-
-    async def check_image(self, image: str) -> None:
-        """Accept every image."""
 
     async def ensure_guest_volume(self, image: str) -> str:
         return f"guest-of-{image}"

@@ -57,7 +57,7 @@ GOLDEN: dict[str, Any] = {
     "Entrypoint": ["/opt/toolcrew/bin/python3", "-I", "-S", "-u", "/opt/toolcrew", "--life", "86400"],
     "Cmd": [],
     "WorkingDir": "/workspace",
-    "Env": ["HOME=/workspace", "LANG=C.UTF-8", "TERM=dumb", "LD_PRELOAD=", "LD_AUDIT="],
+    "Env": ["HOME=/workspace", "LANG=C.UTF-8", "TERM=dumb"],
     "Hostname": "sandbox",
     "Domainname": "",
     "Labels": {"toolcrew.session": "s1"},
@@ -329,6 +329,12 @@ def test_the_environment_of_the_image_is_no_drift() -> None:
 
     assert find_drift(config, inspected, ["HOME=/root", "PATH=/opt/conda/bin"]) == []
     assert len(find_drift(config, inspected, ["PATH=/usr/bin"])) == 1
+
+
+def test_libraries_that_the_image_preloads_are_not_loaded() -> None:
+    config = build(variant=Variant(image_variables=["LD_PRELOAD=/evil.so", "PATH=/usr/bin"]))
+
+    assert config["Env"] == [*GOLDEN["Env"], "LD_PRELOAD="]
 
 
 def test_a_volume_of_the_image_is_told() -> None:

@@ -300,7 +300,7 @@ async def _try_sandbox(daemon: Daemon, plan: SandboxPlan) -> str | None:
         return str(error)
     try:
         inspected = await daemon.setup.engine.inspect(sandbox.container)
-        variables = await daemon.setup.engine.image_variables(plan.image)
+        variables = await daemon.setup.engine.check_image(plan.image)
         attestation = await ask_attestation(sandbox, timeout_s=10.0)
     finally:
         await factory.discard(sandbox, workspace)
@@ -308,7 +308,7 @@ async def _try_sandbox(daemon: Daemon, plan: SandboxPlan) -> str | None:
         (str(mount["Source"]) for mount in inspected.get("Mounts") or [] if mount.get("Destination") == "/workspace"),
         None,
     )
-    config = daemon.setup.profile.build_config(plan, WorkspaceMount(bind), {}, await factory.guest_volume())
+    config = daemon.setup.profile.build_config(plan, WorkspaceMount(bind), {}, await factory.guest_volume(), variables)
     drift = find_drift(config, inspected, variables)
     if drift:
         advice = "Look for an engine plugin that changes containers, or use another engine or runtime"

@@ -219,11 +219,12 @@ class SandboxFactory:
                 LABEL_CREATED_AT: str(int(now)),
                 LABEL_DEADLINE: str(int(deadline)),
             }
-            await self.engine.check_image(plan.image)
+            variables = await self.engine.check_image(plan.image)
             volume = await self.guest_volume()
             async with workspace.mounted() as mount:
                 with explained(plan.image):
-                    attached = await self.engine.start(self._profile.build_config(plan, mount, labels, volume), name)
+                    config = self._profile.build_config(plan, mount, labels, volume, variables)
+                    attached = await self.engine.start(config, name)
         except BaseException:
             await asyncio.shield(self._confirm_gone(name))
             # The engine may have created the container despite the error, so the cleanup runs even after a

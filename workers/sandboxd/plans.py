@@ -2,7 +2,7 @@
 narrow it.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -224,7 +224,12 @@ class Profile:
         self.life_s = life_s
 
     def build_config(
-        self, plan: SandboxPlan, mount: WorkspaceMount, labels: Mapping[str, str], guest_volume: str | None = None
+        self,
+        plan: SandboxPlan,
+        mount: WorkspaceMount,
+        labels: Mapping[str, str],
+        guest_volume: str | None = None,
+        image_variables: Sequence[str] = (),
     ) -> Mapping[str, Any]:
         return build_container_config(
             image=plan.image,
@@ -239,5 +244,6 @@ class Profile:
                 life_s=self.life_s,
                 guest_volume=guest_volume,
                 skills_volume=self._skills_volume,
+                image_variables=image_variables,
             ),
         )

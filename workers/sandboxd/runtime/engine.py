@@ -159,19 +159,15 @@ class Engine:
         attributes = await self._run(self._lanes.start_check, lambda api: _find_image(api, image))
         return None if attributes is None else str(attributes["Id"])
 
-    async def check_image(self, image: str) -> None:
-        """Raise SandboxUnavailable for an image that would exceed the profile. Accepts an image that the engine does
-        not have.
+    async def check_image(self, image: str) -> list[str]:
+        """Return the environment of an image, each variable as NAME=VALUE. Empty for an image that the engine does not
+        have. Raises SandboxUnavailable for an image that would exceed the profile.
         """
-        attributes = await self._run(self._lanes.start_check, lambda api: _find_image(api, image))
-        fault = explain_unfit(attributes or {}, image)
+        attributes = await self._run(self._lanes.start_check, lambda api: _find_image(api, image)) or {}
+        fault = explain_unfit(attributes, image)
         if fault is not None:
             raise SandboxUnavailable(fault)
-
-    async def image_variables(self, image: str) -> list[str]:
-        """Return the environment of an image, each variable as NAME=VALUE."""
-        attributes = await self._run(self._lanes.start_check, lambda api: _find_image(api, image))
-        return list(((attributes or {}).get("Config") or {}).get("Env") or [])
+        return list((attributes.get("Config") or {}).get("Env") or [])
 
     async def start(self, config: Mapping[str, Any], name: str) -> AttachedContainer:
         """Create a container of that raw configuration, attach to it, and start it.

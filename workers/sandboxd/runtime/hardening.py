@@ -26,10 +26,9 @@ ENVIRONMENT: Final[Mapping[str, str]] = {
     "HOME": "/workspace",  # the only folder that is large, executable and kept
     "LANG": "C.UTF-8",
     "TERM": "dumb",
-    # The loader reads these for PID 1, too: with them, code of the image would run in the guest.
-    "LD_PRELOAD": "",
-    "LD_AUDIT": "",
 }
+_LOADER_VARIABLES: Final = ("LD_PRELOAD", "LD_AUDIT")
+"""The loader reads these for PID 1, too: with the image's values, code of the image would run in the guest."""
 _DEFAULT_PATH: Final = "PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 _PROXY: Final = f"http://127.0.0.1:{PROXY_PORT}"
 EGRESS_ENVIRONMENT: Final[Mapping[str, str]] = {
@@ -89,7 +88,8 @@ _OWN_MEMORY: Final = WorkspaceMount()
 @dataclass(frozen=True)
 class Variant:
     """Properties that differ between sandboxes of one host, besides image, runtime and sizes. `guest_volume`: the
-    toolkit; None: the toolkit of the image. `skills_volume`: the skills of sandboxes, or None.
+    toolkit; None: the toolkit of the image. `skills_volume`: the skills of sandboxes, or None. `image_variables`: the
+    environment of the image, each variable as NAME=VALUE.
     """
 
     workspace: WorkspaceMount = _OWN_MEMORY
@@ -97,6 +97,7 @@ class Variant:
     life_s: float = 86_400.0
     guest_volume: str | None = None
     skills_volume: str | None = None
+    image_variables: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
@@ -219,7 +220,9 @@ def _entrypoint(variant: Variant) -> list[str]:
 
 
 def _environment(variant: Variant) -> list[str]:
-    variables = {**ENVIRONMENT, **(EGRESS_ENVIRONMENT if variant.network == "egress" else {})}
+    named = {variable.partition("=")[0] for variable in variant.image_variables}
+    unset = dict.fromkeys(named.intersection(_LOADER_VARIABLES), "")  # the engine can empty, not remove
+    variables = {**ENVIRONMENT, **unset, **(EGRESS_ENVIRONMENT if variant.network == "egress" else {})}
     return [f"{name}={value}" for name, value in variables.items()]
 
 
