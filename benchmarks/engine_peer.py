@@ -19,6 +19,7 @@ from workers.sandboxd.disks.base import WorkspaceMount
 from workers.sandboxd.frames import MAX_DOWN, MAX_UP, Frame, FrameDecoder, encode_frame
 from workers.sandboxd.plans import Plans, Profile
 from workers.sandboxd.runtime.engine import Engine
+from workers.sandboxd.runtime.hardening import build_container_config
 from workers.sandboxd.runtime.seccomp import load_seccomp_profile
 from workers.settings import SandboxdSettings
 
@@ -46,7 +47,7 @@ def sandbox_config() -> Mapping[str, Any]:
 
     settings = SandboxdSettings()
     profile = Profile(seccomp=load_seccomp_profile(), cgroup_version=asyncio.run(ask()), life_s=SANDBOX_MAX_LIFE_S)
-    return profile.build_config(Plans(settings).standard(), WorkspaceMount(), LABELS)
+    return build_container_config(profile.build_spec(Plans(settings).standard(), WorkspaceMount(), LABELS))
 
 
 @contextlib.contextmanager

@@ -19,7 +19,7 @@ import pytest
 import requests.exceptions
 from docker import APIClient
 
-from workers.sandboxd.runtime.hardening import SandboxLimits, build_container_config
+from workers.sandboxd.runtime.hardening import SandboxLimits, SandboxSpec, build_container_config
 from workers.sandboxd.runtime.seccomp import load_seccomp_profile
 
 IMAGE = os.environ.get("TOOLCREW_SANDBOX_IMAGE", "toolcrew-sandbox:dev")
@@ -53,7 +53,7 @@ def open_engine() -> APIClient:
 
 def build_config(api: APIClient, *, limits: SandboxLimits | None = None, image: str = IMAGE) -> dict[str, Any]:
     """Return the profile exactly as sandboxd requests it on this engine, with the label of a test."""
-    return build_container_config(
+    spec = SandboxSpec(
         image=image,
         runtime=RUNTIME,
         limits=limits or SandboxLimits(),
@@ -61,6 +61,7 @@ def build_config(api: APIClient, *, limits: SandboxLimits | None = None, image: 
         seccomp=load_seccomp_profile(),
         cgroup_version=int(api.info()["CgroupVersion"]),
     )
+    return build_container_config(spec)
 
 
 class Watched:

@@ -11,7 +11,7 @@ from typing import IO, Any
 
 from contract.errors import SandboxUnavailable
 from workers.sandboxd.frames import MAX_DOWN, MAX_UP, Frame, FrameDecoder, encode_frame
-from workers.sandboxd.runtime.engine import LABEL_DEPLOYMENT, AttachedContainer, ListedContainer
+from workers.sandboxd.runtime.base import LABEL_DEPLOYMENT, AttachedContainer, ListedContainer
 
 _MUX = struct.Struct(">BxxxI")
 

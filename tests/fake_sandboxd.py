@@ -24,7 +24,7 @@ from workers.sandboxd.plans import Plans, Profile, SandboxPlan
 from workers.sandboxd.pool import PoolLimits, WarmPools
 from workers.sandboxd.reaper import Reaper
 from workers.sandboxd.records import Records
-from workers.sandboxd.runtime.engine import LABEL_DEPLOYMENT, LABEL_LEASE, LABEL_SANDBOXD
+from workers.sandboxd.runtime.base import LABEL_DEPLOYMENT, LABEL_LEASE, LABEL_SANDBOXD
 from workers.sandboxd.runtime.seccomp import load_seccomp_profile
 from workers.sandboxd.sandbox import Sandbox
 from workers.sandboxd.session import Session
@@ -178,7 +178,7 @@ def build_host(
     sessions = Sessions(
         factory, pools, suspension_store, records, limit=100, revise=plans.revise, prepare_network=prepare_network
     )
-    reaper = Reaper(engine, factory, records, lease, "default", name)  # type: ignore[arg-type]
+    reaper = Reaper(factory, records, lease, "default", name)
     monitor = SessionMonitor(sessions, factory, reaper, idle or IdleTimes(3600, 7200))
     return FakeHost(
         engine, factory.workspaces, records, factory, pools, suspension_store, sessions, reaper, monitor, lease
@@ -265,7 +265,7 @@ async def running_sandboxd(
 
 def listed(name: str, *, sandboxd: str = "other", deployment: str = "default", lease: str = "", **fields: Any) -> Any:
     """Return a container as the engine lists the container."""
-    from workers.sandboxd.runtime.engine import ListedContainer
+    from workers.sandboxd.runtime.base import ListedContainer
 
     labels = {LABEL_DEPLOYMENT: deployment, LABEL_SANDBOXD: sandboxd, LABEL_LEASE: lease, **fields.pop("labels", {})}
     container = ListedContainer(id=f"id-{name}", name=name, state="running", labels=labels, created_at=0.0)

@@ -24,7 +24,8 @@ from workers.sandboxd.leases import Lease
 from workers.sandboxd.plans import Plans
 from workers.sandboxd.program import examine
 from workers.sandboxd.promises import judge
-from workers.sandboxd.runtime.engine import AttachedContainer, Engine, EngineFacts
+from workers.sandboxd.runtime.base import AttachedContainer
+from workers.sandboxd.runtime.engine import Engine, EngineFacts
 from workers.sandboxd.runtime.engine_gate import Lane, Lanes
 from workers.settings import SandboxdSettings, TenantClass
 

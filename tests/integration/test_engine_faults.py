@@ -28,7 +28,8 @@ from tests.engine_stubs import (
     stub_engine,
     talks_garbage,
 )
-from workers.sandboxd.runtime.engine import LABEL_DEPLOYMENT, LABEL_PRODUCT, Engine
+from workers.sandboxd.runtime.base import LABEL_DEPLOYMENT, LABEL_PRODUCT
+from workers.sandboxd.runtime.engine import Engine
 from workers.sandboxd.runtime.engine_gate import EngineSilent, Lane, Lanes
 from workers.sandboxd.runtime.volumes import PRODUCT_GUEST
 

@@ -24,7 +24,8 @@ from workers.sandboxd.factory import SandboxFactory, SandboxSlots, StartCheck
 from workers.sandboxd.plans import Profile, SandboxPlan
 from workers.sandboxd.records import Records
 from workers.sandboxd.runtime.attestation import Attestation, find_dirt, find_misfits, parse_attestation
-from workers.sandboxd.runtime.engine import LABEL_DEPLOYMENT, LABEL_LEASE, LABEL_SANDBOXD, Engine
+from workers.sandboxd.runtime.base import LABEL_DEPLOYMENT, LABEL_LEASE, LABEL_SANDBOXD
+from workers.sandboxd.runtime.engine import Engine
 from workers.sandboxd.runtime.seccomp import load_seccomp_profile
 from workers.sandboxd.sandbox import Sandbox
 

@@ -14,7 +14,7 @@ from workers.sandboxd.runtime.hardening import (
     MASKED_PATHS,
     READONLY_PATHS,
     SandboxLimits,
-    Variant,
+    SandboxSpec,
     build_container_config,
     build_promises,
     find_drift,
@@ -33,7 +33,7 @@ def build(**changes: Any) -> dict[str, Any]:
         "seccomp": SECCOMP,
         "cgroup_version": 1,
     }
-    return build_container_config(**{**arguments, **changes})
+    return build_container_config(SandboxSpec(**{**arguments, **changes}))
 
 
 def inspected_of(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -130,7 +130,7 @@ def test_it_is_json_as_the_engine_wants_it() -> None:
 
 
 def test_a_workspace_apart_is_the_only_path_of_the_host_and_no_memory() -> None:
-    plain, config = build(), build(variant=Variant(workspace=WorkspaceMount("/state/w1/mount")))
+    plain, config = build(), build(workspace=WorkspaceMount("/state/w1/mount"))
     host = config["HostConfig"]
     options = {"Propagation": "rprivate", "NonRecursive": True}
     assert host.pop("Mounts") == [
@@ -143,7 +143,7 @@ def test_a_workspace_apart_is_the_only_path_of_the_host_and_no_memory() -> None:
 
 
 def test_a_sandbox_with_egress_has_no_network_all_the_same_and_is_told_of_the_proxy() -> None:
-    plain, config = build(), build(variant=Variant(network="egress"))
+    plain, config = build(), build(network="egress")
     assert config["Entrypoint"] == [*plain["Entrypoint"], "--proxy", "3128"]
     assert {"http_proxy=http://127.0.0.1:3128", "HTTPS_PROXY=http://127.0.0.1:3128"} < set(config["Env"])
     assert config["HostConfig"] == plain["HostConfig"]
@@ -151,7 +151,7 @@ def test_a_sandbox_with_egress_has_no_network_all_the_same_and_is_told_of_the_pr
 
 
 def test_an_image_without_a_guest_gets_ours_read_only() -> None:
-    config = build(variant=Variant(guest_volume="toolcrew-guest-1"))
+    config = build(guest_volume="toolcrew-guest-1")
     assert config["Entrypoint"] == build()["Entrypoint"]
     assert [(mount["Type"], mount["Target"], mount["ReadOnly"]) for mount in config["HostConfig"]["Mounts"]] == [
         ("volume", "/opt/toolcrew", True)
@@ -159,7 +159,7 @@ def test_an_image_without_a_guest_gets_ours_read_only() -> None:
 
 
 def test_another_mount_than_was_asked_for_is_a_drift() -> None:
-    config = build(variant=Variant(workspace=WorkspaceMount("/state/w1/mount")))
+    config = build(workspace=WorkspaceMount("/state/w1/mount"))
     inspected = inspected_of(config)
     inspected["Mounts"] = [{"Destination": "/workspace", "Type": "bind"}]
     assert find_drift(config, inspected) == []
@@ -168,8 +168,7 @@ def test_another_mount_than_was_asked_for_is_a_drift() -> None:
 
 
 def test_every_row_says_why() -> None:
-    arguments = {"image": "i", "runtime": "runc", "limits": SandboxLimits(), "labels": {}, "seccomp": SECCOMP}
-    promises = build_promises(**arguments, cgroup_version=1)  # type: ignore[arg-type]
+    promises = build_promises(SandboxSpec("i", "runc", SandboxLimits(), {}, SECCOMP, cgroup_version=1))
 
     assert [promise.place for promise in promises] == [place for place in dict.fromkeys(p.place for p in promises)]
     assert all(promise.why for promise in promises)
@@ -332,7 +331,7 @@ def test_the_environment_of_the_image_is_no_drift() -> None:
 
 
 def test_libraries_that_the_image_preloads_are_not_loaded() -> None:
-    config = build(variant=Variant(image_variables=["LD_PRELOAD=/evil.so", "PATH=/usr/bin"]))
+    config = build(image_variables=["LD_PRELOAD=/evil.so", "PATH=/usr/bin"])
 
     assert config["Env"] == [*GOLDEN["Env"], "LD_PRELOAD="]
 

@@ -30,7 +30,7 @@ async def lose(sessions: Sessions, session: str = "s") -> None:
     sandbox = entry.sandbox
     assert sandbox is not None
     noticing = sandbox.begin("", EXEC, 0, lambda _: None)
-    sandbox.engine.alive[sandbox.container].die()  # type: ignore[attr-defined]
+    sandbox.runtime._engine.alive[sandbox.container].die()  # type: ignore[attr-defined]
     await asyncio.wait_for(noticing.done, SOON_S)
 
 

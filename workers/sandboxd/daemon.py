@@ -27,7 +27,6 @@ from workers.sandboxd.archives.checkpoints import MAX_CHECKPOINTS, Checkpoints
 from workers.sandboxd.archives.workspaces import WorkspaceFiles
 from workers.sandboxd.connection import OWNER, Server
 from workers.sandboxd.control import ControlRequests
-from workers.sandboxd.disks.base import WorkspaceMount
 from workers.sandboxd.disks.choice import Choice, choose_without_images, choose_workspaces
 from workers.sandboxd.egress.relay import ProxyStreams, open_proxy
 from workers.sandboxd.egress.tunnels import Tunnels
@@ -39,8 +38,8 @@ from workers.sandboxd.pool import PoolLimits, WarmPools, available_memory
 from workers.sandboxd.reaper import Reaper
 from workers.sandboxd.records import Records
 from workers.sandboxd.runtime.attestation import ask_attestation, find_dirt
-from workers.sandboxd.runtime.engine import LABEL_DEPLOYMENT, LABEL_LEASE, LABEL_SANDBOXD, Engine, EngineFacts
-from workers.sandboxd.runtime.hardening import find_drift
+from workers.sandboxd.runtime.base import LABEL_DEPLOYMENT, LABEL_LEASE, LABEL_SANDBOXD
+from workers.sandboxd.runtime.engine import Engine, EngineFacts
 from workers.sandboxd.runtime.seccomp import load_seccomp_profile
 from workers.sandboxd.sandbox import Sandbox
 from workers.sandboxd.session import Session
@@ -121,9 +120,7 @@ class Daemon:
         archives = open_store(settings.workspace_store, settings.state(), settings.host_free_bytes)
         self.files = WorkspaceFiles(archives, settings.workspace_store)
         self.checkpoints = Checkpoints(archives, max_checkpoints=MAX_CHECKPOINTS)
-        self.reaper = Reaper(
-            setup.engine, self.factory, records, setup.lease, settings.deployment, settings.sandboxd_name
-        )
+        self.reaper = Reaper(self.factory, records, setup.lease, settings.deployment, settings.sandboxd_name)
         idle = IdleTimes(settings.idle_pause_s, settings.idle_evict_s)
         disk = (
             None if choice.workspaces.kind == "tmpfs" else DiskMonitor(settings.state(), settings.host_free_bytes // 2)
@@ -299,20 +296,13 @@ async def _try_sandbox(daemon: Daemon, plan: SandboxPlan) -> str | None:
             raise
         return str(error)
     try:
-        inspected = await daemon.setup.engine.inspect(sandbox.container)
-        variables = await daemon.setup.engine.check_image(plan.image)
+        drift = await sandbox.runtime.find_drift(sandbox.container, sandbox.spec)
         attestation = await ask_attestation(sandbox, timeout_s=10.0)
     finally:
         await factory.discard(sandbox, workspace)
-    bind = next(
-        (str(mount["Source"]) for mount in inspected.get("Mounts") or [] if mount.get("Destination") == "/workspace"),
-        None,
-    )
-    config = daemon.setup.profile.build_config(plan, WorkspaceMount(bind), {}, await factory.guest_volume(), variables)
-    drift = find_drift(config, inspected, variables)
     if drift:
         advice = "Look for an engine plugin that changes containers, or use another engine or runtime"
-        raise SandboxUnavailable(f"the engine does not keep the sandbox profile: {' '.join(drift)} {advice}")
+        raise SandboxUnavailable(f"this host does not keep the sandbox profile: {' '.join(drift)} {advice}")
     dirt = find_dirt(attestation)
     if dirt:
         raise SandboxUnavailable(

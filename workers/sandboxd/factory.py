@@ -9,7 +9,7 @@ import asyncio
 import secrets
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,13 +22,16 @@ from workers.sandboxd.disks.base import Workspace, Workspaces, WorkspaceSize
 from workers.sandboxd.plans import Profile, SandboxPlan
 from workers.sandboxd.records import Records
 from workers.sandboxd.runtime.attestation import Guest, ask_attestation, find_misfits
-from workers.sandboxd.runtime.engine import (
+from workers.sandboxd.runtime.base import (
     LABEL_CREATED_AT,
     LABEL_DEADLINE,
     LABEL_PRODUCT,
     LABEL_SANDBOXD,
-    Engine,
+    PRODUCT,
+    SandboxRuntime,
 )
+from workers.sandboxd.runtime.engine import Engine
+from workers.sandboxd.runtime.engine_runtime import EngineRuntime
 from workers.sandboxd.runtime.image_faults import FOLDERS, explained
 from workers.sandboxd.sandbox import Sandbox
 from workers.sandboxd.session import Session
@@ -170,6 +173,7 @@ class SandboxFactory:
         with the toolkit. The toolkit is mounted into every sandbox, so no image can bring a guest of its own.
         """
         self.engine = engine
+        self.runtimes: Sequence[SandboxRuntime] = (EngineRuntime(engine),)
         self.workspaces = workspaces
         self.slots = slots
         self.counts = SandboxCounts()
@@ -181,7 +185,7 @@ class SandboxFactory:
         self._known: set[str] = set()
         self._unwanted: dict[Sandbox, Workspace | None] = {}
         self._unwanted_workspaces: set[Workspace] = set()
-        self._unconfirmed: set[str] = set()
+        self._unconfirmed: dict[str, SandboxRuntime] = {}
         self.check_start: Callable[[SandboxPlan, WorkspaceSize, Sandbox], Awaitable[None]] | None = None
         """Checks a new sandbox and its workspace. Raises SandboxUnavailable when it is not to be used."""
         self.is_ending = False
@@ -210,12 +214,13 @@ class SandboxFactory:
         now = time.time()
         deadline = now + self._profile.life_s
         self._known.add(name)
+        runtime = self.runtimes[0]
         try:
             self._check_may_start()
             self._records.add_container(name, deadline)
             labels = {
                 **self._owner,
-                LABEL_PRODUCT: "sandbox",
+                LABEL_PRODUCT: PRODUCT,
                 LABEL_CREATED_AT: str(int(now)),
                 LABEL_DEADLINE: str(int(deadline)),
             }
@@ -223,19 +228,19 @@ class SandboxFactory:
             volume = await self.guest_volume()
             async with workspace.mounted() as mount:
                 with explained(plan.image):
-                    config = self._profile.build_config(plan, mount, labels, volume, variables)
-                    attached = await self.engine.start(config, name)
+                    spec = self._profile.build_spec(plan, mount, labels, volume, variables)
+                    attached = await runtime.start(spec, name)
         except BaseException:
-            await asyncio.shield(self._confirm_gone(name))
+            await asyncio.shield(self._confirm_gone(runtime, name))
             # The engine may have created the container despite the error, so the cleanup runs even after a
             # cancellation.
             raise
         sandbox = Sandbox(
-            self.engine, generation, attached.id, name, on_removed=lambda: self._forget(name), counts=self.counts
+            runtime, spec, generation, attached.id, name, on_removed=lambda: self._forget(name), counts=self.counts
         )
         try:
             with explained(plan.image):
-                await sandbox.attach(attached.sock)
+                await sandbox.attach(attached)
             if self.check_start is not None:
                 await self.check_start(plan, workspace.size, sandbox)
         except BaseException:
@@ -266,7 +271,7 @@ class SandboxFactory:
 
     async def retry_removals(self) -> None:
         """Try failed removals again."""
-        names = [self._confirm_gone(name) for name in list(self._unconfirmed)]
+        names = [self._confirm_gone(runtime, name) for name, runtime in list(self._unconfirmed.items())]
         await settle([*names, *(self.discard(*pair) for pair in list(self._unwanted.items()))])
         for workspace in list(self._unwanted_workspaces):
             await self.discard_workspace(workspace)
@@ -286,17 +291,17 @@ class SandboxFactory:
         if self.shortage is not None:
             raise SandboxUnavailable(f"no sandbox is started now: {self.shortage}")
 
-    async def _confirm_gone(self, name: str) -> None:
+    async def _confirm_gone(self, runtime: SandboxRuntime, name: str) -> None:
         """Remove a container after a failed start. The engine may have created the container despite the error, or
         may create it later.
         """
-        self._unconfirmed.add(name)
+        self._unconfirmed[name] = runtime
         try:
-            await self.engine.remove(name)
+            await runtime.remove(name)
         except SandboxUnavailable as error:
             log.error("failed_start_not_cleared", container=name, error=str(error))
             return
-        self._unconfirmed.discard(name)
+        self._unconfirmed.pop(name, None)
         self._forget(name)
 
     def _forget(self, name: str) -> None:

@@ -6,8 +6,10 @@ closes the channel, because a reader cannot find the next frame after it.
 """
 
 import asyncio
+import contextlib
 import json
 import math
+import os
 import socket
 import struct
 from collections import deque
@@ -170,6 +172,7 @@ _FRAME_BYTES = 1024
 _MUX_HEADER = struct.Struct(">BxxxI")
 _STDOUT = 1
 _DEBUG_BYTES = 4096
+_PIPE_BYTES = 65_536
 
 
 class WorkerLink(asyncio.Protocol):
@@ -296,10 +299,12 @@ class GuestChannel(asyncio.Protocol):
     """Frames to and from one guest. The guest's bytes are hostile: the first broken frame closes the channel.
 
     `on_frame` gets every frame. `on_lost` gets a reason, once. The stderr of PID 1 is debug text: its last 4 KiB are
-    kept and never parsed.
+    kept and never parsed. `stderr`: a pipe with it; None when the socket multiplexes stdout and stderr.
     """
 
-    def __init__(self, on_frame: Callable[[Frame], None], on_lost: Callable[[str], None]) -> None:
+    def __init__(
+        self, on_frame: Callable[[Frame], None], on_lost: Callable[[str], None], stderr: int | None = None
+    ) -> None:
         self._on_frame = on_frame
         self._on_lost = on_lost
         self._decoder = FrameDecoder(MAX_UP)
@@ -308,16 +313,29 @@ class GuestChannel(asyncio.Protocol):
         self._writable = asyncio.Event()
         self._writable.set()
         self._lost = False
-        self.debug_text = b""
+        self._stderr = stderr
+        self._debug_text = b""
 
     @classmethod
     async def open(
-        cls, sock: socket.socket, on_frame: Callable[[Frame], None], on_lost: Callable[[str], None]
+        cls,
+        sock: socket.socket,
+        on_frame: Callable[[Frame], None],
+        on_lost: Callable[[str], None],
+        stderr: int | None = None,
     ) -> "GuestChannel":
-        """Open a channel over an attached socket. The channel then owns the socket."""
+        """Open a channel over an attached socket. The channel then owns the socket and the pipe."""
         loop = asyncio.get_running_loop()
-        _, channel = await loop.create_connection(lambda: cls(on_frame, on_lost), sock=sock)
+        _, channel = await loop.create_connection(lambda: cls(on_frame, on_lost, stderr), sock=sock)
         return channel
+
+    def read_debug_text(self) -> bytes:
+        """Return the last 4 KiB that PID 1 wrote to its stderr."""
+        if self._stderr is not None:
+            # A pipe holds at most 64 KiB, and a guest that writes more gets EAGAIN. So nobody has to read it in time.
+            with contextlib.suppress(BlockingIOError):
+                self._debug_text = (self._debug_text + os.read(self._stderr, _PIPE_BYTES))[-_DEBUG_BYTES:]
+        return self._debug_text
 
     def send(self, header: Mapping[str, object], body: bytes = b"") -> None:
         """Send one frame. A lost channel drops it, because `on_lost` has already reported the loss."""
@@ -342,6 +360,10 @@ class GuestChannel(asyncio.Protocol):
         if self._transport is not None:
             self._transport.abort()
         self._lose(reason)
+        if self._stderr is not None:
+            self.read_debug_text()
+            os.close(self._stderr)
+            self._stderr = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
@@ -349,7 +371,7 @@ class GuestChannel(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         try:
-            for payload in self._demultiplex(data):
+            for payload in self._demultiplex(data) if self._stderr is None else [data]:
                 for frame in self._decoder.feed(payload):
                     # A frame may end the sandbox. The rest of the same read is then dropped.
                     if self._lost:
@@ -386,7 +408,7 @@ class GuestChannel(asyncio.Protocol):
             if stream == _STDOUT:
                 payloads.append(payload)
             else:
-                self.debug_text = (self.debug_text + payload)[-_DEBUG_BYTES:]
+                self._debug_text = (self._debug_text + payload)[-_DEBUG_BYTES:]
             at = end
         del self._mux[:at]
         return payloads

@@ -4,12 +4,11 @@ narrow it.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from contract.errors import ConfigError, ErrorCode, ToolFailure
 from contract.tenancy import NetworkPolicy, SandboxTerms
 from workers.sandboxd.disks.base import WorkspaceMount
-from workers.sandboxd.runtime.hardening import SandboxLimits, Variant, build_container_config
+from workers.sandboxd.runtime.hardening import SandboxLimits, SandboxSpec
 from workers.settings import EgressRules, SandboxdSettings, TenantClass
 
 DEFAULT = "default"
@@ -215,7 +214,7 @@ def limits_of(plan: SandboxPlan) -> SandboxLimits:
 
 
 class Profile:
-    """Builds the complete container configuration of a plan under this host's profile."""
+    """Builds the complete specification of a sandbox from a plan and this host's profile."""
 
     def __init__(self, *, seccomp: str, cgroup_version: int, life_s: float, skills_volume: str | None = None) -> None:
         self._seccomp = seccomp
@@ -223,27 +222,25 @@ class Profile:
         self._skills_volume = skills_volume
         self.life_s = life_s
 
-    def build_config(
+    def build_spec(
         self,
         plan: SandboxPlan,
         mount: WorkspaceMount,
         labels: Mapping[str, str],
         guest_volume: str | None = None,
         image_variables: Sequence[str] = (),
-    ) -> Mapping[str, Any]:
-        return build_container_config(
+    ) -> SandboxSpec:
+        return SandboxSpec(
             image=plan.image,
             runtime=plan.runtime,
             limits=limits_of(plan),
             labels=labels,
             seccomp=self._seccomp,
             cgroup_version=self._cgroup_version,
-            variant=Variant(
-                workspace=mount,
-                network=plan.network,
-                life_s=self.life_s,
-                guest_volume=guest_volume,
-                skills_volume=self._skills_volume,
-                image_variables=image_variables,
-            ),
+            workspace=mount,
+            network=plan.network,
+            life_s=self.life_s,
+            guest_volume=guest_volume,
+            skills_volume=self._skills_volume,
+            image_variables=image_variables,
         )

@@ -15,7 +15,13 @@ from contract.errors import SandboxUnavailable
 from workers.sandboxd.factory import SandboxFactory
 from workers.sandboxd.leases import Lease
 from workers.sandboxd.records import Records
-from workers.sandboxd.runtime.engine import LABEL_DEADLINE, LABEL_LEASE, LABEL_SANDBOXD, Engine, ListedContainer
+from workers.sandboxd.runtime.base import (
+    LABEL_DEADLINE,
+    LABEL_LEASE,
+    LABEL_SANDBOXD,
+    ListedContainer,
+    SandboxRuntime,
+)
 
 log = structlog.get_logger(__name__)
 
@@ -29,10 +35,7 @@ DEADLINE_GRACE_S = 60.0
 class Reaper:
     """Examines only the containers of this deployment."""
 
-    def __init__(
-        self, engine: Engine, factory: SandboxFactory, records: Records, lease: Lease, deployment: str, name: str
-    ) -> None:
-        self._engine = engine
+    def __init__(self, factory: SandboxFactory, records: Records, lease: Lease, deployment: str, name: str) -> None:
         self._factory = factory
         self._records = records
         self._lease = lease
@@ -43,13 +46,18 @@ class Reaper:
         """Remove containers without an owner and return how many. Raises SandboxUnavailable when the engine does not
         answer.
         """
-        listed = await self._engine.list_sandboxes(self._deployment)
-        due = [(container, reason) for container in listed if (reason := self._find_fault(container)) is not None]
-        removed = await self._remove(due)
-        if len(removed) == len(due):
+        present: set[str] = set()
+        due_count = removed_count = 0
+        for runtime in self._factory.runtimes:
+            listed = await runtime.list_sandboxes(self._deployment)
+            due = [(container, reason) for container in listed if (reason := self._find_fault(container)) is not None]
+            removed = await self._remove(runtime, due)
+            present |= {container.name for container in listed} - removed
+            due_count, removed_count = due_count + len(due), removed_count + len(removed)
+        if removed_count == due_count:
             self._lease.forget_dead()
-        self._forget_absent({container.name for container in listed} - removed)
-        return len(removed)
+        self._forget_absent(present)
+        return removed_count
 
     def _find_fault(self, container: ListedContainer) -> str | None:
         """Return why the container must be removed, or None when it has an owner."""
@@ -66,10 +74,8 @@ class Reaper:
             return "past its deadline"
         return None
 
-    async def _remove(self, due: Sequence[tuple[ListedContainer, str]]) -> set[str]:
-        results = await asyncio.gather(
-            *(self._engine.remove(container.id) for container, _ in due), return_exceptions=True
-        )
+    async def _remove(self, runtime: SandboxRuntime, due: Sequence[tuple[ListedContainer, str]]) -> set[str]:
+        results = await asyncio.gather(*(runtime.remove(container.id) for container, _ in due), return_exceptions=True)
         removed = set()
         for (container, reason), result in zip(due, results, strict=True):
             if isinstance(result, SandboxUnavailable):

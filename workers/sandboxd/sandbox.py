@@ -8,7 +8,6 @@ The call is answered only after the removal, when none of its processes can run.
 import asyncio
 import functools
 import secrets
-import socket
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping
@@ -19,7 +18,8 @@ import structlog
 
 from contract.errors import SandboxUnavailable
 from workers.sandboxd.frames import Frame, GuestChannel
-from workers.sandboxd.runtime.engine import Engine
+from workers.sandboxd.runtime.base import AttachedContainer, SandboxRuntime
+from workers.sandboxd.runtime.hardening import SandboxSpec
 
 log = structlog.get_logger(__name__)
 
@@ -106,7 +106,8 @@ class Sandbox:
     The next `remove` repeats a failed removal. `is_removed`: the engine no longer has the container.
     """
 
-    engine: Engine
+    runtime: SandboxRuntime
+    spec: SandboxSpec
     generation: int
     container: str
     name: str = ""
@@ -124,19 +125,19 @@ class Sandbox:
     _holders: set[object] = field(init=False, default_factory=set)
     _released_at: float = field(init=False, default=float("-inf"))
 
-    async def attach(self, sock: socket.socket) -> None:
-        """Take over the attached socket of the container and wait for the guest's hello.
+    async def attach(self, attached: AttachedContainer) -> None:
+        """Take over the streams of the container and wait for the guest's hello.
 
         Raises SandboxUnavailable: when no hello arrives. The caller then removes the sandbox.
         """
-        self._channel = await GuestChannel.open(sock, self._on_frame, self._lose)
+        self._channel = await GuestChannel.open(attached.sock, self._on_frame, self._lose, attached.stderr)
         try:
             async with asyncio.timeout(HELLO_TIMEOUT_S):
                 await self._hello
         except TimeoutError:
             self._lose("the guest did not answer in time; is the image a toolcrew sandbox image?")
         if self.lost:
-            debug = self._channel.debug_text.decode("utf-8", "replace").strip()[-500:]
+            debug = self._channel.read_debug_text().decode("utf-8", "replace").strip()[-500:]
             raise SandboxUnavailable(f"the sandbox did not start: {self.lost}{': ' + debug if debug else ''}")
 
     def begin(self, call_id: str, request: Mapping[str, Any], budget: int, sink: Sink) -> RunningCall:
@@ -243,6 +244,14 @@ class Sandbox:
             self._released_at = time.monotonic()
             self._channel.resume()
 
+    async def pause(self) -> None:
+        """Freeze all processes. Raises SandboxUnavailable."""
+        await self.runtime.pause(self.container)
+
+    async def unpause(self) -> None:
+        """Thaw all processes. Raises SandboxUnavailable."""
+        await self.runtime.unpause(self.container)
+
     def end(self, reason: str) -> None:
         """Remove the container in the background. Its calls are answered with `reason`."""
         self._lose(reason)
@@ -272,7 +281,7 @@ class Sandbox:
         if self._channel is not None:
             self._channel.close()
         try:
-            await self.engine.remove(self.container)
+            await self.runtime.remove(self.container)
         except SandboxUnavailable as error:
             if not self._removal_failed:
                 log.error("sandbox_not_removed", container=self.container[:12], error=str(error))

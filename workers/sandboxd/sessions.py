@@ -323,7 +323,7 @@ class Sessions:
         if entry.sandbox is None:
             await self._start_again(entry)
         elif entry.is_paused:
-            await self._factory.engine.unpause(entry.sandbox.container)
+            await entry.sandbox.unpause()
             entry.is_paused = False
 
     def _report_loss(self, entry: Session, is_call: bool) -> None:

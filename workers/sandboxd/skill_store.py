@@ -23,7 +23,8 @@ from contract.skills import MAX_ARCHIVE_BYTES, MAX_BUNDLE_BYTES, MAX_BUNDLE_FILE
 from contract.tar_archives import read_tar
 from workers.sandboxd.background import settle
 from workers.sandboxd.leases import Lease
-from workers.sandboxd.runtime.engine import LABEL_DEPLOYMENT, LABEL_LEASE, LABEL_SANDBOXD, Engine
+from workers.sandboxd.runtime.base import LABEL_DEPLOYMENT, LABEL_LEASE, LABEL_SANDBOXD
+from workers.sandboxd.runtime.engine import Engine
 from workers.sandboxd.runtime.hardening import SKILLS_FOLDER
 
 log = structlog.get_logger(__name__)

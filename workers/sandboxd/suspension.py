@@ -110,7 +110,7 @@ class SessionSuspender:
             # The flag is set before the engine call, which may fail. Thawing a running container is harmless, but a
             # request to a frozen container would end the container.
             entry.is_paused = True
-            freezing = asyncio.ensure_future(self._factory.engine.pause(sandbox.container))
+            freezing = asyncio.ensure_future(sandbox.pause())
             try:
                 await asyncio.shield(freezing)
             except asyncio.CancelledError:
@@ -189,7 +189,7 @@ class SessionSuspender:
         entry.is_moving = True
         try:
             if entry.is_paused:
-                await self._factory.engine.unpause(sandbox.container)
+                await sandbox.unpause()
                 entry.is_paused = False
             has_jobs = await self._has_jobs(entry, sandbox)
             if has_jobs and not is_last:

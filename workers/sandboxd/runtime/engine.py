@@ -22,6 +22,7 @@ import requests.exceptions
 import structlog
 
 from contract.errors import SandboxUnavailable
+from workers.sandboxd.runtime.base import LABEL_DEPLOYMENT, LABEL_PRODUCT, PRODUCT, AttachedContainer, ListedContainer
 from workers.sandboxd.runtime.engine_gate import LANES, EngineGate, EngineSilent, Lane, Lanes
 from workers.sandboxd.runtime.image_faults import explain_unfit
 from workers.sandboxd.runtime.volumes import GuestVolumes, fill_volume, list_volumes, make_volume, remove_volume
@@ -34,16 +35,6 @@ ABSENT_ENOUGH: Final = 5
 """Number of consecutive attempts without a container after which the container counts as never created. Only attempts
 that the engine answered count. A container that appears even later is removed at its deadline.
 """
-LABEL_PRODUCT: Final = "toolcrew.product"
-LABEL_DEPLOYMENT: Final = "toolcrew.deployment"
-LABEL_SANDBOXD: Final = "toolcrew.sandboxd"
-LABEL_CREATED_AT: Final = "toolcrew.created_at"
-LABEL_DEADLINE: Final = "toolcrew.deadline"
-"""Label with the deadline in epoch seconds, in decimal. After the deadline any sandboxd of the deployment may remove
-the container.
-"""
-LABEL_LEASE: Final = "toolcrew.lease"
-PRODUCT: Final = "sandbox"
 _REMOVAL_S: Final = 20
 """Time limit of the engine for the removal of a container, in seconds."""
 _TIMEOUT_TEXTS: Final = ("timeout", "timed out", "deadline exceeded")
@@ -115,27 +106,6 @@ class EngineFacts:
     has_memory_limit: bool = True
     has_swap_limit: bool = True
     has_pids_limit: bool = True
-
-
-@dataclass(frozen=True)
-class AttachedContainer:
-    """A started container and the raw socket to its stdin, stdout and stderr (multiplexed)."""
-
-    id: str
-    sock: socket.socket
-
-
-@dataclass(frozen=True)
-class ListedContainer:
-    """A container of this product as the engine lists it. `state` is the engine's: created, running, paused, exited,
-    dead. Times are in epoch seconds.
-    """
-
-    id: str
-    name: str
-    state: str
-    labels: Mapping[str, str]
-    created_at: float
 
 
 class Engine:

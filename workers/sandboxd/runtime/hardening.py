@@ -27,7 +27,7 @@ ENVIRONMENT: Final[Mapping[str, str]] = {
     "LANG": "C.UTF-8",
     "TERM": "dumb",
 }
-_LOADER_VARIABLES: Final = ("LD_PRELOAD", "LD_AUDIT")
+LOADER_VARIABLES: Final = ("LD_PRELOAD", "LD_AUDIT")
 """The loader reads these for PID 1, too: with the image's values, code of the image would run in the guest."""
 _DEFAULT_PATH: Final = "PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 _PROXY: Final = f"http://127.0.0.1:{PROXY_PORT}"
@@ -86,18 +86,47 @@ _OWN_MEMORY: Final = WorkspaceMount()
 
 
 @dataclass(frozen=True)
-class Variant:
-    """Properties that differ between sandboxes of one host, besides image, runtime and sizes. `guest_volume`: the
-    toolkit; None: the toolkit of the image. `skills_volume`: the skills of sandboxes, or None. `image_variables`: the
-    environment of the image, each variable as NAME=VALUE.
+class SandboxSpec:
+    """The specification of one sandbox. `cgroup_version`: 1 or 2. `guest_volume`: the toolkit; None: the toolkit of the
+    image. `skills_volume`: the skills of sandboxes, or None. `image_variables`: the environment of the image, each
+    variable as NAME=VALUE.
+
+    Raises ValueError when a field would silently weaken a row: an empty runtime, a seccomp text that is not a profile,
+    a foreign label.
     """
 
+    image: str
+    runtime: str
+    limits: SandboxLimits
+    labels: Mapping[str, str]
+    seccomp: str
+    cgroup_version: int
     workspace: WorkspaceMount = _OWN_MEMORY
     network: NetworkPolicy = "none"
     life_s: float = 86_400.0
     guest_volume: str | None = None
     skills_volume: str | None = None
     image_variables: Sequence[str] = ()
+
+    def __post_init__(self) -> None:
+        if not self.image or not self.runtime:
+            raise ValueError("image and runtime must be named: left empty, the engine would choose")
+        if self.cgroup_version not in (1, 2):
+            raise ValueError(f"cgroup version {self.cgroup_version!r} is neither 1 nor 2")
+        foreign = sorted(name for name in self.labels if not name.startswith(LABEL_PREFIX))
+        if foreign:
+            raise ValueError(f"labels must start with {LABEL_PREFIX}: {foreign}")
+        try:
+            profile = json.loads(self.seccomp)
+        except ValueError:
+            profile = None
+        if not isinstance(profile, dict) or profile.get("defaultAction") != "SCMP_ACT_ERRNO":
+            raise ValueError("seccomp must be the text of a profile that denies by default")
+
+    @property
+    def memory_bytes(self) -> int:
+        """The memory limit of the container."""
+        return self.limits.memory_bytes(has_tmpfs_workspace=self.workspace.bind is None)
 
 
 @dataclass(frozen=True)
@@ -109,34 +138,20 @@ class Promise:
     why: str
 
 
-def build_promises(
-    *,
-    image: str,
-    runtime: str,
-    limits: SandboxLimits,
-    labels: Mapping[str, str],
-    seccomp: str,
-    cgroup_version: int,
-    variant: Variant = Variant(),
-) -> tuple[Promise, ...]:
-    """Return the table. `cgroup_version`, 1 or 2, is `CgroupVersion` of the engine's `GET /info`.
-
-    Raises ValueError when an argument would silently weaken a row: an empty runtime, a seccomp text that is not a
-    profile, a foreign label.
-    """
-    _check_arguments(image, runtime, labels, seccomp, cgroup_version)
+def build_promises(spec: SandboxSpec) -> tuple[Promise, ...]:
+    """Return the table."""
+    limits, memory = spec.limits, spec.memory_bytes
     row = Promise
-    memory = limits.memory_bytes(has_tmpfs_workspace=variant.workspace.bind is None)
     table = [
-        row("Image", image, "what runs; the caller has checked it against the list of allowed digests"),
+        row("Image", spec.image, "what runs; the caller has checked it against the list of allowed digests"),
         row("User", f"{UID}:{UID}", "never root, not even to set up"),
-        row("Entrypoint", _entrypoint(variant), "the guest is PID 1: signals from inside cannot end it"),
+        row("Entrypoint", guest_command(spec), "the guest is PID 1: signals from inside cannot end it"),
         row("Cmd", [], "nothing of the image is appended to the guest's command"),
         row("WorkingDir", "/workspace", "relative paths start where files may be made"),
-        row("Env", _environment(variant), "these, over the image's own: no secret of the host"),
+        row("Env", _environment(spec), "these, over the image's own: no secret of the host"),
         row("Hostname", "sandbox", "reveals nothing about the host"),
         row("Domainname", "", "reveals nothing about the host"),
-        row("Labels", dict(labels), "how the reaper finds its containers; anyone with the socket can read them"),
+        row("Labels", dict(spec.labels), "how the reaper finds its containers; anyone with the socket can read them"),
         row("Volumes", {}, "an anonymous volume is host disk without a limit"),
         row("Healthcheck", {"Test": ["NONE"]}, "no process but the guest is started from outside"),
         row("Tty", False, "frames are binary, and TIOCSTI needs a terminal"),
@@ -151,14 +166,14 @@ def build_promises(
         row("HostConfig.PublishAllPorts", False, "nothing on the host listens for a sandbox"),
         row("HostConfig.Links", [], "no way to another container"),
         row("HostConfig.ExtraHosts", [], "no name of the host"),
-        row("HostConfig.Runtime", runtime, "the boundary itself: runc, or a stronger one the operator named"),
+        row("HostConfig.Runtime", spec.runtime, "the boundary itself: runc, or a stronger one the operator named"),
         row("HostConfig.Privileged", False, "would void every row"),
         row("HostConfig.CapDrop", ["ALL"], "no mount, mknod, chown, raw socket"),
         row("HostConfig.CapAdd", [], "no mount, mknod, chown, raw socket"),
         row("HostConfig.GroupAdd", [], "no group but the sandbox's own"),
         row(
             "HostConfig.SecurityOpt",
-            ["no-new-privileges", f"seccomp={seccomp}"],
+            ["no-new-privileges", f"seccomp={spec.seccomp}"],
             "setuid files are inert; calls are filtered",
         ),
         row("HostConfig.UsernsMode", "", "a remapping the operator set up is not switched off"),
@@ -172,11 +187,9 @@ def build_promises(
         row("HostConfig.Devices", [], "no device"),
         row("HostConfig.DeviceRequests", [], "no device"),
         row("HostConfig.DeviceCgroupRules", [], "no device"),
-        row(
-            "HostConfig.Tmpfs", _tmpfs_mounts(limits, variant), "every writable place has a size and a number of files"
-        ),
+        row("HostConfig.Tmpfs", _tmpfs_mounts(spec), "every writable place has a size and a number of files"),
         row("HostConfig.ShmSize", limits.shm_bytes, "for a runtime that mounts /dev/shm by itself"),
-        row("HostConfig.Sysctls", dict(_IPC_SYSCTLS), "System V memory outlives its process and no mount bounds it"),
+        row("HostConfig.Sysctls", dict(IPC_SYSCTLS), "System V memory outlives its process and no mount bounds it"),
         row("HostConfig.Memory", memory, "a hog dies in its own sandbox"),
         row("HostConfig.MemorySwap", memory, "equal to memory: no swap on top"),
         row("HostConfig.OomKillDisable", False, "a hog is killed, not frozen"),
@@ -188,7 +201,7 @@ def build_promises(
         row("HostConfig.AutoRemove", True, "the engine removes it even when sandboxd has died"),
         row("HostConfig.LogConfig", {"Type": "none", "Config": {}}, "output does not fill the host's disk"),
     ]
-    if mounts := _mounts(variant):  # An engine reports no empty list. find_drift finds mounts that were not requested.
+    if mounts := _mounts(spec):  # An engine reports no empty list. find_drift finds mounts that were not requested.
         table.append(
             row(
                 "HostConfig.Mounts",
@@ -196,119 +209,90 @@ def build_promises(
                 "the workspace where it is kept apart, and the toolkit and skills, both read-only",
             )
         )
-    if cgroup_version == 1:  # version 2 has no such setting, and engines refuse or drop it there
+    if spec.cgroup_version == 1:  # version 2 has no such setting, and engines refuse or drop it there
         table.append(row("HostConfig.MemorySwappiness", 0, "the limit is memory, never the host's swap"))
     return tuple(table)
 
 
 # Message queues and semaphores outlive their process, too. The sizes are enough for a small database and cannot fill a
 # sandbox.
-_IPC_SYSCTLS: Final[Mapping[str, str]] = {
+IPC_SYSCTLS: Final[Mapping[str, str]] = {
     "kernel.shm_rmid_forced": "1",  # a segment is freed with the last process that has it attached
     "kernel.msgmni": "64",
     "kernel.sem": "250 2048 32 64",
 }
 
 
-def _entrypoint(variant: Variant) -> list[str]:
-    return [
-        *GUEST_COMMAND,
-        "--life",
-        f"{variant.life_s:g}",
-        *(["--proxy", str(PROXY_PORT)] if variant.network == "egress" else []),
-    ]
+def guest_command(spec: SandboxSpec) -> list[str]:
+    """Return the command of PID 1."""
+    proxy = ["--proxy", str(PROXY_PORT)] if spec.network == "egress" else []
+    return [*GUEST_COMMAND, "--life", f"{spec.life_s:g}", *proxy]
 
 
-def _environment(variant: Variant) -> list[str]:
-    named = {variable.partition("=")[0] for variable in variant.image_variables}
-    unset = dict.fromkeys(named.intersection(_LOADER_VARIABLES), "")  # the engine can empty, not remove
-    variables = {**ENVIRONMENT, **unset, **(EGRESS_ENVIRONMENT if variant.network == "egress" else {})}
-    return [f"{name}={value}" for name, value in variables.items()]
+def own_variables(spec: SandboxSpec) -> dict[str, str]:
+    """Return the variables that are set over those of the image."""
+    return {**ENVIRONMENT, **(EGRESS_ENVIRONMENT if spec.network == "egress" else {})}
 
 
-def _mounts(variant: Variant) -> list[dict[str, object]]:
+def _environment(spec: SandboxSpec) -> list[str]:
+    named = {variable.partition("=")[0] for variable in spec.image_variables}
+    unset = dict.fromkeys(named.intersection(LOADER_VARIABLES), "")  # the engine can empty, not remove
+    return [f"{name}={value}" for name, value in {**own_variables(spec), **unset}.items()]
+
+
+def _mounts(spec: SandboxSpec) -> list[dict[str, object]]:
     mounts: list[dict[str, object]] = []
-    if variant.workspace.bind is not None:
+    if spec.workspace.bind is not None:
         options = {"Propagation": "rprivate", "NonRecursive": True}
-        mounts.append(
-            {"Type": "bind", "Source": variant.workspace.bind, "Target": "/workspace", "BindOptions": options}
-        )
-    for volume, folder in ((variant.guest_volume, GUEST_FOLDER), (variant.skills_volume, SKILLS_FOLDER)):
+        mounts.append({"Type": "bind", "Source": spec.workspace.bind, "Target": "/workspace", "BindOptions": options})
+    for volume, folder in ((spec.guest_volume, GUEST_FOLDER), (spec.skills_volume, SKILLS_FOLDER)):
         if volume is not None:
+            options = {"NoCopy": True}
             mounts.append(
-                {
-                    "Type": "volume",
-                    "Source": volume,
-                    "Target": folder,
-                    "ReadOnly": True,
-                    "VolumeOptions": {"NoCopy": True},
-                }
+                {"Type": "volume", "Source": volume, "Target": folder, "ReadOnly": True, "VolumeOptions": options}
             )
     return mounts
 
 
-def _workspace_tmpfs(limits: SandboxLimits) -> dict[str, str]:
-    size = f"size={limits.workspace_bytes},nr_inodes={limits.workspace_inodes}"
-    return {"/workspace": f"rw,nosuid,nodev,exec,{size},uid={UID},gid={UID},mode=0755"}
+def _tmpfs_mounts(spec: SandboxSpec) -> dict[str, str]:
+    return {folder: ",".join(options) for folder, options in tmpfs_options(spec).items()}
 
 
-def _tmpfs_mounts(limits: SandboxLimits, variant: Variant) -> dict[str, str]:
-    tmp = f"size={limits.tmp_bytes},nr_inodes={limits.tmp_inodes}"
-    output = f"size={limits.output_bytes},nr_inodes={limits.output_inodes}"
-    # The engine's own mount has no nr_inodes. Empty files in /dev/shm, which no kill removes, would use up the memory
-    # limit.
-    shm = f"size={limits.shm_bytes},nr_inodes={limits.shm_inodes}"
-    return {
-        **(_workspace_tmpfs(limits) if variant.workspace.bind is None else {}),
-        "/tmp": f"rw,nosuid,nodev,noexec,{tmp},mode=1777",
-        "/output": f"rw,nosuid,nodev,noexec,{output},uid={UID},gid={UID},mode=0700",
-        "/dev/shm": f"rw,nosuid,nodev,noexec,{shm},mode=1777",
+def tmpfs_options(spec: SandboxSpec) -> dict[str, list[str]]:
+    """Return the mount options of each folder in memory."""
+    limits = spec.limits
+    sizes = {
+        "/tmp": (limits.tmp_bytes, limits.tmp_inodes, ["mode=1777"]),
+        "/output": (limits.output_bytes, limits.output_inodes, [f"uid={UID}", f"gid={UID}", "mode=0700"]),
+        # The engine's own mount has no nr_inodes. Empty files in /dev/shm, which no kill removes, would use up the
+        # memory limit.
+        "/dev/shm": (limits.shm_bytes, limits.shm_inodes, ["mode=1777"]),
     }
+    options = {
+        folder: ["rw", "nosuid", "nodev", "noexec", f"size={size}", f"nr_inodes={inodes}", *rest]
+        for folder, (size, inodes, rest) in sizes.items()
+    }
+    if spec.workspace.bind is None:
+        size = [f"size={limits.workspace_bytes}", f"nr_inodes={limits.workspace_inodes}"]
+        own = [f"uid={UID}", f"gid={UID}", "mode=0755"]
+        options = {"/workspace": ["rw", "nosuid", "nodev", "exec", *size, *own], **options}
+    return options
+
+
+def ulimits(limits: SandboxLimits) -> dict[str, int]:
+    """Return the resource limits of every process, soft and hard, by the name of `ulimit`."""
+    return {"nofile": limits.nofile, "core": 0, "fsize": limits.workspace_bytes}
 
 
 def _ulimits(limits: SandboxLimits) -> list[dict[str, object]]:
-    values = {"nofile": limits.nofile, "core": 0, "fsize": limits.workspace_bytes}
-    return [{"Name": name, "Soft": value, "Hard": value} for name, value in values.items()]
+    return [{"Name": name, "Soft": value, "Hard": value} for name, value in ulimits(limits).items()]
 
 
-def _check_arguments(image: str, runtime: str, labels: Mapping[str, str], seccomp: str, cgroup_version: int) -> None:
-    if not image or not runtime:
-        raise ValueError("image and runtime must be named: left empty, the engine would choose")
-    if cgroup_version not in (1, 2):
-        raise ValueError(f"cgroup version {cgroup_version!r} is neither 1 nor 2")
-    foreign = sorted(name for name in labels if not name.startswith(LABEL_PREFIX))
-    if foreign:
-        raise ValueError(f"labels must start with {LABEL_PREFIX}: {foreign}")
-    try:
-        profile = json.loads(seccomp)
-    except ValueError:
-        profile = None
-    if not isinstance(profile, dict) or profile.get("defaultAction") != "SCMP_ACT_ERRNO":
-        raise ValueError("seccomp must be the text of a profile that denies by default")
-
-
-def build_container_config(
-    *,
-    image: str,
-    runtime: str,
-    limits: SandboxLimits,
-    labels: Mapping[str, str],
-    seccomp: str,
-    cgroup_version: int,
-    variant: Variant = Variant(),
-) -> dict[str, object]:
-    """Return the body of `POST /containers/create`. Arguments and errors as in `build_promises`."""
+def build_container_config(spec: SandboxSpec) -> dict[str, object]:
+    """Return the body of `POST /containers/create`."""
     host: dict[str, object] = {}
     config: dict[str, object] = {}
-    for promise in build_promises(
-        image=image,
-        runtime=runtime,
-        limits=limits,
-        labels=labels,
-        seccomp=seccomp,
-        cgroup_version=cgroup_version,
-        variant=variant,
-    ):
+    for promise in build_promises(spec):
         section, _, name = promise.place.rpartition(".")
         (host if section == "HostConfig" else config)[name] = promise.value
     return {**config, "HostConfig": host}

@@ -1,0 +1,79 @@
+"""The interface of a sandbox runtime, which starts, freezes, lists and removes the sandboxes of a host.
+
+Two runtimes have it. `EngineRuntime` (engine_runtime.py) asks the Docker engine, and `OciRuntime` (oci.py) calls crun
+or runc itself. Every sandbox has labels that survive the death of this process, so that any sandboxd finds it again.
+"""
+
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final, Protocol
+
+from workers.sandboxd.runtime.hardening import SandboxSpec
+
+LABEL_PRODUCT: Final = "toolcrew.product"
+LABEL_DEPLOYMENT: Final = "toolcrew.deployment"
+LABEL_SANDBOXD: Final = "toolcrew.sandboxd"
+LABEL_CREATED_AT: Final = "toolcrew.created_at"
+LABEL_DEADLINE: Final = "toolcrew.deadline"
+"""Label with the deadline in epoch seconds, in decimal. After the deadline any sandboxd of the deployment may remove
+the container.
+"""
+LABEL_LEASE: Final = "toolcrew.lease"
+PRODUCT: Final = "sandbox"
+
+
+@dataclass(frozen=True)
+class AttachedContainer:
+    """A started container and the socket to its stdin and stdout.
+
+    `stderr`: the descriptor of a pipe from its stderr. None: the socket carries the engine's multiplexed stream of
+    stdout and stderr.
+    """
+
+    id: str
+    sock: socket.socket
+    stderr: int | None = None
+
+
+@dataclass(frozen=True)
+class ListedContainer:
+    """A container of this product as its runtime lists it. `state` is one of created, running, paused, exited, dead.
+    Times are in epoch seconds.
+    """
+
+    id: str
+    name: str
+    state: str
+    labels: Mapping[str, str]
+    created_at: float
+
+
+class SandboxRuntime(Protocol):
+    """Starts and removes sandboxes. All methods raise SandboxUnavailable; the text says what to do."""
+
+    async def start(self, spec: SandboxSpec, name: str) -> AttachedContainer:
+        """Start a sandbox. The caller removes it by that name after a failure, because a part of it may exist."""
+        ...
+
+    async def find_drift(self, container: str, spec: SandboxSpec) -> list[str]:
+        """Return a sentence for every property of a running sandbox that differs from its specification."""
+        ...
+
+    async def pause(self, container: str) -> None:
+        """Freeze all processes of a container. A frozen container is not changed."""
+        ...
+
+    async def unpause(self, container: str) -> None:
+        """Thaw a container. A running container is not changed."""
+        ...
+
+    async def remove(self, container: str) -> None:
+        """Kill and remove a container, by name or id, and return when none of its processes exists. Ignores a container
+        that does not exist.
+        """
+        ...
+
+    async def list_sandboxes(self, deployment: str) -> list[ListedContainer]:
+        """Return all containers of the product and that deployment, in any state, of any sandboxd."""
+        ...

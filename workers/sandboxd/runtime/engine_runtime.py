@@ -1,0 +1,24 @@
+"""Sandboxes that the Docker engine starts."""
+
+from workers.sandboxd.runtime.base import AttachedContainer, ListedContainer
+from workers.sandboxd.runtime.engine import Engine
+from workers.sandboxd.runtime.hardening import SandboxSpec, build_container_config, find_drift
+
+
+class EngineRuntime:
+    """A sandbox runtime over the engine's API (runtime/base.py)."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self.pause = engine.pause
+        self.unpause = engine.unpause
+        self.remove = engine.remove
+
+    async def start(self, spec: SandboxSpec, name: str) -> AttachedContainer:
+        return await self._engine.start(build_container_config(spec), name)
+
+    async def find_drift(self, container: str, spec: SandboxSpec) -> list[str]:
+        return find_drift(build_container_config(spec), await self._engine.inspect(container), spec.image_variables)
+
+    async def list_sandboxes(self, deployment: str) -> list[ListedContainer]:
+        return await self._engine.list_sandboxes(deployment)
