@@ -1,6 +1,5 @@
 """The registry of tools: replacing, finding, filtering, and access by many threads."""
 
-import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -16,21 +15,6 @@ def build_tool(name: str, handler: str = "handler") -> Tool[str]:
 
 def names(registry: ToolRegistry[str], *wanted: str) -> list[str]:
     return [spec.name for spec in registry.specs(wanted or "all")]
-
-
-def test_a_tool_is_found_under_its_exact_name() -> None:
-    tool = build_tool("a")
-    registry = ToolRegistry([tool])
-    assert registry.get("a") is tool
-    assert [registry.get(name) for name in ("b", "A", "a ", "")] == [None] * 4
-
-
-def test_a_tool_of_the_same_name_replaces_the_first() -> None:
-    registry = ToolRegistry([build_tool("a", "old"), build_tool("b")])
-    registry.register(build_tool("a", "new"))
-    tool = registry.get("a")
-    assert tool is not None
-    assert (tool.handler, len(registry)) == ("new", 2)
 
 
 def test_a_tool_with_an_invalid_schema_is_refused_when_it_is_registered() -> None:
@@ -67,30 +51,6 @@ def test_a_list_of_specs_is_a_snapshot() -> None:
     registry.register(build_tool("b"))
     before.clear()
     assert names(registry) == ["a", "b"]
-
-
-def test_many_threads_register_find_and_list_at_once() -> None:
-    registry: ToolRegistry[str] = ToolRegistry()
-    threads, each = 8, 10
-    together = threading.Barrier(threads)
-
-    def work(number: int) -> list[str]:
-        together.wait()
-        seen = []
-        for at in range(each):
-            registry.register(build_tool(f"tool-{number}-{at}"))
-            registry.register(build_tool("shared", f"by-{number}"))
-            shared = registry.get("shared")
-            assert shared is not None
-            seen.append(shared.handler)
-            listed = [spec.name for spec in registry.specs()]
-            assert listed == sorted(listed)
-        return seen
-
-    with ThreadPoolExecutor(threads) as pool:
-        handlers = {handler for seen in pool.map(work, range(threads)) for handler in seen}
-    assert len(registry) == threads * each + 1
-    assert handlers <= {f"by-{number}" for number in range(threads)}
 
 
 def test_a_disabled_tool_is_listed_and_found_but_not_shown_to_a_model() -> None:
