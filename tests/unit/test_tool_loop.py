@@ -46,19 +46,3 @@ async def test_a_session_remembers_and_another_one_does_not() -> None:
         ["system", "user"],
     ]
     assert requests[0].messages[0]["content"].startswith("Be brief.")
-
-
-async def test_a_registry_lists_gets_and_executes() -> None:
-    registry = create_tool_registry()
-    registry.register(
-        {
-            "name": "double",
-            "description": "Doubles.",
-            "parameters": {"type": "object"},
-            "execute": lambda args: args["n"] * 2,
-        }
-    )
-    tool = registry.get("double")
-    assert tool is not None
-    assert ([spec.name for spec in registry.list()], registry.get("nothing")) == (["double"], None)
-    assert (await registry.execute("nothing", {})).error == "Tool not found: nothing"
