@@ -43,31 +43,13 @@ S0_CHUNKS = [
 ]
 
 
-def test_a_tag_gives_its_name_and_string_values() -> None:
-    call = only_call(SEARCH)
-    assert (call.name, call.arguments) == ("vector-search", {"query": "读取文件", "limit": "5"})
-
-
 def test_text_around_calls_is_kept_byte_for_byte() -> None:
     events = parse(f" a\r\n{SEARCH}\t\n{SEARCH} b ")
     assert [event.text for event in events if isinstance(event, Text)] == [" a\r\n", "\t\n", " b "]
 
 
-def test_a_call_over_three_chunks_comes_between_the_texts_around_it() -> None:
-    parser = TagStreamParser()
-    assert parser.feed(S0_CHUNKS[0]) == [Text("思考: 我需要搜索...")]
-    assert parser.feed(S0_CHUNKS[1]) == []
-    assert [type(event) for event in parser.feed(S0_CHUNKS[2])] == [Call, Text]
-
-
 def test_the_doubled_quote_of_the_three_chunks_is_dropped() -> None:
     assert only_call("".join(S0_CHUNKS)[S0_CHUNKS[0].index("<") : -len("接下来...")]).arguments == {"query": "test"}
-
-
-def test_a_chunk_without_a_marker_goes_out_at_once() -> None:
-    parser = TagStreamParser()
-    parser.feed("some text")
-    assert parser.feed("a < b, <b>bold</b>") == [Text("a < b, <b>bold</b>")]
 
 
 @pytest.mark.parametrize("length", range(1, 13))
