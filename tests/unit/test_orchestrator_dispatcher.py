@@ -11,7 +11,7 @@ from contract.specs import SkillSummary, ToolSpec
 from orchestrator.dispatch.dispatcher import Dispatcher, effective_limit
 from orchestrator.dispatch.request import Request
 from orchestrator.dispatch.tenant_catalog import TenantCatalog
-from orchestrator.dispatch.transport import DeliveryFailed, InProcessTransport
+from orchestrator.dispatch.transport import DeliveryFailed
 from tests.builders import KEY, build_call, build_spec
 from tests.fakes import AnsweringTransport, StaticCatalog
 
@@ -42,11 +42,6 @@ class Door:
 
     async def call(self, call: ToolCall | None = None, **fields: Any) -> ToolResult:
         return await self._dispatcher.dispatch(Request(call or build_call(text="hi"), *ROUTE, **fields))
-
-
-async def test_a_call_comes_back_with_its_result() -> None:
-    result = await Door().call()
-    assert (result.success, result.output, result.call_id) == (True, "hi", "call-1")
 
 
 async def test_a_delivery_says_what_where_and_until_when() -> None:
@@ -81,16 +76,6 @@ async def test_a_worker_gets_arguments_that_are_whole_and_canonical() -> None:
     assert result.metadata["aliases_used"] == ["words -> text"]
 
 
-async def test_an_unknown_tool_is_named_exactly_with_the_nearest_ones() -> None:
-    door = Door()
-    result = await door.call(build_call("ehco"))
-    assert result.success is False
-    assert result.error == "Tool not found: ehco"
-    assert result.error_code == ErrorCode.TOOL_NOT_FOUND
-    assert result.metadata["nearest"][0] == "echo"  # type: ignore[index]
-    assert door.transport.deliveries == []
-
-
 async def test_a_model_cannot_call_a_verb_of_the_session() -> None:
     verb = build_spec("session.exec", audience="session")
     result = await Door(fine, ECHO, verb).call(build_call("session.exec"))
@@ -98,24 +83,15 @@ async def test_a_model_cannot_call_a_verb_of_the_session() -> None:
     assert "session.exec" not in result.metadata["nearest"]  # type: ignore[operator]
 
 
-async def test_the_sdk_may() -> None:
-    verb = build_spec("session.exec", audience="session")
-    assert (await Door(fine, ECHO, verb).call(build_call("session.exec"), audience="session")).success
-
-
-@pytest.mark.parametrize("arguments", [{"nope": 1}, {"text": "a", "words": "b"}])
+@pytest.mark.parametrize(
+    "arguments",
+    [{"nope": 1}, {"text": "a", "words": "b"}, {"text": 5}, {"x" * 30_000: 1}],
+    ids=["unknown name", "name and alias", "wrong type", "huge name"],
+)
 async def test_invalid_arguments_are_not_sent(arguments: dict[str, Any]) -> None:
     door = Door()
     result = await door.call(build_call(**arguments))
     assert (result.error_code, door.transport.deliveries) == (ErrorCode.INVALID_ARGUMENTS, [])
-
-
-async def test_a_wrong_type_is_not_sent() -> None:
-    assert (await Door().call(build_call(text=5))).error_code is ErrorCode.INVALID_ARGUMENTS
-
-
-async def test_a_parameter_with_a_huge_name_fails() -> None:
-    assert (await Door().call(build_call(**{"x" * 30_000: 1}))).error_code is ErrorCode.INVALID_ARGUMENTS
 
 
 async def test_text_is_coerced_only_when_the_arguments_are_text() -> None:
@@ -145,6 +121,7 @@ LIMITS = [
     ({"timeout": "5"}, {}, 30),
     ({"timeout": float("nan")}, {}, 30),
     ({"timeout": float("inf")}, {}, 600),
+    ({"timeout": 10**400}, {}, 600),
 ]
 
 
@@ -174,10 +151,6 @@ def test_a_configured_limit_below_the_default_bounds_every_call() -> None:
     assert effective_limit(build_spec(), {}, Request(build_call(), *ROUTE, default_timeout_s=2)) == 2
 
 
-def test_a_giant_timeout_is_the_maximum() -> None:
-    assert effective_limit(TIMED, {"timeout": 10**400}, Request(build_call(), *ROUTE)) == 600
-
-
 @pytest.mark.parametrize("timeout_s", [0, -1, float("nan")])
 async def test_a_limit_that_is_none_is_a_result(timeout_s: float) -> None:
     assert (await Door().call(timeout_s=timeout_s)).error_code is ErrorCode.INVALID_ARGUMENTS
@@ -203,15 +176,6 @@ async def test_a_failure_on_the_way_is_a_result(error: Exception, code: ErrorCod
 
 async def test_an_unknown_outcome_says_that_the_call_may_have_acted() -> None:
     assert "may or may not have acted" in str((await Door(raising(TimeoutError())).call()).error)
-
-
-async def test_a_failure_of_the_operators_is_logged(caplog: pytest.LogCaptureFixture) -> None:
-    dispatcher = Dispatcher(
-        AnsweringTransport(raising(BrokerUnavailable("gone"))), TenantCatalog(StaticCatalog(ECHO)), KEY, queue_wait_s=1
-    )
-    await dispatcher.dispatch(Request(build_call(), *ROUTE))
-    assert "event=call_not_served" in caplog.text
-    assert "code=BROKER_UNAVAILABLE" in caplog.text
 
 
 async def test_the_result_of_another_call_is_refused() -> None:
@@ -267,15 +231,3 @@ async def test_the_rest_of_the_time_is_transfer() -> None:
 
 
 # Plain functions as tools
-
-
-async def test_plain_functions_serve_as_tools() -> None:
-    async def later(text: str) -> str:
-        return text[::-1]
-
-    specs = [build_spec(name) for name in ("now", "later")]
-    transport = InProcessTransport({"now": lambda text: text.upper(), "later": later}, KEY)
-    dispatcher = Dispatcher(transport, TenantCatalog(StaticCatalog(*specs)), KEY, queue_wait_s=1)
-    results = [await dispatcher.dispatch(Request(build_call(name, text="abc"), *ROUTE)) for name in ("now", "later")]
-    assert [result.output for result in results] == ["ABC", "cba"]
-    assert [attempt.request.worker_call.name for attempt in transport.delivered] == ["now", "later"]
