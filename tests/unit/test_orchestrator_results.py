@@ -143,16 +143,6 @@ async def test_garbage_is_ignored(redis_server: RedisProcess, not_sweeping: None
             await arrives(future)
 
 
-async def test_a_result_of_another_task_is_ignored(redis_server: RedisProcess, not_sweeping: None) -> None:
-    async with listening(redis_server) as (hub, client):
-        task_id, other = hub.task_id("c1"), hub.task_id("c2")
-        with hub.expect(task_id) as future, hub.expect(other) as last:
-            await publish(client, task_id, stored(other))
-            await publish(client, other)
-            await arrives(last)
-            assert not future.done()
-
-
 async def test_the_late_result_of_a_failed_task_is_dropped(redis_server: RedisProcess, not_sweeping: None) -> None:
     async with listening(redis_server) as (hub, client):
         task_id, other = hub.task_id("c1"), hub.task_id("c2")
