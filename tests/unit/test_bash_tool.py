@@ -64,12 +64,6 @@ def output_of(**fields: Any) -> str:
 # A command
 
 
-def test_a_command_that_worked_gives_its_output_and_metadata() -> None:
-    result = Bench(build_exec_response(b"out\n", b"err\n")).bash()
-    assert (result.success, result.output) == (True, "out\nerr\n")
-    assert result.metadata == {"stdout": "out\n", "stderr": "err\n", "exit_code": 0, "cwd": "/workspace"}
-
-
 def test_silence_is_said() -> None:
     assert Bench(build_exec_response()).bash().output == "(no output)"
     assert Bench(build_exec_response(exit_code=1)).bash().output == "(no output)\n[exit code 1]"
@@ -95,18 +89,6 @@ def test_the_state_can_be_forgotten_first() -> None:
     bench = Bench(build_exec_response())
     bench.bash(reset_state=True)
     assert bench.request["state"] == "fresh"
-
-
-def test_without_a_cwd_the_session_decides_where() -> None:
-    bench = Bench(build_exec_response(state={**STATE, "folder": "/workspace/deep"}))
-    assert bench.bash().metadata["cwd"] == "/workspace/deep"
-    assert bench.request["cwd"] is None
-
-
-def test_the_limit_of_the_context_is_the_guests() -> None:
-    bench = Bench(build_exec_response(), timeout_s=7)
-    bench.bash(timeout=3)
-    assert bench.request["timeout_s"] == 7
 
 
 def test_a_timeout_gives_what_was_printed_until_then() -> None:
