@@ -66,19 +66,6 @@ def test_the_requested_page_fits_the_output_with_its_footer() -> None:
     }
 
 
-def test_without_a_range_it_asks_for_the_first_2000_lines_in_any_encoding() -> None:
-    bench = Bench(build_read_response(b""))
-    bench.read()
-    fields = {name: bench.client.requests[0][name] for name in ("offset", "limit", "column", "encoding")}
-    assert fields == {"offset": 1, "limit": 2000, "column": 1, "encoding": "auto"}
-
-
-def test_a_part_says_where_to_go_on() -> None:
-    result = read(build_read_response(b"five\nsix\n", lines=9, size=40), offset=5, limit=2)
-    assert result.output == "5\tfive\n6\tsix\n[lines 5-6 of 9; continue with offset=7]"
-    assert result.truncated is False
-
-
 def test_a_page_below_the_requested_length_is_truncated() -> None:
     assert read(build_read_response(b"a\n" * 2000, lines=2001)).truncated
     assert read(build_read_response(b"a\n", lines=5, is_out_of_room=True), limit=3).truncated
