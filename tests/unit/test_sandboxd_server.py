@@ -26,24 +26,6 @@ def short_grace(monkeypatch: pytest.MonkeyPatch) -> None:
 # Verbs
 
 
-async def test_open_call_close(tmp_path: Path) -> None:
-    async with running_sandboxd(tmp_path) as daemon:
-        client, name = await daemon.open()
-        response = await call(client, name, body=b"hello")
-        assert response.streams == {"stdout": b"hello"}
-        assert await asyncio.to_thread(client.close, name) is True
-        assert daemon.engine.alive == {}
-
-
-async def test_an_answer_tells_of_its_sandbox_and_its_time(tmp_path: Path) -> None:
-    async with running_sandboxd(tmp_path) as daemon:
-        client, name = await daemon.open()
-        done = (await call(client, name)).done
-        [container] = daemon.engine.alive
-        assert done["sandbox"] == {"id": container[:12], "generation": 1, "rebuilt": False}
-        assert 0 <= done["sandbox_s"] < SOON_S
-
-
 async def test_opening_again_gives_the_same_sandbox(tmp_path: Path) -> None:
     async with running_sandboxd(tmp_path) as daemon:
         await daemon.open()
@@ -144,17 +126,6 @@ async def test_output_is_handed_on_as_it_comes(tmp_path: Path) -> None:
         client, name = await daemon.open()
         await call(client, name, on_data=on_data)
     assert pieces == [("stdout", b"one"), ("stdout", b"two")]
-
-
-async def test_a_failure_of_the_guests_comes_through_as_data(tmp_path: Path) -> None:
-    async def refusing(guest: FakeGuest) -> None:
-        await guest.hello()
-        request, _ = await guest.request()
-        await guest.done(request, error={"code": "FILE_NOT_FOUND", "message": "/workspace/x: no such file"})
-
-    async with running_sandboxd(tmp_path, refusing) as daemon:
-        client, name = await daemon.open()
-        assert (await call(client, name)).done["error"]["code"] == "FILE_NOT_FOUND"
 
 
 async def test_cancelling_ends_the_call_that_is_named(tmp_path: Path) -> None:
@@ -299,9 +270,3 @@ async def test_a_client_reconnects_and_loses_no_call(tmp_path: Path) -> None:
         await asyncio.to_thread(client.status)
         await daemon.server.close_connections()
         assert (await asyncio.to_thread(client.status))["ok"] is True
-
-
-async def test_a_ping_is_a_call_like_any_other(tmp_path: Path) -> None:
-    async with running_sandboxd(tmp_path) as daemon:
-        client, name = await daemon.open()
-        assert (await call(client, name, {"op": "ping", "timeout_s": 5})).done["sandbox"]["generation"] == 1
