@@ -91,12 +91,6 @@ def tasks_left() -> set[str]:
 # Answering and calling
 
 
-async def test_an_answer_ends_the_run() -> None:
-    result = await work(ScriptedModel(["All done."]))
-    assert (result.answer, result.stop_reason, result.steps) == ("All done.", StopReason.ANSWERED, 1)
-    assert [message["role"] for message in result.transcript] == ["system", "user", "assistant"]
-
-
 async def test_the_first_request_holds_instruction_request_and_tools() -> None:
     model = ScriptedModel(["ok"])
     await work(model)
@@ -105,48 +99,11 @@ async def test_the_first_request_holds_instruction_request_and_tools() -> None:
     assert [tool["function"]["name"] for tool in request.tools] == ["echo"]
 
 
-@pytest.mark.parametrize(
-    ("reply", "dialect"),
-    [(echo("a"), NativeDialect()), ('<tool_action name="echo"><text value="a" /></tool_action>', TagsDialect())],
-    ids=["native", "tags"],
-)
-async def test_a_call_is_run_and_the_model_gets_the_result(reply: Any, dialect: Dialect) -> None:
-    model, tools = ScriptedModel([reply, "It is a."]), Tools()
-    result = await work(model, run_call=tools.run, dialect=dialect)
-    assert ([call.arguments for call in tools.calls], result.answer, result.steps) == ([{"text": "a"}], "It is a.", 2)
-    assert "did a" in model.requests[1].messages[-1]["content"]
-
-
-async def test_several_calls_run_one_after_another_in_order() -> None:
-    running, order = 0, []
-
-    async def run_call(call: ToolCall) -> ToolResult:
-        nonlocal running
-        running += 1
-        assert running == 1
-        order.append(call.arguments["text"])
-        await asyncio.sleep(0)
-        running -= 1
-        return ToolResult(call_id=call.id, name=call.name, success=True, output=str(call.arguments["text"]))
-
-    model = ScriptedModel([Calls([("echo", {"text": text}) for text in "abc"]), "done"])
-    await work(model, run_call=run_call)
-    assert order == ["a", "b", "c"]
-    assert [message["content"] for message in model.requests[1].messages[-3:]] == ["a", "b", "c"]
-
-
 async def test_ids_of_calls_are_ours_and_never_the_same_twice() -> None:
     tools = Tools()
     await work(ScriptedModel([Calls([("echo", {})] * 2), echo("a"), "done"]), run_call=tools.run)
     assert len({call.id for call in tools.calls}) == 3
     assert all(call.id.startswith("r1-") for call in tools.calls)
-
-
-async def test_a_failed_tool_does_not_end_the_loop() -> None:
-    model = ScriptedModel([echo("a"), "It failed."])
-    result = await work(model, run_call=Tools(ErrorCode.TIMEOUT).run)
-    assert result.stop_reason is StopReason.ANSWERED
-    assert model.requests[1].messages[-1]["content"] == "Error [TIMEOUT]: it did not work"
 
 
 async def test_a_malformed_call_is_reported_and_not_run() -> None:
@@ -210,12 +167,6 @@ async def test_a_model_that_always_calls_stops_at_the_limit_with_a_warning() -> 
     assert next(event.message for event in seen if isinstance(event, Warned)).startswith(
         "stopped by the limit max_iterations after 3 steps"
     )
-
-
-async def test_the_default_limit_is_five_requests() -> None:
-    model = ScriptedModel(lambda _: echo("a"))
-    await work(model)
-    assert len(model.requests) == 5
 
 
 async def test_an_answer_in_the_last_step_is_an_answer() -> None:
