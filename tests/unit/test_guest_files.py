@@ -1,6 +1,5 @@
 """File requests of a running guest: reading, writing, and the state after a failed write."""
 
-import os
 import stat
 
 import pytest
@@ -35,11 +34,6 @@ def test_what_is_written_is_read(guest: Guest) -> None:
     answer = read(guest, "new/er/file", 2 << 20)
     assert (answer["size"], answer.bytes_of("file")) == (len(content), content)
     assert (guest.workspace / "new" / "er" / "file").read_bytes() == content
-
-
-def test_an_empty_body_makes_an_empty_file(guest: Guest) -> None:
-    assert write(guest, "empty", b"")["size"] == 0
-    assert read(guest, "empty")["size"] == 0
 
 
 def test_overwrite_keeps_mode_and_leaves_no_temporary_file(guest: Guest) -> None:
@@ -173,9 +167,3 @@ def test_a_read_can_be_cancelled(guest: Guest) -> None:
     guest.send({"id": call, "op": "cancel"})
     assert guest.finish(call).code == "CANCELLED"
     assert guest.wait_alone()
-
-
-def test_a_large_body_comes_in_many_frames(guest: Guest) -> None:
-    content = os.urandom(5 << 20)
-    write(guest, "large", content)
-    assert (guest.workspace / "large").read_bytes() == content
