@@ -76,25 +76,11 @@ def test_an_occurrence_that_overlaps_itself_is_ambiguous(guest: Guest) -> None:
     assert edit(guest, ("aa", "b", True))["replaced"] == 1
 
 
-def test_all_occurrences_are_replaced_on_demand(guest: Guest) -> None:
-    put(guest, b"x $& y\n" * 30)
-    done = edit(guest, ("x", "\\1 $&", True))
-    assert (done["replaced"], content(guest)) == (30, b"\\1 $& $& y\n" * 30)
-    assert told(done).splitlines()[-1] == "[10 more replacements; see them with grep_tool]"
-
-
 @pytest.mark.parametrize(("expected", "code"), [(3, None), (1, "AMBIGUOUS_MATCH"), (4, "AMBIGUOUS_MATCH")])
 def test_the_expected_count_must_be_the_count(guest: Guest, expected: int, code: str | None) -> None:
     put(guest, b"a a a")
     assert edit(guest, ("a", "b"), expected_count=expected).code == code
     assert content(guest) == (b"b b b" if code is None else b"a a a")
-
-
-def test_edits_are_made_in_order_on_what_the_one_before_left(guest: Guest) -> None:
-    put(guest, b"one\ntwo\nthree\n")
-    done = edit(guest, ("one", "uno"), ("uno\ntwo", "1\n2"), ("three", "3"))
-    assert (done["replaced"], content(guest)) == (3, b"1\n2\n3\n")
-    assert told(done) == "1\t1\n2\t2\n3\t3"
 
 
 def test_one_edit_that_fails_leaves_all_undone_and_is_named(guest: Guest) -> None:
