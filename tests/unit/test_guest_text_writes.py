@@ -108,12 +108,6 @@ def test_append_never_mixes_encodings(guest: Guest) -> None:
     assert content(guest, "f") == before
 
 
-def test_create_refuses_what_exists(guest: Guest) -> None:
-    assert write(guest, "f", "1", "create")["created"] is True
-    assert write(guest, "f", "2", "create").code == "FILE_EXISTS"
-    assert content(guest, "f") == b"1"
-
-
 def test_other_line_ends_than_the_old_files_are_said_and_are_no_diff(guest: Guest) -> None:
     guest.run(r"printf 'a\r\nb\r\n' > f")
     assert told(write(guest, "f", "a\nb\n")) == "[line ends: the file had CRLF, the content has LF]"
@@ -202,12 +196,6 @@ def test_a_file_in_a_folder_that_takes_no_new_names_is_written_in_place(guest: G
     guest.run("mkdir d; echo long old content > d/f; chmod 555 d")
     assert write(guest, "d/f", "new\n").code is None
     assert content(guest, "d/f") == b"new\n"
-
-
-def test_every_name_of_a_hard_linked_file_sees_the_write(guest: Guest) -> None:
-    guest.run("echo long old content > a; ln a b")
-    write(guest, "a", "new\n")
-    assert content(guest, "b") == b"new\n"
 
 
 @pytest.mark.parametrize("body", [b"\xff", b"\xed\xa0\x80"])
