@@ -29,7 +29,6 @@ from store.run_events import MAX_EVENT_BYTES, build_event, is_before
 from store.runs import HostedState
 from tests.conftest import RedisProcess
 from tests.hosted_ground import SOON_S, HostedGround, MadeHosted, open_hosted, types
-from tests.item_ground import echo_then
 from tests.run_ground import build_outcome
 
 
@@ -327,11 +326,3 @@ async def test_what_a_broken_reply_has_shown_is_withdrawn(make_hosted: MadeHoste
         if event["type"].startswith("Text")
     ]
     assert texts == [("TextArrived", "lost"), ("TextWithdrawn", 4), ("TextArrived", "kept")]
-
-
-async def test_output_of_a_call_arrives_before_its_result(make_hosted: MadeHosted) -> None:
-    ground = make_hosted(echo_then("done", "one"))
-    run = await ground.start()
-    async with ground.working():
-        events = await ground.events(run)
-    assert types(events).index("CallSent") < types(events).index("CallFinished")
