@@ -10,7 +10,7 @@ import pytest
 from contract.errors import ModelInterrupted
 from orchestrator.dialects.model import Chunk, ModelRequest
 from orchestrator.models.openai import OpenAIModel
-from tests.model_endpoint import END, HELLO, USAGE, Answer, answer, cut_stream, failure, read, serving, stream, text_of
+from tests.model_endpoint import END, HELLO, Answer, answer, cut_stream, failure, read, serving, stream, text_of
 
 KEY = "sk-very-secret-key"
 
@@ -26,11 +26,6 @@ def refusing(field: str, otherwise: bytes = stream(END)) -> Answer:
         return answer(400, {"error": {"message": f"unknown field {field}"}}) if field in body else otherwise
 
     return reply
-
-
-async def test_chunks_come_as_the_server_wrote_them() -> None:
-    async with serving([stream(HELLO, END, USAGE)]) as server:
-        assert await ask(server.url) == [HELLO, END, USAGE]
 
 
 async def test_the_request_names_the_model_and_asks_for_usage_and_has_no_empty_tools() -> None:
@@ -174,8 +169,3 @@ async def test_credentials_in_the_url_are_not_shown() -> None:
     model = OpenAIModel("m", "http://user:hunter2@127.0.0.1:9/v1?key=hunter3", retries=0)
     assert model.address == "http://127.0.0.1:9/v1"
     assert "hunter" not in str(await failure(read(model)))
-
-
-async def test_a_server_without_keys_needs_none() -> None:
-    async with serving([stream(END)]) as server:
-        assert await read(OpenAIModel("m", server.url, None, 5.0)) == [END]
