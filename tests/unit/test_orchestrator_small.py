@@ -39,11 +39,6 @@ RESULT = ToolResult(call_id="c", name="echo", success=True, output="fine")
 # Limits
 
 
-def test_the_defaults_are_five_steps_and_thirty_seconds() -> None:
-    options = ReActOptions()
-    assert (options.max_iterations, options.tool_timeout_s, options.enable_tool_action_parsing) == (5, 30, True)
-
-
 @pytest.mark.parametrize(
     "options",
     [{"max_iterations": 0}, {"max_iterations": -1}] + [{"tool_timeout_s": limit} for limit in (0, -1, float("nan"))],
