@@ -45,15 +45,6 @@ async def test_a_session_gets_a_warm_sandbox_with_its_workspace_and_the_pool_fil
         filling.cancel()
 
 
-async def test_a_sandbox_of_the_pool_serves_one_session_only(tmp_path: Path) -> None:
-    async with open_host(tmp_path, pool=QUICK) as host:
-        (await filled(host)).cancel()
-        entries = await asyncio.gather(
-            *(host.sessions.open(f"acme:{number}", NewSession(PLAN, 60)) for number in range(4))
-        )
-        assert len({entry.sandbox.container for entry in entries if entry.sandbox is not None}) == 4
-
-
 @pytest.mark.parametrize(
     "dirt",
     [
