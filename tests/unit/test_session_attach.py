@@ -55,16 +55,6 @@ class House:
         return ToolResult(call_id=call.id, name=call.name, success=True, output="hello", metadata=metadata)
 
 
-async def test_an_attached_session_serves_calls_where_it_lives() -> None:
-    house = House()
-    opened = await house.open()
-    attached = await house.attach(opened.id)
-    result = await attached.call("bash_tool", {"command": "true"})
-    assert (result.success, attached.id, attached.tenant) == (True, opened.id, "acme")
-    assert house.transport.deliveries[-1].queue == "host.h1.b00t"
-    assert house.transport.contexts[-1].session == opened.id
-
-
 async def test_an_attached_session_needs_no_request_for_its_facts() -> None:
     house = House()
     opened = await house.open()
@@ -83,18 +73,6 @@ async def test_a_session_of_an_earlier_release_asks_its_host() -> None:
     assert house.sent() == ["session.open", "session.open"]
     assert house.transport.calls[-1].arguments == {"image": "python", "ttl_s": 60}
     assert house.transport.contexts[-1].fence == 1
-
-
-async def test_the_end_of_a_block_leaves_it_open_and_close_closes_it() -> None:
-    house = House()
-    opened = await house.open()
-    async with await house.attach(opened.id) as attached:
-        await attached.call("bash_tool", {"command": "true"})
-    assert "session.close" not in house.sent()
-    await attached.close()
-    assert house.sent()[-1] == "session.close"
-    with pytest.raises(ToolFailure):
-        await house.attach(opened.id)
 
 
 async def test_a_program_that_is_stopped_leaves_an_attached_session_open() -> None:
