@@ -2,8 +2,6 @@
 
 import io
 import json
-import subprocess
-import sys
 import tarfile
 from pathlib import Path
 from typing import Any
@@ -16,7 +14,7 @@ from contract.registry import ToolRegistry
 from contract.skill_sidecars import SIDECAR_FILE
 from tests.builders import build_context, build_exec_response
 from tests.fakes import FakeSandboxClient, MemoryBlobs, MemoryLedger, build_executor
-from tests.skill_ground import SHIPPED, write_skill
+from tests.skill_ground import write_skill
 from workers.sandbox_client import SandboxdUnreachable
 from workers.skills.loader import load_skills
 from workers.skills.tool import build_skill_tool, register_skill_tools
@@ -215,16 +213,3 @@ def test_a_sandboxd_lost_during_a_skill_load_leaves_the_call_unstarted(root: Pat
     bench.client.find_skill = gone  # type: ignore[method-assign]
     result = bench.use(name="alpha", action="run", script="a.py")
     assert (result.error_code, result.metadata["not_run"]) == (ErrorCode.SANDBOX_UNAVAILABLE, "sandboxd")
-
-
-def test_word_count_counts(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text("Two words\ntwo more\n")
-    payload = json.dumps({"files": ["a.txt", "none.txt"], "top": 1})
-    script = SHIPPED / "word-count" / "scripts" / "count.py"
-    done = subprocess.run(
-        [sys.executable, script], input=payload, capture_output=True, text=True, cwd=tmp_path, check=True
-    )
-    assert json.loads(done.stdout) == {
-        "a.txt": {"lines": 2, "words": 4, "characters": 19, "top": [["two", 2]]},
-        "none.txt": {"error": "No such file or directory"},
-    }
