@@ -241,11 +241,6 @@ async def test_the_dispatcher_does_not_send_what_is_off() -> None:
     assert (result.error_code, result.error, sent) == (ErrorCode.TOOL_DISABLED, OFF.refusal("echo"), 0)
 
 
-async def test_the_dispatcher_sends_what_is_on_and_every_verb() -> None:
-    assert (await dispatch("echo", Board(other=OFF)))[0].success
-    assert (await dispatch("session.close", Board(**{"session.close": OFF}), "session"))[0].success
-
-
 async def test_the_dispatcher_tells_an_unknown_tool_from_one_that_is_off() -> None:
     result, _ = await dispatch("nothing", Board(nothing=OFF))
     assert result.error_code is ErrorCode.TOOL_NOT_FOUND
