@@ -107,18 +107,6 @@ def desk(redis_server: RedisProcess, monkeypatch: pytest.MonkeyPatch) -> Iterato
     desk.end()
 
 
-def test_a_cancel_kills_what_the_named_call_runs(desk: Desk) -> None:
-    desk.send(order(call_id="c9"))
-    assert desk.sandboxd.was_asked()
-    assert desk.sandboxd.cancelled == [("acme:s1", "c9")]
-
-
-def test_a_close_removes_the_sandbox_of_the_signed_session(desk: Desk) -> None:
-    desk.send(order("session.close"))
-    assert desk.sandboxd.was_asked()
-    assert desk.sandboxd.closed == ["acme:s1"]
-
-
 def test_a_close_that_takes_long_holds_up_no_cancel(desk: Desk) -> None:
     desk.sandboxd.gate.clear()
     desk.send(order("session.close"), order(call_id="c9"))
@@ -183,11 +171,6 @@ def test_a_key_of_another_type_is_waited_out(desk: Desk) -> None:
     desk.redis.delete(control_queue(QUEUE))
     desk.send(order(call_id="after"))
     assert desk.sandboxd.was_asked()
-
-
-def test_it_stops_when_told(desk: Desk) -> None:
-    desk.listener.stop()
-    assert not desk.listener._thread.is_alive()
 
 
 def test_cancelling_a_call_that_still_waits_keeps_it_from_ever_starting(desk: Desk) -> None:
