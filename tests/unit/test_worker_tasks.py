@@ -19,7 +19,7 @@ from contract.envelope import decode_result, encode_call
 from contract.errors import OPERATOR_CODES, EnvelopeRefused, ErrorCode, ToolFailure
 from contract.names import refusals_key, task_name
 from contract.registry import ToolRegistry
-from contract.signing import ResultSeal, SigningKeys
+from contract.signing import ResultSeal
 from store import blobs as blobs_module
 from store.blobs import Blobs as OrchestratorBlobs
 from store.blobs import WorkerBlobs
@@ -80,11 +80,6 @@ def test_the_tasks_of_a_worker_are_its_own_apps_alone(edge: Edge) -> None:
     assert edge.names() & set(other.tasks) == set()
 
 
-def test_a_signed_call_of_the_right_task_runs(edge: Edge) -> None:
-    result = edge.run("session.close", encode_call(build_call("session.close"), build_context(), KEY))
-    assert (result.success, edge.client.closed) == (True, ["acme:s1"])
-
-
 def test_one_executor_serves_the_calls_of_a_thread(edge: Edge) -> None:
     for number in ("1", "2"):
         edge.run(
@@ -105,12 +100,6 @@ def test_garbage_is_refused_and_nothing_runs(edge: Edge, envelope: Any) -> None:
         edge.run("session.close", envelope)
     assert edge.client.closed == []
     assert edge.refused in (["malformed"], ["version"])
-
-
-def test_another_key_is_refused(edge: Edge) -> None:
-    with pytest.raises(EnvelopeRefused):
-        edge.run("session.close", encode_call(build_call("session.close"), build_context(), SigningKeys.of("j" * 32)))
-    assert (edge.client.closed, edge.refused) == ([], ["signature"])
 
 
 def test_a_repetition_stores_no_result_and_is_counted(edge: Edge) -> None:
@@ -150,12 +139,6 @@ def test_a_task_fails_exactly_when_the_operator_must_act(code: ErrorCode) -> Non
         answer = failed.value.answer
     result = decode_result(json.loads(json.dumps(answer.encoded)), ResultSeal(KEY, "acme"))
     assert (result.error_code, result.error) == (code, "the words of a secret")
-
-
-def test_a_signature_of_half_a_surrogate_is_refused_like_any_other(edge: Edge) -> None:
-    envelope = encode_call(build_call("session.close"), build_context(), KEY)
-    with pytest.raises(EnvelopeRefused):
-        edge.run("session.close", envelope + "\ud800")
 
 
 # Counts and blobs on a real Redis
