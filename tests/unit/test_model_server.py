@@ -15,9 +15,8 @@ import httpx
 import pytest
 
 from contract.errors import ModelRefused
-from orchestrator.models.capabilities import probe
 from tests.model_server.in_process import OK, TRUST_NOBODY, Lines, Playing, after_call, playing, read, user
-from tests.model_server.running import ROOT, DidNotStart, running_model_server
+from tests.model_server.running import ROOT, running_model_server
 
 CALL = {
     "kind": "rule",
@@ -60,12 +59,6 @@ async def test_calls_use_the_dialect_of_the_request(system: str, fields: dict[st
     async with playing(CALL) as server:
         reply = await server.ask({"role": "system", "content": system}, user("[item 3] count"), **fields)
         assert reply.json()["choices"][0]["message"]["content"] == expected
-
-
-async def test_a_text_in_the_json_dialect_is_a_decision() -> None:
-    async with playing(OK) as server:
-        reply = await server.ask({"role": "system", "content": '{"tool": null}'}, user("hi"))
-        assert json.loads(reply.json()["choices"][0]["message"]["content"]) == {"tool": None, "reply": "ok"}
 
 
 @pytest.mark.parametrize("head", ["Tool result for bash_tool:", "[Tool result for bash_tool]"])
@@ -112,20 +105,6 @@ async def test_a_request_that_no_rule_goes_for_is_refused_with_what_to_add() -> 
         assert (server.stats["requests"], server.stats["refused"]) == (1, 1)
 
 
-async def test_whoever_finds_out_what_the_server_can_do_finds_everything_and_is_no_conversation() -> None:
-    async with playing({"kind": "server", "context_window": 4096}, OK) as server:
-        model = server.model()
-        capabilities = await probe(model)
-        await model.aclose()
-        assert capabilities.native_tools is True
-        assert capabilities.parallel is True
-        assert capabilities.strict is True
-        assert capabilities.json_schema is True
-        assert capabilities.context_window == 4096
-        assert (server.stats["requests"], server.stats["conversations"]) == (0, {})
-        assert server.stats["probes"] > 0
-
-
 async def test_a_script_s_replies_are_the_same_bytes_each_time() -> None:
     async with playing(CALL) as server:
         first, second = [await server.ask(user("[item 1] go"), stream=True, tools=TOOLS) for _ in range(2)]
@@ -157,22 +136,6 @@ async def test_a_reply_that_its_client_did_not_take_is_not_whole() -> None:
         assert server.stats["replies"] == 0
         assert len(await server.say("go")) == 8_000_000
         assert server.stats["replies"] == 1
-
-
-async def test_many_connections_at_once_are_all_served() -> None:
-    async with playing({"kind": "rule", "reply": {"text": "<{{item}}>", "first_byte_s": 0.1}}) as server:
-        bodies = [json.dumps({"messages": [user(f"[item {number}]")]}).encode() for number in range(200)]
-        heads = [b"POST /v1/chat/completions HTTP/1.0\r\ncontent-length: %d\r\n\r\n" % len(body) for body in bodies]
-        answers = await asyncio.gather(*(talk(server, head + body) for head, body in zip(heads, bodies, strict=True)))
-        assert all(b"<%d>" % number in answer for number, answer in enumerate(answers))
-        assert server.stats["most_open"] > 100
-
-
-async def test_half_a_character_that_a_request_brings_in_comes_back_as_json() -> None:
-    async with playing({"kind": "rule", "reply": {"text": "<{{user}}>"}}) as server:
-        body = b'{"messages": [{"role": "user", "content": "\\ud83d"}]}'
-        reply = await server.client.post("/v1/chat/completions", content=body)
-        assert reply.json()["choices"][0]["message"]["content"] == "<\ud83d>"
 
 
 # --- The wire ---------------------------------------------------------------------------------------------------------
@@ -210,15 +173,6 @@ async def test_an_invalid_request_ends_the_connection(raw: bytes, status: bytes)
         assert (await talk(server, raw)).split(b" ")[1] == status
 
 
-async def test_requests_sent_at_once_are_answered_in_their_order() -> None:
-    async with playing({"kind": "rule", "reply": {"text": "ok", "first_byte_s": 0.02}}) as server:
-        answer = await talk(
-            server, POST + b"\r\n" + BODY + POST + b"expect: 100-continue\r\nconnection: close\r\n\r\n" + BODY
-        )
-        assert answer.count(b"HTTP/1.1 200 OK") == 2
-        assert answer.index(b"200 OK") < answer.index(b"100 Continue")
-
-
 # --- The process ------------------------------------------------------------------------------------------------------
 
 
@@ -250,8 +204,3 @@ def test_the_server_ends_with_its_parent(tmp_path: Path) -> None:
         parent.send_signal(signal.SIGKILL)
         parent.wait()
         assert parent.stdout.read() == b""
-
-
-def test_a_broken_script_is_reported_and_not_served(tmp_path: Path) -> None:
-    with pytest.raises(DidNotStart, match="cannot be read"), running_model_server(tmp_path / "none.jsonl"):
-        pass

@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from contract.errors import ModelInterrupted, ModelUnavailable
+from contract.errors import ModelUnavailable
 from tests.model_server.in_process import OK, Lines, after_call, playing, read, user
 
 
@@ -29,12 +29,6 @@ async def test_the_client_retries_the_failed_first_requests() -> None:
         assert server.stats["identical_requests"] == 4
         assert server.stats["replies_repeated"] == 0
         assert server.stats["replies"] == 2
-
-
-async def test_a_refusal_says_when_to_come_again() -> None:
-    async with playing(fault("status", status=429, retry_after=7.5), OK) as server:
-        reply = await server.ask(user("go"))
-        assert (reply.status_code, reply.headers["retry-after"]) == (429, "7.5")
 
 
 @pytest.mark.parametrize("per", ["conversation", "step", "server"])
@@ -72,15 +66,6 @@ async def test_a_cut_reply_never_counts_as_whole(after_bytes: int, stream: bool)
         with pytest.raises(httpx.RemoteProtocolError):
             await server.ask(user("go"), stream=stream)
         assert (server.stats["replies"], server.stats["faults"]) == (0, {"cut": 1})
-
-
-async def test_the_orchestrator_s_client_sees_a_cut_stream_and_one_without_an_end_as_interrupted() -> None:
-    for kind, fields in (("cut", {"after_bytes": 500}), ("no_end", {})):
-        async with playing(
-            fault(kind, **fields), {"kind": "rule", "reply": {"text": "a long reply " * 99, "chunk_chars": 9}}
-        ) as server:
-            with pytest.raises(ModelInterrupted):
-                await read(server.model(), user("go"))
 
 
 @pytest.mark.parametrize("then", ["hold", "go_on"])
@@ -127,13 +112,3 @@ async def test_delays_add_up_with_the_reply_s_own_waits_and_with_other_faults() 
         assert (await server.ask(*after_call("go", "x"))).status_code == 500
         assert time.monotonic() - started >= 0.05
         assert server.stats["faults"] == {"delay": 4, "status": 1}
-
-
-async def test_an_endpoint_may_be_down_for_a_while() -> None:
-    async with playing(fault("status", status=503, during_s=[10, 70]), OK) as server:
-        # Counted from the first request: a run may begin long after the server.
-        statuses = []
-        for clock in (1000, 1009, 1010, 1069, 1070):
-            server.chat.clock = clock
-            statuses.append((await server.ask(user("go"))).status_code)
-        assert statuses == [200, 200, 503, 503, 200]

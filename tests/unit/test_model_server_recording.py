@@ -15,8 +15,8 @@ import httpx
 import pytest
 
 from tests.model_server.in_process import TRUST_NOBODY
-from tests.model_server.recording import Recorder, Replay, digest_messages, load_pairs
-from tests.model_server.script import BadScript, Script, parse_script
+from tests.model_server.recording import Recorder, digest_messages, load_pairs
+from tests.model_server.script import Script, parse_script
 from tests.model_server.service import Chat, Source
 from tests.model_server.wire import Connection
 
@@ -59,23 +59,6 @@ async def record(
         got = [await ask(url, message, stream=stream, **HEADERS) for message, stream in requests]
     await recorder.aclose()
     return got, seen
-
-
-async def test_a_recorded_stream_is_played_again_byte_for_byte(tmp_path: Path) -> None:
-    rules = parse_script('{"kind": "rule", "reply": {"text": "hello {{user}}", "chunk_chars": 2}}')
-    async with serving(None, rules) as (real, _):
-        recorder = Recorder(real, tmp_path / "pairs.jsonl", transport=httpx.AsyncHTTPTransport(verify=TRUST_NOBODY))
-        async with serving(recorder) as (url, chat):
-            recorded = [await ask(url, HI, stream=stream) for stream in (True, False)]
-            assert chat.counters.replies == 2
-        await recorder.aclose()
-    async with serving(Replay(load_pairs(tmp_path / "pairs.jsonl"))) as (url, chat):
-        played = [await ask(url, HI, stream=stream) for stream in (True, False)]
-        assert [reply.content for reply in played] == [reply.content for reply in recorded]
-        assert [reply.headers["content-type"] for reply in played] == [
-            reply.headers["content-type"] for reply in recorded
-        ]
-        assert chat.counters.replies == 2
 
 
 async def test_no_secret_of_the_client_is_in_the_file_though_the_endpoint_repeats_it(tmp_path: Path) -> None:
@@ -125,24 +108,6 @@ async def test_a_secret_that_a_stream_brings_in_pieces_is_struck_out_of_it(tmp_p
     assert pair.body.endswith("data: [DONE]\n\n")
 
 
-async def test_refusals_bytes_and_their_headers_are_recorded_too(tmp_path: Path) -> None:
-    file = tmp_path / "pairs.jsonl"
-    answers = [
-        httpx.Response(429, text="slow down", headers={"retry-after": "3"}),
-        httpx.Response(200, content=b"\xff\xfe"),
-    ]
-    await record(file, lambda _: answers.pop(0), (HI, False), (HI, False))
-    async with serving(Replay(load_pairs(file))) as (url, chat):
-        first, second, third = [await ask(url, HI) for _ in range(3)]
-        assert (first.status_code, first.headers["retry-after"], first.text) == (429, "3", "slow down")
-        # In their order, and the last one from then on; until it is reset.
-        assert (second.content, third.content) == (b"\xff\xfe", b"\xff\xfe")
-        async with httpx.AsyncClient(verify=TRUST_NOBODY, trust_env=False) as client:
-            await client.post(url.removesuffix("/v1") + "/reset")
-        assert (await ask(url, HI)).status_code == 429
-        assert chat.counters.requests == 1
-
-
 async def test_a_reply_that_breaks_off_is_not_recorded_and_breaks_off_for_the_client(tmp_path: Path) -> None:
     rules = parse_script(
         '{"kind": "rule", "reply": {"text": "hello"}}\n{"kind": "fault", "fault": {"kind": "cut", "after_bytes": 99}}'
@@ -155,47 +120,6 @@ async def test_a_reply_that_breaks_off_is_not_recorded_and_breaks_off_for_the_cl
             assert chat.counters.replies == 0
         await recorder.aclose()
     assert (tmp_path / "pairs.jsonl").read_bytes() == b""
-
-
-async def test_half_a_character_in_a_request_stops_neither_recording_nor_replay(tmp_path: Path) -> None:
-    file = tmp_path / "pairs.jsonl"
-    half = {"role": "user", "content": "\ud83d"}
-    got, _ = await record(file, lambda _: httpx.Response(200, json={}), (half, False))
-    assert got[0].status_code == 200
-    async with serving(Replay(load_pairs(file))) as (url, _):
-        assert (await ask(url, half)).status_code == 200
-
-
-async def test_an_endpoint_without_reply_is_reported(tmp_path: Path) -> None:
-    def refuse(request: httpx.Request) -> httpx.Response:
-        raise httpx.ConnectError("no")
-
-    got, _ = await record(tmp_path / "pairs.jsonl", refuse, (HI, False))
-    assert got[0].status_code == 502
-    assert "check --record" in got[0].text
-
-
-async def test_messages_that_were_not_recorded_are_refused_with_what_to_do(tmp_path: Path) -> None:
-    await record(tmp_path / "pairs.jsonl", lambda _: httpx.Response(200, json={}), (HI, False))
-    async with serving(Replay(load_pairs(tmp_path / "pairs.jsonl"))) as (url, _):
-        other = await ask(url, {"role": "user", "content": "ho"})
-        assert other.status_code == 404
-        assert "recorded not at all: record them" in other.text
-        assert "recorded only not streamed" in (await ask(url, HI, stream=True)).text
-
-
-async def test_faults_of_a_script_break_a_recording_too(tmp_path: Path) -> None:
-    await record(tmp_path / "pairs.jsonl", lambda _: httpx.Response(200, json={"choices": []}), (HI, False))
-    faults = parse_script(
-        '{"kind": "fault", "fault": {"kind": "status", "status": 500}, "first": 1}\n'
-        '{"kind": "fault", "fault": {"kind": "cut", "after_bytes": 3}, "first": 1}',
-        needs_rules=False,
-    )
-    async with serving(Replay(load_pairs(tmp_path / "pairs.jsonl")), faults) as (url, _):
-        assert (await ask(url, HI)).status_code == 500
-        with pytest.raises(httpx.HTTPError):
-            await ask(url, HI)
-        assert (await ask(url, HI)).json() == {"choices": []}
 
 
 def build_call(call_id: str, arguments: str) -> dict[str, Any]:
@@ -226,20 +150,6 @@ def test_ignored_patterns_do_not_change_the_digest() -> None:
     assert digest_messages(conversations[0]) != digest_messages(conversations[1])
 
 
-def test_a_broken_recording_is_reported_with_its_line(tmp_path: Path) -> None:
-    file = tmp_path / "pairs.jsonl"
-    for content, expected in (
-        (None, "cannot be read"),
-        ("", "holds no pair"),
-        ('{"kind": "pair"}\n', "pairs.jsonl:1: digest"),
-        ("x\n", "pairs.jsonl:1"),
-    ):
-        if content is not None:
-            file.write_text(content)
-        with pytest.raises(BadScript, match=expected):
-            load_pairs(file)
-
-
 async def test_a_torn_last_pair_is_left_out(tmp_path: Path) -> None:
     file = tmp_path / "pairs.jsonl"
     await record(file, lambda _: httpx.Response(200, json={}), (HI, False))
@@ -247,8 +157,3 @@ async def test_a_torn_last_pair_is_left_out(tmp_path: Path) -> None:
     file.write_bytes(whole + whole[:40])
     assert [pair.request["messages"] for pair in load_pairs(file)] == [[HI]]
     assert json.loads(whole)["status"] == 200
-
-
-def test_an_unwritable_file_is_reported_before_serving(tmp_path: Path) -> None:
-    with pytest.raises(BadScript, match="give --to a file in a folder that is there"):
-        Recorder("http://endpoint.invalid", tmp_path / "none" / "pairs.jsonl")
