@@ -1,0 +1,249 @@
+"""Names and patterns of images: read as Docker reads them, and never wider than they look."""
+
+import contextlib
+import time
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from contract.image_names import (
+    MAX_IMAGE_CHARS,
+    ImageName,
+    ImageNameError,
+    find_matches,
+    is_allowed,
+    parse_image_name,
+    parse_image_pattern,
+)
+
+HEX = "0123456789abcdef" * 4
+DIGEST = f"sha256:{HEX}"
+
+words = st.sampled_from(["a", "b0", "a.b", "a_b", "a__b", "a--b", "library", "localhost", "sha256", "deadbeef"])
+registries = st.sampled_from(["docker.io", "ghcr.io", "localhost", "registry:5000", "127.0.0.1:5000", "[::1]:5000"])
+repositories = st.lists(words, min_size=1, max_size=3).map("/".join)
+tags = st.sampled_from(["latest", "v1.2", "_", "A-b", HEX])
+versions = st.one_of(st.just(""), tags.map(":{}".format), st.just(f"@{DIGEST}"), tags.map(f":{{}}@{DIGEST}".format))
+names = st.builds("{}{}{}".format, st.just("") | registries.map("{}/".format), repositories, versions)
+
+
+# Names
+
+
+@pytest.mark.parametrize(
+    ("text", "full", "short"),
+    [
+        ("debian", "docker.io/library/debian:latest", "debian"),
+        ("debian:latest", "docker.io/library/debian:latest", "debian"),
+        ("docker.io/debian", "docker.io/library/debian:latest", "debian"),
+        ("index.docker.io/library/debian:12", "docker.io/library/debian:12", "debian:12"),
+        ("team/tool", "docker.io/team/tool:latest", "team/tool"),
+        ("library/a/b", "docker.io/library/a/b:latest", "library/a/b"),
+        ("docker.io/a.b/c", "docker.io/a.b/c:latest", "docker.io/a.b/c:latest"),
+        ("localhost:5000", "docker.io/library/localhost:5000", "localhost:5000"),
+        ("localhost/tool", "localhost/tool:latest", "localhost/tool:latest"),
+        ("GHCR.io/Team".lower(), "ghcr.io/team:latest", "ghcr.io/team:latest"),
+        ("GHCR.IO/team/tool", "ghcr.io/team/tool:latest", "ghcr.io/team/tool:latest"),
+        ("registry:5000/team/tool:v1", "registry:5000/team/tool:v1", "registry:5000/team/tool:v1"),
+        ("[::1]:5000/tool", "[::1]:5000/tool:latest", "[::1]:5000/tool:latest"),
+        (f"debian:12@{DIGEST}", f"docker.io/library/debian@{DIGEST}", f"debian@{DIGEST}"),
+        (f"docker.io/library/{DIGEST}", f"docker.io/library/{DIGEST}", f"docker.io/library/{DIGEST}"),
+        (DIGEST, DIGEST, DIGEST),
+    ],
+)
+def test_a_name_is_completed_as_docker_does(text: str, full: str, short: str) -> None:
+    name = parse_image_name(text)
+    assert (name.full, name.short) == (full, short)
+
+
+@given(names)
+def test_full_and_short_name_mean_the_same_image(text: str) -> None:
+    name = parse_image_name(text)
+    assert parse_image_name(name.full) == parse_image_name(name.short) == name
+    assert (name.tag is None) == (name.digest is not None)
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("", "write 1 to 256"),
+        ("a" * 257, "has 257 characters"),
+        ("Debian", "invalid repository"),
+        ("a//b", "invalid repository"),
+        ("/a", "invalid repository"),
+        ("a/", "invalid repository"),
+        ("a..b", "invalid repository"),
+        ("a b", "invalid repository"),
+        ("a\n", "invalid repository"),
+        ("ä", "invalid repository"),
+        ("../../etc", "invalid registry"),
+        ("-x.io/a", "invalid registry"),
+        ("user:pw@host.io/a", "invalid digest"),
+        ("http://host.io/a", "invalid registry"),
+        ("registry:port/a", "invalid registry"),
+        ("a:", "invalid tag"),
+        ("a:b:c", "invalid tag"),
+        ("a:-x", "invalid tag"),
+        ("a:" + "x" * 129, "invalid tag"),
+        ("a@sha256:12", "invalid digest"),
+        (f"a@{DIGEST.upper()}", "invalid digest"),
+        (f"a@md5:{HEX}", "invalid digest"),
+        (f"a@{DIGEST}@{DIGEST}", "invalid digest"),
+        (HEX, "is a content id: write sha256:"),
+        ("ghcr.io/*", "invalid repository"),
+    ],
+)
+def test_a_malformed_name_is_refused_with_what_is_wrong(text: str, reason: str) -> None:
+    with pytest.raises(ImageNameError, match=reason):
+        parse_image_name(text)
+
+
+@given(st.text(max_size=300))
+@example("[:]:5/a")
+def test_any_text_is_a_name_or_is_refused(text: str) -> None:
+    for parse in (parse_image_name, parse_image_pattern):
+        with contextlib.suppress(ImageNameError):
+            parse(text)
+
+
+# Patterns
+
+
+def matches(pattern: str, name: str) -> bool:
+    return parse_image_pattern(pattern).matches(parse_image_name(name))
+
+
+@pytest.mark.parametrize(
+    ("pattern", "name"),
+    [
+        ("debian", "docker.io/library/debian:latest"),
+        ("docker.io/library/debian", "debian"),
+        ("ghcr.io/swe-bench/*", "ghcr.io/swe-bench/a"),
+        ("ghcr.io/swe-bench/*", "ghcr.io/swe-bench/a/b:v1"),
+        ("ghcr.io/swe-bench/*", f"ghcr.io/swe-bench/a@{DIGEST}"),
+        ("GHCR.io/swe-bench/*", "ghcr.io/swe-bench/a"),
+        ("registry:5000/team/*", "registry:5000/team/tool"),
+        ("docker.io/*", "debian"),
+        ("docker.io/*", "team/tool"),
+        ("docker.io/library/*", "debian"),
+        ("docker.io/debian:*", "debian:12"),
+        ("ghcr.io/a/b:*", "ghcr.io/a/b"),
+        ("ghcr.io/a/b:*", f"ghcr.io/a/b:v1@{DIGEST}"),
+        ("ghcr.io/a/b:v1.*", "ghcr.io/a/b:v1.2"),
+        ("ghcr.io/*/tool-*-x", "ghcr.io/a/b/tool-1-x"),
+        ("ghcr.io/a/*@sha256:*", f"ghcr.io/a/b:v1@{DIGEST}"),
+        (f"ghcr.io/a/b@{DIGEST}", f"ghcr.io/a/b:v1@{DIGEST}"),
+        (DIGEST, DIGEST),
+    ],
+)
+def test_a_pattern_matches(pattern: str, name: str) -> None:
+    assert matches(pattern, name)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "name"),
+    [
+        ("debian", "debian:12"),
+        ("debian", f"debian@{DIGEST}"),
+        ("debian:12", f"debian:12@{DIGEST}"),  # the engine would ignore the tag
+        ("ghcr.io/swe-bench/*", "ghcr.io/swe-bench"),
+        ("ghcr.io/swe-bench/*", "ghcr.io/swe-benchmark/a"),
+        ("ghcr.io/swe-bench/*", "evil.io/ghcr.io/swe-bench/a"),
+        ("ghcr.io/swe-bench/*", "ghcr.io:443/swe-bench/a"),
+        ("ghcr.io/swe-bench/*", "ghcr.io.evil.io/swe-bench/a"),
+        ("docker.io/*", "ghcr.io/a/b"),
+        ("docker.io/*", DIGEST),
+        ("docker.io/library/*", "team/tool"),
+        ("docker.io/debian:*", "debian-evil"),
+        ("registry:5000/team/*", "registry:5001/team/tool"),
+        ("registry:5000/team/*", "registry/team/tool"),
+        ("ghcr.io/a/b:v1.*", "ghcr.io/a/b:v2.1"),
+        ("ghcr.io/a/b:v1.*", f"ghcr.io/a/b:v1.1@{DIGEST}"),
+        ("ghcr.io/a/*@sha256:*", "ghcr.io/a/b:v1"),
+        ("ghcr.io/a/*a*a", "ghcr.io/a/a"),
+    ],
+)
+def test_a_pattern_does_not_match(pattern: str, name: str) -> None:
+    assert not matches(pattern, name)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "reason"),
+    [
+        ("*", "must begin with a registry"),
+        ("*/a", "must begin with a registry"),
+        ("team/*", "must begin with a registry"),
+        ("*.io/a", "must begin with a registry"),
+        ("registry:*/a", "must begin with a registry"),
+        ("ghcr.io/A*", "invalid repository"),
+        ("ghcr.io//*", "invalid repository"),
+        ("ghcr.io/?*", "invalid repository"),
+        ("ghcr.io/a:*:*", "invalid tag"),
+        ("ghcr.io/a:v*@sha256:*", "no tag before a digest"),
+        ("ghcr.io/a@*", r"write @sha256:\*"),
+        ("ghcr.io/a@sha256:12*", r"write @sha256:\*"),
+        ("ghcr.io/*" + "a" * 256, "has 265 characters"),
+        ("Debian", "invalid repository"),
+    ],
+)
+def test_a_malformed_pattern_is_refused_with_what_is_wrong(pattern: str, reason: str) -> None:
+    with pytest.raises(ImageNameError, match=reason):
+        parse_image_pattern(pattern)
+
+
+@given(names, names)
+def test_an_exact_pattern_matches_only_the_same_image(pattern: str, text: str) -> None:
+    assert matches(pattern, pattern)
+    assert matches(pattern, text) == (parse_image_name(pattern) == parse_image_name(text))
+
+
+@given(names, registries)
+def test_a_pattern_never_crosses_into_another_registry(text: str, registry: str) -> None:
+    name = parse_image_name(text)
+    assert matches(f"{registry}/*", text) == (name.registry == registry)
+    assert not matches(f"{registry}/*", DIGEST)
+
+
+@given(repositories, st.data())
+def test_a_star_stands_for_any_part_of_the_repository(repository: str, data: st.DataObject) -> None:
+    start, end = sorted((data.draw(st.integers(0, len(repository))), data.draw(st.integers(0, len(repository)))))
+    pattern = f"ghcr.io/{repository[:start]}*{repository[end:]}"
+    if "//" in pattern:
+        return
+    assert matches(pattern, f"ghcr.io/{repository}")
+    assert matches(pattern, f"ghcr.io/{repository}@{DIGEST}")
+
+
+def naive(parts: list[str], text: str) -> bool:
+    """Return the same as the matcher, by trying every place."""
+    if len(parts) == 1:
+        return text == parts[0]
+    return text.startswith(parts[0]) and any(naive(parts[1:], text[at:]) for at in range(len(parts[0]), len(text) + 1))
+
+
+@given(st.text("ab*", max_size=8), st.text("ab", min_size=1, max_size=8))
+def test_matching_agrees_with_the_definition(middle: str, repository: str) -> None:
+    pattern = f"x{middle}*"
+    assert matches(f"ghcr.io/{pattern}", f"ghcr.io/x{repository}") == naive(pattern.split("*"), f"x{repository}")
+
+
+def test_a_hostile_pattern_is_matched_in_no_time() -> None:
+    pattern = parse_image_pattern("ghcr.io/" + "*a" * 120 + "*b")
+    name = ImageName("ghcr.io", "a" * 4000, "latest", None)
+    started_at = time.perf_counter()
+    for _ in range(100):
+        assert not pattern.matches(name)
+    assert time.perf_counter() - started_at < 1.0
+    started_at = time.perf_counter()
+    for _ in range(100):
+        with pytest.raises(ImageNameError):
+            parse_image_name("a" + "-" * (MAX_IMAGE_CHARS - 1))
+    assert time.perf_counter() - started_at < 1.0
+
+
+def test_a_pattern_that_cannot_be_read_matches_nothing() -> None:
+    name = parse_image_name("debian")
+    assert not is_allowed(["*", "Debian"], name)
+    assert is_allowed(["*", "debian"], name)
+    assert [found.names_registry for found in find_matches(["*", "docker.io/*", "debian"], name)] == [True, False]
