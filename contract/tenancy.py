@@ -8,6 +8,7 @@ from pydantic import Field, ValidationError
 
 from contract.calls import Record
 from contract.errors import ConfigError, EnvelopeRefused, RecordRefused
+from contract.image_names import ImagePatternText
 from contract.signing import UNSEAL_LUA, SigningKeys
 from contract.specs import ToolSpec
 
@@ -56,8 +57,8 @@ class SandboxTerms(Record):
     tenant_class: str = Field(
         default="default", min_length=1, max_length=64, description="Tenant class of its sandboxes."
     )
-    images: Annotated[tuple[Annotated[str, Field(min_length=1, max_length=256)], ...], Field(max_length=100)] | None = (
-        Field(default=None, description="Images that its sandboxes may use.")
+    images: Annotated[tuple[ImagePatternText, ...], Field(max_length=100)] | None = Field(
+        default=None, description="Images that its sandboxes may use: names, or patterns such as ghcr.io/team/*."
     )
     network: NetworkPolicy | None = Field(default=None, description="Highest network access of its sandboxes.")
     workspace_bytes: int | None = Field(

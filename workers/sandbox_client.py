@@ -116,7 +116,8 @@ class SandboxClient:
         fields = {field: value for field, value in values.items() if value is not None} | _build_terms_field(terms)
         return self._request(
             {"verb": "open", "sandbox": name, **fields},
-            OPEN_TIMEOUT_S if restore is None and workspace is None else ARCHIVE_TIMEOUT_S,
+            # The sandboxd may have to pull the image first.
+            OPEN_TIMEOUT_S if restore is None and workspace is None and image is None else ARCHIVE_TIMEOUT_S,
         )
 
     def checkpoint(self, name: str, *, automatic: bool = False) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from pydantic import (
 )
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
+from contract.image_names import ImageNameText, ImagePatternText, RegistryText
 from contract.masking import SECRET_NAME
 from contract.settings import DEPLOYMENT, BrokerSettings, SharedSettings, read_environment
 from contract.tenancy import NetworkPolicy
@@ -153,6 +154,17 @@ class EgressRules(BaseModel):
     max_connections: int = Field(default=32, ge=1, le=256)
 
 
+class RegistryLogin(BaseModel):
+    """Account at a registry. `password_file`: a file that contains the password or an access token; sandboxd reads it
+    for each pull.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    user: str = Field(min_length=1, max_length=256)
+    password_file: Path
+
+
 class TenantClass(BaseModel):
     """Limits of the sessions of a tenant class on this host. None: the host's default. The terms of a tenant name its
     class.
@@ -161,16 +173,18 @@ class TenantClass(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     runtime: str | None = Field(default=None, min_length=1)
-    image: str | None = Field(default=None, min_length=1)
-    images: tuple[str, ...] | None = None
+    image: ImageNameText | None = None
+    images: tuple[ImagePatternText, ...] | None = None
     network: NetworkPolicy = "none"
     egress: EgressRules = EgressRules()
     workspace_bytes: int | None = Field(default=None, ge=1024 * 1024)
     memory_reserve_bytes: int | None = Field(default=None, ge=64 * 1024 * 1024)
     cpus: float | None = Field(default=None, gt=0)
     pids: int | None = Field(default=None, ge=16)
-    pool: dict[str, Annotated[int, Field(ge=0, le=1000)]] = Field(default={})
+    pool: dict[ImageNameText, Annotated[int, Field(ge=0, le=1000)]] = Field(default={})
     """Image -> number of unused sandboxes of the image that are kept ready for the class."""
+    registries: dict[RegistryText, RegistryLogin] = Field(default={})
+    """Registry -> login for the pulls of the class."""
 
 
 class SandboxdSettings(LogSettings):
@@ -196,10 +210,16 @@ class SandboxdSettings(LogSettings):
     """The folder where the sandboxds of one host see which of them run. The operator sets it to a shared folder when
     they run in containers.
     """
-    sandbox_image: str = DEFAULT_IMAGE
+    sandbox_image: ImageNameText = DEFAULT_IMAGE
     """The image of a sandbox. The operator changes it to give all tenants more programs."""
-    sandbox_images_allowed: list[str] = Field(default=[])
-    """Other images that sessions may ask for. The operator adds an image when a batch team needs it."""
+    sandbox_images_allowed: list[ImagePatternText] = Field(default=[])
+    """Other images that sessions may ask for: names, or patterns such as `ghcr.io/team/*` (docs/images.md). sandboxd
+    pulls images whose entry begins with a registry. The operator adds an image when a batch team needs it.
+    """
+    image_cache_bytes: int = Field(default=64 * 1024 * MIB, ge=0)
+    """Disk space for pulled images; above it the least recently used images that no session uses are removed. The
+    operator changes it with the size of the engine's disk.
+    """
     sandbox_runtime: str = "runc"
     """The runtime of the Docker engine; `runsc` is gVisor. The operator changes it for stronger isolation."""
     sandbox_memory_reserve_bytes: int = Field(default=256 * MIB, ge=64 * MIB)

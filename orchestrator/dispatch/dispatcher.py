@@ -305,7 +305,7 @@ class Dispatcher:
 
 def _session_request(verb: str, tenant: str, session: str, arguments: Mapping[str, Any] | None = None) -> Request:
     call = ToolCall(id=secrets.token_hex(16), name=f"session.{verb}", arguments=dict(arguments or {}))
-    timeout_s = ARCHIVE_TIMEOUT_S if call.arguments.keys() & {"restore", "workspace"} else OPEN_TIMEOUT_S
+    timeout_s = ARCHIVE_TIMEOUT_S if call.arguments.keys() & {"restore", "workspace", "image"} else OPEN_TIMEOUT_S
     return Request(call, tenant, session, timeout_s=timeout_s, audience="session")
 
 

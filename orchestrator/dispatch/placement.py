@@ -1,4 +1,4 @@
-"""Choose the host of a new session by free slots and memory. Each choice compares two random hosts."""
+"""Choose the host of a new session by its image, free slots and memory. Each choice compares two random hosts."""
 
 import random
 from collections.abc import Collection, Mapping, Sequence
@@ -6,9 +6,13 @@ from dataclasses import dataclass
 
 from contract.errors import ErrorCode, SandboxUnavailable, ToolFailure
 from contract.hosts import RELEASE, HostReport
+from contract.image_names import ImageName, ImageNameError, is_allowed, parse_image_name
 
 LOW_MEMORY_BYTES = 512 * 1024 * 1024
 """Limit of free memory. A host with less is chosen only when there is no other."""
+PULL_LOAD = 0.5
+"""Load of the hosts that have the image of a session, above which another host pulls it."""
+MAX_SHOWN_IMAGES = 50
 
 
 class NoHost(SandboxUnavailable):
@@ -67,8 +71,9 @@ def choose_host(
     without chance all callers would choose the same host.
 
     `placed`: queue -> sessions sent there since its report. `excluded`: queues that have just failed. Raises NoHost
-    with the missing resource, ToolFailure for an image that no host allows.
+    with the missing resource, ToolFailure for a malformed image name and for an image that no host allows.
     """
+    image = _parse_image(needs)
     placed, chance = placed or {}, chance or random.Random()
     hosts = [report for report in reports if report.kind == "sandbox"]
     able = [host for host in hosts if _is_able(host, needs) and host.queue not in excluded]
@@ -76,7 +81,7 @@ def choose_host(
     if not room:
         _check_image(hosts, needs)
         raise NoHost(_explain(hosts, able, needs))
-    roomy = [host for host in room if host.memory_free_bytes >= LOW_MEMORY_BYTES] or room
+    roomy = _prefer_image([host for host in room if host.memory_free_bytes >= LOW_MEMORY_BYTES] or room, image, placed)
     pair = {host.queue: host for host in chance.choices(roomy, weights=[host.slots for host in roomy], k=2)}
     # With few hosts, all are compared: a random pair could miss the host with the lowest load.
     looked_at = roomy if len(roomy) <= 3 else list(pair.values())
@@ -89,8 +94,31 @@ def _is_able(host: HostReport, needs: HostRequirements) -> bool:
         and host.healthy
         and not host.draining
         and needs.tenant_class in host.classes
-        and (needs.image is None or needs.image in host.images)
+        and _allows_image(host, needs)
     )
+
+
+def _allows_image(host: HostReport, needs: HostRequirements) -> bool:
+    try:
+        return needs.image is None or is_allowed(host.images, parse_image_name(needs.image))
+    except ImageNameError:
+        return False
+
+
+def _parse_image(needs: HostRequirements) -> ImageName | None:
+    """Return the image of the session; None for the default image. Raises ToolFailure."""
+    try:
+        return None if needs.image is None else parse_image_name(needs.image)
+    except ImageNameError as error:
+        raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, str(error)) from error
+
+
+def _prefer_image(hosts: list[HostReport], image: ImageName | None, placed: Mapping[str, int]) -> list[HostReport]:
+    """Return the hosts that have the image and are not too busy; all hosts if there is none."""
+    if image is None:
+        return hosts
+    holding = [host for host in hosts if is_allowed(host.images_held, image)]
+    return [host for host in holding if _load(host, placed.get(host.queue, 0)) < PULL_LOAD] or hosts
 
 
 def _load(host: HostReport, placed: int) -> float:
@@ -102,8 +130,8 @@ def _load(host: HostReport, placed: int) -> float:
 
 
 def _check_image(hosts: Sequence[HostReport], needs: HostRequirements) -> None:
-    if hosts and needs.image is not None and not any(needs.image in host.images for host in hosts):
-        allowed = ", ".join(sorted({image for host in hosts for image in host.images}))
+    if hosts and needs.image is not None and not any(_allows_image(host, needs) for host in hosts):
+        allowed = ", ".join(sorted({image for host in hosts for image in host.images})[:MAX_SHOWN_IMAGES])
         raise ToolFailure(
             ErrorCode.INVALID_ARGUMENTS, f"image '{needs.image[:200]}' is not allowed on any host; allowed: {allowed}"
         )

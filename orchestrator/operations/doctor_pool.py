@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from contract.errors import ConfigError
 from contract.hosts import RELEASE, HostReport
+from contract.image_names import may_share
 from contract.names import CATALOG_POOLS
 from contract.signing import SigningKeys
 from contract.tenancy import DEFAULT_TENANT, TenantPolicy
@@ -280,10 +281,10 @@ def _judge_policy(name: str, policy: TenantPolicy, classes: set[str], images: se
             f"no host has the class '{tenant_class}' of {name}, so the tenant cannot open sessions",
             "add it to TOOLCREW_TENANT_CLASSES of a sandboxd",
         )
-    if policy.sandbox.images and not images & set(policy.sandbox.images):
+    if policy.sandbox.images and not any(may_share(image, held) for image in policy.sandbox.images for held in images):
         report.broken(
             "tenants",
-            f"no host has an image that {name} may use",
+            f"no host allows an image that {name} may use",
             "add one to TOOLCREW_SANDBOX_IMAGES_ALLOWED, or to its policy",
         )
 

@@ -352,7 +352,7 @@ async def test_tools_that_were_served_or_are_hidden_or_off_are_told(client: Clie
     [
         (b"{", True, "cannot be verified"),
         (TenantPolicy(sandbox=SandboxTerms(tenant_class="gold")), True, "no host has the class 'gold' of acme"),
-        (TenantPolicy(sandbox=SandboxTerms(images=("mine",))), True, "no host has an image"),
+        (TenantPolicy(sandbox=SandboxTerms(images=("mine",))), True, "no host allows an image"),
         (TenantPolicy(is_paused=True, pause_reason="unpaid"), False, "acme is paused: unpaid"),
     ],
     ids=["unreadable", "class", "image", "paused"],

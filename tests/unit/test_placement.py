@@ -89,6 +89,30 @@ def test_an_image_that_no_host_allows_is_the_callers_mistake() -> None:
     assert refused.value.code is ErrorCode.INVALID_ARGUMENTS
 
 
+@pytest.mark.parametrize("image", ["docker.io/library/base", "base:latest", "ghcr.io/team/tool:v1"])
+def test_an_image_is_allowed_by_an_equal_name_or_a_pattern(image: str) -> None:
+    report = build_report("a", images=("base", "ghcr.io/team/*"))
+    assert choose_host([report], HostRequirements(image=image)).host == "a"
+    assert find_capacity([report], HostRequirements(image=image), {}) is not None
+
+
+def test_a_malformed_image_is_the_callers_mistake() -> None:
+    with pytest.raises(ToolFailure, match="invalid repository") as refused:
+        choose_host([build_report("a")], HostRequirements(image="No Such"))
+    assert refused.value.code is ErrorCode.INVALID_ARGUMENTS
+    assert find_capacity([build_report("a")], HostRequirements(image="No Such"), {}) is None
+
+
+def test_a_host_that_has_the_image_is_preferred_until_it_is_busy() -> None:
+    allowed = {"images": ("ghcr.io/team/*",)}
+    others = [build_report(f"h{at}", **allowed) for at in range(5)]
+    needs = HostRequirements(image="ghcr.io/team/tool")
+    for sessions, is_preferred in ((0, True), (40, True), (60, False)):
+        has = build_report("has", images_held=("ghcr.io/team/tool:latest",), sessions=sessions, slots=16, **allowed)
+        hosts = {choose_host([*others, has], needs, chance=random.Random(seed)).host for seed in range(20)}
+        assert (hosts == {"has"}) == is_preferred
+
+
 def test_room_is_what_hosts_that_could_take_the_session_have_left() -> None:
     reports = [
         build_report("a", sessions=98, slots=16),

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
 from contract.errors import ConfigError, ErrorCode, SandboxUnavailable, ToolFailure
 from contract.tenancy import SandboxTerms
@@ -124,6 +125,105 @@ def test_sessions_of_a_removed_class_reach_nothing() -> None:
 def test_a_class_that_no_policy_can_name_is_refused_at_the_start(name: str) -> None:
     with pytest.raises(ConfigError, match="has an invalid name"):
         load_plans(SandboxdSettings(tenant_classes={name: TenantClass()}))
+
+
+# Patterns of images
+
+PATTERNS = build_plans(
+    {
+        "wide": TenantClass(images=("ghcr.io/team/*", "docker.io/library/node:*", "python:3")),
+        "pinned": TenantClass(images=("ghcr.io/team/*@sha256:*",)),
+    }
+)
+TEAM, DIGEST = "ghcr.io/team/tool:v1", f"sha256:{'0' * 64}"
+
+
+@pytest.mark.parametrize(
+    ("requested", "image"),
+    [
+        (TEAM, TEAM),
+        ("docker.io/library/node:20", "node:20"),
+        ("docker.io/library/python:3", "python:3"),
+        ("default:latest", "default"),
+        (f"{TEAM}@{DIGEST}", f"ghcr.io/team/tool@{DIGEST}"),
+    ],
+)
+def test_an_image_that_a_pattern_of_the_class_matches_is_allowed(requested: str, image: str) -> None:
+    plan = PATTERNS.choose(SandboxTerms(tenant_class="wide"), requested)
+    assert (plan.image, plan.tenant_class, plan.image_id) == (image, "wide", None)
+
+
+@pytest.mark.parametrize(
+    ("tenant_class", "images", "requested"),
+    [
+        ("wide", None, "ghcr.io/other/tool"),
+        ("wide", None, DIGEST),
+        ("wide", ("ghcr.io/team/tool:*",), "ghcr.io/team/other"),
+        ("wide", ("ghcr.io/*",), "ghcr.io/other/tool"),
+        ("wide", ("docker.io/*",), TEAM),
+        ("pinned", None, TEAM),
+        ("default", None, TEAM),
+    ],
+)
+def test_an_image_that_class_and_terms_do_not_both_match_is_refused(
+    tenant_class: str, images: tuple[str, ...] | None, requested: str
+) -> None:
+    with pytest.raises(ToolFailure, match="is not allowed on this host; allowed: "):
+        PATTERNS.choose(SandboxTerms(tenant_class=tenant_class, images=images), requested)
+
+
+def test_a_malformed_image_is_refused_with_what_is_wrong() -> None:
+    with pytest.raises(ToolFailure, match="invalid tag") as refused:
+        PATTERNS.choose(SandboxTerms(), "python:")
+    assert refused.value.code is ErrorCode.INVALID_ARGUMENTS
+
+
+def test_a_tenant_with_patterns_only_has_no_default_image() -> None:
+    with pytest.raises(ToolFailure, match="or name an image"):
+        PATTERNS.choose(SandboxTerms(tenant_class="wide", images=("ghcr.io/team/*",)))
+
+
+@pytest.mark.parametrize(
+    ("image", "is_pulled"), [(TEAM, True), ("node:20", True), ("python:3", False), ("default", False)]
+)
+def test_only_an_entry_with_a_registry_lets_an_image_be_pulled(image: str, is_pulled: bool) -> None:
+    assert PATTERNS.may_pull(PATTERNS.choose(SandboxTerms(tenant_class="wide"), image)) == is_pulled
+    assert not PATTERNS.may_pull(replace(PATTERNS.standard(), image=image))
+
+
+def test_only_names_without_a_registry_must_be_in_the_engine() -> None:
+    assert PATTERNS.local_images() == {"default", "python:3"}
+
+
+def test_a_plan_that_is_revised_keeps_the_content_of_its_image() -> None:
+    terms = SandboxTerms(tenant_class="wide")
+    plan = replace(PATTERNS.choose(terms, TEAM), image_id=DIGEST)
+    assert PATTERNS.revise(terms, plan).image_id == DIGEST
+    revised = PATTERNS.revise(SandboxTerms(tenant_class="pinned"), plan)
+    assert (revised.image, revised.image_id) == ("default", None)
+
+
+def test_equal_names_of_an_image_share_a_pool() -> None:
+    plans = build_plans({"wide": TenantClass(images=("docker.io/library/node",), pool={"node:latest": 2})})
+    (pooled,) = [plan for plan in plans.pooled() if "node" in plan.image]
+    assert plans.choose(SandboxTerms(tenant_class="wide"), "node") == pooled
+
+
+@pytest.mark.parametrize("images", [("*",), ("team/*",), ("Debian",), ("a" * 257,)])
+def test_a_malformed_pattern_is_refused_everywhere(images: tuple[str, ...]) -> None:
+    for build in (
+        lambda: SandboxTerms(images=images),
+        lambda: TenantClass(images=images),
+        lambda: SandboxdSettings(sandbox_images_allowed=list(images)),
+    ):
+        with pytest.raises(ValidationError, match="image"):
+            build()
+
+
+def test_more_names_than_a_report_can_hold_are_refused() -> None:
+    names = tuple(f"registry.example/team/{number:0200}" for number in range(200))
+    with pytest.raises(ConfigError, match="use patterns"):
+        load_plans(SandboxdSettings(tenant_classes={"many": TenantClass(images=names)}))
 
 
 # Open sessions

@@ -275,7 +275,7 @@ RULES = st.builds(
 )
 TERMS = st.builds(
     SandboxTerms,
-    images=st.none() | st.lists(WORDS, max_size=3).map(tuple),
+    images=st.none() | st.lists(st.sampled_from(["debian", "ghcr.io/team/*", "a/b:v1"]), max_size=3).map(tuple),
     network=st.sampled_from([None, "none", "egress"]),
 )
 POLICIES = st.builds(

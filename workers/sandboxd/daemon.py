@@ -12,7 +12,7 @@ import contextlib
 import secrets
 import shutil
 import signal
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence, Set
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -31,6 +31,7 @@ from workers.sandboxd.disks.choice import Choice, choose_without_images, choose_
 from workers.sandboxd.egress.relay import ProxyStreams, open_proxy
 from workers.sandboxd.egress.tunnels import Tunnels
 from workers.sandboxd.factory import SandboxFactory, SandboxSlots, StartCheck, WorkspaceMissed, count_states
+from workers.sandboxd.images import Images
 from workers.sandboxd.leases import Lease
 from workers.sandboxd.monitor import DiskMonitor, IdleTimes, SessionMonitor
 from workers.sandboxd.plans import Plans, Profile, SandboxPlan, load_plans
@@ -40,6 +41,7 @@ from workers.sandboxd.records import Records
 from workers.sandboxd.runtime.attestation import ask_attestation, find_dirt
 from workers.sandboxd.runtime.base import LABEL_DEPLOYMENT, LABEL_LEASE, LABEL_SANDBOXD
 from workers.sandboxd.runtime.engine import Engine, EngineFacts
+from workers.sandboxd.runtime.engine_images import EngineImages
 from workers.sandboxd.runtime.seccomp import load_seccomp_profile
 from workers.sandboxd.sandbox import Sandbox
 from workers.sandboxd.session import Session
@@ -104,6 +106,8 @@ class Daemon:
             setup.skills.owner,
             settings.sandbox_image,
         )
+        self.images = Images(EngineImages(setup.engine), plans, records, settings.image_cache_bytes)
+        self.factory.images = self.images
         self.factory.check_start = StartCheck(choice.workspaces.is_hard).check
         limits = PoolLimits(0, POOL_REFILL_PER_S, POOL_MEMORY_FLOOR_BYTES, SANDBOX_MAX_LIFE_S / 2)
         self.pools = WarmPools(self.factory, plans.pooled(), limits)
@@ -117,6 +121,7 @@ class Daemon:
             revise=plans.revise,
             prepare_network=partial(_prepare_network, settings, plans),
         )
+        self.images.in_use = self._find_images_in_use
         archives = open_store(settings.workspace_store, settings.state(), settings.host_free_bytes)
         self.files = WorkspaceFiles(archives, settings.workspace_store)
         self.checkpoints = Checkpoints(archives, max_checkpoints=MAX_CHECKPOINTS)
@@ -134,7 +139,6 @@ class Daemon:
             "boot": self.boot,
             "name": settings.sandboxd_name,
             "classes": sorted(self.setup.plans.classes),
-            "images": sorted(self.setup.plans.images()),
             "max_sandboxes": settings.max_sandboxes,
             "max_sessions": settings.max_sessions,
             "memory_free_bytes": available_memory(),
@@ -152,10 +156,16 @@ class Daemon:
             "engine_gate": self.factory.engine.describe(),
             "counts": self.factory.counts.describe(),
             "states": count_states(self.sessions.all(), len(self.pools)),
+            **self.images.describe(),
         }
+
+    def _find_images_in_use(self) -> Set[str | None]:
+        """Return the content ids of the images of all sandboxes, and of all sessions, even without a sandbox."""
+        return self.factory.images_in_use() | {session.plan.image_id for session in self.sessions.all()}
 
     async def close(self, *, for_good: bool = False) -> None:
         """Evict or remove every container. `for_good`: no later sandboxd will adopt a session, so nothing is kept."""
+        await self.images.close()
         await self.pools.close()
         if for_good:
             await self.sessions.close_all()
@@ -371,6 +381,7 @@ async def _serve(settings: SandboxdSettings, server: Server, daemon: Daemon, rec
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(daemon.monitor.run())
             tasks.create_task(daemon.pools.keep_filled())
+            tasks.create_task(daemon.images.run())
     finally:
         listening.close()
         # Unlink before the long part of the shutdown: a successor may soon listen at the same path.

@@ -10,7 +10,7 @@ import secrets
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractAsyncContextManager, contextmanager, nullcontext
 from typing import Any
 
 import structlog
@@ -19,6 +19,7 @@ from contract.errors import SandboxUnavailable
 from contract.metrics import COUNT, SANDBOX_START_SECONDS, SUM, bucket_part
 from workers.sandboxd.background import settle
 from workers.sandboxd.disks.base import Workspace, Workspaces, WorkspaceSize
+from workers.sandboxd.images import WAIT_S, Images
 from workers.sandboxd.plans import Profile, SandboxPlan
 from workers.sandboxd.records import Records
 from workers.sandboxd.runtime.attestation import Guest, ask_attestation, find_misfits
@@ -183,13 +184,24 @@ class SandboxFactory:
         self._guest_image = guest_image
         self._prefix = f"toolcrew-{owner[LABEL_SANDBOXD]}"
         self._known: set[str] = set()
+        self._images: dict[str, str | None] = {}
         self._unwanted: dict[Sandbox, Workspace | None] = {}
         self._unwanted_workspaces: set[Workspace] = set()
         self._unconfirmed: dict[str, SandboxRuntime] = {}
+        self.images: Images | None = None
+        """Pulls and pins images. None: the engine has every image, and its name is used."""
         self.check_start: Callable[[SandboxPlan, WorkspaceSize, Sandbox], Awaitable[None]] | None = None
         """Checks a new sandbox and its workspace. Raises SandboxUnavailable when it is not to be used."""
         self.is_ending = False
         self.shortage: str | None = None
+
+    def pinned(self, plan: SandboxPlan, wait_s: float = WAIT_S) -> AbstractAsyncContextManager[SandboxPlan]:
+        """Return a block in which the image of the plan has a content id and is not removed (Images.pinned)."""
+        return nullcontext(plan) if self.images is None else self.images.pinned(plan, wait_s)
+
+    def images_in_use(self) -> set[str | None]:
+        """Return the content ids of the images of all sandboxes that are not removed yet."""
+        return set(self._images.values())
 
     async def guest_volume(self) -> str:
         """Return the volume with the toolkit. Raises SandboxUnavailable."""
@@ -214,6 +226,7 @@ class SandboxFactory:
         now = time.time()
         deadline = now + self._profile.life_s
         self._known.add(name)
+        self._images[name] = plan.image_id
         runtime = self.runtimes[0]
         try:
             self._check_may_start()
@@ -224,7 +237,7 @@ class SandboxFactory:
                 LABEL_CREATED_AT: str(int(now)),
                 LABEL_DEADLINE: str(int(deadline)),
             }
-            variables = await self.engine.check_image(plan.image)
+            variables = await self.engine.check_image(plan.image_id or plan.image)
             volume = await self.guest_volume()
             async with workspace.mounted() as mount:
                 with explained(plan.image):
@@ -307,6 +320,7 @@ class SandboxFactory:
     def _forget(self, name: str) -> None:
         if name in self._known:
             self._known.discard(name)
+            del self._images[name]
             self._records.forget_container(name)
             self.slots.give_back()
 
@@ -329,7 +343,8 @@ class StartCheck:
 
         Raises WorkspaceMissed, and SandboxUnavailable when the guest does not attest.
         """
-        if (plan.image, plan.runtime) in self._passed:
+        checked = (plan.image_id or plan.image, plan.runtime)
+        if checked in self._passed:
             return
         attestation = await ask_attestation(sandbox)
         misfits = find_misfits(attestation, size.bytes, size.inodes) if self._is_hard else []
@@ -337,4 +352,4 @@ class StartCheck:
             raise WorkspaceMissed(
                 f"a sandbox of image {plan.image} does not get its workspace: {'; '.join(misfits)}; {FOLDERS}"
             )
-        self._passed.add((plan.image, plan.runtime))
+        self._passed.add(checked)

@@ -2,27 +2,40 @@
 narrow it.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from contract.errors import ConfigError, ErrorCode, ToolFailure
+from contract.image_names import (
+    ImageName,
+    ImageNameError,
+    find_matches,
+    is_allowed,
+    parse_image_name,
+    parse_image_pattern,
+)
 from contract.tenancy import NetworkPolicy, SandboxTerms
 from workers.sandboxd.disks.base import WorkspaceMount
 from workers.sandboxd.runtime.hardening import SandboxLimits, SandboxSpec
 from workers.settings import EgressRules, SandboxdSettings, TenantClass
 
 DEFAULT = "default"
+_MAX_LIST_CHARS = 2000
 MAX_NAME_CHARS = 64
 """Longest name of a class in terms."""
-
-
+MAX_IMAGES_CHARS = 32 * 1024
+"""Limit of the names and patterns of images of all classes. Each report of the host contains them."""
 BYTES_PER_INODE = 4096
 """A workspace may hold one file for each block of this size."""
 
 
 @dataclass(frozen=True)
 class SandboxPlan:
-    """The properties of a container. Sessions with equal plans may get the same unused sandbox. Sizes are in bytes."""
+    """The properties of a container. Sessions with equal plans may get the same unused sandbox. Sizes are in bytes.
+
+    `tenant_class`: the class whose registry logins pull the image. `image_id`: the content id of the image once it is
+    known; the container is made from it, so a tag that moves does not change the image of a session.
+    """
 
     image: str
     runtime: str
@@ -32,6 +45,8 @@ class SandboxPlan:
     memory_reserve_bytes: int
     cpus: float
     pids: int
+    tenant_class: str = field(default=DEFAULT, compare=False)
+    image_id: str | None = field(default=None, compare=False)
 
 
 class Plans:
@@ -50,13 +65,18 @@ class Plans:
                 raise ValueError(
                     f"class '{name}' has network egress, and there is no proxy: set TOOLCREW_EGRESS_SOCKET"
                 )
+        if sum(map(len, self.images())) > MAX_IMAGES_CHARS:
+            raise ValueError(
+                f"the names and patterns of images have more than {MAX_IMAGES_CHARS} characters together: use patterns "
+                "in place of names"
+            )
 
     def choose(self, terms: SandboxTerms, image: str | None = None, network: str | None = None) -> SandboxPlan:
         """Return the plan of a new session. Raises ToolFailure when this host does not have the class, or when the
         image or the network is not allowed.
         """
         granted = self._class(terms)
-        chosen = self._plan(granted, self._image(granted, terms, image), _network(granted, terms, network))
+        chosen = self._plan(terms.tenant_class, self._image(granted, terms, image), _network(granted, terms, network))
         size = min(chosen.workspace_bytes, terms.workspace_bytes or chosen.workspace_bytes)
         return replace(chosen, workspace_bytes=size, workspace_inodes=size // BYTES_PER_INODE)
 
@@ -66,10 +86,12 @@ class Plans:
         `choose`.
         """
         granted = self._class(terms)
-        image = plan.image if plan.image in self._allowed(granted, terms) else self._image(granted, terms, None)
+        is_kept = self._allows(granted, terms, plan.image)
+        image = plan.image if is_kept else self._image(granted, terms, None)
         network = "none" if plan.network == "none" else self.network(terms)
         return replace(
-            self._plan(granted, image, network),
+            self._plan(terms.tenant_class, image, network),
+            image_id=plan.image_id if is_kept else None,
             workspace_bytes=plan.workspace_bytes,
             workspace_inodes=plan.workspace_inodes,
         )
@@ -97,11 +119,11 @@ class Plans:
         targets = {self.standard(): self._settings.pool_size}
         for name, terms in self.classes.items():
             for image, target in terms.pool.items():
-                if image not in self._images(terms):
+                if not is_allowed(self._entries(terms), parse_image_name(image)):
                     raise ValueError(
                         f"class '{name}' has a pool of image '{image}', which it may not use: add it to its images"
                     )
-                plan = self._plan(terms, image, terms.network)
+                plan = self._plan(name, self._spell(terms, parse_image_name(image)), terms.network)
                 targets[plan] = target if name == DEFAULT else targets.get(plan, 0) + target
         return targets
 
@@ -123,8 +145,21 @@ class Plans:
         return frozenset(terms.runtime or self._settings.sandbox_runtime for terms in self.classes.values())
 
     def images(self) -> frozenset[str]:
-        """Return the images of all classes."""
-        return frozenset(image for terms in self.classes.values() for image in self._images(terms))
+        """Return the names and patterns of images of all classes."""
+        return frozenset(image for terms in self.classes.values() for image in self._entries(terms))
+
+    def local_images(self) -> frozenset[str]:
+        """Return the names of images that the engine must have, because sandboxd does not pull them."""
+        return frozenset(image for image in self.images() if not parse_image_pattern(image).names_registry)
+
+    def may_pull(self, plan: SandboxPlan) -> bool:
+        """Return whether sandboxd may pull the image of a plan: an entry of the class that begins with a registry
+        allows it.
+        """
+        granted, name = self.classes.get(plan.tenant_class), parse_image_name(plan.image)
+        # An entry without a registry is an image that the operator makes. Another owner may have that name in a
+        # registry.
+        return granted is not None and any(found.names_registry for found in find_matches(self._entries(granted), name))
 
     def _class(self, terms: SandboxTerms) -> TenantClass:
         granted = self.classes.get(terms.tenant_class)
@@ -137,35 +172,61 @@ class Plans:
             )
         return granted
 
-    def _images(self, granted: TenantClass) -> frozenset[str]:
+    def _entries(self, granted: TenantClass) -> tuple[str, ...]:
+        """Return the names and patterns of the class, its own image first."""
         listed = granted.images if granted.images is not None else self._settings.sandbox_images_allowed
-        return frozenset({granted.image or self._settings.sandbox_image, *listed})
+        return (granted.image or self._settings.sandbox_image, *listed)
 
-    def _allowed(self, granted: TenantClass, terms: SandboxTerms) -> frozenset[str]:
-        return self._images(granted) if terms.images is None else self._images(granted).intersection(terms.images)
+    def _allows(self, granted: TenantClass, terms: SandboxTerms, image: str) -> bool:
+        """Return whether both the class and the terms allow the image. False for a malformed name."""
+        try:
+            name = parse_image_name(image)
+        except ImageNameError:
+            return False
+        return is_allowed(self._entries(granted), name) and (terms.images is None or is_allowed(terms.images, name))
+
+    def _spell(self, granted: TenantClass, name: ImageName) -> str:
+        """Return the name as the class spells it, so that equal images have equal plans."""
+        return next((found.text for found in find_matches(self._entries(granted), name) if found.name), name.short)
 
     def _image(self, granted: TenantClass, terms: SandboxTerms, requested: str | None) -> str:
         """Return the requested image; by default the image of the class, or the tenant's first image that the class
         allows.
         """
-        allowed = self._allowed(granted, terms)
-        if not allowed:
-            names = ", ".join(sorted(self._images(granted)))
+        own = granted.image or self._settings.sandbox_image
+        candidates = (own, *(terms.images or ())) if requested is None else (requested,)
+        chosen = next((image for image in candidates if self._allows(granted, terms, image)), None)
+        if chosen is not None:
+            return self._spell(granted, parse_image_name(chosen))
+        allowed = self._list_allowed(granted, terms)
+        if requested is None or not allowed:
             raise ToolFailure(
                 ErrorCode.INVALID_ARGUMENTS,
-                f"none of the tenant's images is one of class '{terms.tenant_class}' on this host, which has: {names}; "
-                "add one to the tenant's policy",
+                f"none of the tenant's images is one of class '{terms.tenant_class}' on this host, which has: "
+                f"{_join(self._entries(granted))}; add one to the tenant's policy, or name an image",
             )
-        if requested is not None and requested not in allowed:
-            names = ", ".join(sorted(allowed))
-            raise ToolFailure(
-                ErrorCode.INVALID_ARGUMENTS, f"image '{requested[:200]}' is not allowed on this host; allowed: {names}"
-            )
-        own = granted.image or self._settings.sandbox_image
-        return requested or next(image for image in (own, *(terms.images or ())) if image in allowed)
+        try:
+            parse_image_name(requested)
+        except ImageNameError as error:
+            raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, str(error)) from error
+        raise ToolFailure(
+            ErrorCode.INVALID_ARGUMENTS,
+            f"image '{requested}' is not allowed on this host; allowed: {_join(allowed)}",
+        )
 
-    def _plan(self, granted: TenantClass, image: str, network: NetworkPolicy) -> SandboxPlan:
-        settings = self._settings
+    def _list_allowed(self, granted: TenantClass, terms: SandboxTerms) -> set[str]:
+        """Return the entries of the class that the terms allow, and the entries of the terms that the class allows.
+        Of two patterns it is not known whether they have a name in common.
+        """
+        entries = self._entries(granted)
+        if terms.images is None:
+            return set(entries)
+        return {image for image in (*entries, *terms.images) if self._allows(granted, terms, image)} | {
+            image for image in terms.images if "*" in image
+        }
+
+    def _plan(self, tenant_class: str, image: str, network: NetworkPolicy) -> SandboxPlan:
+        settings, granted = self._settings, self.classes[tenant_class]
         size = granted.workspace_bytes or settings.sandbox_workspace_bytes
         return SandboxPlan(
             image=image,
@@ -176,6 +237,7 @@ class Plans:
             memory_reserve_bytes=granted.memory_reserve_bytes or settings.sandbox_memory_reserve_bytes,
             cpus=granted.cpus or settings.sandbox_cpus,
             pids=granted.pids or settings.sandbox_pids,
+            tenant_class=tenant_class,
         )
 
 
@@ -187,6 +249,12 @@ def load_plans(settings: SandboxdSettings) -> Plans:
         return plans
     except ValueError as error:
         raise ConfigError(f"TOOLCREW_TENANT_CLASSES: {error}") from None
+
+
+def _join(images: Iterable[str]) -> str:
+    """Return the images as a text of limited length."""
+    text = ", ".join(sorted(images))
+    return text if len(text) <= _MAX_LIST_CHARS else f"{text[:_MAX_LIST_CHARS]}…"
 
 
 def _network(granted: TenantClass, terms: SandboxTerms, requested: str | None) -> NetworkPolicy:
@@ -231,7 +299,7 @@ class Profile:
         image_variables: Sequence[str] = (),
     ) -> SandboxSpec:
         return SandboxSpec(
-            image=plan.image,
+            image=plan.image_id or plan.image,
             runtime=plan.runtime,
             limits=limits_of(plan),
             labels=labels,

@@ -8,6 +8,7 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Mapping
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -121,28 +122,27 @@ class WarmPool:
         if not self._factory.slots.try_take():
             return BUSY_RETRY_S
         try:
-            workspace, image_id = await self._prepare()
-            try:
-                sandbox = await self._factory.make(self.plan, workspace, 1)
-            except BaseException:
-                await asyncio.shield(self._factory.discard_workspace(workspace))
-                raise
+            self._ready.append(await self._make())
         except SandboxUnavailable as error:
             log.warning("pool_not_filled", error=str(error))
             return RETRY_S
-        self._ready.append(WarmSandbox(sandbox, workspace, image_id))
         return 0.0
 
-    async def _prepare(self) -> tuple[Workspace, str | None]:
-        """Create a workspace and read the image id before the start. A change of the image's name during the start is
-        then detected.
-        """
-        try:
-            image_id = await self._factory.engine.image_id(self.plan.image)
-            return await self._factory.make_workspace(self.plan), image_id
-        except BaseException:
-            self._factory.slots.give_back()
-            raise
+    async def _make(self) -> WarmSandbox:
+        async with AsyncExitStack() as until_made:
+            try:
+                plan = await until_made.enter_async_context(self._factory.pinned(self.plan))
+                # Read before the start: a change of the image's name during the start is then detected.
+                image_id = plan.image_id or await self._factory.engine.image_id(plan.image)
+                workspace = await self._factory.make_workspace(plan)
+            except BaseException:
+                self._factory.slots.give_back()
+                raise
+            try:
+                return WarmSandbox(await self._factory.make(plan, workspace, 1), workspace, image_id)
+            except BaseException:
+                await asyncio.shield(self._factory.discard_workspace(workspace))
+                raise
 
     async def _is_clean(self, warm: WarmSandbox) -> bool:
         if warm.sandbox.lost is not None or self._is_too_old(warm):

@@ -46,7 +46,7 @@ async def examine(settings: SandboxdSettings, plans: Plans, engine: Engine) -> E
 
 
 async def _find_images(plans: Plans, engine: Engine) -> Mapping[str, str | None]:
-    return {image: await engine.image_id(image) for image in sorted(plans.images())}
+    return {image: await engine.image_id(image) for image in sorted(plans.local_images())}
 
 
 async def _prove(settings: SandboxdSettings, engine: Engine) -> WorkspaceFacts:

@@ -184,14 +184,14 @@ def _judge_images(evidence: Evidence) -> HostPromise:
     name = "images are there"
     if evidence.facts is None:
         return _engine_unknown(name)
-    missing = sorted(image for image in evidence.plans.images() if evidence.images.get(image) is None)
+    missing = sorted(image for image in evidence.plans.local_images() if evidence.images.get(image) is None)
     if missing:
         is_needed = evidence.settings.sandbox_image in missing
         return HostPromise(
             name,
             "void",
             f"the engine has no {_list(missing)}",
-            "build it with scripts/build-image, or pull it",
+            "build it with scripts/build-image, or pull it; sandboxd pulls images whose entry begins with a registry",
             is_needed=is_needed,
         )
     image_ids = sorted(

@@ -1,4 +1,5 @@
-"""State that must survive the death of sandboxd: the names of its containers, and the sessions whose files are kept.
+"""State that must survive the death of sandboxd: the names of its containers, the sessions whose files are kept, and
+the images that it pulled.
 
 Each record is a small JSON file that is replaced as a whole. A container is recorded before it is started. The record
 is deleted after the removal is confirmed. The records survive a process that dies. A host that reboots loses its
@@ -59,7 +60,20 @@ class _ContainerRecord:
     deadline: float
 
 
-_SESSION, _CONTAINER = TypeAdapter(SessionRecord), TypeAdapter(_ContainerRecord)
+@dataclass(frozen=True)
+class ImageRecord:
+    """An image that sandboxd pulls or has pulled. `name`: complete. `id`: the content id; None while it is being
+    pulled. `digest`: the digest in its registry. `used_at`: epoch seconds, some minutes old.
+    """
+
+    name: str
+    id: str | None
+    digest: str | None
+    size_bytes: int
+    used_at: float
+
+
+_SESSION, _CONTAINER, _IMAGE = TypeAdapter(SessionRecord), TypeAdapter(_ContainerRecord), TypeAdapter(ImageRecord)
 
 
 class Records:
@@ -72,7 +86,8 @@ class Records:
     def __init__(self, folder: Path) -> None:
         self._containers = folder / "containers"
         self._sessions = folder / "sessions"
-        for folder in (self._containers, self._sessions):
+        self._images = folder / "pulled-images"
+        for folder in (self._containers, self._sessions, self._images):
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
 
     def add_container(self, name: str, deadline: float) -> None:
@@ -97,8 +112,23 @@ class Records:
         """Return all kept sessions."""
         return list(_read_all(self._sessions, _SESSION))
 
+    def keep_image(self, record: ImageRecord) -> None:
+        """Record an image before it is pulled, and again with its content id."""
+        _write(_hashed(self._images, record.name), _IMAGE.dump_python(record, mode="json"))
+
+    def forget_image(self, name: str) -> None:
+        _unlink(_hashed(self._images, name))
+
+    def images(self) -> list[ImageRecord]:
+        """Return the records of all images that sandboxd pulled."""
+        return list(_read_all(self._images, _IMAGE))
+
     def _session_path(self, session: str) -> Path:
-        return self._sessions / f"{hashlib.sha256(session.encode()).hexdigest()[:40]}.json"
+        return _hashed(self._sessions, session)
+
+
+def _hashed(folder: Path, name: str) -> Path:
+    return folder / f"{hashlib.sha256(name.encode()).hexdigest()[:40]}.json"
 
 
 def _write(path: Path, data: dict[str, Any]) -> None:

@@ -9,7 +9,7 @@ import asyncio
 import heapq
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import structlog
@@ -19,6 +19,7 @@ from contract.tenancy import SandboxTerms
 from workers.sandboxd.background import settle
 from workers.sandboxd.disks.base import Workspace
 from workers.sandboxd.factory import SandboxdEnding, SandboxFactory
+from workers.sandboxd.images import ImageNotReady, ImageRefused
 from workers.sandboxd.plans import SandboxPlan
 from workers.sandboxd.pool import WarmPools
 from workers.sandboxd.records import Records
@@ -33,6 +34,9 @@ MAX_ROWS = 300
 _STARTS_S = 5.0
 """Time that the shutdown of sandboxd waits for sandboxes that are starting, in seconds. Longer starts are undone."""
 _PACKED_AT_ONCE = 8
+OPEN_WAIT_S = 500.0
+"""Time that the opening of a session waits for the pull of its image, in seconds. The worker waits longer."""
+_OTHER_IMAGE = "the content of image {} that this session began with was removed; its sandbox has the present content"
 Fill = Callable[[Session, Sandbox], Awaitable[None]]
 """Function that fills the sandbox of a new session."""
 Revise = Callable[[SandboxTerms, SandboxPlan], SandboxPlan]
@@ -248,8 +252,11 @@ class Sessions:
 
     async def _open(self, session: str, start: NewSession) -> Session:
         warm = await self._pools.take(start.plan)
-        workspace, sandbox = (warm.workspace, warm.sandbox) if warm is not None else await self._make_cold(start.plan)
-        entry = Session(session, start.plan, start.ttl_s, workspace, sandbox, terms=start.terms or SandboxTerms())
+        if warm is not None:
+            plan, workspace, sandbox = replace(start.plan, image_id=warm.image_id), warm.workspace, warm.sandbox
+        else:
+            plan, workspace, sandbox = await self._make_pinned(start.plan)
+        entry = Session(session, plan, start.ttl_s, workspace, sandbox, terms=start.terms or SandboxTerms())
         if start.moved is not None:
             _move_in(entry, sandbox, start.moved, is_restored=start.fill is not None)
         try:
@@ -266,6 +273,19 @@ class Sessions:
             raise
         self._sessions[session] = entry
         return entry
+
+    async def _make_pinned(self, plan: SandboxPlan) -> tuple[SandboxPlan, Workspace, Sandbox]:
+        """Start a sandbox from the present content of the image. The image is pulled first if needed; that takes no
+        slot.
+        """
+        try:
+            async with self._factory.pinned(plan, OPEN_WAIT_S) as pinned:
+                return pinned, *await self._make_cold(pinned)
+        # With these codes the opening is not sent to other hosts: each of them would pull the image too.
+        except ImageRefused as refused:
+            raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, str(refused)) from refused
+        except ImageNotReady as not_ready:
+            raise ToolFailure(ErrorCode.TIMEOUT, str(not_ready)) from not_ready
 
     async def _make_cold(self, plan: SandboxPlan) -> tuple[Workspace, Sandbox]:
         await self._factory.slots.take()
@@ -348,9 +368,11 @@ class Sessions:
 
     async def _start_again(self, entry: Session) -> None:
         """Start a new container around the session's workspace, with the packed state of the last container."""
-        plan = self._plan_again(entry)
-        await self._factory.slots.take()
-        sandbox = await self._factory.make(plan, entry.workspace, entry.generation + 1)
+        async with self._factory.pinned(self._plan_again(entry)) as plan:
+            await self._factory.slots.take()
+            sandbox = await self._factory.make(plan, entry.workspace, entry.generation + 1)
+        if plan.image == entry.plan.image and entry.plan.image_id not in (None, plan.image_id):
+            entry.add_news(_OTHER_IMAGE.format(plan.image))
         entry.plan = plan
         try:
             self._prepare_network(entry, sandbox)

@@ -223,6 +223,14 @@ class Engine:
         """
         await self._run(self._lanes.removals, lambda api: remove_volume(api, name))
 
+    async def look(self, work: Callable[[docker.APIClient], T]) -> T:
+        """Return the result of a short blocking call that changes nothing."""
+        return await self._run(self._lanes.start_check, work)
+
+    async def clear(self, work: Callable[[docker.APIClient], T]) -> T:
+        """Return the result of a blocking call that removes something."""
+        return await self._run(self._lanes.removals, work)
+
     def describe(self) -> dict[str, Any]:
         """Return the state of the engine for `status`: calls in progress and waiting, and the state of the breaker."""
         return {**self.gate.describe(), "late_starts": len(self._late)}

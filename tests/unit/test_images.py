@@ -1,0 +1,439 @@
+"""Pull, pin and removal of images, over an engine in memory."""
+
+import asyncio
+import secrets
+from collections.abc import Sequence, Set
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+from contract.errors import ErrorCode, SandboxUnavailable, ToolFailure
+from contract.image_names import ImageName, parse_image_name
+from tests.fake_sandboxd import FakeHost, open_host
+from tests.waiting import wait_until_async
+from workers.sandboxd import images as images_module
+from workers.sandboxd.images import ImageNotReady, ImageRefused, Images, explain_pull_failure
+from workers.sandboxd.plans import Plans, SandboxPlan
+from workers.sandboxd.records import Records
+from workers.sandboxd.runtime.engine_images import EngineImage, PullFailed, PullProgress, RegistryAccount
+from workers.sandboxd.sessions import NewSession
+from workers.settings import RegistryLogin, SandboxdSettings, TenantClass
+
+PLANS = Plans(SandboxdSettings(sandbox_image="default", sandbox_images_allowed=["ghcr.io/team/*", "local"]))
+SIZE = 100
+
+
+class MemoryEngine:
+    """An engine that has names and images, and a registry that has every image unless `failure` is set."""
+
+    def __init__(self) -> None:
+        self.images: dict[str, str] = {}
+        """Complete name -> content id."""
+        self.untagged: set[str] = set()
+        self.containers: set[str] = set()
+        self.pulled: list[str] = []
+        self.accounts: list[RegistryAccount | None] = []
+        self.failure: str | None = None
+        self.pull_gate = asyncio.Event()
+        self.pull_gate.set()
+        self.remove_gate = asyncio.Event()
+        self.remove_gate.set()
+        self.removing = asyncio.Event()
+
+    def tag(self, name: str, image_id: str | None = None) -> str:
+        """Give an image a name, as an operator does."""
+        full = parse_image_name(name).full
+        if full in self.images:
+            self.untagged.add(self.images[full])
+        self.images[full] = image_id or f"sha256:{secrets.token_hex(32)}"
+        return self.images[full]
+
+    async def find(self, name: str) -> EngineImage | None:
+        await asyncio.sleep(0)
+        image_id = self.images.get(name, name)
+        return next((image for image in await self.list() if image.id == image_id), None)
+
+    async def list(self) -> Sequence[EngineImage]:
+        ids = sorted({*self.images.values(), *self.untagged})
+        return [
+            EngineImage(one, tuple(name for name, held in self.images.items() if held == one), (), SIZE) for one in ids
+        ]
+
+    async def used(self) -> Set[str]:
+        await asyncio.sleep(0)
+        return self.containers
+
+    async def remove(self, name: str) -> bool:
+        self.removing.set()
+        await self.remove_gate.wait()
+        image_id = self.images.get(name, name)
+        if image_id in self.containers:
+            return False
+        self.images.pop(name, None)
+        if image_id not in self.images.values():
+            self.untagged.discard(image_id)
+        return True
+
+    async def pull(self, name: ImageName, account: RegistryAccount | None, progress: PullProgress) -> None:
+        self.pulled.append(name.full)
+        self.accounts.append(account)
+        progress.note({"status": "Downloading", "id": "layer", "progressDetail": {"current": 10, "total": 2_000_000}})
+        await self.pull_gate.wait()
+        if self.failure is not None:
+            raise PullFailed(self.failure)
+        if name.full not in self.images:
+            self.tag(name.full)
+
+
+def build(engine: MemoryEngine, folder: Path, budget: int = 10 * SIZE, plans: Plans = PLANS) -> Images:
+    return Images(engine, plans, Records(folder), budget)
+
+
+def plan_of(image: str, image_id: str | None = None) -> SandboxPlan:
+    return replace(PLANS.standard(), image=image, image_id=image_id)
+
+
+async def use(images: Images, image: str) -> str:
+    async with images.pinned(plan_of(image)) as plan:
+        assert plan.image_id is not None
+        return plan.image_id
+
+
+@pytest.fixture
+def engine() -> MemoryEngine:
+    return MemoryEngine()
+
+
+# Pulls
+
+
+async def test_an_image_is_pulled_once_for_all_who_wait(engine: MemoryEngine, tmp_path: Path) -> None:
+    images = build(engine, tmp_path)
+    engine.pull_gate.clear()
+    waiting = [asyncio.create_task(use(images, "ghcr.io/team/a")) for _ in range(8)]
+    await wait_until_async(lambda: engine.pulled, 5, "the pull begins")
+    (row,) = images.describe()["pulls"]
+    assert (row["image"], row["bytes"], row["total_bytes"]) == ("ghcr.io/team/a:latest", 10, 2_000_000)
+    waiting[0].cancel()
+    engine.pull_gate.set()
+    found = await asyncio.gather(*waiting[1:])
+    assert set(found) == {engine.images["ghcr.io/team/a:latest"]}
+    assert await use(images, "ghcr.io/team/a") == found[0]
+    assert engine.pulled == ["ghcr.io/team/a:latest"]
+    assert images.describe()["pulls"] == []
+
+
+async def test_only_a_few_pulls_run_at_a_time(engine: MemoryEngine, tmp_path: Path) -> None:
+    images = build(engine, tmp_path)
+    engine.pull_gate.clear()
+    tasks = [asyncio.create_task(use(images, f"ghcr.io/team/a{number}")) for number in range(6)]
+    await wait_until_async(lambda: len(images.describe()["pulls"]) == 6, 5, "all wait")
+    assert len(engine.pulled) == images_module.AT_ONCE
+    engine.pull_gate.set()
+    await asyncio.gather(*tasks)
+    assert len(engine.pulled) == 6
+
+
+async def test_an_image_that_the_engine_has_is_not_pulled(engine: MemoryEngine, tmp_path: Path) -> None:
+    images = build(engine, tmp_path)
+    own = engine.tag("ghcr.io/team/own")
+    assert await use(images, "ghcr.io/team/own") == own
+    assert engine.pulled == []
+
+
+async def test_a_local_image_is_never_pulled(engine: MemoryEngine, tmp_path: Path) -> None:
+    with pytest.raises(SandboxUnavailable, match=r"no image local: build it .* begins with a registry"):
+        await use(build(engine, tmp_path), "local")
+    assert engine.pulled == []
+
+
+async def test_a_slow_pull_goes_on_after_the_wait(engine: MemoryEngine, tmp_path: Path) -> None:
+    images = build(engine, tmp_path)
+    engine.pull_gate.clear()
+    with pytest.raises(ImageNotReady, match=r"still being pulled \(0 MB of at least 2 MB\): try again"):
+        async with images.pinned(plan_of("ghcr.io/team/a"), 0.01):
+            pass
+    engine.pull_gate.set()
+    await use(images, "ghcr.io/team/a")
+    assert len(engine.pulled) == 1
+
+
+async def test_a_failed_pull_leaves_nothing_and_is_tried_again(engine: MemoryEngine, tmp_path: Path) -> None:
+    images = build(engine, tmp_path)
+    engine.failure = "manifest unknown"
+    with pytest.raises(ImageRefused, match="has no such image"):
+        await use(images, "ghcr.io/team/a")
+    assert Records(tmp_path).images() == []
+    engine.failure = None
+    await use(images, "ghcr.io/team/a")
+
+
+@pytest.mark.parametrize(
+    ("reason", "kind", "words"),
+    [
+        ("manifest for x not found: manifest unknown", ImageRefused, "has no such image"),
+        ("pull access denied for x, repository does not exist or may require", ImageRefused, "add a login for ghcr.io"),
+        ("unauthorized: authentication required", ImageRefused, "add a login for"),
+        ("no matching manifest for linux/arm64", ImageRefused, "use another image"),
+        ("toomanyrequests: slow down", SandboxUnavailable, "limits pulls"),
+        ("write /var/lib/docker/x: no space left on device", SandboxUnavailable, "free space there"),
+        ('Get "https://x/v2/": dial tcp: lookup x: no such host', SandboxUnavailable, "cannot reach the registry ghcr"),
+        ("dial tcp 127.0.0.1:1: connect: connection refused", SandboxUnavailable, "cannot reach"),
+        ("x509: certificate signed by unknown authority", SandboxUnavailable, "certificates"),
+        ("something else", SandboxUnavailable, "something else; see the log"),
+    ],
+)
+def test_the_error_of_a_pull_says_what_to_do(reason: str, kind: type[Exception], words: str) -> None:
+    error = explain_pull_failure(reason, parse_image_name("ghcr.io/team/a"), has_login=False)
+    assert type(error) is kind
+    assert words in str(error)
+    assert str(error).startswith("image ghcr.io/team/a:latest was not pulled: ")
+
+
+async def test_a_login_is_used_only_for_its_class_and_registry_and_never_shown(
+    engine: MemoryEngine, tmp_path: Path
+) -> None:
+    secret = tmp_path / "secret"
+    secret.write_text("very-secret\n")
+    login, entries = RegistryLogin(user="robot", password_file=secret), ("ghcr.io/team/*", "quay.io/*")
+    classes = {
+        "team": TenantClass(images=entries, registries={"GHCR.io": login}),
+        "others": TenantClass(images=entries, registries={"quay.io": login}),
+    }
+    images = build(engine, tmp_path, plans=Plans(SandboxdSettings(sandbox_image="default", tenant_classes=classes)))
+    ours, theirs = (replace(plan_of("ghcr.io/team/a"), tenant_class=name) for name in classes)
+    engine.failure = "denied: robot:very-secret is wrong"
+    with pytest.raises(ImageRefused, match=r"check the login of ghcr\.io") as refused:
+        async with images.pinned(ours):
+            pass
+    assert "very-secret" not in str(refused.value)
+    assert "very-secret" not in repr(engine.accounts)
+    assert engine.accounts == [RegistryAccount("robot", "very-secret")]
+    with pytest.raises(ImageRefused, match=r"add a login for ghcr\.io"):
+        async with images.pinned(theirs):
+            pass
+    assert engine.accounts[1:] == [None]
+    secret.unlink()
+    with pytest.raises(SandboxUnavailable, match=r"password file for the registry ghcr\.io cannot be read \(File"):
+        async with images.pinned(ours):
+            pass
+
+
+@pytest.mark.parametrize("registry", ["team", "ghcr.io/team", "", "*.io", "https://ghcr.io"])
+def test_a_login_for_something_else_than_a_registry_is_refused(registry: str) -> None:
+    login = RegistryLogin(user="robot", password_file=Path("/secret"))
+    with pytest.raises(ValidationError, match="registries"):
+        TenantClass(registries={registry: login})
+    assert list(TenantClass(registries={"index.docker.io": login}).registries) == ["docker.io"]
+
+
+# Pins
+
+
+async def test_a_plan_keeps_its_content_while_the_engine_has_it(engine: MemoryEngine, tmp_path: Path) -> None:
+    images = build(engine, tmp_path)
+    first = engine.tag("ghcr.io/team/a")
+    second = engine.tag("ghcr.io/team/a")
+    async with images.pinned(plan_of("ghcr.io/team/a", first)) as plan:
+        assert plan.image_id == first
+    engine.untagged.clear()
+    async with images.pinned(plan_of("ghcr.io/team/a", first)) as plan:
+        assert plan.image_id == second
+
+
+# Removal
+
+
+async def test_the_least_recently_used_image_goes_first(engine: MemoryEngine, tmp_path: Path) -> None:
+    images = build(engine, tmp_path, budget=2 * SIZE)
+    for name in ("a", "b", "c", "a"):
+        await use(images, f"ghcr.io/team/{name}")
+    await images.evict()
+    assert sorted(engine.images) == ["ghcr.io/team/a:latest", "ghcr.io/team/c:latest"]
+    assert images.describe()["image_cache"] == {"bytes": 2 * SIZE, "budget_bytes": 2 * SIZE}
+    assert {record.name for record in Records(tmp_path).images()} == set(engine.images)
+
+
+async def test_what_is_in_use_or_not_pulled_here_stays(engine: MemoryEngine, tmp_path: Path) -> None:
+    images = build(engine, tmp_path, budget=0)
+    own = engine.tag("ghcr.io/team/own")
+    await use(images, "ghcr.io/team/own")
+    by_container, by_session = [await use(images, f"ghcr.io/team/{name}") for name in ("a", "b")]
+    engine.containers.add(by_container)
+    images.in_use = lambda: {by_session}
+    async with images.pinned(plan_of("ghcr.io/team/c")) as plan:
+        await images.evict()
+        assert set(engine.images.values()) == {own, by_container, by_session, plan.image_id}
+    await images.evict()
+    assert set(engine.images.values()) == {own, by_container, by_session}
+    engine.containers.clear()
+    images.in_use = frozenset
+    await images.evict()
+    assert set(engine.images.values()) == {own}
+
+
+async def test_a_name_that_moved_to_another_image_stays(engine: MemoryEngine, tmp_path: Path) -> None:
+    images = build(engine, tmp_path, budget=0)
+    pulled = await use(images, "ghcr.io/team/a")
+    moved = engine.tag("ghcr.io/team/a")
+    await images.evict()
+    assert set(engine.images.values()) == {moved}
+    assert pulled not in engine.untagged
+    assert images.describe()["image_cache"]["bytes"] == 0
+
+
+async def test_an_image_that_the_operator_named_too_stays(engine: MemoryEngine, tmp_path: Path) -> None:
+    images = build(engine, tmp_path, budget=0)
+    pulled = await use(images, "ghcr.io/team/a")
+    engine.tag("mine", pulled)
+    await images.evict()
+    assert len(engine.images) == 2
+    assert Records(tmp_path).images() == []
+
+
+async def test_a_request_waits_for_a_removal_and_pulls_again(engine: MemoryEngine, tmp_path: Path) -> None:
+    images = build(engine, tmp_path, budget=0)
+    first = await use(images, "ghcr.io/team/a")
+    engine.remove_gate.clear()
+    evicting = asyncio.create_task(images.evict())
+    await engine.removing.wait()
+    using = asyncio.create_task(use(images, "ghcr.io/team/a"))
+    await asyncio.sleep(0.05)
+    assert not using.done()
+    engine.remove_gate.set()
+    await evicting
+    assert await using != first
+
+
+async def test_random_use_never_takes_an_image_from_its_user(engine: MemoryEngine, tmp_path: Path) -> None:
+    images = build(engine, tmp_path, budget=2 * SIZE)
+
+    async def work(number: int) -> None:
+        for round_ in range(20):
+            async with images.pinned(plan_of(f"ghcr.io/team/a{(number * 7 + round_) % 5}")) as plan:
+                for _ in range((number + round_) % 4):
+                    await asyncio.sleep(0)
+                assert plan.image_id in engine.images.values()
+
+    async def evict() -> None:
+        while True:
+            await images.evict()
+            await asyncio.sleep(0)
+
+    evicting = asyncio.create_task(evict())
+    await asyncio.gather(*(work(number) for number in range(8)))
+    evicting.cancel()
+    await images.evict()
+    assert len(engine.images) <= 2
+
+
+# Restarts
+
+
+async def test_the_next_sandboxd_knows_what_was_pulled(engine: MemoryEngine, tmp_path: Path) -> None:
+    await use(build(engine, tmp_path), "ghcr.io/team/a")
+    images = build(engine, tmp_path, budget=0)
+    await images.refresh()
+    assert images.describe()["image_cache"]["bytes"] == SIZE
+    await images.evict()
+    assert engine.images == {}
+
+
+@pytest.mark.parametrize("is_complete", [True, False])
+async def test_a_pull_that_a_kill_interrupted_counts_if_it_was_complete(
+    engine: MemoryEngine, tmp_path: Path, is_complete: bool
+) -> None:
+    images = build(engine, tmp_path)
+    engine.pull_gate.clear()
+    using = asyncio.create_task(use(images, "ghcr.io/team/a"))
+    await wait_until_async(lambda: engine.pulled, 5, "the pull begins")
+    await images.close()
+    using.cancel()
+    with suppress(asyncio.CancelledError, SandboxUnavailable):
+        await using
+    if is_complete:
+        engine.tag("ghcr.io/team/a")
+    images = build(engine, tmp_path)
+    await images.refresh()
+    assert images.describe()["image_cache"]["bytes"] == (SIZE if is_complete else 0)
+    assert len(Records(tmp_path).images()) == int(is_complete)
+
+
+async def test_an_image_that_the_operator_removed_is_forgotten(engine: MemoryEngine, tmp_path: Path) -> None:
+    images = build(engine, tmp_path)
+    await use(images, "ghcr.io/team/a")
+    engine.images.clear()
+    await images.refresh()
+    assert images.describe()["image_cache"]["bytes"] == 0
+    assert Records(tmp_path).images() == []
+
+
+async def test_the_report_names_what_may_be_pulled_and_is_here(
+    engine: MemoryEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    images = build(engine, tmp_path)
+    for name in ("default", "local", "ghcr.io/other/a", "ghcr.io/team/b:v2"):
+        engine.tag(name)
+    await use(images, "ghcr.io/team/a")
+    await images.refresh()
+    assert images.describe()["images_held"] == ["ghcr.io/team/a:latest", "ghcr.io/team/b:v2"]
+    monkeypatch.setattr(images_module, "MAX_HELD_CHARS", 30)
+    await images.refresh()
+    assert images.describe()["images_held"] == ["ghcr.io/team/a:latest"]
+
+
+# Sessions
+
+
+def give_images(host: FakeHost, engine: MemoryEngine, folder: Path) -> None:
+    host.factory.images = build(engine, folder)
+    host.factory.images.in_use = lambda: {session.plan.image_id for session in host.sessions.all()}
+
+
+async def test_a_session_has_the_content_id_of_its_image_over_a_restart(engine: MemoryEngine, tmp_path: Path) -> None:
+    async with open_host(tmp_path, plans=PLANS) as host:
+        give_images(host, engine, tmp_path / "images")
+        entry = await host.sessions.open("acme:s", NewSession(plan_of("ghcr.io/team/a"), 60))
+        assert entry.plan.image_id == engine.images["ghcr.io/team/a:latest"]
+        assert host.engine.guests[0].config["Image"] == entry.plan.image_id
+        assert await host.sessions.suspender.give_up(entry, must_be_idle=False)
+        (record,) = host.records.sessions()
+        assert record.plan.image_id == entry.plan.image_id
+        engine.tag("ghcr.io/team/a")
+        await host.sessions.use("acme:s")
+        assert host.engine.guests[-1].config["Image"] == entry.plan.image_id == record.plan.image_id
+        assert entry.news is None
+        assert await host.sessions.suspender.give_up(entry, must_be_idle=False)
+        engine.untagged.clear()
+        await host.sessions.use("acme:s")
+        assert entry.plan.image_id == engine.images["ghcr.io/team/a:latest"]
+        assert "the content of image ghcr.io/team/a" in str(entry.news)
+
+
+async def test_an_opening_that_no_host_can_serve_is_not_sent_to_another(engine: MemoryEngine, tmp_path: Path) -> None:
+    async with open_host(tmp_path, plans=PLANS) as host:
+        give_images(host, engine, tmp_path / "images")
+        engine.failure = "manifest unknown"
+        with pytest.raises(ToolFailure, match="has no such image") as refused:
+            await host.sessions.open("acme:s", NewSession(plan_of("ghcr.io/team/a"), 60))
+        assert refused.value.code is ErrorCode.INVALID_ARGUMENTS
+        engine.failure = "connection refused"
+        with pytest.raises(SandboxUnavailable, match="cannot reach"):
+            await host.sessions.open("acme:s", NewSession(plan_of("ghcr.io/team/a"), 60))
+        assert host.factory.slots.taken == 0
+
+
+async def test_a_pull_takes_no_slot(engine: MemoryEngine, tmp_path: Path) -> None:
+    async with open_host(tmp_path, plans=PLANS, limit=1) as host:
+        give_images(host, engine, tmp_path / "images")
+        engine.tag("local")
+        engine.pull_gate.clear()
+        opening = asyncio.create_task(host.sessions.open("acme:s", NewSession(plan_of("ghcr.io/team/a"), 60)))
+        await wait_until_async(lambda: engine.pulled, 5, "the pull begins")
+        await host.sessions.open("acme:t", NewSession(plan_of("local"), 60))
+        await host.sessions.close("acme:t")
+        engine.pull_gate.set()
+        await opening

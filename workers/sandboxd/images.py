@@ -1,0 +1,461 @@
+"""Images of sandboxes: pulled on first use, used by their content id, and removed when they need too much disk.
+
+Invariant: sandboxd removes only images that it pulled, and only while nothing needs them. So a pull is recorded on disk
+before it begins. An image is needed while a request waits for it, a session has it, or a sandbox is made of it. The
+engine also refuses to remove the image of any of its containers.
+"""
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence, Set
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field, replace
+from typing import Any, Final, Protocol
+
+import structlog
+
+from contract.errors import SandboxUnavailable
+from contract.image_names import ImageName, ImageNameError, find_matches, parse_image_name
+from workers.sandboxd.plans import Plans, SandboxPlan
+from workers.sandboxd.records import ImageRecord, Records
+from workers.sandboxd.runtime.engine_images import EngineImage, PullFailed, PullProgress, RegistryAccount
+from workers.settings import RegistryLogin
+
+log = structlog.get_logger(__name__)
+
+WAIT_S: Final = 30.0
+"""Seconds that a call or the pool waits for a pull."""
+AT_ONCE: Final = 3
+"""Pulls at a time. More share the same network and disk."""
+REFRESH_S: Final = 60.0
+"""Seconds between two comparisons with the engine. Somebody may remove images there at any time."""
+MAX_HELD_CHARS: Final = 8 * 1024
+"""Limit of the names of images in a report of this host."""
+_MAX_ROWS: Final = 20
+_LOG_S: Final = 10.0
+_NOTE_S: Final = 60.0
+"""Age of the recorded time of last use after which it is written again."""
+_MASK: Final = "********"
+
+
+class ImageNotReady(SandboxUnavailable):
+    """The image is still being pulled. A later request finds it, or waits for the same pull."""
+
+
+class ImageRefused(SandboxUnavailable):
+    """No host can get the image: it does not exist, or the registry does not allow it."""
+
+
+class ImageEngine(Protocol):
+    """The engine's operations on images (runtime/engine_images.py)."""
+
+    async def find(self, name: str) -> EngineImage | None: ...
+
+    async def list(self) -> Sequence[EngineImage]: ...
+
+    async def used(self) -> Set[str]: ...
+
+    async def remove(self, name: str) -> bool: ...
+
+    async def pull(self, name: ImageName, account: RegistryAccount | None, progress: PullProgress) -> None: ...
+
+
+@dataclass(eq=False)
+class _Pull:
+    """A pull that waits or runs."""
+
+    image: str
+    task: "asyncio.Task[None]"
+    progress: PullProgress
+    began_at: float = field(default_factory=time.monotonic)
+
+    def describe(self) -> dict[str, Any]:
+        done, total = self.progress.bytes()
+        return {
+            "image": self.image,
+            "bytes": done,
+            "total_bytes": total,
+            "seconds": round(time.monotonic() - self.began_at, 1),
+        }
+
+
+@dataclass(frozen=True)
+class _Candidate:
+    """An image that sandboxd pulled, under one name or several."""
+
+    id: str
+    names: tuple[str, ...]
+    size_bytes: int
+    used_at: float
+
+
+class Images:
+    """The images of this host's sandboxes. `in_use`: a function that returns the content ids of the images of all
+    sandboxes and sessions; set it before `run`.
+    """
+
+    def __init__(self, engine: ImageEngine, plans: Plans, records: Records, budget_bytes: int) -> None:
+        """`budget_bytes`: limit of the sum of the pulled images' sizes."""
+        self._engine = engine
+        self._plans = plans
+        self._store = records
+        self._budget_bytes = budget_bytes
+        self.in_use: Callable[[], Set[str | None]] = frozenset
+        self._records = {record.name: record for record in records.images()}
+        self._pulls: dict[tuple[str, str], _Pull] = {}
+        self._slots = asyncio.Semaphore(AT_ONCE)
+        self._wanted = Counter[str]()
+        self._removing: dict[str, asyncio.Event] = {}
+        self._is_due = asyncio.Event()
+        self._held: tuple[str, ...] = ()
+        self._written_at: dict[str, float] = {}
+
+    @asynccontextmanager
+    async def pinned(self, plan: SandboxPlan, wait_s: float = WAIT_S) -> AsyncIterator[SandboxPlan]:
+        """Yield the plan with the content id of its image, which is pulled if the engine lacks it. The image is not
+        removed inside the block.
+
+        A plan that has an id keeps it while the engine has that image. Raises ImageNotReady after `wait_s` seconds,
+        ImageRefused, and SandboxUnavailable.
+        """
+        name = parse_image_name(plan.image)
+        # The keys are counted before the first await, so that no removal can begin from here on.
+        keys = [name.full, *([plan.image_id] if plan.image_id is not None else [])]
+        self._wanted.update(keys)
+        try:
+            for key in keys:
+                await self._wait_removed(key)
+            found = await self._find(name, plan, wait_s)
+            while await self._wait_removed(found.id):  # it had this name too
+                found = await self._find(name, plan, wait_s)
+            keys.append(found.id)
+            self._wanted[found.id] += 1
+            self._note_use(found.id)
+            yield replace(plan, image_id=found.id)
+        finally:
+            self._wanted.subtract(keys)
+            self._wanted += Counter()  # drops the zeros
+
+    async def run(self) -> None:
+        """Compare with the engine and remove images above the budget, until the task is cancelled."""
+        while True:
+            self._is_due.clear()
+            try:
+                await self.refresh()
+                await self.evict()
+            except SandboxUnavailable as error:
+                log.warning("images_not_checked", error=str(error))
+            with suppress(TimeoutError):
+                async with asyncio.timeout(REFRESH_S):
+                    await self._is_due.wait()
+
+    async def refresh(self) -> None:
+        """Learn which images the engine has. Complete the records of pulls that a dead sandboxd began, and forget
+        images that the engine no longer has.
+        """
+        listed = await self._engine.list()
+        by_name = {name: image for image in listed for name in _names_of(image)}
+        ids = {image.id for image in listed}
+        for record in list(self._records.values()):
+            if any(pull.image == record.name for pull in self._pulls.values()):
+                continue
+            if record.id is None and (image := by_name.get(record.name)) is not None:
+                log.info("pulled_image_found", image=record.name)
+                self._keep(_build_record(parse_image_name(record.name), image))
+            elif record.id not in ids:
+                self._forget(record.name)
+        self._held = self._list_held(by_name)
+
+    def _list_held(self, names: Iterable[str]) -> tuple[str, ...]:
+        """Return the names that sandboxd may pull, the last used first, with at most MAX_HELD_CHARS characters."""
+        entries = self._plans.images()
+
+        def last_use(name: str) -> float:
+            return self._records[name].used_at if name in self._records else 0.0
+
+        held, room = [], MAX_HELD_CHARS
+        for text in sorted(names, key=lambda text: (-last_use(text), text)):
+            name = parse_image_name(text)
+            if any(found.names_registry for found in find_matches(entries, name)):
+                room -= len(name.short)
+                if room < 0:
+                    break
+                held.append(name.short)
+        return tuple(held)
+
+    async def evict(self) -> None:
+        """Remove the least recently used images while the pulled images need more than the budget."""
+        candidates = self._list_candidates()
+        total = sum(candidate.size_bytes for candidate in candidates)
+        if total <= self._budget_bytes:
+            return
+        used = await self._engine.used()
+        for candidate in sorted(candidates, key=lambda candidate: candidate.used_at):
+            if total <= self._budget_bytes:
+                return
+            if candidate.id not in used and await self._remove(candidate):
+                total -= candidate.size_bytes
+        if total > self._budget_bytes:
+            log.warning("image_cache_above_budget", bytes=total, budget_bytes=self._budget_bytes)
+
+    def describe(self) -> dict[str, Any]:
+        """Return the fields of `status`: names and patterns that sessions may use, names of images that sandboxd may
+        pull and the engine has, running and waiting pulls, and the size of the pulled images.
+        """
+        return {
+            "images": sorted(self._plans.images()),
+            "images_held": list(self._held),
+            "pulls": [pull.describe() for pull in list(self._pulls.values())[:_MAX_ROWS]],
+            "image_cache": {
+                "bytes": sum(candidate.size_bytes for candidate in self._list_candidates()),
+                "budget_bytes": self._budget_bytes,
+            },
+        }
+
+    async def close(self) -> None:
+        """End all pulls."""
+        pulls = list(self._pulls.values())
+        for pull in pulls:
+            pull.progress.stop()
+            pull.task.cancel()
+        await asyncio.gather(*(pull.task for pull in pulls), return_exceptions=True)
+
+    async def _wait_removed(self, key: str) -> bool:
+        """Wait for the end of the removal of an image. Returns False if it is not being removed."""
+        removing = self._removing.get(key)
+        if removing is not None:
+            await removing.wait()
+        return removing is not None
+
+    async def _find(self, name: ImageName, plan: SandboxPlan, wait_s: float) -> EngineImage:
+        found = await self._engine.find(plan.image_id) if plan.image_id is not None else None
+        found = found or await self._engine.find(name.full)
+        if found is None and self._plans.may_pull(plan) and not name.is_id:
+            await self._wait_for_pull(name, plan.tenant_class, wait_s)
+            found = await self._engine.find(name.full)
+        if found is None:
+            raise SandboxUnavailable(
+                f"the engine has no image {plan.image}: build it with scripts/build-image, or pull it; sandboxd pulls "
+                "images whose entry in TOOLCREW_SANDBOX_IMAGES_ALLOWED begins with a registry"
+            )
+        return found
+
+    async def _wait_for_pull(self, name: ImageName, tenant_class: str, wait_s: float) -> None:
+        """Wait for the pull of an image, and begin it if none runs. The pull goes on when the caller leaves."""
+        login = self._plans.classes[tenant_class].registries.get(name.registry)
+        # Classes with other rights at the registry do not share a pull.
+        key = (name.full, tenant_class if login is not None else "")
+        pull = self._pulls.get(key)
+        if pull is None:
+            progress = PullProgress()
+            task = asyncio.get_running_loop().create_task(self._pull(name, login, progress))
+            pull = self._pulls[key] = _Pull(name.full, task, progress)
+            task.add_done_callback(lambda task: self._end_pull(key, task))
+        await asyncio.wait({pull.task}, timeout=wait_s)
+        if not pull.task.done():
+            done, total = pull.progress.bytes()
+            raise ImageNotReady(
+                f"image {name.short} is still being pulled ({_size(done)} of at least {_size(total)}): try again in a "
+                "minute; the pull continues"
+            )
+        if pull.task.cancelled():
+            raise SandboxUnavailable("sandboxd is stopping: try again after its restart")
+        pull.task.result()
+
+    def _end_pull(self, key: tuple[str, str], task: "asyncio.Task[None]") -> None:
+        del self._pulls[key]
+        if not task.cancelled():
+            task.exception()  # retrieve the exception: the callers may have left
+
+    async def _pull(self, name: ImageName, login: RegistryLogin | None, progress: PullProgress) -> None:
+        account = None if login is None else _read_account(name.registry, login)
+        async with self._slots:
+            # After kill -9 the record shows that the image, if the engine has it then, came from here.
+            self._keep(ImageRecord(name.full, None, None, 0, time.time()))
+            log.info("image_pull_started", image=name.full)
+            began_at = time.monotonic()
+            try:
+                await self._pull_logged(name, account, progress)
+                image = await self._engine.find(name.full)
+                if image is None:
+                    raise PullFailed("the engine has no such image after the pull")
+            except PullFailed as error:
+                self._forget(name.full)
+                reason = _without_password(str(error), account)
+                log.warning("image_pull_failed", image=name.full, error=reason)
+                raise explain_pull_failure(reason, name, has_login=login is not None) from None
+            self._keep(_build_record(name, image))
+            log.info(
+                "image_pulled",
+                image=name.full,
+                id=image.id,
+                bytes=image.size_bytes,
+                seconds=round(time.monotonic() - began_at, 1),
+            )
+            self._is_due.set()
+
+    async def _pull_logged(self, name: ImageName, account: RegistryAccount | None, progress: PullProgress) -> None:
+        pulling = asyncio.ensure_future(self._engine.pull(name, account, progress))
+        try:
+            while not (await asyncio.wait({pulling}, timeout=_LOG_S))[0]:
+                done, total = progress.bytes()
+                log.info("image_pulling", image=name.full, bytes=done, total_bytes=total)
+        except asyncio.CancelledError:
+            pulling.cancel()
+            raise
+        await pulling
+
+    def _list_candidates(self) -> list[_Candidate]:
+        """Return the images that sandboxd pulled, each once."""
+        by_id: dict[str, list[ImageRecord]] = {}
+        for record in self._records.values():
+            if record.id is not None:
+                by_id.setdefault(record.id, []).append(record)
+        return [
+            _Candidate(
+                image_id,
+                tuple(record.name for record in records),
+                max(record.size_bytes for record in records),
+                max(record.used_at for record in records),
+            )
+            for image_id, records in by_id.items()
+        ]
+
+    async def _remove(self, candidate: _Candidate) -> bool:
+        """Remove an image with all names that sandboxd gave it. Returns False when it stays."""
+        keys = (candidate.id, *candidate.names)
+        # No await lies between this check and the marks, so no request can begin to need the image in between.
+        if candidate.id in self.in_use() or any(self._wanted[key] for key in keys):
+            return False
+        removed = asyncio.Event()
+        self._removing.update(dict.fromkeys(keys, removed))
+        try:
+            return await self._remove_marked(candidate)
+        finally:
+            for key in keys:
+                del self._removing[key]
+            removed.set()
+
+    async def _remove_marked(self, candidate: _Candidate) -> bool:
+        image = await self._engine.find(candidate.id)
+        others = {name for name in _names_of(image) if "@" not in name} - set(candidate.names) if image else set()
+        if others:
+            # The operator named the image too, so it is no longer sandboxd's alone.
+            log.info("pulled_image_left", image=candidate.names[0], names=sorted(others)[:10])
+        elif image is not None:
+            for name in candidate.names:
+                tagged = await self._engine.find(name)
+                # The name may have moved to an image that sandboxd did not pull.
+                if tagged is not None and tagged.id == candidate.id and not await self._engine.remove(name):
+                    return False
+            if not await self._engine.remove(candidate.id):
+                return False
+            log.info("image_evicted", image=candidate.names[0], id=candidate.id, bytes=candidate.size_bytes)
+        for name in candidate.names:
+            self._forget(name)
+        self._held = tuple(held for held in self._held if parse_image_name(held).full not in candidate.names)
+        return True
+
+    def _note_use(self, image_id: str) -> None:
+        """Record the use of a pulled image."""
+        now = time.time()
+        for record in [record for record in self._records.values() if record.id == image_id]:
+            self._records[record.name] = replace(record, used_at=now)
+            # Every session of the image uses it, so the record on disk may be a little old.
+            if now - self._written_at.get(record.name, 0.0) > _NOTE_S:
+                with suppress(SandboxUnavailable):  # a full disk must not stop a session whose image is here
+                    self._keep(self._records[record.name])
+
+    def _keep(self, record: ImageRecord) -> None:
+        self._records[record.name] = record
+        self._written_at[record.name] = time.time()
+        self._store.keep_image(record)
+
+    def _forget(self, name: str) -> None:
+        self._records.pop(name, None)
+        self._written_at.pop(name, None)
+        self._store.forget_image(name)
+
+
+_NO_IMAGE: Final = ("manifest unknown", "not found", "name unknown", "does not exist")
+_NO_ACCESS: Final = ("denied", "unauthorized", "authentication required", "no basic auth", "forbidden")
+_UNREACHABLE: Final = (
+    "connection refused",
+    "connection reset",
+    "no such host",
+    "timeout",
+    "timed out",
+    "no progress",
+    "no route to host",
+    "unreachable",
+    "x509",
+    "tls",
+    "http response to https client",
+    "eof",
+)
+
+
+def explain_pull_failure(reason: str, name: ImageName, *, has_login: bool) -> SandboxUnavailable:
+    """Return the error for a failed pull: why the image is not there, and what to do. `reason`: the engine's text."""
+    text, failed = reason.lower(), f"image {name.short} was not pulled"
+    if "no space left" in text:
+        return SandboxUnavailable(
+            f"{failed}: the disk of the Docker engine is full; free space there, or lower TOOLCREW_IMAGE_CACHE_BYTES"
+        )
+    if "toomanyrequests" in text or "rate limit" in text:
+        return SandboxUnavailable(
+            f"{failed}: the registry {name.registry} limits pulls ({reason}); try again later, or add a login to "
+            "'registries' of the tenant class"
+        )
+    if "no matching manifest" in text:
+        return ImageRefused(f"{failed}: it has no variant for this machine's processor; use another image")
+    if any(part in text for part in _NO_ACCESS):
+        advice = "check the login of" if has_login else "if it is private, add a login for"
+        return ImageRefused(
+            f"{failed}: the registry refuses access ({reason}); check the name; {advice} {name.registry} in "
+            "'registries' of the tenant class"
+        )
+    if any(part in text for part in _NO_IMAGE):
+        return ImageRefused(f"{failed}: the registry {name.registry} has no such image ({reason}); check the name")
+    if any(part in text for part in _UNREACHABLE):
+        return SandboxUnavailable(
+            f"{failed}: the Docker engine cannot reach the registry {name.registry} ({reason}); check the engine's "
+            "network, proxy and certificates"
+        )
+    return SandboxUnavailable(f"{failed}: {reason}; see the log of the Docker engine")
+
+
+def _read_account(registry: str, login: RegistryLogin) -> RegistryAccount:
+    """Return the account of a login. The file is read for each pull, so a new token needs no restart."""
+    try:
+        password = login.password_file.read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise SandboxUnavailable(
+            f"the password file for the registry {registry} cannot be read ({type(error).__name__}): check "
+            "password_file in TOOLCREW_TENANT_CLASSES, and the rights of the file"
+        ) from error
+    return RegistryAccount(login.user, password)
+
+
+def _without_password(text: str, account: RegistryAccount | None) -> str:
+    return text.replace(account.password, _MASK) if account is not None and account.password else text
+
+
+def _build_record(name: ImageName, image: EngineImage) -> ImageRecord:
+    repository = replace(name, tag=None, digest="").full
+    digest = next(
+        (text.rpartition("@")[2] for text in _names_of(image) if text.startswith(repository) and "@" in text), None
+    )
+    return ImageRecord(name.full, image.id, digest, image.size_bytes, time.time())
+
+
+def _names_of(image: EngineImage) -> Iterable[str]:
+    """Yield the complete names of an image. A name that toolcrew cannot read is left out."""
+    for text in (*image.tags, *image.digests):
+        with suppress(ImageNameError):
+            yield parse_image_name(text).full
+
+
+def _size(size_bytes: int) -> str:
+    return f"{size_bytes / 1_000_000:.0f} MB"

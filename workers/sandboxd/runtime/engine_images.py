@@ -1,0 +1,186 @@
+"""Images of the engine: find, list, pull and remove them.
+
+A pull has a thread and a client of its own and does not use the engine's gate: it lasts minutes, and a slow registry
+says nothing about the engine.
+"""
+
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import docker
+import docker.errors
+import docker.utils
+import requests.exceptions
+import urllib3.exceptions
+
+from contract.errors import SandboxUnavailable
+from contract.image_names import ImageName
+from store.tasks import in_thread
+from workers.sandboxd.runtime.engine import Engine
+
+SILENCE_S: Final = 120
+"""A pull fails when the engine reports no progress for this time, in seconds. It reports every retry of a download."""
+PULL_S: Final = 1800.0
+"""Time limit of a pull, in seconds."""
+_MAX_LAYERS: Final = 1000
+_MAX_ERROR_CHARS: Final = 500
+
+
+class PullFailed(SandboxUnavailable):
+    """The engine could not pull an image. The message is the engine's own text."""
+
+
+@dataclass(frozen=True)
+class EngineImage:
+    """An image of the engine. `tags` and `digests`: its names with a tag and with a digest. `size_bytes`: all layers,
+    even those that other images share.
+    """
+
+    id: str
+    tags: tuple[str, ...]
+    digests: tuple[str, ...]
+    size_bytes: int
+
+
+@dataclass(frozen=True)
+class RegistryAccount:
+    """User name and password for a registry."""
+
+    user: str
+    password: str = field(repr=False)
+
+
+class PullProgress:
+    """Progress of a pull. The thread of the pull writes it, and the event loop reads it."""
+
+    def __init__(self) -> None:
+        self._layers: dict[str, tuple[int, int]] = {}
+        self._is_stopped = threading.Event()
+
+    @property
+    def is_stopped(self) -> bool:
+        return self._is_stopped.is_set()
+
+    def stop(self) -> None:
+        """End the pull at its next event. The engine keeps no part of an image whose pull was ended."""
+        self._is_stopped.set()
+
+    def note(self, event: Mapping[str, Any]) -> None:
+        """Record an event of the engine."""
+        detail, layer = event.get("progressDetail"), str(event.get("id"))[:100]
+        if event.get("status") != "Downloading" or not isinstance(detail, Mapping):
+            return
+        current, total = detail.get("current"), detail.get("total")
+        if isinstance(current, int) and (layer in self._layers or len(self._layers) < _MAX_LAYERS):
+            self._layers[layer] = (current, total if isinstance(total, int) else current)
+
+    def bytes(self) -> tuple[int, int]:
+        """Return the downloaded bytes, and the bytes of the layers whose download has begun."""
+        layers = list(self._layers.values())
+        return sum(current for current, _ in layers), sum(total for _, total in layers)
+
+
+class EngineImages:
+    """Finds, lists, pulls and removes images. Raises SandboxUnavailable with the engine's error text."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    async def find(self, name: str) -> EngineImage | None:
+        """Return the image of a complete name or a content id; None when the engine does not have it."""
+        return await self._engine.look(lambda api: _find(api, name))
+
+    async def list(self) -> Sequence[EngineImage]:
+        """Return all images with a name or of a finished build."""
+        return await self._engine.look(lambda api: [_build(image) for image in api.images()])
+
+    async def used(self) -> frozenset[str]:
+        """Return the content ids of the images of all containers, in any state and of any owner."""
+        return await self._engine.look(
+            lambda api: frozenset(str(container.get("ImageID")) for container in api.containers(all=True))
+        )
+
+    async def remove(self, name: str) -> bool:
+        """Remove a name of an image, or an image by its content id. The layers go with the last name. Returns False
+        when the engine refuses because a container uses the image or it has other names.
+        """
+        return await self._engine.clear(lambda api: _remove(api, name))
+
+    async def pull(self, name: ImageName, account: RegistryAccount | None, progress: PullProgress) -> None:
+        """Pull an image. Raises PullFailed. A cancelled caller does not end the pull; `progress.stop` does."""
+        await in_thread(lambda: _pull(name, account, progress), "image-pull")
+
+
+class _PullClient(docker.APIClient):
+    """A client whose pull has a time limit for each part of the answer. The SDK's own pull waits without limit."""
+
+    def post(self, url: str | bytes, *args: Any, **options: Any) -> requests.Response:
+        return super().post(url, *args, **{**options, "timeout": SILENCE_S})
+
+
+def _pull(name: ImageName, account: RegistryAccount | None, progress: PullProgress) -> None:
+    repository, version = f"{name.registry}/{name.repository}", name.digest or name.tag
+    # An empty account keeps the SDK from the logins of this user's own Docker configuration.
+    login = {} if account is None else {"username": account.user, "password": account.password}
+    until = time.monotonic() + PULL_S
+    try:
+        api = _PullClient(**docker.utils.kwargs_from_env())
+        try:
+            events = api.pull(repository, tag=version, stream=True, decode=True, auth_config=login)
+            try:
+                for event in events:
+                    if "error" in event:
+                        raise PullFailed(str(event["error"])[:_MAX_ERROR_CHARS])
+                    progress.note(event)
+                    if progress.is_stopped:
+                        raise PullFailed("sandboxd is stopping")
+                    if time.monotonic() > until:
+                        raise PullFailed(f"it is not complete after {PULL_S:g} s")
+            finally:
+                events.close()
+        finally:
+            api.close()
+    except docker.errors.APIError as error:
+        raise PullFailed(str(error.explanation or error)[:_MAX_ERROR_CHARS]) from error
+    except (requests.exceptions.Timeout, urllib3.exceptions.TimeoutError) as error:
+        raise PullFailed(f"the engine reported no progress for {SILENCE_S} s") from error
+    except (
+        docker.errors.DockerException,
+        requests.exceptions.RequestException,
+        urllib3.exceptions.HTTPError,
+        OSError,
+    ) as error:
+        raise PullFailed(f"the Docker engine does not answer: {str(error)[:_MAX_ERROR_CHARS]}") from error
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        raise PullFailed(f"the Docker engine's answer cannot be read: {error!r}"[:_MAX_ERROR_CHARS]) from error
+
+
+def _find(api: docker.APIClient, name: str) -> EngineImage | None:
+    try:
+        return _build(api.inspect_image(name))  # type: ignore[no-untyped-call]
+    except docker.errors.ImageNotFound:
+        return None
+
+
+def _build(image: Mapping[str, Any]) -> EngineImage:
+    return EngineImage(
+        id=str(image["Id"]),
+        tags=tuple(str(tag) for tag in image.get("RepoTags") or () if "<none>" not in str(tag)),
+        digests=tuple(str(digest) for digest in image.get("RepoDigests") or () if "<none>" not in str(digest)),
+        size_bytes=int(image.get("Size") or 0),
+    )
+
+
+def _remove(api: docker.APIClient, name: str) -> bool:
+    try:
+        api.remove_image(name)
+    except docker.errors.ImageNotFound:
+        return True
+    except docker.errors.APIError as error:
+        if error.status_code != 409:
+            raise
+        return False
+    return True
