@@ -18,7 +18,7 @@ its worker starts again.
 TOMBSTONE_TTL_S = 24 * 3600
 """Lifetime of the mark of a lost incarnation. The process may resume later and must then not use its name."""
 MAX_TROUBLE_CHARS = 500
-MAX_IMAGES_HELD = 1000
+MAX_IMAGES_PRESENT = 1000
 
 HOST_LOST_TYPE = "HostLost"
 """Exception type in the stored result of a call that waited when its host was declared lost."""
@@ -58,8 +58,8 @@ class HostReport(Record):
     """Tenant classes that this host supports."""
     images: tuple[str, ...] = ()
     """Names and patterns of images that any class of this host may use (contract/image_names.py)."""
-    images_held: Annotated[
-        tuple[str, ...], Field(max_length=MAX_IMAGES_HELD, exclude_if=lambda images: not images)
+    images_present: Annotated[
+        tuple[str, ...], Field(max_length=MAX_IMAGES_PRESENT, exclude_if=lambda images: not images)
     ] = ()
     """Images that the host may pull and already has; with many, the last used. A host that pulls none omits the field,
     so that earlier releases can read its report.

@@ -16,7 +16,7 @@ from typing import Any, Literal
 import structlog
 
 from contract.errors import BrokerUnavailable, ConfigError
-from contract.hosts import HEARTBEAT_S, MAX_IMAGES_HELD, MAX_TROUBLE_CHARS, HostReport
+from contract.hosts import HEARTBEAT_S, MAX_IMAGES_PRESENT, MAX_TROUBLE_CHARS, HostReport
 from contract.names import host_queue
 from store.connection import SKEW_WARNING_S, SharedClock
 from store.hosts import Departure, ReportResult, WorkerHostStore
@@ -243,7 +243,7 @@ def build_host_report(status: Mapping[str, Any], *, is_silent: bool, **fields: A
         "disk_free_bytes": _count(status, "disk_free_bytes"),
         "classes": _names(status, "classes"),
         "images": _names(status, "images"),
-        "images_held": _names(status, "images_held")[:MAX_IMAGES_HELD],
+        "images_present": _names(status, "images_present")[:MAX_IMAGES_PRESENT],
         "store": read_store(status),
         "healthy": not is_silent,
         "trouble": trouble if len(trouble) <= MAX_TROUBLE_CHARS else f"{trouble[: MAX_TROUBLE_CHARS - 1]}…",

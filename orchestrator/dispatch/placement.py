@@ -117,7 +117,7 @@ def _prefer_image(hosts: list[HostReport], image: ImageName | None, placed: Mapp
     """Return the hosts that have the image and are not too busy; all hosts if there is none."""
     if image is None:
         return hosts
-    holding = [host for host in hosts if is_allowed(host.images_held, image)]
+    holding = [host for host in hosts if is_allowed(host.images_present, image)]
     return [host for host in holding if _load(host, placed.get(host.queue, 0)) < PULL_LOAD] or hosts
 
 

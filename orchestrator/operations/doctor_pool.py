@@ -281,7 +281,9 @@ def _judge_policy(name: str, policy: TenantPolicy, classes: set[str], images: se
             f"no host has the class '{tenant_class}' of {name}, so the tenant cannot open sessions",
             "add it to TOOLCREW_TENANT_CLASSES of a sandboxd",
         )
-    if policy.sandbox.images and not any(may_share(image, held) for image in policy.sandbox.images for held in images):
+    if policy.sandbox.images and not any(
+        may_share(image, entry) for image in policy.sandbox.images for entry in images
+    ):
         report.broken(
             "tenants",
             f"no host allows an image that {name} may use",

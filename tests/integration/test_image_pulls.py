@@ -73,7 +73,7 @@ def test_an_image_is_pulled_when_a_session_first_asks_for_it(
     assert registry.count_pulls(image) == 1
     container = engine.inspect_container(opened["sandbox"]["id"])
     assert container["Config"]["Image"] == container["Image"] == engine.inspect_image(image)["Id"]
-    wait_until(lambda: image in daemon.status()["images_held"], SOON_S, "the host reports the image")
+    wait_until(lambda: image in daemon.status()["images_present"], SOON_S, "the host reports the image")
     assert cached_bytes(daemon) > 0
     assert "image_pulled" in daemon.log()
 

@@ -54,9 +54,12 @@ class MemoryEngine:
     async def find(self, name: str) -> EngineImage | None:
         await asyncio.sleep(0)
         image_id = self.images.get(name, name)
-        return next((image for image in await self.list() if image.id == image_id), None)
+        return next((image for image in self._all() if image.id == image_id), None)
 
     async def list(self) -> Sequence[EngineImage]:
+        return self._all()
+
+    def _all(self) -> Sequence[EngineImage]:
         ids = sorted({*self.images.values(), *self.untagged})
         return [
             EngineImage(one, tuple(name for name, held in self.images.items() if held == one), (), SIZE) for one in ids
@@ -135,6 +138,20 @@ async def test_only_a_few_pulls_run_at_a_time(engine: MemoryEngine, tmp_path: Pa
     engine.pull_gate.set()
     await asyncio.gather(*tasks)
     assert len(engine.pulled) == 6
+
+
+async def test_pulls_do_not_wait_in_an_endless_line(
+    engine: MemoryEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(images_module, "MAX_PULLS", 2)
+    images = build(engine, tmp_path)
+    engine.pull_gate.clear()
+    tasks = [asyncio.create_task(use(images, f"ghcr.io/team/a{number}")) for number in range(2)]
+    await wait_until_async(lambda: len(engine.pulled) == 2, 5, "the pulls run")
+    with pytest.raises(SandboxUnavailable, match="2 images are already being pulled"):
+        await use(images, "ghcr.io/team/b")
+    engine.pull_gate.set()
+    await asyncio.gather(*tasks)
 
 
 async def test_an_image_that_the_engine_has_is_not_pulled(engine: MemoryEngine, tmp_path: Path) -> None:
@@ -362,6 +379,25 @@ async def test_a_pull_that_a_kill_interrupted_counts_if_it_was_complete(
     assert len(Records(tmp_path).images()) == int(is_complete)
 
 
+async def test_an_image_that_arrives_while_the_engine_is_asked_stays_known(
+    engine: MemoryEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    images = build(engine, tmp_path)
+    engine.pull_gate.clear()
+    using = asyncio.create_task(use(images, "ghcr.io/team/a"))
+    await wait_until_async(lambda: engine.pulled, 5, "the pull begins")
+    listed = await engine.list()
+
+    async def list_late() -> Sequence[EngineImage]:
+        engine.pull_gate.set()
+        await using
+        return listed
+
+    monkeypatch.setattr(engine, "list", list_late)
+    await images.refresh()
+    assert images.describe()["image_cache"]["bytes"] == SIZE
+
+
 async def test_an_image_that_the_operator_removed_is_forgotten(engine: MemoryEngine, tmp_path: Path) -> None:
     images = build(engine, tmp_path)
     await use(images, "ghcr.io/team/a")
@@ -379,10 +415,10 @@ async def test_the_report_names_what_may_be_pulled_and_is_here(
         engine.tag(name)
     await use(images, "ghcr.io/team/a")
     await images.refresh()
-    assert images.describe()["images_held"] == ["ghcr.io/team/a:latest", "ghcr.io/team/b:v2"]
-    monkeypatch.setattr(images_module, "MAX_HELD_CHARS", 30)
+    assert images.describe()["images_present"] == ["ghcr.io/team/a:latest", "ghcr.io/team/b:v2"]
+    monkeypatch.setattr(images_module, "MAX_PRESENT_CHARS", 30)
     await images.refresh()
-    assert images.describe()["images_held"] == ["ghcr.io/team/a:latest"]
+    assert images.describe()["images_present"] == ["ghcr.io/team/a:latest"]
 
 
 # Sessions

@@ -108,7 +108,7 @@ def test_a_host_that_has_the_image_is_preferred_until_it_is_busy() -> None:
     others = [build_report(f"h{at}", **allowed) for at in range(5)]
     needs = HostRequirements(image="ghcr.io/team/tool")
     for sessions, is_preferred in ((0, True), (40, True), (60, False)):
-        has = build_report("has", images_held=("ghcr.io/team/tool:latest",), sessions=sessions, slots=16, **allowed)
+        has = build_report("has", images_present=("ghcr.io/team/tool:latest",), sessions=sessions, slots=16, **allowed)
         hosts = {choose_host([*others, has], needs, chance=random.Random(seed)).host for seed in range(20)}
         assert (hosts == {"has"}) == is_preferred
 

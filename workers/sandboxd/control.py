@@ -6,6 +6,7 @@ import asyncio
 import json
 import time
 from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
 from typing import Any
@@ -32,6 +33,8 @@ from workers.sandboxd.sessions import MAX_ROWS, NewSession, Sessions
 from workers.sandboxd.skill_store import SkillStore
 
 MAX_FENCE = 2**53
+IMAGE_WAIT_S = 500.0
+"""Time that an opening with an image waits for its pull, in seconds. The worker waits 540 s for such an opening."""
 
 
 class ControlRequests:
@@ -108,9 +111,10 @@ class ControlRequests:
             terms or SandboxTerms(), _parse_optional(header, "image"), _parse_optional(header, "network")
         )
         started = time.monotonic()
-        session = await self._sessions.open(
-            name, NewSession(plan, ttl_s, self._choose_fill(header), terms, parse_moved(header))
-        )
+        start = NewSession(plan, ttl_s, self._choose_fill(header), terms, parse_moved(header))
+        if header.get("image") is not None:
+            start = replace(start, image_wait_s=IMAGE_WAIT_S)
+        session = await self._sessions.open(name, start)
         rules = self._plans.rules(session.terms) if session.plan.network == "egress" else None
         return {
             "sandbox": session.identify_sandbox(session.sandbox) if session.sandbox is not None else None,

@@ -17,6 +17,7 @@ import structlog
 
 from contract.errors import SandboxUnavailable
 from contract.image_names import ImageName, ImageNameError, find_matches, parse_image_name
+from store.tasks import begin_shared
 from workers.sandboxd.plans import Plans, SandboxPlan
 from workers.sandboxd.records import ImageRecord, Records
 from workers.sandboxd.runtime.engine_images import EngineImage, PullFailed, PullProgress, RegistryAccount
@@ -28,9 +29,11 @@ WAIT_S: Final = 30.0
 """Seconds that a call or the pool waits for a pull."""
 AT_ONCE: Final = 3
 """Pulls at a time. More share the same network and disk."""
+MAX_PULLS: Final = 200
+"""Running and waiting pulls. A pull stays in line even if the session that asked for it is closed."""
 REFRESH_S: Final = 60.0
-"""Seconds between two comparisons with the engine. Somebody may remove images there at any time."""
-MAX_HELD_CHARS: Final = 8 * 1024
+"""Seconds between two comparisons with the engine. The operator may remove images there at any time."""
+MAX_PRESENT_CHARS: Final = 8 * 1024
 """Limit of the names of images in a report of this host."""
 _MAX_ROWS: Final = 20
 _LOG_S: Final = 10.0
@@ -105,11 +108,12 @@ class Images:
         self._records = {record.name: record for record in records.images()}
         self._pulls: dict[tuple[str, str], _Pull] = {}
         self._slots = asyncio.Semaphore(AT_ONCE)
-        self._wanted = Counter[str]()
+        self._users = Counter[str]()
         self._removing: dict[str, asyncio.Event] = {}
         self._is_due = asyncio.Event()
-        self._held: tuple[str, ...] = ()
+        self._present: tuple[str, ...] = ()
         self._written_at: dict[str, float] = {}
+        self._reported_bytes = 0
 
     @asynccontextmanager
     async def pinned(self, plan: SandboxPlan, wait_s: float = WAIT_S) -> AsyncIterator[SandboxPlan]:
@@ -122,7 +126,7 @@ class Images:
         name = parse_image_name(plan.image)
         # The keys are counted before the first await, so that no removal can begin from here on.
         keys = [name.full, *([plan.image_id] if plan.image_id is not None else [])]
-        self._wanted.update(keys)
+        self._users.update(keys)
         try:
             for key in keys:
                 await self._wait_removed(key)
@@ -130,12 +134,12 @@ class Images:
             while await self._wait_removed(found.id):  # it had this name too
                 found = await self._find(name, plan, wait_s)
             keys.append(found.id)
-            self._wanted[found.id] += 1
+            self._users[found.id] += 1
             self._note_use(found.id)
             yield replace(plan, image_id=found.id)
         finally:
-            self._wanted.subtract(keys)
-            self._wanted += Counter()  # drops the zeros
+            self._users.subtract(keys)
+            self._users += Counter()  # drops the zeros
 
     async def run(self) -> None:
         """Compare with the engine and remove images above the budget, until the task is cancelled."""
@@ -146,6 +150,8 @@ class Images:
                 await self.evict()
             except SandboxUnavailable as error:
                 log.warning("images_not_checked", error=str(error))
+            except Exception:  # the edge of a round: a bug here must not end sandboxd
+                log.exception("round_failed")
             with suppress(TimeoutError):
                 async with asyncio.timeout(REFRESH_S):
                     await self._is_due.wait()
@@ -154,35 +160,40 @@ class Images:
         """Learn which images the engine has. Complete the records of pulls that a dead sandboxd began, and forget
         images that the engine no longer has.
         """
+        # A pull that runs now, or begins before the list is here, changes its record itself.
+        pulled = {pull.image for pull in self._pulls.values()}
+        records = [record for record in self._records.values() if record.name not in pulled]
         listed = await self._engine.list()
+        pulled = {pull.image for pull in self._pulls.values()}
         by_name = {name: image for image in listed for name in _names_of(image)}
         ids = {image.id for image in listed}
-        for record in list(self._records.values()):
-            if any(pull.image == record.name for pull in self._pulls.values()):
+        for record in records:
+            current = self._records.get(record.name)
+            if record.name in pulled or current is None or current.id != record.id:
                 continue
             if record.id is None and (image := by_name.get(record.name)) is not None:
                 log.info("pulled_image_found", image=record.name)
                 self._keep(_build_record(parse_image_name(record.name), image))
             elif record.id not in ids:
                 self._forget(record.name)
-        self._held = self._list_held(by_name)
+        self._present = self._list_present(by_name)
 
-    def _list_held(self, names: Iterable[str]) -> tuple[str, ...]:
-        """Return the names that sandboxd may pull, the last used first, with at most MAX_HELD_CHARS characters."""
+    def _list_present(self, names: Iterable[str]) -> tuple[str, ...]:
+        """Return the names that sandboxd may pull, the last used first, with at most MAX_PRESENT_CHARS characters."""
         entries = self._plans.images()
 
         def last_use(name: str) -> float:
             return self._records[name].used_at if name in self._records else 0.0
 
-        held, room = [], MAX_HELD_CHARS
+        present, room = [], MAX_PRESENT_CHARS
         for text in sorted(names, key=lambda text: (-last_use(text), text)):
             name = parse_image_name(text)
             if any(found.names_registry for found in find_matches(entries, name)):
                 room -= len(name.short)
                 if room < 0:
                     break
-                held.append(name.short)
-        return tuple(held)
+                present.append(name.short)
+        return tuple(present)
 
     async def evict(self) -> None:
         """Remove the least recently used images while the pulled images need more than the budget."""
@@ -196,7 +207,8 @@ class Images:
                 return
             if candidate.id not in used and await self._remove(candidate):
                 total -= candidate.size_bytes
-        if total > self._budget_bytes:
+        if total > self._budget_bytes and total != self._reported_bytes:
+            self._reported_bytes = total
             log.warning("image_cache_above_budget", bytes=total, budget_bytes=self._budget_bytes)
 
     def describe(self) -> dict[str, Any]:
@@ -205,7 +217,7 @@ class Images:
         """
         return {
             "images": sorted(self._plans.images()),
-            "images_held": list(self._held),
+            "images_present": list(self._present),
             "pulls": [pull.describe() for pull in list(self._pulls.values())[:_MAX_ROWS]],
             "image_cache": {
                 "bytes": sum(candidate.size_bytes for candidate in self._list_candidates()),
@@ -248,8 +260,10 @@ class Images:
         key = (name.full, tenant_class if login is not None else "")
         pull = self._pulls.get(key)
         if pull is None:
+            if len(self._pulls) >= MAX_PULLS:
+                raise SandboxUnavailable(f"{MAX_PULLS} images are already being pulled on this host: try again later")
             progress = PullProgress()
-            task = asyncio.get_running_loop().create_task(self._pull(name, login, progress))
+            task = begin_shared(self._pull(name, login, progress), "image-pull")
             pull = self._pulls[key] = _Pull(name.full, task, progress)
             task.add_done_callback(lambda task: self._end_pull(key, task))
         await asyncio.wait({pull.task}, timeout=wait_s)
@@ -326,7 +340,7 @@ class Images:
         """Remove an image with all names that sandboxd gave it. Returns False when it stays."""
         keys = (candidate.id, *candidate.names)
         # No await lies between this check and the marks, so no request can begin to need the image in between.
-        if candidate.id in self.in_use() or any(self._wanted[key] for key in keys):
+        if candidate.id in self.in_use() or any(self._users[key] for key in keys):
             return False
         removed = asyncio.Event()
         self._removing.update(dict.fromkeys(keys, removed))
@@ -354,7 +368,7 @@ class Images:
             log.info("image_evicted", image=candidate.names[0], id=candidate.id, bytes=candidate.size_bytes)
         for name in candidate.names:
             self._forget(name)
-        self._held = tuple(held for held in self._held if parse_image_name(held).full not in candidate.names)
+        self._present = tuple(text for text in self._present if parse_image_name(text).full not in candidate.names)
         return True
 
     def _note_use(self, image_id: str) -> None:

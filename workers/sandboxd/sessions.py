@@ -34,7 +34,7 @@ MAX_ROWS = 300
 _STARTS_S = 5.0
 """Time that the shutdown of sandboxd waits for sandboxes that are starting, in seconds. Longer starts are undone."""
 _PACKED_AT_ONCE = 8
-OPEN_WAIT_S = 500.0
+OPEN_WAIT_S = 45.0
 """Time that the opening of a session waits for the pull of its image, in seconds. The worker waits longer."""
 _OTHER_IMAGE = "the content of image {} that this session began with was removed; its sandbox has the present content"
 Fill = Callable[[Session, Sandbox], Awaitable[None]]
@@ -48,7 +48,7 @@ is allowed.
 @dataclass(frozen=True)
 class NewSession:
     """Parameters of a new session. `fill`: None for an empty workspace. `moved`: set if another host had the session;
-    `fill` then restores its checkpoint.
+    `fill` then restores its checkpoint. `image_wait_s`: how long to wait for the pull of the image.
     """
 
     plan: SandboxPlan
@@ -56,6 +56,7 @@ class NewSession:
     fill: Fill | None = None
     terms: SandboxTerms | None = None
     moved: SessionMove | None = None
+    image_wait_s: float = OPEN_WAIT_S
 
 
 class Sessions:
@@ -255,7 +256,7 @@ class Sessions:
         if warm is not None:
             plan, workspace, sandbox = replace(start.plan, image_id=warm.image_id), warm.workspace, warm.sandbox
         else:
-            plan, workspace, sandbox = await self._make_pinned(start.plan)
+            plan, workspace, sandbox = await self._make_pinned(start.plan, start.image_wait_s)
         entry = Session(session, plan, start.ttl_s, workspace, sandbox, terms=start.terms or SandboxTerms())
         if start.moved is not None:
             _move_in(entry, sandbox, start.moved, is_restored=start.fill is not None)
@@ -274,12 +275,12 @@ class Sessions:
         self._sessions[session] = entry
         return entry
 
-    async def _make_pinned(self, plan: SandboxPlan) -> tuple[SandboxPlan, Workspace, Sandbox]:
+    async def _make_pinned(self, plan: SandboxPlan, wait_s: float) -> tuple[SandboxPlan, Workspace, Sandbox]:
         """Start a sandbox from the present content of the image. The image is pulled first if needed; that takes no
         slot.
         """
         try:
-            async with self._factory.pinned(plan, OPEN_WAIT_S) as pinned:
+            async with self._factory.pinned(plan, wait_s) as pinned:
                 return pinned, *await self._make_cold(pinned)
         # With these codes the opening is not sent to other hosts: each of them would pull the image too.
         except ImageRefused as refused:

@@ -4,6 +4,7 @@ A pull has a thread and a client of its own and does not use the engine's gate: 
 says nothing about the engine.
 """
 
+import asyncio
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -25,6 +26,7 @@ SILENCE_S: Final = 120
 """A pull fails when the engine reports no progress for this time, in seconds. It reports every retry of a download."""
 PULL_S: Final = 1800.0
 """Time limit of a pull, in seconds."""
+_LATE: Final = f"it is not complete after {PULL_S:g} s"
 _MAX_LAYERS: Final = 1000
 _MAX_ERROR_CHARS: Final = 500
 
@@ -111,7 +113,12 @@ class EngineImages:
 
     async def pull(self, name: ImageName, account: RegistryAccount | None, progress: PullProgress) -> None:
         """Pull an image. Raises PullFailed. A cancelled caller does not end the pull; `progress.stop` does."""
-        await in_thread(lambda: _pull(name, account, progress), "image-pull")
+        try:
+            # The thread has the same limits, but it cannot leave an answer that never becomes complete.
+            async with asyncio.timeout(PULL_S + SILENCE_S):
+                await in_thread(lambda: _pull(name, account, progress), "image-pull")
+        except TimeoutError:
+            raise PullFailed(_LATE) from None
 
 
 class _PullClient(docker.APIClient):
@@ -127,7 +134,7 @@ def _pull(name: ImageName, account: RegistryAccount | None, progress: PullProgre
     login = {} if account is None else {"username": account.user, "password": account.password}
     until = time.monotonic() + PULL_S
     try:
-        api = _PullClient(**docker.utils.kwargs_from_env())
+        api = _PullClient(timeout=SILENCE_S, **docker.utils.kwargs_from_env())
         try:
             events = api.pull(repository, tag=version, stream=True, decode=True, auth_config=login)
             try:
@@ -138,7 +145,7 @@ def _pull(name: ImageName, account: RegistryAccount | None, progress: PullProgre
                     if progress.is_stopped:
                         raise PullFailed("sandboxd is stopping")
                     if time.monotonic() > until:
-                        raise PullFailed(f"it is not complete after {PULL_S:g} s")
+                        raise PullFailed(_LATE)
             finally:
                 events.close()
         finally:
