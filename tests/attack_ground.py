@@ -14,7 +14,7 @@ import pytest
 from docker import APIClient
 
 from contract.errors import SandboxUnavailable
-from tests.containers import Watched
+from tests.containers import Watched, watch
 from tests.processes import read_proc
 from tests.stack import ROOT, UP_S, Footprint, all_pids, end_process, is_alive, open_footprint
 from tests.waiting import wait_until
@@ -59,7 +59,7 @@ class Hostile:
     def look(self) -> Watched:
         """Return the session's current container."""
         short = str(self._client.describe_open(self.name, None, 1800.0)["sandbox"]["id"])
-        return Watched(self._api, str(self._api.inspect_container(short)["Id"]))
+        return watch(self._api, short)
 
     def bash(self, script: str, **changes: Any) -> GuestResponse:
         """Run a command as bash_tool sends it, and return the final response."""

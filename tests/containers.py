@@ -2,13 +2,18 @@
 replaces the guest.
 """
 
+import asyncio
 import contextlib
+import json
 import os
 import secrets
 import select
+import shutil
+import signal
 import socket
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,12 +24,18 @@ import pytest
 import requests.exceptions
 from docker import APIClient
 
+from tests.waiting import wait_until
+from workers.sandboxd.runtime import bundle
+from workers.sandboxd.runtime.cgroups import PARENT, Cgroups
+from workers.sandboxd.runtime.engine import Engine
 from workers.sandboxd.runtime.hardening import SandboxLimits, SandboxSpec, build_container_config
+from workers.sandboxd.runtime.oci import FOLDER, OciRuntime, find_obstacle, find_program
 from workers.sandboxd.runtime.seccomp import load_seccomp_profile
 
 IMAGE = os.environ.get("TOOLCREW_SANDBOX_IMAGE", "toolcrew-sandbox:dev")
 RUNTIME = os.environ.get("TOOLCREW_SANDBOX_RUNTIME", "runc")
 LABELS = {"toolcrew.test": "1"}
+SANDBOXES = FOLDER / "sandboxes"
 ANSWER_S = 60.0
 
 
@@ -112,18 +123,118 @@ class Watched:
         with contextlib.suppress(docker.errors.NotFound):
             self.api.wait(self.id, timeout=int(timeout_s), condition="removed")
 
+    def labels(self) -> dict[str, str]:
+        return dict(self.inspect()["Config"]["Labels"])
+
+    def described(self) -> str:
+        """Return everything that users of the engine can read about the container."""
+        return json.dumps(self.inspect())
+
+    def host_id(self, inside: int) -> int:
+        """Return the user id on the host of an id inside."""
+        first, outside, count = map(int, Path(f"/proc/{self.pid}/uid_map").read_text().splitlines()[0].split())
+        assert first <= inside < first + count
+        return outside + inside - first
+
+    def changed_files(self) -> set[str]:
+        """Return the files that differ from the image, except the mount points that the engine creates."""
+        engine_made = {"/dev", "/etc", "/proc", "/sys", "/run", "/tmp", "/workspace", "/output"}
+        return {change["Path"] for change in self.api.diff(self.id) or []} - engine_made
+
+    def host_folder(self) -> Path:
+        """Return the folder on the host with what is written about the container there."""
+        return Path(self.api.info()["DockerRootDir"]) / "containers" / self.id
+
+    def end(self) -> None:
+        """Remove the container from outside."""
+        self.api.remove_container(self.id, force=True)
+
     @staticmethod
     def _counter(path: Path, name: str) -> int:
         return int(dict(line.split() for line in path.read_text().splitlines())[name])
 
 
-class Box(Watched):
-    """A running container whose PID 1 is a shell that reads commands from the attached stdin. `open_box` creates and
-    removes the box.
+def list_containers(api: APIClient, label: str) -> dict[str, str]:
+    """Return id -> state of all sandboxes with that label (`name=value`): those of the engine, as it lists them, and
+    those that sandboxd started itself and that have a process.
     """
+    filters = {"label": ["toolcrew.product=sandbox", label]}
+    found = {str(one["Id"]): str(one["State"]) for one in api.containers(all=True, filters=filters)}
+    name, _, value = label.partition("=")
+    for folder in SANDBOXES.glob("[!.]*"):
+        with contextlib.suppress(FileNotFoundError, ValueError):  # it is being removed
+            if json.loads((folder / "labels.json").read_text())["labels"].get(name) == value:
+                sandbox = OciWatched(folder.name)
+                found[sandbox.id] = "paused" if sandbox.is_frozen() else "running"
+    return found
 
-    def __init__(self, api: APIClient, container: str, channel: socket.socket) -> None:
-        super().__init__(api, container)
+
+def remove_oci(sandbox: str) -> None:
+    """Remove what is left of a sandbox that a killed sandboxd had started."""
+    if (SANDBOXES / sandbox).exists():
+        groups = Cgroups()
+        groups.kill(sandbox, ANSWER_S)
+        groups.remove(sandbox, ANSWER_S)
+        shutil.rmtree(FOLDER / "state" / sandbox, ignore_errors=True)
+        shutil.rmtree(SANDBOXES / sandbox)
+
+
+class OciWatched(Watched):
+    """A running sandbox that sandboxd started without the engine, found by its control group."""
+
+    def __init__(self, sandbox: str) -> None:
+        self.id = sandbox
+        self._cgroup_version = Cgroups().version
+        self._cgroups = dict.fromkeys(("", "pids", "memory", "cpu", "cpuacct", "freezer"), f"/{PARENT}/{sandbox}")
+        [self.pid] = [pid for pid in self.processes() if self.status_of(pid)["NSpid"].split()[-1:] == ["1"]][:1]
+
+    def wait_until_removed(self, timeout_s: float = ANSWER_S) -> None:
+        wait_until(lambda: not self.processes(), timeout_s, lambda: f"{self.id} still has {self.processes()}")
+
+    def processes(self) -> list[int]:
+        try:
+            return super().processes()
+        except FileNotFoundError:
+            return []
+
+    def labels(self) -> dict[str, str]:
+        return dict(json.loads((self.host_folder() / "labels.json").read_text())["labels"])
+
+    def described(self) -> str:
+        return "".join((self.host_folder() / name).read_text() for name in ("labels.json", "config.json"))
+
+    def host_folder(self) -> Path:
+        return SANDBOXES / self.id
+
+    def changed_files(self) -> set[str]:
+        """Return the files that differ from the image: there are none without a folder for changes."""
+        root = next(line for line in self.mounts().splitlines() if line.split(" ")[4] == "/")
+        return set() if "upperdir" not in root and ",ro" in f",{root.split(' ')[5]}" else {"/"}
+
+    def is_frozen(self) -> bool:
+        state = self.cgroup_file("freezer", "freezer.state", "cgroup.freeze").read_text().strip()
+        return state in ("FROZEN", "1")
+
+    def end(self) -> None:
+        os.kill(self.pid, signal.SIGKILL)
+
+
+def watch(api: APIClient, short: str) -> Watched:
+    """Return the host's view of a running sandbox. `short`: the beginning of its id."""
+    started_by_oci = list(Path("/sys/fs/cgroup").glob(f"pids/{PARENT}/{short}*")) + list(
+        Path("/sys/fs/cgroup").glob(f"{PARENT}/{short}*")
+    )
+    if started_by_oci:
+        return OciWatched(started_by_oci[0].name)
+    return Watched(api, str(api.inspect_container(short)["Id"]))
+
+
+class Shell:
+    """A shell that reads commands from the attached stdin. `_receive` returns the next part of its output."""
+
+    _channel: socket.socket
+
+    def __init__(self, channel: socket.socket) -> None:
         self._channel = channel
         self._output = bytearray()
 
@@ -149,22 +260,48 @@ class Box(Watched):
         deadline = time.monotonic() + timeout_s
         wanted = mark.encode()
         while (at := self._output.find(wanted)) < 0:
-            header = self._receive(8, deadline)
-            self._output += self._receive(int.from_bytes(header[4:], "big"), deadline)
+            self._output += self._receive(deadline)
         text = bytes(self._output[:at])
         del self._output[: at + len(wanted)]
         return text.decode(errors="replace")
 
-    def _receive(self, count: int, deadline: float) -> bytes:
+    def _receive(self, deadline: float) -> bytes:
+        return self._receive_some(65_536, deadline)
+
+    def _receive_some(self, most: int, deadline: float) -> bytes:
+        ready, _, _ = select.select([self._channel], [], [], max(0.0, deadline - time.monotonic()))
+        part = self._channel.recv(most) if ready else None
+        if not part:
+            reason = "did not answer in time" if part is None else "ended"
+            pytest.fail(f"the container {reason}; output so far: {bytes(self._output[-2000:])!r}")
+        return part
+
+
+class Box(Shell, Watched):
+    """A running container whose PID 1 is a shell. `open_box` creates and removes the box."""
+
+    def __init__(self, api: APIClient, container: str, channel: socket.socket) -> None:
+        Watched.__init__(self, api, container)
+        Shell.__init__(self, channel)
+
+    def _receive(self, deadline: float) -> bytes:
+        """Return the next part of the multiplexed stream of the engine."""
+        header = self._receive_exactly(8, deadline)
+        return self._receive_exactly(int.from_bytes(header[4:], "big"), deadline)
+
+    def _receive_exactly(self, count: int, deadline: float) -> bytes:
         parts = bytearray()
         while len(parts) < count:
-            ready, _, _ = select.select([self._channel], [], [], max(0.0, deadline - time.monotonic()))
-            part = self._channel.recv(count - len(parts)) if ready else None
-            if not part:
-                reason = "did not answer in time" if part is None else "ended"
-                pytest.fail(f"the container {reason}; output so far: {bytes(self._output[-2000:])!r}")
-            parts += part
+            parts += self._receive_some(count - len(parts), deadline)
         return bytes(parts)
+
+
+class OciBox(Shell, OciWatched):
+    """A box that an OCI runtime started. `open_oci_box` creates and removes the box."""
+
+    def __init__(self, sandbox: str, channel: socket.socket) -> None:
+        OciWatched.__init__(self, sandbox)
+        Shell.__init__(self, channel)
 
 
 def _read_cgroups(pid: int) -> dict[str, str]:
@@ -212,6 +349,47 @@ def open_box(
             attached.close()
             api.start(container)
             yield Box(api, container, channel)
+
+
+@contextlib.contextmanager
+def open_oci_box(*, limits: SandboxLimits | None = None) -> Iterator[OciBox]:
+    """Run a box that sandboxd's own runtime starts, under its profile."""
+    name = f"toolcrew-box-{secrets.token_hex(8)}"
+    with closing(Engine()) as engine:
+        runtime, spec = asyncio.run(_prepare_oci(engine, limits or SandboxLimits()))
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(bundle, "guest_command", lambda _: ["/bin/sh"])
+            started = asyncio.run(runtime.start(spec, name))
+        started.sock.setblocking(True)
+        try:
+            with started.sock as channel:
+                yield OciBox(started.id, channel)
+        finally:
+            assert started.stderr is not None
+            os.close(started.stderr)
+            asyncio.run(_end_oci(runtime, name))
+
+
+async def _prepare_oci(engine: Engine, limits: SandboxLimits) -> tuple[OciRuntime, SandboxSpec]:
+    facts = await engine.facts()
+    program = find_program()
+    assert find_obstacle(facts) is None
+    assert program is not None
+    spec = SandboxSpec(
+        image=IMAGE,
+        runtime=RUNTIME,
+        limits=limits,
+        labels=LABELS,
+        seccomp=load_seccomp_profile(),
+        cgroup_version=facts.cgroup_version,
+        image_facts=await engine.find_image(IMAGE),
+    )
+    return OciRuntime(engine, program, Path(facts.data_root)), spec
+
+
+async def _end_oci(runtime: OciRuntime, name: str) -> None:
+    await runtime.remove(name)
+    await runtime.close()
 
 
 def python(source: str) -> str:

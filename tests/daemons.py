@@ -16,6 +16,7 @@ from docker import APIClient
 from benchmarks.processes import RunningSandboxd
 from contract.errors import SandboxUnavailable
 from tests.attack_ground import CAPTURE
+from tests.containers import list_containers
 from tests.stack import ROOT, UP_S, Footprint, commands_in, end_process, open_footprint
 from tests.waiting import wait_until
 from workers.sandbox_client import GuestResponse, SandboxClient
@@ -111,8 +112,7 @@ class Daemon:
 
     def containers(self) -> dict[str, str]:
         """Return full id to state of every container that carries the name, as the engine lists the containers."""
-        label = [f"toolcrew.sandboxd={self.name}", f"toolcrew.deployment={self.environment['TOOLCREW_DEPLOYMENT']}"]
-        return {str(one["Id"]): str(one["State"]) for one in self._api.containers(all=True, filters={"label": label})}
+        return list_containers(self._api, f"toolcrew.sandboxd={self.name}")
 
     def log(self) -> str:
         return self._log.read_text(errors="replace")

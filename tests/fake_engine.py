@@ -12,6 +12,7 @@ from typing import IO, Any
 from contract.errors import SandboxUnavailable
 from workers.sandboxd.frames import MAX_DOWN, MAX_UP, Frame, FrameDecoder, encode_frame
 from workers.sandboxd.runtime.base import LABEL_DEPLOYMENT, AttachedContainer, ListedContainer
+from workers.sandboxd.runtime.hardening import ImageFacts
 
 _MUX = struct.Struct(">BxxxI")
 
@@ -183,9 +184,9 @@ class FakeEngine:
     async def image_id(self, image: str) -> str | None:
         return f"{self.image}-{image}"
 
-    async def check_image(self, image: str) -> list[str]:
+    async def find_image(self, image: str) -> ImageFacts:
         """Accept every image. None has an environment."""
-        return []
+        return ImageFacts(id=f"{self.image}-{image}")
 
     async def ensure_guest_volume(self, image: str) -> str:
         return f"guest-of-{image}"
@@ -194,7 +195,7 @@ class FakeEngine:
         with tarfile.open(fileobj=archive) as unpacked:
             self.skills |= {member.name: unpacked.extractfile(member).read() for member in unpacked if member.isfile()}  # type: ignore[union-attr]
 
-    async def list_sandboxes(self, deployment: str) -> list[ListedContainer]:
+    async def list_containers(self, deployment: str, product: str = "sandbox") -> list[ListedContainer]:
         return [one for one in self.listed if one.labels.get(LABEL_DEPLOYMENT) == deployment]
 
     def describe(self) -> dict[str, Any]:

@@ -28,7 +28,7 @@ from contract.errors import ConfigError
 from contract.settings import BrokerSettings
 from orchestrator.operations.local_stack import StackInfo, read_stack
 from orchestrator.operations.redis_server import find_redis_server, write_redis_config
-from tests.containers import open_engine
+from tests.containers import SANDBOXES, list_containers, open_engine, remove_oci
 from tests.processes import read_proc
 from tests.waiting import wait_until
 
@@ -157,10 +157,20 @@ class Footprint:
         if self._api is None:
             return []
         self.processes()
+        return [one for name in self._names for one in list_containers(self._api, f"toolcrew.sandboxd={name}")]
+
+    def pins(self) -> list[str]:
+        """Return the containers that keep images, and folders of ended sandboxes, of every known sandboxd. The next
+        sandboxd removes those of a killed one.
+        """
+        if self._api is None:
+            return []
         found = []
         for name in self._names:
-            filters = {"label": [f"toolcrew.sandboxd={name}"]}
+            filters = {"label": ["toolcrew.product=pin", f"toolcrew.sandboxd={name}"]}
             found += [str(container["Id"]) for container in self._api.containers(all=True, filters=filters)]
+            owner = f'"toolcrew.sandboxd": "{name}"'
+            found += [path.parent.name for path in SANDBOXES.glob("*/labels.json") if owner in path.read_text()]
         return found
 
     def volumes(self) -> list[str]:
@@ -182,6 +192,7 @@ class Footprint:
         found = {
             "processes": self.processes(),
             "containers": self.containers(),
+            "pins": self.pins(),
             "volumes": self.volumes(),
             "folders": self.folders(),
         }
@@ -200,8 +211,9 @@ class Footprint:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGCONT)
                 os.kill(pid, signal.SIGKILL)
-        for container in self.containers():
+        for container in [*self.containers(), *self.pins()]:
             with contextlib.suppress(Exception):
+                remove_oci(container)
                 self._api.remove_container(container, force=True, v=True)  # type: ignore[union-attr]
         for volume in self.volumes():
             with contextlib.suppress(Exception):

@@ -6,7 +6,7 @@ import pytest
 from docker import APIClient
 
 from tests.attack_ground import Ground, open_ground
-from tests.containers import Box, open_box, open_engine
+from tests.containers import Box, OciBox, open_box, open_engine, open_oci_box
 
 
 @pytest.fixture(scope="session")
@@ -14,21 +14,27 @@ def engine() -> APIClient:
     return open_engine()
 
 
+@pytest.fixture(scope="session", params=["engine", "oci"])
+def start(request: pytest.FixtureRequest) -> str:
+    """Return what starts the sandboxes: the Docker engine, or sandboxd itself."""
+    return str(request.param)
+
+
 @pytest.fixture
-def box(engine: APIClient) -> Iterator[Box]:
-    with open_box(engine) as opened:
+def box(start: str, engine: APIClient) -> Iterator[Box | OciBox]:
+    with open_box(engine) if start == "engine" else open_oci_box() as opened:
         yield opened
 
 
 @pytest.fixture(scope="module")
-def shared_box(engine: APIClient) -> Iterator[Box]:
+def shared_box(start: str, engine: APIClient) -> Iterator[Box | OciBox]:
     """Return one box for the attacks of a file that leave nothing behind or that clean up."""
-    with open_box(engine) as opened:
+    with open_box(engine) if start == "engine" else open_oci_box() as opened:
         yield opened
 
 
 @pytest.fixture(scope="session")
-def ground(engine: APIClient) -> Iterator[Ground]:
+def ground(start: str, engine: APIClient) -> Iterator[Ground]:
     """Return a sandboxd that no test kills."""
-    with open_ground(engine) as opened:
+    with open_ground(engine, {"TOOLCREW_SANDBOX_START": start}) as opened:
         yield opened

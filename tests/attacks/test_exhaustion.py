@@ -152,7 +152,7 @@ def test_fork_without_end(engine: APIClient, box: Box) -> None:
         assert_still_works(neighbour)
         assert neighbour.pids_refused() == 0
 
-    engine.remove_container(box.id, force=True)
+    box.end()
     box.wait_until_removed()
     with contextlib.suppress(FileNotFoundError):
         assert box.processes() == []
@@ -232,10 +232,10 @@ except OSError as error: print(opened[-1], error.strerror)
     assert answer.output.strip() == f"{LIMITS.nofile - 1} Too many open files"
 
 
-def test_fill_the_hosts_disk_through_output(engine: APIClient, cleared: Box) -> None:
+def test_fill_the_hosts_disk_through_output(cleared: Box) -> None:
     """Aim: fill the host's disk through the engine's log."""
     cleared.run("yes | head -c 8000000")
-    where = Path(engine.info()["DockerRootDir"]) / "containers" / cleared.id
+    where = cleared.host_folder()
 
     assert where.is_dir()
     assert sum(path.stat().st_size for path in where.rglob("*") if path.is_file()) < 200_000

@@ -14,6 +14,7 @@ from docker import APIClient
 from contract.errors import SandboxUnavailable
 from tests.attack_ground import Ground, open_ground
 from tests.containers import IMAGE
+from tests.processes import read_proc
 
 pytestmark = pytest.mark.stack
 
@@ -74,26 +75,23 @@ def images(engine: APIClient) -> Iterator[dict[str, str]]:
 
 
 @pytest.fixture(scope="module")
-def loose(engine: APIClient, images: dict[str, str]) -> Iterator[Ground]:
+def loose(start: str, engine: APIClient, images: dict[str, str]) -> Iterator[Ground]:
     """Return a sandboxd whose operator has allowed all of these images."""
-    with open_ground(engine, {"TOOLCREW_SANDBOX_IMAGES_ALLOWED": json.dumps(list(images.values()))}) as opened:
+    with open_ground(
+        engine, {"TOOLCREW_SANDBOX_IMAGES_ALLOWED": json.dumps(list(images.values())), "TOOLCREW_SANDBOX_START": start}
+    ) as opened:
         yield opened
 
 
 def test_start_a_program_of_its_own_as_root(loose: Ground, images: dict[str, str]) -> None:
     """Aim: make the engine use the image's entrypoint, command, user, folder, health check or stop signal."""
     with loose.session(session="loud", image=images["loud"]) as session:
-        config = session.watched.inspect()["Config"]
+        watched = session.watched
+        own = str(watched.host_id(1000))
 
-        assert "/opt/toolcrew" in config["Entrypoint"]
-        assert (config["User"], config["WorkingDir"], config["Healthcheck"]["Test"]) == (
-            "1000:1000",
-            "/workspace",
-            ["NONE"],
-        )
-        assert {session.watched.status_of(pid)["Uid"] for pid in session.watched.processes()} == {
-            "1000\t1000\t1000\t1000"
-        }
+        assert b"/opt/toolcrew" in read_proc(watched.pid, "cmdline").split(b"\0")
+        assert str(Path(f"/proc/{watched.pid}/cwd").readlink()) == "/workspace"
+        assert {watched.status_of(pid)["Uid"] for pid in watched.processes()} == {"\t".join([own] * 4)}
         assert not [line for line in session.programs().values() if "66" in line]
 
 
@@ -110,7 +108,7 @@ def test_load_a_library_of_the_image_into_the_guest(loose: Ground, images: dict[
 def test_pass_for_another_sandboxds_by_labels_of_the_image(loose: Ground, images: dict[str, str]) -> None:
     """Aim: avoid the clean-up of every sandboxd, or have another daemon's sandboxes removed."""
     with loose.session(session="labels", image=images["loud"]) as session:
-        labels = session.watched.inspect()["Config"]["Labels"]
+        labels = session.watched.labels()
 
         assert labels["toolcrew.sandboxd"] == labels["toolcrew.deployment"] == loose.name
         assert int(labels["toolcrew.deadline"]) > 0

@@ -2,7 +2,6 @@
 sandbox, in the engine's answers, and in the log.
 """
 
-import json
 import secrets
 from collections.abc import Iterator
 
@@ -20,9 +19,10 @@ NAMES = ("TOOLCREW_SECRET", "TOOLCREW_REDIS_URL", "OPENAI_API_KEY", "AWS_SECRET_
 
 
 @pytest.fixture(scope="module")
-def rich(engine: APIClient) -> Iterator[Ground]:
+def rich(start: str, engine: APIClient) -> Iterator[Ground]:
     """Return a sandboxd whose environment contains many secrets."""
-    with open_ground(engine, {name: f"{name}-{CANARY}" for name in NAMES}) as opened:
+    settings = {name: f"{name}-{CANARY}" for name in NAMES}
+    with open_ground(engine, {**settings, "TOOLCREW_SANDBOX_START": start}) as opened:
         yield opened
 
 
@@ -55,7 +55,7 @@ def test_have_the_engine_or_proc_tell_a_secret_or_a_tenant(rich: Ground, session
     """Aim of a user of the engine: find out which tenants are active, and their keys. So labels and environments must
     contain no secret.
     """
-    told = json.dumps(session.watched.inspect())
+    told = session.watched.described()
     environments = b"".join(read_proc(pid, "environ") for pid in session.watched.processes())
 
     assert [word for word in (CANARY, "tenant-with-a-name", "session-with-a-name") if word in told] == []

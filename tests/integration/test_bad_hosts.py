@@ -187,7 +187,7 @@ async def test_the_check_looks_at_a_real_sandbox_and_leaves_nothing(api: APIClie
     settings, engine = build_settings(tmp_path), Engine()
     try:
         evidence = await examine(settings, Plans(settings), engine)
-        left = await engine.list_sandboxes("badhosts")
+        left = await engine.list_containers("badhosts")
     finally:
         engine.close()
     states = {row.name: row.state for row in judge(evidence)}

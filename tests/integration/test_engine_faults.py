@@ -134,9 +134,9 @@ async def test_no_answer_that_is_none_of_an_engine_is_taken_for_one(
         asked: tuple[Callable[[Engine], Awaitable[object]], ...] = (
             Engine.facts,
             partial(Engine.image_id, image=IMAGE),
-            partial(Engine.check_image, image=IMAGE),
+            partial(Engine.find_image, image=IMAGE),
             partial(Engine.inspect, container="x"),
-            partial(Engine.list_sandboxes, deployment="x"),
+            partial(Engine.list_containers, deployment="x"),
             partial(Engine.ensure_guest_volume, image=IMAGE),
         )
         for ask in asked:
@@ -254,7 +254,7 @@ async def test_a_frozen_sandbox_is_listed_thawed_and_removed(config: dict[str, A
         attached = await engine.start(config, f"toolcrew-frozen-{secrets.token_hex(8)}")
         for _ in range(2):
             await engine.pause(attached.id)
-        listed = await engine.list_sandboxes(DEPLOYMENT)
+        listed = await engine.list_containers(DEPLOYMENT)
         for _ in range(2):
             await engine.unpause(attached.id)
         running = api.inspect_container(attached.id)["State"]["Paused"] is False
@@ -265,7 +265,7 @@ async def test_a_frozen_sandbox_is_listed_thawed_and_removed(config: dict[str, A
             (attached.id, "paused", DEPLOYMENT)
         ]
         assert running
-        assert await engine.list_sandboxes(DEPLOYMENT) == []
+        assert await engine.list_containers(DEPLOYMENT) == []
         with pytest.raises(SandboxUnavailable, match="does not exist"):
             await engine.unpause(attached.id)
     finally:
@@ -277,7 +277,7 @@ async def test_sandboxes_of_another_deployment_are_not_listed(config: dict[str, 
     engine = Engine()
     attached = await engine.start(config, f"toolcrew-other-{secrets.token_hex(8)}")
     try:
-        assert await engine.list_sandboxes(f"{DEPLOYMENT}-other") == []
+        assert await engine.list_containers(f"{DEPLOYMENT}-other") == []
     finally:
         attached.sock.close()
         await engine.remove(attached.id)
@@ -294,7 +294,7 @@ async def test_a_refused_start_is_quoted_and_leaves_nothing(config: dict[str, An
         with pytest.raises(SandboxUnavailable, match=r"the engine has no image no-such-image:ever: build it"):
             await engine.start({**config, "Image": "no-such-image:ever"}, f"toolcrew-refused-{secrets.token_hex(8)}")
 
-        assert await engine.list_sandboxes(DEPLOYMENT) == []
+        assert await engine.list_containers(DEPLOYMENT) == []
     finally:
         engine.close()
 

@@ -40,7 +40,7 @@ async def open_on(folder: Path, **fields: object) -> str:
         async with open_daemon(SandboxdSettings.model_validate({**own, **fields}), engine) as daemon:
             return f"{daemon.choice.workspaces.kind}: {daemon.choice.note}"
     finally:
-        assert await engine.list_sandboxes(DEPLOYMENT) == []
+        assert await engine.list_containers(DEPLOYMENT) == []
         assert {path.name for path in (folder / "state" / "workspaces").iterdir()} <= {TEMPLATES}
         engine.close()
 

@@ -13,6 +13,7 @@ from workers.sandboxd.disks.base import WorkspaceMount
 from workers.sandboxd.runtime.hardening import (
     MASKED_PATHS,
     READONLY_PATHS,
+    ImageFacts,
     SandboxLimits,
     SandboxSpec,
     build_container_config,
@@ -331,7 +332,7 @@ def test_the_environment_of_the_image_is_no_drift() -> None:
 
 
 def test_libraries_that_the_image_preloads_are_not_loaded() -> None:
-    config = build(image_variables=["LD_PRELOAD=/evil.so", "PATH=/usr/bin"])
+    config = build(image_facts=ImageFacts(variables=("LD_PRELOAD=/evil.so", "PATH=/usr/bin")))
 
     assert config["Env"] == [*GOLDEN["Env"], "LD_PRELOAD="]
 

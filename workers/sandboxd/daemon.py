@@ -14,8 +14,9 @@ import shutil
 import signal
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence, Set
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import structlog
@@ -42,6 +43,7 @@ from workers.sandboxd.runtime.attestation import ask_attestation, find_dirt
 from workers.sandboxd.runtime.base import LABEL_DEPLOYMENT, LABEL_LEASE, LABEL_SANDBOXD
 from workers.sandboxd.runtime.engine import Engine, EngineFacts
 from workers.sandboxd.runtime.engine_images import EngineImages
+from workers.sandboxd.runtime.oci import OciRuntime, find_obstacle, find_program
 from workers.sandboxd.runtime.seccomp import load_seccomp_profile
 from workers.sandboxd.sandbox import Sandbox
 from workers.sandboxd.session import Session
@@ -87,6 +89,9 @@ class HostSetup:
     profile: Profile
     lease: Lease
     skills: SkillStore
+    oci: OciRuntime | None
+    """The runtime that starts sandboxes without the engine. None: this host lacks something for it."""
+    starts_by_oci: bool
 
 
 class Daemon:
@@ -108,6 +113,10 @@ class Daemon:
         )
         self.images = Images(EngineImages(setup.engine), plans, records, settings.image_cache_bytes)
         self.factory.images = self.images
+        if setup.oci is not None:
+            # Even without starts of its own, it finds what an earlier sandboxd left.
+            ours, engines = [setup.oci], self.factory.runtimes
+            self.factory.runtimes = [*ours, *engines] if setup.starts_by_oci else [*engines, *ours]
         self.factory.check_start = StartCheck(choice.workspaces.is_hard).check
         limits = PoolLimits(0, POOL_REFILL_PER_S, POOL_MEMORY_FLOOR_BYTES, SANDBOX_MAX_LIFE_S / 2)
         self.pools = WarmPools(self.factory, plans.pooled(), limits)
@@ -146,6 +155,7 @@ class Daemon:
             "store": "local" if settings.workspace_store is None else "shared",
             "engine": self.setup.facts.version,
             "runtime": settings.sandbox_runtime,
+            "start": "oci" if self.setup.starts_by_oci else "engine",
             "workspaces": {
                 "kind": self.choice.workspaces.kind,
                 "hard": self.choice.workspaces.is_hard,
@@ -207,7 +217,11 @@ async def open_daemon(settings: SandboxdSettings, engine: Engine) -> AsyncIterat
         stack.push_async_callback(skills.close)
         await skills.open()
 
-        setup = HostSetup(settings, engine, facts, plans, profile, lease, skills)
+        oci = _open_oci(settings, engine, facts)
+        if oci is not None:
+            stack.push_async_callback(oci.close)
+        starts_by_oci = oci is not None and settings.sandbox_start != "engine"
+        setup = HostSetup(settings, engine, facts, plans, profile, lease, skills, oci, starts_by_oci)
         daemon = Daemon(setup, choice)
         stack.push_async_callback(daemon.close)
         await daemon.reaper.sweep()
@@ -243,6 +257,21 @@ async def check_host(settings: SandboxdSettings, engine: Engine, facts: EngineFa
         )
 
 
+def _open_oci(settings: SandboxdSettings, engine: Engine, facts: EngineFacts) -> OciRuntime | None:
+    """Return the runtime that starts sandboxes without the engine, or None where that is impossible. Raises
+    SandboxUnavailable when the settings demand it.
+    """
+    obstacle, program = find_obstacle(facts), find_program()
+    if obstacle is None and program is not None:
+        return OciRuntime(engine, program, Path(facts.data_root))
+    if settings.sandbox_start == "oci":
+        raise SandboxUnavailable(
+            f"this host cannot start sandboxes with an OCI runtime: {obstacle}; change that, or set "
+            "TOOLCREW_SANDBOX_START=engine"
+        )
+    return None
+
+
 def _prepare_network(settings: SandboxdSettings, plans: Plans, session: Session, sandbox: Sandbox) -> None:
     if session.plan.network != "egress":
         return
@@ -257,11 +286,24 @@ def _prepare_network(settings: SandboxdSettings, plans: Plans, session: Session,
 
 
 async def _prove(daemon: Daemon) -> Daemon:
-    """Return the daemon, or a daemon with another kind of workspaces when the engine does not see the first kind.
+    """Return the daemon, or a daemon with weaker means when the host does not support the first ones: the engine
+    starts its sandboxes, or its workspaces are of another kind.
 
-    Raises SandboxUnavailable when the engine does not apply the profile.
+    Raises SandboxUnavailable when the profile is not applied.
     """
     setup = daemon.setup
+    if setup.starts_by_oci:
+        try:
+            fault = await _try_sandbox(daemon, setup.plans.standard())
+        except SandboxUnavailable as error:
+            fault = str(error)
+        if fault is None:
+            return daemon
+        if setup.settings.sandbox_start == "oci":
+            raise SandboxUnavailable(fault)
+        log.warning("oci_start_not_used", why=fault)
+        setup = replace(setup, starts_by_oci=False)
+        daemon = Daemon(setup, daemon.choice)
     fault = await _try_sandbox(daemon, setup.plans.standard())
     if fault is None:
         return daemon

@@ -20,7 +20,7 @@ from contract.metrics import COUNT, SANDBOX_START_SECONDS, SUM, bucket_part
 from workers.sandboxd.background import settle
 from workers.sandboxd.disks.base import Workspace, Workspaces, WorkspaceSize
 from workers.sandboxd.images import WAIT_S, Images
-from workers.sandboxd.plans import Profile, SandboxPlan
+from workers.sandboxd.plans import DEFAULT_RUNTIME, Profile, SandboxPlan
 from workers.sandboxd.records import Records
 from workers.sandboxd.runtime.attestation import Guest, ask_attestation, find_misfits
 from workers.sandboxd.runtime.base import (
@@ -174,7 +174,9 @@ class SandboxFactory:
         with the toolkit. The toolkit is mounted into every sandbox, so no image can bring a guest of its own.
         """
         self.engine = engine
-        self.runtimes: Sequence[SandboxRuntime] = (EngineRuntime(engine),)
+        self._engine_runtime = EngineRuntime(engine)
+        self.runtimes: Sequence[SandboxRuntime] = (self._engine_runtime,)
+        """All runtimes of this host. The first starts sandboxes, unless a class names a runtime of the engine."""
         self.workspaces = workspaces
         self.slots = slots
         self.counts = SandboxCounts()
@@ -227,7 +229,7 @@ class SandboxFactory:
         deadline = now + self._profile.life_s
         self._known.add(name)
         self._images[name] = plan.image_id
-        runtime = self.runtimes[0]
+        runtime = self.runtimes[0] if plan.runtime == DEFAULT_RUNTIME else self._engine_runtime
         try:
             self._check_may_start()
             self._records.add_container(name, deadline)
@@ -237,11 +239,11 @@ class SandboxFactory:
                 LABEL_CREATED_AT: str(int(now)),
                 LABEL_DEADLINE: str(int(deadline)),
             }
-            variables = await self.engine.check_image(plan.image_id or plan.image)
+            image = await self.engine.find_image(plan.image_id or plan.image)
             volume = await self.guest_volume()
             async with workspace.mounted() as mount:
                 with explained(plan.image):
-                    spec = self._profile.build_spec(plan, mount, labels, volume, variables)
+                    spec = self._profile.build_spec(plan, mount, labels, volume, image)
                     attached = await runtime.start(spec, name)
         except BaseException:
             await asyncio.shield(self._confirm_gone(runtime, name))

@@ -2,7 +2,7 @@
 narrow it.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from contract.errors import ConfigError, ErrorCode, ToolFailure
@@ -16,11 +16,13 @@ from contract.image_names import (
 )
 from contract.tenancy import NetworkPolicy, SandboxTerms
 from workers.sandboxd.disks.base import WorkspaceMount
-from workers.sandboxd.runtime.hardening import SandboxLimits, SandboxSpec
+from workers.sandboxd.runtime.hardening import NO_IMAGE, ImageFacts, SandboxLimits, SandboxSpec
 from workers.settings import EgressRules, SandboxdSettings, TenantClass
 
 DEFAULT = "default"
 _MAX_LIST_CHARS = 2000
+DEFAULT_RUNTIME = "runc"
+"""Runtime for which sandboxd may start sandboxes itself. Others, such as runsc, are started by the engine."""
 MAX_NAME_CHARS = 64
 """Longest name of a class in terms."""
 MAX_IMAGES_CHARS = 32 * 1024
@@ -296,7 +298,7 @@ class Profile:
         mount: WorkspaceMount,
         labels: Mapping[str, str],
         guest_volume: str | None = None,
-        image_variables: Sequence[str] = (),
+        image: ImageFacts = NO_IMAGE,
     ) -> SandboxSpec:
         return SandboxSpec(
             image=plan.image_id or plan.image,
@@ -310,5 +312,5 @@ class Profile:
             life_s=self.life_s,
             guest_volume=guest_volume,
             skills_volume=self._skills_volume,
-            image_variables=image_variables,
+            image_facts=image,
         )

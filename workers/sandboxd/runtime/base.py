@@ -21,6 +21,8 @@ the container.
 """
 LABEL_LEASE: Final = "toolcrew.lease"
 PRODUCT: Final = "sandbox"
+PRODUCT_PIN: Final = "pin"
+"""Containers that are never started, and keep an image and volumes from removal."""
 
 
 @dataclass(frozen=True)

@@ -22,8 +22,16 @@ import requests.exceptions
 import structlog
 
 from contract.errors import SandboxUnavailable
-from workers.sandboxd.runtime.base import LABEL_DEPLOYMENT, LABEL_PRODUCT, PRODUCT, AttachedContainer, ListedContainer
+from workers.sandboxd.runtime.base import (
+    LABEL_DEPLOYMENT,
+    LABEL_PRODUCT,
+    PRODUCT,
+    PRODUCT_PIN,
+    AttachedContainer,
+    ListedContainer,
+)
 from workers.sandboxd.runtime.engine_gate import LANES, EngineGate, EngineSilent, Lane, Lanes
+from workers.sandboxd.runtime.hardening import ImageFacts
 from workers.sandboxd.runtime.image_faults import explain_unfit
 from workers.sandboxd.runtime.volumes import GuestVolumes, fill_volume, list_volumes, make_volume, remove_volume
 
@@ -103,6 +111,8 @@ class EngineFacts:
     security: frozenset[str] = frozenset()
     """Active security options: a subset of apparmor, selinux, userns, rootless, cgroupns, seccomp."""
     storage_driver: str = ""
+    data_root: str = ""
+    """The folder where the engine keeps its data, such as /var/lib/docker."""
     has_memory_limit: bool = True
     has_swap_limit: bool = True
     has_pids_limit: bool = True
@@ -129,15 +139,19 @@ class Engine:
         attributes = await self._run(self._lanes.start_check, lambda api: _find_image(api, image))
         return None if attributes is None else str(attributes["Id"])
 
-    async def check_image(self, image: str) -> list[str]:
-        """Return the environment of an image, each variable as NAME=VALUE. Empty for an image that the engine does not
-        have. Raises SandboxUnavailable for an image that would exceed the profile.
+    async def find_image(self, image: str) -> ImageFacts:
+        """Return the facts about an image; empty facts when the engine does not have it. Raises SandboxUnavailable for
+        an image that would exceed the profile.
         """
         attributes = await self._run(self._lanes.start_check, lambda api: _find_image(api, image)) or {}
         fault = explain_unfit(attributes, image)
         if fault is not None:
             raise SandboxUnavailable(fault)
-        return list((attributes.get("Config") or {}).get("Env") or [])
+        return _build_image_facts(attributes)
+
+    async def volume_path(self, volume: str) -> str:
+        """Return the folder of a volume on this host."""
+        return await self._run(self._lanes.start_check, lambda api: str(api.inspect_volume(volume)["Mountpoint"]))
 
     async def start(self, config: Mapping[str, Any], name: str) -> AttachedContainer:
         """Create a container of that raw configuration, attach to it, and start it.
@@ -188,14 +202,31 @@ class Engine:
         """
         await self._remove_by_name(container)
 
-    async def list_sandboxes(self, deployment: str) -> list[ListedContainer]:
-        """Return all containers of the product and that deployment, in any state, of any sandboxd."""
-        filters = {"label": [f"{LABEL_PRODUCT}={PRODUCT}", f"{LABEL_DEPLOYMENT}={deployment}"]}
+    async def list_containers(self, deployment: str, product: str = PRODUCT) -> list[ListedContainer]:
+        """Return all containers of that product and deployment, in any state, of any sandboxd."""
+        filters = {"label": [f"{LABEL_PRODUCT}={product}", f"{LABEL_DEPLOYMENT}={deployment}"]}
 
         def work(api: docker.APIClient) -> list[ListedContainer]:
             return [_build_listed(container) for container in api.containers(all=True, filters=filters)]
 
         return await self._run(self._lanes.start_check, work)
+
+    async def pin(self, name: str, image: str, labels: Mapping[str, str], volumes: Mapping[str, str]) -> None:
+        """Create a container that is never started. While it exists, the engine refuses to remove the image and the
+        volumes. `volumes`: place -> name.
+        """
+        mounts = [{"Type": "volume", "Source": name, "Target": place} for place, name in volumes.items()]
+        config = {
+            "Image": image,
+            "Cmd": ["pin"],
+            "NetworkDisabled": True,
+            "Labels": {**labels, LABEL_PRODUCT: PRODUCT_PIN},
+            "HostConfig": {
+                "NetworkMode": "none",
+                "Mounts": [{**mount, "VolumeOptions": {"NoCopy": True}} for mount in mounts],
+            },
+        }
+        await self._run(self._lanes.fills, lambda api: api.create_container_from_config(config, name))  # type: ignore[no-untyped-call]
 
     async def ensure_guest_volume(self, image: str) -> str:
         """Return the name of a volume with the toolkit of that toolcrew image. Creates and fills the volume if needed.
@@ -315,6 +346,7 @@ def _build_facts(info: Mapping[str, Any], version: Mapping[str, Any]) -> EngineF
         components=components,
         security=frozenset(option.partition("name=")[2].partition(",")[0] for option in options) - {""},
         storage_driver=str(info.get("Driver") or ""),
+        data_root=str(info.get("DockerRootDir") or ""),
         has_memory_limit=info.get("MemoryLimit") is not False,
         has_swap_limit=info.get("SwapLimit") is not False,
         has_pids_limit=info.get("PidsLimit") is not False,
@@ -337,6 +369,16 @@ def _find_image(api: docker.APIClient, image: str) -> Mapping[str, Any] | None:
         return dict(api.inspect_image(image))  # type: ignore[no-untyped-call]
     except docker.errors.ImageNotFound:
         return None
+
+
+def _build_image_facts(attributes: Mapping[str, Any]) -> ImageFacts:
+    folders = (attributes.get("GraphDriver") or {}).get("Data") or {}
+    layers = [folders.get("UpperDir"), *str(folders.get("LowerDir") or "").split(":")]
+    return ImageFacts(
+        id=str(attributes.get("Id") or ""),
+        variables=tuple((attributes.get("Config") or {}).get("Env") or ()),
+        layers=tuple(folder for folder in layers if folder),
+    )
 
 
 def _create_attach_start(api: docker.APIClient, config: dict[str, Any], name: str) -> AttachedContainer:

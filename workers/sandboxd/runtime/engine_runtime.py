@@ -18,7 +18,9 @@ class EngineRuntime:
         return await self._engine.start(build_container_config(spec), name)
 
     async def find_drift(self, container: str, spec: SandboxSpec) -> list[str]:
-        return find_drift(build_container_config(spec), await self._engine.inspect(container), spec.image_variables)
+        return find_drift(
+            build_container_config(spec), await self._engine.inspect(container), spec.image_facts.variables
+        )
 
     async def list_sandboxes(self, deployment: str) -> list[ListedContainer]:
-        return await self._engine.list_sandboxes(deployment)
+        return await self._engine.list_containers(deployment)

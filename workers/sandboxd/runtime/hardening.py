@@ -86,10 +86,25 @@ _OWN_MEMORY: Final = WorkspaceMount()
 
 
 @dataclass(frozen=True)
+class ImageFacts:
+    """An image of the engine. `id`: its content id; empty when the engine does not have it. `variables`: its
+    environment, each variable as NAME=VALUE. `layers`: the folders of its layers on this host, the top one first; empty
+    when the engine does not keep them as folders.
+    """
+
+    id: str = ""
+    variables: tuple[str, ...] = ()
+    layers: tuple[str, ...] = ()
+
+
+NO_IMAGE: Final = ImageFacts()
+
+
+@dataclass(frozen=True)
 class SandboxSpec:
     """The specification of one sandbox. `cgroup_version`: 1 or 2. `guest_volume`: the toolkit; None: the toolkit of the
-    image. `skills_volume`: the skills of sandboxes, or None. `image_variables`: the environment of the image, each
-    variable as NAME=VALUE.
+    image. `skills_volume`: the skills of sandboxes, or None. `image_facts`: what the engine says about the
+    image.
 
     Raises ValueError when a field would silently weaken a row: an empty runtime, a seccomp text that is not a profile,
     a foreign label.
@@ -106,7 +121,7 @@ class SandboxSpec:
     life_s: float = 86_400.0
     guest_volume: str | None = None
     skills_volume: str | None = None
-    image_variables: Sequence[str] = ()
+    image_facts: ImageFacts = NO_IMAGE
 
     def __post_init__(self) -> None:
         if not self.image or not self.runtime:
@@ -235,7 +250,7 @@ def own_variables(spec: SandboxSpec) -> dict[str, str]:
 
 
 def _environment(spec: SandboxSpec) -> list[str]:
-    named = {variable.partition("=")[0] for variable in spec.image_variables}
+    named = {variable.partition("=")[0] for variable in spec.image_facts.variables}
     unset = dict.fromkeys(named.intersection(LOADER_VARIABLES), "")  # the engine can empty, not remove
     return [f"{name}={value}" for name, value in {**own_variables(spec), **unset}.items()]
 

@@ -1,0 +1,155 @@
+"""The configuration of a sandbox for an OCI runtime (`config.json` of the runtime specification), and its root folder.
+
+The rows are those of hardening.py, said in the terms of the specification. Two are stronger than the engine's: a user
+namespace of its own, and mount points that come from sandboxd, so no link of an image can lead a mount elsewhere.
+"""
+
+import json
+import platform
+import secrets
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from workers.sandboxd.disks.base import UID
+from workers.sandboxd.runtime.hardening import (
+    IPC_SYSCTLS,
+    LOADER_VARIABLES,
+    MASKED_PATHS,
+    READONLY_PATHS,
+    SandboxSpec,
+    guest_command,
+    own_variables,
+    tmpfs_options,
+    ulimits,
+)
+from workers.sandboxd.runtime.mounts import ID_RANGE
+
+NAMESPACES: Final = ("user", "pid", "mount", "network", "ipc", "uts", "cgroup")
+CPU_PERIOD_US: Final = 100_000
+_CAPABILITY_SETS: Final = ("bounding", "effective", "inheritable", "permitted", "ambient")
+_SEALED: Final = ["nosuid", "noexec", "nodev"]
+_DEFAULT_PATH: Final = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+_ARCHITECTURES: Final = {"x86_64": ("SCMP_ARCH_X86_64", "amd64"), "aarch64": ("SCMP_ARCH_AARCH64", "arm64")}
+_FOLDERS: Final[Mapping[str, int]] = {
+    **dict.fromkeys(("dev", "proc", "sys", "etc", "opt", "opt/toolcrew", "skills", "workspace", "output"), 0o755),
+    "tmp": 0o1777,
+}
+_FILES: Final[Mapping[str, str]] = {
+    "etc/hosts": "127.0.0.1 localhost sandbox\n::1 localhost\n",
+    "etc/hostname": "sandbox\n",
+    "etc/resolv.conf": "",
+}
+
+
+def make_skeleton(place: Path) -> None:
+    """Make the folder that lies over the layers of every image: the mount points, and the files that name the host.
+
+    Another process may make it at the same time. Raises OSError.
+    """
+    if place.exists():
+        return
+    unfinished = place.with_name(f"{place.name}.{secrets.token_hex(4)}")
+    unfinished.mkdir(parents=True)
+    unfinished.chmod(0o755)
+    for folder, mode in _FOLDERS.items():
+        (unfinished / folder).mkdir(exist_ok=True)
+        (unfinished / folder).chmod(mode)
+    for file, text in _FILES.items():
+        (unfinished / file).write_text(text, encoding="ascii")
+        (unfinished / file).chmod(0o644)
+    try:
+        unfinished.rename(place)
+    except OSError:
+        shutil.rmtree(unfinished)
+        if not place.exists():
+            raise
+
+
+def build_bundle(spec: SandboxSpec, *, root: Path, cgroup: str, base: int, seccomp_bpf: str | None) -> dict[str, Any]:
+    """Return the content of config.json. `root`: its root folder. `cgroup`: the path of its control group. `base`: the
+    host id of root inside. `seccomp_bpf`: the compiled filter in base64, which crun loads instead of compiling the
+    profile again.
+    """
+    ids = [{"containerID": 0, "hostID": base, "size": ID_RANGE}]
+    linux: dict[str, Any] = {
+        "uidMappings": ids,
+        "gidMappings": ids,
+        "namespaces": [{"type": kind} for kind in NAMESPACES],
+        "cgroupsPath": cgroup,
+        "resources": _build_resources(spec),
+        "seccomp": build_seccomp(spec.seccomp) if seccomp_bpf is None else {"defaultAction": "SCMP_ACT_ERRNO"},
+        "sysctl": dict(IPC_SYSCTLS),
+        "maskedPaths": sorted(MASKED_PATHS),
+        "readonlyPaths": sorted(READONLY_PATHS),
+    }
+    return {
+        "ociVersion": "1.0.2",
+        "process": {
+            "terminal": False,
+            "user": {"uid": UID, "gid": UID},
+            "args": guest_command(spec),
+            "env": build_environment(spec),
+            "cwd": "/workspace",
+            "capabilities": {kind: [] for kind in _CAPABILITY_SETS},
+            "rlimits": [
+                {"type": f"RLIMIT_{name.upper()}", "soft": value, "hard": value}
+                for name, value in ulimits(spec.limits).items()
+            ],
+            "noNewPrivileges": True,
+        },
+        "root": {"path": str(root), "readonly": True},
+        "hostname": "sandbox",
+        "mounts": _build_mounts(spec),
+        "linux": linux,
+        "annotations": {} if seccomp_bpf is None else {"run.oci.seccomp_bpf_data": seccomp_bpf},
+    }
+
+
+def build_environment(spec: SandboxSpec) -> list[str]:
+    """Return the environment of PID 1: that of the image, with ours over it."""
+    image = dict(variable.partition("=")[::2] for variable in spec.image_facts.variables if "=" in variable)
+    variables = {"PATH": _DEFAULT_PATH, **image, **own_variables(spec)}
+    return [f"{name}={value}" for name, value in variables.items() if name not in LOADER_VARIABLES]
+
+
+def build_seccomp(profile: str) -> dict[str, Any]:
+    """Return the filter of the specification, from a profile of the engine (seccomp.json)."""
+    content = json.loads(profile)
+    architecture, name = _ARCHITECTURES[platform.machine()]
+    more = next(entry for entry in content["archMap"] if entry["architecture"] == architecture)["subArchitectures"]
+    rules = [rule for rule in content["syscalls"] if name in (rule.get("includes") or {}).get("arches", [name])]
+    return {
+        "defaultAction": content["defaultAction"],
+        "defaultErrnoRet": content["defaultErrnoRet"],
+        "architectures": [architecture, *more],
+        "syscalls": [
+            {key: rule[key] for key in ("names", "action", "errnoRet", "args") if key in rule} for rule in rules
+        ],
+    }
+
+
+def _build_resources(spec: SandboxSpec) -> dict[str, Any]:
+    memory: dict[str, int] = {"limit": spec.memory_bytes, "swap": spec.memory_bytes}
+    if spec.cgroup_version == 1:
+        memory["swappiness"] = 0
+    return {
+        "devices": [{"allow": False, "access": "rwm"}],
+        "memory": memory,
+        "cpu": {"quota": round(spec.limits.cpus * CPU_PERIOD_US), "period": CPU_PERIOD_US},
+        "pids": {"limit": spec.limits.pids},
+    }
+
+
+def _build_mounts(spec: SandboxSpec) -> list[dict[str, Any]]:
+    mounts = [
+        ("/proc", "proc", _SEALED),
+        ("/dev", "tmpfs", ["nosuid", "noexec", "strictatime", "mode=755", "size=64k"]),
+        ("/dev/pts", "devpts", ["nosuid", "noexec", "newinstance", "ptmxmode=0666", "mode=0620"]),
+        ("/dev/mqueue", "mqueue", _SEALED),
+        ("/sys", "sysfs", [*_SEALED, "ro"]),
+        ("/sys/fs/cgroup", "cgroup", [*_SEALED, "ro"]),
+        *((folder, "tmpfs", options) for folder, options in tmpfs_options(spec).items()),
+    ]
+    return [{"destination": place, "type": kind, "source": kind, "options": options} for place, kind, options in mounts]

@@ -1,0 +1,93 @@
+"""Control groups of sandboxes: their processes, their end, and their removal, on version 1 and 2.
+
+Every sandbox is in the group `/toolcrew/<id>` of each hierarchy.
+"""
+
+import contextlib
+import errno
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Final
+
+ROOT: Final = Path("/sys/fs/cgroup")
+PARENT: Final = "toolcrew"
+_FIRST_PAUSE_S = 0.001
+_LONGEST_PAUSE_S = 0.05
+
+
+class Cgroups:
+    """The hierarchies of this host, below `root`."""
+
+    def __init__(self, root: Path = ROOT) -> None:
+        self.version = 2 if (root / "cgroup.controllers").exists() else 1
+        self._hierarchies = [root] if self.version == 2 else sorted(path for path in root.iterdir() if path.is_dir())
+
+    def exists(self, sandbox: str) -> bool:
+        """Return whether the sandbox still has a group."""
+        return any(folder.exists() for folder in self._folders(sandbox))
+
+    def file(self, sandbox: str, controller: str, name: str) -> Path:
+        """Return a file of a controller, such as ("memory", "memory.limit_in_bytes")."""
+        hierarchy = self._hierarchies[0] if self.version == 2 else self._hierarchies[0].parent / controller
+        return hierarchy / PARENT / sandbox / name
+
+    def kill(self, sandbox: str, give_up_s: float) -> None:
+        """Kill all processes of a sandbox, frozen or not, and return when none exists. Raises TimeoutError."""
+        until, pause = time.monotonic() + give_up_s, _FIRST_PAUSE_S
+        # A frozen process of version 1 does not take a signal.
+        with contextlib.suppress(FileNotFoundError):
+            self.file(sandbox, "freezer", "freezer.state").write_text("THAWED", encoding="ascii")
+        while processes := self._processes(sandbox):
+            for process in processes:
+                self._kill_process(sandbox, process)
+            if time.monotonic() > until:
+                raise TimeoutError(f"{len(processes)} processes of sandbox {sandbox} do not end")
+            time.sleep(pause)
+            pause = min(pause * 1.5, _LONGEST_PAUSE_S)
+
+    def remove(self, sandbox: str, give_up_s: float) -> None:
+        """Remove the empty groups of a sandbox. Raises OSError."""
+        until = time.monotonic() + give_up_s
+        for folder in self._folders(sandbox):
+            while True:
+                try:
+                    folder.rmdir()
+                except FileNotFoundError:
+                    break
+                except OSError as error:
+                    # A process that has just ended leaves its groups a moment later.
+                    if error.errno != errno.EBUSY or time.monotonic() > until:
+                        raise
+                    time.sleep(_FIRST_PAUSE_S)
+
+    def remove_parent(self) -> None:
+        """Remove the group of all sandboxes, unless a sandbox is in it."""
+        for hierarchy in self._hierarchies:
+            with contextlib.suppress(OSError):
+                (hierarchy / PARENT).rmdir()
+
+    def _folders(self, sandbox: str) -> list[Path]:
+        return [hierarchy / PARENT / sandbox for hierarchy in self._hierarchies]
+
+    def _processes(self, sandbox: str) -> set[int]:
+        found: set[int] = set()
+        for folder in self._folders(sandbox):
+            with contextlib.suppress(FileNotFoundError, OSError):
+                found.update(map(int, (folder / "cgroup.procs").read_text(encoding="ascii").split()))
+        return found
+
+    def _kill_process(self, sandbox: str, process: int) -> None:
+        """Kill a process that is certainly in the group: its id may have gone to another process since the list."""
+        try:
+            fd = os.pidfd_open(process)
+        except ProcessLookupError:
+            return
+        try:
+            if process in self._processes(sandbox):
+                signal.pidfd_send_signal(fd, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+        finally:
+            os.close(fd)

@@ -1,0 +1,421 @@
+"""Sandboxes that sandboxd starts with an OCI runtime (crun or runc), on images that the Docker engine keeps.
+
+Every sandbox has a folder `<folder>/sandboxes/<id>` with its labels, its configuration and a lock. Invariants:
+
+- The folder exists before anything else of the sandbox and is removed last, so every leftover is found from it.
+- A start holds the lock, also through the runtime program, which inherits its descriptor. So a removal, by this process
+  or by another, never overtakes a start, not even one whose sandboxd was killed.
+- No mount of a sandbox is in the mount table of the host (mounts.py): its processes hold them, and nothing else.
+"""
+
+import asyncio
+import base64
+import contextlib
+import ctypes
+import fcntl
+import functools
+import json
+import os
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Final
+
+import structlog
+
+from contract.errors import SandboxUnavailable
+from workers.sandboxd.runtime.base import (
+    LABEL_CREATED_AT,
+    LABEL_DEPLOYMENT,
+    PRODUCT_PIN,
+    AttachedContainer,
+    ListedContainer,
+)
+from workers.sandboxd.runtime.bundle import build_bundle, make_skeleton
+from workers.sandboxd.runtime.cgroups import PARENT, Cgroups
+from workers.sandboxd.runtime.engine import Engine, EngineFacts
+from workers.sandboxd.runtime.hardening import GUEST_FOLDER, SKILLS_FOLDER, SandboxSpec
+from workers.sandboxd.runtime.id_ranges import IdRanges
+from workers.sandboxd.runtime.mounts import (
+    NODEV,
+    NOSUID,
+    RDONLY,
+    ROOTS,
+    attach,
+    attached,
+    clone_tree,
+    enter_private_namespace,
+    mount_overlay,
+    set_attributes,
+)
+from workers.sandboxd.runtime.oci_drift import find_kernel_drift
+
+log = structlog.get_logger(__name__)
+
+FOLDER: Final = Path("/run/toolcrew/oci")
+"""The folder of all sandboxes that the sandboxds of this host start themselves."""
+PIN_PREFIX: Final = "toolcrew-pin-"
+_THREADS: Final = 8
+"""Starts and removals at a time."""
+_START_S: Final = 30.0
+_LOCK_S: Final = 35.0
+"""Time in seconds in which a start of another process, which holds the lock, has ended."""
+_KILL_S: Final = 15.0
+_ERROR_CHARS: Final = 500
+_PR_SET_CHILD_SUBREAPER: Final = 36
+
+
+@dataclass
+class _Running:
+    """A sandbox of this process. `process`: a descriptor of its PID 1, a child of this process."""
+
+    base: int
+    process: int | None = None
+
+
+def find_obstacle(facts: EngineFacts) -> str | None:
+    """Return why this process cannot start sandboxes itself, or None when nothing is missing. Whether the kernel can do
+    all of it shows the proof of a real sandbox (daemon.py).
+    """
+    if os.geteuid() != 0:
+        return "sandboxd is not root"
+    if find_program() is None:
+        return "neither crun nor runc is installed"
+    if facts.storage_driver != "overlay2" or not (Path(facts.data_root) / "overlay2").is_dir():
+        return f"the engine's layers are not folders that sandboxd sees (driver {facts.storage_driver})"
+    if "rootless" in facts.security:
+        return "the engine runs without root"
+    return None
+
+
+def find_program() -> str | None:
+    """Return the path of the OCI runtime: crun, which starts faster, or runc."""
+    return shutil.which("crun") or shutil.which("runc")
+
+
+class OciRuntime:
+    """A sandbox runtime (runtime/base.py) of this process. `program`: the path of crun or runc. `data_root`: the folder
+    of the engine.
+
+    Raises SandboxUnavailable when the host lacks something.
+    """
+
+    def __init__(self, engine: Engine, program: str, data_root: Path, folder: Path = FOLDER) -> None:
+        self._engine = engine
+        self._program = program
+        self._sandboxes = folder / "sandboxes"
+        self._state = folder / "state"
+        self._skeleton = folder / "skeleton"
+        self._cgroups = Cgroups()
+        self._running: dict[str, _Running] = {}
+        self._pins: dict[tuple[str, ...], Mapping[str, str]] = {}
+        self._pin_names: set[str] = set()
+        self._seccomp_bpf: str | None = None
+        for place in (self._sandboxes, self._state):
+            place.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _remove_unfinished(self._sandboxes)
+        make_skeleton(self._skeleton)
+        self._ranges = IdRanges(folder / "ids")
+        _become_subreaper()
+        needed = (folder, data_root, Path(program), Path("/tmp"))
+        self._threads = ThreadPoolExecutor(
+            _THREADS, "oci", initializer=functools.partial(enter_private_namespace, needed)
+        )
+
+    async def start(self, spec: SandboxSpec, name: str) -> AttachedContainer:
+        sandbox = _id_of(name)
+        volumes = await self._pin(spec)
+        with ExitStack() as stack:
+            base = self._ranges.take()
+            stack.callback(self._ranges.give_back, base)
+            workspace = None
+            if spec.workspace.bind is not None:
+                # Here, because the threads do not see the mounts of the host's namespace.
+                workspace = _clone_workspace(spec.workspace.bind)
+                stack.callback(os.close, workspace)
+            lock = self._open(sandbox, name, spec)
+            self._running[sandbox] = _Running(base)
+            stack.pop_all()
+        starting = asyncio.get_running_loop().run_in_executor(
+            self._threads, functools.partial(self._start, sandbox, spec, volumes, workspace, lock)
+        )
+        try:
+            return await asyncio.shield(starting)
+        except asyncio.CancelledError:
+            starting.add_done_callback(_close_unused)
+            raise
+
+    async def find_drift(self, container: str, spec: SandboxSpec) -> list[str]:
+        running = self._running[_id_of(container)]
+        process = int((self._sandboxes / _id_of(container) / "pid").read_text(encoding="ascii"))
+        return find_kernel_drift(process, spec, running.base, self._cgroups, _id_of(container))
+
+    async def pause(self, container: str) -> None:
+        await self._run(lambda: self._call("pause", _id_of(container)))
+
+    async def unpause(self, container: str) -> None:
+        await self._run(lambda: self._call("resume", _id_of(container)))
+
+    async def remove(self, container: str) -> None:
+        if container.startswith(PIN_PREFIX):
+            await self._engine.remove(container)
+            return
+        await self._run(lambda: self._remove(_id_of(container)))
+
+    async def list_sandboxes(self, deployment: str) -> list[ListedContainer]:
+        listed = [self._read_labels(place) for place in sorted(self._sandboxes.glob("[!.]*"))]
+        pins = await self._engine.list_containers(deployment, PRODUCT_PIN)
+        # A pin is never started, so the state "created" of the engine says nothing.
+        listed += [replace(pin, state="running") for pin in pins if pin.name not in self._pin_names]
+        return [container for container in listed if container.labels.get(LABEL_DEPLOYMENT) == deployment]
+
+    async def close(self) -> None:
+        """End the threads, and remove what all sandboxes share."""
+        for pin in list(self._pin_names):
+            try:
+                await self._engine.remove(pin)
+            except SandboxUnavailable as error:
+                log.warning(
+                    "image_pin_not_removed", container=pin, error=str(error)
+                )  # the reaper of another removes it
+        self._threads.shutdown()
+        self._ranges.close()
+        self._cgroups.remove_parent()
+
+    async def _pin(self, spec: SandboxSpec) -> Mapping[str, str]:
+        """Keep the engine from removing the image and the volumes of a sandbox, which it does not see, by a container
+        that is never started. Returns the folders of the volumes on this host, by their place in the sandbox.
+        """
+        volumes = {
+            place: volume
+            for place, volume in ((GUEST_FOLDER, spec.guest_volume), (SKILLS_FOLDER, spec.skills_volume))
+            if volume is not None
+        }
+        key = (spec.image_facts.id, *volumes.values())
+        if not spec.image_facts.layers:
+            raise SandboxUnavailable(
+                f"the engine has no image {spec.image}, or does not keep its layers as folders: build it with "
+                "scripts/build-image, or pull it"
+            )
+        if key not in self._pins:
+            pin = f"{PIN_PREFIX}{secrets.token_hex(8)}"
+            self._pin_names.add(pin)
+            await self._engine.pin(pin, spec.image_facts.id, spec.labels, volumes)
+            self._pins[key] = {place: await self._engine.volume_path(volume) for place, volume in volumes.items()}
+        return self._pins[key]
+
+    async def _run(self, work: Any) -> None:
+        await asyncio.shield(asyncio.get_running_loop().run_in_executor(self._threads, work))
+
+    def _open(self, sandbox: str, name: str, spec: SandboxSpec) -> int:
+        """Make the folder of a sandbox. Returns the locked descriptor of its lock."""
+        place = self._sandboxes / f".{sandbox}"
+        try:
+            place.mkdir(mode=0o700)
+            lock = os.open(place / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            labels = {"name": name, "labels": dict(spec.labels)}
+            (place / "labels.json").write_text(json.dumps(labels), encoding="utf-8")
+            place.rename(self._sandboxes / sandbox)
+        except OSError as error:
+            raise SandboxUnavailable(f"the folder {place} of a sandbox cannot be made: {error}") from error
+        return lock
+
+    def _start(
+        self,
+        sandbox: str,
+        spec: SandboxSpec,
+        volumes: Mapping[str, str],
+        workspace: int | None,
+        lock: int,
+    ) -> AttachedContainer:
+        place, running = self._sandboxes / sandbox, self._running[sandbox]
+        with ExitStack() as stack:
+            stack.callback(os.close, lock)
+            if workspace is not None:
+                stack.callback(os.close, workspace)
+            try:
+                namespace = self._ranges.namespace(running.base)
+                bundle = build_bundle(
+                    spec,
+                    root=ROOTS / sandbox,
+                    cgroup=f"/{PARENT}/{sandbox}",
+                    base=running.base,
+                    seccomp_bpf=self._seccomp_bpf,
+                )
+                (place / "config.json").write_text(json.dumps(bundle), encoding="utf-8")
+                root = mount_overlay([self._skeleton, *spec.image_facts.layers], namespace)
+                stack.callback(os.close, root)
+                (ROOTS / sandbox).mkdir()
+                stack.callback((ROOTS / sandbox).rmdir)
+                with attached(root, ROOTS / sandbox):
+                    if workspace is not None:
+                        set_attributes(workspace, NOSUID | NODEV, namespace)
+                        attach(workspace, ROOTS / sandbox / "workspace")
+                    for folder, volume in volumes.items():
+                        mount = clone_tree(volume, RDONLY | NOSUID | NODEV, namespace)
+                        stack.callback(os.close, mount)
+                        attach(mount, ROOTS / sandbox / folder.lstrip("/"))
+                    return self._run_program(sandbox, running, lock)
+            except OSError as error:
+                raise SandboxUnavailable(f"sandbox {sandbox} cannot be started: {error}") from error
+
+    def _run_program(self, sandbox: str, running: _Running, lock: int) -> AttachedContainer:
+        place = self._sandboxes / sandbox
+        ours, theirs = socket.socketpair()
+        reading, writing = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        with theirs, ExitStack() as stack:
+            stack.callback(os.close, writing)
+            failure = stack.enter_context(ExitStack())
+            failure.callback(os.close, reading)
+            failure.callback(ours.close)
+            arguments = ["run", "--detach", "--bundle", str(place), "--pid-file", str(place / "pid"), sandbox]
+            self._call(*arguments, log_file=place / "log", streams=(theirs.fileno(), writing), inherited=(lock,))
+            running.process = os.pidfd_open(int((place / "pid").read_text(encoding="ascii")))
+            failure.pop_all()
+        shutil.rmtree(
+            f"/sys/fs/cgroup/unified/{PARENT}", ignore_errors=True
+        )  # in this thread's namespace, see mounts.py
+        self._keep_filter(sandbox)
+        ours.setblocking(False)
+        return AttachedContainer(sandbox, ours, reading)
+
+    def _call(
+        self,
+        command: str,
+        *arguments: str,
+        log_file: Path | None = None,
+        streams: tuple[int, int] | None = None,
+        inherited: Sequence[int] = (),
+    ) -> None:
+        """Run the program. Raises SandboxUnavailable with the last line of its log."""
+        logged = ["--log", str(log_file)] if log_file is not None else []
+        stdio, stderr = streams or (subprocess.DEVNULL, subprocess.PIPE)
+        try:
+            subprocess.run(
+                [self._program, "--root", str(self._state), *logged, command, *arguments],
+                stdin=stdio,
+                stdout=stdio,
+                stderr=stderr,
+                pass_fds=inherited,
+                timeout=_START_S,
+                check=True,
+            )
+        except subprocess.TimeoutExpired as error:
+            raise SandboxUnavailable(f"{self._program} {command} did not end in {_START_S:g} s") from error
+        except subprocess.CalledProcessError as error:
+            text = (error.stderr or b"").decode("utf-8", "replace")
+            if log_file is not None and log_file.exists():
+                text = log_file.read_text(encoding="utf-8", errors="replace")
+            raise SandboxUnavailable(
+                f"{self._program} {command} failed: {text.strip()[-_ERROR_CHARS:] or f'status {error.returncode}'}"
+            ) from error
+
+    def _keep_filter(self, sandbox: str) -> None:
+        """Keep the filter that crun has compiled, for later starts. runc has none to keep."""
+        compiled = self._state / sandbox / "seccomp.bpf"
+        if self._seccomp_bpf is None and compiled.exists():
+            self._seccomp_bpf = base64.b64encode(compiled.read_bytes()).decode("ascii")
+
+    def _remove(self, sandbox: str) -> None:
+        place = self._sandboxes / sandbox
+        if not place.exists():
+            return
+        try:
+            with _locked(place / "lock"):
+                running = self._running.get(sandbox)
+                if running is not None and running.process is not None:
+                    _end_child(running.process)
+                    running.process = None
+                self._cgroups.kill(sandbox, _KILL_S)
+                self._cgroups.remove(sandbox, _KILL_S)
+                shutil.rmtree(self._state / sandbox, ignore_errors=True)
+                shutil.rmtree(place)
+        except FileNotFoundError:
+            if place.exists():  # another removal was quicker
+                raise
+        except (OSError, TimeoutError) as error:
+            raise SandboxUnavailable(f"sandbox {sandbox} cannot be removed: {error}; sandboxd tries again") from error
+        if running is not None:
+            del self._running[sandbox]
+            self._ranges.give_back(running.base)
+
+    def _read_labels(self, place: Path) -> ListedContainer:
+        try:
+            content = json.loads((place / "labels.json").read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            content = {"name": place.name, "labels": {}}  # its start was cut off; or its removal has ended
+        labels = {str(name): str(value) for name, value in content["labels"].items()}
+        state = "running" if self._cgroups.exists(place.name) else "created"
+        return ListedContainer(
+            place.name, str(content["name"]), state, labels, float(labels.get(LABEL_CREATED_AT) or time.time())
+        )
+
+
+def _id_of(name: str) -> str:
+    """Return the id of a sandbox: the random part of its name."""
+    return name.rpartition("-")[2]
+
+
+def _clone_workspace(folder: str) -> int:
+    try:
+        return clone_tree(folder)
+    except OSError as error:
+        raise SandboxUnavailable(f"the workspace {folder} cannot be mounted: {error}") from error
+
+
+def _remove_unfinished(sandboxes: Path) -> None:
+    """Remove folders that a killed process had begun to make. Nothing of a sandbox existed then."""
+    for place in sandboxes.glob(".*"):
+        with contextlib.suppress(OSError):  # its maker has completed it just now
+            if place.stat().st_mtime < time.time() - _START_S:
+                shutil.rmtree(place)
+
+
+def _become_subreaper() -> None:
+    """Become the parent of every PID 1, so that its end can be waited for."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def _end_child(process: int) -> None:
+    """Kill a PID 1, and return when all processes of its namespace have ended: the kernel lets it end last."""
+    with contextlib.suppress(ProcessLookupError):
+        signal.pidfd_send_signal(process, signal.SIGKILL)
+    with contextlib.suppress(ChildProcessError):
+        os.waitid(os.P_PIDFD, process, os.WEXITED)
+    os.close(process)
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    until = time.monotonic() + _LOCK_S
+    try:
+        while True:
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > until:
+                    raise TimeoutError(f"its start has not ended in {_LOCK_S:g} s") from None
+                time.sleep(0.005)
+        yield
+    finally:
+        os.close(fd)
+
+
+def _close_unused(starting: "asyncio.Future[AttachedContainer]") -> None:
+    """Close the streams of a sandbox whose starter was cancelled."""
+    if not starting.cancelled() and starting.exception() is None:
+        container = starting.result()
+        container.sock.close()
+        if container.stderr is not None:
+            os.close(container.stderr)

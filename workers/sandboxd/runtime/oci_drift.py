@@ -1,0 +1,129 @@
+"""Comparison of a running sandbox with its specification, by what the kernel says about its PID 1."""
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Final
+
+from workers.sandboxd.disks.base import UID
+from workers.sandboxd.runtime.bundle import CPU_PERIOD_US, NAMESPACES, build_environment
+from workers.sandboxd.runtime.cgroups import Cgroups
+from workers.sandboxd.runtime.hardening import (
+    GUEST_FOLDER,
+    SKILLS_FOLDER,
+    SandboxSpec,
+    guest_command,
+    tmpfs_options,
+    ulimits,
+)
+from workers.sandboxd.runtime.mounts import ID_RANGE
+
+_LINKS: Final = {"mount": "mnt", "network": "net"}
+"""Names of namespaces in /proc that differ from those of the OCI specification."""
+_LIMITS: Final = {"nofile": "Max open files", "core": "Max core file size", "fsize": "Max file size"}
+_KERNEL_MOUNTS: Final = ("/proc", "/sys", "/dev")
+
+
+def find_kernel_drift(process: int, spec: SandboxSpec, base: int, cgroups: Cgroups, sandbox: str) -> list[str]:
+    """Return a sentence for every property of a sandbox that the kernel does not confirm. `process`: its PID 1.
+    `base`: the host id of root inside. A process that has ended confirms nothing.
+    """
+    try:
+        return [
+            f"{what} is {actual!r:.200}, not {expected!r:.200}."
+            for what, expected, actual in _compare(Path(f"/proc/{process}"), spec, base, cgroups, sandbox)
+            if expected != actual
+        ]
+    except OSError as error:
+        return [f"PID 1 of the sandbox cannot be examined: {error}."]
+
+
+def _compare(
+    place: Path, spec: SandboxSpec, base: int, cgroups: Cgroups, sandbox: str
+) -> Iterator[tuple[str, object, object]]:
+    """Yield the name of each property, its expected and its actual value."""
+    status = dict(line.split(":\t", 1) for line in _read(place / "status").splitlines() if ":\t" in line)
+    for name in ("Uid", "Gid"):
+        yield name, [str(base + UID)] * 4, status[name].split()
+    for name in ("CapInh", "CapPrm", "CapEff", "CapBnd", "CapAmb"):
+        yield name, 0, int(status[name], 16)
+    yield "NoNewPrivs", "1", status["NoNewPrivs"]
+    yield "Seccomp", "2", status["Seccomp"]
+    for name in ("uid_map", "gid_map"):
+        yield name, ["0", str(base), str(ID_RANGE)], _read(place / name).split()
+    for kind in NAMESPACES:
+        link = f"ns/{_LINKS.get(kind, kind)}"
+        yield f"namespace {kind}", True, os.readlink(place / link) != os.readlink(f"/proc/self/{link}")
+    yield "command", guest_command(spec), _read_list(place / "cmdline")
+    yield "environment", sorted(build_environment(spec)), sorted(_read_list(place / "environ"))
+    yield "network interfaces", ["lo"], _list_interfaces(_read(place / "net/dev"))
+    shown = _read(place / "limits")
+    for name, value in ulimits(spec.limits).items():
+        row = next(line for line in shown.splitlines() if line.startswith(_LIMITS[name]))
+        yield _LIMITS[name], [str(value)] * 2, row.removeprefix(_LIMITS[name]).split()[:2]
+    yield from _compare_limits(spec, cgroups, sandbox)
+    yield from _compare_mounts(spec, _parse_mounts(_read(place / "mountinfo")))
+
+
+def _compare_limits(spec: SandboxSpec, cgroups: Cgroups, sandbox: str) -> Iterator[tuple[str, object, object]]:
+    quota = str(round(spec.limits.cpus * CPU_PERIOD_US))
+    expected = (
+        [
+            ("memory", "memory.limit_in_bytes", str(spec.memory_bytes)),
+            ("memory", "memory.memsw.limit_in_bytes", str(spec.memory_bytes)),
+            ("cpu", "cpu.cfs_quota_us", quota),
+        ]
+        if cgroups.version == 1
+        else [
+            ("memory", "memory.max", str(spec.memory_bytes)),
+            ("memory", "memory.swap.max", "0"),
+            ("cpu", "cpu.max", f"{quota} {CPU_PERIOD_US}"),
+        ]
+    )
+    for controller, name, value in [*expected, ("pids", "pids.max", str(spec.limits.pids))]:
+        yield name, value, _read(cgroups.file(sandbox, controller, name)).strip()
+
+
+def _compare_mounts(spec: SandboxSpec, mounts: Mapping[str, Sequence[str]]) -> Iterator[tuple[str, object, object]]:
+    """Yield the properties of mounts. `mounts`: place -> options, among them those of the file system."""
+    yield "options of /", [], _missing(["ro", "nosuid", "nodev"], mounts.get("/", ()))
+    folders = tmpfs_options(spec)
+    for folder, options in folders.items():
+        wanted = [option for option in options if option in ("rw", "nosuid", "nodev", "noexec")]
+        yield f"options of {folder}", [], _missing(wanted, mounts.get(folder, ()))
+        sizes = {option for option in options if option.startswith("nr_inodes=")}
+        yield f"inodes of {folder}", [], _missing(sorted(sizes), mounts.get(folder, ()))
+    read_only = [
+        folder
+        for folder, volume in ((GUEST_FOLDER, spec.guest_volume), (SKILLS_FOLDER, spec.skills_volume))
+        if volume is not None
+    ]
+    for folder in read_only:
+        yield f"options of {folder}", [], _missing(["ro", "nosuid", "nodev"], mounts.get(folder, ()))
+    own = {"/", "/workspace", *folders, *read_only}
+    others = [place for place in mounts if place not in own and not place.startswith(_KERNEL_MOUNTS)]
+    yield "other mounts", [], others
+
+
+def _missing(wanted: Sequence[str], options: Sequence[str]) -> list[str]:
+    return [option for option in wanted if option not in options]
+
+
+def _parse_mounts(text: str) -> dict[str, Sequence[str]]:
+    mounts: dict[str, Sequence[str]] = {}
+    for line in text.splitlines():
+        fields = line.split(" ")
+        mounts[fields[4]] = [*fields[5].split(","), *fields[-1].split(",")]
+    return mounts
+
+
+def _list_interfaces(text: str) -> list[str]:
+    return [line.partition(":")[0].strip() for line in text.splitlines() if ":" in line]
+
+
+def _read(path: Path) -> str:
+    return path.read_text(encoding="utf-8", errors="replace")
+
+
+def _read_list(path: Path) -> list[str]:
+    return _read(path).split("\0")[:-1]
