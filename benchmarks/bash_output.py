@@ -11,6 +11,7 @@ from pathlib import Path
 from benchmarks.engine_peer import open_api
 from benchmarks.processes import running_sandboxd
 from benchmarks.report import Report, median
+from benchmarks.sandboxes import pid_of
 from benchmarks.sizes import size
 from workers.sandbox_client import SandboxClient
 from workers.tools.text import MAX_LINES, MAX_OUTPUT_BYTES
@@ -91,7 +92,7 @@ def run(rounds: int = ROUNDS) -> Report:
         api = open_api()
         stack.callback(api.close)
         container = str(client.describe_open(name, None, 1800.0)["sandbox"]["id"])
-        guest = int(api.inspect_container(container)["State"]["Pid"])
+        guest = pid_of(api, container)
         _call(client, name, "seq 10000")
         before, worker_before = Peaks(guest, sandboxd.pid), read_resident(_own_pid())
         with before.watching():

@@ -16,6 +16,7 @@ from benchmarks.engine_peer import open_api
 from benchmarks.memory import memory_of_process
 from benchmarks.processes import RunningSandboxd, running_sandboxd
 from benchmarks.report import Report, median, percentile
+from benchmarks.sandboxes import list_containers
 from benchmarks.sizes import size
 from benchmarks.warm_call import REQUEST
 from workers.sandbox_client import SandboxClient
@@ -104,7 +105,7 @@ def _counted(sandboxd: RunningSandboxd) -> Iterator[Count]:
 
     def look() -> None:
         while not count.ending.wait(SAMPLE_S):
-            listed = api.containers(all=True, filters={"label": [f"toolcrew.sandboxd={sandboxd.name}"]})
+            listed = list_containers(api, f"toolcrew.sandboxd={sandboxd.name}")
             count.most = max(count.most, len(listed))
             count.samples += 1
 

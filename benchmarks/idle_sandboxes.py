@@ -13,6 +13,7 @@ from benchmarks.engine_peer import memory_of, open_api
 from benchmarks.memory import memory_of_process
 from benchmarks.processes import running_sandboxd
 from benchmarks.report import Report, median
+from benchmarks.sandboxes import list_containers, pid_of
 from benchmarks.sizes import size
 from workers.sandbox_client import SandboxClient
 
@@ -36,12 +37,12 @@ def run(sandboxes: int = SANDBOXES, first: int = FIRST) -> Report:
         before = memory_of_process(sandboxd.pid)["rss"]
         open_s += _timed_for(range(first, sandboxes), lambda number: _open(sandboxd.socket, number))
         after = memory_of_process(sandboxd.pid)["rss"]
-        containers = api.containers(filters={"label": [f"toolcrew.sandboxd={sandboxd.name}"]})
-        memory = [memory_of(int(api.inspect_container(container["Id"])["State"]["Pid"])) for container in containers]
+        containers = list_containers(api, f"toolcrew.sandboxd={sandboxd.name}")
+        memory = [memory_of(pid_of(api, container)) for container in containers]
         _wait_frozen(sandboxd.socket)
         cpu_share = _cpu_share(sandboxd.pid)
         close_s = _timed_for(range(sandboxes), lambda number: _close(sandboxd.socket, number))
-        left = api.containers(all=True, filters={"label": [f"toolcrew.sandboxd={sandboxd.name}"]})
+        left = list_containers(api, f"toolcrew.sandboxd={sandboxd.name}")
     if len(containers) != sandboxes or left:
         raise RuntimeError(
             f"{len(containers)} containers of {sandboxes} sandboxes, and {len(left)} after all were closed"

@@ -21,6 +21,7 @@ from benchmarks.engine_peer import open_api
 from benchmarks.memory import memory_of_process
 from benchmarks.processes import RunningSandboxd, running_sandboxd
 from benchmarks.report import Report
+from benchmarks.sandboxes import find_own, list_containers, list_folders, list_groups, pid_of
 from benchmarks.sizes import size
 from benchmarks.warm_call import sandbox_call
 from contract.errors import SandboxUnavailable
@@ -55,6 +56,11 @@ class Traces:
 
     def learn(self, api: docker.APIClient, short: str) -> int:
         """Record a running container by its id. Return the host's PID of the container's PID 1."""
+        own = find_own(short)
+        if own is not None:
+            with self.lock:
+                self.ids.add(own)
+            return pid_of(api, own)
         found = api.inspect_container(short)
         graph = found["GraphDriver"]["Data"] or {}
         with self.lock:
@@ -66,9 +72,10 @@ class Traces:
 
     def left(self, sandboxd: RunningSandboxd, api: docker.APIClient) -> dict[str, list[str]]:
         """Return the resources that still exist, by kind. Kinds without a resource are omitted."""
-        label = [f"toolcrew.sandboxd={sandboxd.name}"]
+        label = f"toolcrew.sandboxd={sandboxd.name}"
         found = {
-            "containers": [str(container["Id"]) for container in api.containers(all=True, filters={"label": label})],
+            "containers": [*list_containers(api, label), *list_folders(label)],
+            "control groups": [str(group) for group in list_groups() if group.name in self.ids],
             "mounts": [
                 point for point in mount_points() if point in self.mounts or self._is_ours(point, sandboxd.state)
             ],

@@ -6,6 +6,7 @@ from pathlib import Path
 from benchmarks.engine_peer import memory_of, open_api
 from benchmarks.processes import running_sandboxd
 from benchmarks.report import Report, median
+from benchmarks.sandboxes import pid_of
 from benchmarks.sizes import size
 from benchmarks.warm_call import sandbox_call
 from workers.sandbox_client import SandboxClient
@@ -32,7 +33,7 @@ def run(sandboxes: int = SANDBOXES) -> Report:
         for number in range(sandboxes):
             name = client.open("bench", f"memory-{number}")
             container = str(client.describe_open(name, None, 1800.0)["sandbox"]["id"])
-            pids.append(int(api.inspect_container(container)["State"]["Pid"]))
+            pids.append(pid_of(api, container))
         fresh = [memory_of(pid) for pid in pids]
         for number in range(sandboxes):
             sandbox_call(client, f"bench:memory-{number}")

@@ -24,6 +24,7 @@ import pytest
 import requests.exceptions
 from docker import APIClient
 
+from benchmarks.sandboxes import FOLDERS, find_own
 from tests.waiting import wait_until
 from workers.sandboxd.runtime import bundle
 from workers.sandboxd.runtime.cgroups import PARENT, Cgroups
@@ -35,7 +36,6 @@ from workers.sandboxd.runtime.seccomp import load_seccomp_profile
 IMAGE = os.environ.get("TOOLCREW_SANDBOX_IMAGE", "toolcrew-sandbox:dev")
 RUNTIME = os.environ.get("TOOLCREW_SANDBOX_RUNTIME", "runc")
 LABELS = {"toolcrew.test": "1"}
-SANDBOXES = FOLDER / "sandboxes"
 ANSWER_S = 60.0
 
 
@@ -130,6 +130,9 @@ class Watched:
         """Return everything that users of the engine can read about the container."""
         return json.dumps(self.inspect())
 
+    def is_frozen(self) -> bool:
+        return bool(self.inspect()["State"]["Paused"])
+
     def host_id(self, inside: int) -> int:
         """Return the user id on the host of an id inside."""
         first, outside, count = map(int, Path(f"/proc/{self.pid}/uid_map").read_text().splitlines()[0].split())
@@ -154,29 +157,14 @@ class Watched:
         return int(dict(line.split() for line in path.read_text().splitlines())[name])
 
 
-def list_containers(api: APIClient, label: str) -> dict[str, str]:
-    """Return id -> state of all sandboxes with that label (`name=value`): those of the engine, as it lists them, and
-    those that sandboxd started itself and that have a process.
-    """
-    filters = {"label": ["toolcrew.product=sandbox", label]}
-    found = {str(one["Id"]): str(one["State"]) for one in api.containers(all=True, filters=filters)}
-    name, _, value = label.partition("=")
-    for folder in SANDBOXES.glob("[!.]*"):
-        with contextlib.suppress(FileNotFoundError, ValueError):  # it is being removed
-            if json.loads((folder / "labels.json").read_text())["labels"].get(name) == value:
-                sandbox = OciWatched(folder.name)
-                found[sandbox.id] = "paused" if sandbox.is_frozen() else "running"
-    return found
-
-
 def remove_oci(sandbox: str) -> None:
     """Remove what is left of a sandbox that a killed sandboxd had started."""
-    if (SANDBOXES / sandbox).exists():
+    if (FOLDERS / sandbox).exists():
         groups = Cgroups()
         groups.kill(sandbox, ANSWER_S)
         groups.remove(sandbox, ANSWER_S)
         shutil.rmtree(FOLDER / "state" / sandbox, ignore_errors=True)
-        shutil.rmtree(SANDBOXES / sandbox)
+        shutil.rmtree(FOLDERS / sandbox)
 
 
 class OciWatched(Watched):
@@ -186,7 +174,7 @@ class OciWatched(Watched):
         self.id = sandbox
         self._cgroup_version = Cgroups().version
         self._cgroups = dict.fromkeys(("", "pids", "memory", "cpu", "cpuacct", "freezer"), f"/{PARENT}/{sandbox}")
-        [self.pid] = [pid for pid in self.processes() if self.status_of(pid)["NSpid"].split()[-1:] == ["1"]][:1]
+        self.pid = int((FOLDERS / sandbox / "pid").read_text())
 
     def wait_until_removed(self, timeout_s: float = ANSWER_S) -> None:
         wait_until(lambda: not self.processes(), timeout_s, lambda: f"{self.id} still has {self.processes()}")
@@ -204,7 +192,7 @@ class OciWatched(Watched):
         return "".join((self.host_folder() / name).read_text() for name in ("labels.json", "config.json"))
 
     def host_folder(self) -> Path:
-        return SANDBOXES / self.id
+        return FOLDERS / self.id
 
     def changed_files(self) -> set[str]:
         """Return the files that differ from the image: there are none without a folder for changes."""
@@ -221,11 +209,9 @@ class OciWatched(Watched):
 
 def watch(api: APIClient, short: str) -> Watched:
     """Return the host's view of a running sandbox. `short`: the beginning of its id."""
-    started_by_oci = list(Path("/sys/fs/cgroup").glob(f"pids/{PARENT}/{short}*")) + list(
-        Path("/sys/fs/cgroup").glob(f"{PARENT}/{short}*")
-    )
-    if started_by_oci:
-        return OciWatched(started_by_oci[0].name)
+    own = find_own(short)
+    if own is not None:
+        return OciWatched(own)
     return Watched(api, str(api.inspect_container(short)["Id"]))
 
 

@@ -14,9 +14,9 @@ from typing import Any
 from docker import APIClient
 
 from benchmarks.processes import RunningSandboxd
+from benchmarks.sandboxes import list_containers
 from contract.errors import SandboxUnavailable
 from tests.attack_ground import CAPTURE
-from tests.containers import list_containers
 from tests.stack import ROOT, UP_S, Footprint, commands_in, end_process, open_footprint
 from tests.waiting import wait_until
 from workers.sandbox_client import GuestResponse, SandboxClient
@@ -112,7 +112,8 @@ class Daemon:
 
     def containers(self) -> dict[str, str]:
         """Return full id to state of every container that carries the name, as the engine lists the containers."""
-        return list_containers(self._api, f"toolcrew.sandboxd={self.name}")
+        deployment = self.environment["TOOLCREW_DEPLOYMENT"]
+        return list_containers(self._api, f"toolcrew.sandboxd={self.name}", f"toolcrew.deployment={deployment}")
 
     def log(self) -> str:
         return self._log.read_text(errors="replace")

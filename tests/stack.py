@@ -24,11 +24,12 @@ import pytest
 import redis
 from docker import APIClient
 
+from benchmarks.sandboxes import list_containers, list_folders, list_pins
 from contract.errors import ConfigError
 from contract.settings import BrokerSettings
 from orchestrator.operations.local_stack import StackInfo, read_stack
 from orchestrator.operations.redis_server import find_redis_server, write_redis_config
-from tests.containers import SANDBOXES, list_containers, open_engine, remove_oci
+from tests.containers import open_engine, remove_oci, watch
 from tests.processes import read_proc
 from tests.waiting import wait_until
 
@@ -165,13 +166,8 @@ class Footprint:
         """
         if self._api is None:
             return []
-        found = []
-        for name in self._names:
-            filters = {"label": ["toolcrew.product=pin", f"toolcrew.sandboxd={name}"]}
-            found += [str(container["Id"]) for container in self._api.containers(all=True, filters=filters)]
-            owner = f'"toolcrew.sandboxd": "{name}"'
-            found += [path.parent.name for path in SANDBOXES.glob("*/labels.json") if owner in path.read_text()]
-        return found
+        labels = [f"toolcrew.sandboxd={name}" for name in self._names]
+        return [one for label in labels for one in (*list_pins(self._api, label), *list_folders(label))]
 
     def volumes(self) -> list[str]:
         """Return the volumes of every known sandboxd."""
@@ -289,7 +285,7 @@ class Stack:
 
     def full_id(self, short: str) -> str:
         """Return the full id of the container, as control groups name it."""
-        return str(self.api.inspect_container(short)["Id"])
+        return watch(self.api, short).id
 
     def has_container(self, container: str) -> bool:
         return any(known.startswith(container) for known in self.footprint.containers())

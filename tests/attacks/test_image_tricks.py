@@ -13,7 +13,7 @@ from docker import APIClient
 
 from contract.errors import SandboxUnavailable
 from tests.attack_ground import Ground, open_ground
-from tests.containers import IMAGE
+from tests.containers import IMAGE, watch
 from tests.processes import read_proc
 
 pytestmark = pytest.mark.stack
@@ -122,9 +122,8 @@ def test_take_the_hosts_disk_by_a_volume_of_the_image(engine: APIClient, loose: 
         pass
 
     assert {volume["Name"] for volume in engine.volumes()["Volumes"] or []} <= before
-    assert [
-        box for box in loose.footprint.containers() if images["volume"] in str(engine.inspect_container(box)["Config"])
-    ] == []
+    described = [watch(engine, box).described() for box in loose.footprint.containers()]
+    assert not [text for text in described if images["volume"] in text]
 
 
 def test_replace_the_guest_by_a_program_of_the_image(loose: Ground, images: dict[str, str]) -> None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from tests.chaos.load import Load
+from tests.containers import watch
 from tests.host_ground import Ground
 from tests.stack import is_alive
 from tests.waiting import wait_until
@@ -86,7 +87,7 @@ def _guest(ground: Ground, load: Load, chance: random.Random) -> tuple[str, int]
     def found() -> bool:
         for container in ground.footprint.containers():
             with contextlib.suppress(Exception):  # the container may already be removed
-                pid = int(ground.api.inspect_container(container)["State"]["Pid"])
+                pid = watch(ground.api, container).pid
                 if pid and is_alive(pid):
                     guests.append((f"guest {container[:12]}", pid))
         return bool(guests)

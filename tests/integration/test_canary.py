@@ -28,6 +28,7 @@ from orchestrator.settings import OrchestratorSettings
 from store.api_keys import ApiKeys
 from store.connection import open_redis
 from tests.builders import build_attempt
+from tests.containers import watch
 from tests.processes import read_proc
 from tests.stack import Stack, all_pids, open_stack
 from tests.waiting import wait_until_async
@@ -161,7 +162,7 @@ async def test_nothing_secret_is_found_where_others_look(watched: Stack) -> None
             assert bad.error_code is ErrorCode.FILE_NOT_FOUND
             sandbox = good.sandbox
             assert sandbox is not None
-            inspected = json.dumps(watched.api.inspect_container(sandbox.id)).encode()
+            inspected = watch(watched.api, sandbox.id).described().encode()
             listed = command_lines()
         await wait_until_async(
             lambda: flower(watched, "/api/tasks").count(b"SUCCESS") >= 3, 20, lambda: str(flower(watched, "/api/tasks"))

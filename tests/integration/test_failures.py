@@ -20,6 +20,7 @@ from orchestrator.dispatch.sessions import Session
 from orchestrator.operations.supervision import MOST_ENDS
 from orchestrator.sdk.client import ToolClient
 from orchestrator.settings import OrchestratorSettings
+from tests.containers import watch
 from tests.stack import (
     RedisServer,
     Stack,
@@ -110,7 +111,7 @@ async def test_a_stack_that_ends_just_after_its_sandboxd_was_killed_leaves_no_fr
     with open_stack(engine, {"TOOLCREW_IDLE_PAUSE_S": "0.2"}) as stack:
         async with ToolClient.connect(stack.redis_url) as client:
             container = await container_of(stack, await client.open_session())
-            await wait_until_async(lambda: engine.inspect_container(container)["State"]["Paused"], 20, "it is frozen")
+            await wait_until_async(lambda: watch(engine, container).is_frozen(), 20, "it is frozen")
 
             os.kill(stack.pid("sandboxd"), signal.SIGKILL)
             await wait_until_async(lambda: "sandboxd ended" in stack.errors(), 20, "the keeper has seen it")

@@ -16,8 +16,10 @@ from contract.names import blob_key
 from orchestrator.dispatch.request import Request
 from orchestrator.dispatch.sessions import Session
 from orchestrator.sdk.client import ToolClient
+from tests.containers import watch
+from tests.processes import read_proc
 from tests.queue_by_hand import open_dispatcher
-from tests.stack import Footprint, Stack, all_of, run_toolcrew
+from tests.stack import Footprint, Stack, all_of, is_alive, run_toolcrew
 from tests.waiting import wait_until_async
 
 pytestmark = pytest.mark.stack
@@ -53,9 +55,11 @@ async def test_a_result_names_the_container_that_ran_it(stack: Stack, session: S
     assert (result.sandbox.generation, result.sandbox.rebuilt) == (1, False)
     assert info.sandbox is not None
     assert info.sandbox.id == result.sandbox.id
-    inspected = stack.api.inspect_container(result.sandbox.id)
-    assert inspected["State"]["Running"] is True
-    assert inspected["HostConfig"]["NetworkMode"] == "none"
+    watched = watch(stack.api, result.sandbox.id)
+    assert is_alive(watched.pid)
+    assert [line.split(":")[0].strip() for line in read_proc(watched.pid, "net/dev").decode().splitlines()[2:]] == [
+        "lo"
+    ]
 
 
 async def test_a_file_written_by_a_tool_is_read_by_a_tool_with_line_numbers(session: Session) -> None:

@@ -151,7 +151,9 @@ async def test_sessions_recover_from_an_engine_that_went_away_and_came_back(daem
     need_images()
     path = daemons.folder / "engine.sock"
     async with relayed_engine(path):
-        daemon = await asyncio.to_thread(daemons.start, sandbox_workspace="image", docker_host=f"unix://{path}")
+        daemon = await asyncio.to_thread(
+            daemons.start, sandbox_workspace="image", sandbox_start="engine", docker_host=f"unix://{path}"
+        )
         client = daemon.client()
         name = await asyncio.to_thread(client.open, "acme", "s")
         container = full_id(daemon, await asyncio.to_thread(bash, client, name, "echo content > file"))

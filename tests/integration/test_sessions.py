@@ -14,6 +14,7 @@ from orchestrator.dispatch.request import Request
 from orchestrator.dispatch.sessions import Session
 from orchestrator.runs.file_list import MAX_FILES, MAX_LINE_CHARS, list_files
 from orchestrator.sdk.client import ToolClient
+from tests.containers import watch
 from tests.queue_by_hand import open_dispatcher
 from tests.stack import Stack, commands_in, is_alive
 from tests.waiting import wait_until_async
@@ -202,7 +203,7 @@ async def test_a_stopped_guest_costs_its_container_two_seconds_after_the_limit(
     """The second line of defence: the guest cannot answer, so sandboxd ends the container and reports the cause."""
     async with await client.open_session() as session:
         container = await container_of(stack, session)
-        guest = int(stack.api.inspect_container(container)["State"]["Pid"])
+        guest = watch(stack.api, container).pid
         started = time.monotonic()
         call = asyncio.create_task(session.call("bash_tool", {"command": "sleep 88"}, timeout_s=1.5))
         await wait_until_async(lambda: "sleep 88" in commands_in(container).values(), 10, "the command runs")
@@ -228,7 +229,7 @@ async def test_a_stopped_guest_is_gone_soon_and_the_session_gets_a_second_genera
 ) -> None:
     async with await client.open_session() as session:
         container = await container_of(stack, session)
-        guest = int(stack.api.inspect_container(container)["State"]["Pid"])
+        guest = watch(stack.api, container).pid
         call = asyncio.create_task(session.call("bash_tool", {"command": "sleep 88"}, timeout_s=1))
         await wait_until_async(lambda: "sleep 88" in commands_in(container).values(), 10, "the command runs")
         os.kill(guest, signal.SIGSTOP)
@@ -246,7 +247,7 @@ async def test_a_killed_guest_is_told_once_and_replaced(stack: Stack, client: To
     async with await client.open_session() as session:
         container = await container_of(stack, session)
         await session.write_file("kept.txt", b"kept")
-        guest = int(stack.api.inspect_container(container)["State"]["Pid"])
+        guest = watch(stack.api, container).pid
         call = asyncio.create_task(session.call("bash_tool", {"command": "sleep 88"}))
         await wait_until_async(lambda: "sleep 88" in commands_in(container).values(), 10, "the command runs")
         os.kill(guest, signal.SIGKILL)
@@ -267,7 +268,7 @@ async def test_a_killed_guest_is_told_once_and_replaced(stack: Stack, client: To
 async def test_a_guest_that_died_between_two_calls_is_told_by_the_next_one(stack: Stack, client: ToolClient) -> None:
     async with await client.open_session() as session:
         container = await container_of(stack, session)
-        os.kill(int(stack.api.inspect_container(container)["State"]["Pid"]), signal.SIGKILL)
+        os.kill(watch(stack.api, container).pid, signal.SIGKILL)
         await wait_until_async(
             lambda: not stack.has_container(container), 10, "the engine has removed the dead container"
         )

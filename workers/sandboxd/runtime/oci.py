@@ -174,7 +174,7 @@ class OciRuntime:
         listed = [self._read_labels(place) for place in sorted(self._sandboxes.glob("[!.]*"))]
         pins = await self._engine.list_containers(deployment, PRODUCT_PIN)
         # A pin is never started, so the state "created" of the engine says nothing.
-        listed += [replace(pin, state="running") for pin in pins if pin.name not in self._pin_names]
+        listed += [replace(pin, id=pin.name, state="running") for pin in pins if pin.name not in self._pin_names]
         return [container for container in listed if container.labels.get(LABEL_DEPLOYMENT) == deployment]
 
     async def close(self) -> None:
