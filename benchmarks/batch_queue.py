@@ -22,7 +22,7 @@ from contract.functions.completions import Usage
 from contract.run_events import CallFinished, OnEvent, RunReady, StepFinished
 from contract.settings import BrokerSettings
 from contract.signing import SigningKeys
-from orchestrator.batches.progress import Progress
+from orchestrator.batches.progress import BatchProgress
 from orchestrator.batches.row_files import RowFiles
 from orchestrator.runs.batch_runs import until_first
 from orchestrator.runs.follower import Follower
@@ -194,7 +194,7 @@ class _PlayedWork:
 
 
 async def _worked(client: "redis.asyncio.Redis", queue: RunQueue, batch: str) -> tuple[float, float]:
-    work, writer, progress = _PlayedWork(), BatchEventWriter(client, DEPLOYMENT), Progress(RUNS)
+    work, writer, progress = _PlayedWork(), BatchEventWriter(client, DEPLOYMENT), BatchProgress(RUNS)
     played: Any = work
     runner = Runner(client, DEPLOYMENT, queue, played, writer, 16, (TENANT, batch))
     work.drain = runner.drain

@@ -18,7 +18,7 @@ from orchestrator.batches.figures import (
     format_time,
     one_line,
 )
-from orchestrator.batches.progress import Progress, Snapshot
+from orchestrator.batches.progress import BatchProgress, Snapshot
 from orchestrator.batches.summary import Summary, build_summary, build_summary_lines
 
 STATUS_EVERY_S = 5.0
@@ -33,7 +33,7 @@ class Watched:
     """
 
     batch: str
-    progress: Progress
+    progress: BatchProgress
     wall: Callable[[], float] = time.time
     ticks: Callable[[], float] = time.monotonic
     is_kept: bool = True

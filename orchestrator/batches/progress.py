@@ -122,7 +122,7 @@ class _Attempt:
         return tuple(map(max, self.counted, self.reported or _NOTHING))
 
 
-class Progress:
+class BatchProgress:
     """Counts events. Does not read a clock. `total`: number of items, unless a notice reports more items."""
 
     def __init__(self, total: int = 0) -> None:

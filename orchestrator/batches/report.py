@@ -18,7 +18,7 @@ from orchestrator.batches.figures import (
     one_line,
 )
 from orchestrator.batches.markup import Markup, element, join, text
-from orchestrator.batches.progress import Progress, Snapshot, Stage
+from orchestrator.batches.progress import BatchProgress, Snapshot, Stage
 from orchestrator.batches.report_page import build_page, figure, paragraph, table
 from orchestrator.batches.report_plots import Line, add_up, limit_time, plot_lines
 from orchestrator.batches.summary import Summary, build_summary
@@ -61,7 +61,7 @@ class _Report:
     """Figures of a batch that its Progress does not store. They use about 20 MB for the largest batch."""
 
     def __init__(self, total: int) -> None:
-        self._progress = Progress(total)
+        self._progress = BatchProgress(total)
         self._amounts: dict[str, list[tuple[float, float]]] = defaultdict(list)
         self._times: dict[str, array[float]] = defaultdict(lambda: array("d"))
         self._calls: dict[str, array[float]] = {}

@@ -8,7 +8,7 @@ from contract.calls import ToolResult
 from contract.specs import ToolSpec
 from orchestrator.dialects.base import ReplyReader
 from orchestrator.dialects.model import Message, ModelRequest
-from orchestrator.dialects.native_assembler import MalformedNativeCall, NativeCall, NativeCallAssembler, Reply
+from orchestrator.dialects.native_assembler import MalformedNativeCall, NativeCall, NativeCallAssembler, NativeReply
 from orchestrator.dialects.observations import build_tool_messages, build_wire_messages
 from orchestrator.dialects.profiles import STANDARD, Profile
 from orchestrator.dialects.prompts import build_example_messages, build_system_prompt
@@ -16,7 +16,7 @@ from orchestrator.dialects.reader import StreamReader
 from orchestrator.dialects.tag_parser import TagStreamParser
 from orchestrator.functions.openai_tools import convert_to_openai_tool
 
-__all__ = ["MalformedNativeCall", "NativeCall", "NativeCallAssembler", "NativeDialect", "Reply"]
+__all__ = ["MalformedNativeCall", "NativeCall", "NativeCallAssembler", "NativeDialect", "NativeReply"]
 
 
 class NativeDialect:

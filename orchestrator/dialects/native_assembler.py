@@ -57,7 +57,7 @@ class MalformedNativeCall:
 
 
 @dataclass(frozen=True)
-class Reply:
+class NativeReply:
     """A whole reply. `finish_reason` is the server's value and does not decide whether the reply has calls."""
 
     text: str
@@ -113,14 +113,14 @@ class NativeCallAssembler:
         self._text.append(tail)
         return [Text(tail)]
 
-    def finish(self, strict: bool = True) -> Reply:
+    def finish(self, strict: bool = True) -> NativeReply:
         """Return the reply.
 
         If `strict`, raise ValueError with the tool name and the raw arguments of the first malformed call; otherwise
         list all malformed calls.
         """
         self.flush()
-        reply = Reply("".join(self._text), [], self._finish_reason, [])
+        reply = NativeReply("".join(self._text), [], self._finish_reason, [])
         used: set[str] = set()
         for position, call in enumerate(self._slots.in_order()):
             call_id = join_surrogates(call.id)

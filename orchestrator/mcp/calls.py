@@ -172,7 +172,7 @@ async def _call(ctx: Context, params: CallToolRequestParams, caller: McpCaller) 
         return build_question(approver.question)
     if isinstance(reviewed, ToolResult):
         return build_answer(reviewed, None)
-    on_output = Progress(ctx.session) if progress_token_from_params(ctx.params) is not None else None
+    on_output = CallProgress(ctx.session) if progress_token_from_params(ctx.params) is not None else None
     async with caller.leases.lease(session_id) as (session, open_id):
         result = await session.call(reviewed.name, reviewed.arguments, call_id=reviewed.id, on_output=on_output)
     if result.error_code is ErrorCode.SESSION_NOT_FOUND:
@@ -180,7 +180,7 @@ async def _call(ctx: Context, params: CallToolRequestParams, caller: McpCaller) 
     return build_answer(note_aliases(result, find_aliases(spec, call.arguments)), open_id)
 
 
-class Progress:
+class CallProgress:
     """Sends a call's output to the client as progress. `message` is a piece of the output; `progress` is the number
     of characters so far.
     """

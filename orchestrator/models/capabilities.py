@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from contract.errors import ContextWindowExceeded, ModelRefused
 from orchestrator.dialects.model import Model, ModelRequest
-from orchestrator.dialects.native_assembler import NativeCallAssembler, Reply
+from orchestrator.dialects.native_assembler import NativeCallAssembler, NativeReply
 from orchestrator.dialects.thinking import THINK
 from telemetry.logs import get_logger
 
@@ -137,7 +137,7 @@ class _Prober:
         self._max_tokens = REPLY_TOKENS
         self.remaining = MAX_REQUESTS
 
-    async def send(self, prompt: str, tools: list[dict[str, Any]], extra: Mapping[str, Any]) -> Reply:
+    async def send(self, prompt: str, tools: list[dict[str, Any]], extra: Mapping[str, Any]) -> NativeReply:
         """Return the reply. Repeat the request once with a higher token limit if the reply was cut while the model was
         still reasoning, and requests remain.
         """
@@ -150,7 +150,7 @@ class _Prober:
             reply = await self._send_once(prompt, tools, extra)
         return reply
 
-    async def _send_once(self, prompt: str, tools: list[dict[str, Any]], extra: Mapping[str, Any]) -> Reply:
+    async def _send_once(self, prompt: str, tools: list[dict[str, Any]], extra: Mapping[str, Any]) -> NativeReply:
         self.remaining -= 1
         assembler = NativeCallAssembler()
         request = ModelRequest([{"role": "user", "content": prompt}], tools, {"max_tokens": self._max_tokens, **extra})

@@ -46,7 +46,7 @@ class Failure:
 
 
 @dataclass(frozen=True)
-class Endpoint:
+class ModelEndpoint:
     """The endpoint that failed. `address` contains no credentials. `secret` is removed from all text of the server."""
 
     address: str
@@ -89,7 +89,7 @@ def is_transient(failure: Failure) -> bool:
 
 
 def build_error(
-    failure: Failure, endpoint: Endpoint, *, attempts: int = 1, max_wait_s: float | None = None
+    failure: Failure, endpoint: ModelEndpoint, *, attempts: int = 1, max_wait_s: float | None = None
 ) -> ModelUnavailable:
     """Return the error for a request without any reply.
 
@@ -109,7 +109,7 @@ def build_error(
     return ModelUnavailable(sentence)
 
 
-def build_interruption(failure: Failure, endpoint: Endpoint) -> ModelUnavailable:
+def build_interruption(failure: Failure, endpoint: ModelEndpoint) -> ModelUnavailable:
     """Return the error for a reply that was partly returned: ModelInterrupted, or ContextWindowExceeded when it grew
     too long.
     """
@@ -178,7 +178,7 @@ def find_limit_tokens(failure: Failure) -> int | None:
 # --- Sentences --------------------------------------------------------------------------------------------------------
 
 
-def _build_sentence(failure: Failure, endpoint: Endpoint) -> str:
+def _build_sentence(failure: Failure, endpoint: ModelEndpoint) -> str:
     where = f"the model at {endpoint.address}"
     match failure.kind:
         case "timeout":
@@ -209,7 +209,7 @@ def _streaming_hint(failure: Failure) -> str:
     return " that streams (when it cannot, set TOOLCREW_MODEL_STREAMING=false)" if failure.name == "json" else ""
 
 
-def _build_status_sentence(failure: Failure, endpoint: Endpoint, where: str) -> str:
+def _build_status_sentence(failure: Failure, endpoint: ModelEndpoint, where: str) -> str:
     if is_too_long(failure):
         return f"{where} refuses the request because it is longer than the context window: {_detail(failure, endpoint)}"
     if failure.status in (401, 403):
@@ -276,7 +276,7 @@ def _error_text(body: Any) -> str:
         return "the reason of the server is nested too deeply"
 
 
-def _detail(failure: Failure, endpoint: Endpoint) -> str:
+def _detail(failure: Failure, endpoint: ModelEndpoint) -> str:
     """Return the server's message on one line. Pages that are not JSON are mentioned, not quoted."""
     text = "the answer is not JSON" if isinstance(failure.body, str) else _error_text(failure.body)
     # Remove the key before cutting the text: half a key is also a leak.

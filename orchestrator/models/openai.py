@@ -14,7 +14,7 @@ from contract.errors import ModelDenied, ModelRefused, ModelUnavailable
 from orchestrator.dialects.model import Chunk, ModelRequest
 from orchestrator.models.capabilities import ModelFacts
 from orchestrator.models.chunks import has_content, is_end, normalize, split_reply
-from orchestrator.models.failures import Endpoint, Failure, build_error, build_interruption, is_transient
+from orchestrator.models.failures import Failure, ModelEndpoint, build_error, build_interruption, is_transient
 from orchestrator.models.retries import DEFAULT_RETRIES, RetryPolicy, compute_backoff_s, parse_retry_after
 from telemetry.logs import get_logger
 
@@ -47,7 +47,7 @@ class OpenAIModel:
         retries: RetryPolicy | int = DEFAULT_RETRIES,
         streaming: bool = True,
     ) -> None:
-        self._endpoint = Endpoint(_without_credentials(base_url), name, api_key or "")
+        self._endpoint = ModelEndpoint(_without_credentials(base_url), name, api_key or "")
         self._extra = dict(extra or {})
         self._policy = retries if isinstance(retries, RetryPolicy) else RetryPolicy(attempts=1 + retries)
         self._streaming = streaming

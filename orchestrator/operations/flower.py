@@ -43,7 +43,7 @@ TEMPLATE = resources.files("orchestrator.operations").joinpath("flower_call.html
 TASKS_TEMPLATE = resources.files("orchestrator.operations").joinpath("flower_tasks.html")
 
 
-class CallView(TaskView):  # type: ignore[misc]
+class CallTaskView(TaskView):  # type: ignore[misc]
     """Page of a task that also shows the call, with a link to the call's page in the API. `page_url`:
     TOOLCREW_PAGE_URL.
     """
@@ -147,7 +147,7 @@ def _open_flower(settings: OrchestratorSettings, arguments: list[str]) -> Flower
     logging.getLogger("flower").setLevel(settings.log_level)
     app = Flower(capp=_open_celery(settings.broker().celery_options()), options=options, **flower_settings)
     ours = [
-        (_path(r"/task/(.+)"), CallView, {"page_url": settings.page_url}),
+        (_path(r"/task/(.+)"), CallTaskView, {"page_url": settings.page_url}),
         (_path(r"/tasks"), TaskList),
         (_path(r"/metrics"), GuardedMetrics),
         (_path(r"/broker"), LiveBroker),

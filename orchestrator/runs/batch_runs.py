@@ -14,7 +14,7 @@ from contract.run_events import RunEvent
 from orchestrator.batches.displays import Display, Watched
 from orchestrator.batches.event_files import BatchEventFile
 from orchestrator.batches.lines import BatchFile
-from orchestrator.batches.progress import Progress
+from orchestrator.batches.progress import BatchProgress
 from orchestrator.batches.row_files import RowFiles
 from orchestrator.batches.summary import Summary
 from orchestrator.batches.tool_check import NOT_CHECKED, check_tools
@@ -214,7 +214,7 @@ class BatchRuns:
         """Show the latest events of a batch. `follow`: show new events too, until the batch has ended."""
         record = await self.batches.status(batch)
         reader = BatchEventReader(self._pool.redis, self._settings.deployment, self.tenant, batch)
-        watched = Watched(batch, Progress(record.total), tenant=self.tenant)
+        watched = Watched(batch, BatchProgress(record.total), tenant=self.tenant)
         with open_display(watched) as display:
             if follow:
                 await Follower(
@@ -245,7 +245,7 @@ class BatchRuns:
         pool exists longer than this process, so the summary may name commands with the batch's id.
         """
         record = await self.batches.status(batch)
-        watched = Watched(batch, Progress(record.total), is_kept=is_kept, tenant=self.tenant)
+        watched = Watched(batch, BatchProgress(record.total), is_kept=is_kept, tenant=self.tenant)
         async with AsyncExitStack() as stack:
             runner = await stack.enter_async_context(
                 self.runner(batch, concurrency=concurrency or record.concurrency, model=model)
@@ -269,7 +269,7 @@ class BatchRuns:
                 await self._show_missing_ends(batch, watched.progress, show)
             return await self.batches.status(batch), watched.summary()
 
-    async def _show_missing_ends(self, batch: str, progress: Progress, show: Callable[[RunEvent], object]) -> None:
+    async def _show_missing_ends(self, batch: str, progress: BatchProgress, show: Callable[[RunEvent], object]) -> None:
         """Show ends that have no event. These are ends of items that were cancelled before their start, and ends with
         events that are no longer stored.
         """

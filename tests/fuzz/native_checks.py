@@ -4,7 +4,7 @@ import json
 from random import Random
 from typing import Any
 
-from orchestrator.dialects.native_assembler import NativeCallAssembler, Reply
+from orchestrator.dialects.native_assembler import NativeCallAssembler, NativeReply
 from tests.fuzz.tag_texts import random_arguments, random_cuts
 
 _JUNK = (
@@ -69,7 +69,7 @@ def _junk(random: Random, depth: int) -> Any:
     return random.choice(_JUNK)
 
 
-def _assemble(deltas: list[Any]) -> Reply:
+def _assemble(deltas: list[Any]) -> NativeReply:
     assembler = NativeCallAssembler("fuzz", 1)
     for delta in deltas:
         assembler.feed({"choices": [{"index": 0, "delta": delta}]})

@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 
 from orchestrator.dialects.model import ModelRequest
-from orchestrator.dialects.native_assembler import NativeCallAssembler, Reply
+from orchestrator.dialects.native_assembler import NativeCallAssembler, NativeReply
 from orchestrator.models.openai import OpenAIModel
 from orchestrator.models.retries import RetryPolicy
 from tests.model_server.script import parse_script
@@ -95,7 +95,7 @@ def after_call(text: str, result: str) -> list[dict[str, Any]]:
     ]
 
 
-async def read(model: OpenAIModel, *messages: dict[str, Any], tools: Lines = ()) -> Reply:
+async def read(model: OpenAIModel, *messages: dict[str, Any], tools: Lines = ()) -> NativeReply:
     """Return a reply as the orchestrator's own client parses the reply."""
     assembler = NativeCallAssembler()
     try:

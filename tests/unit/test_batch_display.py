@@ -16,7 +16,7 @@ from contract.run_events import BatchNotice, FailureKind, RunEvent
 from orchestrator.batches.displays import Display, JsonLines, LogLines, Watched
 from orchestrator.batches.figures import format_cost, format_count, format_rate, format_seconds, format_time
 from orchestrator.batches.live_progress import LiveProgress, open_display
-from orchestrator.batches.progress import Progress
+from orchestrator.batches.progress import BatchProgress
 from orchestrator.batches.summary import build_summary, build_summary_lines
 from store.batches import parse_batch_event
 from tests.batch_story import BEGAN, Attempt, ended, failed, tell_batch, tell_item
@@ -35,7 +35,7 @@ class Stage:
     width: int = 100
     height: int = 30
     now: float = 0.0
-    progress: Progress = field(default_factory=Progress)
+    progress: BatchProgress = field(default_factory=BatchProgress)
     out: io.StringIO = field(default_factory=io.StringIO)
 
     def open(self, batch: str = "b-1") -> Display:
@@ -219,14 +219,14 @@ def test_failures_retries_and_notices_have_a_line_each_with_its_time_and_none_co
 
 def test_a_resumed_batch_does_not_repeat_its_past_unless_it_is_asked_for() -> None:
     told = list(tell_item("a", failed(), at=BEGAN - 86_400))
-    watched = Watched("b", Progress(), wall=lambda: BEGAN)
+    watched = Watched("b", BatchProgress(), wall=lambda: BEGAN)
     for has_past in (False, True):
         out = io.StringIO()
         with LogLines(watched, out, has_past=has_past) as display:
             for batch_event in told:
                 display.show(batch_event)
         assert ("a failed (infrastructure HOST_LOST)" in out.getvalue()) == has_past
-        watched = Watched("b", Progress(), wall=lambda: BEGAN)
+        watched = Watched("b", BatchProgress(), wall=lambda: BEGAN)
 
 
 def test_the_rate_counts_what_has_ended_since_the_display_was_opened() -> None:
@@ -265,7 +265,7 @@ def test_a_program_reads_every_happening_as_it_is_and_then_one_summary() -> None
 
 
 def test_the_display_is_chosen_by_where_it_is_shown() -> None:
-    watched = Watched("b", Progress())
+    watched = Watched("b", BatchProgress())
 
     def kind(**options: object) -> type[object]:
         return type(open_display(watched, Console(file=io.StringIO(), **options)))  # type: ignore[arg-type]
@@ -277,7 +277,7 @@ def test_the_display_is_chosen_by_where_it_is_shown() -> None:
 
 
 def test_the_summary_says_what_to_do_about_each_kind_of_failure() -> None:
-    progress = Progress(9)
+    progress = BatchProgress(9)
     for number, kind in enumerate(FailureKind):
         progress.add(ended(at=BEGAN, item=f"i{number}", run=f"run{number}", failure=kind, code="C", message="m"))
     told = build_summary(progress.snapshot(BEGAN), batch="a b")
@@ -294,7 +294,7 @@ def test_the_summary_says_what_to_do_about_each_kind_of_failure() -> None:
 
 
 def test_a_call_without_a_model_has_a_row_to_look_at_and_no_trace() -> None:
-    progress = Progress(1)
+    progress = BatchProgress(1)
     progress.add(ended(at=BEGAN, item="a", run="run0", failure=FailureKind.TOOL, code="C"))
     told = build_summary(progress.snapshot(BEGAN), batch="b", rows=("out.jsonl", "my errors.jsonl"))
     assert told.next == (
@@ -304,7 +304,7 @@ def test_a_call_without_a_model_has_a_row_to_look_at_and_no_trace() -> None:
 
 
 def test_a_batch_that_went_well_has_nothing_to_be_tried_again() -> None:
-    progress = Progress(1)
+    progress = BatchProgress(1)
     progress.add(ended(at=BEGAN, item="a", cost=1.5))
     told = build_summary(progress.snapshot(BEGAN), batch="b")
     assert told.next == ("read the rows with `toolcrew batches export b`",)

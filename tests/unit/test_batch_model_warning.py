@@ -13,7 +13,7 @@ from contract.names import catalog_key
 from contract.run_events import BatchNotice, RunEvent
 from contract.specs import Catalog, seal_catalog
 from orchestrator.batches.displays import LogLines, Watched
-from orchestrator.batches.progress import MAX_WARNINGS, Progress
+from orchestrator.batches.progress import MAX_WARNINGS, BatchProgress
 from orchestrator.batches.report import build_report
 from orchestrator.cli.main import app
 from orchestrator.models.choice import FALLBACK_WARNING, ChosenModel
@@ -54,7 +54,7 @@ async def test_a_named_model_warns_of_nothing(make: Made) -> None:
 
 def test_a_warning_is_shown_once_as_it_comes_and_again_in_the_summary() -> None:
     out = io.StringIO()
-    with LogLines(Watched("b", Progress(1)), out, has_past=True) as display:
+    with LogLines(Watched("b", BatchProgress(1)), out, has_past=True) as display:
         display.show(warning())
         display.show(warning(at=2.0))
     assert out.getvalue().count("no model is set") == 2
@@ -71,7 +71,7 @@ def test_few_warnings_are_kept_whatever_their_order() -> None:
     warnings = [warning(message=f"w{number}") for number in range(2 * MAX_WARNINGS)]
     kept = []
     for order in (warnings, warnings[::-1], warnings * 2):
-        progress = Progress(1)
+        progress = BatchProgress(1)
         for one in order:
             progress.add(one)
         kept.append(progress.snapshot(2.0).warnings)

@@ -13,7 +13,7 @@ from contract.run_events import (
     RunEnded,
     RunEvent,
 )
-from orchestrator.batches.progress import MAX_GROUPS, MAX_NOTES, Progress, Snapshot, Stage
+from orchestrator.batches.progress import MAX_GROUPS, MAX_NOTES, BatchProgress, Snapshot, Stage
 from tests.batch_story import (
     BEGAN,
     Attempt,
@@ -32,7 +32,7 @@ NOW = BEGAN + 1000
 
 
 def stand(told: list[RunEvent], now: float = NOW, total: int = 0) -> Snapshot:
-    progress = Progress(total)
+    progress = BatchProgress(total)
     for batch_event in told:
         progress.add(batch_event)
     return progress.snapshot(now)
@@ -97,7 +97,7 @@ def test_an_item_that_another_process_continues_is_counted_once() -> None:
 
 
 def test_which_ends_have_been_heard_of_is_known_by_attempt() -> None:
-    progress = Progress()
+    progress = BatchProgress()
     for batch_event in tell_batch(
         (Attempt(),),
         (Attempt(is_retried=True, failure=FailureKind.TOOL), Attempt(is_cut=True)),
@@ -130,7 +130,7 @@ def test_the_rates_are_those_of_the_whole_time() -> None:
 
 
 def test_the_latest_attempt_is_known_with_its_stage() -> None:
-    progress = Progress()
+    progress = BatchProgress()
     for batch_event in tell_batch((failed(), Attempt(is_cut=True)), (Attempt(),)):
         progress.add(batch_event)
     assert [progress.latest(name) for name in ("i-0", "i-1", "x")] == [
@@ -161,7 +161,7 @@ def test_an_example_is_never_an_item_that_has_been_tried_again() -> None:
 
 
 def test_notes_are_told_once_and_the_newest_are_kept() -> None:
-    progress = Progress()
+    progress = BatchProgress()
     notes = [BatchNotice(at=BEGAN + number, message=f"note {number}") for number in range(50)]
     assert [progress.add(note) for note in notes] == [True] * 50
     assert not progress.add(notes[-1])
@@ -208,7 +208,7 @@ def test_any_order_and_any_repetition_give_the_same_totals(told: list[RunEvent],
 @given(told=batches, shuffle=st.randoms(use_true_random=False), total=st.integers(0, 8))
 def test_every_item_stands_somewhere_at_every_moment(told: list[RunEvent], shuffle: object, total: int) -> None:
     shuffle.shuffle(told)  # type: ignore[attr-defined]
-    progress = Progress(total)
+    progress = BatchProgress(total)
     for batch_event in told:
         progress.add(batch_event)
         snapshot = progress.snapshot(batch_event.at)
@@ -221,7 +221,7 @@ def test_every_item_stands_somewhere_at_every_moment(told: list[RunEvent], shuff
 @given(told=batches, shuffle=st.randoms(use_true_random=False))
 def test_what_is_told_again_is_not_new(told: list[RunEvent], shuffle: object) -> None:
     shuffle.shuffle(told)  # type: ignore[attr-defined]
-    progress = Progress()
+    progress = BatchProgress()
     for batch_event in told:
         progress.add(batch_event)
     assert not any(progress.add(batch_event) for batch_event in told)
@@ -237,7 +237,7 @@ def test_a_long_item_has_each_of_its_many_calls_counted_once() -> None:
 def test_items_that_have_ended_cost_little_memory() -> None:
     """An item costs the same with 2 and with 20 calls: some hundred bytes."""
     told = [list(tell_item(f"item-{number:032}", Attempt(steps=5, calls_a_step=4))) for number in range(1000)]
-    progress = Progress(1000)
+    progress = BatchProgress(1000)
     tracemalloc.start()
     for batch_events in told:
         for batch_event in batch_events:

@@ -15,15 +15,15 @@ from contract.errors import (
     ModelUnavailable,
 )
 from orchestrator.models.failures import (
-    Endpoint,
     Failure,
+    ModelEndpoint,
     build_error,
     build_interruption,
     find_limit_tokens,
     is_transient,
 )
 
-ENDPOINT = Endpoint("http://host/v1", "m", "sk-secret")
+ENDPOINT = ModelEndpoint("http://host/v1", "m", "sk-secret")
 
 TOO_LONG: list[tuple[int, Any, int | None]] = [
     (400, {"message": "Your input exceeds the context window of this model.", "code": "context_length_exceeded"}, None),

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from orchestrator.dialects.model import Chunk, ModelRequest
-from orchestrator.dialects.native_assembler import NativeCallAssembler, Reply
+from orchestrator.dialects.native_assembler import NativeCallAssembler, NativeReply
 from orchestrator.models.chunks import has_content, is_end, normalize, split_reply
 from orchestrator.models.openai import OpenAIModel
 from tests.model_endpoint import END, HELLO, ROLE, USAGE, answer, failure, read, serving, text_of
@@ -21,7 +21,7 @@ def whole(message: dict[str, Any], finish_reason: str | None = "stop", **rest: A
     }
 
 
-def assemble(reply: dict[str, Any]) -> Reply:
+def assemble(reply: dict[str, Any]) -> NativeReply:
     assembler = NativeCallAssembler()
     for chunk in split_reply(reply) or ():
         assembler.feed(chunk)

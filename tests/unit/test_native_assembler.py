@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrator.dialects.base import Text
-from orchestrator.dialects.native import NativeCallAssembler, Reply
+from orchestrator.dialects.native import NativeCallAssembler, NativeReply
 
 
 def delta(*entries: Any, content: str | None = None, finish: str | None = None) -> dict[str, Any]:
@@ -27,7 +27,7 @@ def entry(index: Any = ..., id: Any = ..., name: Any = ..., arguments: Any = ...
     return {**fields, "function": function} if function else fields
 
 
-def assemble(*chunks: dict[str, Any], strict: bool = True) -> Reply:
+def assemble(*chunks: dict[str, Any], strict: bool = True) -> NativeReply:
     assembler = NativeCallAssembler("run", 3)
     for chunk in chunks:
         assembler.feed(chunk)

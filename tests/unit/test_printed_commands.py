@@ -23,7 +23,7 @@ from contract.settings import BrokerSettings
 from contract.specs import Catalog, seal_catalog
 from contract.tenancy import TenantPolicy
 from orchestrator.batches.displays import Watched
-from orchestrator.batches.progress import Progress
+from orchestrator.batches.progress import BatchProgress
 from orchestrator.batches.report import build_report
 from orchestrator.command import app
 from orchestrator.terminal.commands import build_command
@@ -226,7 +226,7 @@ def test_the_hints_of_a_batch_with_an_unknown_tool_name_the_tenant(redis_server:
 
 
 def test_the_hints_of_a_summary_and_a_report_name_the_tenant() -> None:
-    progress = Progress(4)
+    progress = BatchProgress(4)
     kinds = (FailureKind.INFRASTRUCTURE, FailureKind.MODEL, FailureKind.CANCELLED)
     batch_events = [BatchNotice(at=1.0, message="submitted", total=4)]
     ends = [ended(2.0, f"i{at}", run=f"run{at}", failure=kind, code="X") for at, kind in enumerate(kinds)]
@@ -243,7 +243,7 @@ def test_the_hints_of_a_summary_and_a_report_name_the_tenant() -> None:
 
 
 def test_the_hint_of_a_batch_without_a_pool_names_the_tenant_too() -> None:
-    progress = Progress(1)
+    progress = BatchProgress(1)
     summary = Watched("t2", progress, is_kept=False, tenant="acme").summary()
     assert "submitting the same file again with `--id t2 --tenant acme` and the same --output" in summary.next[0]
 
