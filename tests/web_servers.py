@@ -18,7 +18,7 @@ from tests.fakes import FakeSandboxClient, MemoryBlobs, MemoryLedger, build_exec
 from workers.tools.base import WorkerRegistry, WorkerTool
 from workers.web.addresses import AddressRules
 from workers.web.connections import build_tls
-from workers.web.egress import EgressRules
+from workers.web.egress import WebAccessRules
 from workers.web.fetcher import Fetcher
 from workers.web.limits import Deadline, FetchLimits
 from workers.web.urls import Address
@@ -198,7 +198,13 @@ def build_web(
     return Web(
         resolver,
         Fetcher(
-            resolver, EgressRules(**rules), store, per_minute=per_minute, limits=limits, tls=tls or SYSTEM_TLS, **chosen
+            resolver,
+            WebAccessRules(**rules),
+            store,
+            per_minute=per_minute,
+            limits=limits,
+            tls=tls or SYSTEM_TLS,
+            **chosen,
         ),
         store,
     )

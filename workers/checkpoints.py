@@ -18,7 +18,7 @@ import structlog
 from contract.errors import BrokerUnavailable, OperatorError, ToolFailure
 from contract.session_locations import LocationState
 from store.sessions import RecordedCheckpoint, WorkerSessionStore
-from workers.host_duties import SessionRow, parse_rows
+from workers.host_duties import SandboxdSession, parse_rows
 from workers.sandbox_client import SandboxClient
 
 log = structlog.get_logger(__name__)
@@ -126,7 +126,7 @@ class WatchedSession:
     failures: int = 0
     retry_at: float = field(default=float("-inf"))
 
-    def is_due(self, row: SessionRow, now: float, every_s: float) -> bool:
+    def is_due(self, row: SandboxdSession, now: float, every_s: float) -> bool:
         """Return whether the session's files should be saved now.
 
         - A quiet session is due at once.

@@ -16,7 +16,7 @@ from contract.errors import BrokerUnavailable, OperatorError, SandboxUnavailable
 from contract.session_locations import LocationState, SessionLocation
 from store.sessions import WorkerSessionStore
 from workers.checkpoints import AutomaticCheckpoints
-from workers.host_duties import SessionRow, parse_rows
+from workers.host_duties import SandboxdSession, parse_rows
 from workers.sandbox_client import SandboxClient
 
 log = structlog.get_logger(__name__)
@@ -41,7 +41,7 @@ A failed hold makes the session's other calls wait, so each pause is longer.
 POLL_S = 0.05
 
 
-class Drain:
+class HostDrain:
     """Moves this host's sessions away.
 
     `find_at_work` returns the sessions with a call that left the queue and has not ended. With `is_lossy`, the store
@@ -132,7 +132,7 @@ class Drain:
             location.state is LocationState.OPEN or self._moving_fences.get(name) == location.fence
         )
 
-    def _try(self, row: SessionRow, location: SessionLocation, *, is_lossy: bool, is_late: bool) -> bool:
+    def _try(self, row: SandboxdSession, location: SessionLocation, *, is_lossy: bool, is_late: bool) -> bool:
         """Return whether the session has left this host."""
         name = row.name
         since = self._since.setdefault(name, time.monotonic())
@@ -153,7 +153,7 @@ class Drain:
         return True
 
     def _move(
-        self, client: SandboxClient, row: SessionRow, location: SessionLocation, *, is_lossy: bool, is_late: bool
+        self, client: SandboxClient, row: SandboxdSession, location: SessionLocation, *, is_lossy: bool, is_late: bool
     ) -> bool:
         """Save a checkpoint, hold the session, save later changes, release it.
 

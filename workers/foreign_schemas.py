@@ -38,18 +38,18 @@ class SchemaRefused(Exception):
     """Error for a schema that is not accepted. The message is for the operator."""
 
 
-def bound_schema(foreign: Any) -> dict[str, Any]:
+def bound_schema(received: Any) -> dict[str, Any]:
     """Return the schema without the keywords that are not checked here. Raises SchemaRefused."""
-    if not isinstance(foreign, dict) or foreign.get("type") != "object":
+    if not isinstance(received, dict) or received.get("type") != "object":
         raise SchemaRefused("its parameters are not an object")
     try:
-        text = json.dumps(foreign, ensure_ascii=False, allow_nan=False)
+        text = json.dumps(received, ensure_ascii=False, allow_nan=False)
     except (ValueError, RecursionError):
         raise SchemaRefused("its schema is not valid JSON") from None
     if len(text.encode("utf-8", "replace")) > MAX_SCHEMA_BYTES:
         raise SchemaRefused(f"its schema is larger than {MAX_SCHEMA_BYTES} bytes")
-    _check_texts(foreign)
-    schema: dict[str, Any] = _without(foreign)
+    _check_texts(received)
+    schema: dict[str, Any] = _without(received)
     try:
         check_schema(schema)
     except SchemaError as error:

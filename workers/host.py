@@ -29,7 +29,7 @@ from workers.checkpoints import (
     CheckpointMonitor,
     RecordingSandboxClient,
 )
-from workers.draining import Drain
+from workers.draining import HostDrain
 from workers.duties import Duty
 from workers.host_duties import (
     AdoptionMonitor,
@@ -124,7 +124,7 @@ class SandboxHost:
         self._stop_checkpoints = threading.Event()
         self._is_serving = False
         self._is_leaving = False
-        self._drain: Drain | None = None
+        self._drain: HostDrain | None = None
         self._drain_lock = threading.Lock()
         first = self._await_sandboxd()
         self._is_local = read_store(first) == "local"
@@ -185,7 +185,9 @@ class SandboxHost:
         with self._drain_lock:
             if self._drain is not None:
                 return False
-            self._drain = Drain(self._open_client, self._sessions, self._checkpoints, find_sessions_at_work, self._stop)
+            self._drain = HostDrain(
+                self._open_client, self._sessions, self._checkpoints, find_sessions_at_work, self._stop
+            )
         log.info("drain_begins")
         self._stop_checkpoints.set()
         self._heartbeat_duty.run_soon()
@@ -228,7 +230,7 @@ class SandboxHost:
             duties.append(Duty("checkpoints", pause_s, look, "checkpoints_not_taken", self._stop_checkpoints))
         return duties
 
-    def _run_drain(self, drain: Drain) -> None:
+    def _run_drain(self, drain: HostDrain) -> None:
         leave = partial(self._heartbeat.leave_drained, self._stop.is_set)
         if drain.finish(self._settings.drain_s, leave, is_lossy=self._is_local):
             log.info("drained", queue=self.queue)

@@ -38,7 +38,7 @@ _STATES = ("busy", "idle", "paused", "lost", "warm")
 
 
 @dataclass(frozen=True)
-class SessionRow:
+class SandboxdSession:
     """A session as sandboxd reports it.
 
     - `name`: `<tenant>:<session>`.
@@ -63,10 +63,10 @@ class SessionRow:
         return self.name.partition(":")[2]
 
 
-def parse_rows(rows: Sequence[Mapping[str, Any]]) -> list[SessionRow]:
+def parse_rows(rows: Sequence[Mapping[str, Any]]) -> list[SandboxdSession]:
     """Return the rows of a reply. A row without `changed` counts as changed."""
     return [
-        SessionRow(
+        SandboxdSession(
             str(row["name"]),
             int(row.get("calls", 0)),
             int(row.get("jobs", 0)),
@@ -117,7 +117,7 @@ class AdoptionMonitor:
         self._sessions = sessions
         self._hosts = hosts
         self._ended = ended
-        self._held: list[str] = []
+        self._undecided: list[str] = []
         self._stale: list[str] = []
 
     def begin(self, names: Iterable[str]) -> Counter[AdoptionResult]:
@@ -137,29 +137,29 @@ class AdoptionMonitor:
 
     def retry(self, client: SandboxClient) -> bool:
         """Run one round. Return whether all sessions are decided and closed."""
-        if self._held:
+        if self._undecided:
             try:
-                self._adopt(self._held)
+                self._adopt(self._undecided)
             except BrokerUnavailable as error:
-                log.warning("sessions_not_adopted", left=len(self._held), error=str(error))
+                log.warning("sessions_not_adopted", left=len(self._undecided), error=str(error))
         self._close_stale(client)
-        return not self._held and not self._stale
+        return not self._undecided and not self._stale
 
     def _adopt(self, names: list[str]) -> Counter[AdoptionResult]:
         counts: Counter[AdoptionResult] = Counter()
-        held = []
+        undecided = []
         for at in range(0, len(names), BATCH):
             for name, result in self._sessions.adopt(
                 names[at : at + BATCH], [report.queue for report in self._ended]
             ).items():
                 counts[result] += 1
                 if result is AdoptionResult.HELD:
-                    held.append(name)
+                    undecided.append(name)
                 elif result in (AdoptionResult.ELSEWHERE, AdoptionResult.CLOSED) and name not in self._stale:
                     self._stale.append(name)
         # Replace the list only after Redis has answered for all names. Otherwise the next round asks for all of them
         # again.
-        self._held = held
+        self._undecided = undecided
         return counts
 
     def _close_stale(self, client: SandboxClient) -> None:
@@ -183,7 +183,7 @@ class ExpiryMonitor:
 
     def __init__(self, sessions: WorkerSessionStore) -> None:
         self._sessions = sessions
-        self._seen: dict[str, SessionRow] = {}
+        self._rows: dict[str, SandboxdSession] = {}
         self._last_seen_at = time.monotonic()
         self._expired: set[str] = set()
 
@@ -195,9 +195,9 @@ class ExpiryMonitor:
         # then, shows whether its time to live has passed.
         passed_s = now - self._last_seen_at
         self._expired |= {
-            name for name, row in self._seen.items() if name not in rows and row.idle_s + passed_s >= row.ttl_s
+            name for name, row in self._rows.items() if name not in rows and row.idle_s + passed_s >= row.ttl_s
         }
-        self._seen, self._last_seen_at = rows, now
+        self._rows, self._last_seen_at = rows, now
         count = self._sessions.forget(self._expired) if self._expired else 0
         self._expired.clear()
         return count

@@ -35,15 +35,15 @@ def configure_logging(
     """
     fixed = {"host": settings.host} if isinstance(settings, WorkerSettings) else {}
     lines = _build_lines(service, secrets_of_settings(settings), fixed)
-    least = logging.getLevelNamesMapping()[level or settings.log_level]
+    min_level = logging.getLevelNamesMapping()[level or settings.log_level]
 
     structlog.configure(
         processors=[structlog.contextvars.merge_contextvars, lines.process],
-        wrapper_class=structlog.make_filtering_bound_logger(least),
+        wrapper_class=structlog.make_filtering_bound_logger(min_level),
         logger_factory=lambda *_: StderrLogger(),
         cache_logger_on_first_use=True,
     )
-    _take_library_records(RecordLines(lines), least)
+    _take_library_records(RecordLines(lines), min_level)
     _log_uncaught()
 
 
@@ -63,16 +63,16 @@ def _build_lines(service: str, secrets: Mapping[str, str], fixed: Mapping[str, s
     return LogLines(masker, {"service": service, **fixed}, is_console=sys.stderr.isatty())
 
 
-def _take_library_records(formatter: logging.Formatter, least: int) -> None:
+def _take_library_records(formatter: logging.Formatter, min_level: int) -> None:
     handler = _Handler()
     handler.setFormatter(formatter)
     root = logging.getLogger()
     root.handlers = [handler]
-    root.setLevel(least if least <= logging.DEBUG else max(least, logging.WARNING))
+    root.setLevel(min_level if min_level <= logging.DEBUG else max(min_level, logging.WARNING))
     for package in ("celery", "store"):
-        logging.getLogger(package).setLevel(least)
+        logging.getLogger(package).setLevel(min_level)
     for name in _REPEATING:
-        logging.getLogger(name).setLevel(least if least <= logging.DEBUG else max(least, logging.WARNING))
+        logging.getLogger(name).setLevel(min_level if min_level <= logging.DEBUG else max(min_level, logging.WARNING))
     logging.captureWarnings(True)
 
 

@@ -185,10 +185,10 @@ def _has_fallen_silent(hosts: WorkerHostStore, report: HostReport) -> bool:
     until = time.monotonic() + STALE_S
     while time.monotonic() < until:
         time.sleep(LOOK_S)
-        seen = hosts.find(report.queue)
-        if seen is None or not seen.worker:
+        stored = hosts.find(report.queue)
+        if stored is None or not stored.worker:
             return True
-        if seen.reported_at != report.reported_at:
+        if stored.reported_at != report.reported_at:
             return False
     return True
 
@@ -233,7 +233,7 @@ def build_host_report(status: Mapping[str, Any], *, is_silent: bool, **fields: A
 
     A long `trouble` is shortened.
     """
-    trouble = str(fields.pop("trouble", "sandboxd does not answer: check its log" if is_silent else ""))
+    problem = str(fields.pop("trouble", "sandboxd does not answer: check its log" if is_silent else ""))
     facts: dict[str, Any] = {
         "sessions": _count(status, "sessions"),
         "max_sessions": _count(status, "max_sessions"),
@@ -246,7 +246,7 @@ def build_host_report(status: Mapping[str, Any], *, is_silent: bool, **fields: A
         "images_present": _names(status, "images_present")[:MAX_IMAGES_PRESENT],
         "store": read_store(status),
         "healthy": not is_silent,
-        "trouble": trouble if len(trouble) <= MAX_TROUBLE_CHARS else f"{trouble[: MAX_TROUBLE_CHARS - 1]}…",
+        "trouble": problem if len(problem) <= MAX_TROUBLE_CHARS else f"{problem[: MAX_TROUBLE_CHARS - 1]}…",
     }
     return HostReport.model_validate({"kind": "sandbox", "reported_at": 0.0, **facts, **fields})
 

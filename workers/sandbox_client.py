@@ -306,10 +306,10 @@ class SandboxClient:
     def _next(self, deadline: float) -> Frame:
         assert self._sock is not None
         while not self._waiting:
-            left = deadline - time.monotonic()
-            if left <= 0:
+            remaining_s = deadline - time.monotonic()
+            if remaining_s <= 0:
                 raise TimeoutError("no answer in time")
-            self._sock.settimeout(left)
+            self._sock.settimeout(remaining_s)
             data = self._sock.recv(256 * 1024)
             if not data:
                 raise ConnectionError("sandboxd closed the connection")

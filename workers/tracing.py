@@ -28,7 +28,7 @@ def open_process_tracer(kind: str) -> Tracer | None:
     Raises ConfigError: the tracing settings are invalid.
     """
     return open_tracer(
-        load_tracing_settings(), f"toolcrew-{kind}-worker", lambda told: log.warning("spans_lost", message=told)
+        load_tracing_settings(), f"toolcrew-{kind}-worker", lambda message: log.warning("spans_lost", message=message)
     )
 
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from store.connection import connect_once
 from store.web_pages import PageCache
 from workers.custom.loading import load_custom_tools
-from workers.mcp.server_registry import Source
+from workers.mcp.server_registry import ToolSource
 from workers.mcp.settings import HttpEntry, load_servers
 from workers.settings import WorkerSettings, load_web_settings
 from workers.tools.base import WorkerTool
@@ -26,7 +26,7 @@ def load_web_worker_tools(settings: WorkerSettings) -> tuple[WorkerTool, ...]:
     return (*build_web_tools(web, cache), webhook, *custom)
 
 
-def load_web_worker_servers(settings: WorkerSettings) -> Sequence[Source]:
+def load_web_worker_servers(settings: WorkerSettings) -> Sequence[ToolSource]:
     """Return the MCP servers over HTTP, without contacting any server. Raises ConfigError."""
     servers = load_servers(settings.mcp_servers, HttpEntry)
     if not servers:

@@ -19,7 +19,7 @@ from workers.control import PoolOrders, process_holder
 from workers.executor import CallMiddleware
 from workers.host import PoolHost
 from workers.interrupts import CancelBoard, Interrupts
-from workers.mcp.server_registry import ServerRegistry, Source
+from workers.mcp.server_registry import ServerRegistry, ToolSource
 from workers.settings import WorkerSettings
 from workers.tools.base import WorkerRegistry, WorkerResources, WorkerTool
 from workers.worker import WorkerParts, run_worker
@@ -28,7 +28,7 @@ SERVERS_AT_ONCE = 100
 """MCP servers that are asked for their tools at the same time. A silent server delays no other server."""
 
 
-def run_web_worker(settings: WorkerSettings, tools: Sequence[WorkerTool], servers: Sequence[Source] = ()) -> None:
+def run_web_worker(settings: WorkerSettings, tools: Sequence[WorkerTool], servers: Sequence[ToolSource] = ()) -> None:
     """Serve `tools`, and the tools of the MCP `servers`, until the process receives a stop signal.
 
     Raises ConfigError: the worker cannot start.

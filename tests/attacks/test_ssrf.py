@@ -14,8 +14,8 @@ from tests.web_certificate import server_context, trusting_context
 from tests.web_servers import QUICK, WebServer, answer, build_web, open_web_server, redirect
 from workers.web.addresses import AddressRules
 from workers.web.connections import build_tls
-from workers.web.egress import EgressRules
-from workers.web.exchange import Request, Route, exchange
+from workers.web.egress import WebAccessRules
+from workers.web.exchange import ConnectionOptions, HttpRequest, exchange
 from workers.web.fetcher import Fetched
 from workers.web.limits import Deadline
 from workers.web.urls import Address, parse_url
@@ -100,7 +100,7 @@ def spellings(address: Address) -> list[str]:
 
 @given(addresses_of(REFUSED_V4) | addresses_of(REFUSED_V6))
 def test_no_address_of_the_tables_passes_however_it_is_spelt(address: Address) -> None:
-    rules = EgressRules()
+    rules = WebAccessRules()
     for host in spellings(address):
         for scheme in ("http", "https"):
             with pytest.raises(ToolFailure) as failed:
@@ -111,7 +111,7 @@ def test_no_address_of_the_tables_passes_however_it_is_spelt(address: Address) -
 @given(addresses_of(REFUSED_V4) | addresses_of(REFUSED_V6))
 def test_no_address_of_the_tables_passes_as_the_answer_for_a_name(address: Address) -> None:
     with pytest.raises(ToolFailure, match="not public"):
-        EgressRules().check_addresses(parse_url("http://a.example/"), [ipaddress.ip_address("1.1.1.1"), address])
+        WebAccessRules().check_addresses(parse_url("http://a.example/"), [ipaddress.ip_address("1.1.1.1"), address])
 
 
 @given(st.integers(0, 2**32 - 1))
@@ -176,9 +176,9 @@ def test_a_name_that_a_redirect_leads_to_again_is_judged_again() -> None:
 
 def test_the_connection_goes_to_the_judged_address_whatever_the_name_means_to_the_system(secret: WebServer) -> None:
     target = parse_url(f"http://localhost:{secret.port}/")
-    judged = Route([ipaddress.ip_address("127.0.0.99")], QUICK, Deadline(2), build_tls())
+    judged = ConnectionOptions([ipaddress.ip_address("127.0.0.99")], QUICK, Deadline(2), build_tls())
     with pytest.raises(ToolFailure) as failed:
-        exchange(Request(target), judged, lambda _: None)
+        exchange(HttpRequest(target), judged, lambda _: None)
     assert failed.value.metadata["cause"] == "refused"
     assert not secret.requests
 

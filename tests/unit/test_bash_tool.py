@@ -109,8 +109,8 @@ def test_a_cancelled_command_says_so() -> None:
     ("fields", "note"),
     [
         ({"exit_code": 3}, "[exit code 3]"),
-        ({"exit_code": 0, "pipe_status": [1, 0]}, "[exit code 0; of its last pipeline's members: 1 0]"),
-        ({"exit_code": 2, "pipe_status": [0, 2]}, "[exit code 2; of its last pipeline's members: 0 2]"),
+        ({"exit_code": 0, "pipe_status": [1, 0]}, "[exit code 0; exit codes of the last pipeline: 1 0]"),
+        ({"exit_code": 2, "pipe_status": [0, 2]}, "[exit code 2; exit codes of the last pipeline: 0 2]"),
         ({"exit_code": 137, "pipe_status": [137]}, "[exit code 137 (128 + SIGKILL)]"),
         ({"exit_code": 255}, "[exit code 255]"),
         ({"exit_code": None, "signal": 11}, "[killed by SIGSEGV]"),
@@ -119,10 +119,8 @@ def test_a_cancelled_command_says_so() -> None:
         ({"oom": True}, "[a process was killed: out of memory]"),
         (
             {"kill": KILL},
-            (
-                "[processes that the command had left running were ended with it: 3; start what is to stay with "
-                "background=true]"
-            ),
+            "[3 processes that the command left running were ended; start processes that must continue with "
+            "background=true]",
         ),
         ({"state": {**STATE, "folder": "/tmp/a", "moved": True}}, "[cwd is now /tmp/a]"),
         (
@@ -131,11 +129,11 @@ def test_a_cancelled_command_says_so() -> None:
         ),
         (
             {"state": {**STATE, "stray": ""}},
-            "[the folder in which the shell ended is gone: cwd was not kept, it is /workspace]",
+            "[the folder in which the shell ended was removed: cwd is /workspace]",
         ),
         (
             {"state": {**STATE, "lost": "/tmp/b"}},
-            "[the session's folder /tmp/b is gone: the command was run in the workspace]",
+            "[the session's folder /tmp/b was removed: the command ran in the workspace]",
         ),
         (
             {"state": {**STATE, "outcome": "too_large"}},
@@ -190,7 +188,7 @@ def test_an_output_that_was_cut_names_its_file_and_the_next_call() -> None:
     assert (result.truncated, result.spill and result.spill.path) == (True, "/output/command-ab.txt")
     assert result.output == (
         "one\ntwo\n[... 98984 bytes omitted of 99000: all of it is in /output/command-ab.txt (7000 lines); "
-        'go on with read_tool {"file_path": "/output/command-ab.txt", "offset": 3} ...]\nsix\nten\n'
+        'continue with read_tool {"file_path": "/output/command-ab.txt", "offset": 3} ...]\nsix\nten\n'
     )
 
 
@@ -199,7 +197,7 @@ def test_an_output_that_was_cut_names_its_file_and_the_next_call() -> None:
     [
         (
             {"spill": {**SPILL, "whole": False}},
-            "its first 99000 bytes, for more there was no room, is in /output/command-ab.txt",
+            "its first 99000 bytes, the rest had no room, is in /output/command-ab.txt",
         ),
         ({"spill": None, "spill_failed": True}, "there was no room in /output to keep them"),
         ({"spill": None}, "narrow the command"),
@@ -332,11 +330,11 @@ def test_a_jobs_input_may_end_before_it_begins() -> None:
         ),
         (
             job_response(exit_code=0),
-            "(no new output)\n[job-1 is running: its shell has ended, what it started has not]",
+            "(no new output)\n[job-1 is running: its shell has ended, but processes that it started still run]",
         ),
         (
             job_response(state="lost"),
-            "(no new output)\n[job-1 lost: a program killed the process that kept it, and all of it was ended]",
+            "(no new output)\n[job-1 lost: a program killed the supervisor of the job, and all its processes were ended]",
         ),
         (
             job_response(state="exited", exit_code=0, unread=7),
@@ -370,7 +368,7 @@ def test_input_tells_what_the_job_has_yet_to_read() -> None:
     bench = Bench(GuestResponse({"job": JOB, "pending": 5}))
     result = bench.act(action="input", job_id="job-1", stdin="hello", close_stdin=True)
     assert str(result.output).split("\n")[0] == "5 bytes sent to job-1, its standard input is closed"
-    assert "has yet to read 5" in str(result.output)
+    assert "not yet read 5 bytes" in str(result.output)
     assert (bench.client.bodies, bench.request["close"]) == ([b"hello"], True)
 
 

@@ -54,7 +54,7 @@ def test_paths_and_a_last_line_that_counts() -> None:
         (
             {"partial": True},
             {},
-            "[partial: time or memory was up before all was searched, and there may be more; narrow pattern or path]",
+            "[partial: the search reached its limit of time or memory, and there may be more; narrow pattern or path]",
         ),
         ({"bad_rules": [".gitignore: line 2 is not UTF-8"]}, {}, "[ignore rules: .gitignore: line 2 is not UTF-8]"),
         ({}, {"pattern": "/workspace/*", "path": "src"}, "[path was not used: the pattern is absolute]"),

@@ -97,7 +97,7 @@ def test_no_match_says_how_much_was_searched() -> None:
         (
             {"shown": 8},
             {},
-            "[9 matches in 3 files; showing first 8; files changed or went away meanwhile: search again]",
+            "[9 matches in 3 files; showing first 8; files changed or were removed during the search: search again]",
         ),
         ({"shown_files": 3}, {"output_mode": "files"}, "[3 files with matches]"),
         (
@@ -133,10 +133,8 @@ def test_a_part_is_said_to_be_one_with_the_way_to_the_rest(
         ({"bad_rules": [".ignore: x"]}, "[ignore rules: .ignore: x]"),
         (
             {"partial": True},
-            (
-                "[partial: time or memory was up before all was searched, and there may be more; narrow path or "
-                "include, or simplify the pattern]"
-            ),
+            "[partial: the search reached its limit of time or memory, and there may be more; narrow path or include, "
+            "or simplify the pattern]",
         ),
     ],
 )

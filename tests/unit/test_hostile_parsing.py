@@ -28,9 +28,9 @@ from orchestrator.dialects.native_assembler import NativeCallAssembler, parse_ar
 from tests.builders import build_spec
 from workers.foreign_schemas import bound_schema
 from workers.mcp.http_transport import find_reply
-from workers.mcp.messages import Reply
+from workers.mcp.messages import ServerReply
 from workers.tools.edit import EDIT_TOOL
-from workers.web.exchange import Head, Response
+from workers.web.exchange import Head, ResponseStream
 from workers.web.limits import FetchLimits
 
 MOST_UNITS = 20
@@ -259,14 +259,14 @@ def test_a_hostile_front_matter_is_refused_or_read_as_plain_lines(name: str) -> 
             return
 
 
-async def find_in(*pieces: bytes) -> Reply | None:
+async def find_in(*pieces: bytes) -> ServerReply | None:
     """Return the reply to request 7 in a stream of events that arrives in these pieces."""
 
     async def stream() -> AsyncIterator[bytes]:
         for piece in pieces:
             yield piece
 
-    return await find_reply("weather", 7, Response(Head(200, {}), stream(), FetchLimits()))
+    return await find_reply("weather", 7, ResponseStream(Head(200, {}), stream(), FetchLimits()))
 
 
 async def test_a_stream_of_events_ends_at_its_limit() -> None:
@@ -291,4 +291,4 @@ async def test_the_reply_is_found_beside_other_events(end: bytes) -> None:
     lines = [b": here", b"id: 1", b'data: {"jsonrpc": "2.0", "id": 8, "result": {}}', b"", b"event: message"]
     lines += [b'data: {"jsonrpc": "2.0",', b'data: "id": 7, "result": {"a": 1}}', b"", b""]
     stream = end.join(lines)
-    assert await find_in(*[stream[at : at + 5] for at in range(0, len(stream), 5)]) == Reply(result={"a": 1})
+    assert await find_in(*[stream[at : at + 5] for at in range(0, len(stream), 5)]) == ServerReply(result={"a": 1})

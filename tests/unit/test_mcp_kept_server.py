@@ -1,5 +1,5 @@
 """MCP servers over stdio that live as long as a session: real processes, good and bad, and programs of the session
-that connect to the keeper or replace it.
+that connect to the daemon or replace it.
 """
 
 import os
@@ -168,11 +168,11 @@ def test_a_bad_call_ends_the_server(box: LocalSandbox, tmp_path: Path, how: str,
     assert (number, pid != before) == (1, True)
 
 
-@pytest.mark.parametrize("victim", ["keeper", "server"])
+@pytest.mark.parametrize("victim", ["daemon", "server"])
 def test_a_call_after_the_server_was_killed_starts_a_new_server(box: LocalSandbox, tmp_path: Path, victim: str) -> None:
     server = _server(tmp_path)
     before = _count(box, server)[1]
-    os.kill(box.jobs[0].pid if victim == "keeper" else before, signal.SIGKILL)
+    os.kill(box.jobs[0].pid if victim == "daemon" else before, signal.SIGKILL)
     box.jobs[0].wait(GONE_S)
     assert _count(box, server)[0] == 1
 
@@ -212,7 +212,7 @@ def test_a_cancel_that_fails_ends_the_server(box: LocalSandbox, threads: ThreadP
     box.execs[-1].kill()
     assert cancelled.failure().code is ErrorCode.CANCELLED
     failure = other.failure()
-    assert (failure.code, "another call of it did not end" in failure.message) == (ErrorCode.HTTP_ERROR, True)
+    assert (failure.code, "another call did not end" in failure.message) == (ErrorCode.HTTP_ERROR, True)
     wait_until(lambda: not is_alive(before[1]), GONE_S, "the server still runs")
     os.close(cancelled.fifo)
     os.close(other.fifo)

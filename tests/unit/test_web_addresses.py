@@ -6,7 +6,7 @@ import pytest
 
 from contract.errors import ErrorCode, ToolFailure
 from workers.web.addresses import AddressRules
-from workers.web.egress import EgressRules
+from workers.web.egress import WebAccessRules
 from workers.web.urls import parse_url
 
 RULES = AddressRules()
@@ -130,7 +130,7 @@ def test_ranges_of_the_operators_own_are_refused_too() -> None:
     assert not is_refused("8.9.0.0", rules)
 
 
-def check(rules: EgressRules, url: str, *addresses: str) -> str | None:
+def check(rules: WebAccessRules, url: str, *addresses: str) -> str | None:
     """Return the refusal of a URL whose host has these addresses, or None if the URL passes."""
     try:
         target = parse_url(url)
@@ -158,27 +158,27 @@ def check(rules: EgressRules, url: str, *addresses: str) -> str | None:
     ],
 )
 def test_names_of_private_networks_are_refused_unasked(host: str) -> None:
-    assert "private network" in str(check(EgressRules(), f"http://{host}/", "8.8.8.8"))
+    assert "private network" in str(check(WebAccessRules(), f"http://{host}/", "8.8.8.8"))
 
 
 @pytest.mark.parametrize("host", ["mylocalhost.example", "internal.example", "onion.example", "local.example"])
 def test_names_that_only_look_like_them_pass(host: str) -> None:
-    assert check(EgressRules(), f"http://{host}/", "8.8.8.8") is None
+    assert check(WebAccessRules(), f"http://{host}/", "8.8.8.8") is None
 
 
 def test_one_bad_answer_among_good_ones_refuses_the_url() -> None:
-    assert "not public" in str(check(EgressRules(), "http://a.example/", "8.8.8.8", "1.1.1.1", "10.0.0.1"))
-    assert "not public" in str(check(EgressRules(), "http://a.example/", "8.8.8.8", "::1"))
+    assert "not public" in str(check(WebAccessRules(), "http://a.example/", "8.8.8.8", "1.1.1.1", "10.0.0.1"))
+    assert "not public" in str(check(WebAccessRules(), "http://a.example/", "8.8.8.8", "::1"))
 
 
 def test_only_listed_ports_are_fetched_from() -> None:
-    assert "port 22" in str(check(EgressRules(), "http://a.example:22/", "8.8.8.8"))
-    assert check(EgressRules(ports=frozenset({8443})), "https://a.example:8443/", "8.8.8.8") is None
-    assert check(EgressRules(), "http://a.example:443/", "8.8.8.8") is None
+    assert "port 22" in str(check(WebAccessRules(), "http://a.example:22/", "8.8.8.8"))
+    assert check(WebAccessRules(ports=frozenset({8443})), "https://a.example:8443/", "8.8.8.8") is None
+    assert check(WebAccessRules(), "http://a.example:443/", "8.8.8.8") is None
 
 
 def test_an_allowed_host_passes_the_address_rules_and_no_other_host_does() -> None:
-    rules = EgressRules(allowed_hosts=frozenset({"wiki.internal", "10.0.0.7"}))
+    rules = WebAccessRules(allowed_hosts=frozenset({"wiki.internal", "10.0.0.7"}))
     assert check(rules, "http://wiki.internal/", "10.0.0.5") is None
     assert check(rules, "http://10.0.0.7/") is None
     assert check(rules, "http://10.0.0.8/") is not None
@@ -187,7 +187,7 @@ def test_an_allowed_host_passes_the_address_rules_and_no_other_host_does() -> No
 
 
 def test_an_allowed_host_is_open_at_every_port_unless_its_entry_names_one() -> None:
-    rules = EgressRules(allowed_hosts=frozenset({"wiki.internal", "build.internal:8080", "[fd00::7]:81"}))
+    rules = WebAccessRules(allowed_hosts=frozenset({"wiki.internal", "build.internal:8080", "[fd00::7]:81"}))
     assert check(rules, "http://wiki.internal:8080/", "10.0.0.5") is None
     assert "port 8080" in str(check(rules, "http://www.example.org:8080/", "8.8.8.8"))
     assert "port 81" in str(check(rules, "http://build.internal:81/", "10.0.0.5"))
@@ -197,7 +197,7 @@ def test_an_allowed_host_is_open_at_every_port_unless_its_entry_names_one() -> N
 
 
 def test_with_a_list_of_hosts_no_other_is_fetched_from() -> None:
-    rules = EgressRules(only_hosts=frozenset({"docs.example", "*.python.org"}))
+    rules = WebAccessRules(only_hosts=frozenset({"docs.example", "*.python.org"}))
     assert check(rules, "http://docs.example/", "8.8.8.8") is None
     assert check(rules, "http://docs.python.org/", "8.8.8.8") is None
     for host in ("python.org", "evilpython.org", "docs.example.evil.example", "8.8.8.8"):

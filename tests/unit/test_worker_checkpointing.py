@@ -16,7 +16,7 @@ from tests.conftest import RedisProcess
 from tests.fake_host import DEPLOYMENT, HostGround, MemorySandboxd
 from workers import checkpoints as checkpoints_module
 from workers.checkpoints import QUIET_S, AutomaticCheckpoints, CheckpointMonitor, WatchedSession
-from workers.host_duties import SessionRow, parse_rows
+from workers.host_duties import SandboxdSession, parse_rows
 
 
 class Host:
@@ -150,8 +150,8 @@ def test_no_more_sessions_are_packed_at_once_than_leave_room_for_calls(host: Hos
     assert most[0] == 2
 
 
-def row(*, calls: int = 0, idle_s: float = 5.0) -> SessionRow:
-    return SessionRow("acme:s1", calls, 0, idle_s, True)
+def row(*, calls: int = 0, idle_s: float = 5.0) -> SandboxdSession:
+    return SandboxdSession("acme:s1", calls, 0, idle_s, True)
 
 
 @pytest.mark.parametrize(
@@ -164,7 +164,7 @@ def row(*, calls: int = 0, idle_s: float = 5.0) -> SessionRow:
         (180.0, row(calls=1, idle_s=0.0), True),
     ],
 )
-def test_calls_are_waited_for_but_not_for_ever(changed_since_s: float, seen: SessionRow, is_due: bool) -> None:
+def test_calls_are_waited_for_but_not_for_ever(changed_since_s: float, seen: SandboxdSession, is_due: bool) -> None:
     assert WatchedSession(changed_at=1000.0 - changed_since_s).is_due(seen, 1000.0, 60.0) is is_due
 
 
@@ -182,7 +182,7 @@ def test_a_changed_session_waits_one_to_three_turns(
     watched, now, saved_at, changed_at = WatchedSession(), 0.0, None, None
     for step_s, changed, calls, idle_s in looks:
         now += step_s
-        seen = SessionRow("acme:s1", calls, 0, idle_s, changed)
+        seen = SandboxdSession("acme:s1", calls, 0, idle_s, changed)
         changed_at = (changed_at if changed_at is not None else now) if changed else None
         watched.changed_at = changed_at
         is_due = watched.is_due(seen, now, every_s)
@@ -198,7 +198,7 @@ def test_a_changed_session_waits_one_to_three_turns(
 
 def test_a_row_that_says_nothing_of_changes_may_have_some() -> None:
     (parsed,) = parse_rows([{"name": "acme:s1"}])
-    assert parsed == SessionRow("acme:s1", 0, 0, 0.0, True)
+    assert parsed == SandboxdSession("acme:s1", 0, 0, 0.0, True)
     assert (parsed.tenant, parsed.session) == ("acme", "s1")
 
 

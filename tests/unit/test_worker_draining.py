@@ -15,7 +15,7 @@ from tests.conftest import RedisProcess
 from tests.fake_host import HostGround, MemorySandboxd
 from workers import draining
 from workers.checkpoints import AutomaticCheckpoints
-from workers.draining import Drain
+from workers.draining import HostDrain
 
 
 class Host:
@@ -29,7 +29,7 @@ class Host:
         self.stop = threading.Event()
         self.sessions = ground.sessions()
         checkpoints = AutomaticCheckpoints(self.sessions, ground.clock, self.stop)
-        self.drain = Drain(self.sandboxd.client, self.sessions, checkpoints, self.find_at_work, self.stop)
+        self.drain = HostDrain(self.sandboxd.client, self.sessions, checkpoints, self.find_at_work, self.stop)
         self.ended: list[bool] = []
 
     def find_at_work(self) -> set[str]:

@@ -20,7 +20,7 @@ from contract.settings import BrokerSettings
 from store.calls import CallRecord, CallState, FinishedCalls, parse_record
 from tests.conftest import RedisProcess
 from workers.celery_edge.app import build_app
-from workers.celery_edge.tasks import Answer, CallNotServed, Ending
+from workers.celery_edge.tasks import CallNotServed, Ending, TaskResult
 
 KEY = call_key("d", "acme", "c1")
 ENCODED = {"v": 2, "call_id": "c1", "success": True, "data": [[{"output": "secret"}]]}
@@ -35,7 +35,7 @@ class Desk:
 
     def store(self, attempt: int = 1, *, has_run: bool = True, code: str = "") -> None:
         ending = Ending(KEY, attempt, code, "c0ffee") if has_run else None
-        self.app.backend.mark_as_done("h-c1", Answer(ENCODED, ending), store_result=True)
+        self.app.backend.mark_as_done("h-c1", TaskResult(ENCODED, ending), store_result=True)
 
     def write(self, state: CallState, attempt: int = 1) -> None:
         self.client.hset(KEY, mapping={"state": state, "attempt": attempt})
@@ -80,7 +80,7 @@ def test_an_answer_is_stored_published_and_its_call_done(desk: Desk) -> None:
 
 def test_a_failure_of_the_infrastructure_is_stored_as_failure_with_the_same_answer(desk: Desk) -> None:
     desk.write(CallState.RUNNING)
-    error = CallNotServed("INTERNAL", "c1", Answer(ENCODED, Ending(KEY, 1, "INTERNAL", "")))
+    error = CallNotServed("INTERNAL", "c1", TaskResult(ENCODED, Ending(KEY, 1, "INTERNAL", "")))
     desk.app.backend.mark_as_failure("h-c1", error)
     stored, record = desk.stored(), desk.record()
     assert (stored["status"], stored["answer"]) == ("FAILURE", ENCODED)
@@ -92,7 +92,7 @@ def test_a_failure_of_the_infrastructure_is_stored_as_failure_with_the_same_answ
 
 
 def test_the_exception_of_a_failed_call_crosses_processes_without_the_answer() -> None:
-    error = CallNotServed("INTERNAL", "c1", Answer(ENCODED, None))
+    error = CallNotServed("INTERNAL", "c1", TaskResult(ENCODED, None))
     data = pickle.dumps(error)
     assert b"secret" not in data
     assert str(pickle.loads(data)) == str(error)
@@ -141,7 +141,7 @@ def test_a_record_that_is_none_of_ours_keeps_no_answer_back(desk: Desk) -> None:
 
 
 def test_what_celery_shows_of_an_answer_has_nothing_of_its_record() -> None:
-    answer = Answer(ENCODED, None)
+    answer = TaskResult(ENCODED, None)
     assert repr(answer) == repr({"v": 2, "call_id": "c1", "success": True})
     assert "secret" not in repr(answer)
 

@@ -124,13 +124,13 @@ def build_app(broker: BrokerSettings, on_refused: Callable[[RefusalReason], None
     docs/design.md explains each setting.
     """
     register_transport()
-    where = broker.celery_options()
-    transport_options = where.pop("broker_transport_options")
+    broker_options = broker.celery_options()
+    transport_options = broker_options.pop("broker_transport_options")
     # Celery accepts a registry as well as a class, but its types do not say so.
     app = Celery("toolcrew", set_as_current=False, tasks=LiveTasks())  # type: ignore[arg-type]
     app.loader.override_backends = BACKENDS
     app.conf.update(
-        **where,
+        **broker_options,
         # At most once: a tool may have acted, so only the orchestrator sends a call again, never the broker.
         task_acks_late=False,
         task_reject_on_worker_lost=False,

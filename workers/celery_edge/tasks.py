@@ -36,7 +36,7 @@ log = structlog.get_logger(__name__)
 
 ExecutorFactory = Callable[[], Executor]
 OnRefused = Callable[[RefusalReason], None]
-Body = Callable[..., "Answer"]
+Body = Callable[..., "TaskResult"]
 
 CELERY_MARGIN_S = 30.0
 """Seconds after a call's own limit when Celery kills the process that runs it.
@@ -64,7 +64,7 @@ class Ending:
     sandbox: str
 
 
-class Answer:
+class TaskResult:
     """The return value of a task. Celery's events and log show its text, which has only harmless fields.
 
     The caller gets the whole record. The class is no dict, because Celery needs a long time to shorten the text of a
@@ -90,7 +90,7 @@ class CallNotServed(Exception):
     text contains only the code and the id of the call.
     """
 
-    def __init__(self, code: str, call_id: str, answer: Answer | None = None) -> None:
+    def __init__(self, code: str, call_id: str, answer: TaskResult | None = None) -> None:
         super().__init__(
             f"{code}: not the fault of the model or the tenant. `toolcrew calls show {call_id}` shows what happened"
         )
@@ -191,12 +191,12 @@ class _Edge:
     def body(self, name: str) -> Body:
         """Return the function of the task `name`."""
 
-        def run(envelope: str) -> Answer:
+        def run(envelope: str) -> TaskResult:
             return self._run(name, envelope)
 
         return run
 
-    def _run(self, name: str, envelope: object) -> Answer:
+    def _run(self, name: str, envelope: object) -> TaskResult:
         """Run the call of the task `name`. Return its answer.
 
         Raises EnvelopeRefused: the message is not a valid call, and nothing has run. Raises CallNotServed with the
@@ -222,14 +222,14 @@ class _Edge:
                 # Store no result: it would replace the result that the caller waits for.
                 raise Ignore from None
 
-    def _answer(self, call: ToolCall, context: ToolContext) -> Answer:
+    def _answer(self, call: ToolCall, context: ToolContext) -> TaskResult:
         log.debug("call_begun", attempt=context.attempt)
         executor = self._executors.get()
         result = executor.execute(call, context)
         encoded = encode_result_message(result, call, context, executor.blobs, self._key)
         record = call_key(self._deployment, context.tenant, call.id)
         ending = Ending(record, context.attempt, result.error_code or "", _sandbox_id(result))
-        answer = Answer(encoded, None if result.has_not_run else ending, partial(_log_end, call, context, result))
+        answer = TaskResult(encoded, None if result.has_not_run else ending, partial(_log_end, call, context, result))
         if result.error_code in OPERATOR_CODES:
             raise CallNotServed(str(result.error_code), call.id, answer)
         return answer
@@ -338,13 +338,13 @@ class _Results(RedisBackend):
         failure = result if isinstance(result, CallNotServed) else None
         answer = failure.answer if failure is not None else result
         try:
-            if isinstance(answer, Answer):
+            if isinstance(answer, TaskResult):
                 self._ensure_retryable(partial(self._store_answer, task_id, answer, failure))
             else:
                 super().store_result(task_id, result, state, traceback, request, **options)
         except RedisError as error:
             log.error("result_lost", task=task_id, error=str(error))
-        if isinstance(answer, Answer):
+        if isinstance(answer, TaskResult):
             answer.log_end()
         return result
 
@@ -352,7 +352,7 @@ class _Results(RedisBackend):
         # Retry Redis's own errors too: a Redis that is full, loading, or a replica may recover.
         return isinstance(exc, RedisError)
 
-    def _store_answer(self, task_id: str, answer: Answer, failure: CallNotServed | None) -> None:
+    def _store_answer(self, task_id: str, answer: TaskResult, failure: CallNotServed | None) -> None:
         date_done = datetime.now(UTC).isoformat()
         text = json.dumps(
             {
@@ -372,7 +372,7 @@ class _Results(RedisBackend):
             log.warning("late_answer_dropped", task=task_id)
 
 
-def _outcome(answer: Answer, failure: CallNotServed | None) -> dict[str, Any]:
+def _outcome(answer: TaskResult, failure: CallNotServed | None) -> dict[str, Any]:
     """Return the part of a stored result that depends on its state.
 
     Celery's `result` of a failure is always an exception, so a failed result stores toolcrew's record in `answer`.

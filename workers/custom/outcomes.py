@@ -51,8 +51,8 @@ def cut_output(name: str, text: str) -> tuple[str, bool]:
         return text, False
     head = _head(text)
     # A text of that length was cut before, so its full length is unknown.
-    least = "at least " if len(text) >= MAX_OUTPUT_CHARS else ""
-    shown_part = f"{_count_lines(head)} of {least}{lines} lines, {len(head.encode())} of {least}{size} bytes"
+    at_least = "at least " if len(text) >= MAX_OUTPUT_CHARS else ""
+    shown_part = f"{_count_lines(head)} of {at_least}{lines} lines, {len(head.encode())} of {at_least}{size} bytes"
     return f"{head.removesuffix(NEWLINE)}\n[Cut: {shown_part}; to see the rest call {name} for less at a time]", True
 
 

@@ -149,11 +149,11 @@ class LocalWorker:
             result = self._executor.execute(call, context)
         ran_s = time.monotonic() - started
         if ran_s > limit_s + POOL_GRACE_S:
-            told = (
+            description = (
                 f"{name} went on for {ran_s - limit_s:.1f} s after its limit of {limit_s:g} s: a worker would have "
                 "killed its process"
             )
-            return ToolResult.failed(call, ErrorCode.OUTCOME_UNKNOWN, told)
+            return ToolResult.failed(call, ErrorCode.OUTCOME_UNKNOWN, description)
         return ToolResult.model_validate_json(result.model_dump_json())
 
     def state(self, session: str = "test") -> dict[str, Any]:

@@ -76,9 +76,9 @@ class ByteRateLimiter:
                 while (missing := min(max_bytes, self._min_take()) - self._fill()) > 0:  # noqa: ASYNC110
                     # time is what it waits for
                     await asyncio.sleep(missing / self._rate)
-        taken = min(max_bytes, int(self._tokens))
-        self._tokens -= taken
-        return taken
+        granted = min(max_bytes, int(self._tokens))
+        self._tokens -= granted
+        return granted
 
     def give_back(self, count: int) -> None:
         """Return bytes that were taken and not used."""
@@ -115,9 +115,9 @@ class ConnectionQuota:
 
     async def take(self, max_bytes: int) -> int:
         """Return how many bytes, up to `max_bytes`, may be read now. Returns 0 when the session has used its quota."""
-        taken = await self._rate_limiter.take(max_bytes)
-        granted = max(0, min(taken, self._max_bytes - self._used))
-        self._rate_limiter.give_back(taken - granted)
+        available = await self._rate_limiter.take(max_bytes)
+        granted = max(0, min(available, self._max_bytes - self._used))
+        self._rate_limiter.give_back(available - granted)
         self._used += granted
         return granted
 

@@ -118,7 +118,7 @@ def drop_hop_by_hop(headers: Sequence[Header]) -> list[Header]:
     """Return the headers without those of this hop. Raises HeadError when Connection lists a header that frames or
     routes the message.
     """
-    listed = {word.strip(b" \t").lower() for value in find_values(headers, b"connection") for word in value.split(b",")}
+    listed = {name.strip(b" \t").lower() for value in find_values(headers, b"connection") for name in value.split(b",")}
     if listed & _END_TO_END:
         raise HeadError("its Connection header names a header that has to be passed on")
     return [header for header in headers if header.key not in _HOP_BY_HOP and header.key not in listed]

@@ -22,7 +22,7 @@ from workers.mcp.session import REFUSED, STANDS_ALONE, RawSession
 from workers.mcp.settings import HttpEntry
 from workers.web.addresses import AddressRules
 from workers.web.connections import build_tls
-from workers.web.egress import EgressRules
+from workers.web.egress import WebAccessRules
 from workers.web.limits import Deadline, FetchLimits
 from workers.web.resolver import Resolver, SystemResolver
 
@@ -90,7 +90,7 @@ class HttpServer:
         ToolFailure.
         """
         target = self.entry.target()
-        rules = EgressRules(
+        rules = WebAccessRules(
             self.addresses, frozenset({target.port}), frozenset({target.host} if self.entry.private else ())
         )
         rules.check_target(target)
@@ -110,7 +110,7 @@ class HttpServer:
         """
         headers = {name: value.get_secret_value() for name, value in self.entry.headers.items()}
         results: list[T] = []
-        with anyio.move_on_after(deadline.left(f"waiting for {self.name}")) as scope:
+        with anyio.move_on_after(deadline.remaining_s(f"waiting for {self.name}")) as scope:
             # The SDK retries or hides some failures of the transport. So the transport stores its failure and cancels
             # this scope itself.
             transport.end = scope.cancel

@@ -12,8 +12,8 @@ import anyio
 import httpx2
 
 from contract.errors import ErrorCode, ToolFailure
-from workers.mcp.messages import Reply, build_protocol_error, parse_json, parse_reply
-from workers.web.exchange import Head, Request, Response, Route, open_response, read_body
+from workers.mcp.messages import ServerReply, build_protocol_error, parse_json, parse_reply
+from workers.web.exchange import ConnectionOptions, Head, HttpRequest, ResponseStream, open_response, read_body
 from workers.web.limits import KIB, MIB, Deadline, FetchLimits
 from workers.web.urls import Address, Target
 
@@ -38,8 +38,8 @@ class JudgedTransport(httpx2.AsyncBaseTransport):
     ) -> None:
         self._server = server
         self._target = target
-        self._route = Route(addresses, _limits(deadline.total_s), deadline, tls)
-        self._end_route = Route(addresses, _limits(END_S), Deadline(END_S), tls)
+        self._route = ConnectionOptions(addresses, _limits(deadline.total_s), deadline, tls)
+        self._end_route = ConnectionOptions(addresses, _limits(END_S), Deadline(END_S), tls)
         self.end: Callable[[], None] = lambda: None
         self.failure: ToolFailure | None = None
         self.refusal: ToolFailure | None = None
@@ -67,7 +67,7 @@ class JudgedTransport(httpx2.AsyncBaseTransport):
         number = json.loads(request.content).get("id") if request.method == "POST" else None
         headers = {name: value for name, value in request.headers.items() if name not in _OWN_HEADERS}
         route = self._end_route if request.method == "DELETE" else self._route
-        checked_request = Request(self._target, request.method, headers, request.content)
+        checked_request = HttpRequest(self._target, request.method, headers, request.content)
         async with open_response(checked_request, route) as response:
             head = response.head
             if not 200 <= head.status < 300:
@@ -85,27 +85,27 @@ class JudgedTransport(httpx2.AsyncBaseTransport):
                 raise build_protocol_error(self._server, "its answer does not match the request")
             return self._rebuild(reply, number, head)
 
-    async def _refused(self, response: Response, number: Any) -> httpx2.Response:
+    async def _refused(self, response: ResponseStream, number: Any) -> httpx2.Response:
         """Return the response for an error status that the SDK may interpret. Raises ToolFailure: for any other
         status. The body is not shown, because it may repeat a key.
         """
         head = response.head
         if head.status < HTTPStatus.BAD_REQUEST:
-            why = "redirects, which is not followed: ask the operator to set the final address"
+            reason = "redirects, which is not followed: ask the operator to set the final address"
         elif head.status in (401, 403):
-            why = f"answered {head.phrase}: ask the operator to check its headers in TOOLCREW_MCP_SERVERS"
+            reason = f"answered {head.phrase}: ask the operator to check its headers in TOOLCREW_MCP_SERVERS"
         else:
-            why = f"answered {head.phrase}: try again later, or use another tool"
+            reason = f"answered {head.phrase}: try again later, or use another tool"
             # An error of the MCP protocol can also arrive with an error status.
             reply = await self._find_error(response, number)
             if reply is not None:
                 return self._rebuild(reply, number, head)
-        self.refusal = ToolFailure(ErrorCode.HTTP_ERROR, f"the MCP server {self._server} {why}", status=head.status)
+        self.refusal = ToolFailure(ErrorCode.HTTP_ERROR, f"the MCP server {self._server} {reason}", status=head.status)
         if not 400 <= head.status < 500 or head.status in (401, 403, 407, 408, 429):
             raise self.refusal
         return httpx2.Response(head.status)
 
-    async def _find_error(self, response: Response, number: Any) -> Reply | None:
+    async def _find_error(self, response: ResponseStream, number: Any) -> ServerReply | None:
         """Return the protocol error in the body; None if there is none. A server that could not read the request
         sends no id.
         """
@@ -118,7 +118,7 @@ class JudgedTransport(httpx2.AsyncBaseTransport):
         reply = parse_reply(message, number) if isinstance(number, int) else None
         return reply if reply is not None and reply.result is None else None
 
-    def _rebuild(self, reply: Reply, number: int, head: Head) -> httpx2.Response:
+    def _rebuild(self, reply: ServerReply, number: int, head: Head) -> httpx2.Response:
         """Return a new response for the SDK with only the checked parts of the reply. Nothing else of the server
         passes.
         """
@@ -137,7 +137,7 @@ class JudgedTransport(httpx2.AsyncBaseTransport):
         return httpx2.Response(HTTPStatus.OK, headers=headers, content=data)
 
 
-async def find_reply(server: str, number: int, response: Response) -> Reply | None:
+async def find_reply(server: str, number: int, response: ResponseStream) -> ServerReply | None:
     """Return the reply to request `number` in a stream of events, without waiting for later events. Raises
     ToolFailure.
     """

@@ -143,8 +143,8 @@ def _build_spec(
 
 
 def _describe(server: str, tool: dict[str, Any]) -> str:
-    given = tool.get("description")
-    text = HIDDEN.sub("\ufffd", printable(given)).strip() if isinstance(given, str) else ""
+    description = tool.get("description")
+    text = HIDDEN.sub("\ufffd", printable(description)).strip() if isinstance(description, str) else ""
     if len(text) > MAX_DESCRIPTION_CHARS:
         text = text[:MAX_DESCRIPTION_CHARS] + "..."
     return f"[A tool of the MCP server {server}, in its words:] {text or 'It says nothing of this tool.'}"
@@ -166,5 +166,5 @@ def _flags(tool: dict[str, Any], entry: Entry) -> dict[str, bool]:
     }
 
 
-def _leave_out(server: str, name: str, why: str) -> None:
-    log.error("mcp_tool_left_out", server=server, name=one_line(name, _SHOWN_NAME_CHARS), why=why)
+def _leave_out(server: str, name: str, reason: str) -> None:
+    log.error("mcp_tool_left_out", server=server, name=one_line(name, _SHOWN_NAME_CHARS), why=reason)

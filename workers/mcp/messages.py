@@ -16,7 +16,7 @@ MAX_CODE = 2**31
 
 
 @dataclass(frozen=True)
-class Reply:
+class ServerReply:
     """A reply of a server: the `result`, or the server's `error` as one printable line with its `code`."""
 
     result: dict[str, Any] | None = None
@@ -40,7 +40,7 @@ def parse_json(data: bytes | str, server: str) -> Any:
     return parsed
 
 
-def parse_reply(message: Any, number: int) -> Reply | None:
+def parse_reply(message: Any, number: int) -> ServerReply | None:
     """Return the reply to request `number`; None for any other message, for example progress or logs. This function
     never raises: an invalid message counts as another message.
     """
@@ -50,13 +50,13 @@ def parse_reply(message: Any, number: int) -> Reply | None:
     if isinstance(reply_id, bool) or reply_id != number:
         return None
     if isinstance(result := message.get("result"), dict) and "error" not in message:
-        return Reply(result=result)
+        return ServerReply(result=result)
     error = message.get("error")
     if not isinstance(error, dict):
-        return Reply(error="neither a result nor an error")
+        return ServerReply(error="neither a result nor an error")
     code = error.get("code")
     text = one_line(str(error.get("message", "")), MAX_ERROR_CHARS)
-    return Reply(error=text or "no reason given", code=code if type(code) is int and abs(code) < MAX_CODE else 0)
+    return ServerReply(error=text or "no reason given", code=code if type(code) is int and abs(code) < MAX_CODE else 0)
 
 
 def build_protocol_error(server: str, problem: str) -> ToolFailure:

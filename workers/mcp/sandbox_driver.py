@@ -30,7 +30,7 @@ from typing import Any
 
 START_S = 30.0
 """Time limit for the first connection, in seconds."""
-HEARING_S = 30.0
+TRANSFER_S = 30.0
 """Time limit to receive a job, and to deliver an answer, in seconds."""
 END_S = 0.5
 HEAD_BYTES = 64
@@ -39,7 +39,7 @@ JOB_BYTES = 67108864
 OUTBOX_BYTES = 67108864
 STDERR_BYTES = 2000
 PIECE = 65536
-MAX_LINES = 32
+MAX_CONNECTIONS = 32
 """Maximum number of connections at a time. Further connections wait."""
 PR_SET_CHILD_SUBREAPER = 36
 NO_METHOD = -32601
@@ -65,15 +65,15 @@ class Failed(Exception):
         self.detail = detail
 
 
-class Server:
+class ServerProcess:
     """The server process and its pending requests. `failure`: the reason why the server was ended."""
 
     def __init__(self, job: Message, environment: Message) -> None:
-        self.most = int(job["max_bytes"])
+        self.max_bytes = int(job["max_bytes"])
         self.waiting: dict[int, asyncio.Future[Message]] = {}
         self.count = 0
-        self.seen = 0
-        self.errors = b""
+        self.received_bytes = 0
+        self.stderr_tail = b""
         self.failure: Failed | None = None
         folder = os.path.join(environment["PWD"], job["cwd"] or ".")
         try:
@@ -88,9 +88,9 @@ class Server:
             )
         except (OSError, ValueError) as error:
             raise Failed("not_started", str(error)) from error
-        self.ready = asyncio.ensure_future(self.begin(job["hello"]))
+        self.ready = asyncio.ensure_future(self.greet(job["hello"]))
 
-    async def begin(self, hello: list[Message]) -> None:
+    async def greet(self, hello: list[Message]) -> None:
         """Connect the pipes and send the greeting. This method does not raise; a failure is stored in `failure`."""
         loop = asyncio.get_running_loop()
         self.stdin, _ = await loop.connect_write_pipe(asyncio.Protocol, self.process.stdin)
@@ -101,48 +101,48 @@ class Server:
             with contextlib.suppress(Failed):
                 reply = await self.ask(hello[0])[1]
                 if not isinstance(reply.get("result"), dict):
-                    self.fail(Failed("refused", json.dumps(reply.get("error"))[:500]))
+                    self.end_with(Failed("refused", json.dumps(reply.get("error"))[:500]))
                 self.send(hello[1])
 
-    async def answer(self, job: Message, gone: asyncio.Future[Any]) -> Message:
-        """Return the reply to a job. `gone`: done when the caller has disconnected. Raises Failed."""
+    async def answer(self, job: Message, disconnected: asyncio.Future[Any]) -> Message:
+        """Return the reply to a job. `disconnected`: done when the caller has disconnected. Raises Failed."""
         until = time.monotonic() + job["timeout_s"]
-        await asyncio.wait({self.ready, gone}, timeout=job["timeout_s"], return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({self.ready, disconnected}, timeout=job["timeout_s"], return_when=asyncio.FIRST_COMPLETED)
         # A server that does not finish its greeting would block every later call, so the server is ended. A caller
         # that left early does not end it.
-        if not self.ready.done() and not gone.done():
+        if not self.ready.done() and not disconnected.done():
             self.give_up()
         if not self.ready.done():
-            raise Failed("gone" if gone.done() else "hangs")
+            raise Failed("gone" if disconnected.done() else "hangs")
         if self.failure is not None:
             raise self.failure
         number, reply = self.ask(job["message"])
         limit_s = max(0.0, until - time.monotonic())
-        await asyncio.wait({reply, gone}, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
-        why = ""
+        await asyncio.wait({reply, disconnected}, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
+        reason = ""
         if not reply.done():
             # The server gets the chance to cancel the request, so that it can continue to serve other calls.
-            why = "gone" if gone.done() else "hangs"
-            cancelled = {"requestId": number, "reason": why}
+            reason = "gone" if disconnected.done() else "hangs"
+            cancelled = {"requestId": number, "reason": reason}
             self.send({"jsonrpc": "2.0", "method": "notifications/cancelled", "params": cancelled})
             await asyncio.wait({reply}, timeout=END_S)
         if not reply.done():
             del self.waiting[number]
             self.give_up()
-            raise Failed(why)
+            raise Failed(reason)
         message = {**reply.result(), "id": job["message"]["id"]}
         # A result that arrives during the cancellation is delivered. An error at this point is only the server's
         # reaction to the cancellation.
-        if why and not isinstance(message.get("result"), dict):
-            raise Failed(why)
+        if reason and not isinstance(message.get("result"), dict):
+            raise Failed(reason)
         return message
 
     def give_up(self) -> None:
-        self.fail(Failed("died", "another call of it did not end, so it was ended"))
+        self.end_with(Failed("died", "another call did not end, so the server was ended"))
 
     def ask(self, request: Message) -> tuple[int, asyncio.Future[Message]]:
         if not self.waiting:
-            self.seen = 0
+            self.received_bytes = 0
         self.count += 1
         reply = self.waiting[self.count] = asyncio.get_running_loop().create_future()
         self.send({**request, "id": self.count})
@@ -152,20 +152,20 @@ class Server:
         self.stdin.write(json.dumps(message).encode() + b"\n")
 
     async def read(self, stdout: asyncio.StreamReader) -> None:
-        held = bytearray()
+        unread = bytearray()
         while self.failure is None:
             data = await stdout.read(PIECE)
-            self.seen += len(data)
+            self.received_bytes += len(data)
             if not data:
-                words = await self.last_words()
-                self.fail(Failed("died", words))
-            elif self.seen > self.most:
-                self.fail(Failed("flood"))
+                detail = await self.describe_exit()
+                self.end_with(Failed("died", detail))
+            elif self.received_bytes > self.max_bytes:
+                self.end_with(Failed("flood"))
             elif b"\n" not in data:
-                held += data
+                unread += data
             else:
-                *lines, rest = (bytes(held) + data).split(b"\n")
-                held = bytearray(rest)
+                *lines, rest = (bytes(unread) + data).split(b"\n")
+                unread = bytearray(rest)
                 for line in lines:
                     self.take(line)
 
@@ -182,7 +182,7 @@ class Server:
             if number is not None:
                 self.refuse(number, message["method"])
         elif type(number) is int and number in self.waiting:
-            self.seen = 0
+            self.received_bytes = 0
             self.waiting.pop(number).set_result(message)
 
     def refuse(self, number: Any, method: Any) -> None:
@@ -192,24 +192,24 @@ class Server:
             answer = {"result": {}}
         self.send({"jsonrpc": "2.0", "id": number, **answer})
         if self.stdin.get_write_buffer_size() > OUTBOX_BYTES:
-            self.fail(Failed("flood"))
+            self.end_with(Failed("flood"))
 
     async def read_errors(self, stderr: asyncio.StreamReader) -> None:
         while True:
             data = await stderr.read(PIECE)
             if not data:
                 return
-            self.errors = (self.errors + data)[-STDERR_BYTES:]
+            self.stderr_tail = (self.stderr_tail + data)[-STDERR_BYTES:]
 
-    async def last_words(self) -> str:
+    async def describe_exit(self) -> str:
         await asyncio.wait({self.reading_errors}, timeout=END_S)
         self.wait()
         code = self.process.returncode
         return "exit code {}: {}".format(
-            "none" if code is None else code, self.errors.decode("utf-8", "replace").strip()
+            "none" if code is None else code, self.stderr_tail.decode("utf-8", "replace").strip()
         )
 
-    def fail(self, failure: Failed) -> None:
+    def end_with(self, failure: Failed) -> None:
         """End the server. Every pending request fails."""
         if self.failure is not None:
             return
@@ -244,29 +244,29 @@ class Server:
             self.process.wait(END_S)
 
 
-class Keeper:
-    """Keeper of at most one server and of the connections that use it."""
+class DriverDaemon:
+    """Keeps at most one server running, and serves the connections that use it."""
 
     def __init__(self) -> None:
-        self.server: Server | None = None
+        self.server: ServerProcess | None = None
         self.present = 0
         self.was_used = False
         self.changed = asyncio.Event()
-        self.room = asyncio.Semaphore(MAX_LINES)
+        self.connections = asyncio.Semaphore(MAX_CONNECTIONS)
 
-    async def work(self, job: Message, environment: Message, gone: asyncio.Future[Any]) -> Message:
+    async def run_job(self, job: Message, environment: Message, disconnected: asyncio.Future[Any]) -> Message:
         """Run a job and return its answer."""
         if job["network"] == "none" and any(environment.get(name) for name in ("http_proxy", "https_proxy")):
             return {"failure": "network"}
         try:
             if self.server is None or self.server.failure is not None:
                 self.server = None
-                self.server = Server(job, environment)
-            return {"reply": await self.server.answer(job, gone)}
+                self.server = ServerProcess(job, environment)
+            return {"reply": await self.server.answer(job, disconnected)}
         except Failed as failure:
             return {"failure": failure.kind, "detail": failure.detail}
 
-    async def meet(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def serve_connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Serve a connection: send `+`, read the environment and the job, and send the answer. The first line of the
         client contains both sizes.
         """
@@ -274,13 +274,13 @@ class Keeper:
         # With a limit of 0 `drain` waits until the client has read the complete answer.
         writer.transport.set_write_buffer_limits(0)
         try:
-            async with self.room:
+            async with self.connections:
                 writer.write(b"+")
-                job, environment = await asyncio.wait_for(read_job(reader), HEARING_S)
-                gone = asyncio.ensure_future(reader.read(1))
-                writer.write(build_answer(job, await self.work(job, environment, gone)))
-                gone.cancel()
-                await asyncio.wait_for(writer.drain(), HEARING_S)
+                job, environment = await asyncio.wait_for(read_job(reader), TRANSFER_S)
+                disconnected = asyncio.ensure_future(reader.read(1))
+                writer.write(build_answer(job, await self.run_job(job, environment, disconnected)))
+                disconnected.cancel()
+                await asyncio.wait_for(writer.drain(), TRANSFER_S)
         except _BROKEN:
             # The client sent no job, or does not read the answer.
             pass
@@ -297,7 +297,7 @@ class Keeper:
         # Before the first server starts: its orphans must already belong to this process.
         adopt(self)
         until = time.monotonic() + min(idle_s, START_S)
-        async with await asyncio.start_unix_server(self.meet, sock=listener, limit=PIECE):
+        async with await asyncio.start_unix_server(self.serve_connection, sock=listener, limit=PIECE):
             while self.present or (time.monotonic() < until and not (self.was_used and self.is_ended())):
                 self.changed.clear()
                 with contextlib.suppress(asyncio.TimeoutError):
@@ -314,14 +314,14 @@ class Keeper:
         while True:
             try:
                 # WNOWAIT leaves the process in place: Popen must collect the server itself, or its exit code is lost.
-                seen = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-                if seen is None:
+                process = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+                if process is None:
                     return
-                if self.server is not None and seen.si_pid == self.server.process.pid:
+                if self.server is not None and process.si_pid == self.server.process.pid:
                     self.server.process.poll()
                     self.changed.set()
                 else:
-                    os.waitpid(seen.si_pid, os.WNOHANG)
+                    os.waitpid(process.si_pid, os.WNOHANG)
             except ChildProcessError:
                 return
 
@@ -330,7 +330,7 @@ class Keeper:
             await self.server.end()
 
 
-def adopt(keeper: Keeper) -> None:
+def adopt(daemon: DriverDaemon) -> None:
     """Become the parent of all orphans of the server, so that they end with the server. Without prctl they belong to
     the guest.
     """
@@ -338,7 +338,7 @@ def adopt(keeper: Keeper) -> None:
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     except (OSError, AttributeError):
         return
-    asyncio.get_running_loop().add_signal_handler(signal.SIGCHLD, keeper.reap)
+    asyncio.get_running_loop().add_signal_handler(signal.SIGCHLD, daemon.reap)
 
 
 async def open_reader(pipe: Any) -> asyncio.StreamReader:
@@ -397,9 +397,9 @@ def children() -> list[int]:
 
 async def serve_one() -> None:
     job = json.loads(sys.stdin.buffer.read())
-    keeper = Keeper()
-    answer = await keeper.work(job, {**os.environ, "PWD": os.getcwd()}, asyncio.get_running_loop().create_future())
-    await keeper.close()
+    daemon = DriverDaemon()
+    answer = await daemon.run_job(job, {**os.environ, "PWD": os.getcwd()}, asyncio.get_running_loop().create_future())
+    await daemon.close()
     sys.stdout.buffer.write(build_answer(job, answer))
     sys.stdout.flush()
 
@@ -409,9 +409,9 @@ async def keep(name: str, idle_s: float) -> None:
         try:
             listener.bind("\0" + name)
         except OSError:
-            # Another keeper already listens on this name.
+            # Another daemon already listens on this name.
             return
-        await Keeper().keep(listener, idle_s)
+        await DriverDaemon().keep(listener, idle_s)
 
 
 def main() -> None:

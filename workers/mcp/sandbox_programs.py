@@ -19,7 +19,7 @@ def read_visit() -> str:
 
 
 def name_driver_socket(entry: StdioEntry) -> str:
-    """Return the socket name of the keeper for an entry. Another entry or another version of the driver has another
+    """Return the socket name of the daemon for an entry. Another entry or another version of the driver has another
     name.
     """
     fields_json = entry.model_dump_json(include={"command", "args", "cwd", "network", "idle_s"})
@@ -28,7 +28,7 @@ def name_driver_socket(entry: StdioEntry) -> str:
 
 
 def build_driver_script(python: str, entry: StdioEntry) -> str:
-    """Return the shell script that starts the keeper of an entry's server."""
+    """Return the shell script that starts the daemon of an entry's server."""
     return "exec " + shlex.join([python, "-I", "-c", read_driver(), name_driver_socket(entry), f"{entry.idle_s:g}"])
 
 

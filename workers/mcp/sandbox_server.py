@@ -15,7 +15,7 @@ from mcp.shared.exceptions import MCPError
 from mcp_types.version import LATEST_HANDSHAKE_VERSION
 
 from contract.errors import ErrorCode, ToolFailure
-from workers.mcp.messages import Reply, build_protocol_error, parse_json, parse_reply
+from workers.mcp.messages import ServerReply, build_protocol_error, parse_json, parse_reply
 from workers.mcp.sandbox_programs import build_driver_script, name_driver_socket, read_driver, read_visit
 from workers.mcp.session import CLIENT, REFUSED, STANDS_ALONE, RawSession
 from workers.mcp.settings import StdioEntry
@@ -41,7 +41,7 @@ _LEAST_S = 0.1
 _NOT_KEPT = "not_kept"
 """Failure code when no server is kept. In this case no request was sent."""
 _DRIVER_S = 10.0
-"""Maximum time for a new keeper to listen, in seconds."""
+"""Maximum time for a new daemon to listen, in seconds."""
 
 _NUMBER = 1
 """Id of every request. The driver renumbers the requests to a kept server."""
@@ -80,7 +80,7 @@ class SandboxServer:
         """
         until = time.monotonic() + timeout_s
 
-        def send(message: _Message) -> Reply:
+        def send(message: _Message) -> ServerReply:
             remaining_s = max(until - time.monotonic(), _LEAST_S)
             probe = message["method"] == "server/discover"
             return self._use_once(run, message, FOLDER, min(remaining_s, PROBE_S) if probe else remaining_s)
@@ -98,7 +98,7 @@ class SandboxServer:
             lambda session: session.use_tool(tool, arguments), lambda message: use(run, message, cwd, timeout_s)
         )
 
-    def _talk(self, work: Callable[[RawSession], Awaitable[T]], send: Callable[[_Message], Reply]) -> T:
+    def _talk(self, work: Callable[[RawSession], Awaitable[T]], send: Callable[[_Message], ServerReply]) -> T:
         async def converse() -> T:
             # The session is not entered: entering would start the reader of unsolicited messages.
             session = RawSession(self.name, _Dispatcher(send))
@@ -122,7 +122,7 @@ class SandboxServer:
         # The driver greets each process that it starts, so the session must not greet again.
         session.adopt(STANDS_ALONE if self.stands_alone else _GREETED)
 
-    def _use_running_server(self, run: Run, message: _Message, cwd: str, timeout_s: float) -> Reply:
+    def _use_running_server(self, run: Run, message: _Message, cwd: str, timeout_s: float) -> ServerReply:
         """Send the request to the server of the session. Starts a server that stays if the session has none."""
         until = time.monotonic() + timeout_s
         reply = self._visit(run, message, cwd, timeout_s, 0.0)
@@ -133,19 +133,19 @@ class SandboxServer:
             return self._use_once(run, message, cwd, max(until - time.monotonic(), _LEAST_S))
         return reply
 
-    def _visit(self, run: Run, message: _Message, cwd: str, timeout_s: float, wait_s: float) -> Reply | None:
-        """Send the request through the keeper. Returns None if no keeper runs."""
+    def _visit(self, run: Run, message: _Message, cwd: str, timeout_s: float, wait_s: float) -> ServerReply | None:
+        """Send the request through the daemon. Returns None if no daemon runs."""
         job = self._build_job(message, timeout_s)
         argv = [PYTHON, "-I", "-S", "-c", read_visit(), name_driver_socket(self.entry), job["mark"], str(wait_s)]
         answer = self._run(run, argv, job, cwd, timeout_s)
         return None if answer.get("failure") == _NOT_KEPT else self._find_reply(answer)
 
-    def _use_once(self, run: Run, message: _Message, cwd: str, timeout_s: float) -> Reply:
+    def _use_once(self, run: Run, message: _Message, cwd: str, timeout_s: float) -> ServerReply:
         job = self._build_job(message, timeout_s)
         return self._find_reply(self._run(run, [PYTHON, "-I", "-c", read_driver()], job, cwd, timeout_s))
 
     def _start_driver(self, run: Run, timeout_s: float) -> bool:
-        """Start the keeper as a background job, which survives the end of a call. Returns False if no job can run:
+        """Start the daemon as a background job, which survives the end of a call. Returns False if no job can run:
         the image has no bash, or too many jobs run.
         """
         script = encode(build_driver_script(PYTHON, self.entry), "script")
@@ -170,7 +170,7 @@ class SandboxServer:
         return True
 
     def _end_orphans(self, run: Run, label: str, timeout_s: float) -> None:
-        """End the job of a server that killed its keeper: the job still runs, but nothing listens. A recent job is
+        """End the job of a server that killed its daemon: the job still runs, but nothing listens. A recent job is
         spared, because another call may be starting it.
         """
         listed = run({"op": "job_list", "timeout_s": timeout_s}, b"").done["jobs"]
@@ -264,7 +264,7 @@ class SandboxServer:
             f"the MCP server {self.name} sent more than {ANSWER_BYTES} bytes and was ended: ask it for less at a time",
         )
 
-    def _find_reply(self, answer: Mapping[str, Any]) -> Reply:
+    def _find_reply(self, answer: Mapping[str, Any]) -> ServerReply:
         reply = parse_reply(answer.get("reply"), _NUMBER)
         if reply is None:
             raise build_protocol_error(self.name, "its answer does not match the request")
@@ -277,7 +277,7 @@ class _Dispatcher:
     method = ""
     result: dict[str, Any]
 
-    def __init__(self, send: Callable[[_Message], Reply]) -> None:
+    def __init__(self, send: Callable[[_Message], ServerReply]) -> None:
         self._send = send
 
     async def send_raw_request(

@@ -92,7 +92,7 @@ class SharedLists:
             fcntl.lockf(self._fd, fcntl.LOCK_UN)
 
 
-class Source(Protocol):
+class ToolSource(Protocol):
     """A server with tools to offer. `stands_alone`: the server's revision; None before the first listing."""
 
     stands_alone: bool | None
@@ -117,7 +117,7 @@ class _Server:
     pause after the last failure.
     """
 
-    source: Source
+    source: ToolSource
     due_at: float
     digest: bytes | None = None
     pause_s: float = 0.0
@@ -135,7 +135,7 @@ class ServerRegistry:
     def __init__(
         self,
         registry: WorkerRegistry,
-        sources: Sequence[Source],
+        sources: Sequence[ToolSource],
         refresh_s: float,
         at_once: int,
         clock: Callable[[], float] = time.monotonic,

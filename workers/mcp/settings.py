@@ -171,8 +171,8 @@ def _parse_entry(source: str, name: str, entry: Any, entry_type: type[E], enviro
         return entry_type.model_validate_json(json.dumps(_fill_variables(source, entry, environment)))
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False, include_context=False)[0]
-        where = ".".join(str(part) for part in first["loc"])
-        raise ConfigError(f"{source}: {f'{where}: ' if where else ''}{first['msg']}") from None
+        field_path = ".".join(str(part) for part in first["loc"])
+        raise ConfigError(f"{source}: {f'{field_path}: ' if field_path else ''}{first['msg']}") from None
 
 
 def _refuse_plain_secrets(source: str, entry: Mapping[str, Any]) -> None:

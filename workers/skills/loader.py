@@ -35,7 +35,7 @@ from contract.skills import (
 )
 from contract.specs import MAX_SKILLS, SkillSummary, ToolSpec
 from workers.foreign_schemas import SchemaRefused, bound_schema
-from workers.skills.sources import FolderSource, Source
+from workers.skills.sources import FolderSource, SkillSource
 
 log = structlog.get_logger(__name__)
 
@@ -62,7 +62,7 @@ class Skill:
     - `place`: the folder of a session's own skill in its sandbox; None for a skill that must be placed in sandboxes.
     """
 
-    source: Source
+    source: SkillSource
     summary: SkillSummary
     body: str
     files: tuple[BundleFile, ...]
@@ -117,7 +117,7 @@ def load_skill(folder: Path, owner: str = "") -> Skill:
     return load_files(FolderSource(folder), folder.name, _checked_files(folder), owner)
 
 
-def load_files(source: Source, folder: str, found: Iterable[BundleFile], owner: str = "") -> Skill:
+def load_files(source: SkillSource, folder: str, found: Iterable[BundleFile], owner: str = "") -> Skill:
     """Return the skill that consists of these files. `folder` is the name of their folder. Raises SkillBroken,
     OSError.
     """
@@ -140,7 +140,7 @@ def load_files(source: Source, folder: str, found: Iterable[BundleFile], owner: 
         return Skill(source, summary, text.body, files, None, owner)
 
 
-def _read_tool(source: Source, skill: SkillSummary, files: Sequence[BundleFile], owner: str) -> SkillTool | None:
+def _read_tool(source: SkillSource, skill: SkillSummary, files: Sequence[BundleFile], owner: str) -> SkillTool | None:
     """Return the tool of the skill's sidecar; None without a sidecar. Raises SidecarBroken, OSError."""
     paths = {file.path for file in files}
     if SIDECAR_FILE not in paths:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Protocol
 
 
-class Source(Protocol):
+class SkillSource(Protocol):
     """Files by their paths, with `/`. The text of a source describes it in the log."""
 
     def read(self, path: str, at_most: int = -1) -> bytes:

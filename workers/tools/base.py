@@ -187,10 +187,12 @@ class ToolEnvironment:
                 code, message, figures = parse_error(answer)
                 raise ToolFailure(code, message + self.loss_note(message), **figures)
             return response
-        except SandboxdUnreachable as away:
-            error = away.code.value
+        except SandboxdUnreachable as unreachable:
+            error = unreachable.code.value
             # An earlier request of this call may have acted, even if this one was never sent.
-            raise SandboxdUnreachable(str(away), was_sent=away.was_sent or self._was_sent) from away
+            raise SandboxdUnreachable(
+                str(unreachable), was_sent=unreachable.was_sent or self._was_sent
+            ) from unreachable
         except (ToolFailure, OperatorError) as failure:
             error = failure.code.value
             raise
@@ -214,9 +216,9 @@ class ToolEnvironment:
                 return self._timed(
                     "place_skill", lambda: client.place_skill(self._name, digest, archive, shared=is_shared)
                 )
-        except SandboxdUnreachable as away:
+        except SandboxdUnreachable as unreachable:
             # Placing a skill has no effect of the call itself, so only earlier requests count.
-            raise SandboxdUnreachable(str(away), was_sent=self._was_sent) from away
+            raise SandboxdUnreachable(str(unreachable), was_sent=self._was_sent) from unreachable
 
     def open_sandbox(
         self,
@@ -289,13 +291,13 @@ class ToolEnvironment:
                 "the files in /workspace are kept, and the next call gets a new sandbox around them; background jobs, "
                 "/tmp and the shell's"
             )
-            return f" ({reason}the sandbox is gone; {survivors} folder and variables are lost)"
-        return f" ({reason}the sandbox and its files are lost; the next call gets a fresh, empty one)"
+            return f" ({reason}the sandbox was lost; {survivors} folder and variables are lost)"
+        return f" ({reason}the sandbox and its files are lost; the next call gets a new, empty sandbox)"
 
     def _client(self) -> SandboxClient:
         if self._resources.client is None:
             raise ToolFailure(
-                ErrorCode.SANDBOX_UNAVAILABLE, f"{self.call.name} runs in a pool without sandboxes, and asked for one"
+                ErrorCode.SANDBOX_UNAVAILABLE, f"{self.call.name} needs a sandbox, but runs in a pool without sandboxes"
             )
         return self._resources.client
 
@@ -306,7 +308,7 @@ class ToolEnvironment:
         except InvalidGuestAnswer as nonsense:
             self._give_up_sandbox()
             raise SandboxUnavailable(
-                f"the sandbox gave an answer that is none ({nonsense}), and was removed: open a new session"
+                f"the sandbox sent an invalid answer ({nonsense}) and was removed: open a new session"
             ) from None
         # Only the first answer of a call contains the news. Keep them for later requests of the same call.
         news = self.sandbox.news if self.sandbox is not None else None

@@ -25,8 +25,8 @@ READ_S = 2.0
 MARGIN_S = 5.0
 """Seconds that an answer may spend in transit, in addition to the model's time."""
 
-_GONE = (
-    "nobody answers questions to a model: the caller of this tool has none, or is gone; call it within an agent's run"
+_NO_MODEL = (
+    "no model answers this tool: its caller has no model, or has disconnected; call the tool within an agent's run"
 )
 
 
@@ -52,10 +52,10 @@ class CallerModel:
         within `timeout_s`. Also raises the failures of the caller's model.
         """
         if self._question_count >= MAX_QUESTIONS:
-            sentence = f"this tool may ask the model {MAX_QUESTIONS} times and has done so: its budget is used up"
+            sentence = f"this tool has asked the model {MAX_QUESTIONS} times, the limit of one call; ask less often"
             raise ToolFailure(ErrorCode.PERMISSION_DENIED, sentence)
         self._question_count += 1
-        question = _question(self._question_count, prompt, max_tokens, timeout_s)
+        question = _build_question(self._question_count, prompt, max_tokens, timeout_s)
         waiting = self._answers.expect(question.number)
         try:
             self._send(question)
@@ -79,7 +79,7 @@ class CallerModel:
                 ErrorCode.INVALID_ARGUMENTS, f"the model cannot be asked this: {error}; send a shorter prompt"
             ) from error
         if not is_received:
-            raise ToolFailure(ErrorCode.CONFIG_MISSING, _GONE)
+            raise ToolFailure(ErrorCode.CONFIG_MISSING, _NO_MODEL)
 
 
 class _Answers:
@@ -107,7 +107,7 @@ class _Answers:
             self._waiting.pop(number, None)
 
     def _read(self) -> None:
-        while self._goes_on():
+        while self._has_open_questions():
             self._read_answer()
 
     def _read_answer(self) -> None:
@@ -122,7 +122,7 @@ class _Answers:
         except EnvelopeRefused as error:
             log.error("model_answer_refused", reason=str(error))
 
-    def _goes_on(self) -> bool:
+    def _has_open_questions(self) -> bool:
         with self._lock:
             # Clear the reader inside the lock: `expect` must not rely on a thread that is about to end.
             if not self._waiting:
@@ -139,10 +139,10 @@ class _Answers:
         with self._lock:
             unanswered, self._waiting = self._waiting, {}
         for number, waiting_call in unanswered.items():
-            _deliver(*waiting_call, ModelAnswer.refused(number, ErrorCode.CONFIG_MISSING, _GONE))
+            _deliver(*waiting_call, ModelAnswer.refused(number, ErrorCode.CONFIG_MISSING, _NO_MODEL))
 
 
-def _question(
+def _build_question(
     number: int, prompt: str | Sequence[Mapping[str, Any]], max_tokens: int | None, timeout_s: float
 ) -> ModelQuestion:
     messages = (
@@ -154,9 +154,9 @@ def _question(
         )
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
-        where = ".".join(str(part) for part in first["loc"])
+        field_path = ".".join(str(part) for part in first["loc"])
         raise ToolFailure(
-            ErrorCode.INVALID_ARGUMENTS, f"the model cannot be asked this: {where}: {first['msg']}"
+            ErrorCode.INVALID_ARGUMENTS, f"the model cannot be asked this: {field_path}: {first['msg']}"
         ) from error
 
 

@@ -14,7 +14,7 @@ MAX_LIMIT = 1000
 MAX_CONTEXT = 20
 _CONTEXT = {"type": "integer", "minimum": 0, "maximum": MAX_CONTEXT, "default": 0}
 _GLOBS = {"type": "string", "minLength": 1}
-_TOLD = ("matches", "files", "shown", "searched", "ignored", "large", "binary", "unreadable", "partial")
+_METADATA_FIELDS = ("matches", "files", "shown", "searched", "ignored", "large", "binary", "unreadable", "partial")
 
 _SPEC = ToolSpec(
     name="grep_tool",
@@ -97,7 +97,7 @@ def _grep(arguments: dict[str, Any], environment: ToolEnvironment) -> Outcome:
     encode(arguments["pattern"], "pattern")
     lines = FoundLines(environment)
     done = environment.run(_build_request(arguments, environment.context.timeout_s), on_data=lines.take).done
-    metadata: dict[str, JsonValue] = {name: done[name] for name in _TOLD}
+    metadata: dict[str, JsonValue] = {name: done[name] for name in _METADATA_FIELDS}
     return Outcome(
         lines.text() + "\n".join(_notes(arguments, done)), metadata, truncated=done["cut"] or done["cut_lines"] > 0
     )
@@ -162,7 +162,7 @@ def _next_step(arguments: dict[str, Any], done: Any, shown: int) -> str:
         return f"raise limit (at most {MAX_LIMIT}) or {narrow}" if arguments["limit"] < MAX_LIMIT else narrow
     if arguments.get("max_per_file") is not None:
         return f"at most {arguments['max_per_file']} of a file (max_per_file)"
-    return "files changed or went away meanwhile: search again"
+    return "files changed or were removed during the search: search again"
 
 
 def _skipped(done: Any) -> list[str]:

@@ -39,18 +39,18 @@ def start_job(arguments: Mapping[str, Any], environment: ToolEnvironment) -> Out
     job = response.done["job"]
     notes = [_state_note(job)]
     if body or arguments["close_stdin"]:
-        notes += _send_first(job, body, environment, close=arguments["close_stdin"])
+        notes += _send_first_input(job, body, environment, close=arguments["close_stdin"])
     if job["state"] == "running":
-        return _show(response, "(no output yet)", [*notes, _way_note(job)])
+        return _show(response, "(no output yet)", [*notes, _usage_note(job)])
     return _show(response, NO_OUTPUT, [*notes, *_log_notes(job)])
 
 
-def _send_first(job: Mapping[str, Any], data: bytes, environment: ToolEnvironment, *, close: bool) -> list[str]:
+def _send_first_input(job: Mapping[str, Any], data: bytes, environment: ToolEnvironment, *, close: bool) -> list[str]:
     """Send the input of a new job. The job has started already, so a failure is only a note."""
     if job["state"] != "running":
         return ["[it had ended before its stdin was sent]"]
     try:
-        environment.run(_about(job["job"], "job_input", environment, close=close), data)
+        environment.run(_build_job_request(job["job"], "job_input", environment, close=close), data)
     except ToolFailure as failure:
         return [f"[its stdin was not sent: {show_name(str(failure))}]"]
     return []
@@ -58,21 +58,21 @@ def _send_first(job: Mapping[str, Any], data: bytes, environment: ToolEnvironmen
 
 def poll_job(job_id: str, environment: ToolEnvironment) -> Outcome:
     """Return the state of a job, and its output since the last poll."""
-    response = environment.run(_about(job_id, "job_poll", environment, max_bytes=MAX_OUTPUT_BYTES))
+    response = environment.run(_build_job_request(job_id, "job_poll", environment, max_bytes=MAX_OUTPUT_BYTES))
     job = response.done["job"]
     return _show(response, "(no new output)", [_state_note(job), *_log_notes(job)])
 
 
 def kill_job(job_id: str, environment: ToolEnvironment) -> Outcome:
     """Kill a job and all processes that it has started."""
-    response = environment.run(_about(job_id, "job_kill", environment, max_bytes=MAX_OUTPUT_BYTES))
+    response = environment.run(_build_job_request(job_id, "job_kill", environment, max_bytes=MAX_OUTPUT_BYTES))
     job, kill = response.done["job"], response.done.get("kill")
-    done = (
+    kill_note = (
         f"[{job['job']} was killed: {kill['signalled']} processes]"
         if kill
         else f"[nothing was killed: {_state_note(job)[1:]}"
     )
-    return _show(response, "(no new output)", [done, *_log_notes(job)])
+    return _show(response, "(no new output)", [kill_note, *_log_notes(job)])
 
 
 def feed_job(job_id: str, text: str, environment: ToolEnvironment, *, close: bool) -> Outcome:
@@ -80,10 +80,10 @@ def feed_job(job_id: str, text: str, environment: ToolEnvironment, *, close: boo
     if not text and not close:
         raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, "action input needs text in 'stdin', or close_stdin=true")
     data = encode(text, "stdin")
-    done = environment.run(_about(job_id, "job_input", environment, close=close), data).done
+    done = environment.run(_build_job_request(job_id, "job_input", environment, close=close), data).done
     notes = [f"{len(data)} bytes sent to {done['job']['job']}{', its standard input is closed' if close else ''}"]
     if done["pending"]:
-        notes.append(f"[it has yet to read {done['pending']} of them and what came before]")
+        notes.append(f"[the job has not yet read {done['pending']} bytes of its standard input]")
     return Outcome("\n".join(notes), _metadata(done["job"]))
 
 
@@ -100,17 +100,15 @@ def list_jobs(environment: ToolEnvironment) -> Outcome:
     return Outcome("\n".join(lines) or "(no jobs)", {"jobs": [_metadata(job) for job in jobs]})
 
 
-def _about(job_id: str, op: str, environment: ToolEnvironment, **fields: Any) -> dict[str, Any]:
+def _build_job_request(job_id: str, op: str, environment: ToolEnvironment, **fields: Any) -> dict[str, Any]:
     return {"op": op, "job": job_id, "timeout_s": environment.context.timeout_s, **fields}
 
 
-def _show(response: GuestResponse, silence: str, notes: list[str]) -> Outcome:
+def _show(response: GuestResponse, empty_text: str, notes: list[str]) -> Outcome:
     job = response.done["job"]
-    rest = (
-        f"all that the log still has is in {show_name(job.get('log', ''))}; see {build_read_call(job.get('log', ''))}"
-    )
+    rest = f"the log has the last {LOG_MIB} MiB: {build_read_call(job.get('log', ''))}"
     body, is_cut = show_output(response.streams.get("merged", b""), response.done["streams"].get("merged", {}), rest)
-    return Outcome("\n".join([body.rstrip("\n") or silence, *notes]), _metadata(job), is_cut)
+    return Outcome("\n".join([body.rstrip("\n") or empty_text, *notes]), _metadata(job), is_cut)
 
 
 def _state(job: Mapping[str, Any]) -> str:
@@ -118,13 +116,15 @@ def _state(job: Mapping[str, Any]) -> str:
         return (
             "running"
             if job["exit_code"] is None and job["signal"] is None
-            else "running: its shell has ended, what it started has not"
+            else "running: its shell has ended, but processes that it started still run"
         )
     if job["state"] == "lost":
-        return "lost: a program killed the process that kept it, and all of it was ended"
-    how = f"exit code {job['exit_code']}" if job["exit_code"] is not None else f"by {name_signal(job['signal'] or 9)}"
+        return "lost: a program killed the supervisor of the job, and all its processes were ended"
+    ending = (
+        f"exit code {job['exit_code']}" if job["exit_code"] is not None else f"by {name_signal(job['signal'] or 9)}"
+    )
     cause = ", likely out of memory" if job.get("oom") else ""
-    return f"{'was killed' if job['state'] == 'killed' else 'has ended'}, {how}{cause}"
+    return f"{'was killed' if job['state'] == 'killed' else 'has ended'}, {ending}{cause}"
 
 
 def _state_note(job: Mapping[str, Any]) -> str:
@@ -132,7 +132,7 @@ def _state_note(job: Mapping[str, Any]) -> str:
     return f"[{job['job']} {'is ' if state.startswith('running') else ''}{state}]"
 
 
-def _way_note(job: Mapping[str, Any]) -> str:
+def _usage_note(job: Mapping[str, Any]) -> str:
     return (
         f'[log: {show_name(job.get("log", ""))}; new output: bash_tool {{"action": "poll", "job_id": "{job["job"]}"}}; '
         "text for it: action input with stdin; its end: action kill]"

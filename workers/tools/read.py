@@ -68,8 +68,13 @@ _NEXT_MOVE = {
 
 
 def _read(arguments: dict[str, Any], environment: ToolEnvironment) -> Outcome:
-    asked = {name: arguments[name] for name in ("offset", "limit", "column", "encoding")}
-    request = {"op": "read_text", "path": arguments["file_path"], **asked, "max_bytes": MAX_OUTPUT_BYTES - FOOTER_BYTES}
+    options = {name: arguments[name] for name in ("offset", "limit", "column", "encoding")}
+    request = {
+        "op": "read_text",
+        "path": arguments["file_path"],
+        **options,
+        "max_bytes": MAX_OUTPUT_BYTES - FOOTER_BYTES,
+    }
     try:
         response = environment.run({**request, "timeout_s": environment.context.timeout_s})
     except ToolFailure as failure:
@@ -146,9 +151,9 @@ def _footer(first: int, last: int, done: Mapping[str, Any], *, is_end: bool) -> 
     total, is_counted = done["lines"], done["is_counted"]
     footer = []
     for line, shown, length in done["cuts"]:
-        least = "" if is_counted or line < total else "at least "
+        at_least = "" if is_counted or line < total else "at least "
         footer.append(
-            f"[line {line} cut at {shown} of {least}{length} characters; continue with offset={line} limit=1 "
+            f"[line {line} cut at {shown} of {at_least}{length} characters; continue with offset={line} limit=1 "
             f"column={shown + 1}]"
         )
     if footer and first == last:
@@ -166,7 +171,7 @@ def _picture(done: Mapping[str, Any]) -> Outcome:
     metadata: dict[str, JsonValue] = {"size_bytes": done["size"], "type": done["type"]}
     if size:
         metadata |= {"width": done["width"], "height": done["height"]}
-    return Outcome(f"[{done['type']}{size}, {done['size']} bytes: nothing of it can be shown as text]", metadata)
+    return Outcome(f"[{done['type']}{size}, {done['size']} bytes: it cannot be shown as text]", metadata)
 
 
 def _directory(path: str, done: Mapping[str, Any], raw: bytes) -> Outcome:
@@ -175,8 +180,8 @@ def _directory(path: str, done: Mapping[str, Any], raw: bytes) -> Outcome:
     below = (
         f"its {entries} entries are below" if shown == entries else f"the first {shown} of {entries} entries are below"
     )
-    what = below if entries else "which is empty"
-    error = f"{show_name(path)} is a directory, {what}; read one of its files, or list more with glob_tool"
+    contents = below if entries else "which is empty"
+    error = f"{show_name(path)} is a directory, {contents}; read one of its files, or list more with glob_tool"
     return Outcome(
         decode(raw) or None,
         {"entries": entries},

@@ -42,12 +42,14 @@ def name_some(total: int, names: list[str]) -> str:
     return ", ".join(names) + (f" and {more} more" if more > 0 else "")
 
 
-def build_common_notes(done: Mapping[str, Any], what: str) -> list[str]:
+def build_common_notes(done: Mapping[str, Any], arguments: str) -> list[str]:
     """Return notes on invalid ignore rules and on an incomplete search.
 
     `what` names the arguments that make a search smaller.
     """
     notes = [f"[ignore rules: {'; '.join(done['bad_rules'])}]"] if done["bad_rules"] else []
     if done["partial"]:
-        notes.append(f"[partial: time or memory was up before all was searched, and there may be more; narrow {what}]")
+        notes.append(
+            f"[partial: the search reached its limit of time or memory, and there may be more; narrow {arguments}]"
+        )
     return notes

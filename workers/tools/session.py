@@ -105,7 +105,8 @@ def _build_large_exec(argv: list[str], stdin: bytes) -> tuple[bytes, bytes]:
     """
     if any("\0" in part for part in argv):
         raise ToolFailure(
-            ErrorCode.INVALID_ARGUMENTS, "an argument has a NUL byte, which no program can be given: send it as stdin"
+            ErrorCode.INVALID_ARGUMENTS,
+            "an argument contains a NUL byte, which no program accepts as an argument: send it as stdin",
         )
     script = f"mapfile -d '' -t -n {len(argv)} argv && exec -- \"${{argv[@]}}\"".encode()
     return script, b"".join(encode(part, "argv") + b"\0" for part in argv) + stdin
@@ -140,7 +141,11 @@ def _import(arguments: dict[str, Any], environment: ToolEnvironment) -> Outcome:
     )
     done = response.done
     check_import(
-        kind, done["exit_code"], _words(response), timed_out=done["timed_out"], timeout_s=environment.context.timeout_s
+        kind,
+        done["exit_code"],
+        _stderr_text(response),
+        timed_out=done["timed_out"],
+        timeout_s=environment.context.timeout_s,
     )
     return Outcome()
 
@@ -154,7 +159,7 @@ def _export(arguments: dict[str, Any], environment: ToolEnvironment) -> Outcome:
         raise ToolFailure(ErrorCode.TIMEOUT, f"copying did not end within {environment.context.timeout_s:g} s")
     if done["exit_code"] != 0:
         raise ToolFailure(
-            ErrorCode.INTERNAL, f"tar failed in the sandbox: {_words(response)[-500:] or done['exit_code']}"
+            ErrorCode.INTERNAL, f"tar failed in the sandbox: {_stderr_text(response)[-500:] or done['exit_code']}"
         )
     if int(done["streams"]["stdout"]["total"]) > len(data):
         raise ToolFailure(
@@ -168,11 +173,11 @@ def _export(arguments: dict[str, Any], environment: ToolEnvironment) -> Outcome:
 def _run(environment: ToolEnvironment, argv: list[str], body: bytes, capture: dict[str, int]) -> GuestResponse:
     response = environment.run({**_exec_request(argv, environment), "capture": capture}, body)
     if response.done["cancelled"]:
-        raise ToolFailure(ErrorCode.CANCELLED, "copying was cancelled; what was copied until then is there")
+        raise ToolFailure(ErrorCode.CANCELLED, "copying was cancelled; files that were copied before remain")
     return response
 
 
-def _words(response: GuestResponse) -> str:
+def _stderr_text(response: GuestResponse) -> str:
     return response.streams.get("stderr", b"").decode("utf-8", "replace").strip()
 
 

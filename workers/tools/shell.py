@@ -112,13 +112,13 @@ def _check_action(arguments: Mapping[str, Any]) -> str | None:
         if job_id is not None:
             return "job_id goes with action poll, input or kill; a new command gets a job of its own"
         return None
-    given = [name for name in ("command", "background", "reset_state") if arguments[name]]
-    if given:
-        return f"action {action} runs no command: leave '{given[0]}' out, or use action run"
+    unused = [name for name in ("command", "background", "reset_state") if arguments[name]]
+    if unused:
+        return f"action {action} runs no command: leave '{unused[0]}' out, or use action run"
     if action != "input" and (arguments["stdin"] or arguments["close_stdin"]):
         return f"action {action} sends nothing to a job: leave 'stdin' and 'close_stdin' out, or use action input"
     if action != "list" and job_id is None:
-        return f"parameter 'job_id' is required with action {action}: action list tells which jobs there are"
+        return f"parameter 'job_id' is required with action {action}: action list shows the jobs"
     return None
 
 
@@ -180,12 +180,12 @@ def run_shown(request: Mapping[str, Any], body: bytes, environment: ToolEnvironm
     return GuestResponse(response.done, {**response.streams, **shown.streams})
 
 
-def _refuse(script: Script, folder: str, what: str) -> None:
+def _refuse(script: Script, folder: str, subject: str) -> None:
     danger = classify(script, folder)
     if danger.level >= Level.CATASTROPHIC:
         raise ToolFailure(
             ErrorCode.SECURITY_REFUSED,
-            f"{what} was not run: it {danger.reason}; no approval changes that, do what you need in a narrower way",
+            f"{subject} was not run: it {danger.reason}; no approval permits it; use a narrower command",
             reason=danger.reason,
         )
 

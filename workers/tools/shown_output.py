@@ -16,11 +16,11 @@ class ShownOutput:
     def __init__(self, environment: ToolEnvironment) -> None:
         self._environment = environment
         self._decoders = {name: codecs.getincrementaldecoder("utf-8")("replace") for name in _SHOWN_AS}
-        self._gathered: dict[str, bytearray] = {}
+        self._collected: dict[str, bytearray] = {}
 
     def take(self, stream: str, data: bytes) -> None:
         if stream not in _SHOWN_AS:
-            self._gathered.setdefault(stream, bytearray()).extend(data)
+            self._collected.setdefault(stream, bytearray()).extend(data)
             return
         text = self._decoders[stream].decode(data).replace("\0", "\ufffd")
         if text:
@@ -28,4 +28,4 @@ class ShownOutput:
 
     @property
     def streams(self) -> dict[str, bytes]:
-        return {name: bytes(data) for name, data in self._gathered.items()}
+        return {name: bytes(data) for name, data in self._collected.items()}

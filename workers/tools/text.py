@@ -67,7 +67,9 @@ def show_name(text: str) -> str:
 
     Characters that could end or fake the line are replaced.
     """
-    return "".join(sign if sign.isprintable() else "\ufffd" for sign in text.encode("utf-8", "replace").decode())
+    return "".join(
+        character if character.isprintable() else "\ufffd" for character in text.encode("utf-8", "replace").decode()
+    )
 
 
 def show_output(data: bytes, counts: Mapping[str, Any], rest: str = NARROWER) -> tuple[str, bool]:
@@ -86,8 +88,8 @@ def show_output(data: bytes, counts: Mapping[str, Any], rest: str = NARROWER) ->
     else:
         first = _first_lines(_to_edge(data[:head]), HEAD_LINES)
         last = _last_lines(_from_edge(data[head:]), MAX_LINES - HEAD_LINES)
-    how = rest.replace("{offset}", str(first.count(b"\n") + 1))
-    note = f"[... {total - len(first) - len(last)} bytes omitted of {total}: {how} ...]"
+    advice = rest.replace("{offset}", str(first.count(b"\n") + 1))
+    note = f"[... {total - len(first) - len(last)} bytes omitted of {total}: {advice} ...]"
     above = fold(decode(first)).removesuffix("\n")
     return "\n".join(part for part in (above, note, fold(decode(last))) if part), True
 
@@ -96,27 +98,27 @@ def _fold_backspaces(line: str) -> str:
     """Apply backspaces, as manual pages and progress displays use them."""
     if "\b" not in line:
         return line
-    kept: list[str] = []
-    for sign in line:
-        if sign != "\b":
-            kept.append(sign)
-        elif kept:
-            kept.pop()
-    return "".join(kept)
+    characters: list[str] = []
+    for character in line:
+        if character != "\b":
+            characters.append(character)
+        elif characters:
+            characters.pop()
+    return "".join(characters)
 
 
-def _first_lines(data: bytes, most: int) -> bytes:
+def _first_lines(data: bytes, max_lines: int) -> bytes:
     at = 0
-    for _ in range(most):
+    for _ in range(max_lines):
         at = data.find(b"\n", at) + 1
         if at == 0:
             return data
     return data[:at]
 
 
-def _last_lines(data: bytes, most: int) -> bytes:
+def _last_lines(data: bytes, max_lines: int) -> bytes:
     at = len(data) - data.endswith(b"\n")
-    for _ in range(most):
+    for _ in range(max_lines):
         at = data.rfind(b"\n", 0, at)
         if at < 0:
             return data
@@ -164,12 +166,12 @@ def _size_of(first: int) -> int:
     return 4 if 0xF0 <= first < 0xF5 else 1
 
 
-_NOT_KEPT = {
+_STATE_LOSS_REASONS = {
     "replaced": "it replaced its shell (exec), the shell's EXIT trap, or a builtin that the trap needs",
     "too_large": "they are more than 256 KiB",
     "no_room": "there is no room left in /output",
 }
-_FACTS = "cwd, exported variables and functions of this command were not kept"
+_STATE_NOT_KEPT = "cwd, exported variables and functions of this command were not kept"
 
 
 def build_outcome(
@@ -242,9 +244,10 @@ def _rest_hint(done: Mapping[str, Any]) -> str:
     spill = done.get("spill")
     if spill is None:
         return f"there was no room in /output to keep them; {NARROWER}" if done.get("spill_failed") else NARROWER
-    what = "all of it" if spill["whole"] else f"its first {spill['bytes']} bytes, for more there was no room,"
+    extent = "all of it" if spill["whole"] else f"its first {spill['bytes']} bytes, the rest had no room,"
     size = f"{spill['lines']} lines" if spill["lines"] is not None else f"{spill['bytes']} bytes"
-    return f"{what} is in {show_name(spill['path'])} ({size}); go on with {build_read_call(spill['path'], '{offset}')}"
+    read_call = build_read_call(spill["path"], "{offset}")
+    return f"{extent} is in {show_name(spill['path'])} ({size}); continue with {read_call}"
 
 
 def _place_notes(done: Mapping[str, Any]) -> list[str]:
@@ -259,9 +262,9 @@ def _place_notes(done: Mapping[str, Any]) -> list[str]:
             f"in {folder}]"
         )
     elif state.get("stray") == "":
-        notes.append(f"[the folder in which the shell ended is gone: cwd was not kept, it is {folder}]")
+        notes.append(f"[the folder in which the shell ended was removed: cwd is {folder}]")
     if state.get("lost"):
-        notes.append(f"[the session's folder {show_name(state['lost'])} is gone: the command was run in the workspace]")
+        notes.append(f"[the session's folder {show_name(state['lost'])} was removed: the command ran in the workspace]")
     return notes
 
 
@@ -275,12 +278,12 @@ def _end_notes(done: Mapping[str, Any], background: str) -> list[str]:
     kill = done.get("kill")
     if kill and not done["timed_out"] and not done["cancelled"]:
         notes.append(
-            f"[processes that the command had left running were ended with it: {kill['signalled']}; start what is to "
-            f"stay with {background}]"
+            f"[{kill['signalled']} processes that the command left running were ended; start processes that must "
+            f"continue with {background}]"
         )
-    reason = _NOT_KEPT.get((done.get("state") or {}).get("outcome", ""))
+    reason = _STATE_LOSS_REASONS.get((done.get("state") or {}).get("outcome", ""))
     if reason is not None:
-        notes.append(f"[{_FACTS}: {reason}]")
+        notes.append(f"[{_STATE_NOT_KEPT}: {reason}]")
     return notes
 
 
@@ -290,7 +293,7 @@ def _exit_notes(done: Mapping[str, Any]) -> list[str]:
         return []
     parts = [f"exit code {code}"]
     if len(statuses) > 1 and any(statuses):
-        parts.append(f"of its last pipeline's members: {' '.join(map(str, statuses))}")
+        parts.append(f"exit codes of the last pipeline: {' '.join(map(str, statuses))}")
     elif code == 0:
         return []
     if code > 128 and name_signal(code - 128).startswith("SIG"):
@@ -299,10 +302,12 @@ def _exit_notes(done: Mapping[str, Any]) -> list[str]:
 
 
 def _limit_notes(arguments: Mapping[str, Any], done: Mapping[str, Any], context: ToolContext) -> list[str]:
-    asked = arguments.get("timeout", 0)
-    if asked <= context.timeout_s:
+    requested_s = arguments.get("timeout", 0)
+    if requested_s <= context.timeout_s:
         return []
     unit = (
-        ": it is given in seconds, not milliseconds" if asked >= 10_000 and context.timeout_s == MAX_TIMEOUT_S else ""
+        ": it is given in seconds, not milliseconds"
+        if requested_s >= 10_000 and context.timeout_s == MAX_TIMEOUT_S
+        else ""
     )
     return [f"[timeout was clamped to {context.timeout_s:g} s{unit}]"]

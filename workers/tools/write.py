@@ -57,11 +57,11 @@ def _write(arguments: dict[str, Any], environment: ToolEnvironment) -> Outcome:
         "max_bytes": MAX_OUTPUT_BYTES,
     }
     response = environment.run({**request, "timeout_s": environment.context.timeout_s}, body)
-    done, told = response.done, decode(response.streams.get("file", b""))
+    done, excerpt = response.done, decode(response.streams.get("file", b""))
     verb = "created" if done["created"] else {"append": "appended to"}.get(mode, "overwrote")
     head = f"{verb} {show_name(path)} ({done['written']} bytes, {done['lines']} lines)"
     metadata = {"size_bytes": done["size"], "created": done["created"], "encoding": done["encoding"]}
-    return Outcome(f"{head}\n{told}" if told else head, metadata)
+    return Outcome(f"{head}\n{excerpt}" if excerpt else head, metadata)
 
 
 WRITE_TOOL = WorkerTool(_WRITE, _write)

@@ -59,17 +59,17 @@ class Range:
     version: int
     first: int
     last: int
-    why: str
+    reason: str
 
     def holds(self, address: Address) -> bool:
         return address.version == self.version and self.first <= int(address) <= self.last
 
 
-def _range(network: Network, why: str) -> Range:
-    return Range(network.version, int(network.network_address), int(network.broadcast_address), why)
+def _range(network: Network, reason: str) -> Range:
+    return Range(network.version, int(network.network_address), int(network.broadcast_address), reason)
 
 
-_REFUSED = tuple(_range(ipaddress.ip_network(text), why) for text, why in {**_REFUSED_V4, **_REFUSED_V6}.items())
+_REFUSED = tuple(_range(ipaddress.ip_network(text), reason) for text, reason in {**_REFUSED_V4, **_REFUSED_V6}.items())
 
 
 class AddressRules:
@@ -87,13 +87,13 @@ class AddressRules:
 
     def is_closed_by_operator(self, address: Address) -> bool:
         """Return whether the address is in a range of the operator. No exception opens such a range."""
-        return any(held.holds(address) for held in self._own)
+        return any(closed.holds(address) for closed in self._own)
 
     def refusal(self, address: Address) -> str | None:
         """Return the reason why the address is refused; None if connections to the address are allowed."""
-        own = next((held.why for held in self._refused if held.holds(address)), None)
-        if own is not None or isinstance(address, ipaddress.IPv4Address):
-            return own
+        reason = next((refused.reason for refused in self._refused if refused.holds(address)), None)
+        if reason is not None or isinstance(address, ipaddress.IPv4Address):
+            return reason
         # An IPv6 address can carry an IPv4 address inside. The embedded address decides, otherwise a private IPv4
         # address could pass in IPv6 form.
         if self._nat64_prefix is not None and address in self._nat64_prefix:
@@ -126,5 +126,5 @@ def check_peer(sock: socket.socket, address: Address, target: Target) -> None:
     peer = ipaddress.ip_address(str(sock.getpeername()[0]))
     if int(peer) != int(address) or peer.version != address.version:
         raise ToolFailure(
-            ErrorCode.SECURITY_REFUSED, f"the connection to {target.host} led to another address than the judged one"
+            ErrorCode.SECURITY_REFUSED, f"the connection to {target.host} led to another address than the checked one"
         )

@@ -24,11 +24,11 @@ class BodyDecoder:
         if self._encoding not in ("", "identity", "gzip", "x-gzip", "deflate"):
             raise ToolFailure(
                 ErrorCode.NETWORK_ERROR,
-                f"the body is packed as {self._encoding[:40]!r}, but only one layer of {ACCEPTED} was asked for",
+                f"the body is compressed as {self._encoding[:40]!r}, but only one layer of {ACCEPTED} was requested",
             )
         self._is_packed = self._encoding not in ("", "identity")
         self._inflater: zlib._Decompress | None = None
-        self._held = b""
+        self._unread = b""
         self.packed = 0
         self.unpacked = 0
 
@@ -43,20 +43,18 @@ class BodyDecoder:
         try:
             yield from self._inflate(data)
         except zlib.error:
-            raise ToolFailure(
-                ErrorCode.NETWORK_ERROR, f"the body is not the {self._encoding} that its header says"
-            ) from None
+            raise ToolFailure(ErrorCode.NETWORK_ERROR, f"the body is not valid {self._encoding} data") from None
 
     def finish(self) -> None:
         """Raise ToolFailure(NETWORK_ERROR) if the body ended too early."""
-        if self._is_packed and self.packed and (self._held or self._inflater is None or not self._inflater.eof):
+        if self._is_packed and self.packed and (self._unread or self._inflater is None or not self._inflater.eof):
             raise ToolFailure(
                 ErrorCode.NETWORK_ERROR, f"the body ended in the middle of its {self._encoding} data", cause="reset"
             )
 
     def _inflate(self, data: bytes) -> Iterator[bytes]:
-        data = self._held + data
-        self._held = b""
+        data = self._unread + data
+        self._unread = b""
         is_full = False
         while data or is_full:
             if self._inflater is None or self._inflater.eof:
@@ -64,7 +62,7 @@ class BodyDecoder:
                     # Data after the end is padding. Other readers ignore it too.
                     return
                 if len(data) < 2:
-                    self._held = data
+                    self._unread = data
                     return
                 self._inflater = zlib.decompressobj(self._window_bits(data))
             piece = self._inflater.decompress(data, _PIECE_BYTES)
@@ -88,15 +86,15 @@ class BodyDecoder:
     def _counted(self, piece: bytes) -> bytes:
         self.unpacked += len(piece)
         if self.unpacked > self._limits.decoded_bytes:
-            raise too_large(f"it is more than {self._limits.decoded_bytes} bytes unpacked")
+            raise too_large(f"it is more than {self._limits.decoded_bytes} bytes after decompression")
         # Small bodies are exempt from the ratio: a short, repetitive page compresses well and is harmless.
         if self._is_packed and self.unpacked > max(self._limits.ratio_floor_bytes, self._limits.ratio * self.packed):
-            raise too_large(f"it unpacks to more than {self._limits.ratio} times its size")
+            raise too_large(f"it decompresses to more than {self._limits.ratio} times its size")
         return piece
 
 
-def too_large(why: str) -> ToolFailure:
+def too_large(reason: str) -> ToolFailure:
     """Return the failure for a body that is too large."""
     return ToolFailure(
-        ErrorCode.FILE_TOO_LARGE, f"the page is too large: {why}; fetch a smaller page, or one part of it"
+        ErrorCode.FILE_TOO_LARGE, f"the page is too large: {reason}; fetch a smaller page, or one part of it"
     )

@@ -50,24 +50,24 @@ _WIDER = {
 
 @dataclass(frozen=True)
 class Decoded:
-    """Decoded text. `how`: header, mark, meta or guess. `replaced`: the number of characters that were invalid in the
-    charset and became U+FFFD.
+    """Decoded text. `source` of the charset: header, mark, meta or guess. `replaced`: the number of characters that
+    were invalid in the charset and became U+FFFD.
     """
 
     text: str
     charset: str
-    how: str
+    source: str
     replaced: int = 0
 
 
 def decode_body(body: bytes, declared: str | None, *, is_html: bool) -> Decoded:
     """Decode a body. This function never fails. `declared`: the charset in the Content-Type header."""
-    charset, how = _choose(body, declared, is_html)
+    charset, source = _choose(body, declared, is_html)
     try:
-        return Decoded(body.decode(charset).removeprefix("\ufeff"), charset, how)
+        return Decoded(body.decode(charset).removeprefix("\ufeff"), charset, source)
     except UnicodeDecodeError:
         text = body.decode(charset, "replace").removeprefix("\ufeff")
-        return Decoded(text, charset, how, text.count("\ufffd"))
+        return Decoded(text, charset, source, text.count("\ufffd"))
 
 
 def known_charset(label: str) -> str | None:

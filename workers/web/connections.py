@@ -49,11 +49,11 @@ class JudgedBackend(httpcore2.AsyncNetworkBackend):
             # Every address gets an equal share of the remaining time, so a silent address does not use the time of
             # the others.
             share_s = max(0.05, (until - self._deadline.now()) / (len(self._addresses) - at))
-            limit_s = self._deadline.left(f"connecting to {target.host}", share_s)
+            limit_s = self._deadline.remaining_s(f"connecting to {target.host}", share_s)
             try:
                 stream = await self._sockets.connect_tcp(str(address), target.port, limit_s)
             except httpcore2.ConnectTimeout:
-                failure = _slow(target.host, f"does not take connections within {self._limits.connect_s:g} s")
+                failure = _slow(target.host, f"accepted no connection within {self._limits.connect_s:g} s")
             except httpcore2.ConnectError:
                 failure = _failed("refused", f"{target.host} port {target.port} refused the connection")
             else:
@@ -90,13 +90,13 @@ class BoundedStream(httpcore2.AsyncNetworkStream):
 
     async def write(self, buffer: bytes, timeout: float | None = None) -> None:
         """Send `buffer`. Raises ToolFailure: NETWORK_ERROR, TIMEOUT."""
-        limit_s = self._deadline.left(f"sending to {self._host}", self._limits.first_byte_s)
+        limit_s = self._deadline.remaining_s(f"sending to {self._host}", self._limits.first_byte_s)
         try:
             await self._stream.write(buffer, limit_s)
         except httpcore2.WriteTimeout:
-            raise _slow(self._host, "did not take the request") from None
+            raise _slow(self._host, "did not accept the request") from None
         except httpcore2.WriteError:
-            raise _failed("reset", f"{self._host} broke the connection off while the request was sent") from None
+            raise _failed("reset", f"{self._host} closed the connection while the request was sent") from None
 
     async def read(self, max_bytes: int, timeout: float | None = None) -> bytes:
         """Return the next bytes; empty at the end. Raises ToolFailure: NETWORK_ERROR, TIMEOUT, FILE_TOO_LARGE."""
@@ -106,7 +106,7 @@ class BoundedStream(httpcore2.AsyncNetworkStream):
             self._next_window()
         self._received += len(data)
         if self._received > self._limits.wire_bytes + self._limits.header_bytes:
-            raise too_large(f"more than {self._limits.wire_bytes} bytes came")
+            raise too_large(f"more than {self._limits.wire_bytes} bytes arrived")
         self._window_bytes += len(data)
         if self._window_from is None:
             self._window_from = self._deadline.now()
@@ -116,14 +116,14 @@ class BoundedStream(httpcore2.AsyncNetworkStream):
 
     async def _read_once(self, max_bytes: int) -> bytes | None:
         """Return the next bytes; None if the rate window ended before any byte arrived."""
-        doing = f"waiting for {self._host}" if self._window_from is None else f"reading from {self._host}"
+        step = f"waiting for {self._host}" if self._window_from is None else f"reading from {self._host}"
         try:
-            return await self._stream.read(max_bytes, self._deadline.left(doing, self._wait_s()))
+            return await self._stream.read(max_bytes, self._deadline.remaining_s(step, self._wait_s()))
         except httpcore2.ReadTimeout:
-            self._deadline.left(doing)
+            self._deadline.remaining_s(step)
             return None
         except httpcore2.ReadError:
-            raise _failed("reset", f"{self._host} broke the connection off") from None
+            raise _failed("reset", f"{self._host} closed the connection") from None
 
     def _wait_s(self) -> float:
         if self._window_from is None:
@@ -144,23 +144,23 @@ class BoundedStream(httpcore2.AsyncNetworkStream):
         self, ssl_context: ssl.SSLContext, server_hostname: str | None = None, timeout: float | None = None
     ) -> "BoundedStream":
         """Start TLS on the connection. Raises ToolFailure: NETWORK_ERROR with the cause `tls` or `reset`, TIMEOUT."""
-        limit_s = self._deadline.left(f"greeting {self._host}", self._limits.tls_s)
+        limit_s = self._deadline.remaining_s(f"starting TLS with {self._host}", self._limits.tls_s)
         try:
             self._stream = await self._stream.start_tls(ssl_context, server_hostname, limit_s)
         except httpcore2.ConnectTimeout:
-            raise _slow(self._host, f"did not finish the TLS greeting within {self._limits.tls_s:g} s") from None
+            raise _slow(self._host, f"did not finish the TLS handshake within {self._limits.tls_s:g} s") from None
         except (httpcore2.ConnectError, ValueError) as error:
             raise self._tls_failure(error.__cause__ or error) from None
         return self
 
     def _tls_failure(self, cause: BaseException) -> ToolFailure:
         if isinstance(cause, ssl.SSLCertVerificationError):
-            why = f"the certificate of {self._host} is not accepted ({cause.verify_message})"
+            reason = f"the certificate of {self._host} is not accepted ({cause.verify_message})"
         elif isinstance(cause, ssl.SSLError | ValueError):
-            why = f"no secure connection to {self._host} ({getattr(cause, 'reason', None) or 'no TLS'})"
+            reason = f"no secure connection to {self._host} ({getattr(cause, 'reason', None) or 'no TLS'})"
         else:
-            return _failed("reset", f"{self._host} broke the connection off in the TLS greeting")
-        return _failed("tls", f"TLS: {why}")
+            return _failed("reset", f"{self._host} closed the connection during the TLS handshake")
+        return _failed("tls", f"TLS: {reason}")
 
     async def aclose(self) -> None:
         """Close the connection."""
@@ -178,8 +178,8 @@ def header_flood(host: str, limits: FetchLimits) -> ToolFailure:
     )
 
 
-def _slow(host: str, what: str) -> ToolFailure:
-    return ToolFailure(ErrorCode.TIMEOUT, f"{host} {what}: try again later, or another source")
+def _slow(host: str, problem: str) -> ToolFailure:
+    return ToolFailure(ErrorCode.TIMEOUT, f"{host} {problem}: try again later, or another source")
 
 
 def _failed(cause: str, sentence: str) -> ToolFailure:

@@ -80,7 +80,7 @@ def read_document(page: Page, kind: DocumentFormat, extractor: Extractor, deadli
     notes = []
     # JSON without a charset is UTF-8, and pure ASCII reads the same in every supported charset. A note would be
     # noise.
-    if decoded.how == "guess" and not (is_json(name) and decoded.charset == "utf-8") and not decoded.text.isascii():
+    if decoded.source == "guess" and not (is_json(name) and decoded.charset == "utf-8") and not decoded.text.isascii():
         notes.append(f"the page does not say its charset: read as {decoded.charset}")
     if decoded.replaced:
         notes.append(f"{decoded.replaced} characters that are not {decoded.charset} are shown as \ufffd")
@@ -99,5 +99,5 @@ def read_document(page: Page, kind: DocumentFormat, extractor: Extractor, deadli
         laid_out = lay_out_json(text)
         text = text if laid_out is None else laid_out
         if laid_out is None:
-            notes.append("shown as it came: it is not JSON, or too large to be laid out")
+            notes.append("shown unchanged: it is not JSON, or too large to be laid out")
     return Document(name, printable(text), one_line(title, MAX_TITLE_CHARS), decoded.charset, tuple(notes))

@@ -19,7 +19,7 @@ _METADATA_NAMES = frozenset(
 
 
 @dataclass(frozen=True)
-class EgressRules:
+class WebAccessRules:
     """The operator's rules. Every host is lower-case ASCII, as in Target.
 
     `allowed_hosts`: `host`, or `host:port` for that port only. A listed host passes the rules for names, addresses
@@ -35,9 +35,9 @@ class EgressRules:
     def check_target(self, target: Target) -> None:
         """Check everything that is known before the name lookup. Raises ToolFailure(SECURITY_REFUSED)."""
         if self.only_hosts and not any(matches(pattern, target.host) for pattern in self.only_hosts):
-            raise refused(f"{target.host} is not among the hosts that the operator lets be fetched")
+            raise refused(f"{target.host} is not among the hosts that the operator allows")
         if target.port not in self.ports and not self._is_allowed(target):
-            raise refused(f"port {target.port} is not fetched from, only {', '.join(map(str, sorted(self.ports)))}")
+            raise refused(f"port {target.port} is not allowed, only {', '.join(map(str, sorted(self.ports)))}")
         if target.literal is not None:
             self.check_addresses(target, [target.literal])
         elif not self._is_allowed(target) and is_private_name(target.host):
@@ -50,9 +50,9 @@ class EgressRules:
         if self._is_allowed(target):
             return
         for address in addresses:
-            why = self.addresses.refusal(address)
-            if why is not None:
-                raise refused(f"{target.host} leads to an address that is not public ({why})")
+            reason = self.addresses.refusal(address)
+            if reason is not None:
+                raise refused(f"{target.host} leads to an address that is not public ({reason})")
 
     def _is_allowed(self, target: Target) -> bool:
         # An entry with a port allows only that port of the host.

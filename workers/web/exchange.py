@@ -21,7 +21,7 @@ USER_AGENT = "toolcrew (a tool of a language model)"
 
 
 @dataclass(frozen=True)
-class Request:
+class HttpRequest:
     """A request. `headers`: sent in addition to the standard headers. A header may contain a key, so `repr` omits
     them.
     """
@@ -49,7 +49,7 @@ class Head:
 
 
 @dataclass(frozen=True)
-class Answer:
+class HttpResponse:
     """A response. `body`: decompressed, up to the requested size. `is_whole`: whether `body` is the complete body."""
 
     head: Head
@@ -64,8 +64,8 @@ error. A number: at most so many bytes, and an empty body is accepted.
 
 
 @dataclass(frozen=True)
-class Route:
-    """Route of a request: the checked addresses of its target, the limits, the deadline, and the TLS context."""
+class ConnectionOptions:
+    """The checked addresses of a target, the limits, the deadline, and the TLS context."""
 
     addresses: Sequence[Address]
     limits: FetchLimits
@@ -73,32 +73,32 @@ class Route:
     tls: ssl.SSLContext
 
 
-def exchange(request: Request, route: Route, body_bytes: BodyBytes) -> Answer:
+def exchange(request: HttpRequest, options: ConnectionOptions, body_bytes: BodyBytes) -> HttpResponse:
     """Connect, send the request and read the response. Raises ToolFailure: NETWORK_ERROR, TIMEOUT, FILE_TOO_LARGE,
     SECURITY_REFUSED.
     """
     # The event loop runs in its own thread. An exception in the main thread interrupts a call, and an event loop in
     # the main thread could lose this exception.
     with start_blocking_portal(name="http") as portal:
-        return portal.call(_exchange, request, route, body_bytes)
+        return portal.call(_exchange, request, options, body_bytes)
 
 
-async def _exchange(request: Request, route: Route, body_bytes: BodyBytes) -> Answer:
-    async with open_response(request, route) as response:
-        wanted = body_bytes(response.head)
-        if wanted == 0:
-            return Answer(response.head, b"", is_whole=False)
+async def _exchange(request: HttpRequest, options: ConnectionOptions, body_bytes: BodyBytes) -> HttpResponse:
+    async with open_response(request, options) as response:
+        max_bytes = body_bytes(response.head)
+        if max_bytes == 0:
+            return HttpResponse(response.head, b"", is_whole=False)
         try:
-            return await read_body(response, wanted)
+            return await read_body(response, max_bytes)
         except (ToolFailure, httpcore2.RemoteProtocolError):
-            if wanted is None:
+            if max_bytes is None:
                 raise
             # The status is the result. A failure while reading the body would only hide the status.
-            return Answer(response.head, b"", is_whole=False)
+            return HttpResponse(response.head, b"", is_whole=False)
 
 
 @dataclass(frozen=True)
-class Response:
+class ResponseStream:
     """A response before its body is read."""
 
     head: Head
@@ -119,11 +119,11 @@ class Response:
 
 
 @asynccontextmanager
-async def open_response(request: Request, route: Route) -> AsyncIterator[Response]:
+async def open_response(request: HttpRequest, options: ConnectionOptions) -> AsyncIterator[ResponseStream]:
     """Connect, send the request and read the head. Raises ToolFailure as `exchange` does, also for errors inside the
     `async with` block.
     """
-    target, limits = request.target, route.limits
+    target, limits = request.target, options.limits
     headers = {
         "Host": target.authority,
         "User-Agent": USER_AGENT,
@@ -135,16 +135,16 @@ async def open_response(request: Request, route: Route) -> AsyncIterator[Respons
         headers["Content-Length"] = str(len(request.body))
     # The URL is passed in parts, so no second parser can read it differently.
     url = httpcore2.URL(scheme=target.scheme, host=target.host, port=target.port, target=target.path)
-    backend = JudgedBackend(target, route.addresses, limits, route.deadline)
+    backend = JudgedBackend(target, options.addresses, limits, options.deadline)
     try:
-        async with httpcore2.AsyncHTTPConnection(url.origin, route.tls, network_backend=backend) as connection:
+        async with httpcore2.AsyncHTTPConnection(url.origin, options.tls, network_backend=backend) as connection:
             response = await connection.handle_async_request(
                 httpcore2.Request(request.method, url, headers=list(headers.items()), content=request.body)
             )
             response.extensions["network_stream"].has_head = True
             head = _parse_head(response, target.host, limits)
             assert isinstance(response.stream, AsyncIterable)
-            yield Response(head, response.stream, limits)
+            yield ResponseStream(head, response.stream, limits)
     except httpcore2.RemoteProtocolError as error:
         raise _translate(error, target.host, limits) from None
     except (httpcore2.LocalProtocolError, UnicodeError):
@@ -167,30 +167,30 @@ def _parse_head(response: httpcore2.Response, host: str, limits: FetchLimits) ->
     return Head(response.status, headers)
 
 
-async def read_body(response: Response, wanted: int | None) -> Answer:
-    """Read the body. `wanted`: the number of bytes, as BodyBytes defines. Raises ToolFailure."""
+async def read_body(response: ResponseStream, max_bytes: int | None) -> HttpResponse:
+    """Read the body. `max_bytes`: the number of bytes, as BodyBytes defines. Raises ToolFailure."""
     head, limits = response.head, response.limits
     length = head.headers.get("content-length", "")
-    if wanted is None and length.isdecimal() and int(length[:20]) > limits.wire_bytes:
+    if max_bytes is None and length.isdecimal() and int(length[:20]) > limits.wire_bytes:
         raise too_large(f"{length[:20]} bytes, more than {limits.wire_bytes}")
     body = bytearray()
     async with aclosing(response.pieces()) as pieces:
         async for piece in pieces:
             body += piece
-            if wanted is not None and len(body) >= wanted:
-                return Answer(head, bytes(body[:wanted]), is_whole=False)
-    return Answer(head, bytes(body))
+            if max_bytes is not None and len(body) >= max_bytes:
+                return HttpResponse(head, bytes(body[:max_bytes]), is_whole=False)
+    return HttpResponse(head, bytes(body))
 
 
 def _translate(error: httpcore2.RemoteProtocolError, host: str, limits: FetchLimits) -> ToolFailure:
     """Return the failure for an error of the HTTP parser. The parser's own message is not used: it may repeat text of
     the server.
     """
-    words = str(error)
-    if "Receive buffer too long" in words:
+    text = str(error)
+    if "Receive buffer too long" in text:
         return header_flood(host, limits)
-    if "disconnected" in words or "closed connection" in words:
-        cause, what = "reset", "closed the connection before its answer was complete"
+    if "disconnected" in text or "closed connection" in text:
+        cause, problem = "reset", "closed the connection before its answer was complete"
     else:
-        cause, what = "protocol", "does not answer in HTTP/1.1"
-    return ToolFailure(ErrorCode.NETWORK_ERROR, f"{host} {what}: try again, or another source", cause=cause)
+        cause, problem = "protocol", "does not answer in HTTP/1.1"
+    return ToolFailure(ErrorCode.NETWORK_ERROR, f"{host} {problem}: try again, or another source", cause=cause)

@@ -37,7 +37,7 @@ _HIDDEN = frozenset(("script", "style", "template", "svg", "iframe", "object"))
 # System calls of Landlock, whose numbers are the same on every architecture, and the rights that each version can
 # forbid.
 _CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446
-_ASK_VERSION, _BENEATH_PATH, _PR_SET_NO_NEW_PRIVS = 1, 1, 38
+_GET_VERSION, _BENEATH_PATH, _PR_SET_NO_NEW_PRIVS = 1, 1, 38
 _READ_FILES = 0b1100
 _ALL_OF_FILES, _TCP, _SIGNALS_AND_SOCKETS = (1 << 13) - 1, 0b11, 0b11
 
@@ -147,14 +147,14 @@ def extract(order: dict[str, Any], page: str) -> dict[str, Any]:
 
 
 def limit_resources(cpu_s: int) -> None:
-    for what, most in (
+    for kind, limit in (
         (resource.RLIMIT_AS, MEMORY_BYTES),
         (resource.RLIMIT_CPU, cpu_s),
         (resource.RLIMIT_FSIZE, OUTPUT_BYTES),
         (resource.RLIMIT_CORE, 0),
         (resource.RLIMIT_NOFILE, 64),
     ):
-        resource.setrlimit(what, (most, most))
+        resource.setrlimit(kind, (limit, limit))
     # The alarm ends this program even if the worker that started it dies.
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.alarm(cpu_s + 1)
@@ -169,7 +169,7 @@ def confine() -> bool:
     matters because /proc of the worker shows the worker's environment.
     """
     libc = ctypes.CDLL(None)
-    version = libc.syscall(_CREATE_RULESET, None, 0, _ASK_VERSION)
+    version = libc.syscall(_CREATE_RULESET, None, 0, _GET_VERSION)
     if version < 1:
         return False
     rules = struct.pack("=QQQ", _ALL_OF_FILES, _TCP, _SIGNALS_AND_SOCKETS)[

@@ -11,8 +11,8 @@ from http import HTTPStatus
 from contract.errors import ErrorCode, ToolFailure
 from store.web_pages import FRESH_S, Page, PageStore, fresh_for_s, may_be_kept, validator
 from workers.web.connections import build_tls
-from workers.web.egress import EgressRules
-from workers.web.exchange import Answer, Head, Request, Route, exchange
+from workers.web.egress import WebAccessRules
+from workers.web.exchange import ConnectionOptions, Head, HttpRequest, HttpResponse, exchange
 from workers.web.limits import Deadline, FetchLimits
 from workers.web.media_types import media_type, reads_as_text
 from workers.web.resolver import Resolver
@@ -35,7 +35,7 @@ class Fetched:
 @dataclass(frozen=True)
 class _Hop:
     target: Target
-    answer: Answer
+    response: HttpResponse
     redirects: tuple[str, ...]
 
 
@@ -45,7 +45,7 @@ class Fetcher:
     def __init__(
         self,
         resolver: Resolver,
-        rules: EgressRules,
+        rules: WebAccessRules,
         store: PageStore,
         *,
         per_minute: int | None = None,
@@ -80,20 +80,22 @@ class Fetcher:
         last = self._follow(target, deadline, stored)
         if (
             stored is not None
-            and last.answer.head.status == HTTPStatus.NOT_MODIFIED
+            and last.response.head.status == HTTPStatus.NOT_MODIFIED
             and _conditions(last.target, stored)
         ):
-            confirmed = self._confirm(stored, last.answer.head)
+            confirmed = self._confirm(stored, last.response.head)
             self._store.keep(tenant, confirmed)
             return Fetched(confirmed, "revalidated")
         page = self._page(target, last)
-        if page.status == HTTPStatus.OK and page.is_whole and may_be_kept(last.answer.head.headers):
+        if page.status == HTTPStatus.OK and page.is_whole and may_be_kept(last.response.head.headers):
             self._store.keep(tenant, page)
         return Fetched(page, "network")
 
     def _check_rate(self, tenant: str) -> None:
         if self._per_minute is not None and self._store.count(tenant) > self._per_minute:
-            raise refused(f"more than {self._per_minute} pages were fetched within a minute; go on in the next one")
+            raise refused(
+                f"more than {self._per_minute} pages were fetched within a minute; continue in the next minute"
+            )
 
     def _is_still_allowed(self, stored: Page) -> bool:
         """Return whether the rules still allow the final URL of a stored page. The operator may have closed the host
@@ -114,17 +116,17 @@ class Fetcher:
         while True:
             try:
                 self._rules.check_target(target)
-                answer = self._send_request(target, deadline, stored)
+                response = self._send_request(target, deadline, stored)
             except ToolFailure as failure:
                 raise (_of_redirect(base, failure) if redirects else failure) from None
-            location = answer.head.headers.get("location")
-            if answer.head.status not in _REDIRECTS or location is None:
-                return _Hop(target, answer, redirects)
+            location = response.head.headers.get("location")
+            if response.head.status not in _REDIRECTS or location is None:
+                return _Hop(target, response, redirects)
             if len(redirects) >= self._limits.redirects:
                 raise ToolFailure(
                     ErrorCode.NETWORK_ERROR,
-                    f"more than {self._limits.redirects} redirects, the last from {target.url}: fetch where you want "
-                    "to go directly",
+                    f"more than {self._limits.redirects} redirects, the last from {target.url}: fetch the final URL "
+                    "directly",
                     cause="redirects",
                 )
             base, target = target, self._redirected(target, location)
@@ -140,13 +142,13 @@ class Fetcher:
             raise _of_redirect(base, failure) from None
         return target
 
-    def _send_request(self, target: Target, deadline: Deadline, stored: Page | None) -> Answer:
+    def _send_request(self, target: Target, deadline: Deadline, stored: Page | None) -> HttpResponse:
         addresses = [target.literal] if target.literal is not None else []
         addresses = addresses or list(self._resolver.resolve(target.host, deadline, self._limits.resolve_s))
         self._rules.check_addresses(target, addresses)
         # Every hop gets a new request, so no header for one origin reaches the next origin.
-        request = Request(target, headers={"Accept": ACCEPT, **_conditions(target, stored)})
-        return exchange(request, Route(addresses, self._limits, deadline, self._tls), self._body_bytes)
+        request = HttpRequest(target, headers={"Accept": ACCEPT, **_conditions(target, stored)})
+        return exchange(request, ConnectionOptions(addresses, self._limits, deadline, self._tls), self._body_bytes)
 
     def _body_bytes(self, head: Head) -> int | None:
         if head.status in _REDIRECTS or head.status == HTTPStatus.NOT_MODIFIED:
@@ -156,7 +158,7 @@ class Fetcher:
         return None if 200 <= head.status < 300 else self._limits.error_body_bytes
 
     def _page(self, requested: Target, hop: _Hop) -> Page:
-        head, now = hop.answer.head, self._clock()
+        head, now = hop.response.head, self._clock()
         length = head.headers.get("content-length", "")
         return Page(
             url=requested.url,
@@ -164,8 +166,8 @@ class Fetcher:
             status=head.status,
             phrase=head.phrase,
             content_type=head.headers.get("content-type", "")[:256],
-            body=hop.answer.body,
-            is_whole=hop.answer.is_whole,
+            body=hop.response.body,
+            is_whole=hop.response.is_whole,
             told_bytes=int(length) if length.isdecimal() and len(length) < 16 else None,
             redirects=hop.redirects,
             etag=validator(head.headers, "etag"),

@@ -46,22 +46,22 @@ class Deadline:
     def now(self) -> float:
         return self._clock()
 
-    def left(self, doing: str, at_most: float | None = None) -> float:
+    def remaining_s(self, step: str, at_most: float | None = None) -> float:
         """Return the seconds for a wait: more than 0 and at most `at_most`. Raises ToolFailure(TIMEOUT): when the
-        deadline has passed; the message names the step `doing`.
+        deadline has passed; the message names the `step`.
         """
-        left = self._until - self._clock()
-        if left <= 0:
-            raise self.passed(doing)
-        return left if at_most is None else min(left, at_most)
+        seconds = self._until - self._clock()
+        if seconds <= 0:
+            raise self.passed(step)
+        return seconds if at_most is None else min(seconds, at_most)
 
     def is_within(self, seconds: float) -> bool:
         """Return whether a wait of `seconds` ends before the deadline."""
         return self._clock() + seconds < self._until
 
-    def passed(self, doing: str) -> ToolFailure:
+    def passed(self, step: str) -> ToolFailure:
         return ToolFailure(
             ErrorCode.TIMEOUT,
-            f"the limit of {self.total_s:g} s passed while {doing}: try again with a larger timeout, or another source",
+            f"the limit of {self.total_s:g} s passed while {step}: try again with a larger timeout, or another source",
             limit_s=self.total_s,
         )

@@ -86,7 +86,7 @@ class Extractor:
         self, html: str, url: str, text_format: TextFormat, method: str, deadline: Deadline
     ) -> _ProgramOutput | None:
         """Run the program; return None if the program died or wrote invalid output."""
-        limit_s = deadline.left("reading the page", self._parse_s)
+        limit_s = deadline.remaining_s("reading the page", self._parse_s)
         order = {"format": text_format, "url": url, "method": method, "cpu_s": max(1, round(self._parse_s))}
         # Files in memory replace pipes: neither process can block the other, and the program limits the size of its
         # output.
@@ -94,7 +94,7 @@ class Extractor:
             stdin.write(json.dumps(order).encode() + b"\n" + html.encode("utf-8", "replace"))
             stdin.seek(0)
             if not _finishes([sys.executable, "-I", str(_PROGRAM)], stdin.fileno(), stdout.fileno(), limit_s):
-                deadline.left("reading the page")
+                deadline.remaining_s("reading the page")
                 return None
             stdout.seek(0)
             return _parse_output(stdout.read(MAX_TEXT_BYTES + 1))

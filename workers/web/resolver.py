@@ -36,7 +36,7 @@ class SystemResolver:
         self._lookups: list[threading.Thread] = []
 
     def resolve(self, host: str, deadline: Deadline, limit_s: float) -> tuple[Address, ...]:
-        limit_s = deadline.left(f"looking up {host}", limit_s)
+        limit_s = deadline.remaining_s(f"looking up {host}", limit_s)
         # A thread lives until the system's resolver returns. The limit prevents a slow name server from filling the
         # process with threads.
         self._lookups = [lookup for lookup in self._lookups if lookup.is_alive()]
@@ -47,24 +47,24 @@ class SystemResolver:
         self._lookups.append(lookup)
         lookup.start()
         try:
-            found = answer.get(timeout=limit_s)
+            result = answer.get(timeout=limit_s)
         except queue.Empty:
             raise _failed(
                 ErrorCode.TIMEOUT, f"DNS: no answer for {host} within {limit_s:g} s; try again or use another host"
             ) from None
-        if isinstance(found, OSError):
-            raise _failed(ErrorCode.NETWORK_ERROR, f"DNS: {host} has no address ({found.strerror}); check the name")
-        return parse_answers(host, found)
+        if isinstance(result, OSError):
+            raise _failed(ErrorCode.NETWORK_ERROR, f"DNS: {host} has no address ({result.strerror}); check the name")
+        return parse_answers(host, result)
 
 
 def _look_up(host: str, answer: "queue.SimpleQueue[list[str] | OSError]") -> None:
     try:
-        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
-        answer.put([str(entry[4][0]) for entry in found])
+        entries = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+        answer.put([str(entry[4][0]) for entry in entries])
     except OSError as error:
         answer.put(error)
     except UnicodeError:
-        answer.put(OSError(0, "the name cannot be asked for"))
+        answer.put(OSError(0, "the name cannot be looked up"))
 
 
 def parse_answers(host: str, answers: list[str]) -> tuple[Address, ...]:
@@ -80,5 +80,5 @@ def parse_answers(host: str, answers: list[str]) -> tuple[Address, ...]:
     return addresses
 
 
-def _failed(code: ErrorCode, why: str) -> ToolFailure:
-    return ToolFailure(code, why, cause="dns")
+def _failed(code: ErrorCode, message: str) -> ToolFailure:
+    return ToolFailure(code, message, cause="dns")

@@ -11,11 +11,11 @@ from workers.settings import WebSettings
 from workers.tools.base import WorkerTool
 from workers.web.addresses import AddressRules
 from workers.web.connections import build_tls
-from workers.web.egress import EgressRules
+from workers.web.egress import WebAccessRules
 from workers.web.fetcher import Fetcher
 from workers.web.providers.base import SearchProvider
 from workers.web.providers.brave import Brave
-from workers.web.providers.endpoint import Endpoint
+from workers.web.providers.endpoint import SearchEndpoint
 from workers.web.providers.exa import Exa
 from workers.web.providers.searxng import Searxng
 from workers.web.providers.tavily import Tavily
@@ -44,9 +44,9 @@ def build_web_tools(
     return build_webfetch(fetcher), build_websearch(build_providers(settings, resolver))
 
 
-def build_egress_rules(settings: WebSettings) -> EgressRules:
+def build_egress_rules(settings: WebSettings) -> WebAccessRules:
     """Return the rules for the hosts and addresses that webfetch_tool may reach."""
-    return EgressRules(
+    return WebAccessRules(
         addresses=AddressRules(settings.refuse_ranges, settings.nat64_prefix),
         ports=WEB_PORTS,
         allowed_hosts=frozenset(host.lower() for host in settings.webfetch_allow_hosts),
@@ -59,9 +59,9 @@ def build_providers(settings: WebSettings, resolver: Resolver) -> tuple[SearchPr
     tls = build_tls()
 
     def with_key(
-        name: str, base_url: str, key: SecretStr, build: Callable[[Endpoint, SecretStr], SearchProvider]
+        name: str, base_url: str, key: SecretStr, build: Callable[[SearchEndpoint, SecretStr], SearchProvider]
     ) -> SearchProvider:
-        endpoint = Endpoint(name, base_url, f"TOOLCREW_{name.upper()}_API_KEY", resolver, tls=tls)
+        endpoint = SearchEndpoint(name, base_url, f"TOOLCREW_{name.upper()}_API_KEY", resolver, tls=tls)
         return build(endpoint, SecretStr(key.get_secret_value().strip()))
 
     configured: list[SearchProvider] = []
@@ -72,7 +72,7 @@ def build_providers(settings: WebSettings, resolver: Resolver) -> tuple[SearchPr
         except ToolFailure as failure:
             raise ConfigError(f"TOOLCREW_SEARXNG_URL: {failure.message}") from None
         advice = "TOOLCREW_SEARXNG_URL, and that the instance's settings list the json format"
-        configured.append(Searxng(Endpoint("searxng", address, advice, resolver, tls=tls)))
+        configured.append(Searxng(SearchEndpoint("searxng", address, advice, resolver, tls=tls)))
     if _is_set(settings.tavily_api_key):
         configured.append(with_key("tavily", TAVILY_URL, settings.tavily_api_key, Tavily))
     if _is_set(settings.brave_api_key):

@@ -153,7 +153,7 @@ def _parse_ipv4(host: str, *, is_plain: bool) -> Address | None:
 def _parse_name(host: str) -> str:
     name = (host if host.isascii() else _to_ascii(host)).lower().removesuffix(".")
     if not name:
-        raise _invalid("it names no host")
+        raise _invalid("it has no host")
     if len(name) > 253 or not all(_LABEL.fullmatch(label) for label in name.split(".")):
         raise _invalid("its host is not a valid name")
     return name
@@ -168,10 +168,10 @@ def _to_ascii(host: str) -> str:
         raise _invalid("its host is not a valid international name") from None
 
 
-def _invalid(why: str) -> ToolFailure:
-    return ToolFailure(ErrorCode.INVALID_ARGUMENTS, f"the url is not accepted: {why}")
+def _invalid(reason: str) -> ToolFailure:
+    return ToolFailure(ErrorCode.INVALID_ARGUMENTS, f"the url is not accepted: {reason}")
 
 
-def refused(why: str) -> ToolFailure:
+def refused(reason: str) -> ToolFailure:
     """Return the failure for a URL with a forbidden destination."""
-    return ToolFailure(ErrorCode.SECURITY_REFUSED, f"the url is refused: {why}")
+    return ToolFailure(ErrorCode.SECURITY_REFUSED, f"the url is refused: {reason}")

@@ -88,21 +88,21 @@ def _build_part(fetched: Fetched, document: Document, start: int, max_chars: int
     body = (
         fence(document.text[start:end])
         if document.text.strip()
-        else "[the page has no text; what scripts would add is not seen]"
+        else "[the page has no text; content that scripts add is not included]"
     )
-    where = (
+    position = (
         f"characters {start}-{end} of {total}; continue with start={end}"
         if end < total
         else f"end of page: {total} characters"
     )
     # The copy of the earlier parts has expired, or was never stored.
     refetch_note = (
-        ("the page was fetched anew for this part: it may differ from the parts before",)
+        ("the page was fetched again for this part and may differ from the earlier parts",)
         if start and fetched.source == "network"
         else ()
     )
     return Outcome(
-        f"{head}\n\n{body}\n[{'; '.join([where, *refetch_note, *document.notes])}]", metadata, truncated=end < total
+        f"{head}\n\n{body}\n[{'; '.join([position, *refetch_note, *document.notes])}]", metadata, truncated=end < total
     )
 
 
@@ -152,7 +152,7 @@ def _build_error(fetched: Fetched, document: Document) -> Outcome:
 
 def _advice(status: int) -> str:
     if status in (401, 403, 407):
-        return "the page is not open to everybody; use another source"
+        return "the page is not public; use another source"
     if status in (404, 410):
         return "check the url, or search for the page"
     if status == 429 or status >= 500:

@@ -7,8 +7,8 @@ from contract.specs import ToolSpec
 from contract.webhooks import MAX_URL_CHARS, SEND_TOOL
 from workers.tools.base import Outcome, ToolEnvironment, WorkerTool
 from workers.web.connections import build_tls
-from workers.web.egress import EgressRules
-from workers.web.exchange import Request, Route, exchange
+from workers.web.egress import WebAccessRules
+from workers.web.exchange import ConnectionOptions, HttpRequest, exchange
 from workers.web.limits import Deadline, FetchLimits
 from workers.web.resolver import Resolver
 from workers.web.urls import parse_url
@@ -35,7 +35,7 @@ WEBHOOK_SPEC = ToolSpec(
 
 
 def build_webhook(
-    resolver: Resolver, rules: EgressRules, limits: FetchLimits | None = None, tls: ssl.SSLContext | None = None
+    resolver: Resolver, rules: WebAccessRules, limits: FetchLimits | None = None, tls: ssl.SSLContext | None = None
 ) -> WorkerTool:
     """Return the tool. Redirects are not followed, and the body of the response is not read."""
     bounds, context = limits or FetchLimits(), tls or build_tls()
@@ -46,8 +46,8 @@ def build_webhook(
         addresses = [target.literal] if target.literal is not None else []
         addresses = addresses or list(resolver.resolve(target.host, deadline, bounds.resolve_s))
         rules.check_addresses(target, addresses)
-        request = Request(target, "POST", arguments["headers"], arguments["body"].encode())
-        answer = exchange(request, Route(addresses, bounds, deadline, context), lambda _: 0)
-        return Outcome(metadata={"status": answer.head.status})
+        request = HttpRequest(target, "POST", arguments["headers"], arguments["body"].encode())
+        response = exchange(request, ConnectionOptions(addresses, bounds, deadline, context), lambda _: 0)
+        return Outcome(metadata={"status": response.head.status})
 
     return WorkerTool(WEBHOOK_SPEC, handler)

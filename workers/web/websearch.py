@@ -65,7 +65,7 @@ def build_websearch(providers: Sequence[SearchProvider]) -> WorkerTool:
         if not providers:
             raise ToolFailure(ErrorCode.CONFIG_MISSING, NEEDS_CONFIGURATION)
         query = SearchQuery(
-            words=_parse_query_text(arguments["query"]),
+            text=_parse_query_text(arguments["query"]),
             max_results=arguments["max_results"],
             include_domains=_parse_domains(arguments["include_domains"]),
             exclude_domains=_parse_domains(arguments["exclude_domains"]),
@@ -112,7 +112,7 @@ def _search(
         if failures and not deadline.is_within(MIN_ATTEMPT_S):
             break
         try:
-            remaining_s = deadline.left("searching")
+            remaining_s = deadline.remaining_s("searching")
             # A service that does not answer must leave time for the services after it.
             share_s = min(remaining_s, max(MIN_SHARE_S, remaining_s / (len(providers) - number)))
             return provider.name, provider.search(query, Deadline(share_s)), failures
@@ -138,8 +138,8 @@ def _build_outcome(
     selected = fitting[: query.max_results]
     notes = [f"{len(selected)} results from {provider}"]
     if len(fitting) < len(unique):
-        notes.append(f"{len(unique) - len(fitting)} more were of other domains than asked for, and left out")
-    notes.extend(f"{failure.message}; the next service was asked" for failure in failures)
+        notes.append(f"{len(unique) - len(fitting)} more from other domains were left out")
+    notes.extend(f"{failure.message}; the next service was tried" for failure in failures)
     body = (
         fence("\n\n".join(_lines(number, result) for number, result in enumerate(selected, start=1)))
         if selected

@@ -19,7 +19,7 @@ MAX_SCORE = 1e9
 class SearchQuery:
     """A search. Each domain is lower case and includes all of its subdomains."""
 
-    words: str
+    text: str
     max_results: int
     include_domains: tuple[str, ...] = ()
     exclude_domains: tuple[str, ...] = ()
@@ -77,11 +77,11 @@ def _parse_result(entry: Any, snippet: str, published: str | None) -> SearchResu
     )
 
 
-def _parse_score(told: Any) -> float | None:
+def _parse_score(value: Any) -> float | None:
     """Return the score; None for a value that is not a number, or a number that is not finite and plausible."""
-    if not isinstance(told, int | float) or isinstance(told, bool) or not abs(told) <= MAX_SCORE:
+    if not isinstance(value, int | float) or isinstance(value, bool) or not abs(value) <= MAX_SCORE:
         return None
-    return float(told)
+    return float(value)
 
 
 def with_sites(query: SearchQuery, limit: int) -> str:
@@ -90,11 +90,11 @@ def with_sites(query: SearchQuery, limit: int) -> str:
     If the result is longer than `limit` characters, only the words are returned. Then only the tool's own filter
     applies the domains.
     """
-    wanted = " OR ".join(f"site:{domain}" for domain in query.include_domains)
-    wanted = f"({wanted})" if len(query.include_domains) > 1 else wanted
-    parts = [query.words, *([wanted] if wanted else []), *(f"-site:{domain}" for domain in query.exclude_domains)]
+    included = " OR ".join(f"site:{domain}" for domain in query.include_domains)
+    included = f"({included})" if len(query.include_domains) > 1 else included
+    parts = [query.text, *([included] if included else []), *(f"-site:{domain}" for domain in query.exclude_domains)]
     whole = " ".join(parts)
-    return whole if len(whole) <= limit else query.words
+    return whole if len(whole) <= limit else query.text
 
 
 def _text(value: Any) -> str:

@@ -7,7 +7,7 @@ from pydantic import SecretStr
 
 from workers.web.limits import Deadline
 from workers.web.providers.base import SearchQuery, SearchResult, parse_results, with_sites
-from workers.web.providers.endpoint import Endpoint
+from workers.web.providers.endpoint import SearchEndpoint
 
 MAX_COUNT = 20
 MAX_QUERY_CHARS = 400
@@ -20,7 +20,7 @@ class Brave:
 
     name = "brave"
 
-    def __init__(self, endpoint: Endpoint, key: SecretStr) -> None:
+    def __init__(self, endpoint: SearchEndpoint, key: SecretStr) -> None:
         self._endpoint = endpoint
         self._key = {"X-Subscription-Token": key}
 
@@ -28,8 +28,8 @@ class Brave:
         parameters = {"q": with_sites(query, MAX_QUERY_CHARS), "count": str(min(query.max_results, MAX_COUNT))}
         if query.time_range:
             parameters["freshness"] = _FRESHNESS[query.time_range]
-        told = self._endpoint.get("/res/v1/web/search", parameters, deadline, self._key)
-        web = told.get("web") if isinstance(told, dict) else None
+        reply = self._endpoint.get("/res/v1/web/search", parameters, deadline, self._key)
+        web = reply.get("web") if isinstance(reply, dict) else None
         entries = web.get("results") if isinstance(web, dict) else None
         if isinstance(entries, list):
             entries = [self._plain(entry) for entry in entries]

@@ -17,7 +17,7 @@ from pydantic import SecretStr
 from contract.errors import ErrorCode, ToolFailure
 from contract.json_limits import has_more_values_in_text
 from workers.web.connections import build_tls
-from workers.web.exchange import Answer, Request, Route, exchange
+from workers.web.exchange import ConnectionOptions, HttpRequest, HttpResponse, exchange
 from workers.web.limits import Deadline, FetchLimits
 from workers.web.resolver import Resolver
 from workers.web.urls import parse_url
@@ -31,7 +31,7 @@ _SECONDS = re.compile(r"[0-9]{1,12}(\.[0-9]{1,9})?")
 
 
 @dataclass(frozen=True)
-class Endpoint:
+class SearchEndpoint:
     """Address and access of a search service. The operator configures the address, so the address rules do not apply.
 
     `setting`: the setting that an error message names. `pause`: waits for a number of seconds.
@@ -50,17 +50,17 @@ class Endpoint:
         self, path: str, parameters: Mapping[str, str], deadline: Deadline, key: Mapping[str, SecretStr] | None = None
     ) -> Any:
         """Send a GET request and return the JSON of the response. Raises ToolFailure as SearchProvider does."""
-        return self._ask("GET", f"{path}?{urlencode(parameters)}", {}, b"", key or {}, deadline)
+        return self._request("GET", f"{path}?{urlencode(parameters)}", {}, b"", key or {}, deadline)
 
     def post(self, path: str, content: Mapping[str, Any], deadline: Deadline, key: Mapping[str, SecretStr]) -> Any:
         """Send a POST request with JSON and return the JSON of the response. Raises ToolFailure as SearchProvider
         does.
         """
-        return self._ask(
+        return self._request(
             "POST", path, {"Content-Type": "application/json"}, json.dumps(content).encode(), key, deadline
         )
 
-    def _ask(
+    def _request(
         self,
         method: str,
         path: str,
@@ -74,15 +74,17 @@ class Endpoint:
             **headers,
             **{name: secret.get_secret_value() for name, secret in key.items()},
         }
-        answer = self._send(method, path, headers, body, deadline)
-        if answer.head.status == 429:
-            wait_s = self._wait_s(answer.head.headers)
+        response = self._send(method, path, headers, body, deadline)
+        if response.head.status == 429:
+            wait_s = self._wait_s(response.head.headers)
             if wait_s <= MAX_WAIT_S and deadline.is_within(wait_s):
                 self.pause(wait_s)
-                answer = self._send(method, path, headers, body, deadline)
-        return self._parse(answer)
+                response = self._send(method, path, headers, body, deadline)
+        return self._parse(response)
 
-    def _send(self, method: str, path: str, headers: Mapping[str, str], body: bytes, deadline: Deadline) -> Answer:
+    def _send(
+        self, method: str, path: str, headers: Mapping[str, str], body: bytes, deadline: Deadline
+    ) -> HttpResponse:
         target = parse_url(self.base_url.rstrip("/") + path)
         addresses = (
             (target.literal,)
@@ -90,8 +92,8 @@ class Endpoint:
             else self.resolver.resolve(target.host, deadline, self.limits.resolve_s)
         )
         return exchange(
-            Request(target, method, headers, body),
-            Route(addresses, self.limits, deadline, self.tls),
+            HttpRequest(target, method, headers, body),
+            ConnectionOptions(addresses, self.limits, deadline, self.tls),
             lambda head: None if head.status == 200 else self.limits.error_body_bytes,
         )
 
@@ -99,14 +101,14 @@ class Endpoint:
         """Return the pause in seconds that the service asks for: Retry-After, or the first window of
         X-RateLimit-Reset.
         """
-        told = headers.get("retry-after") or headers.get("x-ratelimit-reset", "").partition(",")[0]
-        if _SECONDS.fullmatch(told.strip()):
-            return float(told)
-        date = email.utils.parsedate_tz(told)
+        value = headers.get("retry-after") or headers.get("x-ratelimit-reset", "").partition(",")[0]
+        if _SECONDS.fullmatch(value.strip()):
+            return float(value)
+        date = email.utils.parsedate_tz(value)
         return max(0.0, email.utils.mktime_tz(date) - self.clock()) if date is not None else DEFAULT_WAIT_S
 
-    def _parse(self, answer: Answer) -> Any:
-        status = answer.head.status
+    def _parse(self, response: HttpResponse) -> Any:
+        status = response.head.status
         if status in (401, 403):
             raise ToolFailure(
                 ErrorCode.CONFIG_MISSING,
@@ -115,13 +117,13 @@ class Endpoint:
             )
         if status != 200:
             # The body is not shown: a service may repeat the key in it.
-            raise ToolFailure(ErrorCode.HTTP_ERROR, f"{self.name} answered {answer.head.phrase}", status=status)
+            raise ToolFailure(ErrorCode.HTTP_ERROR, f"{self.name} answered {response.head.phrase}", status=status)
         try:
-            text = answer.body.decode()
+            text = response.body.decode()
             if has_more_values_in_text(text, MAX_VALUES):
                 raise ValueError("too many values")
             return json.loads(text)
         except (ValueError, RecursionError):
             raise ToolFailure(
-                ErrorCode.HTTP_ERROR, f"{self.name} answered no JSON: check {self.setting}", status=status
+                ErrorCode.HTTP_ERROR, f"{self.name} did not answer with JSON: check {self.setting}", status=status
             ) from None

@@ -8,7 +8,7 @@ from pydantic import SecretStr
 
 from workers.web.limits import Deadline
 from workers.web.providers.base import MAX_SNIPPET_CHARS, SearchQuery, SearchResult, parse_results
-from workers.web.providers.endpoint import Endpoint
+from workers.web.providers.endpoint import SearchEndpoint
 
 _DAYS = {"day": 1, "week": 7, "month": 31, "year": 366}
 
@@ -18,14 +18,14 @@ class Exa:
 
     name = "exa"
 
-    def __init__(self, endpoint: Endpoint, key: SecretStr, clock: Callable[[], float] = time.time) -> None:
+    def __init__(self, endpoint: SearchEndpoint, key: SecretStr, clock: Callable[[], float] = time.time) -> None:
         self._endpoint = endpoint
         self._key = {"x-api-key": key}
         self._clock = clock
 
     def search(self, query: SearchQuery, deadline: Deadline) -> tuple[SearchResult, ...]:
         content: dict[str, Any] = {
-            "query": query.words,
+            "query": query.text,
             "numResults": query.max_results,
             "contents": {"text": {"maxCharacters": MAX_SNIPPET_CHARS}},
         }
@@ -36,7 +36,7 @@ class Exa:
         if query.time_range:
             since = time.gmtime(self._clock() - _DAYS[query.time_range] * 86400)
             content["startPublishedDate"] = time.strftime("%Y-%m-%dT%H:%M:%S.000Z", since)
-        told = self._endpoint.post("/search", content, deadline, self._key)
+        reply = self._endpoint.post("/search", content, deadline, self._key)
         return parse_results(
-            told.get("results") if isinstance(told, dict) else None, snippet="text", published="publishedDate"
+            reply.get("results") if isinstance(reply, dict) else None, snippet="text", published="publishedDate"
         )

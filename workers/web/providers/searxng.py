@@ -2,7 +2,7 @@
 
 from workers.web.limits import Deadline
 from workers.web.providers.base import SearchQuery, SearchResult, parse_results, with_sites
-from workers.web.providers.endpoint import Endpoint
+from workers.web.providers.endpoint import SearchEndpoint
 
 MAX_QUERY_CHARS = 1000
 
@@ -14,14 +14,14 @@ class Searxng:
 
     name = "searxng"
 
-    def __init__(self, endpoint: Endpoint) -> None:
+    def __init__(self, endpoint: SearchEndpoint) -> None:
         self._endpoint = endpoint
 
     def search(self, query: SearchQuery, deadline: Deadline) -> tuple[SearchResult, ...]:
         parameters = {"q": with_sites(query, MAX_QUERY_CHARS), "format": "json"}
         if query.time_range:
             parameters["time_range"] = query.time_range
-        told = self._endpoint.get("/search", parameters, deadline)
+        reply = self._endpoint.get("/search", parameters, deadline)
         return parse_results(
-            told.get("results") if isinstance(told, dict) else None, snippet="content", published="publishedDate"
+            reply.get("results") if isinstance(reply, dict) else None, snippet="content", published="publishedDate"
         )

@@ -6,7 +6,7 @@ from pydantic import SecretStr
 
 from workers.web.limits import Deadline
 from workers.web.providers.base import SearchQuery, SearchResult, parse_results
-from workers.web.providers.endpoint import Endpoint
+from workers.web.providers.endpoint import SearchEndpoint
 
 
 class Tavily:
@@ -14,13 +14,13 @@ class Tavily:
 
     name = "tavily"
 
-    def __init__(self, endpoint: Endpoint, key: SecretStr) -> None:
+    def __init__(self, endpoint: SearchEndpoint, key: SecretStr) -> None:
         self._endpoint = endpoint
         self._key = {"Authorization": SecretStr(f"Bearer {key.get_secret_value()}")}
 
     def search(self, query: SearchQuery, deadline: Deadline) -> tuple[SearchResult, ...]:
         content: dict[str, Any] = {
-            "query": query.words,
+            "query": query.text,
             "max_results": query.max_results,
             "search_depth": "basic",
             "include_answer": False,
@@ -31,7 +31,7 @@ class Tavily:
             content["exclude_domains"] = list(query.exclude_domains)
         if query.time_range:
             content["time_range"] = query.time_range
-        told = self._endpoint.post("/search", content, deadline, self._key)
+        reply = self._endpoint.post("/search", content, deadline, self._key)
         return parse_results(
-            told.get("results") if isinstance(told, dict) else None, snippet="content", published="published_date"
+            reply.get("results") if isinstance(reply, dict) else None, snippet="content", published="published_date"
         )
