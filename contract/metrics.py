@@ -44,9 +44,9 @@ _START_SECONDS = (0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 60.0)
 class Metric:
     """Metric of the closed set.
 
-    `help`: one line. `look`: when an operator looks at the metric. `most`: the highest number of series in the whole
-    deployment; 0 for gauges, which have one series per queue, host or tenant. `values`: values of the only label that
-    are reported as 0 before they occur, so that the first increment is visible.
+    `help`: one line. `look`: when an operator looks at the metric. `max_series`: the highest number of series in the
+    whole deployment; 0 for gauges, which have one series per queue, host or tenant. `values`: values of the only label
+    that are reported as 0 before they occur, so that the first increment is visible.
     """
 
     name: str
@@ -55,16 +55,20 @@ class Metric:
     look: str
     labels: tuple[str, ...] = ()
     buckets: tuple[float, ...] = ()
-    most: int = 0
+    max_series: int = 0
     values: tuple[str, ...] = ()
 
 
-def _counter(name: str, help_: str, look: str, *labels: str, most: int = 200, values: tuple[str, ...] = ()) -> Metric:
-    return Metric(name, "counter", help_, look, labels, (), most, values)
+def _counter(
+    name: str, help_: str, look: str, *labels: str, max_series: int = 200, values: tuple[str, ...] = ()
+) -> Metric:
+    return Metric(name, "counter", help_, look, labels, (), max_series, values)
 
 
-def _histogram(name: str, buckets: tuple[float, ...], help_: str, look: str, *labels: str, most: int = 200) -> Metric:
-    return Metric(name, "histogram", help_, look, labels, buckets, most)
+def _histogram(
+    name: str, buckets: tuple[float, ...], help_: str, look: str, *labels: str, max_series: int = 200
+) -> Metric:
+    return Metric(name, "histogram", help_, look, labels, buckets, max_series)
 
 
 def _gauge(name: str, help_: str, look: str, *labels: str) -> Metric:
@@ -79,7 +83,7 @@ CALLS = _counter(
     "tool",
     "status",
     "error_code",
-    most=4000,
+    max_series=4000,
 )
 CALL_SECONDS = _histogram(
     "toolcrew_tool_duration_seconds",
@@ -94,7 +98,7 @@ QUEUE_WAIT_SECONDS = _histogram(
     "Time from sending a call until a worker receives it; queue: host, pool.web or pool.tools.",
     "high values: too few workers of that kind, or workers that are stuck",
     "queue",
-    most=8,
+    max_series=8,
 )
 SANDBOX_WAIT_SECONDS = _histogram(
     "toolcrew_tool_sandbox_wait_seconds",
@@ -114,7 +118,7 @@ OUTPUT_BYTES = _histogram(
     "Size of call outputs, in UTF-8 bytes.",
     "how much output models read",
     "tool",
-    most=200,
+    max_series=200,
 )
 OUTPUT_TRUNCATED = _counter(
     "toolcrew_tool_output_truncated_total",
@@ -127,7 +131,7 @@ CALLS_ENDED = _counter(
     "Calls by final state: done, lost (not run), unknown (may have had effects), not_run (refused or too late).",
     "lost and unknown: hosts failed",
     "state",
-    most=8,
+    max_series=8,
     values=("done", "lost", "unknown", "not_run"),
 )
 REFUSED_CALLS = _counter(
@@ -135,7 +139,7 @@ REFUSED_CALLS = _counter(
     "Calls that were refused; rule: the error code, such as SECURITY_REFUSED or RATE_LIMITED.",
     "a model or a tenant tries a forbidden action, or a policy is too strict",
     "rule",
-    most=16,
+    max_series=16,
     values=REFUSALS,
 )
 REFUSED_ENVELOPES = _counter(
@@ -143,7 +147,7 @@ REFUSED_ENVELOPES = _counter(
     "Messages that workers did not run, by reason; signature: a process without the secret writes to Redis.",
     "investigate every reason except expired and repeated at once",
     "reason",
-    most=16,
+    max_series=16,
     values=get_args(RefusalReason),
 )
 APPROVALS_ASKED = _counter(
@@ -156,7 +160,7 @@ APPROVALS = _counter(
     "Approval decisions: approved, modified, rejected (also when no decision came in time).",
     "many rejections: add a policy rule that decides these calls",
     "decision",
-    most=8,
+    max_series=8,
     values=("approved", "modified", "rejected"),
 )
 RUNS_ENDED = _counter(
@@ -164,7 +168,7 @@ RUNS_ENDED = _counter(
     "Agent runs that ended; stop_reason: as in the result of the run, or aborted.",
     "runs stop at limits, or abort",
     "stop_reason",
-    most=32,
+    max_series=32,
 )
 ITERATIONS = _histogram(
     "toolcrew_agent_iterations", _STEPS, "Model replies per run.", "runs need more steps than before"
@@ -175,7 +179,7 @@ TOKENS = _counter(
     "how much the models cost",
     "model",
     "direction",
-    most=200,
+    max_series=200,
 )
 MODEL_SECONDS = _histogram(
     "toolcrew_llm_request_duration_seconds",
@@ -183,7 +187,7 @@ MODEL_SECONDS = _histogram(
     "Duration of model requests.",
     "high values: a model server is slow",
     "model",
-    most=100,
+    max_series=100,
 )
 SANDBOX_START_SECONDS = _histogram(
     "toolcrew_sandbox_start_seconds",
@@ -199,7 +203,7 @@ SANDBOXES_LOST = _counter(
     "Sandboxes that ended while a session used them; reason: ended, guest_gave_up or guest_broke_protocol.",
     "possible causes: memory limits, the engine, or an attack from inside the sandbox",
     "reason",
-    most=8,
+    max_series=8,
     values=("ended", "guest_gave_up", "guest_broke_protocol"),
 )
 SANDBOX_OOM = _counter(
@@ -212,7 +216,7 @@ KILLS = _counter(
     "Calls whose processes were killed at a timeout or cancel; method: tree, all, or container (the last resort).",
     "container: programs of a tenant resist termination",
     "method",
-    most=8,
+    max_series=8,
     values=("tree", "all", "container"),
 )
 WARM_SANDBOXES = _counter(
@@ -220,7 +224,7 @@ WARM_SANDBOXES = _counter(
     "Warm sandboxes that were selected for sessions: handed_out, or turned_away because they were not clean.",
     "turned_away must stay 0",
     "outcome",
-    most=4,
+    max_series=4,
     values=("handed_out", "turned_away"),
 )
 

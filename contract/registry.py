@@ -34,9 +34,9 @@ class Switch(Record):
 
     def refusal(self, name: str) -> str:
         """Return the error text for a model that calls the disabled tool."""
-        why = f" ({self.reason})" if self.reason else ""
+        reason = f" ({self.reason})" if self.reason else ""
         return (
-            f"an administrator has turned off the tool {name}{why}. Do not call it again. Use another tool, or say "
+            f"an administrator has turned off the tool {name}{reason}. Do not call it again. Use another tool, or say "
             "what cannot be done"
         )
 

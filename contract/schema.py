@@ -188,14 +188,14 @@ def _fold(tool: str, aliases: Mapping[str, str], arguments: Mapping[str, Any], u
 
 
 def _check_unknown(spec: ToolSpec, arguments: Mapping[str, Any]) -> None:
-    known = list(_properties(spec.parameters))
+    names = list(_properties(spec.parameters))
     if spec.parameters.get("additionalProperties", False) is not False:
         return
     for name in arguments:
-        if name not in known:
-            near = difflib.get_close_matches(_short(name), known, n=1, cutoff=0.5)
+        if name not in names:
+            near = difflib.get_close_matches(_short(name), names, n=1, cutoff=0.5)
             hint = f"; did you mean '{near[0]}'?" if near else "."
-            listing = ", ".join(known) if known else "none"
+            listing = ", ".join(names) if names else "none"
             raise ToolFailure(
                 ErrorCode.INVALID_ARGUMENTS,
                 f"{spec.name}: unknown parameter '{_short(name)}'{hint} Known parameters: {listing}",
@@ -294,13 +294,13 @@ def _properties(schema: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
 
 
 def _sentence(error: ValidationError) -> str:
-    where = ".".join(str(part) for part in error.path)
+    field_path = ".".join(str(part) for part in error.path)
     if error.validator == "required":
         return f"parameter {error.message.split()[0]} is required"
     if error.validator == "type":
-        return f"parameter '{where}' must be {_join(error.validator_value)}, not {_json_type(error.instance)}"
+        return f"parameter '{field_path}' must be {_join(error.validator_value)}, not {_json_type(error.instance)}"
     message = error.message if len(error.message) <= 300 else error.message[:300] + "..."
-    return f"parameter '{where}': {message}" if where else message
+    return f"parameter '{field_path}': {message}" if field_path else message
 
 
 def _join(kinds: Any) -> str:
@@ -389,13 +389,13 @@ _SIMPLE_KEYS = {"type", "properties", "required", "additionalProperties", "title
 def _simple_parameter(schema: Any) -> _Parameter | None:
     """Return the parameter if its schema uses nothing but _BOUNDS of its type."""
     kind = schema.get("type") if isinstance(schema, Mapping) else None
-    known = _BOUNDS.get("number" if kind == "integer" else kind) if isinstance(kind, str) else None
-    rules = {name: bound for name, bound in schema.items() if name not in _ANNOTATIONS} if known is not None else {}
-    if known is None or not rules.keys() <= known.keys():
+    bounds = _BOUNDS.get("number" if kind == "integer" else kind) if isinstance(kind, str) else None
+    rules = {name: bound for name, bound in schema.items() if name not in _ANNOTATIONS} if bounds is not None else {}
+    if bounds is None or not rules.keys() <= bounds.keys():
         return None
     if any(not isinstance(bound, list if name == "enum" else int | float) for name, bound in rules.items()):
         return None
-    return _Parameter(str(kind), tuple((known[name], bound) for name, bound in rules.items()))
+    return _Parameter(str(kind), tuple((bounds[name], bound) for name, bound in rules.items()))
 
 
 @dataclass(frozen=True)
@@ -444,8 +444,8 @@ hold the schema, so that no other object can get the same identity.
 
 
 def _facts(schema: Mapping[str, Any]) -> _Facts:
-    known = _FACTS.get(id(schema))
-    if known is None:
+    cached = _FACTS.get(id(schema))
+    if cached is None:
         if len(_FACTS) >= MAX_VALIDATORS:
             _FACTS.clear()
         # An empty registry prevents that a reference of an untrusted schema is fetched from the network.
@@ -464,10 +464,10 @@ def _facts(schema: Mapping[str, Any]) -> _Facts:
         is_simple = is_simple and not any(isinstance(default, dict | list) for default in defaults.values())
         parameters = {name: _simple_parameter(part) for name, part in properties.items()}
         simple = {name: parameter for name, parameter in parameters.items() if parameter is not None}
-        known = _FACTS[id(schema)] = _Facts(
+        cached = _FACTS[id(schema)] = _Facts(
             schema, validator, count, has_lists, simple if is_simple else None, defaults
         )
-    return known
+    return cached
 
 
 _NAMED = ("properties", "dependentSchemas")

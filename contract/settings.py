@@ -57,21 +57,21 @@ def read_environment(settings: type[S], environment: Mapping[str, str]) -> S:
 
 
 def _describe_error(
-    settings: type[BaseSettings], given: str, kind: str, message: str, below: tuple[int | str, ...]
+    settings: type[BaseSettings], field_name: str, kind: str, message: str, below: tuple[int | str, ...]
 ) -> str:
-    """`given`: the field, or the variable that set it."""
-    is_field = given in settings.model_fields
-    name = variable_names(given, settings.model_fields[given])[0] if is_field else given.upper()
+    """`field_name`: the field, or the variable that set it."""
+    is_field = field_name in settings.model_fields
+    name = variable_names(field_name, settings.model_fields[field_name])[0] if is_field else field_name.upper()
     if kind == "missing":
         return f"{name} is not set: set it in the environment, or start everything at once with `toolcrew up`"
     if kind in ("list_type", "dict_type") and is_field and not below:
-        return _describe_json(settings, given)
+        return _describe_json(settings, field_name)
     return f"{name}: {''.join(f'{step}: ' for step in below)}{message}"
 
 
-def _describe_json(settings: type[BaseSettings], given: str) -> str:
-    field = settings.model_fields[given]
-    name, annotation = variable_names(given, field)[0], field.annotation
+def _describe_json(settings: type[BaseSettings], field_name: str) -> str:
+    field = settings.model_fields[field_name]
+    name, annotation = variable_names(field_name, field)[0], field.annotation
     if get_origin(annotation) in (Union, UnionType):
         annotation = next(one for one in get_args(annotation) if one is not type(None))
     if get_origin(annotation) is list:
@@ -131,10 +131,10 @@ class BrokerSettings(BaseModel):
     @model_validator(mode="after")
     def _check(self) -> "BrokerSettings":
         """Raise ConfigError for a URL that is invalid or misleading."""
-        first, *others = self._parts()
-        for part in (first, *others):
+        first, *other_parts = self._parts()
+        for part in (first, *other_parts):
             _check_address(part)
-        for part in others:
+        for part in other_parts:
             _check_other(part, first)
         files = self._tls_files()
         if self.is_sentinel and not self.redis_sentinel_master:

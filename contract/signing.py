@@ -76,8 +76,8 @@ class SigningKeys:
         """Return the text of a sealed record. Raises EnvelopeRefused unless an accepted key signed it for this
         purpose.
         """
-        given = sealed.decode(errors="replace") if isinstance(sealed, bytes) else sealed
-        key_id, _, rest = given.partition(".")
+        decoded = sealed.decode(errors="replace") if isinstance(sealed, bytes) else sealed
+        key_id, _, rest = decoded.partition(".")
         signature, _, text = rest.partition(".")
         if not self.holds(key_id, purpose, text.encode(errors="surrogatepass"), signature):
             raise EnvelopeRefused(

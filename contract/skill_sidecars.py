@@ -51,8 +51,8 @@ def parse_sidecar(text: bytes, files: Collection[str]) -> Sidecar:
         sidecar = Sidecar.model_validate_json(text)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
-        where = ".".join(str(part) for part in first["loc"])
-        raise SidecarBroken(f"{where}: {first['msg']}" if where else str(first["msg"])) from None
+        field_path = ".".join(str(part) for part in first["loc"])
+        raise SidecarBroken(f"{field_path}: {first['msg']}" if field_path else str(first["msg"])) from None
     if sidecar.entrypoint not in files:
         raise SidecarBroken(f"entrypoint: the skill has no file {sidecar.entrypoint[:200]!r}")
     try:
@@ -91,11 +91,11 @@ def build_skill_spec(skill: SkillSummary, sidecar: Sidecar) -> ToolSpec:
 
 def build_argv(arguments: Mapping[str, JsonValue]) -> list[str]:
     """Return the arguments in the form of command-line arguments, in their order."""
-    words: list[str] = []
+    argv: list[str] = []
     for name, value in arguments.items():
         for one in value if isinstance(value, list) else [value]:
             if one is True:
-                words.append(f"--{name}")
+                argv.append(f"--{name}")
             elif one is not False and one is not None:
-                words.append(f"--{name}={one if isinstance(one, str) else json.dumps(one, ensure_ascii=False)}")
-    return words
+                argv.append(f"--{name}={one if isinstance(one, str) else json.dumps(one, ensure_ascii=False)}")
+    return argv

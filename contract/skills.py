@@ -204,8 +204,8 @@ def _parse_yaml(front: str) -> dict[Any, Any]:
         TypeError,
         ValueError,
     ) as error:
-        where = getattr(error, "problem_mark", None)
-        line = f" in line {where.line + 2} of SKILL.md" if where is not None else ""
+        mark = getattr(error, "problem_mark", None)
+        line = f" in line {mark.line + 2} of SKILL.md" if mark is not None else ""
         raise SkillBroken(
             f"its front matter is no YAML{line} ({getattr(error, 'problem', None) or type(error).__name__})"
         ) from error
@@ -285,13 +285,13 @@ def _text_of(fields: Mapping[Any, Any], key: str, warnings: list[str]) -> str | 
     return text or None
 
 
-def _bounded(text: str, key: str, standard: int, most: int, warnings: list[str]) -> str:
+def _bounded(text: str, key: str, standard: int, max_chars: int, warnings: list[str]) -> str:
     if len(text) > standard:
         warnings.append(
             f"{key} has {len(text)} characters, the standard allows {standard}"
-            + (f"; it was cut at {most}" if len(text) > most else "")
+            + (f"; it was cut at {max_chars}" if len(text) > max_chars else "")
         )
-    return text[:most]
+    return text[:max_chars]
 
 
 # --- `allowed-tools` of a SKILL.md ------------------------------------------------------------------------------------

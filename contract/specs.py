@@ -64,16 +64,19 @@ class ToolSpec(Record):
         """Return whether the tool exists for that tenant."""
         return self.tenants is None or tenant in self.tenants
 
-    def with_network(self, words: str) -> "ToolSpec":
+    def with_network(self, network_text: str) -> "ToolSpec":
         """Return the tool for a sandbox with other network access. Tools of other pools do not change."""
         if self.pool != "sandbox":
             return self
         if not self.tells_network:
-            return self.model_copy(update={"network": words})
+            return self.model_copy(update={"network": network_text})
         # toolcrew adds its words at the end. Earlier occurrences are text of the author and stay.
         before, separator, after = self.description.rpartition(self.network)
         return self.model_copy(
-            update={"network": words, "description": f"{before}{words}{after}" if separator else self.description}
+            update={
+                "network": network_text,
+                "description": f"{before}{network_text}{after}" if separator else self.description,
+            }
         )
 
 

@@ -161,8 +161,8 @@ def parse_policy(keys: SigningKeys, tenant: str, sealed: bytes) -> TenantPolicy:
         ) from error
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
-        where = ".".join(str(part) for part in first["loc"])
-        reason = f"{where}: {first['msg']}" if where else first["msg"]
+        field_path = ".".join(str(part) for part in first["loc"])
+        reason = f"{field_path}: {first['msg']}" if field_path else first["msg"]
         raise ConfigError(
             f"the policy of tenant {tenant} cannot be read ({reason}), so nothing is served for it: {advice}"
         ) from error

@@ -63,9 +63,9 @@ def _type(schema: Mapping[str, Any]) -> str:
 def _limits(schema: Mapping[str, Any]) -> Iterator[str]:
     if "enum" in schema:
         yield "one of " + ", ".join(_code(value) for value in schema["enum"])
-    for keyword, words in _LIMITS.items():
+    for keyword, text in _LIMITS.items():
         if keyword in schema:
-            yield words.format(f"{schema[keyword]:,}" if isinstance(schema[keyword], int) else schema[keyword])
+            yield text.format(f"{schema[keyword]:,}" if isinstance(schema[keyword], int) else schema[keyword])
 
 
 def _facts(spec: ToolSpec) -> Iterator[str]:

@@ -238,23 +238,23 @@ class PausableAdmission:
         tenant, left_s = request.tenant, max(0.0, until - asyncio.get_running_loop().time())
         # `inner` counts the call as waiting. The limit of this method is reached first: its message says that the
         # tenant is paused.
-        place = asyncio.ensure_future(self._hold_place(replace(request, wait_s=left_s + QUEUE_MARGIN_S)))
+        slot_hold = asyncio.ensure_future(self._hold_place(replace(request, wait_s=left_s + QUEUE_MARGIN_S)))
         self._waiting[tenant] += 1
         try:
             watch = self._watches.get(tenant)
             if watch is None:
                 watch = self._watches[tenant] = begin_shared(self._watch(tenant), f"paused-{tenant}")
-            done, _ = await asyncio.wait({watch, place}, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
+            done, _ = await asyncio.wait({watch, slot_hold}, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            place.cancel()
-            await asyncio.gather(place, return_exceptions=True)
+            slot_hold.cancel()
+            await asyncio.gather(slot_hold, return_exceptions=True)
             self._waiting[tenant] -= 1
             if not self._waiting[tenant]:
                 del self._waiting[tenant]
         if watch in done:
             return await self._tenants.policy(tenant)
-        if place in done:
-            place.result()
+        if slot_hold in done:
+            slot_hold.result()
         raise _still_paused(request, await self._tenants.policy(tenant))
 
     async def _hold_place(self, request: SlotRequest) -> None:
@@ -284,9 +284,9 @@ class PausableAdmission:
 
 
 def _still_paused(request: SlotRequest, policy: TenantPolicy) -> ToolFailure:
-    why = f" ({policy.pause_reason})" if policy.pause_reason else ""
+    reason = f" ({policy.pause_reason})" if policy.pause_reason else ""
     sentence = (
-        f"{request.tool} was not run: tenant {request.tenant} is paused{why}; its calls continue when an operator "
+        f"{request.tool} was not run: tenant {request.tenant} is paused{reason}; its calls continue when an operator "
         f"resumes it ({build_command('tenants', 'resume', request.tenant)})"
     )
     return ToolFailure(ErrorCode.RATE_LIMITED, sentence, retry_after_s=PAUSED_RETRY_S, is_paused=True, **NOT_ADMITTED)
@@ -484,10 +484,10 @@ class SharedAdmission:
 
     def _reconcile(self) -> None:
         """Renew all leases. Redis returns the ids that it does not know."""
-        held = [call for call, ticket in self._tickets.items() if ticket.held_at is not None]
+        held_calls = [call for call, ticket in self._tickets.items() if ticket.held_at is not None]
         waiting = [call for call, ticket in self._waiting.items() if ticket.is_known]
-        for at in range(0, len(held), RENEW_AT_ONCE):
-            self._steps.add(renew(held[at : at + RENEW_AT_ONCE], ()))
+        for at in range(0, len(held_calls), RENEW_AT_ONCE):
+            self._steps.add(renew(held_calls[at : at + RENEW_AT_ONCE], ()))
         for at in range(0, len(waiting), RENEW_AT_ONCE):
             self._steps.add(renew((), waiting[at : at + RENEW_AT_ONCE]))
 
@@ -535,8 +535,8 @@ def _instant() -> float:
     return asyncio.get_running_loop().time()
 
 
-def _unavailable(what: str) -> BrokerUnavailable:
-    return BrokerUnavailable(f"{what}; the call was not sent: send it again when Redis answers")
+def _unavailable(problem: str) -> BrokerUnavailable:
+    return BrokerUnavailable(f"{problem}; the call was not sent: send it again when Redis answers")
 
 
 def _too_many(request: SlotRequest, retry_after_s: float) -> ToolFailure:

@@ -57,8 +57,8 @@ class CallSpans:
 
     def wait(self, tool: str, context: ToolContext, priority: str) -> Span:
         """Start the span of the wait for a slot. The caller ends the returned span."""
-        told: Attributes = {names.TENANT: context.tenant, names.PRIORITY: priority}
-        self._waiting = self._tracer.start(f"admission {tool}", told, parent=self.span.ref)
+        attributes: Attributes = {names.TENANT: context.tenant, names.PRIORITY: priority}
+        self._waiting = self._tracer.start(f"admission {tool}", attributes, parent=self.span.ref)
         return self._waiting
 
     def send(self, call: ToolCall, queue: str, attempt: int) -> Span:
@@ -68,7 +68,7 @@ class CallSpans:
         earlier = self._attempt
         if earlier is not None:
             earlier.end(error=CALL_LOST)
-        told: Attributes = {
+        attributes: Attributes = {
             names.MESSAGING_SYSTEM: names.QUEUE_SYSTEM,
             names.MESSAGING_OPERATION: "send",
             names.MESSAGING_OPERATION_TYPE: "send",
@@ -81,7 +81,7 @@ class CallSpans:
         ref = SpanRef(parent.trace_id, attempt_span_id(call.id, attempt), parent.is_sampled)
         links = [earlier.ref] if earlier is not None else []
         self._attempt = self._tracer.start(
-            f"send {call.name}", told, kind="producer", parent=parent, ref=ref, links=links
+            f"send {call.name}", attributes, kind="producer", parent=parent, ref=ref, links=links
         )
         return self._attempt
 
@@ -117,10 +117,12 @@ def end_call(tracer: Tracer, span: Span, result: ToolResult | None) -> None:
     if result is None:
         span.end(error=CANCELLED)
         return
-    told: dict[str, Any] = {names.CLOCKS.format(name): seconds for name, seconds in result.clocks.model_dump().items()}
+    attributes: dict[str, Any] = {
+        names.CLOCKS.format(name): seconds for name, seconds in result.clocks.model_dump().items()
+    }
     if result.sandbox is not None:
-        told |= {names.SANDBOX: result.sandbox.id, names.GENERATION: result.sandbox.generation}
-    span.set({**told, **tracer.content(names.TOOL_RESULT, result.text)})
+        attributes |= {names.SANDBOX: result.sandbox.id, names.GENERATION: result.sandbox.generation}
+    span.set({**attributes, **tracer.content(names.TOOL_RESULT, result.text)})
     span.end(error=result.error_code.value if result.error_code is not None else None)
 
 
@@ -148,13 +150,13 @@ class RunSpans:
     """Spans of a run in progress. Span ids derive from the names of the run and its calls, so a process that resumes
     the run creates the same ids.
 
-    `is_told`: returns whether a former holder has already reported a call; for "", the next reply of the model.
+    `is_reported`: returns whether a former holder has already reported a call; for "", the next reply of the model.
     """
 
-    def __init__(self, tracer: Tracer, run: TracedRun, is_told: Callable[[str], bool] = lambda _: False) -> None:
+    def __init__(self, tracer: Tracer, run: TracedRun, is_reported: Callable[[str], bool] = lambda _: False) -> None:
         tenant, name = run.tenant, run.name
-        self._tracer, self._run, self._is_told = tracer, name, is_told
-        self._who: Attributes = {names.CONVERSATION: run.session or name, names.TENANT: tenant, names.RUN: name}
+        self._tracer, self._run, self._is_reported = tracer, name, is_reported
+        self._identity: Attributes = {names.CONVERSATION: run.session or name, names.TENANT: tenant, names.RUN: name}
         # A run of a traced program belongs to the trace of the program. A run of a batch may be resumed in another
         # process, so it has a trace of its own.
         ambient = tracer.ambient() if run.batch is None else None
@@ -165,16 +167,16 @@ class RunSpans:
         if run.earlier is not None:
             links.append(SpanRef(trace_id_of(tenant, run.earlier), run_span_id(tenant, run.earlier)))
         attempt = run.attempt if run.batch is not None else None
-        told: Attributes = {**self._who, names.BATCH: run.batch, names.ATTEMPT: attempt}
+        attributes: Attributes = {**self._identity, names.BATCH: run.batch, names.ATTEMPT: attempt}
         if run.is_agent:
-            told = {
-                **told,
+            attributes = {
+                **attributes,
                 names.OPERATION: "invoke_agent",
                 names.PROVIDER: names.PROVIDER_NAME,
                 names.AGENT: names.AGENT_NAME,
             }
         title = f"invoke_agent {names.AGENT_NAME}" if run.is_agent else "batch_item"
-        self.span = tracer.start(title, told, parent=ambient, ref=ref, links=links, at=run.began_at)
+        self.span = tracer.start(title, attributes, parent=ambient, ref=ref, links=links, at=run.began_at)
         self._server: Attributes = {}
         self._model = ""
         self._chat: Span | None = None
@@ -182,20 +184,20 @@ class RunSpans:
         self._calls: dict[str, Span] = {}
         self._approvals: dict[str, Span] = {}
         self._error: str | None = None
-        self._left: list[Span] = []
-        self.leave = self._left.append if run.batch is not None else None
+        self._open_spans: list[Span] = []
+        self.leave = self._open_spans.append if run.batch is not None else None
         """Receives the spans of a call that is given up. If the run may be resumed, it is not known yet whether these
         spans must be sent.
         """
 
-    def before(self, tell: OnEvent) -> OnEvent:
-        """Return a listener that updates these spans and then calls `tell`."""
+    def before(self, listener: OnEvent) -> OnEvent:
+        """Return a listener that updates these spans and then calls `listener`."""
         if not self.span.ref.is_sampled:
-            return tell
+            return listener
 
         def on_event(event: RunEvent) -> None:
             self.on_event(event)
-            tell(event)
+            listener(event)
 
         return on_event
 
@@ -222,7 +224,7 @@ class RunSpans:
     def finish(self, error: str | None = None) -> None:
         """End the run, after its session was closed. Open spans end with `error`."""
         self._end_chat(error or INTERRUPTED)
-        for span in (*self._left, *self._approvals.values(), *self._calls.values()):
+        for span in (*self._open_spans, *self._approvals.values(), *self._calls.values()):
             span.end(error=error or INTERRUPTED)
         self._approvals.clear()
         self._calls.clear()
@@ -240,36 +242,38 @@ class RunSpans:
                 )
             case events.ModelAsked():
                 self._end_chat(NO_REPLY)
-                self._is_replayed = self._is_told("")
+                self._is_replayed = self._is_reported("")
                 if not self._is_replayed:
                     self._chat = self._begin_chat(event)
             case events.ModelAnswered():
                 self._answered(event)
             case events.CallStarted():
-                if not self._is_told(event.call.id):
+                if not self._is_reported(event.call.id):
                     self._calls[event.call.id] = self._begin_call(event.call, event.at)
             case events.CallFinished():
                 self._finished(event)
             case events.ApprovalAsked() if (call := self._calls.get(event.call.id)) is not None:
-                self._approvals[event.call.id] = self._tracer.start("approval", self._who, parent=call.ref, at=event.at)
-            case events.ApprovalDecided() if (asked := self._approvals.pop(event.call_id, None)) is not None:
-                asked.set({names.IS_ALLOWED: event.is_allowed, names.IS_CHANGED: event.is_changed})
-                asked.end(at=event.at)
+                self._approvals[event.call.id] = self._tracer.start(
+                    "approval", self._identity, parent=call.ref, at=event.at
+                )
+            case events.ApprovalDecided() if (span := self._approvals.pop(event.call_id, None)) is not None:
+                span.set({names.IS_ALLOWED: event.is_allowed, names.IS_CHANGED: event.is_changed})
+                span.end(at=event.at)
             case events.RunFinished():
                 self._ended(event)
             case events.RunAborted():
                 self._error = "aborted"
 
     def _begin_chat(self, event: events.ModelAsked) -> Span:
-        told: Attributes = {
+        attributes: Attributes = {
             names.OPERATION: "chat",
             names.PROVIDER: names.PROVIDER_NAME,
             names.REQUEST_MODEL: self._model,
             names.STEP: event.step,
             **self._server,
-            **self._who,
+            **self._identity,
         }
-        return self._tracer.start(f"chat {self._model}", told, kind="client", parent=self.span.ref, at=event.at)
+        return self._tracer.start(f"chat {self._model}", attributes, kind="client", parent=self.span.ref, at=event.at)
 
     def _answered(self, event: events.ModelAnswered) -> None:
         if self._chat is not None:
@@ -294,8 +298,8 @@ class RunSpans:
     def _begin_call(self, call: ToolCall, at: float) -> Span:
         parent = self.span.ref
         ref = SpanRef(parent.trace_id, call_span_id(call.id), parent.is_sampled)
-        told: Attributes = {**call_attributes(self._tracer, call), **self._who}
-        return self._tracer.start(f"execute_tool {call.name}", told, parent=parent, ref=ref, at=at)
+        attributes: Attributes = {**call_attributes(self._tracer, call), **self._identity}
+        return self._tracer.start(f"execute_tool {call.name}", attributes, parent=parent, ref=ref, at=at)
 
     def _finished(self, event: events.CallFinished) -> None:
         result = event.result
@@ -311,13 +315,13 @@ class RunSpans:
         end_call(self._tracer, span, result)
 
     def _ended(self, event: events.RunFinished) -> None:
-        told: dict[str, Any] = {
+        attributes: dict[str, Any] = {
             names.STOP_REASON: event.stop_reason,
             names.INPUT_TOKENS: event.usage.prompt_tokens,
             names.OUTPUT_TOKENS: event.usage.completion_tokens,
         }
         self.span.set(
-            {**told, **self._tracer.content(names.OUTPUT_MESSAGES, lambda: _message("assistant", event.answer))}
+            {**attributes, **self._tracer.content(names.OUTPUT_MESSAGES, lambda: _message("assistant", event.answer))}
         )
         self._error = None if event.stop_reason == "answered" else event.stop_reason
 
@@ -341,10 +345,16 @@ def open_process_tracer(
     """
 
     def masker() -> Masker:
-        known = secrets or {}
-        return build_masker(settings, known) if settings is not None else Masker({**secrets_of_environment(), **known})
+        secret_values = secrets or {}
+        return (
+            build_masker(settings, secret_values)
+            if settings is not None
+            else Masker({**secrets_of_environment(), **secret_values})
+        )
 
-    return open_tracer(load_tracing_settings(), SERVICE, lambda told: log.warning("spans_lost", message=told), masker)
+    return open_tracer(
+        load_tracing_settings(), SERVICE, lambda message: log.warning("spans_lost", message=message), masker
+    )
 
 
 @contextmanager
@@ -400,12 +410,17 @@ def call_spans(
 def _begin(
     tracer: Tracer, call: ToolCall, tenant: str, session: str | None, run: str | None, of_run: RunSpans | None
 ) -> Span:
-    who: Attributes = {names.TENANT: tenant, names.SESSION: session, names.RUN: run, names.CONVERSATION: session or run}
+    identity: Attributes = {
+        names.TENANT: tenant,
+        names.SESSION: session,
+        names.RUN: run,
+        names.CONVERSATION: session or run,
+    }
     parent = of_run.span.ref if of_run is not None else tracer.ambient()
     root = tracer.root() if parent is None else parent
     ref = SpanRef(root.trace_id, call_span_id(call.id), root.is_sampled)
     if call.name.startswith("session."):
         # Operations on sessions are not tools that a model could use, so they have no tool attributes.
-        return tracer.start(call.name, {names.CALL: call.id, **who}, parent=parent, ref=ref)
-    told: Attributes = {**call_attributes(tracer, call), **who}
-    return tracer.start(f"execute_tool {call.name}", told, parent=parent, ref=ref)
+        return tracer.start(call.name, {names.CALL: call.id, **identity}, parent=parent, ref=ref)
+    attributes: Attributes = {**call_attributes(tracer, call), **identity}
+    return tracer.start(f"execute_tool {call.name}", attributes, parent=parent, ref=ref)

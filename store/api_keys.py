@@ -134,7 +134,7 @@ class ApiKeys:
         self._tenants, self._key, self._audit = tenants_key(deployment), api_keys_key(deployment), audit_key(deployment)
         self._actor: Actor | None = None
         self._clock = clock
-        self._known: dict[str, tuple[ApiKeyRecord, float]] = {}
+        self._cache: dict[str, tuple[ApiKeyRecord, float]] = {}
         self._reads = SharedReads[ApiKeyRecord | None]()
         self._add_script, self._revoke_script = client.register_script(_ADD), client.register_script(_REVOKE)
 
@@ -217,7 +217,7 @@ class ApiKeys:
                 return False
             entry = build_entry(self._actor or local_actor(), "key.remove", key_id, **self._describe(key_id, data))
             was_there: Any = await self._revoke_script(keys=[self._key, self._audit], args=[key_id, entry_text(entry)])
-        self._known.pop(key_id, None)
+        self._cache.pop(key_id, None)
         return bool(was_there)
 
     async def all(self) -> dict[str, ApiKeyRecord | ConfigError]:
@@ -247,7 +247,7 @@ class ApiKeys:
         return Identity(record.tenant, record.role, key_id, record.name)
 
     async def _find(self, key_id: str) -> ApiKeyRecord | None:
-        record, asked_at = self._known.get(key_id, (None, 0.0))
+        record, asked_at = self._cache.get(key_id, (None, 0.0))
         if record is not None and time.monotonic() - asked_at < KEY_FRESH_S:
             return record
         return await self._reads.read(key_id, lambda: self._read(key_id))
@@ -256,14 +256,14 @@ class ApiKeys:
         asked_at = time.monotonic()
         with broker_errors("the API key was not checked"):
             data: Any = await self._client.hget(self._key, key_id)
-        self._known.pop(key_id, None)
+        self._cache.pop(key_id, None)
         if data is None:
             return None
         record = self._parse(key_id, data)
-        while len(self._known) >= MAX_KNOWN:
-            del self._known[next(iter(self._known))]
+        while len(self._cache) >= MAX_KNOWN:
+            del self._cache[next(iter(self._cache))]
         # The age counts from the request: a slow reply must not extend the use of a revoked key.
-        self._known[key_id] = (record, asked_at)
+        self._cache[key_id] = (record, asked_at)
         return record
 
     def _parse(self, key_id: str, data: bytes) -> ApiKeyRecord:

@@ -172,9 +172,9 @@ def build_entry(
         return AuditEntry(actor=actor, action=action, tenant=tenant, target=target, details=fitting)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
-        where = ".".join(str(part) for part in first["loc"])
+        field_path = ".".join(str(part) for part in first["loc"])
         raise ToolFailure(
-            ErrorCode.INVALID_ARGUMENTS, f"nothing was changed, because {where} cannot be stored: {first['msg']}"
+            ErrorCode.INVALID_ARGUMENTS, f"nothing was changed, because {field_path} cannot be stored: {first['msg']}"
         ) from error
 
 

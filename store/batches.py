@@ -12,7 +12,7 @@ from enum import StrEnum
 from typing import Any, Literal
 
 import redis.asyncio
-from pydantic import Field, JsonValue, ValidationError
+from pydantic import ConfigDict, Field, JsonValue, ValidationError
 
 from contract.calls import Record
 from contract.errors import BrokerUnavailable, ConfigError, EnvelopeRefused, RecordRefused
@@ -124,11 +124,14 @@ class BatchItem(Record):
     `priority`: items with a higher priority start first.
     """
 
+    model_config = ConfigDict(validate_by_name=True, serialize_by_alias=True)
+
     custom_id: str = Field(min_length=1, max_length=MAX_ID_CHARS)
     line: int = Field(ge=1)
     url: Literal["/v1/agent/runs", "/v1/tools/execute", "/v1/chat/completions"]
     work: RunBody | CallBody
-    ground: ItemEnvironment = ItemEnvironment()
+    environment: ItemEnvironment = Field(default=ItemEnvironment(), alias="ground")
+    """The stored name is `ground`, as in the records of earlier releases."""
     priority: int = Field(default=0, ge=-100, le=100)
 
 
@@ -264,8 +267,8 @@ def readable(name: str) -> Iterator[None]:
         raise RecordRefused(f"the record of {name} cannot be verified, so it is not used: {advice}. {error}") from error
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
-        where = ".".join(str(part) for part in first["loc"])
-        raise ConfigError(f"the record of {name} cannot be read ({where}: {first['type']}): {advice}") from error
+        field_path = ".".join(str(part) for part in first["loc"])
+        raise ConfigError(f"the record of {name} cannot be read ({field_path}: {first['type']}): {advice}") from error
     except ValueError as error:
         raise ConfigError(f"the record of {name} cannot be read: {advice}") from error
 

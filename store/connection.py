@@ -516,9 +516,9 @@ class ScriptConnection(asyncio.Protocol):
         self._timer = None
         if self._unanswered:
             loop = asyncio.get_running_loop()
-            due = self._unanswered[0].sent_at + TIMEOUT_S
-            if loop.time() < due:
-                self._timer = loop.call_at(due, self._check_silence, context=self._context)
+            deadline = self._unanswered[0].sent_at + TIMEOUT_S
+            if loop.time() < deadline:
+                self._timer = loop.call_at(deadline, self._check_silence, context=self._context)
             else:
                 self._lose(f"Redis has not answered for {TIMEOUT_S:g} s")
 

@@ -171,7 +171,7 @@ class Counts:
             added = repr(self._added.get(field, 0.0))
             arguments += [
                 metric.name,
-                str(metric.most),
+                str(metric.max_series),
                 f"{mark}\t{series}",
                 field,
                 f"{part}\t{overflow_series(metric)}",
@@ -198,7 +198,7 @@ class Counts:
         key = (metric.name, *labels)
         series = self._series.get(key)
         if series is None:
-            if self._numbers.get(metric.name, 0) >= metric.most:
+            if self._numbers.get(metric.name, 0) >= metric.max_series:
                 return _Series(overflow_series(metric), metric)
             self._numbers[metric.name] = self._numbers.get(metric.name, 0) + 1
             series = self._series[key] = _Series(
@@ -271,7 +271,7 @@ class MetricsStore:
             slots_key(deployment, ""),
             runs_prefix(deployment),
         )
-        self._places: tuple[str | int, ...] = (*prefixes, MOST_BATCHES)
+        self._key_parts: tuple[str | int, ...] = (*prefixes, MOST_BATCHES)
         self._look = client.register_script(
             resources.files("store").joinpath("metrics.lua").read_text(encoding="utf-8")
         )
@@ -347,7 +347,7 @@ class MetricsStore:
 
     async def _run(self, subject: str, rows: Sequence[Any]) -> Any:
         with broker_errors(_NOT_READ):
-            text: Any = await self._look(keys=[], args=[subject, json.dumps(rows), *self._places])
+            text: Any = await self._look(keys=[], args=[subject, json.dumps(rows), *self._key_parts])
         return json.loads(text.decode(errors="replace"))
 
 

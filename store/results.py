@@ -59,8 +59,8 @@ class ResultHub:
         self.dropped = 0
         self._client = client
         self._waiting: dict[str, asyncio.Future[dict[str, Any]]] = {}
-        self._kept: set[str] = set()
-        self._taken: list[str] = []
+        self._stored: set[str] = set()
+        self._collected: list[str] = []
         self._channel_start = result_key(f"{self.id}-").encode()
         self._key_chars = len(result_key(""))
         self._subscribed = asyncio.Event()
@@ -111,12 +111,12 @@ class ResultHub:
         future: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
         self._waiting[task_id] = future
         if keeps:
-            self._kept.add(task_id)
+            self._stored.add(task_id)
         try:
             yield future
         finally:
             self._waiting.pop(task_id, None)
-            self._kept.discard(task_id)
+            self._stored.discard(task_id)
 
     async def look(self, task_id: str) -> None:
         """Read the result of one task now, if it is stored. Results that another hub published are not announced to
@@ -135,8 +135,8 @@ class ResultHub:
 
     def discard(self, key: str) -> None:
         """Delete a key soon, together with others."""
-        if len(self._taken) < MAX_UNDELETED:
-            self._taken.append(key)
+        if len(self._collected) < MAX_UNDELETED:
+            self._collected.append(key)
 
     async def _listen(self) -> None:
         attempt = 0
@@ -173,15 +173,15 @@ class ResultHub:
     async def _read(self, pubsub: Any) -> None:
         """Read messages directly from the connection. `get_message` would double the cost of each message."""
         clock = asyncio.get_running_loop().time
-        heard_at = clock()
+        received_at = clock()
         while True:
             answer = await pubsub.parse_response(block=False, timeout=QUIET_S)
             if answer is None:
-                if clock() - heard_at > SILENCE_S:
+                if clock() - received_at > SILENCE_S:
                     raise ConnectionError(f"nothing was heard for {SILENCE_S:g} s")
                 await pubsub.ping("results")
                 continue
-            heard_at = clock()
+            received_at = clock()
             match answer:
                 case [b"pmessage", _, bytes(channel), bytes(data)]:
                     self._take_message(channel, data)
@@ -234,7 +234,7 @@ class ResultHub:
             return
         if is_ready:
             future.set_result(stored)
-            if task_id not in self._kept:
+            if task_id not in self._stored:
                 self.discard(result_key(task_id))
 
     async def _delete_regularly(self) -> None:
@@ -243,14 +243,14 @@ class ResultHub:
             try:
                 await self._delete_taken()
             except BrokerUnavailable as error:
-                log.debug("results_not_deleted", error=str(error), keys=len(self._taken))
+                log.debug("results_not_deleted", error=str(error), keys=len(self._collected))
 
     async def _delete_taken(self) -> None:
-        while self._taken:
-            batch = self._taken[:DISCARD_BATCH]
+        while self._collected:
+            batch = self._collected[:DISCARD_BATCH]
             with broker_errors("results were not deleted"):
                 await self._client.unlink(*batch)
-            del self._taken[: len(batch)]
+            del self._collected[: len(batch)]
 
 
 async def _as_it_is(message: Any) -> Any:

@@ -226,16 +226,16 @@ def parse_id(text: str) -> str:
 
 def is_before(first: str, second: str) -> bool:
     """Return whether the first event id is before the other."""
-    return _place(first) < _place(second)
+    return _parse_event_id(first) < _parse_event_id(second)
 
 
-def _place(event: str) -> tuple[int, int]:
+def _parse_event_id(event: str) -> tuple[int, int]:
     milliseconds, _, number = event.partition("-")
     return int(milliseconds), int(number or 0)
 
 
 def _id_before(event: str) -> str:
-    milliseconds, number = _place(event)
+    milliseconds, number = _parse_event_id(event)
     return f"{milliseconds}-{number - 1}" if number else f"{milliseconds - 1}-{2**64 - 1}"
 
 

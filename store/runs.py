@@ -440,11 +440,13 @@ class RunQueue:
         await self._end_left([tuple(part.decode() for part in row) for row in abandoned])
         rows = [tuple(part.decode() for part in row) for row in reply]
         claims: list[RunClaim] = []
-        for (tenant, run, token, how), fields in zip(rows, await self._fields([row[:2] for row in rows]), strict=True):
+        fields_of_rows = await self._fields([row[:2] for row in rows])
+        for (tenant, run, token, kind), fields in zip(rows, fields_of_rows, strict=True):
             if b"item" not in fields:
                 continue
             try:
-                claims.append(RunClaim(tenant, run, token, how == "resumed", parse_run(self.keys, tenant, run, fields)))
+                record = parse_run(self.keys, tenant, run, fields)
+                claims.append(RunClaim(tenant, run, token, kind == "resumed", record))
             except ConfigError as error:
                 log.error("run_not_readable", tenant=tenant, run=run, error=str(error))
                 await self.step("give_back", tenant, run, token, LEASE_S, "")
@@ -580,7 +582,7 @@ class RunQueue:
             digest,
             about,
             item.priority,
-            item.ground.session or "",
+            item.environment.session or "",
             defaults,
             *limits,
             RUN_TTL_S,

@@ -237,7 +237,7 @@ class SlotStore:
         self._on_reply, self._on_failure = on_reply, on_failure
         self._requests: dict[str, SlotRequest] = {}
         self._releases: dict[str, float] = {}
-        self._others: list[Operation] = []
+        self._other_operations: list[Operation] = []
         self._next: asyncio.Handle | None = None
         """The scheduled step. None while a step is being sent, and while there is nothing to send."""
         self._is_sending = self._is_closed = self._is_hurried = False
@@ -275,7 +275,7 @@ class SlotStore:
 
     def add(self, operation: Operation) -> None:
         """Send any other operation. Use this method only for operations that may be lost."""
-        self._others.append(operation)
+        self._other_operations.append(operation)
         self._is_hurried = True
         self._schedule()
 
@@ -315,7 +315,10 @@ class SlotStore:
         self._idle.clear()
         releases = dict(itertools.islice(self._releases.items(), AT_ONCE))
         requests = dict(itertools.islice(self._requests.items(), AT_ONCE - len(releases)))
-        other_operations, self._others = self._others[:OTHERS_AT_ONCE], self._others[OTHERS_AT_ONCE:]
+        other_operations, self._other_operations = (
+            self._other_operations[:OTHERS_AT_ONCE],
+            self._other_operations[OTHERS_AT_ONCE:],
+        )
         for call in requests:
             del self._requests[call]
         operations = [
@@ -350,7 +353,7 @@ class SlotStore:
             for call in step.releases:
                 self._releases.pop(call, None)
             self._on_reply(parse_reply(done.result()), step.requests)
-        if self._requests or self._releases or self._others:
+        if self._requests or self._releases or self._other_operations:
             # The caller of a new request must learn at once that Redis is unavailable.
             self._is_hurried = self._is_hurried or (error is not None and bool(self._requests))
             self._schedule(RETRY_S if error is not None else TOGETHER_S)

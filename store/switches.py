@@ -57,7 +57,7 @@ class RedisSwitches:
         self._key, self._audit = switches_key(deployment), audit_key(deployment)
         self._turn_script = client.register_script(_TURN)
         self._actor: Actor | None = None
-        self._known = _Known()
+        self._cache = _Known()
 
     def acting_as(self, actor: Actor) -> Self:
         """Return the same switches, with changes by `actor`."""
@@ -69,7 +69,7 @@ class RedisSwitches:
         """Return the switches. Raises BrokerUnavailable when Redis does not answer: a tool that may be off must not be
         called.
         """
-        cached = self._known
+        cached = self._cache
         if time.monotonic() - cached.read_at >= SWITCHES_FRESH_S:
             asked_at = time.monotonic()
             with broker_errors("the switches were not read"):
@@ -99,7 +99,7 @@ class RedisSwitches:
         args = [field, seal_switch(self._keys, field, switch) if switch is not None else "", entry_text(entry)]
         with broker_errors(f"{name} was not switched"):
             was_off = await self._turn_script(keys=[self._key, self._audit], args=args)
-        self._known.read_at = float("-inf")
+        self._cache.read_at = float("-inf")
         return bool(was_off)
 
 

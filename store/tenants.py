@@ -216,7 +216,7 @@ class RedisTenants:
             audit_key(deployment),
         ]
         self._actor: Actor | None = None
-        self._known = PolicyCache(keys)
+        self._cache = PolicyCache(keys)
         self._checks, self._looks = SharedReads[None](), SharedReads[TenantPolicy]()
         self._change_script = client.register_script(_CHANGE)
         self._remove_script = client.register_script(_REMOVE)
@@ -229,9 +229,9 @@ class RedisTenants:
 
     async def policy(self, tenant: str) -> TenantPolicy:
         """Return the tenant's policy, as TenantSource. No policy is assumed while Redis does not answer."""
-        if self._known.is_stale():
+        if self._cache.is_stale():
             await self._checks.read(VERSION_FIELD, self._check)
-        return self._known.find(tenant) or await self._looks.read(tenant, lambda: self._look(tenant))
+        return self._cache.find(tenant) or await self._looks.read(tenant, lambda: self._look(tenant))
 
     async def all(self) -> Mapping[str, TenantPolicy | ConfigError]:
         """Return the policy of every registered tenant by name. An unreadable policy is replaced by its error. Raises
@@ -337,23 +337,23 @@ class RedisTenants:
             revoked = int(await self._remove_script(keys=self._keys, args=args))
         if revoked < 0:
             raise _missing(name)
-        self._known.forget()
+        self._cache.forget()
         return revoked
 
     async def _check(self) -> None:
-        asked_at = self._known.clock()
+        asked_at = self._cache.clock()
         with broker_errors("the version of the tenants was not read"):
             version: Any = await self._client.hget(self._keys[0], VERSION_FIELD)
-        self._known.confirm(version, asked_at)
+        self._cache.confirm(version, asked_at)
 
     async def _look(self, tenant: str) -> TenantPolicy:
-        asked_at = self._known.clock()
+        asked_at = self._cache.clock()
         pipe = self._client.pipeline(transaction=True)
         pipe.hmget(self._keys[0], [VERSION_FIELD, tenant, DEFAULT_TENANT])
         pipe.hlen(self._keys[0])
         with broker_errors(f"the policy of tenant {tenant} was not read"):
             (version, own, default), fields = await pipe.execute()
-        return self._known.learn(tenant, StoredPolicy(version, own, default, fields), asked_at)
+        return self._cache.learn(tenant, StoredPolicy(version, own, default, fields), asked_at)
 
     async def _read_present(self, name: str) -> bytes:
         """Return the stored policy of a tenant that can be changed; b"" for the default tenant before its policy is
@@ -403,7 +403,7 @@ class RedisTenants:
             written = await self._change_script(
                 keys=[self._keys[0], self._keys[3]], args=[name, present, text, secrets.token_hex(8), entry]
             )
-        self._known.forget()
+        self._cache.forget()
         return bool(written)
 
     def _parse(self, name: str, present: bytes) -> TenantPolicy:
@@ -463,7 +463,7 @@ class WorkerTenants:
     ) -> None:
         self._client = client
         self._key = tenants_key(deployment)
-        self._known = PolicyCache(keys, clock)
+        self._cache = PolicyCache(keys, clock)
 
     def policy(self, tenant: str) -> TenantPolicy:
         """Return the tenant's present policy.
@@ -472,16 +472,16 @@ class WorkerTenants:
         Raises BrokerUnavailable when Redis does not answer. After an error, the call must not run.
         """
         with broker_errors(f"the call was not run, because the policy of tenant {tenant} was not read"):
-            if self._known.is_stale():
-                asked_at = self._known.clock()
+            if self._cache.is_stale():
+                asked_at = self._cache.clock()
                 version: Any = self._client.hget(self._key, VERSION_FIELD)
-                self._known.confirm(version, asked_at)
-            return self._known.find(tenant) or self._look(tenant)
+                self._cache.confirm(version, asked_at)
+            return self._cache.find(tenant) or self._look(tenant)
 
     def _look(self, tenant: str) -> TenantPolicy:
-        asked_at = self._known.clock()
+        asked_at = self._cache.clock()
         pipe = self._client.pipeline(transaction=True)
         pipe.hmget(self._key, [VERSION_FIELD, tenant, DEFAULT_TENANT])
         pipe.hlen(self._key)
         (version, own, default), fields = pipe.execute()
-        return self._known.learn(tenant, StoredPolicy(version, own, default, fields), asked_at)
+        return self._cache.learn(tenant, StoredPolicy(version, own, default, fields), asked_at)

@@ -55,8 +55,8 @@ class HostedGround(ItemGround):
 
     async def start(self, body: RunBody = ECHO, **options: Any) -> str:
         """Start a run and return its id."""
-        ground = options.pop("ground", ItemEnvironment())
-        return (await self.runs.start("acme", body, ground, **options)).id
+        environment = options.pop("environment", ItemEnvironment())
+        return (await self.runs.start("acme", body, environment, **options)).id
 
     async def append_text(self, run: str, claim: str, *texts: str, first: int = 0) -> bool:
         """Append events with these texts to the run's stream. Return whether the claim may still append events."""

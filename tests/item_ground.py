@@ -118,7 +118,7 @@ class ItemGround(RunGround):
 
     async def put(self, item: BatchItem) -> RunClaim:
         """Submit a batch with this one item and claim the item's run."""
-        await self.submit(1, url=item.url, work=item.work, ground=item.ground)
+        await self.submit(1, url=item.url, work=item.work, environment=item.environment)
         (claim,) = await self.queue.claim(1, ("acme", "b"))
         return claim
 
@@ -174,7 +174,7 @@ def build_tool_call(**fields: Any) -> BatchItem:
 
 def with_ground(item: BatchItem, **fields: Any) -> BatchItem:
     """Return the item with this initial state."""
-    return item.model_copy(update={"ground": item.ground.model_copy(update=fields)})
+    return item.model_copy(update={"environment": item.environment.model_copy(update=fields)})
 
 
 def archive_of(folder: Path) -> bytes:

@@ -207,10 +207,10 @@ def _hints(function: Callable[..., Any], name: str, signature: inspect.Signature
         return typing.get_type_hints(source, include_extras=True)
     except NameError as error:
         affected = [p.name for p in signature.parameters.values() if str(error.name) in _annotation_text(p.annotation)]
-        where = f"parameter '{affected[0]}'" if affected else "an annotation"
+        location = f"parameter '{affected[0]}'" if affected else "an annotation"
         sentence = (
-            f"{where} names '{error.name}', which the module does not define. Import it at run time, not only for type "
-            "checkers."
+            f"{location} names '{error.name}', which the module does not define. Import it at run time, not only for "
+            "type checkers."
         )
         raise TypeError(f"tool '{name}': {sentence}") from error
     except TypeError as error:

@@ -38,9 +38,9 @@ class PoolTool(BaseTool):  # type: ignore[misc, unused-ignore]
     @classmethod
     def build(cls, spec: ToolSpec, tools: SessionTools, loop: asyncio.AbstractEventLoop) -> "PoolTool":
         """Create a tool whose calls run in `loop`."""
-        made = cls(name=spec.name, description=spec.description, args_schema=dict(spec.parameters))
-        made._tools, made._loop = tools, loop
-        return made
+        tool = cls(name=spec.name, description=spec.description, args_schema=dict(spec.parameters))
+        tool._tools, tool._loop = tools, loop
+        return tool
 
     def _to_args_and_kwargs(
         self, tool_input: str | dict[str, Any], tool_call_id: str | None

@@ -34,9 +34,9 @@ class PoolOutput(str):
 
     @classmethod
     def of(cls, result: ToolResult) -> "PoolOutput":
-        made = cls(result.text())
-        made.artifact = build_artifact(result)
-        return made
+        output = cls(result.text())
+        output.artifact = build_artifact(result)
+        return output
 
 
 class RunApprover:

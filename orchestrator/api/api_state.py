@@ -28,17 +28,17 @@ class Fresh(Generic[T]):
         self._fresh_s = fresh_s
         self._clock = clock
         self._reads = SharedReads[T]()
-        self._kept: tuple[T, float] | None = None
+        self._cached: tuple[T, float] | None = None
 
     async def get(self, read: Callable[[], Awaitable[T]]) -> T:
         """Return the cached value, or the result of `read`. Raises the errors of `read`. Errors are not cached."""
-        if self._kept is not None and self._clock() - self._kept[1] < self._fresh_s:
-            return self._kept[0]
+        if self._cached is not None and self._clock() - self._cached[1] < self._fresh_s:
+            return self._cached[0]
         return await self._reads.read("", lambda: self._look(read))
 
     async def _look(self, read: Callable[[], Awaitable[T]]) -> T:
         value = await read()
-        self._kept = (value, self._clock())
+        self._cached = (value, self._clock())
         return value
 
 

@@ -99,7 +99,7 @@ def build_app(app_state: ApiState, work: ConnectedWork) -> FastAPI:
         BodyLimit("POST", "/v1/files", MAX_WORKSPACE_BYTES, is_streamed=True),
         BodyLimit("POST", "/login", LOGIN_BYTES),
     )
-    app.add_middleware(BodyLimits, other=limits)
+    app.add_middleware(BodyLimits, path_limits=limits)
     # The middleware that is added last runs first. Keys and rates are checked before a byte of a body is read.
     app.add_middleware(ApiAuthentication, app_state=app_state)
     app.openapi = partial(_describe, app)  # type: ignore[method-assign]

@@ -103,7 +103,7 @@ async def get_approval(approval_id: ApprovalId, caller: AnyCaller) -> ApprovalVi
     try:
         return _view(await _queue(caller).get(approval_id, caller.identity.actor()))
     except ToolFailure as failure:
-        raise _told(failure) from failure
+        raise _build_problem(failure) from failure
 
 
 @router.post("/{approval_id}", responses=responses(404, 409))
@@ -117,7 +117,7 @@ async def answer_approval(approval_id: ApprovalId, body: NewAnswer, caller: AnyC
     try:
         answer = await _queue(caller).decide(approval_id, decision, digest=body.digest, actor=caller.identity.actor())
     except ToolFailure as failure:
-        raise _told(failure) from failure
+        raise _build_problem(failure) from failure
     return _answer_view(answer)
 
 
@@ -125,7 +125,7 @@ def _queue(caller: Caller) -> ApprovalQueue:
     return caller.app_state.parts.approvals
 
 
-def _told(failure: ToolFailure) -> Exception:
+def _build_problem(failure: ToolFailure) -> Exception:
     """Return the error with the HTTP status that fits this address."""
     match failure:
         case UnknownQuestion():

@@ -186,13 +186,13 @@ async def list_batches(caller: AnyCaller, cursor: Cursor = None, limit: Limit = 
 @router.get("/{batch_id}", responses=responses(404))
 async def get_batch(batch_id: BatchId, caller: AnyCaller) -> BatchView:
     """Return the state of a batch."""
-    return await _view(await _known(caller, batch_id), batch_id)
+    return await _view(await _find_batch(caller, batch_id), batch_id)
 
 
 @router.post("/{batch_id}/cancel", responses=responses(404))
 async def cancel_batch(batch_id: BatchId, caller: AnyCaller) -> BatchView:
     """Cancel a batch: start no further items and end the running items."""
-    runs = await _known(caller, batch_id)
+    runs = await _find_batch(caller, batch_id)
     await caller.note_foreign("batch.cancel", batch_id)
     await runs.batches.cancel(batch_id)
     return await _view(runs, batch_id)
@@ -201,7 +201,7 @@ async def cancel_batch(batch_id: BatchId, caller: AnyCaller) -> BatchView:
 @router.post("/{batch_id}/retry", responses=responses(404))
 async def retry_batch(batch_id: BatchId, body: Retry, caller: AnyCaller) -> Retried:
     """Retry the failed items with the selected kinds of failure."""
-    runs = await _known(caller, batch_id)
+    runs = await _find_batch(caller, batch_id)
     entry = caller.foreign_entry("batch.retry", batch_id)
     return Retried(
         items=await runs.batches.resume(batch_id, body.kinds, entry_text(entry) if entry is not None else "")
@@ -215,7 +215,7 @@ async def retry_batch(batch_id: BatchId, body: Retry, caller: AnyCaller) -> Retr
 )
 async def batch_results(batch_id: BatchId, caller: AnyCaller) -> Response:
     """Return the rows of all finished items, succeeded and failed, as one JSON object per line."""
-    runs = await _known(caller, batch_id)
+    runs = await _find_batch(caller, batch_id)
 
     async def rows() -> AsyncIterator[bytes]:
         async for outcome in runs.outcomes(batch_id):
@@ -245,7 +245,7 @@ def _runs(caller: Caller) -> BatchRuns:
     return caller.client.batch_runs(has_traces=False)
 
 
-async def _known(caller: Caller, batch: str) -> BatchRuns:
+async def _find_batch(caller: Caller, batch: str) -> BatchRuns:
     """Return the tenant's batches after a check that `batch` exists. Raises ApiProblem when the
     batch does not exist.
     """
@@ -286,8 +286,8 @@ async def _check_uploads(caller: Caller, file: BatchFile) -> None:
     """Raise BadBatch for lines with a workspace that is an upload that the tenant does not have."""
     lines = dict[str, int]()
     for item in file.items:
-        if item.ground.workspace is not None and is_file_id(item.ground.workspace):
-            lines.setdefault(item.ground.workspace, item.line)
+        if item.environment.workspace is not None and is_file_id(item.environment.workspace):
+            lines.setdefault(item.environment.workspace, item.line)
     missing = await caller.app_state.stored_files().find_missing(caller.tenant, lines) if lines else []
     if missing:
         errors = [

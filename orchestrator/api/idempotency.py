@@ -93,7 +93,7 @@ class Idempotency:
             lambda ended: self._settle(slots, claim, ended.record(digest) if ended.is_kept else None),
         )
         try:
-            await self._app(scope, _given(body, receive), answer.send)
+            await self._app(scope, _replay_body(body, receive), answer.send)
         finally:
             # The request failed or the client disconnected. The claim is released, so that the client can retry.
             if not answer.has_ended:
@@ -217,7 +217,7 @@ async def _read(receive: Receive) -> bytes:
     return bytes(body)
 
 
-def _given(body: bytes, receive: Receive) -> Receive:
+def _replay_body(body: bytes, receive: Receive) -> Receive:
     """Return a `receive` that replays the body that was read, and then forwards the messages of the connection."""
     has_been_given = False
 

@@ -100,7 +100,7 @@ class NewRun(BaseModel):
             limits=limits,
         )
 
-    def ground(self) -> ItemEnvironment:
+    def environment(self) -> ItemEnvironment:
         """Return where the run works: its session, or how to open one."""
         return ItemEnvironment(
             workspace=self.workspace,
@@ -169,8 +169,8 @@ async def start_run(
     run = await hosted(caller).start(
         caller.tenant,
         body.body(),
-        body.ground(),
-        word=run_id,
+        body.environment(),
+        idempotency_key=run_id,
         metadata=body.metadata,
         priority=body.priority,
         webhook=body.webhook,
@@ -232,10 +232,10 @@ async def follow_run(
     start, runs = parse_id(last_event_id or after or ""), hosted(caller)
     with found():
         await runs.get(caller.tenant, run_id)
-    return EventStream(caller.streams.counted(_told(caller, runs.follow(caller.tenant, run_id, start))))
+    return EventStream(caller.streams.counted(_build_server_events(caller, runs.follow(caller.tenant, run_id, start))))
 
 
-async def _told(caller: Caller, events: AsyncIterator[tuple[str, str]]) -> AsyncIterator[ServerEvent]:
+async def _build_server_events(caller: Caller, events: AsyncIterator[tuple[str, str]]) -> AsyncIterator[ServerEvent]:
     """Yield the events until the run ends or the API key is revoked. A new request with a revoked key is rejected."""
     try:
         async for id_, text in events:

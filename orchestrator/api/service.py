@@ -43,7 +43,7 @@ class ApiService:
         """
         self._settings = settings
         self._concurrency = concurrency
-        self._tell = announce
+        self._on_address = announce
         self._has_traces = has_traces
         app_state = ApiState(settings)
         app_state.check()
@@ -99,4 +99,4 @@ class ApiService:
 
     def _announce(self, address: str) -> None:
         log.info("api_serving", address=address, concurrency=self._concurrency)
-        self._tell(address)
+        self._on_address(address)

@@ -30,10 +30,10 @@ class FileAnswer(Response):
     def __init__(self, data: bytes, headers: Mapping[str, str], stack: AsyncExitStack) -> None:
         super().__init__(headers={**headers, "Content-Length": str(len(data))})
         self._data = memoryview(data)
-        self._held = stack
+        self._resources = stack
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async with self._held:
+        async with self._resources:
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
             for start in range(0, len(self._data), PIECE_BYTES):
                 await send(

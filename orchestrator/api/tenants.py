@@ -159,9 +159,9 @@ async def list_keys(name: Name, caller: AdminCaller, cursor: Cursor = None, limi
 @router.post("/{name}/keys", status_code=201, responses=responses(404))
 async def add_key(name: Name, body: NewKeyRequest, caller: AdminCaller, response: Response) -> CreatedKey:
     """Create an API key. Only this response contains the key."""
-    made = await caller.keys.add(name, body.role, name=body.name, ttl_s=body.ttl_s)
+    created = await caller.keys.add(name, body.role, name=body.name, ttl_s=body.ttl_s)
     response.headers["Cache-Control"] = "no-store"
-    return CreatedKey(id=made.id, key=made.text, info=_key_view(made.id, made.record))
+    return CreatedKey(id=created.id, key=created.text, info=_key_view(created.id, created.record))
 
 
 @router.delete("/{name}/keys/{key_id}", status_code=204, responses=responses(404))

@@ -79,8 +79,8 @@ class RefusingApprover:
         self._reason = reason
 
     async def decide(self, request: ApprovalRequest) -> Decision:
-        why = request.warning or request.reason
-        return Decision(False, f"{self._reason} ({why})" if why else self._reason)
+        reason = request.warning or request.reason
+        return Decision(False, f"{self._reason} ({reason})" if reason else self._reason)
 
 
 class CallbackApprover:

@@ -59,7 +59,7 @@ class QueueApprover:
             return Decision(False, failure.message)
         asker, is_answered = secrets.token_hex(8), False
         try:
-            answer = await self._asked(question, asker, request.expires_at)
+            answer = await self._ask(question, asker, request.expires_at)
             if answer is None:
                 answer = await self._answered(question.id)
             is_answered = True
@@ -77,7 +77,7 @@ class QueueApprover:
             )
         return answer.to_decision()
 
-    async def _asked(self, question: ApprovalQuestion, asker: str, expires_at: float) -> ApprovalAnswer | None:
+    async def _ask(self, question: ApprovalQuestion, asker: str, expires_at: float) -> ApprovalAnswer | None:
         """Put the question into the queue, and retry while Redis is unavailable.
 
         The caller's own time limit ends the retries. Return the answer when the question already has one. Raises

@@ -102,7 +102,7 @@ async def review(
         request = ApprovalRequest(
             shown, spec, tenant, session, approval.digest, verdict.reason, verdict.warning, approval.expires_at, run
         )
-        on_event(_asked(run, request))
+        on_event(_build_asked_event(run, request))
         decision = await _ask(approver, request, ttl_s)
         on_event(_decided(run, request, decision))
         if not decision.is_allowed:
@@ -181,7 +181,7 @@ async def _ask(approver: Approver, request: ApprovalRequest, ttl_s: float) -> De
     return decision
 
 
-def _asked(run: str, request: ApprovalRequest) -> ApprovalAsked:
+def _build_asked_event(run: str, request: ApprovalRequest) -> ApprovalAsked:
     return ApprovalAsked(
         run=run,
         call=request.call.model_copy(deep=True),

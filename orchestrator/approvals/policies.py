@@ -56,7 +56,7 @@ class Rule:
             if not isinstance(value := getattr(self, name), str) or not value:
                 raise ConfigError(f'{name} is {value!r}: use a name, or a pattern such as "*"')
         prefix = self.argv_prefix
-        if not isinstance(prefix, tuple) or not all(isinstance(word, str) and word for word in prefix):
+        if not isinstance(prefix, tuple) or not all(isinstance(part, str) and part for part in prefix):
             raise ConfigError('argv_prefix must be a list of words, such as ["git", "push"]')
 
     def is_about(self, tenant: str, tool: str) -> bool:
@@ -166,20 +166,20 @@ def _load(path: Path) -> dict[str, Any]:
 
 
 def _parse_rule(path: Path, number: int, data: Any) -> Rule:
-    where = f"{path}: rule {number}"
+    position = f"{path}: rule {number}"
     if not isinstance(data, dict):
-        raise ConfigError(f"{where}: a rule must be a table with an action")
+        raise ConfigError(f"{position}: a rule must be a table with an action")
     fields = ("action", "tool", "tenant", "argv_prefix")
     unknown = sorted(set(data) - set(fields))
     if unknown:
-        raise ConfigError(f"{where}: unknown field '{unknown[0]}'; a rule has {', '.join(fields)}")
+        raise ConfigError(f"{position}: unknown field '{unknown[0]}'; a rule has {', '.join(fields)}")
     if "action" not in data:
-        raise ConfigError(f"{where}: the action is missing: use deny, ask or allow")
+        raise ConfigError(f"{position}: the action is missing: use deny, ask or allow")
     prefix = data.get("argv_prefix", [])
     try:
         return Rule(**{**data, "argv_prefix": tuple(prefix) if isinstance(prefix, list) else prefix})
     except (ConfigError, TypeError) as error:
-        raise ConfigError(f"{where}: {error}") from error
+        raise ConfigError(f"{position}: {error}") from error
 
 
 def _warning(spec: ToolSpec, reason: str) -> str:

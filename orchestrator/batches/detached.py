@@ -20,7 +20,7 @@ def find_paths(item: BatchItem, artifacts: str | None) -> Iterator[str]:
     """Yield a sentence for each path that an item needs on the machine that runs the item. `artifacts`: folder of the
     batch for artifacts.
     """
-    if item.ground.workspace is not None and not is_stored(item.ground.workspace):
+    if item.environment.workspace is not None and not is_stored(item.environment.workspace):
         yield WORKSPACE
     if artifacts is not None:
         yield ARTIFACTS

@@ -61,10 +61,10 @@ def format_time(at: float) -> str:
         return f"{at:g} s (no date)"
 
 
-def one_line(text: str, most: int = 200) -> str:
+def one_line(text: str, max_chars: int = 200) -> str:
     """Return the text in one line, with control characters, direction characters and line ends escaped.
 
-    `most`: maximum length. A text that is cut ends with its original length.
+    `max_chars`: maximum length. A text that is cut ends with its original length.
     """
-    cut = text if len(text) <= most else f"{text[:most]}... ({len(text)} characters)"
+    cut = text if len(text) <= max_chars else f"{text[:max_chars]}... ({len(text)} characters)"
     return escape_controls(cut.translate(_LINE_ENDS))

@@ -249,7 +249,7 @@ def build_item(line: int, custom_id: Any, url: str, fields: Fields) -> BatchItem
         (ItemEnvironment(), 0) if isinstance(fields, ChatFields) else (fields.to_environment(), fields.priority)
     )
     work = fields.to_work()
-    return BatchItem(custom_id=custom_id, line=line, url=url, work=work, ground=environment, priority=priority)
+    return BatchItem(custom_id=custom_id, line=line, url=url, work=work, environment=environment, priority=priority)
 
 
 def _limits(fields: LimitFields) -> RunLimits:

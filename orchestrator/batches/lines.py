@@ -268,11 +268,13 @@ class _Reader:
         except ValidationError:
             # The error is in the fields around the body, and was reported above.
             return
-        for path, message in self._environments.find_errors(item.ground):
+        for path, message in self._environments.find_errors(item.environment):
             yield (*prefix, *path), message
         # After an error no item will run, so the remaining items are checked and not stored.
         if not self.errors:
-            self.items.add(item.model_copy(update={"ground": self._environments.normalize(item.ground)}), values)
+            self.items.add(
+                item.model_copy(update={"environment": self._environments.normalize(item.environment)}), values
+            )
 
     def _check_id(self, number: int, name: str, fields: dict[str, Any]) -> Iterator[tuple[FieldPath, str]]:
         """Yield an error if an earlier line has the same id."""

@@ -22,9 +22,9 @@ are never cut.
 """
 
 
-def text(value: str, most: int = 200) -> Markup:
+def text(value: str, max_chars: int = 200) -> Markup:
     """Return the text, escaped. Control and direction characters become visible, and markup has no effect."""
-    return Markup(html.escape(one_line(value, most), quote=True))
+    return Markup(html.escape(one_line(value, max_chars), quote=True))
 
 
 def element(name: str, *children: Markup, **attributes: str | float) -> Markup:
@@ -52,8 +52,8 @@ def _attribute(key: str) -> str:
     return key.rstrip("_").replace("_", "-")
 
 
-def _value(value: str | float, most: int) -> str:
+def _value(value: str | float, max_chars: int) -> str:
     """Return the value of an attribute, escaped."""
     if isinstance(value, str):
-        return html.escape(one_line(value, most), quote=True)
+        return html.escape(one_line(value, max_chars), quote=True)
     return f"{value:.1f}".rstrip("0").rstrip(".") if isinstance(value, float) else str(value)

@@ -188,7 +188,7 @@ class _Report:
             [
                 paragraph(f"{snapshot.failed:,} failed: {kinds}. Items whose retry succeeded do not count."),
                 _groups(snapshot),
-                table(title, columns, rows, words=(0, 1, 2, 4, 5), most=MAX_CELL_CHARS),
+                table(title, columns, rows, text_columns=(0, 1, 2, 4, 5), max_chars=MAX_CELL_CHARS),
                 paragraph(more if snapshot.failed > len(listed) else ""),
             ]
         )
@@ -245,8 +245,8 @@ class _Report:
     def _slowest_items(self, still: Sequence[tuple[float, str, int, str]], high: float) -> Markup:
         """Return the section about the slowest items."""
         ended = [
-            (item, format_seconds(seconds), str(attempt), how, run)
-            for seconds, item, attempt, run, how in heapq.nlargest(MAX_SLOWEST, self._ended)
+            (item, format_seconds(seconds), str(attempt), ending, run)
+            for seconds, item, attempt, run, ending in heapq.nlargest(MAX_SLOWEST, self._ended)
         ]
         running = [
             (item, format_seconds(high - started), str(attempt), "running", run)
@@ -254,7 +254,7 @@ class _Report:
         ]
         columns = ("item", "time", "attempt", "state", "run")
         parts = [
-            table(caption, columns, rows, words=(0, 3, 4))
+            table(caption, columns, rows, text_columns=(0, 3, 4))
             for caption, rows in (("Ended", ended), ("Running", running))
             if rows
         ]
@@ -294,7 +294,9 @@ def _groups(snapshot: Snapshot) -> Markup:
     columns = ("code", "kind", "items", "example", "message")
     rest = snapshot.groups[MAX_GROUP_ROWS:]
     more = f"{sum(group.count for group in rest):,} more failed with {len(rest):,} other codes." if rest else ""
-    return join([table("Failures by code", columns, rows, words=(0, 1, 3, 4), most=MAX_CELL_CHARS), paragraph(more)])
+    return join(
+        [table("Failures by code", columns, rows, text_columns=(0, 1, 3, 4), max_chars=MAX_CELL_CHARS), paragraph(more)]
+    )
 
 
 def _notes(snapshot: Snapshot) -> Markup:
@@ -302,7 +304,9 @@ def _notes(snapshot: Snapshot) -> Markup:
     rows = [(format_time(note.at), note.message) for note in snapshot.notes]
     if not rows:
         return paragraph("There are none.")
-    return table("About the whole batch, the newest last", ("time", "note"), rows, words=(0, 1), most=MAX_CELL_CHARS)
+    return table(
+        "About the whole batch, the newest last", ("time", "note"), rows, text_columns=(0, 1), max_chars=MAX_CELL_CHARS
+    )
 
 
 def _spread(seconds: Sequence[float]) -> tuple[str, ...]:

@@ -63,19 +63,26 @@ def figure(plot: Markup, caption: str) -> Markup:
 
 
 def table(
-    caption: str, columns: Sequence[str], rows: Sequence[Sequence[str]], *, words: Sequence[int] = (0,), most: int = 200
+    caption: str,
+    columns: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    *,
+    text_columns: Sequence[int] = (0,),
+    max_chars: int = 200,
 ) -> Markup:
     """Return a table of untrusted text.
 
-    `most`: maximum number of characters in a cell. `words`: columns that contain text and not numbers. The first
-    column is the heading of the row.
+    `max_chars`: maximum number of characters in a cell. `text_columns`: columns that contain text and not numbers. The
+    first column is the heading of the row.
     """
-    styles = ["words" if number in words else "number" for number in range(len(columns))]
+    styles = ["words" if number in text_columns else "number" for number in range(len(columns))]
     names = [element("th", text(name), scope="col", class_=style) for name, style in zip(columns, styles, strict=True)]
     body = []
     for row in rows:
-        first = element("th", text(row[0], most), scope="row", class_=styles[0])
-        rest = [element("td", text(cell, most), class_=style) for cell, style in zip(row[1:], styles[1:], strict=True)]
+        first = element("th", text(row[0], max_chars), scope="row", class_=styles[0])
+        rest = [
+            element("td", text(cell, max_chars), class_=style) for cell, style in zip(row[1:], styles[1:], strict=True)
+        ]
         body.append(element("tr", first, *rest))
     parts = element("caption", text(caption)), element("thead", element("tr", *names)), element("tbody", *body)
     return element("div", element("table", *parts), class_="scroll", tabindex="0", role="region", aria_label=caption)

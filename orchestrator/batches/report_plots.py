@@ -59,7 +59,9 @@ def plot_lines(name: str, title: str, lines: Sequence[Line], low: float, high: f
     height = TOP + HEIGHT + BOTTOM
     parts += _legend(lines, height + 4)
     # A text description of the plot, for screen readers.
-    summary = "; ".join(f"{line.label}: {_number(most)} at most" for line, most in zip(lines, highest, strict=True))
+    summary = "; ".join(
+        f"{line.label}: {_number(maximum)} at most" for line, maximum in zip(lines, highest, strict=True)
+    )
     head = element("title", text(title), id=f"{name}-title"), element("desc", text(summary, 2000), id=f"{name}-desc")
     labels = f"{name}-title {name}-desc"
     return element("svg", *head, *parts, viewBox=f"0 0 {WIDTH} {height + 22}", role="img", aria_labelledby=labels)
@@ -83,10 +85,10 @@ def _time_axis(span: float, low: float, x: Callable[[float], float]) -> list[Mar
     return parts
 
 
-def _value_axis(most: float, y: Callable[[float], float]) -> list[Markup]:
+def _value_axis(maximum: float, y: Callable[[float], float]) -> list[Markup]:
     """Return the value axis, with ticks at zero, half and the maximum."""
     parts = []
-    for value in (0.0, most / 2, most) if most > 0 else (0.0,):
+    for value in (0.0, maximum / 2, maximum) if maximum > 0 else (0.0,):
         parts.append(element("line", x1=LEFT, x2=WIDTH - RIGHT, y1=y(value), y2=y(value), class_="grid"))
         parts.append(element("text", text(_number(value)), x=LEFT - 6, y=y(value) + 4, class_="tick end"))
     return parts

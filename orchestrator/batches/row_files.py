@@ -97,11 +97,11 @@ class RowFile:
         RowsNotWritten.
         """
         with self._lock:
-            fresh = {custom_id: line for custom_id, line in lines.items() if custom_id not in self._ids}
-            if fresh:
-                self._write(fresh.values())
-                self._ids.update(fresh)
-            return list(fresh)
+            new_lines = {custom_id: line for custom_id, line in lines.items() if custom_id not in self._ids}
+            if new_lines:
+                self._write(new_lines.values())
+                self._ids.update(new_lines)
+            return list(new_lines)
 
     def rows(self) -> Iterator[Row]:
         """Yield all rows of the file, in their order."""
@@ -202,35 +202,35 @@ class RowFile:
         temporary = self.path.with_name(
             f".rows-{hashlib.sha256(os.fsencode(self.path.name)).hexdigest()[:16]}.unfinished"
         )
-        fresh = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        new_file = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         try:
             # Lock the new file before another process can find the file by its final name.
-            fcntl.flock(fresh, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            ids, end = self._copy(fresh, leave_out, newer)
-            os.fsync(fresh)
+            fcntl.flock(new_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            ids, end = self._copy(new_file, leave_out, newer)
+            os.fsync(new_file)
             os.replace(temporary, self.path)
         except BaseException:
-            os.close(fresh)
+            os.close(new_file)
             temporary.unlink(missing_ok=True)
             raise
         os.close(self._descriptor)
-        self._descriptor, self._ids, self._end, self._is_torn = fresh, ids, end, False
+        self._descriptor, self._ids, self._end, self._is_torn = new_file, ids, end, False
 
-    def _copy(self, fresh: int, leave_out: Collection[str], newer: Mapping[str, bytes]) -> tuple[set[str], int]:
+    def _copy(self, new_file: int, leave_out: Collection[str], newer: Mapping[str, bytes]) -> tuple[set[str], int]:
         """Copy the rows to the new file. Return the ids of the rows and the end of the file. Owner and permissions
         are copied too.
         """
         old = os.fstat(self._descriptor)
-        os.fchmod(fresh, stat.S_IMODE(old.st_mode))
+        os.fchmod(new_file, stat.S_IMODE(old.st_mode))
         if (old.st_uid, old.st_gid) != (os.geteuid(), os.getegid()):
             with contextlib.suppress(PermissionError):
-                os.fchown(fresh, old.st_uid, old.st_gid)
+                os.fchown(new_file, old.st_uid, old.st_gid)
         ids: set[str] = set()
         end = 0
         with os.fdopen(os.dup(self._descriptor), "rb") as source:
             for custom_id, line in read_rows(source, self._end):
                 if custom_id not in leave_out:
-                    end += _write_fully(fresh, newer.get(custom_id, line), end)
+                    end += _write_fully(new_file, newer.get(custom_id, line), end)
                     ids.add(custom_id)
         return ids, end
 

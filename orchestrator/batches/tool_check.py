@@ -87,5 +87,5 @@ def _problems(
 def _alias_warning(tool: str, alias: str, lines: list[int]) -> str:
     """Return the warning about an alias. `alias`: "given -> canonical"."""
     used_name, _, canonical = alias.partition(" -> ")
-    where = f"line {lines[0]}" if len(lines) == 1 else f"line {lines[0]} and {len(lines) - 1} more"
-    return f"{where}: `{used_name}` is an alias of the parameter `{canonical}` of {tool}"
+    position = f"line {lines[0]}" if len(lines) == 1 else f"line {lines[0]} and {len(lines) - 1} more"
+    return f"{position}: `{used_name}` is an alias of the parameter `{canonical}` of {tool}"

@@ -22,7 +22,11 @@ _PIECE_BYTES = 1024 * 1024
 def find_local_workspaces(items: Iterable[BatchItem]) -> list[str]:
     """Return the distinct paths of this machine that items use as workspaces."""
     return sorted(
-        {item.ground.workspace for item in items if item.ground.workspace and not is_stored(item.ground.workspace)}
+        {
+            item.environment.workspace
+            for item in items
+            if item.environment.workspace and not is_stored(item.environment.workspace)
+        }
     )
 
 
@@ -95,7 +99,9 @@ class _UploadedItems(Sequence[BatchItem]):
 
     def _replace(self, item: BatchItem) -> BatchItem:
         """Return the item with the id of its upload, if its workspace was uploaded."""
-        upload = self._uploads.get(item.ground.workspace or "")
+        upload = self._uploads.get(item.environment.workspace or "")
         return (
-            item.model_copy(update={"ground": item.ground.model_copy(update={"workspace": upload})}) if upload else item
+            item.model_copy(update={"environment": item.environment.model_copy(update={"workspace": upload})})
+            if upload
+            else item
         )

@@ -101,11 +101,11 @@ def check_lines(file: BatchFile, defaults: BatchDefaults, *, is_detached: bool =
             f"{_format_subject(costly)} a max_cost, but no prices are set: give --prices IN/OUT, the prices "
             "of a million tokens"
         )
-    asking = [item for item in file.items if item.ground.artifacts]
-    if asking and defaults.artifacts is None and not is_detached:
+    items_with_artifacts = [item for item in file.items if item.environment.artifacts]
+    if items_with_artifacts and defaults.artifacts is None and not is_detached:
         raise ConfigError(
-            f"{_format_subject(asking)} artifacts, but no folder is set: give --artifacts FOLDER, or remove "
-            "`artifacts` from the lines"
+            f"{_format_subject(items_with_artifacts)} artifacts, but no folder is set: give --artifacts FOLDER, or "
+            "remove `artifacts` from the lines"
         )
 
 

@@ -77,7 +77,7 @@ class Interrupts:
             self._shift.drain()
 
 
-def find_rows(batch: str, place: RowPlace | None, output: Path | None, errors: Path | None) -> RowPaths:
+def find_rows(batch: str, row_place: RowPlace | None, output: Path | None, errors: Path | None) -> RowPaths:
     """Return the files for the rows of a resumed batch: those of the command, else those that were used before. Raises
     ConfigError if there are none.
     """
@@ -85,19 +85,19 @@ def find_rows(batch: str, place: RowPlace | None, output: Path | None, errors: P
         return RowPaths(output, errors)
     if errors is not None:
         raise ConfigError("--errors needs --output: give both, or neither to use the files that were used before")
-    if place is None:
+    if row_place is None:
         raise ConfigError(f"the output file of batch {batch} is unknown: give --output OUT.jsonl")
-    if place.host != platform.node():
+    if row_place.host != platform.node():
         raise ConfigError(
-            f"the rows of batch {batch} go to {place.output} on host {place.host}: resume it there, or give "
+            f"the rows of batch {batch} go to {row_place.output} on host {row_place.host}: resume it there, or give "
             "--output OUT.jsonl"
         )
-    if not Path(place.output).is_file():
+    if not Path(row_place.output).is_file():
         raise ConfigError(
-            f"the rows of batch {batch} went to {place.output}, which does not exist any more: give --output OUT.jsonl "
-            "to write all rows again"
+            f"the rows of batch {batch} went to {row_place.output}, which does not exist any more: give --output "
+            "OUT.jsonl to write all rows again"
         )
-    return RowPaths(Path(place.output), Path(place.errors))
+    return RowPaths(Path(row_place.output), Path(row_place.errors))
 
 
 def build_row_place(paths: RowPaths) -> RowPlace:

@@ -20,7 +20,7 @@ CallName = Annotated[
 
 @calls_app.command("list")
 def calls_list(
-    most: Annotated[int, typer.Option("--limit", min=1, max=1000, help="Largest number of calls to list.")] = 50,
+    limit: Annotated[int, typer.Option("--limit", min=1, max=1000, help="Largest number of calls to list.")] = 50,
     tenant: Tenant = None,
     as_json: Json = False,
 ) -> None:
@@ -28,7 +28,7 @@ def calls_list(
 
     async def work() -> CallPage:
         async with open_running("calls", tenant) as client:
-            return await client.list_calls(tenant, most)
+            return await client.list_calls(tenant, limit)
 
     page = run_work(work(), as_json)
     if as_json:

@@ -183,21 +183,24 @@ async def _read_worker_settings() -> list[dict[str, Any]]:
     return list(json.loads(out))
 
 
-def _write_users(roles: list[str], out: Path, passwords: Path) -> None:
+def _write_users(roles: list[str], out: Path, passwords_file: Path) -> None:
     """Raises ConfigError for an unknown role, and for a file that exists or cannot be written."""
-    made = {role: secrets.token_urlsafe(32) for role in roles}
-    lines = build_users(load_settings().deployment, {role: hash_password(password) for role, password in made.items()})
-    for path in (out, passwords):
+    passwords = {role: secrets.token_urlsafe(32) for role in roles}
+    lines = build_users(
+        load_settings().deployment, {role: hash_password(password) for role, password in passwords.items()}
+    )
+    for path in (out, passwords_file):
         if path.exists():
             raise ConfigError(f"{path} exists already and was not overwritten: move the file, or name another one")
     _write_new(
-        passwords, "".join(f"TOOLCREW_REDIS_{role.upper()}_PASSWORD={password}\n" for role, password in made.items())
+        passwords_file,
+        "".join(f"TOOLCREW_REDIS_{role.upper()}_PASSWORD={password}\n" for role, password in passwords.items()),
     )
     try:
         _write_new(out, lines)
     except ConfigError:
         # Passwords without the ACL file are useless, and the file would make the next attempt fail.
-        passwords.unlink()
+        passwords_file.unlink()
         raise
 
 

@@ -67,15 +67,15 @@ def keys_create(
     async def work() -> dict[str, Any]:
         ttl_s = _parse_duration(expires_in) if expires_in is not None else None
         async with open_deployment("admin") as deployment:
-            made = await deployment.keys.add(tenant, role, name=name, ttl_s=ttl_s)
-        return {"key": made.text, **_key_json(made.id, made.record)}
+            created = await deployment.keys.add(tenant, role, name=name, ttl_s=ttl_s)
+        return {"key": created.text, **_key_json(created.id, created.record)}
 
-    made = run_work(work(), as_json)
-    typer.echo(json.dumps(made) if as_json else made["key"])
+    created = run_work(work(), as_json)
+    typer.echo(json.dumps(created) if as_json else created["key"])
     if not as_json:
-        until = f"until {made['expires']}" if made["expires"] else "until it is revoked"
+        until = f"until {created['expires']}" if created["expires"] else "until it is revoked"
         typer.echo(
-            f"key {made['id']} of tenant {tenant}, role {role}, {until}; store it now: it cannot be shown again",
+            f"key {created['id']} of tenant {tenant}, role {role}, {until}; store it now: it cannot be shown again",
             err=True,
         )
 

@@ -41,20 +41,20 @@ _UNSET = {"tools": "all", "rate": "no limit"}
 
 
 def with_policy_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Replace the parameter `given` of a command by one option for each field of the policy. The command receives a
-    mapping of option -> value as `given`.
+    """Replace the parameter `policy_values` of a command by one option for each field of the policy. The command
+    receives a mapping of option -> value as `policy_values`.
     """
 
     @wraps(command)
     def run(**values: Any) -> None:
-        given = {option: values.pop(path[-1]) for option, path in OPTIONS.items()}
-        command(**values, given=given)
+        values_by_option = {option: values.pop(path[-1]) for option, path in OPTIONS.items()}
+        command(**values, policy_values=values_by_option)
 
     options = [_build_parameter(option, path[-1], field) for option, (path, field) in _FIELDS.items()]
     own = [
         one.replace(kind=Parameter.KEYWORD_ONLY)
         for one in signature(command, eval_str=True).parameters.values()
-        if one.name != "given"
+        if one.name != "policy_values"
     ]
     run.__signature__ = Signature([*own[:-1], *options, own[-1]])  # type: ignore[attr-defined]
     return run
@@ -75,15 +75,15 @@ def _build_parameter(option: str, name: str, field: FieldInfo) -> Parameter:
     return Parameter(name, Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
 
 
-def apply_options(policy: TenantPolicy, given: Mapping[str, Any], unset: Sequence[str] = ()) -> TenantPolicy:
-    """Return the policy with the values of `given`, and with the options in `unset` at their defaults. None changes
-    nothing.
+def apply_options(policy: TenantPolicy, policy_values: Mapping[str, Any], unset: Sequence[str] = ()) -> TenantPolicy:
+    """Return the policy with the values of `policy_values`, and with the options in `unset` at their defaults. None
+    changes nothing.
 
     Raises ToolFailure(INVALID_ARGUMENTS) that names the option.
     """
     values: dict[str, Any] = policy.model_dump(mode="json")
     values["sandbox"] = dict(values["sandbox"])
-    named = {option: value for option, value in given.items() if value is not None}
+    named = {option: value for option, value in policy_values.items() if value is not None}
     for option in unset:
         if option not in OPTIONS:
             raise _invalid("unset", f"there is no option '{option}': name one of {', '.join(OPTIONS)}")
@@ -117,8 +117,10 @@ def read_policy(path: Path) -> TenantPolicy:
         return TenantPolicy.model_validate_json(text, strict=True)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
-        where = ".".join(str(part) for part in first["loc"])
-        raise ConfigError(f"--from: {path}: {where + ': ' if where else ''}{first['msg']}; fix the file") from error
+        field_path = ".".join(str(part) for part in first["loc"])
+        raise ConfigError(
+            f"--from: {path}: {field_path + ': ' if field_path else ''}{first['msg']}; fix the file"
+        ) from error
 
 
 def policy_lines(policy: TenantPolicy) -> list[str]:
@@ -149,9 +151,9 @@ def _parse(option: str, value: Any) -> Any:
 def _parse_rule(text: str) -> dict[str, Any]:
     """Parse `action:tool:words`, such as `deny:bash_tool:git push`. Tool and words are optional."""
     action, _, rest = text.partition(":")
-    tool, _, words = rest.partition(":")
+    tool, _, prefix = rest.partition(":")
     try:
-        rule = CommandRule.model_validate({"action": action, "tool": tool or "*", "argv_prefix": shlex.split(words)})
+        rule = CommandRule.model_validate({"action": action, "tool": tool or "*", "argv_prefix": shlex.split(prefix)})
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         raise _invalid(
@@ -162,9 +164,9 @@ def _parse_rule(text: str) -> dict[str, Any]:
     return rule.model_dump(mode="json")
 
 
-def _option(where: tuple[str | int, ...]) -> str:
-    """Return the option that sets the field at `where`."""
-    return next((option for option, field in OPTIONS.items() if where[: len(field)] == field), "from")
+def _option(field_path: tuple[str | int, ...]) -> str:
+    """Return the option that sets the field at `field_path`."""
+    return next((option for option, field in OPTIONS.items() if field_path[: len(field)] == field), "from")
 
 
 def _show(option: str, value: Any) -> str:

@@ -66,13 +66,13 @@ async def open_client(tenant: str | None = None, *, needs_workers: bool = True) 
 
 
 @asynccontextmanager
-async def open_running(what: str, tenant: str | None, *, needs_workers: bool = False) -> AsyncIterator[ToolClient]:
-    """Open a client of the pool that TOOLCREW_REDIS_URL names. `what`: the objects of the command, for the message of
+async def open_running(kind: str, tenant: str | None, *, needs_workers: bool = False) -> AsyncIterator[ToolClient]:
+    """Open a client of the pool that TOOLCREW_REDIS_URL names. `kind`: the objects of the command, for the message of
     the ConfigError that is raised if the variable is not set.
     """
     if load_settings().redis_url is None:
         raise ConfigError(
-            f"TOOLCREW_REDIS_URL is not set, and an embedded stack that ends with this command has no {what}: set "
+            f"TOOLCREW_REDIS_URL is not set, and an embedded stack that ends with this command has no {kind}: set "
             "it (`toolcrew up` prints it)"
         )
     async with open_client(tenant, needs_workers=needs_workers) as client:

@@ -48,11 +48,11 @@ def tenants_list(as_json: Json = False) -> None:
 
 @tenants_app.command("add")
 @with_policy_options
-def tenants_add(name: Name, *, given: Mapping[str, Any], source: Source = None, as_json: Json = False) -> None:
+def tenants_add(name: Name, *, policy_values: Mapping[str, Any], source: Source = None, as_json: Json = False) -> None:
     """Register a tenant. After the first one, only registered tenants and the default tenant are served."""
 
     async def work() -> tuple[TenantPolicy, bool, list[str]]:
-        policy = apply_options(read_policy(source) if source is not None else TenantPolicy(), given)
+        policy = apply_options(read_policy(source) if source is not None else TenantPolicy(), policy_values)
         async with open_deployment("admin") as deployment:
             is_first = not set(await deployment.tenants.all()) - {DEFAULT_TENANT}
             warnings = await check_tools(deployment.redis, deployment.broker.deployment, name, policy)
@@ -71,7 +71,7 @@ def tenants_add(name: Name, *, given: Mapping[str, Any], source: Source = None, 
 @tenants_app.command("set")
 @with_policy_options
 def tenants_set(
-    name: Name, *, given: Mapping[str, Any], source: Source = None, unset: Unset = None, as_json: Json = False
+    name: Name, *, policy_values: Mapping[str, Any], source: Source = None, unset: Unset = None, as_json: Json = False
 ) -> None:
     """Change the policy of a tenant. Options that are not given keep their values.
 
@@ -79,15 +79,17 @@ def tenants_set(
     """
 
     async def work() -> tuple[TenantPolicy, list[str]]:
-        if source is None and not unset and all(value is None for value in given.values()):
+        if source is None and not unset and all(value is None for value in policy_values.values()):
             raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, "no change was given: see `toolcrew tenants set --help`")
         async with open_deployment("admin") as deployment:
             # Check only the options of this command: a tool that was removed later must not block other changes.
-            change = apply_options(read_policy(source) if source is not None else TenantPolicy(), given, unset or ())
+            change = apply_options(
+                read_policy(source) if source is not None else TenantPolicy(), policy_values, unset or ()
+            )
             warnings = await check_tools(deployment.redis, deployment.broker.deployment, name, change)
             if source is None:
                 return await deployment.tenants.change(
-                    name, lambda policy: apply_options(policy, given, unset or ())
+                    name, lambda policy: apply_options(policy, policy_values, unset or ())
                 ), warnings
             await deployment.tenants.replace(name, change)
             return change, warnings

@@ -74,20 +74,21 @@ def tools_show(name: Name, tenant: Tenant = None, as_json: Json = False) -> None
 
     async def work() -> tuple[ToolState, dict[str, Switch]]:
         async with open_client(tenant) as client:
-            others = await client.switched_tenants(name) if (await client.actor()).role != "tenant" else {}
-            return await client.tool_state(name), others
+            other_tenants = await client.switched_tenants(name) if (await client.actor()).role != "tenant" else {}
+            return await client.tool_state(name), other_tenants
 
-    state, others = run_work(work(), as_json)
+    state, other_tenants = run_work(work(), as_json)
     if as_json:
         typer.echo(
             json.dumps(
-                state_json(state) | {"tenants": {tenant: _switch_json(switch) for tenant, switch in others.items()}}
+                state_json(state)
+                | {"tenants": {tenant: _switch_json(switch) for tenant, switch in other_tenants.items()}}
             )
         )
         return
     head, *rest = state_lines(state)
     print_lines(
-        [head, *(f"for tenant {tenant}: {_describe_switch(switch)}" for tenant, switch in others.items()), *rest]
+        [head, *(f"for tenant {tenant}: {_describe_switch(switch)}" for tenant, switch in other_tenants.items()), *rest]
     )
 
 

@@ -99,16 +99,16 @@ def generate_tool_prompt(
     descriptions = [_describe(tool, default_timeout_s) for tool in tools]
     if is_brief:
         descriptions = [replace(tool, limits="") for tool in descriptions]
-        how = _HOW_TO_CALL_BRIEFLY.format(example=_build_example(descriptions, build_plain_tag_call))
-        return f"{_format_tools(descriptions)}\n\n{how}"
+        instructions = _HOW_TO_CALL_BRIEFLY.format(example=_build_example(descriptions, build_plain_tag_call))
+        return f"{_format_tools(descriptions)}\n\n{instructions}"
     is_json = any(_is_json(schema) for tool in descriptions for schema in tool.properties.values())
     paired = _build_paired_example(descriptions)
-    how = _HOW_TO_CALL.format(
+    instructions = _HOW_TO_CALL.format(
         example=_build_example(descriptions),
         json=_JSON_VALUES if is_json else "",
         paired=_PAIRED + paired if paired else "",
     )
-    return f"{_format_tools(descriptions)}\n\n{how}"
+    return f"{_format_tools(descriptions)}\n\n{instructions}"
 
 
 def describe_tools(tools: Sequence[AnyTool], *, default_timeout_s: float = DEFAULT_TIMEOUT_S) -> str:
@@ -175,10 +175,10 @@ def _build_description(name: str, description: str, parameters: Mapping[str, Any
 
 
 def _format_limits(spec: ToolSpec, default_timeout_s: float) -> str:
-    where = f"sandbox {spec.network}" if spec.pool == "sandbox" else "no sandbox"
+    location = f"sandbox {spec.network}" if spec.pool == "sandbox" else "no sandbox"
     usual_s = min(spec.timeout_s if spec.timeout_s is not None else default_timeout_s, spec.max_timeout_s)
-    most = f", at most {spec.max_timeout_s:g} s" if usual_s < spec.max_timeout_s else ""
-    return f"{where}; time limit {usual_s:g} s{most}"
+    upper_limit = f", at most {spec.max_timeout_s:g} s" if usual_s < spec.max_timeout_s else ""
+    return f"{location}; time limit {usual_s:g} s{upper_limit}"
 
 
 # --- description of one tool -----------------------------------------------------------------------------------------

@@ -216,7 +216,7 @@ class CallEventListener:
     def __init__(self, client: RedisClient, deployment: str, keys: SigningKeys) -> None:
         self._store = CallEventStore(client, deployment, keys)
         self._readers: dict[str, CallEventReader] = {}
-        self._due: dict[str, CallEventReader] = {}
+        self._unread: dict[str, CallEventReader] = {}
         self._reading = asyncio.Lock()
         self._task: asyncio.Task[None] | None = None
         self._is_closed = False
@@ -320,15 +320,15 @@ class CallEventListener:
         """Read the new entries of these calls. Only one task reads at a time, because two would read the same entry
         twice. The task that reads serves all tasks that wait.
         """
-        self._due.update((reader.keys.name, reader) for reader in readers)
+        self._unread.update((reader.keys.name, reader) for reader in readers)
         async with self._reading:
-            unread, self._due = list(self._due.values()), {}
+            unread, self._unread = list(self._unread.values()), {}
             try:
                 while unread:
                     unread = unread[READ_CALLS:] + await self._read_group(unread[:READ_CALLS])
             except BaseException:
                 # The next task that reads takes these calls.
-                self._due = {reader.keys.name: reader for reader in unread} | self._due
+                self._unread = {reader.keys.name: reader for reader in unread} | self._unread
                 raise
 
     async def _read_group(self, readers: list[CallEventReader]) -> list[CallEventReader]:

@@ -200,8 +200,8 @@ class Dispatcher:
             result = ToolResult.failed(call, failure.code, failure.message, metadata=dict(failure.metadata))
         except ValidationError as error:
             first = error.errors(include_url=False, include_input=False)[0]
-            where = ".".join(str(part) for part in first["loc"])
-            result = ToolResult.failed(call, ErrorCode.INVALID_ARGUMENTS, f"{call.name}: {where}: {first['msg']}")
+            field_path = ".".join(str(part) for part in first["loc"])
+            result = ToolResult.failed(call, ErrorCode.INVALID_ARGUMENTS, f"{call.name}: {field_path}: {first['msg']}")
         except (DeliveryFailed, OperatorError) as error:
             log.error("call_not_served", tool=call.name, call=call.id, code=error.code.value, error=str(error))
             result = ToolResult.failed(call, error.code, str(error))

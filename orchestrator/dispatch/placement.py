@@ -77,15 +77,16 @@ def choose_host(
     placed, chance = placed or {}, chance or random.Random()
     hosts = [report for report in reports if report.kind == "sandbox"]
     able = [host for host in hosts if _is_able(host, needs) and host.queue not in excluded]
-    room = [host for host in able if host.sessions + placed.get(host.queue, 0) < host.max_sessions]
-    if not room:
+    hosts_with_room = [host for host in able if host.sessions + placed.get(host.queue, 0) < host.max_sessions]
+    if not hosts_with_room:
         _check_image(hosts, needs)
         raise NoHost(_explain(hosts, able, needs))
-    roomy = _prefer_image([host for host in room if host.memory_free_bytes >= LOW_MEMORY_BYTES] or room, image, placed)
-    pair = {host.queue: host for host in chance.choices(roomy, weights=[host.slots for host in roomy], k=2)}
+    preferred = [host for host in hosts_with_room if host.memory_free_bytes >= LOW_MEMORY_BYTES] or hosts_with_room
+    preferred = _prefer_image(preferred, image, placed)
+    pair = {host.queue: host for host in chance.choices(preferred, weights=[host.slots for host in preferred], k=2)}
     # With few hosts, all are compared: a random pair could miss the host with the lowest load.
-    looked_at = roomy if len(roomy) <= 3 else list(pair.values())
-    return min(looked_at, key=lambda host: (_load(host, placed.get(host.queue, 0)), host.queue))
+    compared = preferred if len(preferred) <= 3 else list(pair.values())
+    return min(compared, key=lambda host: (_load(host, placed.get(host.queue, 0)), host.queue))
 
 
 def _is_able(host: HostReport, needs: HostRequirements) -> bool:

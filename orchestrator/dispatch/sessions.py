@@ -188,8 +188,10 @@ class Session:
             )
             request = Request(call, tenant, session, timeout_s=OPEN_TIMEOUT_S, audience="session")
             facts = dict(_require_success(await dispatcher.dispatch(request)).metadata)
-        here = {"queue": location.queue, "host": host_of(location.queue)} if location.queue else {}
-        return cls(dispatcher, blobs, tenant, _info(session, tenant, {**facts, **here}), credential, is_guest=True)
+        location_fields = {"queue": location.queue, "host": host_of(location.queue)} if location.queue else {}
+        return cls(
+            dispatcher, blobs, tenant, _info(session, tenant, {**facts, **location_fields}), credential, is_guest=True
+        )
 
     async def call(
         self,

@@ -222,13 +222,13 @@ class _Clock:
     """Measures the wait and the run of a call. Async functions have no wait."""
 
     def __init__(self) -> None:
-        self._came = self._began = time.monotonic()
+        self._received_at = self._began = time.monotonic()
 
     def start_run(self) -> None:
         self._began = time.monotonic()
 
     def read(self) -> Clocks:
-        return Clocks(queued_s=self._began - self._came, run_s=time.monotonic() - self._began)
+        return Clocks(queued_s=self._began - self._received_at, run_s=time.monotonic() - self._began)
 
 
 async def _await_outcome(run: Callable[[], Any]) -> FunctionOutcome:

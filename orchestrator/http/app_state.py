@@ -34,19 +34,19 @@ class RateLimiter:
         self._per_s = per_s
         self._burst = burst
         self._clock = clock
-        self._left: dict[str, tuple[float, float]] = {}
+        self._tokens: dict[str, tuple[float, float]] = {}
 
     def take(self, key: str) -> None:
         """Count one request of a key. Raises ApiProblem with Retry-After when the key exceeds its rate."""
         now = self._clock()
-        tokens, at = self._left.pop(key, (float(self._burst), now))
+        tokens, at = self._tokens.pop(key, (float(self._burst), now))
         tokens = min(float(self._burst), tokens + (now - at) * self._per_s)
         is_over = tokens < 1.0
         # Insertion at the end keeps the dict in order of last use. The key that was used longest ago is dropped first.
         # A dropped key loses nothing, because its burst is full again.
-        self._left[key] = (tokens if is_over else tokens - 1.0, now)
-        while len(self._left) > MAX_KEYS:
-            del self._left[next(iter(self._left))]
+        self._tokens[key] = (tokens if is_over else tokens - 1.0, now)
+        while len(self._tokens) > MAX_KEYS:
+            del self._tokens[next(iter(self._tokens))]
         if is_over:
             wait_s = max(1, round((1.0 - tokens) / self._per_s + 0.5))
             raise ApiProblem(
@@ -73,8 +73,8 @@ class BackgroundTasks:
     async def end(self, within_s: float) -> None:
         """Wait until all tasks are done, for at most `within_s` seconds. Cancel the other tasks."""
         if self._tasks:
-            _, late = await asyncio.wait(self._tasks, timeout=within_s)
-            await cancel_all(late)
+            _, unfinished = await asyncio.wait(self._tasks, timeout=within_s)
+            await cancel_all(unfinished)
 
 
 log = get_logger(__name__)

@@ -67,13 +67,13 @@ class BodyLimit(NamedTuple):
 class BodyLimits:
     """Rejects bodies that are too large or too slow, and reserves memory for each body in its owner's share.
 
-    `other`: the routes with another limit than JSON_BYTES.
+    `path_limits`: the routes with another limit than JSON_BYTES.
     """
 
-    def __init__(self, app: ASGIApp, other: Sequence[BodyLimit]) -> None:
+    def __init__(self, app: ASGIApp, path_limits: Sequence[BodyLimit]) -> None:
         self._app = app
-        self._other = [(limit, re.compile(limit.path, re.DOTALL)) for limit in other]
-        self._held = HeldBodies()
+        self._path_limits = [(limit, re.compile(limit.path, re.DOTALL)) for limit in path_limits]
+        self._reserved_bodies = HeldBodies()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -84,7 +84,7 @@ class BodyLimits:
         if length > limit.max_bytes:
             await refuse(_too_large(limit.max_bytes), receive, send)
             return
-        body = _Body(scope, receive, limit, self._held, length)
+        body = _Body(scope, receive, limit, self._reserved_bodies, length)
         has_begun = False
 
         async def sent(message: Message) -> None:
@@ -104,7 +104,7 @@ class BodyLimits:
             await refuse(body.refusal, receive, send)
 
     def _limit(self, scope: Scope) -> BodyLimit:
-        for limit, path in self._other:
+        for limit, path in self._path_limits:
             if scope["method"] == limit.method and path.fullmatch(scope["path"]):
                 return limit
         return BodyLimit("", "", JSON_BYTES)
@@ -149,7 +149,7 @@ class _Body:
         self._max_bytes, self._length, self._is_streamed = limit.max_bytes, length, limit.is_streamed
         is_json = self._max_bytes == JSON_BYTES and b"json" in (find_header(scope, b"content-type") or b"json")
         self._json = bytearray() if is_json else None
-        self._held = reserved_bodies
+        self._reserved_bodies = reserved_bodies
         self._owner = ""
         self._count, self._reserved = 0, 0
         self._is_whole = False
@@ -209,14 +209,14 @@ class _Body:
         missing = count - self._reserved
         if missing <= 0 or not self._owner:
             return None
-        refusal = self._held.take(self._owner, missing, already=self._reserved)
+        refusal = self._reserved_bodies.take(self._owner, missing, already=self._reserved)
         if refusal is None:
             self._reserved = count
         return refusal
 
     def let_go(self) -> None:
         """Release the reserved memory at the end of the request."""
-        self._held.give_back(self._owner, self._reserved)
+        self._reserved_bodies.give_back(self._owner, self._reserved)
         self._reserved = 0
 
     def _refuse(self, refusal: Response) -> NoReturn:

@@ -46,7 +46,7 @@ class McpService:
         """Create the service. `announce` receives the address when the service is ready. Raises ConfigError for
         invalid settings.
         """
-        self._tell = announce
+        self._on_address = announce
         app_state = AppState(settings)
         app_state.check()
         self._server = UvicornServer(build_app(app_state, Origins(host, origins)), host, port, self._announce)
@@ -62,7 +62,7 @@ class McpService:
 
     def _announce(self, address: str) -> None:
         log.info("mcp_serving", transport="http", address=f"{address}/mcp")
-        self._tell(address)
+        self._on_address(address)
 
 
 def build_app(app_state: AppState, origins: Origins) -> ASGIApp:
@@ -77,7 +77,7 @@ def build_app(app_state: AppState, origins: Origins) -> ASGIApp:
     # Stateless: a client of an earlier protocol revision may expect stored state, but another replica would not have
     # that state.
     manager = StreamableHTTPSessionManager(server, stateless=True, max_request_body_size=JSON_BYTES)
-    authenticated = McpAuthentication(BodyLimits(StreamableHTTPASGIApp(manager), other=()), app_state, origins)
+    authenticated = McpAuthentication(BodyLimits(StreamableHTTPASGIApp(manager), path_limits=()), app_state, origins)
 
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:

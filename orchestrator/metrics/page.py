@@ -144,7 +144,10 @@ def _add_sums(samples: Samples, counts: StoredCounts) -> None:
             unreadable += 1
     for name, text in counts.refusals.items():
         value = _number(text)
-        if value is not None and len(samples.numbers[metrics.REFUSED_ENVELOPES.name]) < metrics.REFUSED_ENVELOPES.most:
+        if (
+            value is not None
+            and len(samples.numbers[metrics.REFUSED_ENVELOPES.name]) < metrics.REFUSED_ENVELOPES.max_series
+        ):
             samples.add(metrics.REFUSED_ENVELOPES, value, metrics.clean_label(name.decode(errors="replace")))
     samples.set(metrics.UNREADABLE, unreadable)
 

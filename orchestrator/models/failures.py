@@ -179,14 +179,16 @@ def find_limit_tokens(failure: Failure) -> int | None:
 
 
 def _build_sentence(failure: Failure, endpoint: ModelEndpoint) -> str:
-    where = f"the model at {endpoint.address}"
+    subject = f"the model at {endpoint.address}"
     match failure.kind:
         case "timeout":
-            return f"{where} did not answer in time: check that the server runs, or raise TOOLCREW_MODEL_TIMEOUT_S"
+            return f"{subject} did not answer in time: check that the server runs, or raise TOOLCREW_MODEL_TIMEOUT_S"
         case "connection":
-            return f"{where} cannot be reached or broke off its reply: check OPENAI_BASE_URL and that the server is up"
+            return (
+                f"{subject} cannot be reached or broke off its reply: check OPENAI_BASE_URL and that the server is up"
+            )
         case "broken":
-            return f"{where} broke off its reply: try again; if it repeats, read the server's log"
+            return f"{subject} broke off its reply: try again; if it repeats, read the server's log"
         case "unfinished":
             return (
                 f"{endpoint.address} ended its reply without a finish_reason: the reply broke off, or the address is "
@@ -195,11 +197,11 @@ def _build_sentence(failure: Failure, endpoint: ModelEndpoint) -> str:
         case "no_chat":
             return f"{endpoint.address} did not answer as a chat endpoint does{_streaming_hint(failure)}; {_CHECK_URL}"
         case "status":
-            return _build_status_sentence(failure, endpoint, where)
+            return _build_status_sentence(failure, endpoint, subject)
         case "in_reply":
-            return f"{where} failed while it answered: {_detail(failure, endpoint)}"
+            return f"{subject} failed while it answered: {_detail(failure, endpoint)}"
         case _:
-            return f"{where} could not be called: {failure.name}"
+            return f"{subject} could not be called: {failure.name}"
 
 
 _CHECK_URL = "check OPENAI_BASE_URL (it ends in /v1)"
@@ -209,34 +211,36 @@ def _streaming_hint(failure: Failure) -> str:
     return " that streams (when it cannot, set TOOLCREW_MODEL_STREAMING=false)" if failure.name == "json" else ""
 
 
-def _build_status_sentence(failure: Failure, endpoint: ModelEndpoint, where: str) -> str:
+def _build_status_sentence(failure: Failure, endpoint: ModelEndpoint, subject: str) -> str:
     if is_too_long(failure):
-        return f"{where} refuses the request because it is longer than the context window: {_detail(failure, endpoint)}"
+        return (
+            f"{subject} refuses the request because it is longer than the context window: {_detail(failure, endpoint)}"
+        )
     if failure.status in (401, 403):
-        return f"{where} refuses the API key: check OPENAI_API_KEY"
+        return f"{subject} refuses the API key: check OPENAI_API_KEY"
     if failure.status == 404:
         about = f" ({_detail(failure, endpoint)})" if _is_refusal(failure) else ""
         return (
-            f"{where} does not know the model '{endpoint.model}' or the path: check TOOLCREW_MODEL and OPENAI_BASE_URL "
-            f"(it ends in /v1){about}"
+            f"{subject} does not know the model '{endpoint.model}' or the path: check TOOLCREW_MODEL and "
+            f"OPENAI_BASE_URL (it ends in /v1){about}"
         )
     if failure.codes & _QUOTA_CODES:
         return (
-            f"{where} refuses the request because the account's quota is used up: check the plan and the billing "
+            f"{subject} refuses the request because the account's quota is used up: check the plan and the billing "
             f"({_detail(failure, endpoint)})"
         )
     if failure.status == 429:
         return (
-            f"{where} refuses the request because of a rate limit or quota: wait, run fewer calls at once, or raise "
+            f"{subject} refuses the request because of a rate limit or quota: wait, run fewer calls at once, or raise "
             "the limit "
             f"({_detail(failure, endpoint)})"
         )
     if (failure.status or 0) >= 500:
         return (
-            f"{where} failed with status {failure.status}: try again later, or check the log of the server "
+            f"{subject} failed with status {failure.status}: try again later, or check the log of the server "
             f"({_detail(failure, endpoint)})"
         )
-    return f"{where} refused the request: {_detail(failure, endpoint)}"
+    return f"{subject} refused the request: {_detail(failure, endpoint)}"
 
 
 def _is_refusal(failure: Failure) -> bool:

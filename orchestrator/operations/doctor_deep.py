@@ -123,9 +123,9 @@ def judge_clock(name: str, output: bytes, before: float, after: float, report: R
         return
     off_s = max(before - sandbox_time, sandbox_time - after, 0.0)
     if not off_s < SKEW_WARNING_S:
-        where = "behind" if sandbox_time < before else "ahead of"
+        direction = "behind" if sandbox_time < before else "ahead of"
         report.note(
             "clock",
-            f"{name}: its clock is {off_s:.1f} s {where} Redis's",
+            f"{name}: its clock is {off_s:.1f} s {direction} Redis's",
             "correct it, or use NTP; calls use Redis's clock",
         )

@@ -117,22 +117,22 @@ async def _examine_endpoint(settings: OrchestratorSettings, report: Report) -> N
         return
     base, key = settings.openai_base_url.rstrip("/"), settings.openai_api_key
     status, body = await asyncio.to_thread(_get, f"{base}/models", key.get_secret_value() if key is not None else None)
-    where = f"{settings.model} at {_without_login(base)}"
+    name = f"{settings.model} at {_without_login(base)}"
     if status == 0:
         report.broken(
             "model",
-            f"{where}: it does not answer ({body.decode(errors='replace')})",
+            f"{name}: it does not answer ({body.decode(errors='replace')})",
             "start it, or correct OPENAI_BASE_URL",
         )
     elif status in (401, 403):
-        report.broken("model", f"{where}: it refuses the key", "correct OPENAI_API_KEY")
+        report.broken("model", f"{name}: it refuses the key", "correct OPENAI_API_KEY")
     elif status == 200 and (listed := _names_of(body)) and settings.model not in listed:
         some = ", ".join(sorted(listed)[:5])
-        report.note("model", f"{where}: it does not list that model", f"check TOOLCREW_MODEL; it lists {some}")
+        report.note("model", f"{name}: it does not list that model", f"check TOOLCREW_MODEL; it lists {some}")
     elif status >= 500:
-        report.broken("model", f"{where}: it answers with {status}", "see its log")
+        report.broken("model", f"{name}: it answers with {status}", "see its log")
     else:
-        report.good("model", where)
+        report.good("model", name)
 
 
 def _names_of(body: bytes) -> set[str]:
@@ -178,13 +178,13 @@ def _nearest(path: Path) -> Path:
 
 async def _examine_collector(endpoint: str, report: Report) -> None:
     problem = await asyncio.to_thread(_connect, endpoint)
-    where = _without_login(endpoint)
+    name = _without_login(endpoint)
     if problem is None:
-        report.good("tracing", f"spans go to {where}, which answers")
+        report.good("tracing", f"spans go to {name}, which answers")
     else:
         report.note(
             "tracing",
-            f"spans go to {where}, which does not answer ({problem})",
+            f"spans go to {name}, which does not answer ({problem})",
             "start the collector, or correct OTEL_EXPORTER_OTLP_ENDPOINT",
         )
 

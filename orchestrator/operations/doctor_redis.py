@@ -147,10 +147,10 @@ async def _examine_clock(client: RedisClient, report: Report) -> None:
     took_s = time.monotonic() - began
     behind_s = SharedClock().learn(now - took_s / 2)
     if abs(behind_s) >= SKEW_WARNING_S:
-        where = "behind" if behind_s > 0 else "ahead of"
+        direction = "behind" if behind_s > 0 else "ahead of"
         report.note(
             "clock",
-            f"this host's clock is {abs(behind_s):.1f} s {where} Redis's",
+            f"this host's clock is {abs(behind_s):.1f} s {direction} Redis's",
             "correct it, or use NTP; calls use Redis's clock",
         )
     else:

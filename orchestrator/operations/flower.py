@@ -157,14 +157,14 @@ def _open_flower(settings: OrchestratorSettings, arguments: list[str]) -> Flower
     return app
 
 
-def _open_celery(where: dict[str, Any]) -> Celery:
+def _open_celery(celery_options: dict[str, Any]) -> Celery:
     # Without results: Flower does not need the results of calls, and its Redis user may not read them.
-    del where["result_backend"]
+    del celery_options["result_backend"]
     app = Celery("toolcrew-flower", set_as_current=False)
     # Flower's own keys for unacknowledged messages. The keys of workers contain calls.
     own = {f"unacked_{name}key": f"flower.unacked.{name}" for name in ("", "index_", "mutex_")}
-    broker_options = {**where.pop("broker_transport_options"), **own, "priority_steps": [0]}
-    app.conf.update(**where, broker_transport_options=broker_options, accept_content=["json"])
+    broker_options = {**celery_options.pop("broker_transport_options"), **own, "priority_steps": [0]}
+    app.conf.update(**celery_options, broker_transport_options=broker_options, accept_content=["json"])
     return app
 
 

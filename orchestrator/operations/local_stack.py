@@ -86,12 +86,12 @@ class LocalApi:
         """Create the key. Raises BrokerUnavailable."""
         client = open_redis(broker)
         try:
-            made = await ApiKeys(client, broker.deployment, broker.signing_keys()).add(
+            created = await ApiKeys(client, broker.deployment, broker.signing_keys()).add(
                 DEFAULT_TENANT, "admin", name="embedded stack", ttl_s=API_KEY_TTL_S
             )
         finally:
             await client.aclose()
-        return cls(broker, port, made.text, made.id)
+        return cls(broker, port, created.text, created.id)
 
     async def revoke(self) -> None:
         """Revoke the key. If Redis has ended, the key no longer exists."""

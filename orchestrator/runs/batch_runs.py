@@ -53,9 +53,9 @@ class RowPaths:
         """Return the path of the file with the batch's events. A report reads this file."""
         return self._beside("events")
 
-    def _beside(self, what: str) -> Path:
-        """Return the path of a file next to the output file, with `what` in its name."""
-        return self.output.with_name(f"{self.output.stem}.{what}.jsonl")
+    def _beside(self, suffix: str) -> Path:
+        """Return the path of a file next to the output file, with `suffix` in its name."""
+        return self.output.with_name(f"{self.output.stem}.{suffix}.jsonl")
 
     def open(self, belongs: Callable[[str, str], bool]) -> RowFiles:
         """Open the files. Called before the batch starts. Raises ConfigError: a path cannot be written."""
@@ -123,13 +123,15 @@ class BatchRuns:
 
     def open_rows(self, paths: RowPaths, batch: str, file: BatchFile) -> RowFiles:
         """Open the row files of a batch that is submitted with this input file."""
-        known = {item.custom_id for item in file.items}
-        return paths.open(lambda custom_id, run: custom_id in known and run == run_id(self.tenant, batch, custom_id))
+        custom_ids = {item.custom_id for item in file.items}
+        return paths.open(
+            lambda custom_id, run: custom_id in custom_ids and run == run_id(self.tenant, batch, custom_id)
+        )
 
     async def open_rows_again(self, paths: RowPaths, batch: str) -> RowFiles:
         """Open the row files of an existing batch."""
-        known = await self.batches.custom_ids(batch)
-        return paths.open(lambda custom_id, run: known.get(custom_id) == run)
+        custom_ids = await self.batches.custom_ids(batch)
+        return paths.open(lambda custom_id, run: custom_ids.get(custom_id) == run)
 
     @asynccontextmanager
     async def runner(

@@ -74,8 +74,8 @@ class Batches:
         """
         if is_detached:
             check_detached(file, defaults.artifacts if defaults is not None else None, name or "the batch")
-        chosen = batch or new_batch_id()
-        check_batch_id(chosen)
+        batch_id = batch or new_batch_id()
+        check_batch_id(batch_id)
         record = BatchRecord(
             state=BatchState.IN_PROGRESS,
             total=len(file.items),
@@ -86,28 +86,28 @@ class Batches:
             name=name,
             is_detached=is_detached,
         )
-        is_new = await self._queue.create(self.tenant, chosen, record, webhook)
+        is_new = await self._queue.create(self.tenant, batch_id, record, webhook)
         if not is_new:
-            await self._check_same(chosen, file)
+            await self._check_same(batch_id, file)
         if not is_new and not goes_on:
-            return await self._complete(chosen, file)
+            return await self._complete(batch_id, file)
         if not is_new:
-            await self._change(chosen, concurrency, defaults, is_detached=is_detached)
-            await self._queue.reopen(self.tenant, chosen)
-        await self._add(chosen, file)
+            await self._change(batch_id, concurrency, defaults, is_detached=is_detached)
+            await self._queue.reopen(self.tenant, batch_id)
+        await self._add(batch_id, file)
         if is_new:
-            await self._note(chosen, f"submitted with {len(file.items)} items", total=len(file.items))
+            await self._note(batch_id, f"submitted with {len(file.items)} items", total=len(file.items))
         else:
-            await self.resume(chosen)
-        return chosen
+            await self.resume(batch_id)
+        return batch_id
 
     async def _complete(self, batch: str, file: BatchFile) -> str:
         """Add the missing items of a batch after an interrupted submission."""
-        known = await self._queue.batch(self.tenant, batch)
-        is_missing_some = await self._queue.count_items(self.tenant, batch) < known.total
-        if known.state is BatchState.IN_PROGRESS and is_missing_some:
+        record = await self._queue.batch(self.tenant, batch)
+        is_missing_some = await self._queue.count_items(self.tenant, batch) < record.total
+        if record.state is BatchState.IN_PROGRESS and is_missing_some:
             await self._add(batch, file)
-            await self._note(batch, f"submitted with {known.total} items", total=known.total)
+            await self._note(batch, f"submitted with {record.total} items", total=record.total)
         return batch
 
     async def resume(
@@ -149,13 +149,13 @@ class Batches:
     async def custom_ids(self, batch: str) -> dict[str, str]:
         """Return the run of every submitted item, by custom_id."""
         check_batch_id(batch)
-        runs, known = await self._queue.items(self.tenant, batch), dict[str, str]()
+        runs, ids_by_run = await self._queue.items(self.tenant, batch), dict[str, str]()
         for at in range(0, len(runs), AT_ONCE):
             # Read pages without outcomes: the outcomes of a large batch do not fit into memory.
             page = runs[at : at + AT_ONCE]
             ids = await self._queue.custom_ids(self.tenant, batch, page)
-            known |= {custom_id: run for run, custom_id in zip(page, ids, strict=True) if custom_id is not None}
-        return known
+            ids_by_run |= {custom_id: run for run, custom_id in zip(page, ids, strict=True) if custom_id is not None}
+        return ids_by_run
 
     async def _add(self, batch: str, file: BatchFile) -> None:
         """Queue the items of the file. Items that are already queued do not change."""
@@ -175,8 +175,8 @@ class Batches:
 
     async def _check_same(self, batch: str, file: BatchFile) -> None:
         """Raise ToolFailure(INVALID_ARGUMENTS) if the batch was submitted with another file."""
-        known = await self._queue.batch(self.tenant, batch)
-        if known.sha256 != file.sha256:
+        record = await self._queue.batch(self.tenant, batch)
+        if record.sha256 != file.sha256:
             raise ToolFailure(
                 ErrorCode.INVALID_ARGUMENTS,
                 f"the batch {batch} was submitted with another file: submit this one under an id of its own, or that "
@@ -187,12 +187,12 @@ class Batches:
         self, batch: str, concurrency: int | None, defaults: BatchDefaults | None, *, is_detached: bool
     ) -> None:
         """Change the settings of an existing batch. None keeps the current value."""
-        known = await self._queue.batch(self.tenant, batch)
+        record = await self._queue.batch(self.tenant, batch)
         await self._queue.change(
             self.tenant,
             batch,
-            concurrency=concurrency or known.concurrency,
-            defaults=defaults or known.defaults,
+            concurrency=concurrency or record.concurrency,
+            defaults=defaults or record.defaults,
             is_detached=is_detached,
         )
 

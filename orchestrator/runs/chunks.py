@@ -18,13 +18,18 @@ def join_chunks(chunks: Iterable[Chunk]) -> list[Chunk]:
     joined: list[Chunk] = []
     pieces: list[str] = []
     for chunk in chunks:
-        place = _place(chunk)
-        if place is not None and joined and _place(joined[-1]) == place and _frame(joined[-1]) == _frame(chunk):
-            pieces.append(_piece(chunk, place))
+        position = _find_position(chunk)
+        if (
+            position is not None
+            and joined
+            and _find_position(joined[-1]) == position
+            and _frame(joined[-1]) == _frame(chunk)
+        ):
+            pieces.append(_piece(chunk, position))
             continue
         _fill(joined, pieces)
         joined.append(copy.deepcopy(chunk))
-        pieces = [_piece(chunk, place)] if place is not None else []
+        pieces = [_piece(chunk, position)] if position is not None else []
     _fill(joined, pieces)
     return joined
 
@@ -33,16 +38,16 @@ def _fill(joined: list[Chunk], pieces: list[str]) -> None:
     """Store the joined pieces in the last chunk."""
     if len(pieces) < 2:
         return
-    place = _place(joined[-1])
+    position = _find_position(joined[-1])
     delta = joined[-1]["choices"][0]["delta"]
     text = "".join(pieces)
-    if isinstance(place, str):
-        delta[place] = text
+    if isinstance(position, str):
+        delta[position] = text
     else:
         delta["tool_calls"][0]["function"]["arguments"] = text
 
 
-def _place(chunk: Chunk) -> str | int | None:
+def _find_position(chunk: Chunk) -> str | int | None:
     """Return the position of the chunk's single piece of text: a field name of the delta, or the index of a call.
 
     Returns None for a chunk that contains anything else.
@@ -89,10 +94,10 @@ def _place_of_call(delta: dict[str, Any]) -> int | None:
     return index if is_piece and type(index) is int else None
 
 
-def _piece(chunk: Chunk, place: str | int) -> str:
+def _piece(chunk: Chunk, position: str | int) -> str:
     """Return the piece of text at the position."""
     delta = chunk["choices"][0]["delta"]
-    piece = delta[place] if isinstance(place, str) else delta["tool_calls"][0]["function"]["arguments"]
+    piece = delta[position] if isinstance(position, str) else delta["tool_calls"][0]["function"]["arguments"]
     return str(piece)
 
 

@@ -111,9 +111,9 @@ class RunEventBuffer:
             self._omitted += 1
             return
         self._chars += len(text)
-        known = self._open.get(piece)
-        if known is not None and len(known["text"]) + len(text) <= MAX_PIECE_CHARS:
-            known["text"] += text
+        open_piece = self._open.get(piece)
+        if open_piece is not None and len(open_piece["text"]) + len(text) <= MAX_PIECE_CHARS:
+            open_piece["text"] += text
             return
         for at in range(0, len(text), MAX_PIECE_CHARS):
             fields = {**self._fields(event), "text": text[at : at + MAX_PIECE_CHARS]}
@@ -152,12 +152,12 @@ class RunEventBuffer:
         )
         return PendingEvents(event_batch, len(page))
 
-    def confirm(self, taken: "PendingEvents", *, is_ours: bool) -> None:
+    def confirm(self, pending: "PendingEvents", *, is_ours: bool) -> None:
         """Remove published events from the buffer. `is_ours` False: note that another process owns the run."""
         self.is_taken = not is_ours
-        done = self._pending[: taken.count]
-        del self._pending[: taken.count]
-        self._first += taken.count
+        done = self._pending[: pending.count]
+        del self._pending[: pending.count]
+        self._first += pending.count
         self._chars -= sum(
             len(fields["text"]) for fields in done if fields["type"] in (TextArrived.__name__, OutputArrived.__name__)
         )
@@ -232,11 +232,11 @@ class RunEventPublisher:
         """Publish the buffered events of all runs, if Redis answers."""
         # The lock keeps two senders from publishing the same events.
         async with self._one_at_a_time:
-            batches = [(buffer, taken) for buffer in self._buffers if (taken := buffer.take()) is not None]
+            batches = [(buffer, pending) for buffer in self._buffers if (pending := buffer.take()) is not None]
             try:
-                answers = await self._fields.append([taken.event_batch for _, taken in batches]) if batches else []
+                answers = await self._fields.append([pending.event_batch for _, pending in batches]) if batches else []
             except BrokerUnavailable as error:
                 log.warning("events_not_published", runs=len(batches), error=str(error))
                 return
-            for (buffer, taken), is_ours in zip(batches, answers, strict=True):
-                buffer.confirm(taken, is_ours=is_ours)
+            for (buffer, pending), is_ours in zip(batches, answers, strict=True):
+                buffer.confirm(pending, is_ours=is_ours)

@@ -59,7 +59,7 @@ def build_transcript(run: str, record: RunRecord, entries: Sequence[LogEntry]) -
         messages += [dict(message) for message in record.item.work.history]
         messages.append({"role": "user", "content": record.item.work.instruction})
     # Attempts after the first have another name, and call ids derive from this name.
-    name, step, known = run if record.attempt == 1 else f"{run}-{record.attempt}", 0, dict[str, str]()
+    name, step, model_ids = run if record.attempt == 1 else f"{run}-{record.attempt}", 0, dict[str, str]()
     for event in (entry.event for entry in entries):
         if isinstance(event, ModelReplied):
             step += 1
@@ -68,22 +68,22 @@ def build_transcript(run: str, record: RunRecord, entries: Sequence[LogEntry]) -
             last, end = reader.finish()
             for part in [*parts, *last]:
                 if isinstance(part, CallRequested) and part.model_id:
-                    known[part.call.id] = part.model_id
+                    model_ids[part.call.id] = part.model_id
                 elif isinstance(part, MalformedCall) and part.model_id:
-                    known[part.call_id] = part.model_id
+                    model_ids[part.call_id] = part.model_id
             messages.append(end.message)
         elif isinstance(event, CallFinished):
-            messages += _observed(known, event.result)
+            messages += _build_tool_messages(model_ids, event.result)
     return messages
 
 
-def _observed(known: dict[str, str], result: ToolResult) -> list[dict[str, Any]]:
-    """Return the tool messages of a result. `known`: model ids of calls by our call ids."""
-    return build_tool_messages([(known.get(result.call_id, result.call_id), result)])
+def _build_tool_messages(model_ids: dict[str, str], result: ToolResult) -> list[dict[str, Any]]:
+    """Return the tool messages of a result. `model_ids`: ids of the model of calls by our call ids."""
+    return build_tool_messages([(model_ids.get(result.call_id, result.call_id), result)])
 
 
 MAX_PAGE = 200
-_NOWHERE = ItemEnvironment()
+_DEFAULT_ENVIRONMENT = ItemEnvironment()
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 
@@ -111,7 +111,7 @@ class HostedRuns:
         """
         self._tenants = tenants
         self._workspace_store = workspace_store
-        self._places = SessionStore(client, deployment)
+        self._sessions = SessionStore(client, deployment)
         self.queue = RunQueue(client, deployment, keys)
         self._limits = (max_pending, max_kept)
         self.hub = RunEventHub(client, deployment)
@@ -127,9 +127,9 @@ class HostedRuns:
         self,
         tenant: str,
         body: RunBody,
-        ground: ItemEnvironment = _NOWHERE,
+        environment: ItemEnvironment = _DEFAULT_ENVIRONMENT,
         *,
-        word: str | None = None,
+        idempotency_key: str | None = None,
         metadata: Mapping[str, str] | None = None,
         priority: int = 0,
         webhook: Webhook | None = None,
@@ -137,9 +137,9 @@ class HostedRuns:
     ) -> HostedRun:
         """Queue a run. An orchestrator claims the run shortly afterwards.
 
-        `word`: idempotency key. A second start with the same key and the same request returns the first run and
-        starts nothing. `webhook`: receives the end of the run. `token`: this process executes the run itself, with a
-        claim of this token; the run is never queued (own_run.py). `ground.session`: an open session for the run. The
+        `idempotency_key`: a second start with the same key and the same request returns the first run and starts
+        nothing. `webhook`: receives the end of the run. `token`: this process executes the run itself, with a claim of
+        this token; the run is never queued (own_run.py). `environment.session`: an open session for the run. The
         session stays open after the run, and no other run uses the session at the same time.
 
         Raises ToolFailure:
@@ -149,13 +149,13 @@ class HostedRuns:
         - SESSION_NOT_FOUND: the session is not open.
         - UNKNOWN_TENANT: the tenant does not exist.
         """
-        about = _build_about(body, ground, metadata or {})
-        run = secrets.token_hex(12) if word is None else _run_of_word(tenant, word)
-        _check_files(ground, TenantStore(self._workspace_store, tenant))
-        item = _build_item(run, body, ground, priority, is_own=bool(token))
+        about = _build_about(body, environment, metadata or {})
+        run = secrets.token_hex(12) if idempotency_key is None else _derive_run_id(tenant, idempotency_key)
+        _check_files(environment, TenantStore(self._workspace_store, tenant))
+        item = _build_item(run, body, environment, priority, is_own=bool(token))
         await self._tenants.policy(tenant)
-        if ground.session is not None:
-            await self._check_session(tenant, ground.session)
+        if environment.session is not None:
+            await self._check_session(tenant, environment.session)
         text = item.model_dump_json()
         notice = f"\0{webhook.model_dump_json()}" if webhook is not None else ""
         # The digest covers everything that the client sent: a second start with the same key must be the same
@@ -229,10 +229,10 @@ class HostedRuns:
 
     async def _check_session(self, tenant: str, session: str) -> None:
         """Raise ToolFailure(SESSION_NOT_FOUND) unless the tenant has this session open."""
-        if not _NAME.fullmatch(session) or await self._places.find(tenant, session) is None:
+        if not _NAME.fullmatch(session) or await self._sessions.find(tenant, session) is None:
             raise ToolFailure(
                 ErrorCode.SESSION_NOT_FOUND,
-                "there is no such session open: open one, or leave the session out for one of the run's own",
+                "no session of this name is open: open one, or leave the session out, so that the run opens its own",
             )
 
     def _check_started(self, tenant: str, reply: Sequence[str]) -> None:
@@ -242,51 +242,48 @@ class HostedRuns:
                 return
             case ["full"]:
                 message = (
-                    f"{self._limits[0]} runs of tenant {tenant} wait, which is all that may: start more when some have "
+                    f"{self._limits[0]} runs of tenant {tenant} wait, which is the limit: start more when some have "
                     "begun, or cancel some"
                 )
                 raise ToolFailure(ErrorCode.QUOTA_EXCEEDED, message)
             case ["busy", other]:
                 message = (
-                    f"run {other} works in that session: wait for its end, cancel it, or leave the session out for one "
-                    "of the run's own"
+                    f"run {other} uses that session: wait for its end, cancel it, or leave the session out, so that "
+                    "the new run opens its own"
                 )
             case _:
-                message = "another run was started with that word: give the same request again, or another word"
+                message = (
+                    "another run was started with that idempotency key: send the same request again, or use another key"
+                )
         raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, message)
 
 
-def _build_item(run: str, body: RunBody, ground: ItemEnvironment, priority: int, *, is_own: bool) -> BatchItem:
+def _build_item(run: str, body: RunBody, environment: ItemEnvironment, priority: int, *, is_own: bool) -> BatchItem:
     """Return the item of a run. `is_own`: this process executes the run. Raises ToolFailure(INVALID_ARGUMENTS): no
     orchestrator accepts the input.
     """
     try:
-        item = BatchItem(custom_id=run, line=1, url=RUNS_URL, work=body, ground=ground, priority=priority)
+        item = BatchItem(custom_id=run, line=1, url=RUNS_URL, work=body, environment=environment, priority=priority)
         text = item.model_dump_json()
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
-        raise _refused(
-            f"{'.'.join(str(part) for part in first['loc'])}: {first['msg']}; give a run that fits"
-        ) from None
+        raise _refused(f"{'.'.join(str(part) for part in first['loc'])}: {first['msg']}; fix the request") from None
     except (ValueError, RecursionError) as error:
-        raise _refused(
-            "the run's request cannot be written down as JSON: make it flatter, in Unicode that can be"
-        ) from error
+        raise _refused("the run's request cannot be encoded as JSON: use less nesting and valid Unicode") from error
     size = len(text.encode())
     if size > MAX_BODY_BYTES:
         raise _refused(
-            f"the run's request has {size} bytes, and {MAX_BODY_BYTES} are what it may have: leave large texts in a "
-            "session's files"
+            f"the run's request has {size} bytes, more than {MAX_BODY_BYTES}: put large texts into files of a session"
         )
     try:
         BatchItem.model_validate_json(text)
     except ValidationError as error:
-        raise _refused(
-            "the run's request could not be read again, for it is nested too deeply: make it flatter"
-        ) from error
+        raise _refused("the run's request is nested too deeply: use less nesting") from error
     if body.model == LOCAL and not is_own:
-        raise _refused("no orchestrator starts a model of its own for a run: name one of its endpoint, or none")
-    if ground.session is not None and ground != ItemEnvironment(session=ground.session, artifacts=ground.artifacts):
+        raise _refused("an orchestrator does not start a local model for a run: name a model of its endpoint, or none")
+    if environment.session is not None and environment != ItemEnvironment(
+        session=environment.session, artifacts=environment.artifacts
+    ):
         raise _refused(
             "an open session has its image, network and files: leave out `image`, `network`, `workspace` and "
             "`restore`, or `session`"
@@ -294,11 +291,11 @@ def _build_item(run: str, body: RunBody, ground: ItemEnvironment, priority: int,
     return item
 
 
-def _check_files(ground: ItemEnvironment, store: TenantStore) -> None:
+def _check_files(environment: ItemEnvironment, store: TenantStore) -> None:
     """Raise ToolFailure(INVALID_ARGUMENTS) for initial files that no sandbox can have, and for invalid patterns."""
-    if ground.workspace is not None and ground.restore is not None:
+    if environment.workspace is not None and environment.restore is not None:
         raise _refused("a session starts from a workspace or a checkpoint: leave out `workspace` or `restore`")
-    for path, problem in EnvironmentChecker(None, store).find_errors(ground):
+    for path, problem in EnvironmentChecker(None, store).find_errors(environment):
         raise _refused(f"{'.'.join(str(part) for part in path)}: {problem}")
 
 
@@ -311,33 +308,33 @@ def _checked(run: str) -> str:
     return run
 
 
-def _build_about(body: RunBody, ground: ItemEnvironment, metadata: Mapping[str, str]) -> str:
+def _build_about(body: RunBody, environment: ItemEnvironment, metadata: Mapping[str, str]) -> str:
     """Return the fields that lists show, as JSON. Raises ToolFailure(INVALID_ARGUMENTS): the metadata is invalid."""
     is_long = any(
         not 1 <= len(name) <= MAX_METADATA_NAME or len(text) > MAX_METADATA_TEXT for name, text in metadata.items()
     )
     if len(metadata) > MAX_METADATA or is_long:
         raise _refused(
-            f"metadata may have {MAX_METADATA} entries with names of {MAX_METADATA_NAME} characters and texts of "
-            f"{MAX_METADATA_TEXT}: give less"
+            f"metadata may have {MAX_METADATA} entries, names of {MAX_METADATA_NAME} characters and texts of "
+            f"{MAX_METADATA_TEXT}: send less"
         )
     try:
         about = About(
             instruction=body.instruction[:SHOWN_INSTRUCTION],
             model=body.model,
-            session=ground.session,
+            session=environment.session,
             metadata=dict(metadata),
         )
         return about.model_dump_json()
     except ValueError as error:
-        raise _refused("metadata must be texts, in Unicode that can be written down: give other ones") from error
+        raise _refused("metadata must be texts in valid Unicode: change them") from error
 
 
-def _run_of_word(tenant: str, word: str) -> str:
+def _derive_run_id(tenant: str, key: str) -> str:
     """Return the run id that belongs to an idempotency key. The same tenant and key always give the same id."""
-    if not 1 <= len(word) <= 256:
-        raise _refused("the word under which a run is started once must have 1 to 256 characters: give a shorter one")
-    return hashlib.sha256(f"{tenant}\0{HOSTED_BATCH}\0{word}".encode(errors="replace")).hexdigest()[:24]
+    if not 1 <= len(key) <= 256:
+        raise _refused("an idempotency key must have 1 to 256 characters: use another key")
+    return hashlib.sha256(f"{tenant}\0{HOSTED_BATCH}\0{key}".encode(errors="replace")).hexdigest()[:24]
 
 
 def _parse_cursor(cursor: str | None) -> int:

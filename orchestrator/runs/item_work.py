@@ -174,7 +174,7 @@ class ItemWork:
         finally:
             # A cancelled task means that another process may continue the run, so the session stays open in that
             # case.
-            if session is not None and item.ground.session is None and not is_being_cancelled():
+            if session is not None and item.environment.session is None and not is_being_cancelled():
                 await self._close(claim.tenant, session)
         return build_outcome(claim, failure, body)
 
@@ -189,25 +189,27 @@ class ItemWork:
 
     async def _session(self, claim: RunClaim, journal: Journal) -> Session:
         """Return the session of the item or of the run's log, or open a new session."""
-        ground, pool = claim.record.item.ground, self._pool
-        if ground.session is not None:
-            return await Session.attach(pool.dispatcher, pool.blobs, tenant=claim.tenant, session=ground.session)
+        environment, pool = claim.record.item.environment, self._pool
+        if environment.session is not None:
+            return await Session.attach(pool.dispatcher, pool.blobs, tenant=claim.tenant, session=environment.session)
         if journal.session is not None:
             return Session(pool.dispatcher, pool.blobs, claim.tenant, _INFO.validate_python(journal.session.info))
         if journal.opening is not None:
             await self.abandon(claim, journal)
         name = new_session_name()
         start = SessionStart(
-            image=ground.image,
-            workspace=Path(ground.workspace)
-            if ground.workspace is not None and not is_stored(ground.workspace)
+            image=environment.image,
+            workspace=Path(environment.workspace)
+            if environment.workspace is not None and not is_stored(environment.workspace)
             else None,
-            stored=ground.workspace if ground.workspace is not None and is_stored(ground.workspace) else None,
-            restore=ground.restore,
-            network=ground.network,
+            stored=environment.workspace
+            if environment.workspace is not None and is_stored(environment.workspace)
+            else None,
+            restore=environment.restore,
+            network=environment.network,
         )
         async with self.slots.lend():
-            async with self._turns.turn(claim.tenant, ground.image):
+            async with self._turns.turn(claim.tenant, environment.image):
                 await journal.note_opening(name)
                 session = await Session.open(pool.dispatcher, pool.blobs, tenant=claim.tenant, start=start, name=name)
             await journal.note_opened(name, _INFO.dump_python(await session.info(), mode="json"))
@@ -244,10 +246,10 @@ class ItemWork:
                 replace(options, max_wall_s=max(LEAST_WALL_S, left_s) if journal.is_resumed else left_s),
                 left_s <= 0,
             )
-        chosen = await self._models.get(work.model or defaults.model)
-        if chosen.is_fallback:
+        chosen_model = await self._models.get(work.model or defaults.model)
+        if chosen_model.is_fallback:
             self._warn_once(claim, FALLBACK_WARNING, on_event)
-        model = GatedModel(chosen.model, self.gate, claim.run)
+        model = GatedModel(chosen_model.model, self.gate, claim.run)
         spans = current_run() if self._pool.tracer is not None else None
         async with AsyncExitStack() as stack:
             slot = await stack.enter_async_context(self.slots.run())
@@ -255,7 +257,7 @@ class ItemWork:
             if self._traces is not None:
                 on_event = stack.enter_context(self._traces.open(claim.tenant, agent_run, on_event)).on_event
             if spans is not None:
-                spans.know_model(chosen.model)
+                spans.know_model(chosen_model.model)
                 on_event = spans.before(on_event)
             config = RunConfig(
                 run=agent_run,
@@ -274,7 +276,7 @@ class ItemWork:
                 is_chat=item.url == CHAT_URL,
             )
             with self.gate.request(claim.run):
-                agent = await retry_until_available(lambda: self._parts.build_agent(session, chosen, config))
+                agent = await retry_until_available(lambda: self._parts.build_agent(session, chosen_model, config))
             agent = replace(agent, run_call=slot.wrap(agent.run_call))
             run = await agent.run(work.instruction, history=[dict(message) for message in work.history])
             if run.stop_reason is StopReason.MAX_WALL:
@@ -282,7 +284,11 @@ class ItemWork:
         artifacts = (
             await self._artifacts(item, journal, defaults, session, on_event) if session is not None else _CopiedOut()
         )
-        name, began_at, is_standing = chosen.model.name, claim.record.started_at, claim.record.batch == HOSTED_BATCH
+        name, began_at, is_standing = (
+            chosen_model.model.name,
+            claim.record.started_at,
+            claim.record.batch == HOSTED_BATCH,
+        )
         body = build_answer_body(item.url, run, model=name, created=began_at, has_transcript=is_standing, **artifacts)
         return body, judge_run(run)
 
@@ -356,7 +362,7 @@ class ItemWork:
 
         Returns the fields of the row about artifacts; no fields if the line names no artifacts.
         """
-        if not item.ground.artifacts:
+        if not item.environment.artifacts:
             return {}
         exported = journal.artifacts
         if exported is None and defaults.artifacts is None:
@@ -371,9 +377,9 @@ class ItemWork:
         """Ask the session's host to copy the artifacts to the store. Return the logged event."""
         listing = await session.list_files()
         found = [*listing.files, *listing.links]
-        chosen, idle = await asyncio.to_thread(choose_paths, found, item.ground.artifacts)
+        matching, idle = await asyncio.to_thread(choose_paths, found, item.environment.artifacts)
         links = frozenset(listing.links)
-        paths, skipped = [path for path in chosen if path not in links], [path for path in chosen if path in links]
+        paths, skipped = [path for path in matching if path not in links], [path for path in matching if path in links]
         file = new_file_id("artifacts") if paths else ""
         if paths:
             await session.save_files(file, paths)
@@ -385,7 +391,7 @@ class ItemWork:
         target = artifact_folder(Path(folder_of_all), item.custom_id)
         with tempfile.TemporaryDirectory(prefix="toolcrew-artifacts-") as folder:
             await session.export(folder)
-            copied = await asyncio.to_thread(copy_artifacts, Path(folder), item.ground.artifacts, target)
+            copied = await asyncio.to_thread(copy_artifacts, Path(folder), item.environment.artifacts, target)
         return await journal.note_artifacts(_printable(copied.paths), _printable(copied.missing()))
 
     async def _close(self, tenant: str, session: Session) -> None:
@@ -419,8 +425,8 @@ def _printable(texts: Iterable[str]) -> list[str]:
 
 
 def _needs_session(item: BatchItem) -> bool:
-    """Return whether the item needs a sandbox. A run without tools and with a default `ground` needs none."""
-    return isinstance(item.work, CallBody) or item.work.tools != () or item.ground != ItemEnvironment()
+    """Return whether the item needs a sandbox. A run without tools and with a default environment needs none."""
+    return isinstance(item.work, CallBody) or item.work.tools != () or item.environment != ItemEnvironment()
 
 
 def _run_name(claim: RunClaim, attempt: int | None = None) -> str:

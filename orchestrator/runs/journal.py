@@ -58,7 +58,7 @@ class Journal:
         lost sandbox.
         """
         # Number of replies that the loop has requested. A number above the count of logged replies means a new reply.
-        self._given = 0
+        self._replayed = 0
         self._begun_at: float | None = None
         self.spent_wall_s = max((entry.wall_s for entry in run_log.entries), default=0.0)
         """Working time of the run at the end of its log, in seconds."""
@@ -68,12 +68,12 @@ class Journal:
         """Return whether the current reply comes from the log. An earlier process may have sent the calls of such a
         reply.
         """
-        return 0 < self._given <= len(self._replies)
+        return 0 < self._replayed <= len(self._replies)
 
     @property
     def has_reply(self) -> bool:
         """Return whether the next reply comes from the log."""
-        return self._given < len(self._replies)
+        return self._replayed < len(self._replies)
 
     @property
     def began_at(self) -> float | None:
@@ -103,8 +103,8 @@ class Journal:
 
     def next_reply(self) -> tuple[Chunk, ...] | None:
         """Return the next reply of the log; None if the log has no more replies and the model must be asked."""
-        self._given += 1
-        return self._replies[self._given - 1].chunks if self._given <= len(self._replies) else None
+        self._replayed += 1
+        return self._replies[self._replayed - 1].chunks if self._replayed <= len(self._replies) else None
 
     def sent_since(self, call: str) -> float | None:
         """Return the earliest time at which an earlier process may have sent the call, in Unix seconds.
@@ -115,7 +115,7 @@ class Journal:
             return None
         review = self._reviews.get(call)
         # The earlier process logged the reply, and the review if there is one, before it sent the call.
-        return max(self._replies[self._given - 1].at, review.at if review is not None else 0.0)
+        return max(self._replies[self._replayed - 1].at, review.at if review is not None else 0.0)
 
     def now(self) -> float:
         """Return the current time in Unix seconds, from the same clock as `sent_since`."""
@@ -125,8 +125,8 @@ class Journal:
         """Return the logged decision about a call: the approved call, or the result that refuses the call. None if
         there is no decision.
         """
-        known = self._reviews.get(call)
-        return None if known is None else known.approved or known.refused
+        review = self._reviews.get(call)
+        return None if review is None else review.approved or review.refused
 
     def result_of(self, call: str) -> ToolResult | None:
         """Return the logged result of a call; None if the call has not finished."""
@@ -256,23 +256,25 @@ class LoggedModel:
             )
         if chunks is None:
             # Logging comes before the first yield: a process that resumes the run must see the same reply.
-            asked = replace(request, extra={**request.extra, **self._extra})
-            chunks = tuple(_as_text(chunk) for chunk in join_chunks([chunk async for chunk in self._shown(asked)]))
+            sent_request = replace(request, extra={**request.extra, **self._extra})
+            chunks = tuple(
+                _as_text(chunk) for chunk in join_chunks([chunk async for chunk in self._shown(sent_request)])
+            )
             await self._journal.note_reply(chunks)
         for chunk in chunks:
             yield chunk
 
-    async def _shown(self, asked: ModelRequest) -> AsyncIterator[Chunk]:
+    async def _shown(self, request: ModelRequest) -> AsyncIterator[Chunk]:
         """Yield the model's reply. Show each chunk on `live` when the chunk arrives."""
         live = self._live
         if live is None:
-            async for chunk in self._model.stream(asked):
+            async for chunk in self._model.stream(request):
                 yield chunk
             return
         live.begin()
         is_whole = False
         try:
-            async for chunk in self._model.stream(asked):
+            async for chunk in self._model.stream(request):
                 live.feed(chunk)
                 yield chunk
             is_whole = True

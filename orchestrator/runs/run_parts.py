@@ -78,30 +78,30 @@ def disclose(
 
 def _count_chars(spec: ToolSpec, context_tokens: int | None) -> int:
     """Return how many characters the list of skills may have."""
-    most = MAX_CHARS - len(spec.description) - 1
-    return most if context_tokens is None else min(most, int(context_tokens * WINDOW_SHARE * CHARS_A_TOKEN))
+    max_chars = MAX_CHARS - len(spec.description) - 1
+    return max_chars if context_tokens is None else min(max_chars, int(context_tokens * WINDOW_SHARE * CHARS_A_TOKEN))
 
 
-def _list_skills(skills: Iterable[SkillSummary], uses: Mapping[str, int], room: int) -> str:
+def _list_skills(skills: Iterable[SkillSummary], uses: Mapping[str, int], max_chars: int) -> str:
     """Return the list of skills for the description, with a note about skills that do not fit."""
     lines = {skill.name: f"- {skill.name}: {' '.join(skill.description.split())}" for skill in skills}
     if not lines:
         return _NONE
-    shown = _choose_lines(lines, uses, room)
+    shown = _choose_lines(lines, uses, max_chars)
     if len(shown) == len(lines):
         return "\n".join(["Skills:", *shown])
     hidden = len(lines) - len(shown)
     return "\n".join(["Skills, those that are used most:", *shown, f"[{hidden} more: action list names them]"])
 
 
-def _choose_lines(lines: Mapping[str, str], uses: Mapping[str, int], room: int) -> list[str]:
+def _choose_lines(lines: Mapping[str, str], uses: Mapping[str, int], chars_left: int) -> list[str]:
     """Return the lines that fit, in the order of the input. The most used skills come first in the choice. A line
     that is too long does not exclude shorter lines.
     """
     fitting: set[str] = set()
     for name in sorted(lines, key=lambda name: (-uses.get(name, 0), name)):
-        if len(lines[name]) + 1 <= room:
-            room -= len(lines[name]) + 1
+        if len(lines[name]) + 1 <= chars_left:
+            chars_left -= len(lines[name]) + 1
             fitting.add(name)
     return [lines[name] for name in lines if name in fitting]
 
@@ -208,16 +208,16 @@ class RunParts:
         self._capabilities = CapabilityCache(settings.capability_folder)
         self.skill_uses = SkillUses(pool.redis, settings.deployment)
 
-    async def build_agent(self, session: Session | None, chosen: ChosenModel, config: RunConfig) -> Agent:
+    async def build_agent(self, session: Session | None, chosen_model: ChosenModel, config: RunConfig) -> Agent:
         """Return the agent of one run in an open session. `session` None: the run has no tools."""
-        profile = STANDARD if config.is_chat else await self._choose_profile(chosen, config)
+        profile = STANDARD if config.is_chat else await self._choose_profile(chosen_model, config)
         name = "native" if config.is_chat else config.dialect or self._settings.dialect or profile.dialect
-        known = await find_needed_capabilities(chosen, name, self._capabilities)
-        options = with_window(config.options, self._settings, known)
+        capabilities = await find_needed_capabilities(chosen_model, name, self._capabilities)
+        options = with_window(config.options, self._settings, capabilities)
         specs: list[ToolSpec] = []
         skills: Sequence[SkillSummary] = ()
         switches: Mapping[str, Switch] = {}
-        questions = ModelRequests(chosen.model)
+        questions = ModelRequests(chosen_model.model)
         if self._pool.tally is not None:
             config = replace(config, on_event=self._pool.tally.watch_run(config.on_event, config.journal))
         run_call: RunCall = _refused
@@ -240,15 +240,15 @@ class RunParts:
                 session,
                 specs,
                 replace(config, options=options),
-                chosen.model.name,
+                chosen_model.model.name,
                 questions,
                 ActiveSkills(skills),
             ).run_call()
-        dialect: Dialect = PlainDialect() if config.is_chat else choose_dialect(name, known, profile)
+        dialect: Dialect = PlainDialect() if config.is_chat else choose_dialect(name, capabilities, profile)
         if config.live is not None:
             config.live.use(lambda: dialect.open_reader(config.run, 0, reads_tags=options.enable_tool_action_parsing))
         return Agent(
-            config.wrap_model(chosen.model),
+            config.wrap_model(chosen_model.model),
             dialect,
             specs,
             run_call,
@@ -263,10 +263,10 @@ class RunParts:
             skills=[skill.name for skill in skills],
         )
 
-    async def _choose_profile(self, chosen: ChosenModel, config: RunConfig) -> Profile:
+    async def _choose_profile(self, chosen_model: ChosenModel, config: RunConfig) -> Profile:
         """Return the profile of a run. The log says once for each model and profile why it was chosen."""
-        profile, reason = await choose_profile(config.profile, chosen, self._capabilities)
-        model = chosen.model.name
+        profile, reason = await choose_profile(config.profile, chosen_model, self._capabilities)
+        model = chosen_model.model.name
         if (model, profile.name) not in self._logged_profiles:
             self._logged_profiles.add((model, profile.name))
             log.info("profile_chosen", model=model, profile=profile.name, reason=reason)

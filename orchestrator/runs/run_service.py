@@ -233,7 +233,7 @@ class ServiceWork(ItemWork):
         calls.
         """
         await super().abandon(claim, journal)
-        session = claim.record.item.ground.session
+        session = claim.record.item.environment.session
         for call in self._sent.pop((claim.tenant, claim.run), ()):
             order = ToolCall(id=secrets.token_hex(16), name="session.cancel", arguments={"call_id": call})
             # If Redis does not answer, the call ends at its own time limit.
@@ -249,7 +249,7 @@ class ServiceWork(ItemWork):
     async def _listen(self, claim: RunClaim, on_event: OnEvent) -> AsyncIterator[tuple[OnEvent, LiveText | None]]:
         """Listen as `ItemWork._listen` does. Record the running calls of a run in a session that existed before."""
         async with super()._listen(claim, on_event) as (listen, live):
-            if claim.record.item.ground.session is None:
+            if claim.record.item.environment.session is None:
                 yield listen, live
                 return
             sent = self._sent[claim.tenant, claim.run] = set()

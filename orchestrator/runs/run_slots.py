@@ -32,7 +32,7 @@ class RunSlots:
         self._reserved = 0
         self._away: set[RunSlot] = set()
         """Slots that their runs have released."""
-        self._lent: set[RunSlot] = set()
+        self._in_use: set[RunSlot] = set()
         """Slots in `_away` that only a returning run may take."""
         self._returning: deque[RunSlot] = deque()
 
@@ -46,7 +46,7 @@ class RunSlots:
         """
         self._grant_returning()
         limit = (self._count or 0) * MAX_RUNS_PER_SLOT
-        return max(0, min(self._free() - len(self._lent), limit - len(self._runs) - self._reserved))
+        return max(0, min(self._free() - len(self._in_use), limit - len(self._runs) - self._reserved))
 
     @contextmanager
     def reserve(self, count: int) -> Iterator[None]:
@@ -77,13 +77,13 @@ class RunSlots:
         block.
         """
         slot = RunSlot(self)
-        self._lent.add(slot)
+        self._in_use.add(slot)
         self.release(slot)
         try:
             yield
             await slot.wait()
         finally:
-            self._lent.discard(slot)
+            self._in_use.discard(slot)
             self._away.discard(slot)
 
     def release(self, slot: "RunSlot") -> None:
@@ -113,7 +113,7 @@ class RunSlots:
         while self._returning and self._free() > 0:
             slot = self._returning.popleft()
             self._away.discard(slot)
-            self._lent.discard(slot)
+            self._in_use.discard(slot)
             slot.grant()
 
 

@@ -189,18 +189,18 @@ class Runner:
             self._freed.clear()
             self._note_answered()
             free = self.work.slots.count_free()
-            if not self._is_draining and (room := self.work.gate.admit(free, len(self._active))) > 0:
-                with self.work.slots.reserve(room):
-                    await self._claim(room)
+            if not self._is_draining and (free_places := self.work.gate.admit(free, len(self._active))) > 0:
+                with self.work.slots.reserve(free_places):
+                    await self._claim(free_places)
             with suppress(TimeoutError):
                 async with asyncio.timeout(LOOK_S):
                     await self._freed.wait()
         self._note_answered()
 
-    async def _claim(self, room: int) -> None:
-        """Claim up to `room` runs and start their tasks."""
+    async def _claim(self, count: int) -> None:
+        """Claim up to `count` runs and start their tasks."""
         try:
-            claims = await self.queue.claim(room, self.only, self.tenants)
+            claims = await self.queue.claim(count, self.only, self.tenants)
         except BrokerUnavailable as error:
             log.warning("runs_not_claimed", error=str(error))
             return
@@ -321,10 +321,10 @@ class Runner:
             )
         await self._give_back(claim, self._active[claim.tenant, claim.run], after_s)
 
-    def _note_once(self, noted: set[tuple[str, str]], batch: tuple[str, str], message: str) -> None:
+    def _note_once(self, reported: set[tuple[str, str]], batch: tuple[str, str], message: str) -> None:
         """Publish the message unless `noted` contains the batch."""
-        if batch not in noted:
-            noted.add(batch)
+        if batch not in reported:
+            reported.add(batch)
             self._note(batch, message)
 
     def _note_answered(self) -> None:

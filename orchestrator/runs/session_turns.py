@@ -66,18 +66,18 @@ class SessionTurns:
     async def _is_next(self, kind: Kind, began: float) -> bool:
         """Return whether the next session of this kind may open now."""
         try:
-            room = await self._ask_room(*kind)
+            has_room = await self._ask_room(*kind)
         except BrokerUnavailable as error:
             # Redis may answer again before the item's turn, so no item fails for this error.
             log.warning("room_not_known", tenant=kind[0], error=str(error))
             return False
-        if room is None:
+        if has_room is None:
             return True
-        if self._opening[kind] >= room.at_once:
+        if self._opening[kind] >= has_room.at_once:
             return False
         is_moving = self._clock() - max(began, self._ended_at) < MAX_STALL_S
         # Hosts may not count the sessions yet that this process is opening, so this process subtracts them.
-        return (room.sandboxes if is_moving else room.sessions) > self._opening[kind]
+        return (has_room.sandboxes if is_moving else has_room.sessions) > self._opening[kind]
 
     async def _wait(self) -> None:
         """Wait until a session has opened, or for LOOK_S."""

@@ -63,9 +63,9 @@ class WebhookSender:
 
     async def send_due(self) -> int:
         """Send all notices that are due now, once. Return the number of notices."""
-        due = await self._notices.claim(AT_ONCE, LEASE_S)
-        await asyncio.gather(*(self._send(notice) for notice in due))
-        return len(due)
+        notices = await self._notices.claim(AT_ONCE, LEASE_S)
+        await asyncio.gather(*(self._send(notice) for notice in notices))
+        return len(notices)
 
     async def _send(self, notice: DueNotice) -> None:
         """Send one notice, then remove the notice or schedule the next attempt."""

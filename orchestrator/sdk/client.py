@@ -224,13 +224,13 @@ class ToolClient:
         """
         return await self._lives().find(call, await self._scope(tenant))
 
-    async def list_calls(self, tenant: str | None = None, most: int = 100) -> CallPage:
+    async def list_calls(self, tenant: str | None = None, limit: int = 100) -> CallPage:
         """Return the calls that wait, run, or ended recently. `tenant` None: all tenants, or with a tenant's key only
         that tenant. Raises BrokerUnavailable.
         """
         owner = await self._scope(tenant)
         tenants = [owner] if owner is not None else await self._lives().tenants()
-        return await CallList(self._pool.redis, self._settings.deployment).read(tenants, most)
+        return await CallList(self._pool.redis, self._settings.deployment).read(tenants, limit)
 
     async def kill_call(self, call: str, *, tenant: str | None = None, reason: str = "") -> KilledCall:
         """End a call that waits or runs, and return when it has ended. Its caller gets CANCELLED with the actor and

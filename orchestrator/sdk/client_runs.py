@@ -51,7 +51,7 @@ class ClientRuns:
             await self._tenant(),
             body,
             environment or ItemEnvironment(),
-            word=idempotency_key,
+            idempotency_key=idempotency_key,
             metadata=metadata,
             priority=priority,
             webhook=webhook,

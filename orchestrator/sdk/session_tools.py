@@ -90,8 +90,8 @@ class SessionTools:
             call = ToolCall(id=call.id, name=name, arguments=dict(arguments))
         except ValidationError as error:
             first = error.errors(include_url=False, include_input=False)[0]
-            where = ".".join(str(part) for part in first["loc"])
-            return ToolResult.failed(call, ErrorCode.INVALID_ARGUMENTS, f"{name}: {where}: {first['msg']}")
+            field_path = ".".join(str(part) for part in first["loc"])
+            return ToolResult.failed(call, ErrorCode.INVALID_ARGUMENTS, f"{name}: {field_path}: {first['msg']}")
         try:
             reviewed = await self._parts.review(
                 call, spec, self._session.tenant, self._session.id, run=self._run, approver=approver or self._approver

@@ -76,7 +76,7 @@ def test_a_short_line_is_a_run(tmp_path: Path) -> None:
         tools=("bash_tool",),
         limits=RunLimits(max_iterations=9, max_cost=0.5),
     )
-    assert item.ground == ItemEnvironment(
+    assert item.environment == ItemEnvironment(
         workspace=str(tmp_path / "ws"), image="python:3.11", network="none", artifacts=("out/*.csv",)
     )
     assert (item.custom_id, item.line, item.url, item.priority) == ("a", 1, RUNS_URL, 3)
@@ -104,7 +104,7 @@ def test_a_line_of_openais_shape_is_a_run_a_call_or_a_chat() -> None:
         )
     )
     assert run.work == RunBody(instruction="Count", history=({"role": "user", "content": "Hi"},))
-    assert run.ground.restore == "c1"
+    assert run.environment.restore == "c1"
     assert call.work == CallBody(name="bash_tool", arguments={"command": "ls"})
     assert chat.url == CHAT_URL
     assert chat.items[0].work == RunBody(
@@ -298,7 +298,7 @@ def test_all_that_is_wrong_is_told_at_once_the_first_twenty_in_words() -> None:
 def test_a_workspace_is_looked_for_in_the_folder_of_the_file(tmp_path: Path) -> None:
     (tmp_path / "deep" / "ws").mkdir(parents=True)
     (tmp_path / "tasks.jsonl").write_text('{"id":"a","instruction":"x","workspace":"./deep/../deep/ws"}')
-    assert load_lines(tmp_path / "tasks.jsonl").items[0].ground.workspace == str(tmp_path / "deep" / "ws")
+    assert load_lines(tmp_path / "tasks.jsonl").items[0].environment.workspace == str(tmp_path / "deep" / "ws")
 
 
 def test_a_workspace_is_an_archive_or_told_to_be_none(tmp_path: Path) -> None:
@@ -306,7 +306,7 @@ def test_a_workspace_is_an_archive_or_told_to_be_none(tmp_path: Path) -> None:
         archive.add(__file__, "a.py")
     (tmp_path / "notes.txt").write_text("hello")
     (tmp_path / "part.bundle").write_text("# v2 git bundle\n-0123 old\n0123 HEAD\n\n")
-    assert read_one(tmp_path, instruction="x", workspace="a.tar.bz2").ground.workspace == str(tmp_path / "a.tar.bz2")
+    assert read_one(tmp_path, instruction="x", workspace="a.tar.bz2").environment.workspace == str(tmp_path / "a.tar.bz2")
     for name, told in (
         ("notes.txt", "is of no supported kind"),
         ("missing", "does not exist"),
@@ -321,7 +321,7 @@ def test_a_large_archive_is_known_by_its_beginning_and_one_that_is_too_large_is_
         archive.addfile(entry)
     with (tmp_path / "a.tar").open("r+b") as file:
         file.truncate(2 * 1024 * 1024)
-    assert read_one(tmp_path, instruction="x", workspace="a.tar").ground.workspace is not None
+    assert read_one(tmp_path, instruction="x", workspace="a.tar").environment.workspace is not None
     with (tmp_path / "a.tar").open("r+b") as file:
         file.truncate(MAX_BLOB_BYTES + 1)
     assert "is larger than" in refused('{"id":"a","instruction":"x","workspace":"a.tar"}', tmp_path)
@@ -333,7 +333,7 @@ def test_a_ground_that_many_lines_name_is_kept_once(tmp_path: Path) -> None:
         "\n".join(json.dumps({"id": str(number), "instruction": "x", "workspace": "ws"}) for number in range(3)),
         tmp_path,
     ).items
-    assert items[0].ground is items[2].ground
+    assert items[0].environment is items[2].environment
 
 
 def test_too_many_lines_are_refused_where_they_begin_to_be(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -391,3 +391,12 @@ def test_what_is_no_file_of_lines_is_told(tmp_path: Path, kind: str) -> None:
         load_lines(path)
     told = {"pipe": "not a regular file", "binary": "the line is not UTF-8 (byte 0x80)"}
     assert told.get(kind, "the file has no lines") in str(caught.value)
+
+
+def test_the_environment_of_an_item_keeps_its_stored_name() -> None:
+    item = BatchItem(
+        custom_id="a", line=1, url="/v1/tools/execute", work=CallBody(name="x"), environment=ItemEnvironment(image="i")
+    )
+    stored = item.model_dump_json()
+    assert json.loads(stored)["ground"]["image"] == "i"
+    assert BatchItem.model_validate_json(stored) == item

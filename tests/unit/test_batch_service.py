@@ -177,7 +177,7 @@ def service_of(pool: FakePool, models: Any = None) -> ServiceWork:
 async def test_a_record_that_names_a_path_is_refused_whatever_wrote_it(
     ground: RunGround, fields: ItemEnvironment, folder: str | None
 ) -> None:
-    claim, journal = await take(ground, ground=fields)
+    claim, journal = await take(ground, environment=fields)
     pool = FakePool(Tenants("acme"))
     outcome = await service_of(pool).work(claim, journal, BatchDefaults(artifacts=folder), lambda _: None)
     assert outcome.failure is not None

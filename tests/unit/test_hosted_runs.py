@@ -170,49 +170,49 @@ def nested(depth: int) -> Any:
     return inner
 
 
-async def test_a_word_starts_one_run_however_often_it_is_given(ground: HostedGround) -> None:
-    first, again = await ground.start(word="once"), await ground.start(word="once")
+async def test_an_idempotency_key_starts_one_run(ground: HostedGround) -> None:
+    first, again = await ground.start(idempotency_key="once"), await ground.start(idempotency_key="once")
     assert first == again
     assert len((await ground.runs.list("acme")).runs) == 1
-    failure = await refused(ground.start(ECHO.model_copy(update={"instruction": "else"}), word="once"))
+    failure = await refused(ground.start(ECHO.model_copy(update={"instruction": "else"}), idempotency_key="once"))
     assert failure.code is ErrorCode.INVALID_ARGUMENTS
-    assert "another word" in failure.message
-    assert (await ground.runs.start("zeta", ECHO, word="once")).id != first
+    assert "idempotency key" in failure.message
+    assert (await ground.runs.start("zeta", ECHO, idempotency_key="once")).id != first
 
 
 @pytest.mark.parametrize(
-    ("body", "ground_of", "options", "told"),
+    ("body", "environment", "options", "facts"),
     [
-        (ECHO.model_copy(update={"instruction": "x" * 2**20}), ItemEnvironment(), {}, "leave large texts"),
+        (ECHO.model_copy(update={"instruction": "x" * 2**20}), ItemEnvironment(), {}, "1048576"),
         (ECHO, ItemEnvironment(workspace="/etc"), {}, "upload the workspace"),
         (ECHO, ItemEnvironment(workspace=new_file_id("file")), {}, "TOOLCREW_WORKSPACE_STORE"),
         (ECHO, ItemEnvironment(artifacts=("out/**",)), {}, "TOOLCREW_WORKSPACE_STORE"),
         (ECHO, ItemEnvironment(workspace=new_file_id("file"), restore="c"), {}, "`restore`"),
-        (ECHO.model_copy(update={"model": "local"}), ItemEnvironment(), {}, "no model|of its own"),
+        (ECHO.model_copy(update={"model": "local"}), ItemEnvironment(), {}, "local model"),
         (ECHO, ItemEnvironment(), {"metadata": {str(number): "" for number in range(17)}}, "metadata"),
         (ECHO, ItemEnvironment(), {"metadata": {"a": "x" * 513}}, "metadata"),
-        (ECHO, ItemEnvironment(), {"word": ""}, "1 to 256"),
+        (ECHO, ItemEnvironment(), {"idempotency_key": ""}, "1 to 256"),
         (ECHO, ItemEnvironment(), {"metadata": {"a": "\ud83d"}}, "Unicode"),
         (
             ECHO.model_copy(update={"history": ({"role": "user", "content": nested(1000)},)}),
             ItemEnvironment(),
             {},
-            "flatter",
+            "nest",
         ),
         (ECHO, ItemEnvironment(session="s", image="i"), {}, "`session`"),
         (ECHO, ItemEnvironment(), {"priority": 101}, "priority"),
     ],
 )
-async def test_what_no_orchestrator_would_work_is_refused_at_once(
-    ground: HostedGround, body: RunBody, ground_of: ItemEnvironment, options: Any, told: str
+async def test_a_run_that_no_orchestrator_accepts_is_refused_at_once(
+    ground: HostedGround, body: RunBody, environment: ItemEnvironment, options: Any, facts: str
 ) -> None:
-    failure = await refused(ground.start(body, ground=ground_of, **options))
+    failure = await refused(ground.start(body, environment=environment, **options))
     assert failure.code is ErrorCode.INVALID_ARGUMENTS
-    assert any(part in failure.message for part in told.split("|"))
+    assert any(part in failure.message for part in facts.split("|"))
     assert (await ground.runs.list("acme")).runs == ()
 
 
-async def test_no_more_wait_than_a_tenant_may_have(ground: HostedGround) -> None:
+async def test_a_tenants_waiting_runs_are_limited(ground: HostedGround) -> None:
     ground.runs = HostedRuns(ground.client, "d", KEY, ground.pool.tenants, max_pending=2)
     first, _ = await ground.start(), await ground.start()
     assert (await refused(ground.start())).code is ErrorCode.QUOTA_EXCEEDED
@@ -224,25 +224,27 @@ async def test_no_more_wait_than_a_tenant_may_have(ground: HostedGround) -> None
 # Sessions
 
 
-async def test_a_run_works_in_an_open_session_by_itself_and_leaves_it_open(ground: HostedGround) -> None:
+async def test_a_run_uses_an_open_session_alone_and_leaves_it_open(ground: HostedGround) -> None:
     session = await Session.open(ground.pool.dispatcher, ground.pool.blobs, tenant="acme", start=SessionStart())
     place = {"state": "open", "queue": "host.h1.b00t", "fence": "1"}
     await ground.client.hset(f"toolcrew:d:t:acme:session.{session.id}:place", mapping=place)
-    run = await ground.start(ground=ItemEnvironment(session=session.id))
-    busy = await refused(ground.start(ground=ItemEnvironment(session=session.id)))
+    run = await ground.start(environment=ItemEnvironment(session=session.id))
+    busy = await refused(ground.start(environment=ItemEnvironment(session=session.id)))
     assert run in busy.message
     async with ground.working():
         assert (await ground.ended(run)).state is HostedState.SUCCEEDED
     assert "close" not in ground.sent()
     assert ground.sent().count("open") <= 2
-    assert await ground.start(ground=ItemEnvironment(session=session.id)) != run
+    assert await ground.start(environment=ItemEnvironment(session=session.id)) != run
 
 
 async def test_a_session_of_another_tenant_is_none(ground: HostedGround) -> None:
     place = {"state": "open", "queue": "host.h1.b00t", "fence": "1"}
     await ground.client.hset("toolcrew:d:t:zeta:session.theirs:place", mapping=place)
     for name in ("theirs", "nobodys", "../zeta", "theirs:place"):
-        assert (await refused(ground.start(ground=ItemEnvironment(session=name)))).code is ErrorCode.SESSION_NOT_FOUND
+        assert (
+            await refused(ground.start(environment=ItemEnvironment(session=name)))
+        ).code is ErrorCode.SESSION_NOT_FOUND
 
 
 # Cancelled in every state
@@ -364,4 +366,4 @@ async def test_an_item_without_a_session_has_the_bytes_of_the_release_before(gro
     assert "session" not in BatchItem(custom_id="a", line=1, url="/v1/agent/runs", work=ECHO).model_dump_json()
     run = await ground.start()
     fields: Any = await ground.client.hgetall(f"toolcrew:d:t:acme:run.{run}")
-    assert parse_run(KEY, "acme", run, fields).item.ground == ItemEnvironment()
+    assert parse_run(KEY, "acme", run, fields).item.environment == ItemEnvironment()

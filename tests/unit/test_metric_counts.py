@@ -54,7 +54,7 @@ def test_every_metric_has_a_name_and_bounds_that_prometheus_takes() -> None:
     for metric in METRICS.values():
         assert metric.name.startswith("toolcrew_")
         assert metric.name.endswith("_total") == (metric.kind == "counter")
-        assert (metric.most > 0) == (metric.kind != "gauge")
+        assert (metric.max_series > 0) == (metric.kind != "gauge")
         assert bool(metric.buckets) == (metric.kind == "histogram")
         assert list(metric.buckets) == sorted(set(metric.buckets))
         assert len(metric.labels) == 1 or not metric.values
@@ -157,19 +157,19 @@ def test_totals_that_go_back_take_nothing_away(client: "redis.Redis") -> None:
 def test_models_that_a_program_invents_fill_neither_it_nor_redis(client: "redis.Redis") -> None:
     for source in ("one", "two", "three"):
         counts = Counts()
-        for number in range(TOKENS.most * 2):
+        for number in range(TOKENS.max_series * 2):
             counts.count(TOKENS, f"{source}-{number}", "input")
         send(client, counts, source)
-        assert len(counts._totals) <= TOKENS.most + 1
+        assert len(counts._totals) <= TOKENS.max_series + 1
     fields = [parse_field(field.decode()) for field in client.hkeys(SUMS)]  # type: ignore[union-attr]
     series = {parsed[2] for parsed in fields if parsed is not None}
-    assert len(series) == TOKENS.most + 1
-    assert told(client, TOKENS, OTHER, OTHER) == 5 * TOKENS.most
+    assert len(series) == TOKENS.max_series + 1
+    assert told(client, TOKENS, OTHER, OTHER) == 5 * TOKENS.max_series
 
 
 def test_a_histogram_that_is_too_much_goes_under_other_whole(client: "redis.Redis") -> None:
     counts = Counts()
-    for number in range(CALL_SECONDS.most):
+    for number in range(CALL_SECONDS.max_series):
         counts.observe(CALL_SECONDS, 1, f"t{number}")
     send(client, counts)
     late = Counts()

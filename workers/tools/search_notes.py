@@ -45,7 +45,7 @@ def name_some(total: int, names: list[str]) -> str:
 def build_common_notes(done: Mapping[str, Any], arguments: str) -> list[str]:
     """Return notes on invalid ignore rules and on an incomplete search.
 
-    `what` names the arguments that make a search smaller.
+    `arguments` names those that make a search smaller.
     """
     notes = [f"[ignore rules: {'; '.join(done['bad_rules'])}]"] if done["bad_rules"] else []
     if done["partial"]:

@@ -81,7 +81,7 @@ async def approvals(request: Request, person: Looking, cursor: str = "", done: s
         return render("approvals.part.html", viewer, ids=ids, shown=request.query_params.get("shown", ids))
     values: dict[str, Any] = {
         "questions": await asyncio.gather(
-            *(_asked(person, question, is_whole) for question, is_whole in _fitting(page.questions))
+            *(_build_question(person, question, is_whole) for question, is_whole in _fitting(page.questions))
         ),
         "cursor": page.cursor,
         "ids": ids,
@@ -103,13 +103,13 @@ async def approval(id_: str, person: Looking) -> Response:
     try:
         pending = await person.app_state.parts.approvals.get(id_, person.actor)
     except ToolFailure as error:
-        raise _told(error) from error
+        raise _build_problem(error) from error
     title = f"Approve {pending.question.call.name}?"
     return await person.render(
         "approval.html",
         title=title,
         page="approvals",
-        item=await _asked(person, pending),
+        item=await _build_question(person, pending),
         may_decide=_may_decide(person),
     )
 
@@ -129,7 +129,7 @@ async def decide(
     try:
         await person.app_state.parts.approvals.decide(id_, answer, digest=digest, actor=person.actor)
     except ToolFailure as error:
-        raise _told(error) from error
+        raise _build_problem(error) from error
     return back("approvals", tenant=person.tenant, done="denied" if decision == "deny" else "allowed")
 
 
@@ -142,7 +142,7 @@ def _fitting(questions: Iterable[PendingQuestion]) -> Iterator[tuple[PendingQues
         remaining -= length if length <= remaining else 0
 
 
-async def _asked(person: Person, pending: PendingQuestion, is_whole: bool = True) -> Asked:
+async def _build_question(person: Person, pending: PendingQuestion, is_whole: bool = True) -> Asked:
     question = pending.question
     return Asked(pending, await has_page(person, question.tenant, question.run), not is_whole)
 
@@ -182,7 +182,7 @@ def _parse_arguments(text: str) -> dict[str, Any]:
     return arguments
 
 
-def _told(error: ToolFailure) -> Exception:
+def _build_problem(error: ToolFailure) -> Exception:
     """Return the error for people. A missing question and another tenant's question give the same error."""
     if isinstance(error, UnknownQuestion):
         return not_here("question")

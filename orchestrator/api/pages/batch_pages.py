@@ -62,7 +62,7 @@ async def batches(person: Looking) -> Response:
 async def one_batch(request: Request, batch: BatchId, person: Looking, done: str = "") -> Response:
     """Show the state of a batch and its report so far."""
     runs = _runs(person)
-    record = await _known(person, runs, batch)
+    record = await _find_batch(person, runs, batch)
     is_live = record.state in (BatchState.IN_PROGRESS, BatchState.CANCELLING)
     counts = {"waiting": 0, "running": 0, **await runs.queue.counts(person.owner, batch)}
     values: dict[str, Any] = {
@@ -97,7 +97,7 @@ async def batch_items(
 ) -> Response:
     """Show the items of a batch in the order of its file, or only failed items."""
     runs = _runs(person)
-    record = await _known(person, runs, batch)
+    record = await _find_batch(person, runs, batch)
     only_failed = only == "failed"
     items: list[tuple[str, RunRecord | None]] = []
     following = first
@@ -123,7 +123,7 @@ async def batch_items(
 async def batch_item(batch: BatchId, run: BatchId, person: Looking) -> Response:
     """Show one item: its outcome and its messages."""
     runs = _runs(person)
-    await _known(person, runs, batch)
+    await _find_batch(person, runs, batch)
     try:
         record, entries = await runs.queue.read_log(person.owner, run, batch)
     except ToolFailure as error:
@@ -143,7 +143,7 @@ async def batch_item(batch: BatchId, run: BatchId, person: Looking) -> Response:
 async def cancel_batch(batch: BatchId, person: Sending) -> Response:
     """Cancel a batch: start no further items and end the running items."""
     runs = _runs(person)
-    await _known(person, runs, batch)
+    await _find_batch(person, runs, batch)
     if person.is_operator:
         # A tenant's own cancellation needs no audit entry.
         audit = Audit(person.app_state.parts.pool.redis, person.app_state.settings.deployment)
@@ -168,7 +168,7 @@ def _runs(person: Person) -> BatchRuns:
     return person.client.batch_runs(has_traces=False)
 
 
-async def _known(person: Person, runs: BatchRuns, batch: str) -> BatchRecord:
+async def _find_batch(person: Person, runs: BatchRuns, batch: str) -> BatchRecord:
     try:
         return await runs.batches.status(batch)
     except ToolFailure as error:

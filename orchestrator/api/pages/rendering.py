@@ -63,14 +63,14 @@ def render_error(request: Request, status: int, code: str, sentence: str) -> Res
 @cache
 def environment() -> Environment:
     """Return the template environment with its filters and functions."""
-    made = Environment(
+    templates = Environment(
         loader=FileSystemLoader(FOLDER / "templates"),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    made.filters |= {
+    templates.filters |= {
         "reveal": reveal,
         "exactly": reveal_exactly,
         "ago": _ago,
@@ -81,13 +81,13 @@ def environment() -> Environment:
         "json": build_json,
         "part": lambda value: quote(str(value), safe=""),
     }
-    made.globals |= {
+    templates.globals |= {
         "static": static_address,
         "count_odd": count_odd,
         "shorten": shorten,
         "now": lambda: format_instant(time.time(), "milliseconds"),
     }
-    return made
+    return templates
 
 
 def load_templates() -> None:
@@ -130,8 +130,8 @@ class _Addresses:
 def address(*path: str, **query: Any) -> str:
     """Return an address of this site, with quoted parts."""
     present = {name: value for name, value in query.items() if value not in (None, "")}
-    where = "/" + "/".join(quote(part, safe="") for part in path)
-    return f"{where}?{urlencode(present)}" if present else where
+    url_path = "/" + "/".join(quote(part, safe="") for part in path)
+    return f"{url_path}?{urlencode(present)}" if present else url_path
 
 
 def _ago(at: float | None) -> Markup:

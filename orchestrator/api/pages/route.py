@@ -52,13 +52,13 @@ class PageRoute(APIRoute):
             except NotLoggedIn:
                 response = _to_login(request)
             except (ApiProblem, ToolFailure) as error:
-                response = _told(request, error.code, str(error))
+                response = _render_error(request, error.code, str(error))
             except OperatorError as error:
-                response = _told(request, error.code, tell(error, request.url.path))
+                response = _render_error(request, error.code, tell(error, request.url.path))
             except RequestValidationError as error:
                 first = error.errors()[0]
                 problem = f"{'.'.join(str(part) for part in first['loc'][1:])[:100]}: {first['msg'][:300]}"
-                response = _told(request, ErrorCode.INVALID_ARGUMENTS, f"{problem}. Go back and correct it")
+                response = _render_error(request, ErrorCode.INVALID_ARGUMENTS, f"{problem}. Go back and correct it")
             for name, value in HEADERS.items():
                 response.headers.setdefault(name, value)
             return response
@@ -82,5 +82,5 @@ def _to_login(request: Request) -> Response:
     )
 
 
-def _told(request: Request, code: ApiCode | ErrorCode, sentence: str) -> Response:
+def _render_error(request: Request, code: ApiCode | ErrorCode, sentence: str) -> Response:
     return render_error(request, status_of(code), code.value, sentence)

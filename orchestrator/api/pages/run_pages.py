@@ -50,10 +50,10 @@ async def runs(request: Request, person: Looking, state: str = "", cursor: str =
         names = await known_tenants(person)
         unseen = max(0, len(names) - MOST_TENANTS)
         listed = await newest_runs(person, names[:MOST_TENANTS], selected)
-    chosen = selected.value if selected is not None else ""
+    state_name = selected.value if selected is not None else ""
     values: dict[str, Any] = {
         "runs": listed,
-        "state": chosen,
+        "state": state_name,
         "states": [member.value for member in HostedState],
         "next": following,
         "cursor": cursor,
@@ -188,18 +188,18 @@ async def _read_so_far(person: Person, run: str, story: RunStory, until: str | N
     while True:
         page = await events.read(person.owner, run, last)
         for id_, text in page.entries:
-            if until and _place(last) <= _place(until) < _place(id_):
+            if until and _parse_event_id(last) <= _parse_event_id(until) < _parse_event_id(id_):
                 story.take_changed()
             story.add(text)
             last = id_
         if not page.entries or last == page.tip or page.is_over:
             break
-    if until is None or (until and _place(last) <= _place(until)):
+    if until is None or (until and _parse_event_id(last) <= _parse_event_id(until)):
         story.take_changed()
     return last
 
 
-def _place(id_: str) -> tuple[int, int]:
+def _parse_event_id(id_: str) -> tuple[int, int]:
     milliseconds, _, number = id_.partition("-")
     return int(milliseconds), int(number or 0)
 

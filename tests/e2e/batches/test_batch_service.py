@@ -266,7 +266,7 @@ async def test_a_cancelled_batch_ends_and_one_that_was_not_handed_over_is_its_su
 
 def call(name: str, **ground: Any) -> BatchItem:
     body = CallBody(name="bash_tool", arguments={"command": "cat secret* */secret*"})
-    return BatchItem(custom_id=name, line=1, url="/v1/tools/execute", work=body, ground=ItemEnvironment(**ground))
+    return BatchItem(custom_id=name, line=1, url="/v1/tools/execute", work=body, environment=ItemEnvironment(**ground))
 
 
 async def submit_by_hand(
