@@ -37,7 +37,7 @@ from store.batches import (
     BatchItem,
     BatchRecord,
     BatchState,
-    Outcome,
+    ItemOutcome,
     RunBody,
 )
 from store.connection import open_redis
@@ -152,8 +152,8 @@ def _item(number: int) -> BatchItem:
     )
 
 
-def _outcome(claim: RunClaim) -> Outcome:
-    return Outcome(custom_id=claim.record.item.custom_id, run=claim.run, status_code=200, body={"answer": "done"})
+def _outcome(claim: RunClaim) -> ItemOutcome:
+    return ItemOutcome(custom_id=claim.record.item.custom_id, run=claim.run, status_code=200, body={"answer": "done"})
 
 
 async def _claimed_and_ended(client: "redis.asyncio.Redis", queue: RunQueue, batch: str) -> tuple[float, float]:
@@ -176,7 +176,7 @@ class _PlayedWork:
         self.ended = 0
         self.drain: Callable[[], None] = lambda: None
 
-    async def work(self, claim: RunClaim, journal: Journal, _: BatchDefaults, on_event: OnEvent) -> Outcome:
+    async def work(self, claim: RunClaim, journal: Journal, _: BatchDefaults, on_event: OnEvent) -> ItemOutcome:
         on_event(RunReady(run=claim.run))
         journal.begin()
         for step in range(STEPS):

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from redis.asyncio.connection import BlockingConnectionPool, Connection
 
-from store.connection import Script, ScriptConnection
+from store.connection import LuaScript, ScriptConnection
 
 T = TypeVar("T")
 
@@ -132,7 +132,9 @@ class _CountingConnection(Connection):
 class CountingScripts(ScriptConnection):
     """Script connection that reports the number of pending responses to the loop."""
 
-    def run(self, script: Script, keys: Sequence[str], arguments: Sequence[str | int | float]) -> "asyncio.Future[Any]":
+    def run(
+        self, script: LuaScript, keys: Sequence[str], arguments: Sequence[str | int | float]
+    ) -> "asyncio.Future[Any]":
         answer = super().run(script, keys, arguments)
         loop = asyncio.get_running_loop()
         if isinstance(loop, JumpingLoop):

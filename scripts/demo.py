@@ -18,7 +18,7 @@ from contract.errors import ConfigError, ModelUnavailable, ToolcrewError
 from orchestrator import ToolClient
 from orchestrator.models.choice import SCRIPTED, ChosenModel, choose_model
 from orchestrator.settings import OrchestratorSettings, load_settings
-from orchestrator.terminal.output import RunView
+from orchestrator.terminal.output import RunPrinter
 
 NOTES = "The release meeting moved to Friday at noon.\nBring the budget draft.\n"
 NUMBERS = (12, 30, 45, 70)
@@ -85,7 +85,7 @@ async def demo_model(settings: OrchestratorSettings, console: Console) -> AsyncI
 
 async def run_jobs(folder: Path, jobs: list[Job], console: Console) -> bool:
     """Run all jobs on one embedded stack. Return whether every answer contains its fact."""
-    settings, view = load_settings(), RunView(console)
+    settings, view = load_settings(), RunPrinter(console)
     right = 0
     started = time.monotonic()
     async with demo_model(settings, console) as chosen, ToolClient.embedded(settings=settings) as client:

@@ -135,7 +135,7 @@ class BatchItem(Record):
     priority: int = Field(default=0, ge=-100, le=100)
 
 
-class Outcome(Record):
+class ItemOutcome(Record):
     """The end of an item; each run has exactly one outcome. `run`: the id of the run. `body`: the response in the row;
     None for a failure without a response.
 
@@ -220,15 +220,15 @@ def open_item(keys: SigningKeys, tenant: str, run: str, batch: str, sealed: str 
         return BatchItem.model_validate_json(keys.unseal(f"item {tenant} {run} {batch}", sealed))
 
 
-def seal_outcome(keys: SigningKeys, tenant: str, run: str, outcome: Outcome) -> str:
+def seal_outcome(keys: SigningKeys, tenant: str, run: str, outcome: ItemOutcome) -> str:
     """Return the signed outcome of a run."""
     return keys.seal(f"outcome {tenant} {run}", outcome.model_dump_json())
 
 
-def open_outcome(keys: SigningKeys, tenant: str, run: str, sealed: str | bytes) -> Outcome:
+def open_outcome(keys: SigningKeys, tenant: str, run: str, sealed: str | bytes) -> ItemOutcome:
     """Return the outcome. Raises the same errors as `open_item`."""
     with readable(f"run {run} of tenant {tenant}"):
-        return Outcome.model_validate_json(keys.unseal(f"outcome {tenant} {run}", sealed))
+        return ItemOutcome.model_validate_json(keys.unseal(f"outcome {tenant} {run}", sealed))
 
 
 def seal_defaults(keys: SigningKeys, tenant: str, batch: str, defaults: BatchDefaults) -> str:
@@ -284,7 +284,7 @@ def final_state(failure: Failure | None) -> str:
     return "cancelled" if failure.kind is FailureKind.CANCELLED else "failed"
 
 
-def build_recalled_end(outcome: Outcome, at: float) -> RunEnded:
+def build_recalled_end(outcome: ItemOutcome, at: float) -> RunEnded:
     """Return the end of an item from its row, without times. For an item that ended before its events were recorded."""
     body = outcome.body or {}
     usage, cost, steps = body.get("usage"), body.get("cost"), body.get("steps")

@@ -293,7 +293,7 @@ def _open_sync_pool(broker: BrokerSettings, options: dict[str, Any]) -> SyncPool
     )
 
 
-class Script:
+class LuaScript:
     """A Lua script that is sent by its digest."""
 
     def __init__(self, source: str) -> None:
@@ -312,7 +312,7 @@ class WorkerScript:
 
     def __init__(self, client: SyncRedis, source: str) -> None:
         self._pool = client.connection_pool
-        self._script = Script(source)
+        self._script = LuaScript(source)
         self._thread = _thread_connections.setdefault(self._pool, threading.local())
 
     def __call__(
@@ -380,7 +380,7 @@ class Unanswered(RedisConnectionError):
 
 @dataclass
 class _Invocation:
-    script: Script
+    script: LuaScript
     arguments: tuple[Any, ...]
     answer: "asyncio.Future[Any]"
     sent_at: float = 0.0
@@ -412,7 +412,9 @@ class ScriptConnection(asyncio.Protocol):
         self._context = contextvars.Context()
         self._is_opening = self._is_closed = self._is_replica = False
 
-    def run(self, script: Script, keys: Sequence[str], arguments: Sequence[str | int | float]) -> "asyncio.Future[Any]":
+    def run(
+        self, script: LuaScript, keys: Sequence[str], arguments: Sequence[str | int | float]
+    ) -> "asyncio.Future[Any]":
         """Return the future reply of the script. The future raises Unanswered, or the RedisError that Redis sent as
         the reply.
 
@@ -477,7 +479,7 @@ class ScriptConnection(asyncio.Protocol):
             unsent, self._unsent = [invocation for invocation in self._unsent if not invocation.answer.done()], []
             self._write(unsent, lambda script: ("EVALSHA", script.sha))
 
-    def _write(self, invocations: Sequence[_Invocation], command: Callable[[Script], tuple[str, str]]) -> None:
+    def _write(self, invocations: Sequence[_Invocation], command: Callable[[LuaScript], tuple[str, str]]) -> None:
         if not invocations or self._transport is None:
             return
         loop = asyncio.get_running_loop()

@@ -16,7 +16,7 @@ from redis.exceptions import RedisError
 from contract.errors import BrokerUnavailable
 from contract.names import call_key, host_key, place_key, tenant_calls_key, tenant_sessions_key
 from store.calls import PUBLISH
-from store.connection import CLOSED, Script, ScriptConnection, SharedClock, Unanswered
+from store.connection import CLOSED, LuaScript, ScriptConnection, SharedClock, Unanswered
 from store.slots import held_slots_key
 from telemetry.logs import get_logger
 
@@ -30,7 +30,7 @@ CLOCK_ROUND_TRIP_S = 0.5
 date.
 """
 
-_PUBLISH = Script(PUBLISH)
+_PUBLISH = LuaScript(PUBLISH)
 Refusal = Literal["host_lost", "moved", "duplicate", "no_slot"]
 _REFUSALS: Mapping[str, Refusal] = {
     "host_lost": "host_lost",

@@ -38,7 +38,7 @@ from store.batches import (
     BatchItem,
     BatchRecord,
     BatchState,
-    Outcome,
+    ItemOutcome,
     RowPlace,
     batch_key,
     batches_key,
@@ -124,7 +124,7 @@ class RunRecord(Record):
     started_at: float = 0.0
     ended_at: float = 0.0
     failure: str = ""
-    outcome: Outcome | None = None
+    outcome: ItemOutcome | None = None
 
 
 _HOSTED_FIELDS = frozenset((
@@ -438,15 +438,14 @@ class RunQueue:
             "claim", self.owner, limit, LEASE_S, *filters, *(secrets.token_hex(8) for _ in range(limit))
         )
         await self._end_left([tuple(part.decode() for part in row) for row in abandoned])
-        rows = [tuple(part.decode() for part in row) for row in reply]
-        claims: list[RunClaim] = []
-        fields_of_rows = await self._fields([row[:2] for row in rows])
-        for (tenant, run, token, kind), fields in zip(rows, fields_of_rows, strict=True):
+        rows, claims = [tuple(part.decode() for part in row) for row in reply], list[RunClaim]()
+        records = await self._fields([row[:2] for row in rows])
+        for (tenant, run, token, kind), fields in zip(rows, records, strict=True):
             if b"item" not in fields:
                 continue
             try:
-                record = parse_run(self.keys, tenant, run, fields)
-                claims.append(RunClaim(tenant, run, token, kind == "resumed", record))
+                is_resumed, record = kind == "resumed", parse_run(self.keys, tenant, run, fields)
+                claims.append(RunClaim(tenant, run, token, is_resumed, record))
             except ConfigError as error:
                 log.error("run_not_readable", tenant=tenant, run=run, error=str(error))
                 await self.step("give_back", tenant, run, token, LEASE_S, "")
@@ -472,7 +471,7 @@ class RunQueue:
             for name in await _ask(self._client.zrange(self._prefixes[1] + "cancels", 0, AT_ONCE))
         }
 
-    async def finish(self, claim: RunClaim, outcome: Outcome) -> bool:
+    async def finish(self, claim: RunClaim, outcome: ItemOutcome) -> bool:
         """Store how a run ended. Return False if another process holds the run."""
         kind = outcome.failure.kind.value if outcome.failure is not None else ""
         rest: tuple[str | bytes, ...] = ()
@@ -505,7 +504,7 @@ class RunQueue:
             except ConfigError as error:
                 log.error("run_not_readable", tenant=tenant, run=run, error=str(error))
 
-    async def settle(self, tenant: str, batch: str, outcomes: Iterable[Outcome]) -> set[str]:
+    async def settle(self, tenant: str, batch: str, outcomes: Iterable[ItemOutcome]) -> set[str]:
         """End waiting runs without running them. Return the runs that did wait."""
         settled: set[str] = set()
         for some in _in_steps(outcomes):
@@ -704,13 +703,14 @@ def _in_steps(values: Iterable[T]) -> Iterator[list[T]]:
         yield some
 
 
-def _cancelled(run: str, record: RunRecord) -> Outcome:
+def _cancelled(run: str, record: RunRecord) -> ItemOutcome:
     failure = Failure(
         kind=FailureKind.CANCELLED,
         code=ErrorCode.CANCELLED.value,
         message="the batch was cancelled before this item started",
     )
-    return Outcome(custom_id=record.item.custom_id, run=run, status_code=499, failure=failure, attempt=record.attempt)
+    custom_id, attempt = record.item.custom_id, record.attempt
+    return ItemOutcome(custom_id=custom_id, run=run, status_code=499, failure=failure, attempt=attempt)
 
 
 def parse_run(keys: SigningKeys, tenant: str, run: str, fields: Mapping[bytes, bytes]) -> RunRecord:
@@ -754,7 +754,7 @@ def parse_hosted(tenant: str, run: str, fields: Mapping[str, bytes | None]) -> H
         )
 
 
-def build_end(outcome: Outcome) -> RunEnd:
+def build_end(outcome: ItemOutcome) -> RunEnd:
     """Return the end that an outcome describes, with the whole answer."""
     body: Mapping[str, Any] = outcome.body or {}
     values = {name: body[name] for name in RunEnd.model_fields if name in body}
@@ -770,7 +770,7 @@ def end_event(run: str, at: float, attempt: int, end: RunEnd) -> str:
     return json.dumps(event.to_json(), separators=(",", ":"))
 
 
-def pack_end(outcome: Outcome) -> tuple[Outcome, str, bytes]:
+def pack_end(outcome: ItemOutcome) -> tuple[ItemOutcome, str, bytes]:
     """Return the outcome for the record, the last event, and the packed transcript, which is stored separately. The
     transcript is b"" if there is none or if it is too large.
     """

@@ -21,7 +21,7 @@ from typing import Any, Literal
 from contract.errors import BrokerUnavailable
 from contract.names import admission_prefix, slots_key
 from contract.tenancy import TenantPolicy
-from store.connection import CLOSED, RedisClient, Script, ScriptConnection, Unanswered, broker_errors
+from store.connection import CLOSED, LuaScript, RedisClient, ScriptConnection, Unanswered, broker_errors
 from telemetry.logs import get_logger
 
 log = get_logger(__name__)
@@ -232,7 +232,7 @@ class SlotStore:
         clock: Clock | None,
     ) -> None:
         self._connection = connection
-        self._script = Script(load_script())
+        self._script = LuaScript(load_script())
         self._deployment, self._orchestrator, self._lease_s, self._clock = deployment, orchestrator, lease_s, clock
         self._on_reply, self._on_failure = on_reply, on_failure
         self._requests: dict[str, SlotRequest] = {}

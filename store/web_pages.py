@@ -37,7 +37,7 @@ MAX_VALIDATOR_CHARS = 512
 _MAX_AGE = re.compile(r"max-age\s*=\s*\"?(\d{1,10})")
 
 
-class Page(Record):
+class WebPage(Record):
     """A fetched response. The body is uncompressed but not decoded, so that one stored page serves every format.
 
     `is_whole` False: the body was not read, or not to its end. `told_bytes`: the length according to the server; None
@@ -66,9 +66,9 @@ class Page(Record):
 class PageStore(Protocol):
     """A store of pages. Its methods never raise an exception: without the store, every call fetches."""
 
-    def take(self, tenant: str, url: str) -> Page | None: ...
+    def take(self, tenant: str, url: str) -> WebPage | None: ...
 
-    def keep(self, tenant: str, page: Page) -> bool:
+    def keep(self, tenant: str, page: WebPage) -> bool:
         """Store a page. Return whether it was stored."""
         ...
 
@@ -87,7 +87,7 @@ class PageCache:
         self._deployment = deployment
         self._clock = clock
 
-    def take(self, tenant: str, url: str) -> Page | None:
+    def take(self, tenant: str, url: str) -> WebPage | None:
         try:
             with broker_errors("a cached page was not read"):
                 data = self._client.get(self._key(tenant, url))
@@ -98,7 +98,7 @@ class PageCache:
         # A page of another URL under this key is a hash collision or a forgery.
         return page if page is not None and page.url == url else None
 
-    def keep(self, tenant: str, page: Page) -> bool:
+    def keep(self, tenant: str, page: WebPage) -> bool:
         data = _pack(page)
         if len(data) > MAX_ENTRY_BYTES:
             return False
@@ -168,12 +168,12 @@ def _directives(headers: Mapping[str, str]) -> str:
     return headers.get("cache-control", "").lower()
 
 
-def _pack(page: Page) -> bytes:
+def _pack(page: WebPage) -> bytes:
     head = page.model_dump_json(exclude={"body"}).encode()
     return zlib.compress(head + b"\n" + page.body, 1)
 
 
-def _unpack(data: bytes) -> Page | None:
+def _unpack(data: bytes) -> WebPage | None:
     """Return a stored page; None for a page of another version. Limited to MAX_UNPACKED_BYTES of memory, because any
     process that can write to Redis may have stored the data.
     """
@@ -181,6 +181,6 @@ def _unpack(data: bytes) -> Page | None:
         inflater = zlib.decompressobj()
         whole = inflater.decompress(data, MAX_UNPACKED_BYTES)
         head, _, body = whole.partition(b"\n")
-        return Page(**json.loads(head), body=body) if inflater.eof else None
+        return WebPage(**json.loads(head), body=body) if inflater.eof else None
     except (zlib.error, ValueError, TypeError):
         return None

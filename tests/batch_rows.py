@@ -7,16 +7,18 @@ from pathlib import Path
 
 from contract.run_events import Failure, FailureKind
 from orchestrator.batches.rows import build_row, build_row_line, parse_row
-from store.batches import Outcome
+from store.batches import ItemOutcome
 
 
 def any_row(custom_id: str, run: str) -> bool:
     return True
 
 
-def build_outcome(custom_id: str, *, fails: bool = False, text: str = "x") -> Outcome:
+def build_outcome(custom_id: str, *, fails: bool = False, text: str = "x") -> ItemOutcome:
     failure = Failure(kind=FailureKind.INFRASTRUCTURE, code="HOST_LOST", message=text) if fails else None
-    return Outcome(custom_id=custom_id, run=f"run-{custom_id}", status_code=200, body={"text": text}, failure=failure)
+    return ItemOutcome(
+        custom_id=custom_id, run=f"run-{custom_id}", status_code=200, body={"text": text}, failure=failure
+    )
 
 
 def rows(*ids: str, text: str = "x") -> dict[str, bytes]:

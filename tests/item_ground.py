@@ -27,7 +27,7 @@ from orchestrator.runs.journal import Journal
 from orchestrator.runs.models import Models
 from orchestrator.runs.run_parts import RunParts
 from orchestrator.settings import OrchestratorSettings
-from store.batches import BatchDefaults, BatchItem, CallBody, Outcome, RunBody
+from store.batches import BatchDefaults, BatchItem, CallBody, ItemOutcome, RunBody
 from store.calls import CallStore
 from store.run_log import RunLog
 from store.runs import RunClaim
@@ -145,7 +145,7 @@ class ItemGround(RunGround):
             task.cancel,
         )
 
-    async def worked(self, claim: RunClaim, defaults: BatchDefaults | None = None) -> Outcome:
+    async def worked(self, claim: RunClaim, defaults: BatchDefaults | None = None) -> ItemOutcome:
         """Execute the item and return its outcome."""
         return await self.work.work(
             claim, await self.journal(claim), defaults or BatchDefaults(), self.run_events.append

@@ -34,7 +34,7 @@ from orchestrator.settings import OrchestratorSettings
 from store.api_keys import ApiKeys, NewKey
 from store.approvals import ApprovalQuestion, ApprovalQueue
 from store.audit import Actor
-from store.batches import BatchDefaults, BatchEventWriter, BatchItem, BatchRecord, BatchState, Outcome, RunBody
+from store.batches import BatchDefaults, BatchEventWriter, BatchItem, BatchRecord, BatchState, ItemOutcome, RunBody
 from store.runs import RunQueue
 from store.sessions import SessionStore
 from store.tenants import RedisTenants
@@ -217,7 +217,7 @@ class World:
             "cost": None,
             "clocks": {"queued_s": 0.01, "sandbox_s": 0.1, "run_s": 30.0, "transfer_s": 0.0},
         }
-        outcome = Outcome(custom_id=claim.record.item.custom_id, run=run.id, status_code=200, body=body)
+        outcome = ItemOutcome(custom_id=claim.record.item.custom_id, run=run.id, status_code=200, body=body)
         assert await self.runs.finish(claim, outcome)
 
     async def tell_run(self, instruction: str, tenant: str = "acme") -> str:

@@ -6,7 +6,7 @@ from typing import Any
 import redis.asyncio
 
 from contract.run_events import Failure, FailureKind
-from store.batches import BatchDefaults, BatchItem, BatchRecord, BatchState, Outcome, RunBody
+from store.batches import BatchDefaults, BatchItem, BatchRecord, BatchState, ItemOutcome, RunBody
 from store.runs import RunClaim, RunQueue
 from tests.builders import KEY
 
@@ -22,10 +22,10 @@ def build_item(number: int, **fields: Any) -> BatchItem:
     return BatchItem.model_validate({**told, **fields})
 
 
-def build_outcome(claim: RunClaim, kind: FailureKind | None = None) -> Outcome:
+def build_outcome(claim: RunClaim, kind: FailureKind | None = None) -> ItemOutcome:
     """Return the outcome of a claimed run: a success, or a failure of that kind."""
     failure = Failure(kind=kind, code="TIMEOUT", message="no") if kind is not None else None
-    return Outcome(custom_id=claim.record.item.custom_id, run=claim.run, status_code=200, body={}, failure=failure)
+    return ItemOutcome(custom_id=claim.record.item.custom_id, run=claim.run, status_code=200, body={}, failure=failure)
 
 
 class RunGround:

@@ -16,7 +16,7 @@ from orchestrator.runs.journal import Journal
 from orchestrator.runs.run_gate import RunGate
 from orchestrator.runs.run_slots import RunSlots
 from orchestrator.runs.runner import Runner
-from store.batches import BatchDefaults, BatchEventWriter, BatchState, Outcome, parse_batch_event
+from store.batches import BatchDefaults, BatchEventWriter, BatchState, ItemOutcome, parse_batch_event
 from store.runs import RunClaim, RunQueue
 from tests.builders import KEY
 from tests.conftest import RedisProcess
@@ -24,13 +24,13 @@ from tests.run_ground import RunGround
 
 SOON_S = 20.0
 BATCH = ("acme", "b")
-Work = Callable[[RunClaim, Journal, Callable[[RunEvent], None]], Awaitable[Outcome]]
+Work = Callable[[RunClaim, Journal, Callable[[RunEvent], None]], Awaitable[ItemOutcome]]
 
 
-def outcome_of(claim: RunClaim, kind: FailureKind | None = None, body: dict[str, Any] | None = None) -> Outcome:
+def outcome_of(claim: RunClaim, kind: FailureKind | None = None, body: dict[str, Any] | None = None) -> ItemOutcome:
     failure = Failure(kind=kind, code="CODE", message="no") if kind is not None else None
     attempt = claim.record.attempt
-    return Outcome(
+    return ItemOutcome(
         custom_id=claim.record.item.custom_id,
         run=claim.run,
         status_code=200,
@@ -55,7 +55,7 @@ class Worker:
 
     async def work(
         self, claim: RunClaim, journal: Journal, defaults: BatchDefaults, tell: Callable[[RunEvent], None]
-    ) -> Outcome:
+    ) -> ItemOutcome:
         self.begun.append((claim.run, claim.record.attempt))
         self.has_begun.set()
         if self._work is not None:
@@ -122,7 +122,7 @@ class WatchedQueue(RunQueue):
         self.renewed.set()
         return told
 
-    async def finish(self, claim: RunClaim, outcome: Outcome) -> bool:
+    async def finish(self, claim: RunClaim, outcome: ItemOutcome) -> bool:
         self.noting.set()
         await self.may_note.wait()
         if self.outages:

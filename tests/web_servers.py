@@ -12,7 +12,7 @@ from typing import Any
 
 from contract.calls import ToolResult
 from contract.errors import ErrorCode, ToolFailure
-from store.web_pages import Page
+from store.web_pages import WebPage
 from tests.builders import build_call, build_context
 from tests.fakes import FakeSandboxClient, MemoryBlobs, MemoryLedger, build_executor
 from workers.tools.base import WorkerRegistry, WorkerTool
@@ -153,13 +153,13 @@ class MemoryStore:
     """A PageStore in a dictionary."""
 
     def __init__(self) -> None:
-        self.pages: dict[tuple[str, str], Page] = {}
+        self.pages: dict[tuple[str, str], WebPage] = {}
         self.fetches: Counter[str] = Counter()
 
-    def take(self, tenant: str, url: str) -> Page | None:
+    def take(self, tenant: str, url: str) -> WebPage | None:
         return self.pages.get((tenant, url))
 
-    def keep(self, tenant: str, page: Page) -> bool:
+    def keep(self, tenant: str, page: WebPage) -> bool:
         self.pages[tenant, page.url] = page
         return True
 

@@ -127,7 +127,7 @@ class FinishedCall(NamedTuple):
     requests: Sequence[SandboxRequest] = ()
 
 
-class CallMiddleware:
+class ExecutorMiddleware:
     """Base class of an optional feature around the calls of an executor. Its methods add nothing.
 
     The executor runs one call at a time.
@@ -169,7 +169,7 @@ class Executor:
         blobs: BlobStore,
         resources: WorkerResources,
         policy: CallPolicy,
-        middleware: Sequence[CallMiddleware] = (),
+        middleware: Sequence[ExecutorMiddleware] = (),
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._registry = registry
@@ -399,7 +399,7 @@ class UnconfirmedCalls:
             self.look()
 
 
-class ClaimConfirmation(CallMiddleware):
+class ClaimConfirmation(ExecutorMiddleware):
     """Confirms the claims of an executor's calls. `calls`: the calls of all executors of the process."""
 
     def __init__(self, calls: UnconfirmedCalls, claims: WorkerCallStore, holder: str) -> None:

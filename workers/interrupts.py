@@ -15,7 +15,7 @@ from types import FrameType
 
 from contract.calls import POOL_GRACE_S, ToolCall, ToolContext
 from contract.errors import ErrorCode, ToolFailure
-from workers.executor import CallMiddleware
+from workers.executor import ExecutorMiddleware
 from workers.tools.base import Outcome, ToolEnvironment
 
 END_SIGNAL = signal.SIGUSR1
@@ -66,7 +66,7 @@ class _Running:
     started: float
 
 
-class Interrupts(CallMiddleware):
+class CallInterrupts(ExecutorMiddleware):
     """Runs one call at a time in the main thread. Interrupts the call when END_SIGNAL arrives for this call.
 
     Celery sends the signal at a task's soft limit, and kills the process at the hard limit. A signal that arrives

@@ -12,7 +12,7 @@ from telemetry import names
 from telemetry.otlp import open_tracer
 from telemetry.settings import load_tracing_settings
 from telemetry.spans import Attributes, Tracer
-from workers.executor import CallMiddleware, FinishedCall
+from workers.executor import ExecutorMiddleware, FinishedCall
 from workers.tools.base import SandboxRequest
 
 log = structlog.get_logger(__name__)
@@ -32,7 +32,7 @@ def open_process_tracer(kind: str) -> Tracer | None:
     )
 
 
-class CallTracing(CallMiddleware):
+class CallTracing(ExecutorMiddleware):
     """Sends the spans of calls with a sampled trace. `facts` holds `host` and `queue` of this worker."""
 
     def __init__(self, tracer: Tracer, facts: Mapping[str, str]) -> None:

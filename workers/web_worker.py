@@ -16,9 +16,9 @@ from store.connection import SharedClock, connect_once, drop_connections
 from store.tool_state import StateStore
 from workers.call_events import open_call_events
 from workers.control import PoolOrders, process_holder
-from workers.executor import CallMiddleware
+from workers.executor import ExecutorMiddleware
 from workers.host import PoolHost
-from workers.interrupts import CancelBoard, Interrupts
+from workers.interrupts import CallInterrupts, CancelBoard
 from workers.mcp.server_registry import ServerRegistry, ToolSource
 from workers.settings import WorkerSettings
 from workers.tools.base import WorkerRegistry, WorkerResources, WorkerTool
@@ -49,8 +49,8 @@ def run_web_worker(settings: WorkerSettings, tools: Sequence[WorkerTool], server
         events = partial(open_call_events, connect_once(broker), deployment, broker.signing_keys())
         return WorkerResources({}, process_holder(host.worker, os.getpid()), None, StateStore.of(broker), events)
 
-    def open_guards() -> Sequence[CallMiddleware]:
-        interrupts = Interrupts(board, drop_connections)
+    def open_guards() -> Sequence[ExecutorMiddleware]:
+        interrupts = CallInterrupts(board, drop_connections)
         interrupts.listen()
         return [interrupts]
 

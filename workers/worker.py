@@ -22,7 +22,7 @@ from workers.celery_edge.app import POOL_OF_KIND, build_app, reserve_node_name, 
 from workers.celery_edge.tasks import register_tasks
 from workers.control import ControlListener, OrderHandler
 from workers.duties import Duty
-from workers.executor import CallMiddleware, CallPolicy, ClaimConfirmation, Executor, UnconfirmedCalls
+from workers.executor import CallPolicy, ClaimConfirmation, Executor, ExecutorMiddleware, UnconfirmedCalls
 from workers.host import Host
 from workers.mcp.server_registry import ServerRegistry
 from workers.settings import WorkerSettings
@@ -56,7 +56,7 @@ class WorkerParts:
     build_catalogs: Callable[[], dict[str, Catalog]]
     build_order_handler: Callable[[WorkerControlStore, WorkerCallStore], OrderHandler]
     open_resources: Callable[[], WorkerResources]
-    open_guards: Callable[[], Sequence[CallMiddleware]] = tuple
+    open_guards: Callable[[], Sequence[ExecutorMiddleware]] = tuple
 
 
 def run_worker(settings: WorkerSettings, parts: WorkerParts) -> None:

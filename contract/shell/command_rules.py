@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from contract.shell.commands import SHELLS, Script, parse_commands
+from contract.shell.commands import SHELLS, ShellScript, parse_commands
 from contract.shell.shell_reader import Word
 from contract.specs import ToolSpec
 
@@ -15,7 +15,7 @@ MAX_PLAIN_INPUT_CHARS = 4096
 """
 
 
-def read_command(spec: ToolSpec, arguments: Mapping[str, Any]) -> Script | None:
+def read_command(spec: ToolSpec, arguments: Mapping[str, Any]) -> ShellScript | None:
     """Return the commands of a call, including those that a shell may read from its standard input. Return None if the
     tool takes no command.
 
@@ -26,7 +26,7 @@ def read_command(spec: ToolSpec, arguments: Mapping[str, Any]) -> Script | None:
     properties = spec.parameters.get("properties")
     if not isinstance(properties, dict) or spec.command_parameter not in properties:
         # A misspelt name must not turn the checks off.
-        return Script("", opaque="its tool names a command parameter that it does not have")
+        return ShellScript("", opaque="its tool names a command parameter that it does not have")
     value = arguments.get(spec.command_parameter, "")
     if isinstance(value, str):
         return _add_input_commands(
@@ -34,10 +34,10 @@ def read_command(spec: ToolSpec, arguments: Mapping[str, Any]) -> Script | None:
         )
     if isinstance(value, Sequence) and all(isinstance(word, str) for word in value):
         return parse_commands(shlex.join(value))
-    return Script("", opaque="it is not text")
+    return ShellScript("", opaque="it is not text")
 
 
-def matches_command(argv_prefix: Sequence[str], script: Script | None) -> bool:
+def matches_command(argv_prefix: Sequence[str], script: ShellScript | None) -> bool:
     """Return whether a rule with these words matches a call: whether any of its commands begins with the words, or may
     begin with them. Without words, the rule matches every call.
     """
@@ -50,7 +50,7 @@ def matches_command(argv_prefix: Sequence[str], script: Script | None) -> bool:
     return any(_may_start_with(command.words, argv_prefix) for command in script.commands)
 
 
-def _add_input_commands(script: Script, text: object) -> Script:
+def _add_input_commands(script: ShellScript, text: object) -> ShellScript:
     """Return the script with the commands in its standard input. The input counts if the script starts a shell, or if
     there is no script: then a running program receives it, which may be a shell.
     """

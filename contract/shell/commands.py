@@ -145,7 +145,7 @@ class Command:
 
 
 @dataclass(frozen=True)
-class Script:
+class ShellScript:
     """All commands that `text` may run, including nested commands (`sudo`, `bash -c`, `$(...)`).
 
     `opaque`: the reason why there may be more commands; "" if the list is complete.
@@ -160,7 +160,7 @@ class Script:
         return bool(self.opaque)
 
 
-def parse_commands(text: str) -> Script:
+def parse_commands(text: str) -> ShellScript:
     """Return the commands of any text. Never raises; the time is linear in the length of the text."""
     parsed: list[Command] = []
     opaque = ""
@@ -177,7 +177,7 @@ def parse_commands(text: str) -> Script:
         # Pushed in reverse, so that the stack returns them in the order of the text.
         pending.extend(reversed(scripts))
         opaque = opaque or reason
-    return Script(text, tuple(parsed), opaque or ("it is too long to be read" if pending else ""))
+    return ShellScript(text, tuple(parsed), opaque or ("it is too long to be read" if pending else ""))
 
 
 def _parse_piece(text: str, depth: int, is_fed: bool) -> tuple[list[Command], list[tuple[str, int, bool]], str]:

@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from contract.shell.commands import Command, Script
+from contract.shell.commands import Command, ShellScript
 from contract.shell.danger_tables import (
     COPIERS,
     DANGEROUS_PROGRAMS,
@@ -75,7 +75,7 @@ _FILTERS = (
 )
 
 
-def classify(script: Script, folder: str = "") -> Danger:
+def classify(script: ShellScript, folder: str = "") -> Danger:
     """Return the highest danger of all commands. An opaque script is at least dangerous. `folder`: where the script
     starts; "" if unknown.
     """

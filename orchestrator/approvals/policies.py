@@ -15,7 +15,7 @@ from typing import Any, Literal, get_args
 
 from contract.errors import ConfigError, ErrorCode
 from contract.shell.command_rules import matches_command, read_command
-from contract.shell.commands import Command, Script
+from contract.shell.commands import Command, ShellScript
 from contract.shell.danger_tables import HARMLESS_DEVICES
 from contract.shell.dangers import Level, classify
 from contract.shell.shell_reader import Word
@@ -211,7 +211,7 @@ def _folder(spec: ToolSpec, arguments: Mapping[str, Any]) -> str:
     return posixpath.normpath(posixpath.join(start, folder)) if isinstance(folder, str) else start
 
 
-def _is_allowed(rules: list[Rule], script: Script | None) -> bool:
+def _is_allowed(rules: list[Rule], script: ShellScript | None) -> bool:
     if any(not rule.argv_prefix for rule in rules):
         return True
     # A command that cannot be parsed completely could hide another command, so no prefix allows it.

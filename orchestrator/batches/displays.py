@@ -18,7 +18,7 @@ from orchestrator.batches.figures import (
     format_time,
     one_line,
 )
-from orchestrator.batches.progress import BatchProgress, Snapshot
+from orchestrator.batches.progress import BatchProgress, ProgressSnapshot
 from orchestrator.batches.summary import Summary, build_summary, build_summary_lines
 
 STATUS_EVERY_S = 5.0
@@ -86,17 +86,17 @@ class Display:
 
     def _show_event(self, event: RunEvent, is_new: bool) -> None: ...
 
-    def _show_status(self, s: Snapshot) -> None: ...
+    def _show_status(self, s: ProgressSnapshot) -> None: ...
 
     def _show_summary(self, summary: Summary) -> None: ...
 
-    def _counts(self, s: Snapshot) -> str:
+    def _counts(self, s: ProgressSnapshot) -> str:
         """Return the numbers of items by state."""
         failures = ", ".join(f"{count:,} {failure_kind}" for failure_kind, count in s.failures.items())
         failed = f"{s.failed:,} failed" + (f" ({failures})" if failures else "")
         return f"{s.done:,} of {s.total:,} done, {failed}, {s.running:,} running, {s.queued:,} queued"
 
-    def _figures(self, s: Snapshot) -> str:
+    def _figures(self, s: ProgressSnapshot) -> str:
         """Return the rate since the display was opened, the estimated remaining time at that rate, and the cost."""
         seconds = self._watched.wall() - self._opened_at
         rate = max(0, s.ended - self._ended_earlier) / seconds if seconds > 0 else 0.0
@@ -127,7 +127,7 @@ class JsonLines(Display):
         self._out.flush()
 
 
-class LogLines(Display):
+class LogDisplay(Display):
     """Writes failures, retries and notices when they arrive. Writes the status every few seconds if the status has
     changed.
 
@@ -144,7 +144,7 @@ class LogLines(Display):
         if is_shown and (line := _describe(event)):
             self._write(event.at, line)
 
-    def _show_status(self, s: Snapshot) -> None:
+    def _show_status(self, s: ProgressSnapshot) -> None:
         counts = f"{self._counts(s)}; {s.steps:,} steps"
         if counts != self._last_counts:
             self._last_counts = counts

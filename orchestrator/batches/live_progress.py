@@ -8,9 +8,9 @@ from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress
 from rich.text import Text
 
-from orchestrator.batches.displays import Display, JsonLines, LogLines, Watched
+from orchestrator.batches.displays import Display, JsonLines, LogDisplay, Watched
 from orchestrator.batches.figures import MAX_NOTE_CHARS, format_seconds, one_line
-from orchestrator.batches.progress import Snapshot
+from orchestrator.batches.progress import ProgressSnapshot
 from orchestrator.batches.summary import Summary, build_summary_lines
 
 REFRESH_S = 0.25
@@ -44,7 +44,7 @@ class LiveProgress(Display):
         self._live.stop()
         super().__exit__(error_type, error, trace)
 
-    def _show_status(self, s: Snapshot) -> None:
+    def _show_status(self, s: ProgressSnapshot) -> None:
         self._bar.update(self._task, total=s.total, completed=s.ended)
         title = Text(f"batch {one_line(self._watched.batch)}  {format_seconds(s.wall_s)}", style="bold")
         notes = [Text(one_line(note.message, MAX_NOTE_CHARS), style="magenta") for note in s.notes[-1:]]
@@ -62,4 +62,4 @@ def open_display(watched: Watched, console: Console, *, as_json: bool = False) -
         return JsonLines(watched, sys.stdout)
     if console.is_terminal and not console.is_dumb_terminal:
         return LiveProgress(watched, console)
-    return LogLines(watched, console.file)
+    return LogDisplay(watched, console.file)

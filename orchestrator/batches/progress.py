@@ -50,7 +50,7 @@ class Note(Record):
     message: str
 
 
-class Snapshot(Record):
+class ProgressSnapshot(Record):
     """Progress at one moment. done + failed + running + queued = total.
 
     `retried`: attempts after the first attempt of each item. `resumed`: attempts that another process continued.
@@ -187,7 +187,7 @@ class BatchProgress:
         """Return whether the attempt at the item has ended, or a later attempt has an event."""
         return self.latest(name) >= (attempt, Stage.ENDED)
 
-    def snapshot(self, now: float) -> Snapshot:
+    def snapshot(self, now: float) -> ProgressSnapshot:
         """Return the progress at `now`, in Unix seconds."""
         total, failed, running = max(self._total, len(self._items)), self._failures.total(), self._stages[Stage.RUNNING]
         has_ended = self._total > 0 and self.ended == total
@@ -195,7 +195,7 @@ class BatchProgress:
         steps, calls, prompt_tokens, completion_tokens = self._usage
         groups = [self._group(*key, count) for key, count in self._failures.items() if count]
         failures = {kind: sum(group.count for group in groups if group.kind == kind) for kind in FailureKind}
-        return Snapshot(
+        return ProgressSnapshot(
             at=now,
             total=total,
             done=self.ended - failed,

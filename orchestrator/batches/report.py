@@ -18,7 +18,7 @@ from orchestrator.batches.figures import (
     one_line,
 )
 from orchestrator.batches.markup import Markup, element, join, text
-from orchestrator.batches.progress import BatchProgress, Snapshot, Stage
+from orchestrator.batches.progress import BatchProgress, ProgressSnapshot, Stage
 from orchestrator.batches.report_page import build_page, figure, paragraph, table
 from orchestrator.batches.report_plots import Line, add_up, limit_time, plot_lines
 from orchestrator.batches.summary import Summary, build_summary
@@ -157,7 +157,7 @@ class _Report:
             ("notes", "Notes", _notes(snapshot)),
         ]
 
-    def _failures(self, snapshot: Snapshot) -> Markup:
+    def _failures(self, snapshot: ProgressSnapshot) -> Markup:
         """Return the section about failed items."""
         if not snapshot.failed:
             return paragraph("No item has failed.")
@@ -224,7 +224,7 @@ class _Report:
             parts.append(table("Waiting", ("for", *_TIMES), waits))
         return join(parts)
 
-    def _tokens(self, snapshot: Snapshot, low: float, high: float) -> Markup:
+    def _tokens(self, snapshot: ProgressSnapshot, low: float, high: float) -> Markup:
         """Return the section about tokens and cost."""
         total = f"{format_count(snapshot.prompt_tokens)} in, {format_count(snapshot.completion_tokens)} out"
         cost = format_cost(snapshot.cost, snapshot.cost_unknown)
@@ -285,7 +285,7 @@ def _summary(s: Summary, low: float) -> Markup:
     return join([*warnings, table("Totals", ("figure", "value"), rows), *next_steps])
 
 
-def _groups(snapshot: Snapshot) -> Markup:
+def _groups(snapshot: ProgressSnapshot) -> Markup:
     """Return the table of failures by code."""
     rows = [
         (one_line(group.code, MAX_CODE_CHARS), group.kind.value, f"{group.count:,}", group.item, group.message)
@@ -299,7 +299,7 @@ def _groups(snapshot: Snapshot) -> Markup:
     )
 
 
-def _notes(snapshot: Snapshot) -> Markup:
+def _notes(snapshot: ProgressSnapshot) -> Markup:
     """Return the table of notices about the whole batch."""
     rows = [(format_time(note.at), note.message) for note in snapshot.notes]
     if not rows:

@@ -19,7 +19,7 @@ from contract.errors import ConfigError, ErrorCode, OperatorError
 from contract.run_events import Failure, FailureKind
 from orchestrator.batches.row_scan import Belongs, Scan, read_rows, scan_rows
 from orchestrator.batches.rows import Row, build_row, build_row_line, parse_outcome, parse_row
-from store.batches import Outcome
+from store.batches import ItemOutcome
 
 MAX_HELD_BYTES = 64 * 1024 * 1024
 """Limit of newer failures in memory, in bytes. They replace older failures when the files are settled. Above the
@@ -286,7 +286,7 @@ class RowFiles:
         """Return the number of bytes of incomplete rows that were removed from both files."""
         return self._output.dropped_bytes + self._errors.dropped_bytes
 
-    def append(self, outcomes: Iterable[Outcome]) -> list[str]:
+    def append(self, outcomes: Iterable[ItemOutcome]) -> list[str]:
         """Append the rows of ended items to their files. Return the ids that are new in a file.
 
         A successful item stays successful. A newer failure replaces an older failure when the files are settled.
@@ -305,7 +305,7 @@ class RowFiles:
             self.settle()
         return [*added, *new]
 
-    def outcomes(self) -> Iterator[Outcome]:
+    def outcomes(self) -> Iterator[ItemOutcome]:
         """Yield the outcomes of items that need no new attempt: first the successes, then the failures of other
         items.
         """
@@ -338,7 +338,7 @@ class RowFiles:
         self.close()
 
 
-def _build_line(outcome: Outcome) -> tuple[bytes, bool]:
+def _build_line(outcome: ItemOutcome) -> tuple[bytes, bool]:
     """Return the row's line, and whether the row is a success.
 
     If the row cannot be written as JSON, return a failure that reports this problem, so that one item does not block

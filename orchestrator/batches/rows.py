@@ -13,7 +13,7 @@ from contract.calls import ToolResult
 from contract.run_events import Failure, FailureKind
 from orchestrator.loop.agent import RunResult
 from orchestrator.loop.limits import StopReason
-from store.batches import CHAT_URL, MAX_ID_CHARS, Outcome
+from store.batches import CHAT_URL, MAX_ID_CHARS, ItemOutcome
 
 MAX_ROW_BYTES = 256 * 1024 * 1024
 
@@ -62,7 +62,7 @@ class Row(BaseModel):
         return self.error is None
 
 
-def build_row(outcome: Outcome) -> dict[str, Any]:
+def build_row(outcome: ItemOutcome) -> dict[str, Any]:
     """Return the row of an item that has ended. After a failure the response is null or the partial result of the
     run.
     """
@@ -106,7 +106,7 @@ def parse_row(line: bytes) -> Row:
         raise ValueError(f"the line is not a row of a batch: {error}") from None
 
 
-def parse_outcome(row: Row) -> Iterator[Outcome]:
+def parse_outcome(row: Row) -> Iterator[ItemOutcome]:
     """Yield the outcome of the item of a row.
 
     Yields nothing for an item that may start again: the infrastructure failed, the item was cancelled, or the row has
@@ -118,7 +118,7 @@ def parse_outcome(row: Row) -> Iterator[Outcome]:
             return
         failure = Failure(kind=row.error.kind, code=row.error.code, message=row.error.message)
     body = row.response.body if row.response is not None else None
-    yield Outcome(custom_id=row.custom_id, run=row.id, status_code=status, body=body, failure=failure)
+    yield ItemOutcome(custom_id=row.custom_id, run=row.id, status_code=status, body=body, failure=failure)
 
 
 def build_run_body(

@@ -14,13 +14,13 @@ from orchestrator.batches.figures import (
     format_seconds,
     one_line,
 )
-from orchestrator.batches.progress import FailureGroup, Snapshot
+from orchestrator.batches.progress import FailureGroup, ProgressSnapshot
 from orchestrator.terminal.commands import build_command, build_resubmission
 
 MAX_SHOWN_GROUPS = 10
 
 
-class Summary(Snapshot):
+class Summary(ProgressSnapshot):
     """Progress at the end of a batch. `next`: sentences that say what to do."""
 
     type: Literal["summary"] = "summary"
@@ -29,18 +29,23 @@ class Summary(Snapshot):
 
 
 def build_summary(
-    snapshot: Snapshot, *, batch: str, tenant: str = DEFAULT_TENANT, is_kept: bool = True, rows: Sequence[str] = ()
+    snapshot: ProgressSnapshot,
+    *,
+    batch: str,
+    tenant: str = DEFAULT_TENANT,
+    is_kept: bool = True,
+    rows: Sequence[str] = (),
 ) -> Summary:
     """Return the summary. `batch`, `tenant`: used in the commands of the summary.
 
     `is_kept`: commands can name the batch, because its Redis continues to run. `rows`: files with the rows of
     successes and of failures.
     """
-    fields = {name: getattr(snapshot, name) for name in Snapshot.model_fields}
+    fields = {name: getattr(snapshot, name) for name in ProgressSnapshot.model_fields}
     return Summary(**fields, batch=batch, next=tuple(_next(snapshot, one_line(batch), tenant, is_kept, rows)))
 
 
-def _next(snapshot: Snapshot, batch: str, tenant: str, is_kept: bool, rows: Sequence[str]) -> list[str]:
+def _next(snapshot: ProgressSnapshot, batch: str, tenant: str, is_kept: bool, rows: Sequence[str]) -> list[str]:
     """Return the sentences about the next steps."""
     sentences, counts = [], snapshot.failures
     resume = retry = (

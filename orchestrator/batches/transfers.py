@@ -14,7 +14,7 @@ from orchestrator.batches.lines import BatchFile
 from orchestrator.batches.stored_files import StoredFiles
 from orchestrator.dispatch.folders import unpack_stream, write_folder
 from store.archives.files import MAX_WORKSPACE_BYTES, is_stored
-from store.batches import BatchItem, Outcome
+from store.batches import BatchItem, ItemOutcome
 
 _PIECE_BYTES = 1024 * 1024
 
@@ -39,7 +39,7 @@ async def upload_workspaces(file: BatchFile, files: StoredFiles, tenant: str) ->
     return replace(file, items=_UploadedItems(file.items, uploads)) if uploads else file
 
 
-async def download_artifacts(outcome: Outcome, files: StoredFiles, tenant: str, folder: Path) -> int:
+async def download_artifacts(outcome: ItemOutcome, files: StoredFiles, tenant: str, folder: Path) -> int:
     """Copy the artifacts of an item into the item's folder below `folder`. Return the size of their archive in bytes;
     0 if the item has no artifacts.
 

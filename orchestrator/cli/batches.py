@@ -28,7 +28,7 @@ from orchestrator.cli.batches_options import (
     parse_webhook,
     prepare_artifacts,
 )
-from orchestrator.cli.batches_shift import Interrupts, build_row_place, find_rows, work_batch
+from orchestrator.cli.batches_shift import BatchInterrupts, build_row_place, find_rows, work_batch
 from orchestrator.cli.batches_views import (
     BatchId,
     Errors,
@@ -302,7 +302,7 @@ async def _resume_batch(
             return await work_batch(runs, batch, paths, rows, interrupts, console, is_kept=True, as_json=as_json)
 
 
-def _handle_signals(batch: str, tenant: str, console: Console, *, is_kept: bool) -> Interrupts:
+def _handle_signals(batch: str, tenant: str, console: Console, *, is_kept: bool) -> BatchInterrupts:
     advice = f"`{build_command('batches', 'resume', batch, tenant=tenant)}` continues it"
     if not is_kept:
         advice = (
@@ -314,7 +314,7 @@ def _handle_signals(batch: str, tenant: str, console: Console, *, is_kept: bool)
         sys.stdout.flush()
         os._exit(code)
 
-    interrupts = Interrupts(
+    interrupts = BatchInterrupts(
         advice, lambda text: console.print(text, highlight=False, markup=False, soft_wrap=True), leave
     )
     interrupts.listen()

@@ -22,7 +22,7 @@ EXIT_FAILED = 1
 _DRAIN, _STOP, _BREAK_OFF = 1, 2, 3
 
 
-class Interrupts:
+class BatchInterrupts:
     """Handles signals to a command that runs a batch. The first signal lets running items end and starts no others. The
     second returns running items to the queue. The third ends the command at once. SIGTERM and SIGHUP start with the
     second.
@@ -110,7 +110,7 @@ async def work_batch(
     batch: str,
     paths: RowPaths,
     rows: RowFiles,
-    interrupts: Interrupts,
+    interrupts: BatchInterrupts,
     console: Console,
     *,
     is_kept: bool,

@@ -13,7 +13,7 @@ from rich.console import Console
 from contract.errors import ConfigError
 from contract.run_events import RunEvent
 from contract.tenancy import DEFAULT_TENANT
-from orchestrator.batches.displays import Display, LogLines, Watched
+from orchestrator.batches.displays import Display, LogDisplay, Watched
 from orchestrator.batches.event_files import read_batch_events
 from orchestrator.batches.live_progress import open_display
 from orchestrator.batches.report import build_report
@@ -91,7 +91,7 @@ def batches_show(
     def open_log(watched: Watched) -> Display:
         if follow or as_json:
             return open_display(watched, Console(), as_json=as_json)
-        return LogLines(watched, sys.stdout, has_past=True)
+        return LogDisplay(watched, sys.stdout, has_past=True)
 
     async def print_events() -> None:
         async with open_pool_client(tenant) as client:

@@ -29,7 +29,7 @@ from orchestrator.cli.session_options import Network, Restore, Workspace
 from orchestrator.dispatch.sessions import Checkpoint, Session
 from orchestrator.loop.limits import StopReason
 from orchestrator.settings import load_settings
-from orchestrator.terminal.output import RunView, escape_controls
+from orchestrator.terminal.output import RunPrinter, escape_controls
 from store.batches import RunBody, RunLimits
 from store.runs import HostedRun, RunEnd
 
@@ -149,7 +149,7 @@ def run(
     check_format(dialect, profile)
     if not text:
         raise typer.BadParameter("the instruction is empty")
-    view, refused, saver = RunView(Console(stderr=True)), list[str](), WorkspaceSaver(save_workspace, checkpoint)
+    view, refused, saver = RunPrinter(Console(stderr=True)), list[str](), WorkspaceSaver(save_workspace, checkpoint)
     run_files: list[RunFiles] = []
 
     def on_event(event: RunEvent) -> None:

@@ -16,7 +16,7 @@ from orchestrator.dialects.decisions import (
 )
 from orchestrator.dialects.model import Chunk, Message, ModelRequest
 from orchestrator.dialects.observations import UNKNOWN_TOOL, build_wire_messages, is_failure
-from orchestrator.dialects.profiles import STANDARD, Profile
+from orchestrator.dialects.profiles import STANDARD, ModelProfile
 from orchestrator.dialects.prompts import NO_TOOLS, build_examples, build_system_prompt, describe_tools
 from orchestrator.dialects.reader import BROKEN, CUT, StreamReader, build_call_event
 
@@ -55,7 +55,7 @@ class JsonDecisionDialect:
         *,
         has_schema: bool = False,
         parse: Callable[[str], ToolDecisionOutput] = parse_tool_decision,
-        profile: Profile = STANDARD,
+        profile: ModelProfile = STANDARD,
     ) -> None:
         self._has_schema = has_schema
         self._parse = parse

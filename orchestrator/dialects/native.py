@@ -10,7 +10,7 @@ from orchestrator.dialects.base import ReplyReader
 from orchestrator.dialects.model import Message, ModelRequest
 from orchestrator.dialects.native_assembler import MalformedNativeCall, NativeCall, NativeCallAssembler, NativeReply
 from orchestrator.dialects.observations import build_tool_messages, build_wire_messages
-from orchestrator.dialects.profiles import STANDARD, Profile
+from orchestrator.dialects.profiles import STANDARD, ModelProfile
 from orchestrator.dialects.prompts import build_example_messages, build_system_prompt
 from orchestrator.dialects.reader import StreamReader
 from orchestrator.dialects.tag_parser import TagStreamParser
@@ -29,7 +29,7 @@ class NativeDialect:
     name = "native"
     max_repairs = None
 
-    def __init__(self, *, short_ids: bool = False, parallel: bool = False, profile: Profile = STANDARD) -> None:
+    def __init__(self, *, short_ids: bool = False, parallel: bool = False, profile: ModelProfile = STANDARD) -> None:
         self._profile = profile
         self._parallel = parallel
         self._short_ids = short_ids

@@ -15,7 +15,7 @@ _SENTENCE_END = re.compile(r"(?<=[.!?])\s")
 
 
 @dataclass(frozen=True)
-class Profile:
+class ModelProfile:
     """How a model is used.
 
     `dialect`: the dialect when none is configured. `tools`: the tools that are offered when the caller names none.
@@ -45,8 +45,8 @@ class Profile:
         return [_shorten(spec) for spec in specs] if self.is_brief else specs
 
 
-STANDARD = Profile("standard")
-SMALL = Profile(
+STANDARD = ModelProfile("standard")
+SMALL = ModelProfile(
     "small",
     dialect="auto",
     # A model with 0.5 billion parameters cannot choose between tools. With a second tool it calculates without tools,

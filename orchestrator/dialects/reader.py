@@ -11,7 +11,7 @@ from orchestrator.dialects.base import CallRequested, Event, MalformedCall, Repl
 from orchestrator.dialects.call_ids import build_call_id, build_short_id
 from orchestrator.dialects.model import Chunk, Message, Usage
 from orchestrator.dialects.native_assembler import MalformedNativeCall, NativeCall, NativeCallAssembler
-from orchestrator.dialects.tag_events import Call, TagEvent
+from orchestrator.dialects.tag_events import TagCall, TagEvent
 from orchestrator.dialects.tag_parser import TagStreamParser
 from telemetry.logs import get_logger
 
@@ -116,7 +116,7 @@ class StreamReader:
         if isinstance(event, Text):
             return event
         call_id = self._next_id()
-        if isinstance(event, Call):
+        if isinstance(event, TagCall):
             return build_call_event(call_id, event.name, event.arguments, event.raw, is_text=True)
         cut = (
             ", since the reply was cut at the token limit"

@@ -13,7 +13,7 @@ class Text:
 
 
 @dataclass(slots=True)
-class Call:
+class TagCall:
     """A complete call. Argument values are strings with entities decoded."""
 
     name: str
@@ -30,4 +30,4 @@ class Malformed:
     raw: str
 
 
-TagEvent = Text | Call | Malformed
+TagEvent = Text | TagCall | Malformed

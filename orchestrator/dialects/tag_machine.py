@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Literal
 
-from orchestrator.dialects.tag_events import Call, Malformed
+from orchestrator.dialects.tag_events import Malformed, TagCall
 from orchestrator.dialects.tag_grammar import (
     BLANKS,
     CHILD,
@@ -138,14 +138,14 @@ class OpenTag:
     def raw(self) -> str:
         return "".join(self._pieces)
 
-    def close(self) -> Call | Malformed:
+    def close(self) -> TagCall | Malformed:
         """Return the event of a completed tag."""
         raw = self.raw()
         if self._problem is None and not self._name:
             self._problem = "missing tool name"
         if self._problem is not None or self._name is None:
             return Malformed(self._problem or "", self._name or None, raw)
-        return Call(
+        return TagCall(
             self._name, {child: self._join_value(raw, spans, quote) for child, spans, quote in self._values}, raw
         )
 

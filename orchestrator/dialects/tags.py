@@ -10,15 +10,15 @@ from contract.specs import ToolSpec
 from orchestrator.dialects.base import ReplyReader
 from orchestrator.dialects.model import Message, ModelRequest
 from orchestrator.dialects.observations import build_tool_messages, build_wire_messages
-from orchestrator.dialects.profiles import STANDARD, Profile
+from orchestrator.dialects.profiles import STANDARD, ModelProfile
 from orchestrator.dialects.prompts import EXAMPLES_STOP, build_examples, build_system_prompt, generate_tool_prompt
 from orchestrator.dialects.reader import StreamReader
-from orchestrator.dialects.tag_events import Call, Malformed, TagEvent, Text
+from orchestrator.dialects.tag_events import Malformed, TagCall, TagEvent, Text
 from orchestrator.dialects.tag_gbnf import build_tag_grammar
 from orchestrator.dialects.tag_parser import TagStreamParser
 from orchestrator.dialects.tag_values import build_tag_call
 
-__all__ = ["Call", "Malformed", "TagEvent", "TagStreamParser", "TagsDialect", "Text", "build_tag_call"]
+__all__ = ["Malformed", "TagCall", "TagEvent", "TagStreamParser", "TagsDialect", "Text", "build_tag_call"]
 
 
 class TagsDialect:
@@ -36,7 +36,7 @@ class TagsDialect:
         *,
         ignore_fenced: bool = False,
         constrained: bool = False,
-        profile: Profile = STANDARD,
+        profile: ModelProfile = STANDARD,
     ) -> None:
         self._ignore_fenced = ignore_fenced
         self._constrained = constrained

@@ -48,7 +48,7 @@ class HostSource(Protocol):
 
 
 @dataclass(frozen=True)
-class Opening:
+class SessionOpening:
     """A session that is being opened, with the arguments of the verb `open`."""
 
     tenant: str
@@ -57,7 +57,7 @@ class Opening:
 
 
 _Claimed = TypeVar("_Claimed", bound=SessionAddress | None)
-SendOpen = Callable[[Opening, SessionAddress], Awaitable[ToolResult]]
+SendOpen = Callable[[SessionOpening, SessionAddress], Awaitable[ToolResult]]
 """Sends the verb to an address once and returns its result, also a failed one. Raises NotSent, CallLost,
 DeliveryFailed.
 """
@@ -95,7 +95,7 @@ class SessionLocator:
             queue, self._sessions.open(tenant, session, queue, start=start, ttl_s=ttl_s, limit=policy.sandboxes)
         )
         try:
-            result, _ = await self._send_to_hosts(Opening(tenant, session, arguments), address, policy, excluded)
+            result, _ = await self._send_to_hosts(SessionOpening(tenant, session, arguments), address, policy, excluded)
         except BaseException:
             await asyncio.shield(self._forget_quietly(tenant, session))
             raise
@@ -263,7 +263,7 @@ class SessionLocator:
                 self._placed[queue] -= 1
 
     async def _send_to_hosts(
-        self, opening: Opening, address: SessionAddress, policy: TenantPolicy, excluded: set[str]
+        self, opening: SessionOpening, address: SessionAddress, policy: TenantPolicy, excluded: set[str]
     ) -> tuple[ToolResult, SessionAddress]:
         """Send the verb `open`. Try other hosts when a host is lost before it answers, or has no capacity. Return the
         result and the address of the host that gave it.
@@ -299,7 +299,7 @@ class SessionLocator:
             raise
 
     async def _claim_other_host(
-        self, opening: Opening, address: SessionAddress, policy: TenantPolicy, excluded: set[str], reason: str
+        self, opening: SessionOpening, address: SessionAddress, policy: TenantPolicy, excluded: set[str], reason: str
     ) -> SessionAddress:
         """Claim another host for an opening whose host was lost or refused it."""
         excluded.add(address.queue)
@@ -323,7 +323,7 @@ class SessionLocator:
             )
         return claimed
 
-    async def _find_taken_over(self, opening: Opening, address: SessionAddress) -> SessionAddress | None:
+    async def _find_taken_over(self, opening: SessionOpening, address: SessionAddress) -> SessionAddress | None:
         """Return the address of an opening that the host's next worker has taken over. The same verb then returns the
         session that exists. Otherwise no process would have the address of that session.
         """
@@ -370,7 +370,9 @@ class SessionLocator:
             )
             # The address of the host that answered. Another host may have replaced the first one, and the location is
             # there now.
-            result, address = await self._send_to_hosts(Opening(tenant, session, arguments), address, policy, excluded)
+            result, address = await self._send_to_hosts(
+                SessionOpening(tenant, session, arguments), address, policy, excluded
+            )
             if result.success:
                 return address
             if result.error_code is not ErrorCode.FILE_NOT_FOUND:

@@ -37,7 +37,7 @@ from orchestrator.dialects.base import CallRequested, Dialect, Event, MalformedC
 from orchestrator.dialects.call_ids import build_call_id
 from orchestrator.dialects.fences import find_command
 from orchestrator.dialects.model import Message, Model, ModelRequest, Usage
-from orchestrator.dialects.profiles import SHELL_TOOL, STANDARD, Profile
+from orchestrator.dialects.profiles import SHELL_TOOL, STANDARD, ModelProfile
 from orchestrator.dialects.thinking import strip_thinking
 from orchestrator.loop.call_runner import CallRunner, Observed, Requested, RunCall, build_interrupted_results
 from orchestrator.loop.context_window import ContextWindow
@@ -99,7 +99,7 @@ class Agent:
     spent_by_tools: Callable[[], Usage] = Usage
     switched_off: Mapping[str, Switch] = field(default_factory=dict)
     skills: Collection[str] = ()
-    profile: Profile = STANDARD
+    profile: ModelProfile = STANDARD
     files: str = ""
     _has_run: bool = field(default=False, init=False, repr=False, compare=False)
 

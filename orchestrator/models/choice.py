@@ -15,7 +15,7 @@ from orchestrator.dialects.base import Dialect
 from orchestrator.dialects.json_decision import JsonDecisionDialect
 from orchestrator.dialects.model import Model
 from orchestrator.dialects.native import NativeDialect
-from orchestrator.dialects.profiles import PROFILE_NAMES, SMALL, STANDARD, Profile
+from orchestrator.dialects.profiles import PROFILE_NAMES, SMALL, STANDARD, ModelProfile
 from orchestrator.dialects.tags import TagsDialect
 from orchestrator.models.capabilities import (
     Capabilities,
@@ -69,7 +69,7 @@ class ChosenModel:
     """
 
     model: Model
-    profile: Profile | None = None
+    profile: ModelProfile | None = None
     capabilities: Capabilities | None = None
     is_fallback: bool = False
 
@@ -142,7 +142,9 @@ async def find_needed_capabilities(chosen_model: ChosenModel, name: str, cache: 
     return None
 
 
-async def choose_profile(name: str | None, chosen_model: ChosenModel, cache: CapabilityCache) -> tuple[Profile, str]:
+async def choose_profile(
+    name: str | None, chosen_model: ChosenModel, cache: CapabilityCache
+) -> tuple[ModelProfile, str]:
     """Return the profile of that name, and why it was chosen.
 
     "auto" and None are the profile of a shipped model; else `small` for a model of at most MAX_SMALL_PARAMETERS
@@ -170,7 +172,7 @@ async def choose_profile(name: str | None, chosen_model: ChosenModel, cache: Cap
     return STANDARD, "nothing says that the model is small"
 
 
-def choose_dialect(name: str, capabilities: Capabilities | None = None, profile: Profile = STANDARD) -> Dialect:
+def choose_dialect(name: str, capabilities: Capabilities | None = None, profile: ModelProfile = STANDARD) -> Dialect:
     """Return the dialect of that name.
 
     "auto" is native for a model that calls tools natively or whose capabilities are unknown, else tags. Raises

@@ -17,7 +17,7 @@ finish_reason.
 
 
 @dataclass(frozen=True)
-class Failure:
+class AttemptFailure:
     """One failed attempt. `body` is the server's parsed error object, or a string when it was not JSON. `wait_s` is the
     wait that the server requests.
     """
@@ -73,7 +73,7 @@ _REFUSED_STATUSES = frozenset({400, 413, 415, 422, 501})
 _DENIED_STATUSES = frozenset({401, 402, 403, 404})
 
 
-def is_transient(failure: Failure) -> bool:
+def is_transient(failure: AttemptFailure) -> bool:
     """Return whether the same request may succeed later."""
     if failure.is_final or failure.codes & _QUOTA_CODES or is_too_long(failure):
         return False
@@ -89,7 +89,7 @@ def is_transient(failure: Failure) -> bool:
 
 
 def build_error(
-    failure: Failure, endpoint: ModelEndpoint, *, attempts: int = 1, max_wait_s: float | None = None
+    failure: AttemptFailure, endpoint: ModelEndpoint, *, attempts: int = 1, max_wait_s: float | None = None
 ) -> ModelUnavailable:
     """Return the error for a request without any reply.
 
@@ -109,7 +109,7 @@ def build_error(
     return ModelUnavailable(sentence)
 
 
-def build_interruption(failure: Failure, endpoint: ModelEndpoint) -> ModelUnavailable:
+def build_interruption(failure: AttemptFailure, endpoint: ModelEndpoint) -> ModelUnavailable:
     """Return the error for a reply that was partly returned: ModelInterrupted, or ContextWindowExceeded when it grew
     too long.
     """
@@ -149,7 +149,7 @@ _LIMITS = tuple(
 _LIMIT_KEYS = ("n_ctx", "max_model_len", "context_length", "max_context_length")
 
 
-def is_too_long(failure: Failure) -> bool:
+def is_too_long(failure: AttemptFailure) -> bool:
     """Return whether the request exceeds the context window. Knows the messages of OpenAI, llama.cpp, vLLM, Ollama and
     compatible servers.
     """
@@ -161,7 +161,7 @@ def is_too_long(failure: Failure) -> bool:
     )
 
 
-def find_limit_tokens(failure: Failure) -> int | None:
+def find_limit_tokens(failure: AttemptFailure) -> int | None:
     """Return the context window that the server names in its refusal, in tokens."""
     body = failure.body if isinstance(failure.body, dict) else {}
     for key in _LIMIT_KEYS:
@@ -178,7 +178,7 @@ def find_limit_tokens(failure: Failure) -> int | None:
 # --- Sentences --------------------------------------------------------------------------------------------------------
 
 
-def _build_sentence(failure: Failure, endpoint: ModelEndpoint) -> str:
+def _build_sentence(failure: AttemptFailure, endpoint: ModelEndpoint) -> str:
     subject = f"the model at {endpoint.address}"
     match failure.kind:
         case "timeout":
@@ -207,11 +207,11 @@ def _build_sentence(failure: Failure, endpoint: ModelEndpoint) -> str:
 _CHECK_URL = "check OPENAI_BASE_URL (it ends in /v1)"
 
 
-def _streaming_hint(failure: Failure) -> str:
+def _streaming_hint(failure: AttemptFailure) -> str:
     return " that streams (when it cannot, set TOOLCREW_MODEL_STREAMING=false)" if failure.name == "json" else ""
 
 
-def _build_status_sentence(failure: Failure, endpoint: ModelEndpoint, subject: str) -> str:
+def _build_status_sentence(failure: AttemptFailure, endpoint: ModelEndpoint, subject: str) -> str:
     if is_too_long(failure):
         return (
             f"{subject} refuses the request because it is longer than the context window: {_detail(failure, endpoint)}"
@@ -243,7 +243,7 @@ def _build_status_sentence(failure: Failure, endpoint: ModelEndpoint, subject: s
     return f"{subject} refused the request: {_detail(failure, endpoint)}"
 
 
-def _is_refusal(failure: Failure) -> bool:
+def _is_refusal(failure: AttemptFailure) -> bool:
     if failure.kind == "in_reply":
         return _embedded_status(failure) in _REFUSED_STATUSES or "invalid_request_error" in failure.codes
     if failure.status == 404:
@@ -252,17 +252,17 @@ def _is_refusal(failure: Failure) -> bool:
     return failure.status in _REFUSED_STATUSES or _is_template_fault(failure)
 
 
-def _is_denial(failure: Failure) -> bool:
+def _is_denial(failure: AttemptFailure) -> bool:
     """Return whether a key, an account or a model's name was denied, by HTTP status or by an error inside a reply."""
     status = _embedded_status(failure) if failure.kind == "in_reply" else failure.status
     return status in _DENIED_STATUSES or bool(failure.codes & _QUOTA_CODES)
 
 
-def _is_template_fault(failure: Failure) -> bool:
+def _is_template_fault(failure: AttemptFailure) -> bool:
     return (failure.status or 0) >= 500 and _TEMPLATE.search(_error_text(failure.body)) is not None
 
 
-def _embedded_status(failure: Failure) -> int | None:
+def _embedded_status(failure: AttemptFailure) -> int | None:
     """Return the HTTP status that an error inside a reply contains as its `code`."""
     return next((int(code) for code in failure.codes if re.fullmatch(r"[45]\d\d", code)), None)
 
@@ -280,7 +280,7 @@ def _error_text(body: Any) -> str:
         return "the reason of the server is nested too deeply"
 
 
-def _detail(failure: Failure, endpoint: ModelEndpoint) -> str:
+def _detail(failure: AttemptFailure, endpoint: ModelEndpoint) -> str:
     """Return the server's message on one line. Pages that are not JSON are mentioned, not quoted."""
     text = "the answer is not JSON" if isinstance(failure.body, str) else _error_text(failure.body)
     # Remove the key before cutting the text: half a key is also a leak.

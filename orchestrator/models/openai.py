@@ -14,7 +14,7 @@ from contract.errors import ModelDenied, ModelRefused, ModelUnavailable
 from orchestrator.dialects.model import Chunk, ModelRequest
 from orchestrator.models.capabilities import ModelFacts
 from orchestrator.models.chunks import has_content, is_end, normalize, split_reply
-from orchestrator.models.failures import Failure, ModelEndpoint, build_error, build_interruption, is_transient
+from orchestrator.models.failures import AttemptFailure, ModelEndpoint, build_error, build_interruption, is_transient
 from orchestrator.models.retries import DEFAULT_RETRIES, RetryPolicy, compute_backoff_s, parse_retry_after
 from telemetry.logs import get_logger
 
@@ -121,7 +121,7 @@ class OpenAIModel:
     async def aclose(self) -> None:
         await self._client.close()
 
-    async def _wait_for_retry(self, failure: Failure, attempt: int) -> None:
+    async def _wait_for_retry(self, failure: AttemptFailure, attempt: int) -> None:
         """Wait until the request may be sent again. Raises ModelUnavailable when it may not."""
         if not is_transient(failure):
             raise build_error(failure, self._endpoint, attempts=attempt)
@@ -169,7 +169,7 @@ class OpenAIModel:
             _raise_embedded_error(reply)
         chunks = split_reply(reply)
         if chunks is None:
-            raise _AttemptFailed(Failure("no_chat"))
+            raise _AttemptFailed(AttemptFailure("no_chat"))
         for chunk in chunks:
             yield chunk
 
@@ -223,24 +223,24 @@ class OpenAIModel:
 class _AttemptFailed(Exception):
     """Raised when one attempt at a reply failed."""
 
-    def __init__(self, failure: Failure) -> None:
+    def __init__(self, failure: AttemptFailure) -> None:
         super().__init__(failure.reason)
         self.failure = failure
 
 
-def _classify_error(error: Exception) -> Failure:
+def _classify_error(error: Exception) -> AttemptFailure:
     """Return the failure that an exception means."""
     if isinstance(error, _AttemptFailed):
         return error.failure
     if isinstance(error, _BROKEN):
-        return Failure("broken")
+        return AttemptFailure("broken")
     if isinstance(error, openai.APITimeoutError):
-        return Failure("timeout")
+        return AttemptFailure("timeout")
     if isinstance(error, openai.APIConnectionError):
-        return Failure("connection")
+        return AttemptFailure("connection")
     if isinstance(error, openai.APIStatusError):
         headers = error.response.headers
-        return Failure(
+        return AttemptFailure(
             "status",
             error.status_code,
             _as_error_object(error.body) if _is_json(error.response.text) else error.response.text,
@@ -248,15 +248,15 @@ def _classify_error(error: Exception) -> Failure:
             is_final=headers.get("x-should-retry") == "false",
         )
     if isinstance(error, openai.APIError):
-        return Failure("in_reply", body=_as_error_object(error.body))
-    return Failure("unknown", name=type(error).__name__)
+        return AttemptFailure("in_reply", body=_as_error_object(error.body))
+    return AttemptFailure("unknown", name=type(error).__name__)
 
 
 def _raise_embedded_error(reply: dict[str, Any]) -> None:
     """Raise for an error object that a server sent with status 200 in place of a reply or a chunk."""
     if "choices" in reply or not (reply.get("error") or reply.get("object") == "error"):
         return
-    raise _AttemptFailed(Failure("in_reply", body=_as_error_object(reply.get("error") or reply)))
+    raise _AttemptFailed(AttemptFailure("in_reply", body=_as_error_object(reply.get("error") or reply)))
 
 
 def _as_error_object(body: object) -> object:
@@ -272,12 +272,12 @@ def _is_json(text: str) -> bool:
     return True
 
 
-def _build_unfinished(stream: AsyncStream[object], *, has_started: bool) -> Failure:
+def _build_unfinished(stream: AsyncStream[object], *, has_started: bool) -> AttemptFailure:
     """Return the failure of a reply without an end: a stream that broke off, or a response that was no stream."""
     content_type = stream.response.headers.get("content-type", "")
     if has_started or "event-stream" in content_type:
-        return Failure("unfinished")
-    return Failure("no_chat", name="json" if "json" in content_type else "")
+        return AttemptFailure("unfinished")
+    return AttemptFailure("no_chat", name="json" if "json" in content_type else "")
 
 
 def _find_window(entry: dict[str, Any]) -> int | None:

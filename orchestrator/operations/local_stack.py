@@ -33,7 +33,7 @@ from contract.settings import BrokerSettings
 from contract.tenancy import DEFAULT_TENANT
 from orchestrator.operations.redis_server import find_redis_server, write_redis_config
 from orchestrator.operations.stack_data import StackData, open_stack_data
-from orchestrator.operations.supervision import ChildPlan, Supervisor
+from orchestrator.operations.supervision import ChildPlan, ProcessSupervisor
 from orchestrator.settings import OrchestratorSettings, child_environment, load_settings, program
 from store.api_keys import ApiKeys
 from store.connection import check_redis, open_redis
@@ -152,7 +152,7 @@ class LocalStack:
         self._port = port
         self._workers_only = workers_only
         self._folder = Path(tempfile.mkdtemp(prefix="toolcrew-"))
-        self._supervisor = Supervisor(self._folder, report=self._print, changed=self._write_info)
+        self._supervisor = ProcessSupervisor(self._folder, report=self._print, changed=self._write_info)
         self._info: StackInfo | None = None
         self._api: LocalApi | None = None
 

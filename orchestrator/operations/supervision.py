@@ -68,7 +68,7 @@ def choose_pause(ends: Sequence[float], now: float) -> float | None:
     return PAUSES_S[min(max(recent, 1), len(PAUSES_S)) - 1]
 
 
-class Supervisor:
+class ProcessSupervisor:
     """Starts processes, starts them again when they end by themselves, and stops them.
 
     Each process leads its own session and logs to `<role>.log` in `folder`. `report` gets a message about each end.

@@ -29,7 +29,7 @@ from orchestrator.runs.run_parts import RunParts
 from orchestrator.runs.runner import Runner
 from orchestrator.settings import OrchestratorSettings
 from orchestrator.traces.opening import Traces
-from store.batches import BatchEventReader, BatchEventWriter, BatchRecord, Outcome, build_recalled_end
+from store.batches import BatchEventReader, BatchEventWriter, BatchRecord, ItemOutcome, build_recalled_end
 from store.runs import RunQueue
 from store.tasks import retry_until_available
 
@@ -176,7 +176,7 @@ class BatchRuns:
             recalled += len(settled)
         return recalled
 
-    async def outcomes(self, batch: str) -> AsyncIterator[Outcome]:
+    async def outcomes(self, batch: str) -> AsyncIterator[ItemOutcome]:
         """Yield the outcomes of all items that have ended, in the order of their ends.
 
         Waits while Redis does not answer, so that a client with half of the outcomes need not start again.
@@ -189,7 +189,7 @@ class BatchRuns:
             for outcome in outcomes:
                 yield outcome
 
-    async def _outcomes_after(self, batch: str, after: int) -> tuple[int, list[Outcome]]:
+    async def _outcomes_after(self, batch: str, after: int) -> tuple[int, list[ItemOutcome]]:
         """Return a page of outcomes and the number of its last outcome; 0 if there are no more."""
         ended = await self.queue.ended(self.tenant, batch, after, ROWS_AT_ONCE)
         records = await self.queue.runs([(self.tenant, run) for _, run in ended])

@@ -11,7 +11,7 @@ from contract.errors import BrokerUnavailable, ErrorCode, OperatorError, ToolFai
 from contract.run_events import BatchNotice, RunEvent
 from orchestrator.batches.row_files import RowFiles, RowsNotWritten
 from orchestrator.terminal.commands import build_resubmission
-from store.batches import BatchEventReader, BatchRecord, BatchState, Outcome
+from store.batches import BatchEventReader, BatchRecord, BatchState, ItemOutcome
 from store.runs import RunQueue
 from store.tasks import check_cancelled
 from telemetry.logs import get_logger
@@ -129,7 +129,7 @@ class Follower:
             self._numbers[run] = number
         self._written = ended[-1][0]
 
-    async def _next(self) -> tuple[Sequence[tuple[int, str]], list[Outcome]] | None:
+    async def _next(self) -> tuple[Sequence[tuple[int, str]], list[ItemOutcome]] | None:
         """Return a page of ends without rows, as (number, run), and their outcomes; None if there are no more."""
         while page := await self._queue.ended(self._tenant, self._batch, self._written, ROWS_AT_ONCE):
             if ended := [(number, run) for number, run in page if self._numbers.get(run) != number]:
@@ -152,7 +152,7 @@ class Follower:
         )
         self._show(BatchNotice(message=message))
 
-    async def _append(self, outcomes: list[Outcome]) -> bool:
+    async def _append(self, outcomes: list[ItemOutcome]) -> bool:
         """Append rows to the files. Return False if the disk does not accept the rows now."""
         assert self._rows is not None
         try:

@@ -53,7 +53,7 @@ from store.batches import (
     BatchItem,
     CallBody,
     ItemEnvironment,
-    Outcome,
+    ItemOutcome,
     RunBody,
     RunLimits,
 )
@@ -101,7 +101,7 @@ class ItemWork:
         self._interrupted: dict[tuple[str, str], RunSpans] = {}
         self._warned: set[tuple[str, str]] = set()
 
-    async def work(self, claim: RunClaim, journal: Journal, defaults: BatchDefaults, on_event: OnEvent) -> Outcome:
+    async def work(self, claim: RunClaim, journal: Journal, defaults: BatchDefaults, on_event: OnEvent) -> ItemOutcome:
         """Run the item and return its outcome. The session is closed before the return. If this method is cancelled
         or raises, the session stays open for the process that continues the run.
 
@@ -145,7 +145,9 @@ class ItemWork:
             self._interrupted[claim.tenant, claim.run] = spans
             raise
 
-    async def _ended(self, claim: RunClaim, journal: Journal, defaults: BatchDefaults, on_event: OnEvent) -> Outcome:
+    async def _ended(
+        self, claim: RunClaim, journal: Journal, defaults: BatchDefaults, on_event: OnEvent
+    ) -> ItemOutcome:
         """Set up the item's session, execute the item, close the session, and return the outcome. Errors of the item
         become its failure; errors that make the run wait are raised.
         """

@@ -19,7 +19,7 @@ from contract.errors import (
 from contract.run_events import Failure, FailureKind
 from orchestrator.loop.agent import RunResult
 from orchestrator.loop.limits import StopReason
-from store.batches import Outcome
+from store.batches import ItemOutcome
 from store.runs import RunClaim
 
 _INPUT_CODES = frozenset(
@@ -111,10 +111,10 @@ def judge_losses(times: int) -> Failure:
     return Failure(kind=FailureKind.INFRASTRUCTURE, code=ORCHESTRATOR_LOST, message=message)
 
 
-def build_outcome(claim: RunClaim, failure: Failure | None, body: Mapping[str, Any] | None = None) -> Outcome:
+def build_outcome(claim: RunClaim, failure: Failure | None, body: Mapping[str, Any] | None = None) -> ItemOutcome:
     """Return the outcome of a claimed run. `failure` None: the run succeeded."""
     record = claim.record
-    return Outcome(
+    return ItemOutcome(
         custom_id=record.item.custom_id,
         run=claim.run,
         status_code=status_of(failure),

@@ -23,7 +23,7 @@ from orchestrator.approvals.policies import ApprovalPolicy, Rule
 from orchestrator.dialects.base import Dialect
 from orchestrator.dialects.model import Model
 from orchestrator.dialects.plain import PlainDialect
-from orchestrator.dialects.profiles import SHELL_TOOL, STANDARD, Profile
+from orchestrator.dialects.profiles import SHELL_TOOL, STANDARD, ModelProfile
 from orchestrator.dispatch.call_events import OnOutput
 from orchestrator.dispatch.dispatcher import note_aliases
 from orchestrator.dispatch.model_requests import ModelRequests
@@ -263,7 +263,7 @@ class RunParts:
             skills=[skill.name for skill in skills],
         )
 
-    async def _choose_profile(self, chosen_model: ChosenModel, config: RunConfig) -> Profile:
+    async def _choose_profile(self, chosen_model: ChosenModel, config: RunConfig) -> ModelProfile:
         """Return the profile of a run. The log says once for each model and profile why it was chosen."""
         profile, reason = await choose_profile(config.profile, chosen_model, self._capabilities)
         model = chosen_model.model.name

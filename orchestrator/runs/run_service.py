@@ -30,7 +30,7 @@ from orchestrator.runs.runner import Runner
 from orchestrator.runs.webhooks import WebhookSender
 from orchestrator.settings import OrchestratorSettings
 from orchestrator.traces.opening import Traces
-from store.batches import BatchDefaults, BatchEventWriter, Outcome, RunBody
+from store.batches import BatchDefaults, BatchEventWriter, ItemOutcome, RunBody
 from store.runs import RunClaim, RunQueue
 from store.tasks import cancel_all
 from telemetry.logs import get_logger
@@ -143,7 +143,7 @@ class ServiceWork(ItemWork):
         self._sent: dict[tuple[str, str], set[str]] = {}
         """Ids of running calls by (tenant, run), for runs in a session that existed before the run."""
 
-    async def work(self, claim: RunClaim, journal: Journal, defaults: BatchDefaults, on_event: OnEvent) -> Outcome:
+    async def work(self, claim: RunClaim, journal: Journal, defaults: BatchDefaults, on_event: OnEvent) -> ItemOutcome:
         """Execute the item as `ItemWork.work` does, and log its start and end."""
         log.info("run_begun", **_names(claim), is_resumed=claim.is_resumed)
         try:
@@ -160,7 +160,9 @@ class ServiceWork(ItemWork):
         )
         return outcome
 
-    async def _checked(self, claim: RunClaim, journal: Journal, defaults: BatchDefaults, on_event: OnEvent) -> Outcome:
+    async def _checked(
+        self, claim: RunClaim, journal: Journal, defaults: BatchDefaults, on_event: OnEvent
+    ) -> ItemOutcome:
         """Refuse items that a service must not execute. Execute all other items."""
         work = claim.record.item.work
         model = (work.model or defaults.model) if isinstance(work, RunBody) else None
@@ -198,7 +200,7 @@ class ServiceWork(ItemWork):
 
     async def _while_served(
         self, claim: RunClaim, journal: Journal, defaults: BatchDefaults, on_event: OnEvent
-    ) -> Outcome:
+    ) -> ItemOutcome:
         """Execute the item as `ItemWork.work` does, but end the item when its tenant is removed.
 
         Without this check, each call would fail and the model would be asked about the failures until a limit is
@@ -276,10 +278,10 @@ def _names(claim: RunClaim) -> dict[str, object]:
     return {"tenant": claim.tenant, "batch": claim.record.batch, "run": claim.run, "attempt": claim.record.attempt}
 
 
-def _failed(claim: RunClaim, failure: Failure) -> Outcome:
+def _failed(claim: RunClaim, failure: Failure) -> ItemOutcome:
     """Return the outcome of a failed item."""
     record = claim.record
-    return Outcome(
+    return ItemOutcome(
         custom_id=record.item.custom_id,
         run=claim.run,
         status_code=status_of(failure),

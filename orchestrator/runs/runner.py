@@ -32,7 +32,7 @@ from orchestrator.runs.item_work import ItemWork, prices_of
 from orchestrator.runs.journal import Journal
 from orchestrator.runs.outcomes import build_outcome, judge_error, judge_losses
 from orchestrator.runs.run_gate import QUOTA_RETRY_S, RunDeferred
-from store.batches import HOSTED_BATCH, BatchDefaults, BatchEventWriter, Outcome, final_state
+from store.batches import HOSTED_BATCH, BatchDefaults, BatchEventWriter, ItemOutcome, final_state
 from store.connection import RedisClient
 from store.run_log import RunLog
 from store.runs import HOSTED_DEFAULTS, LEASE_S, BatchCancelled, RunClaim, RunQueue
@@ -350,7 +350,7 @@ class Runner:
         if isinstance(event, PROGRESS_EVENTS):
             self.writer.add(claim.tenant, record.batch, event)
 
-    async def _finish(self, claim: RunClaim, active: _ActiveRun, outcome: Outcome, defaults: BatchDefaults) -> None:
+    async def _finish(self, claim: RunClaim, active: _ActiveRun, outcome: ItemOutcome, defaults: BatchDefaults) -> None:
         """Store the outcome, or queue the next attempt. Waits while Redis does not answer, so that no outcome is
         lost.
         """
@@ -376,7 +376,7 @@ class Runner:
         if is_ours:
             self._publish_end(claim, active, outcome, is_retried=is_retried)
 
-    def _publish_end(self, claim: RunClaim, active: _ActiveRun, outcome: Outcome, *, is_retried: bool) -> None:
+    def _publish_end(self, claim: RunClaim, active: _ActiveRun, outcome: ItemOutcome, *, is_retried: bool) -> None:
         """Publish the retry or the end of a run."""
         failure, body, record = outcome.failure, outcome.body or {}, claim.record
         if is_retried and failure is not None:

@@ -27,7 +27,7 @@ from contract.run_events import (
 )
 from orchestrator.terminal.text import escape_controls
 
-__all__ = ["LiveOutput", "RunView", "escape_controls", "format_clocks", "format_times", "table_rows"]
+__all__ = ["LiveOutput", "RunPrinter", "escape_controls", "format_clocks", "format_times", "table_rows"]
 
 MAX_SHOWN_LINES = 20
 MAX_LIVE_LINES = 5
@@ -100,7 +100,7 @@ class LiveOutput:
             self._console.print(RichText(line, style="dim"), soft_wrap=True)
 
 
-class RunView:
+class RunPrinter:
     """Shows the events of runs, one run at a time. Pass `on_event` to an Agent.
 
     `asks_elsewhere`: approvals are requested in another place and not on this terminal.

@@ -3,7 +3,7 @@
 from random import Random
 from typing import Any
 
-from orchestrator.dialects.tag_events import Call, TagEvent, Text
+from orchestrator.dialects.tag_events import TagCall, TagEvent, Text
 from orchestrator.dialects.tag_parser import TagStreamParser
 from tests.fuzz.tag_reference import read_whole
 from tests.fuzz.tag_texts import damaged, hostile_text, random_arguments, random_cuts, random_name, written_call
@@ -72,11 +72,11 @@ def check_calls(random: Random) -> None:
     around = random.choice(("", "text", " a < b ", "<b>", "\n", "<tool_actions> "))
     text = around + around.join(raws) + around
     calls = [event for event in check_text(random, text, {}) if not isinstance(event, Text)]
-    assert [(event.name, event.arguments, event.raw) for event in calls if isinstance(event, Call)] == [
+    assert [(event.name, event.arguments, event.raw) for event in calls if isinstance(event, TagCall)] == [
         (name, arguments, raw) for (name, arguments), raw in zip(wanted, raws, strict=True)
     ], f"{text!r} gives {calls!r}"
     check_text(random, damaged(random, text), random.choice(OPTIONS))
     end = random.randrange(len(MARKER) + 1, len(raws[0]))
-    assert not [event for event in parse([raws[0][:end]], {}) if isinstance(event, Call)], (
+    assert not [event for event in parse([raws[0][:end]], {}) if isinstance(event, TagCall)], (
         f"{raws[0][:end]!r} is a call"
     )

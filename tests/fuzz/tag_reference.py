@@ -4,7 +4,7 @@ for comparison.
 
 import re
 
-from orchestrator.dialects.tag_events import Call, Malformed, TagEvent, Text
+from orchestrator.dialects.tag_events import Malformed, TagCall, TagEvent, Text
 from orchestrator.dialects.tag_grammar import JSON_BODY, NOT_CLOSED, STRAY_TEXT, UNQUOTED, WRONG_CLOSE
 from orchestrator.dialects.tag_values import decode_attribute, decode_entities, strip_body
 
@@ -67,7 +67,7 @@ class _Tag:
             raw = self.text[self.start : end]
             reason = self.problem or ("" if self.name else "missing tool name")
             return (
-                Malformed(reason, self.name or None, raw) if reason else Call(self.name or "", self.values, raw)
+                Malformed(reason, self.name or None, raw) if reason else TagCall(self.name or "", self.values, raw)
             ), end
         reason = "unclosed" if kind in ("unclosed", "reopen") else self.problem or kind
         if kind == "unclosed":

@@ -3,7 +3,7 @@
 import pytest
 
 from orchestrator.dialects.prompts import generate_tool_prompt
-from orchestrator.dialects.tag_events import Call
+from orchestrator.dialects.tag_events import TagCall
 from orchestrator.dialects.tag_parser import TagStreamParser
 from orchestrator.dialects.tags import TagsDialect
 from orchestrator.functions.function_tools import tool
@@ -27,8 +27,8 @@ async def read_tool(file_path: str) -> str:
     return file_path
 
 
-def example_calls(prompt: str) -> list[Call]:
-    return [event for event in TagStreamParser().feed(prompt) if isinstance(event, Call)]
+def example_calls(prompt: str) -> list[TagCall]:
+    return [event for event in TagStreamParser().feed(prompt) if isinstance(event, TagCall)]
 
 
 def test_s0_18_the_description_of_the_tools_is_part_of_the_system_prompt() -> None:

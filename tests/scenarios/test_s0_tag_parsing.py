@@ -10,7 +10,7 @@ import pytest
 
 from contract.run_events import CallFinished, CallStarted, RunEvent, TextArrived
 from orchestrator.dialects.model import Chunk, ModelRequest
-from orchestrator.dialects.tag_events import Call, Malformed, TagEvent, Text
+from orchestrator.dialects.tag_events import Malformed, TagCall, TagEvent, Text
 from orchestrator.dialects.tag_parser import TagStreamParser
 from orchestrator.dialects.tags import TagsDialect
 from orchestrator.functions.function_tools import tool
@@ -105,17 +105,17 @@ def parse(*chunks: str) -> list[TagEvent]:
 
 def test_s0_01_a_call_tag_with_parameter_tags_is_a_call() -> None:
     raw = '<tool_action name="工具名称"><参数名 value="参数值" /></tool_action>'
-    assert parse(raw) == [Call("工具名称", {"参数名": "参数值"}, raw)]
+    assert parse(raw) == [TagCall("工具名称", {"参数名": "参数值"}, raw)]
 
 
 def test_s0_01_nothing_short_of_the_whole_tag_is_a_call() -> None:
     for end in range(len(SEARCH)):
-        assert not any(isinstance(event, Call) for event in parse(SEARCH[:end])), SEARCH[:end]
-    assert any(isinstance(event, Call) for event in parse(SEARCH))
+        assert not any(isinstance(event, TagCall) for event in parse(SEARCH[:end])), SEARCH[:end]
+    assert any(isinstance(event, TagCall) for event in parse(SEARCH))
 
 
 def test_s0_02_name_and_parameters_are_parsed_as_strings() -> None:
-    assert parse(SEARCH) == [Call("vector-search", {"query": "读取文件", "limit": "5"}, SEARCH)]
+    assert parse(SEARCH) == [TagCall("vector-search", {"query": "读取文件", "limit": "5"}, SEARCH)]
 
 
 async def test_s0_02_the_tool_is_called_and_its_result_obtained() -> None:
@@ -150,7 +150,7 @@ def test_s0_04_an_unclosed_tag_waits_for_more_and_is_a_call_once_it_is_closed() 
     parser = TagStreamParser()
     begun, end = SEARCH[:-1], SEARCH[-1:]
     assert [event for character in begun for event in parser.feed(character)] == []
-    assert parser.feed(end) == [Call("vector-search", {"query": "读取文件", "limit": "5"}, SEARCH)]
+    assert parser.feed(end) == [TagCall("vector-search", {"query": "读取文件", "limit": "5"}, SEARCH)]
 
 
 async def test_s0_04_a_tag_that_is_never_closed_is_not_run_nor_shown_and_the_model_is_told() -> None:
@@ -184,7 +184,7 @@ async def test_s0_04_a_tag_that_is_never_closed_is_not_run_nor_shown_and_the_mod
 def test_s0_05_a_tag_is_detected_however_the_stream_is_cut(size: int) -> None:
     text = f"前 {SEARCH} 后"
     events = parse(*(text[start : start + size] for start in range(0, len(text), size)))
-    assert [event for event in events if isinstance(event, Call)] == parse(SEARCH)
+    assert [event for event in events if isinstance(event, TagCall)] == parse(SEARCH)
     assert "".join(event.text for event in events if isinstance(event, Text)) == "前  后"
 
 
@@ -220,7 +220,7 @@ def test_s0_07_the_three_chunks_give_the_text_the_call_and_the_rest_in_order() -
     assert first == [Text("思考: 我需要搜索...")]
     assert second == []
     raw = "".join(THREE_CHUNKS).removeprefix("思考: 我需要搜索...").removesuffix("接下来...")
-    assert third == [Call("vector-search", {"query": "test"}, raw), Text("接下来...")]
+    assert third == [TagCall("vector-search", {"query": "test"}, raw), Text("接下来...")]
 
 
 async def test_s0_07_the_text_before_the_tag_is_out_at_once_and_the_text_behind_it_after_the_tool() -> None:

@@ -13,7 +13,7 @@ from rich.cells import cell_len
 from rich.console import Console
 
 from contract.run_events import BatchNotice, FailureKind, RunEvent
-from orchestrator.batches.displays import Display, JsonLines, LogLines, Watched
+from orchestrator.batches.displays import Display, JsonLines, LogDisplay, Watched
 from orchestrator.batches.figures import format_cost, format_count, format_rate, format_seconds, format_time
 from orchestrator.batches.live_progress import LiveProgress, open_display
 from orchestrator.batches.progress import BatchProgress
@@ -43,7 +43,7 @@ class Stage:
         if self.kind == "json":
             return JsonLines(watched, self.out)
         if self.kind == "lines":
-            return LogLines(watched, self.out)
+            return LogDisplay(watched, self.out)
         console = Console(
             file=self.out,
             width=self.width,
@@ -222,7 +222,7 @@ def test_a_resumed_batch_does_not_repeat_its_past_unless_it_is_asked_for() -> No
     watched = Watched("b", BatchProgress(), wall=lambda: BEGAN)
     for has_past in (False, True):
         out = io.StringIO()
-        with LogLines(watched, out, has_past=has_past) as display:
+        with LogDisplay(watched, out, has_past=has_past) as display:
             for batch_event in told:
                 display.show(batch_event)
         assert ("a failed (infrastructure HOST_LOST)" in out.getvalue()) == has_past
@@ -271,8 +271,8 @@ def test_the_display_is_chosen_by_where_it_is_shown() -> None:
         return type(open_display(watched, Console(file=io.StringIO(), **options)))  # type: ignore[arg-type]
 
     assert kind(force_terminal=True, _environ={"TERM": "xterm"}) is LiveProgress
-    assert kind(force_terminal=True, _environ={"TERM": "dumb"}) is LogLines
-    assert kind() is LogLines
+    assert kind(force_terminal=True, _environ={"TERM": "dumb"}) is LogDisplay
+    assert kind() is LogDisplay
     assert isinstance(open_display(watched, Console(file=io.StringIO()), as_json=True), JsonLines)
 
 

@@ -306,7 +306,9 @@ def test_a_workspace_is_an_archive_or_told_to_be_none(tmp_path: Path) -> None:
         archive.add(__file__, "a.py")
     (tmp_path / "notes.txt").write_text("hello")
     (tmp_path / "part.bundle").write_text("# v2 git bundle\n-0123 old\n0123 HEAD\n\n")
-    assert read_one(tmp_path, instruction="x", workspace="a.tar.bz2").environment.workspace == str(tmp_path / "a.tar.bz2")
+    assert read_one(tmp_path, instruction="x", workspace="a.tar.bz2").environment.workspace == str(
+        tmp_path / "a.tar.bz2"
+    )
     for name, told in (
         ("notes.txt", "is of no supported kind"),
         ("missing", "does not exist"),

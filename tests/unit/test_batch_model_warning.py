@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from contract.names import catalog_key
 from contract.run_events import BatchNotice, RunEvent
 from contract.specs import Catalog, seal_catalog
-from orchestrator.batches.displays import LogLines, Watched
+from orchestrator.batches.displays import LogDisplay, Watched
 from orchestrator.batches.progress import MAX_WARNINGS, BatchProgress
 from orchestrator.batches.report import build_report
 from orchestrator.cli.main import app
@@ -54,7 +54,7 @@ async def test_a_named_model_warns_of_nothing(make: Made) -> None:
 
 def test_a_warning_is_shown_once_as_it_comes_and_again_in_the_summary() -> None:
     out = io.StringIO()
-    with LogLines(Watched("b", BatchProgress(1)), out, has_past=True) as display:
+    with LogDisplay(Watched("b", BatchProgress(1)), out, has_past=True) as display:
         display.show(warning())
         display.show(warning(at=2.0))
     assert out.getvalue().count("no model is set") == 2

@@ -13,7 +13,7 @@ from contract.run_events import (
     RunEnded,
     RunEvent,
 )
-from orchestrator.batches.progress import MAX_GROUPS, MAX_NOTES, BatchProgress, Snapshot, Stage
+from orchestrator.batches.progress import MAX_GROUPS, MAX_NOTES, BatchProgress, ProgressSnapshot, Stage
 from tests.batch_story import (
     BEGAN,
     Attempt,
@@ -31,14 +31,14 @@ RETRIED = Attempt(is_retried=True, code="HOST_LOST")
 NOW = BEGAN + 1000
 
 
-def stand(told: list[RunEvent], now: float = NOW, total: int = 0) -> Snapshot:
+def stand(told: list[RunEvent], now: float = NOW, total: int = 0) -> ProgressSnapshot:
     progress = BatchProgress(total)
     for batch_event in told:
         progress.add(batch_event)
     return progress.snapshot(now)
 
 
-def without_examples(snapshot: Snapshot) -> Snapshot:
+def without_examples(snapshot: ProgressSnapshot) -> ProgressSnapshot:
     groups = tuple(group.model_copy(update={"item": "", "run": "", "message": ""}) for group in snapshot.groups)
     return snapshot.model_copy(update={"groups": groups})
 

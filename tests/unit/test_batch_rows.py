@@ -25,7 +25,7 @@ from orchestrator.dialects.model import Usage
 from orchestrator.loop.agent import RunResult
 from orchestrator.loop.limits import StopReason
 from orchestrator.loop.transcript import Transcript
-from store.batches import CHAT_URL, RUNS_URL, Outcome
+from store.batches import CHAT_URL, RUNS_URL, ItemOutcome
 
 calmly = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 TEXT = st.text(st.characters(exclude_categories=("Cs",)), max_size=30)
@@ -35,7 +35,7 @@ JSON = st.recursive(
     max_leaves=6,
 )
 OUTCOMES = st.builds(
-    Outcome,
+    ItemOutcome,
     custom_id=TEXT.filter(bool),
     run=TEXT,
     status_code=st.integers(100, 599),
@@ -60,7 +60,7 @@ def build_result(**fields: Any) -> RunResult:
 
 @calmly
 @given(OUTCOMES)
-def test_a_row_that_was_written_is_read_as_it_was(outcome: Outcome) -> None:
+def test_a_row_that_was_written_is_read_as_it_was(outcome: ItemOutcome) -> None:
     line = build_row_line(build_row(outcome))
     row = parse_row(line)
     assert (row.id, row.custom_id, row.is_success) == (outcome.run, outcome.custom_id, outcome.failure is None)
@@ -76,14 +76,14 @@ def test_a_row_that_was_written_is_read_as_it_was(outcome: Outcome) -> None:
 
 @calmly
 @given(OUTCOMES)
-def test_a_row_is_one_line_to_every_reader(outcome: Outcome) -> None:
+def test_a_row_is_one_line_to_every_reader(outcome: ItemOutcome) -> None:
     line = build_row_line(build_row(outcome))
     assert line.endswith(b"\n")
     assert len(line.decode().splitlines()) == 1
 
 
 def test_a_row_has_the_fields_of_openais_and_the_kind_of_its_failure() -> None:
-    done = Outcome(custom_id="a", run="r1", status_code=200, body={"x": 1})
+    done = ItemOutcome(custom_id="a", run="r1", status_code=200, body={"x": 1})
     assert build_row(done) == {
         "id": "r1",
         "custom_id": "a",
@@ -91,7 +91,7 @@ def test_a_row_has_the_fields_of_openais_and_the_kind_of_its_failure() -> None:
         "error": None,
     }
     failure = Failure(kind=FailureKind.TOOL, code="TIMEOUT", message="it took too long")
-    lost = Outcome(custom_id="a", run="r1", status_code=500, failure=failure)
+    lost = ItemOutcome(custom_id="a", run="r1", status_code=500, failure=failure)
     assert build_row(lost) == {
         "id": "r1",
         "custom_id": "a",
@@ -127,7 +127,7 @@ def test_what_is_no_row_is_refused_with_a_sentence(line: bytes) -> None:
 
 def test_a_row_that_is_printed_says_nothing_to_the_terminal() -> None:
     body: dict[str, JsonValue] = {"answer": "\x1b[2J\x9b2J\x7f\x85ok é"}
-    line = build_row_line(build_row(Outcome(custom_id="a", run="r", status_code=200, body=body))).decode()
+    line = build_row_line(build_row(ItemOutcome(custom_id="a", run="r", status_code=200, body=body))).decode()
     assert [character for character in line[:-1] if not character.isprintable()] == []
     response = parse_row(line.encode()).response
     assert response is not None
@@ -137,7 +137,7 @@ def test_a_row_that_is_printed_says_nothing_to_the_terminal() -> None:
 
 def test_half_a_character_in_a_body_costs_no_row() -> None:
     row = parse_row(
-        build_row_line(build_row(Outcome(custom_id="a", run="r", status_code=200, body={"name": "x\udcff\u2028"})))
+        build_row_line(build_row(ItemOutcome(custom_id="a", run="r", status_code=200, body={"name": "x\udcff\u2028"})))
     )
     assert row.response is not None
     assert row.response.body == {"name": "x\udcff\u2028"}
@@ -149,7 +149,7 @@ def test_a_body_as_deep_as_an_outcome_can_hold_is_read_again() -> None:
     for _ in range(600):
         body = {"x": body}
         try:
-            deepest = Outcome(custom_id="a", run="r", status_code=200, body=body)
+            deepest = ItemOutcome(custom_id="a", run="r", status_code=200, body=body)
         except ValidationError:
             break
     assert deepest is not None

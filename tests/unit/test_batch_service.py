@@ -28,7 +28,7 @@ from orchestrator.runs.models import Models
 from orchestrator.runs.run_service import MAX_IDLE_MODELS, ServiceWork
 from orchestrator.runs.runner import Runner
 from orchestrator.settings import OrchestratorSettings
-from store.batches import BatchDefaults, BatchEventWriter, ItemEnvironment, Outcome
+from store.batches import BatchDefaults, BatchEventWriter, ItemEnvironment, ItemOutcome
 from store.run_log import RunLog
 from store.runs import RunClaim
 from tests.builders import KEY
@@ -201,7 +201,7 @@ async def test_a_run_of_a_tenant_that_was_removed_ends_and_its_sandbox_goes(grou
 class Unserved(ItemWork):
     """A run that never ends by itself. A call of the run gets the error that its tenant does not exist."""
 
-    async def work(self, claim: RunClaim, journal: Journal, defaults: BatchDefaults, on_event: OnEvent) -> Outcome:
+    async def work(self, claim: RunClaim, journal: Journal, defaults: BatchDefaults, on_event: OnEvent) -> ItemOutcome:
         call = ToolCall(id="c1", name="bash_tool")
         refused = ToolResult.failed(call, ErrorCode.UNKNOWN_TENANT, "the tenant was removed")
         on_event(CallFinished(run=claim.run, result=refused))
@@ -240,7 +240,7 @@ class Asking(ItemWork):
 
     may_end: asyncio.Event
 
-    async def work(self, claim: RunClaim, journal: Journal, defaults: BatchDefaults, on_event: OnEvent) -> Outcome:
+    async def work(self, claim: RunClaim, journal: Journal, defaults: BatchDefaults, on_event: OnEvent) -> ItemOutcome:
         await self._models.get(defaults.model)
         if defaults.model == "held":
             await self.may_end.wait()
@@ -266,7 +266,7 @@ async def test_models_without_number_that_batches_name_do_not_stay_open(ground: 
     service, models = asking_service()
     async with models:
 
-        async def work(model: str) -> Outcome:
+        async def work(model: str) -> ItemOutcome:
             return await service.work(claim, journal, BatchDefaults(model=model), lambda _: None)
 
         held = asyncio.create_task(work("held"))
@@ -320,7 +320,7 @@ class Endless(ItemWork):
 
     begun: asyncio.Event
 
-    async def work(self, claim: RunClaim, journal: Journal, defaults: BatchDefaults, on_event: OnEvent) -> Outcome:
+    async def work(self, claim: RunClaim, journal: Journal, defaults: BatchDefaults, on_event: OnEvent) -> ItemOutcome:
         self.begun.set()
         await asyncio.get_running_loop().create_future()
         raise AssertionError("nobody sets it")

@@ -19,7 +19,7 @@ from contract.run_events import ApprovalAsked
 from contract.settings import BrokerSettings
 from contract.tenancy import TenantPolicy
 from orchestrator.cli.main import app
-from orchestrator.terminal.output import RunView
+from orchestrator.terminal.output import RunPrinter
 from store.api_keys import ApiKeys
 from store.approvals import ApprovalQueue
 from store.tenants import RedisTenants
@@ -172,7 +172,7 @@ def test_a_run_of_a_stack_of_its_own_waits_for_nobody(monkeypatch: pytest.Monkey
 @pytest.mark.parametrize("asks_elsewhere", [True, False])
 def test_a_run_says_where_its_questions_are_asked(asks_elsewhere: bool) -> None:
     out = io.StringIO()
-    view = RunView(Console(file=out, width=200, force_terminal=False), asks_elsewhere=asks_elsewhere)
+    view = RunPrinter(Console(file=out, width=200, force_terminal=False), asks_elsewhere=asks_elsewhere)
     view.on_event(ApprovalAsked(run="r", call=build_question().call, digest="d", reason="", warning="", expires_at=0.0))
     assert ("toolcrew approvals list" in out.getvalue()) == asks_elsewhere
 

@@ -10,7 +10,7 @@ from typing import cast
 import pytest
 
 from contract.errors import ConfigError
-from orchestrator.cli.batches_shift import Interrupts, find_rows
+from orchestrator.cli.batches_shift import BatchInterrupts, find_rows
 from orchestrator.cli.run_files import RunFiles
 from orchestrator.runs.batch_runs import Shift
 from orchestrator.traces.reading import find_attempts
@@ -42,7 +42,7 @@ class Told:
         self._heard = asyncio.Event()
         self.left: list[int] = []
         self.shift = FakeShift()
-        self.interrupts = Interrupts("`again`", self._say, self.left.append)
+        self.interrupts = BatchInterrupts("`again`", self._say, self.left.append)
         self.interrupts.listen()
 
     def begin(self) -> None:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from contract.shell.commands import MAX_COMMAND_CHARS, MAX_DEPTH, Script, parse_commands
+from contract.shell.commands import MAX_COMMAND_CHARS, MAX_DEPTH, ShellScript, parse_commands
 from contract.shell.shell_reader import MAX_TOKENS
 
 SHELL_PIECES = [
@@ -261,12 +261,12 @@ def test_a_wrapper_is_marked_when_it_adds_no_power_of_its_own() -> None:
 
 @given(st.text())
 def test_any_text_can_be_read(text: str) -> None:
-    assert isinstance(parse_commands(text), Script)
+    assert isinstance(parse_commands(text), ShellScript)
 
 
 @given(st.lists(st.sampled_from(SHELL_PIECES), max_size=40).map("".join))
 def test_any_mixture_of_shell_syntax_can_be_read(text: str) -> None:
-    assert isinstance(parse_commands(text), Script)
+    assert isinstance(parse_commands(text), ShellScript)
 
 
 @given(st.lists(st.sampled_from(SHELL_PIECES), max_size=12).map("".join))

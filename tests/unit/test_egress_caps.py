@@ -26,7 +26,7 @@ from tests.egress_ground import (
     status_of,
 )
 from tests.web_servers import WebServer, answer, open_web_server
-from workers.egress.allowances import ByteRateLimiter, ConnectionQuotas, Opening
+from workers.egress.allowances import ByteRateLimiter, ConnectionQuotas, EgressOpening
 from workers.egress.limits import ProxyLimits
 from workers.egress.verdicts import EgressVerdict, Refusal
 from workers.settings import EgressRules
@@ -68,8 +68,8 @@ def serve_echo(listening: socket.socket) -> None:
             threading.Thread(target=serve, args=(listening.accept()[0],), daemon=True).start()
 
 
-def build_session(tenant: str = "acme", session: str = "s1", **rules: int) -> Opening:
-    return Opening(v=1, tenant=tenant, session=session, rules=EgressRules(hosts=("a.example",), **rules))
+def build_session(tenant: str = "acme", session: str = "s1", **rules: int) -> EgressOpening:
+    return EgressOpening(v=1, tenant=tenant, session=session, rules=EgressRules(hosts=("a.example",), **rules))
 
 
 # Bytes

@@ -16,7 +16,7 @@ from contract.settings import BrokerSettings
 from store.connection import connect, drop_connections
 from tests.builders import build_call, build_context
 from tests.conftest import RedisProcess
-from workers.interrupts import END_SIGNAL, CancelBoard, Interrupts
+from workers.interrupts import END_SIGNAL, CallInterrupts, CancelBoard
 from workers.tools.base import ToolEnvironment, WorkerResources
 
 Told = list[str]
@@ -55,7 +55,7 @@ class Desk:
     def __init__(self, told: Told) -> None:
         self.board = CancelBoard()
         self.told = told
-        self.interrupts = Interrupts(self.board, lambda: told.append("cleaned up"))
+        self.interrupts = CallInterrupts(self.board, lambda: told.append("cleaned up"))
 
     def run(self, call_id: str, work: Callable[[], str], *, limit_s: float = 30.0) -> None:
         try:

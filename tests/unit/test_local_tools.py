@@ -15,7 +15,7 @@ from contract.functions.call_context import CallContext
 from orchestrator import LocalTools, tool
 from orchestrator.approvals import ApprovalRequest, AutoApprover, CallbackApprover, Decision
 from orchestrator.dialects.model import Message
-from orchestrator.dialects.profiles import Profile
+from orchestrator.dialects.profiles import ModelProfile
 from orchestrator.loop.limits import ReActOptions
 from orchestrator.models.choice import ChosenModel
 from orchestrator.models.scripted import Calls, Raw, ScriptedModel
@@ -192,7 +192,7 @@ async def test_a_run_tells_its_calls_whose_they_are_and_its_model_how_to_behave(
     )
     model = ScriptedModel([Calls([("look", {})]), "ok"])
     result = await tools.run(
-        "go", model=ChosenModel(model, Profile("standard", instruction="Be brief.")), dialect="native"
+        "go", model=ChosenModel(model, ModelProfile("standard", instruction="Be brief.")), dialect="native"
     )
     assert (seen[0].run, model.requests[0].messages[0]["content"]) == (result.run, "Be brief.")
 

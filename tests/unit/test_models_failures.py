@@ -15,7 +15,7 @@ from contract.errors import (
     ModelUnavailable,
 )
 from orchestrator.models.failures import (
-    Failure,
+    AttemptFailure,
     ModelEndpoint,
     build_error,
     build_interruption,
@@ -85,7 +85,7 @@ TOO_LONG: list[tuple[int, Any, int | None]] = [
 
 @pytest.mark.parametrize(("status", "body", "limit"), TOO_LONG)
 def test_a_too_long_request_is_recognised_for_each_server(status: int, body: Any, limit: int | None) -> None:
-    failure = Failure("status", status, body)
+    failure = AttemptFailure("status", status, body)
     error = build_error(failure, ENDPOINT)
     assert isinstance(error, ContextWindowExceeded)
     assert error.limit_tokens == limit
@@ -104,42 +104,48 @@ def test_a_too_long_request_is_recognised_for_each_server(status: int, body: Any
     ],
 )
 def test_other_refusals_are_not_taken_for_it(status: int, message: str) -> None:
-    assert not isinstance(build_error(Failure("status", status, {"message": message}), ENDPOINT), ContextWindowExceeded)
+    assert not isinstance(
+        build_error(AttemptFailure("status", status, {"message": message}), ENDPOINT), ContextWindowExceeded
+    )
 
 
 @pytest.mark.parametrize("limit", [True, 0, -5, "4096", None, 4096.5])
 def test_a_limit_that_is_no_count_is_none(limit: object) -> None:
-    assert find_limit_tokens(Failure("status", 400, {"n_ctx": limit})) is None
+    assert find_limit_tokens(AttemptFailure("status", 400, {"n_ctx": limit})) is None
 
 
 def test_a_limit_of_a_million_digits_is_none() -> None:
     assert (
-        find_limit_tokens(Failure("status", 400, {"message": f"maximum context length is {'9' * 100_000} tokens"}))
+        find_limit_tokens(
+            AttemptFailure("status", 400, {"message": f"maximum context length is {'9' * 100_000} tokens"})
+        )
         is None
     )
 
 
 @pytest.mark.parametrize("status", [400, 413, 422, 501])
 def test_a_request_that_is_refused_for_what_is_in_it_says_why_without_the_key(status: int) -> None:
-    error = build_error(Failure("status", status, {"message": "no sk-secret\nhere"}), ENDPOINT)
+    error = build_error(AttemptFailure("status", status, {"message": "no sk-secret\nhere"}), ENDPOINT)
     assert isinstance(error, ModelRefused)
     assert error.detail == "no *** here"
 
 
 def test_a_status_inside_a_reply_counts_as_one_outside() -> None:
-    assert isinstance(build_error(Failure("in_reply", body={"message": "no", "code": 400}), ENDPOINT), ModelRefused)
-    assert not is_transient(Failure("in_reply", body={"message": "no", "code": "400"}))
-    assert not is_transient(Failure("in_reply", body={"message": "no", "type": "invalid_request_error"}))
-    assert is_transient(Failure("in_reply", body={"message": "no", "code": 503}))
+    assert isinstance(
+        build_error(AttemptFailure("in_reply", body={"message": "no", "code": 400}), ENDPOINT), ModelRefused
+    )
+    assert not is_transient(AttemptFailure("in_reply", body={"message": "no", "code": "400"}))
+    assert not is_transient(AttemptFailure("in_reply", body={"message": "no", "type": "invalid_request_error"}))
+    assert is_transient(AttemptFailure("in_reply", body={"message": "no", "code": 503}))
 
 
 def test_every_kind_of_break_may_pass_later_and_what_is_no_endpoint_will_not() -> None:
-    assert all(is_transient(Failure(kind)) for kind in ("timeout", "connection", "broken", "unfinished"))
-    assert not any(is_transient(Failure(kind)) for kind in ("no_chat", "unknown"))
+    assert all(is_transient(AttemptFailure(kind)) for kind in ("timeout", "connection", "broken", "unfinished"))
+    assert not any(is_transient(AttemptFailure(kind)) for kind in ("no_chat", "unknown"))
 
 
 def test_an_interruption_is_a_model_that_is_unavailable_with_the_same_code() -> None:
-    error = build_interruption(Failure("connection"), ENDPOINT)
+    error = build_interruption(AttemptFailure("connection"), ENDPOINT)
     assert isinstance(error, ModelInterrupted)
     assert isinstance(error, ModelUnavailable)
     assert error.code is ErrorCode.NETWORK_ERROR
@@ -149,15 +155,15 @@ def test_an_interruption_is_a_model_that_is_unavailable_with_the_same_code() -> 
     "body", [None, [], 7, "", {"message": None}, {"message": {"a": 1}}, {"code": None, "type": []}]
 )
 def test_bodies_of_any_shape_make_a_sentence(body: Any) -> None:
-    assert "http://host/v1" in str(build_error(Failure("status", 400, body), ENDPOINT))
-    assert is_transient(Failure("status", 503, body))
+    assert "http://host/v1" in str(build_error(AttemptFailure("status", 400, body), ENDPOINT))
+    assert is_transient(AttemptFailure("status", 503, body))
 
 
 def test_a_reason_that_nests_deeper_than_can_be_written_is_none() -> None:
     body: dict[str, Any] = {}
     for _ in range(5000):
         body = {"message": body}
-    assert "nested too deep" in str(build_error(Failure("status", 400, body), ENDPOINT))
+    assert "nested too deep" in str(build_error(AttemptFailure("status", 400, body), ENDPOINT))
 
 
 def test_the_key_is_in_no_representation_of_its_endpoint() -> None:
@@ -167,19 +173,19 @@ def test_the_key_is_in_no_representation_of_its_endpoint() -> None:
 @pytest.mark.parametrize(
     ("failure", "is_denial"),
     [
-        (Failure("status", 401, {"message": "no"}), True),
-        (Failure("status", 402, {"message": "pay"}), True),
-        (Failure("status", 403, {"message": "no"}), True),
-        (Failure("status", 404, {"message": "no such model"}), True),
-        (Failure("status", 429, {"message": "pay", "code": "insufficient_quota"}), True),
-        (Failure("in_reply", body={"message": "no", "code": 401}), True),
-        (Failure("status", 404, {"message": "no endpoint takes tools"}), False),
-        (Failure("status", 429, {"message": "slower"}), False),
-        (Failure("status", 503, {"message": "later"}), False),
-        (Failure("connection"), False),
+        (AttemptFailure("status", 401, {"message": "no"}), True),
+        (AttemptFailure("status", 402, {"message": "pay"}), True),
+        (AttemptFailure("status", 403, {"message": "no"}), True),
+        (AttemptFailure("status", 404, {"message": "no such model"}), True),
+        (AttemptFailure("status", 429, {"message": "pay", "code": "insufficient_quota"}), True),
+        (AttemptFailure("in_reply", body={"message": "no", "code": 401}), True),
+        (AttemptFailure("status", 404, {"message": "no endpoint takes tools"}), False),
+        (AttemptFailure("status", 429, {"message": "slower"}), False),
+        (AttemptFailure("status", 503, {"message": "later"}), False),
+        (AttemptFailure("connection"), False),
     ],
 )
-def test_refused_keys_accounts_and_names_differ_from_refused_requests(failure: Failure, is_denial: bool) -> None:
+def test_refused_keys_accounts_and_names_differ_from_refused_requests(failure: AttemptFailure, is_denial: bool) -> None:
     error = build_error(failure, ENDPOINT)
     assert isinstance(error, ModelDenied) is is_denial
     assert not is_denial or error.is_unknown_model is (failure.status == 404)  # type: ignore[attr-defined]

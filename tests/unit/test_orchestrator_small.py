@@ -31,7 +31,7 @@ from orchestrator.loop.transcript import Transcript
 from orchestrator.operations import redis_server as redis_server_module
 from orchestrator.operations.redis_server import find_redis_server, write_redis_config
 from orchestrator.settings import load_settings
-from orchestrator.terminal.output import MAX_SHOWN_LINES, RunView, escape_controls, format_clocks, table_rows
+from orchestrator.terminal.output import MAX_SHOWN_LINES, RunPrinter, escape_controls, format_clocks, table_rows
 from tests.builders import build_call
 
 RESULT = ToolResult(call_id="c", name="echo", success=True, output="fine")
@@ -159,7 +159,7 @@ def test_records_inside_an_event_are_plain_data() -> None:
 
 def shown(*events: RunEvent) -> str:
     out = io.StringIO()
-    view = RunView(Console(file=out, width=200, force_terminal=False))
+    view = RunPrinter(Console(file=out, width=200, force_terminal=False))
     for event in events:
         view.on_event(event)
     return out.getvalue()

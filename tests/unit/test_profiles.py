@@ -15,7 +15,7 @@ from orchestrator.dialects.fences import find_command
 from orchestrator.dialects.json_decision import JsonDecisionDialect
 from orchestrator.dialects.model import Chunk, ModelRequest
 from orchestrator.dialects.native import NativeDialect
-from orchestrator.dialects.profiles import SMALL, STANDARD, Profile
+from orchestrator.dialects.profiles import SMALL, STANDARD, ModelProfile
 from orchestrator.dialects.tag_values import build_tag_call
 from orchestrator.dialects.tags import TagsDialect
 from orchestrator.functions.openai_tools import convert_to_openai_tool
@@ -66,7 +66,7 @@ class Endpoint:
         (ChosenModel(ScriptedModel([])), STANDARD),
     ],
 )
-async def test_auto_chooses_by_window_size_and_name(chosen: ChosenModel, profile: Profile) -> None:
+async def test_auto_chooses_by_window_size_and_name(chosen: ChosenModel, profile: ModelProfile) -> None:
     assert (await choose_profile("auto", chosen, CapabilityCache(None)))[0] is profile
 
 
@@ -138,7 +138,7 @@ def test_hostile_code_blocks_take_linear_time() -> None:
 
 
 async def run(
-    model: ScriptedModel, profile: Profile, **fields: Any
+    model: ScriptedModel, profile: ModelProfile, **fields: Any
 ) -> tuple[RunResult, list[ToolCall], list[RunEvent]]:
     calls, events = list[ToolCall](), list[RunEvent]()
     exit_code = fields.pop("exit_code", 0)
@@ -227,7 +227,7 @@ async def test_a_small_model_that_repeats_a_failed_call_is_stopped() -> None:
 
 
 @pytest.mark.parametrize(("profile", "exit_code"), [(STANDARD, 1), (SMALL, 0)])
-async def test_other_repetitions_go_on(profile: Profile, exit_code: int) -> None:
+async def test_other_repetitions_go_on(profile: ModelProfile, exit_code: int) -> None:
     model = ScriptedModel([*[CALL] * 5, "14."])
     result, calls, _ = await run(model, profile, exit_code=exit_code, options=ReActOptions(max_iterations=9))
     assert (len(calls), result.stop_reason) == (5, StopReason.ANSWERED)
@@ -235,7 +235,7 @@ async def test_other_repetitions_go_on(profile: Profile, exit_code: int) -> None
 
 @pytest.mark.parametrize("profile", [SMALL, STANDARD])
 @pytest.mark.parametrize("kind", [NativeDialect, TagsDialect, JsonDecisionDialect])
-async def test_each_request_begins_with_the_request_before_it(kind: type[Dialect], profile: Profile) -> None:
+async def test_each_request_begins_with_the_request_before_it(kind: type[Dialect], profile: ModelProfile) -> None:
     """Servers cache the beginning of a conversation."""
     call: Any = CALL
     if kind is TagsDialect:

@@ -20,7 +20,7 @@ from orchestrator.dialects.prompts import (
     describe_tools,
     generate_tool_prompt,
 )
-from orchestrator.dialects.tags import Call, TagsDialect, TagStreamParser
+from orchestrator.dialects.tags import TagCall, TagsDialect, TagStreamParser
 from orchestrator.functions.openai_tools import convert_to_openai_tool
 from tests.builders import build_spec
 from workers.tools.read import READ_TOOL
@@ -45,10 +45,10 @@ FORGED = (
 )
 
 
-def calls_in(prompt: str) -> list[Call]:
+def calls_in(prompt: str) -> list[TagCall]:
     parser = TagStreamParser()
     events = [*parser.feed(prompt), *parser.finish()]
-    return [event for event in events if isinstance(event, Call)]
+    return [event for event in events if isinstance(event, TagCall)]
 
 
 def parameter_line(schema: Any, *, required: bool = False) -> str:

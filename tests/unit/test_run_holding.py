@@ -17,7 +17,7 @@ from orchestrator.runs.journal import Journal
 from orchestrator.runs.run_gate import RunDeferred, RunGate
 from orchestrator.runs.run_slots import RunSlots
 from orchestrator.runs.runner import Runner
-from store.batches import BatchDefaults, BatchEventWriter, BatchState, Outcome, parse_batch_event
+from store.batches import BatchDefaults, BatchEventWriter, BatchState, ItemOutcome, parse_batch_event
 from store.runs import RunClaim
 from tests.conftest import RedisProcess
 from tests.run_ground import RunGround, build_outcome
@@ -37,7 +37,7 @@ class Troubled:
 
     async def work(
         self, claim: RunClaim, journal: Journal, defaults: BatchDefaults, tell: Callable[[RunEvent], None]
-    ) -> Outcome:
+    ) -> ItemOutcome:
         self.begun.append((claim.run, claim.record.attempt, claim.is_resumed))
         if not journal.is_resumed:
             await journal.note_opening("s")

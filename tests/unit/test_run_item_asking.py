@@ -14,7 +14,7 @@ from orchestrator.approvals import ApprovalPolicy, Decision, Rule, asking
 from orchestrator.models.scripted import Calls
 from orchestrator.runs.run_parts import RunParts
 from store.approvals import ApprovalQuestion, ApprovalQueue
-from store.batches import BatchDefaults, Outcome, parse_batch, seal_defaults
+from store.batches import BatchDefaults, ItemOutcome, parse_batch, seal_defaults
 from tests.approval_ground import ADMIN, SOON_S, Desk
 from tests.builders import KEY, build_spec
 from tests.conftest import RedisProcess
@@ -41,7 +41,7 @@ async def decide(ground: ItemGround, decision: Decision) -> None:
     await Desk(ground.client).queue().decide(question.id, decision, digest=question.digest, actor=ADMIN)
 
 
-async def ended(working: "asyncio.Task[Outcome]") -> Outcome:
+async def ended(working: "asyncio.Task[ItemOutcome]") -> ItemOutcome:
     async with asyncio.timeout(SOON_S):
         return await working
 

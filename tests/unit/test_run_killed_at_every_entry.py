@@ -26,7 +26,7 @@ from contract.run_events import (
 from orchestrator.approvals import ApprovalPolicy, Decision, Rule
 from orchestrator.approvals.approvers import ApprovalRequest
 from orchestrator.runs.journal import Journal
-from store.batches import BatchDefaults, Outcome
+from store.batches import BatchDefaults, ItemOutcome
 from store.run_log import LOGGED, LogEntry, RunLog
 from store.runs import RunClaim
 from tests.builders import KEY
@@ -71,7 +71,7 @@ class Counted:
         self.processes.append(process)
         return process
 
-    async def work(self, process: ItemGround, claim: RunClaim, run_log: RunLog) -> Outcome:
+    async def work(self, process: ItemGround, claim: RunClaim, run_log: RunLog) -> ItemOutcome:
         task = asyncio.current_task()
         assert task is not None
         defaults = BatchDefaults(artifacts=str(self._folder / "artifacts"))

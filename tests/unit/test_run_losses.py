@@ -15,7 +15,7 @@ from orchestrator.runs import runner as runner_module
 from orchestrator.runs.journal import Journal
 from orchestrator.runs.outcomes import ORCHESTRATOR_LOST
 from orchestrator.runs.runner import DOUBTFUL_LOSSES, MAX_LOSSES
-from store.batches import BatchState, Outcome
+from store.batches import BatchState, ItemOutcome
 from store.run_log import LogEntry, RunAttempt, RunLog
 from store.runs import RunClaim
 from tests.builders import KEY
@@ -108,7 +108,7 @@ async def test_those_that_may_be_what_kills_are_tried_one_after_the_other_and_ot
     running: set[str] = set()
     together: list[set[str]] = []
 
-    async def work(claim: RunClaim, journal: Journal, tell: Any) -> Outcome:
+    async def work(claim: RunClaim, journal: Journal, tell: Any) -> ItemOutcome:
         running.add(claim.run)
         together.append(set(running))
         await worker.may_end.wait()
@@ -133,7 +133,7 @@ async def test_a_doubtful_run_with_progress_lets_the_next_start(house: House) ->
         await house.die(claim)
     both: set[str] = set()
 
-    async def work(claim: RunClaim, journal: Journal, tell: Any) -> Outcome:
+    async def work(claim: RunClaim, journal: Journal, tell: Any) -> ItemOutcome:
         both.add(claim.run)
         await journal.note_reply([])
         if len(both) == 2:
@@ -150,7 +150,7 @@ async def test_a_doubtful_run_with_progress_lets_the_next_start(house: House) ->
 async def test_a_manual_retry_resets_the_automatic_retries(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runner_module, "RETRY_AFTER_S", (0.001,))
 
-    async def work(claim: RunClaim, journal: Journal, tell: Any) -> Outcome:
+    async def work(claim: RunClaim, journal: Journal, tell: Any) -> ItemOutcome:
         return outcome_of(claim, FailureKind.INFRASTRUCTURE)
 
     await house.submit(1)

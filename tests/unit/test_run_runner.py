@@ -14,7 +14,7 @@ from contract.functions.completions import Usage
 from contract.run_events import CallFinished, FailureKind, RunEnded, RunRetried, StepFinished
 from orchestrator.runs import runner as runner_module
 from orchestrator.runs.journal import Journal
-from store.batches import BatchDefaults, BatchState, Outcome
+from store.batches import BatchDefaults, BatchState, ItemOutcome
 from store.run_log import RunLog
 from store.runs import RunClaim, RunState
 from tests.conftest import RedisProcess
@@ -30,7 +30,7 @@ async def house(redis_server: RedisProcess, monkeypatch: pytest.MonkeyPatch) -> 
 async def test_it_works_as_many_at_a_time_as_it_may_and_goes_on_when_one_has_ended(house: House) -> None:
     busiest = 0
 
-    async def work(claim: RunClaim, journal: Journal, tell: Any) -> Outcome:
+    async def work(claim: RunClaim, journal: Journal, tell: Any) -> ItemOutcome:
         nonlocal busiest
         busiest = max(busiest, runner.running)
         await asyncio.sleep(0)
@@ -46,7 +46,7 @@ async def test_it_works_as_many_at_a_time_as_it_may_and_goes_on_when_one_has_end
 
 
 async def test_two_processes_share_a_batch_and_work_each_item_once(house: House) -> None:
-    async def work(claim: RunClaim, journal: Journal, tell: Any) -> Outcome:
+    async def work(claim: RunClaim, journal: Journal, tell: Any) -> ItemOutcome:
         await asyncio.sleep(0.005)
         return outcome_of(claim)
 
@@ -60,7 +60,7 @@ async def test_two_processes_share_a_batch_and_work_each_item_once(house: House)
 
 
 async def test_infrastructure_failures_are_retried_up_to_a_limit(house: House) -> None:
-    async def work(claim: RunClaim, journal: Journal, tell: Any) -> Outcome:
+    async def work(claim: RunClaim, journal: Journal, tell: Any) -> ItemOutcome:
         return outcome_of(claim, FailureKind.INFRASTRUCTURE)
 
     await house.submit(1)
@@ -78,7 +78,7 @@ async def test_infrastructure_failures_are_retried_up_to_a_limit(house: House) -
 
 @pytest.mark.parametrize("kind", [FailureKind.MODEL, FailureKind.TOOL, FailureKind.INPUT])
 async def test_other_failures_are_not_retried(house: House, kind: FailureKind) -> None:
-    async def work(claim: RunClaim, journal: Journal, tell: Any) -> Outcome:
+    async def work(claim: RunClaim, journal: Journal, tell: Any) -> ItemOutcome:
         return outcome_of(claim, kind)
 
     await house.submit(1)
@@ -129,7 +129,7 @@ async def test_the_lease_of_a_running_item_is_renewed(house: House) -> None:
 async def test_a_run_taken_by_another_process_is_dropped(house: House) -> None:
     cancelled = asyncio.Event()
 
-    async def work(claim: RunClaim, journal: Journal, tell: Any) -> Outcome:
+    async def work(claim: RunClaim, journal: Journal, tell: Any) -> ItemOutcome:
         try:
             await asyncio.Event().wait()
         finally:
@@ -155,7 +155,7 @@ async def test_a_run_with_a_lost_lease_runs_once(house: House, monkeypatch: pyte
     at_work: list[str] = []
     again = asyncio.Event()
 
-    async def work(claim: RunClaim, journal: Journal, tell: Any) -> Outcome:
+    async def work(claim: RunClaim, journal: Journal, tell: Any) -> ItemOutcome:
         at_work.append(claim.token)
         assert len(at_work) == 1
         try:
@@ -217,7 +217,7 @@ async def test_a_log_of_another_release_fails_its_item_and_is_not_thrown_away_by
 
 
 async def test_an_end_tells_what_the_item_took(house: House) -> None:
-    async def work(claim: RunClaim, journal: Journal, tell: Any) -> Outcome:
+    async def work(claim: RunClaim, journal: Journal, tell: Any) -> ItemOutcome:
         for number in (1, 2, 2):
             result = ToolResult(call_id=f"c{number}", name="echo", success=True)
             tell(CallFinished(run=claim.run, result=result, seconds=0.1))
@@ -245,7 +245,7 @@ async def test_an_end_tells_what_the_item_took(house: House) -> None:
 
 
 async def test_a_bug_in_one_run_stops_no_other_and_leaves_it_to_its_lease(house: House) -> None:
-    async def work(claim: RunClaim, journal: Journal, tell: Any) -> Outcome:
+    async def work(claim: RunClaim, journal: Journal, tell: Any) -> ItemOutcome:
         if claim.run == "b-1" and worker.begun.count(("b-1", 1)) == 1:
             raise KeyError("oops")
         return outcome_of(claim)

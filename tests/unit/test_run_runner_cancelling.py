@@ -10,7 +10,7 @@ from contract.calls import ToolResult
 from contract.run_events import CallFinished, FailureKind
 from orchestrator.runs import runner as runner_module
 from orchestrator.runs.journal import Journal
-from store.batches import BatchState, Outcome
+from store.batches import BatchState, ItemOutcome
 from store.runs import RunClaim
 from tests.conftest import RedisProcess
 from tests.runner_ground import BATCH, House, WatchedQueue, Worker, open_house, outcome_of
@@ -23,7 +23,7 @@ async def house(redis_server: RedisProcess, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 async def test_a_running_item_of_a_cancelled_batch_ends_as_cancelled(house: House) -> None:
-    async def work(claim: RunClaim, journal: Journal, tell: Any) -> Outcome:
+    async def work(claim: RunClaim, journal: Journal, tell: Any) -> ItemOutcome:
         tell(CallFinished(run=claim.run, result=ToolResult(call_id="c1", name="echo", success=True)))
         await asyncio.Event().wait()
         raise AssertionError("nobody sets it")
@@ -57,7 +57,7 @@ async def test_an_outcome_that_is_being_noted_is_not_disturbed_by_a_cancelled_ba
 
 
 async def test_a_failure_in_a_batch_that_is_being_cancelled_is_an_end(house: House) -> None:
-    async def work(claim: RunClaim, journal: Journal, tell: Any) -> Outcome:
+    async def work(claim: RunClaim, journal: Journal, tell: Any) -> ItemOutcome:
         await house.queue.cancel(*BATCH)
         return outcome_of(claim, FailureKind.INFRASTRUCTURE)
 

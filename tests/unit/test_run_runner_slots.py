@@ -9,7 +9,7 @@ import redis.asyncio
 
 from contract.run_events import RunEvent
 from orchestrator.runs.journal import Journal
-from store.batches import BatchState, Outcome
+from store.batches import BatchState, ItemOutcome
 from store.runs import RunClaim, RunQueue
 from tests.builders import KEY
 from tests.conftest import RedisProcess
@@ -47,7 +47,7 @@ class Story:
         self.queue, self.worker = queue, Worker(self._work)
         self.answered, self.is_back, self.has_begun, self.may_end = (asyncio.Event() for _ in range(4))
 
-    async def _work(self, claim: RunClaim, journal: Journal, tell: Callable[[RunEvent], None]) -> Outcome:
+    async def _work(self, claim: RunClaim, journal: Journal, tell: Callable[[RunEvent], None]) -> ItemOutcome:
         async with self.worker.slots.run() as slot:
             if claim.run == "b-1":
                 self.queue.may_claim.clear()

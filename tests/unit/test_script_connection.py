@@ -9,12 +9,12 @@ import redis.asyncio
 from redis.exceptions import ResponseError
 
 from store import connection
-from store.connection import Script, ScriptConnection, Unanswered
+from store.connection import LuaScript, ScriptConnection, Unanswered
 from tests.conftest import RedisProcess
 
-ECHO = Script("return ARGV[1]")
-PUSH = Script("return redis.call('RPUSH', KEYS[1], ARGV[1])")
-FAIL = Script("return redis.error_reply('WRONG it fails')")
+ECHO = LuaScript("return ARGV[1]")
+PUSH = LuaScript("return redis.call('RPUSH', KEYS[1], ARGV[1])")
+FAIL = LuaScript("return redis.error_reply('WRONG it fails')")
 
 
 class Relay:

@@ -17,7 +17,7 @@ from contract.names import host_key, hosts_key, place_key, tombstone_key
 from contract.session_locations import LocationState, seal_checkpoint, seal_start
 from contract.tenancy import TenantPolicy
 from orchestrator.dispatch import session_locator as homes_module
-from orchestrator.dispatch.session_locator import Opening, SessionLocator
+from orchestrator.dispatch.session_locator import SessionLocator, SessionOpening
 from orchestrator.dispatch.transport import CallLost
 from store.publisher import NotSent
 from store.sessions import SessionAddress, SessionStore
@@ -41,14 +41,14 @@ class Hosts:
 
     def __init__(self, *names: str) -> None:
         self.all = {f"host.{name}.b00t": build_report(name) for name in names}
-        self.opened: list[tuple[str, Opening, int]] = []
+        self.opened: list[tuple[str, SessionOpening, int]] = []
         self.answers: dict[str, Any] = {}
-        self.answer: Callable[[Opening], ToolResult | None] = lambda _: None
+        self.answer: Callable[[SessionOpening], ToolResult | None] = lambda _: None
 
     async def reports(self) -> list[Any]:
         return list(self.all.values())
 
-    async def send_open(self, opening: Opening, address: SessionAddress) -> ToolResult:
+    async def send_open(self, opening: SessionOpening, address: SessionAddress) -> ToolResult:
         self.opened.append((address.queue, opening, address.fence))
         await asyncio.sleep(0)
         answer = self.answers.get(address.queue) or self.answer(opening)
@@ -127,7 +127,7 @@ async def test_an_open_follows_the_session_to_the_next_worker(client: "redis.asy
     hosts = Hosts("a", "b")
     requests: list[tuple[str, int]] = []
 
-    async def send_open(opening: Opening, address: SessionAddress) -> ToolResult:
+    async def send_open(opening: SessionOpening, address: SessionAddress) -> ToolResult:
         requests.append((address.queue, address.fence))
         if address.fence == 1:
             place = place_key("d", opening.tenant, opening.session)

@@ -13,7 +13,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrator.operations import supervision
-from orchestrator.operations.supervision import MOST_ENDS, PAUSES_S, WINDOW_S, ChildPlan, End, Supervisor, choose_pause
+from orchestrator.operations.supervision import (
+    MOST_ENDS,
+    PAUSES_S,
+    WINDOW_S,
+    ChildPlan,
+    End,
+    ProcessSupervisor,
+    choose_pause,
+)
 from tests.stack import is_alive
 from tests.waiting import wait_until_async
 
@@ -28,7 +36,7 @@ class House:
         self.folder = folder
         self.said: list[str] = []
         self.changes = 0
-        self.supervisor = Supervisor(folder, report=self.said.append, changed=self._count)
+        self.supervisor = ProcessSupervisor(folder, report=self.said.append, changed=self._count)
 
     async def start(self, role: str, program: str, *, may_finish: bool = False, stop_within_s: float = SOON_S) -> int:
         argv = (sys.executable, "-c", program)

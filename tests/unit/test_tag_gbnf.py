@@ -9,7 +9,7 @@ import pytest
 
 from contract.schema import prepare_arguments
 from contract.specs import ToolSpec
-from orchestrator.dialects.tag_events import Call, TagEvent, Text
+from orchestrator.dialects.tag_events import TagCall, TagEvent, Text
 from orchestrator.dialects.tag_gbnf import build_tag_grammar, is_spellable
 from orchestrator.dialects.tag_parser import TagStreamParser
 from orchestrator.dialects.tag_values import decode_attribute, strip_body
@@ -66,7 +66,7 @@ def test_every_call_of_the_grammar_is_read_as_that_call(index: int, spec: ToolSp
     for _ in range(SAMPLES):
         written = grammar.sample(random, f"call-{index}")
         arguments = read_by_hand(written)
-        assert read(written) == [Call(spec.name, arguments, written)]
+        assert read(written) == [TagCall(spec.name, arguments, written)]
         assert set(spec.parameters["required"]) <= set(arguments)  # type: ignore[arg-type]
 
 
@@ -74,7 +74,7 @@ def test_values_fit_their_type() -> None:
     grammar, random = Grammar(build_tag_grammar([RICH])), Random(7)
     for _ in range(SAMPLES):
         (call,) = read(grammar.sample(random, "call-0"))
-        assert isinstance(call, Call)
+        assert isinstance(call, TagCall)
         # Between two tags text may be all line breaks, which are dropped; and enums of other types than text are not
         # read as text.
         prepare_arguments(RICH, {**call.arguments, "query": "x", "mode": "a b"}, text=True)

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 
 import pytest
 
-from orchestrator.dialects.tags import Call, Malformed, TagEvent, TagStreamParser, Text
+from orchestrator.dialects.tags import Malformed, TagCall, TagEvent, TagStreamParser, Text
 
 MIB = 1024 * 1024
 OPEN = '<tool_action name="t"><v value="'
@@ -54,20 +54,20 @@ def test_a_hundred_megabytes_in_one_tag_are_errors_of_the_limit_and_bounded_memo
 def test_one_chunk_may_hold_any_number_of_calls() -> None:
     # Were the rest of the chunk copied at each call, this would take minutes.
     events = read([("x" * 300 + SEARCH) * 20_000])
-    assert sum(isinstance(event, Call) for event in events) == 20_000
+    assert sum(isinstance(event, TagCall) for event in events) == 20_000
 
 
 @pytest.mark.parametrize("end", range(len(SEARCH)))
 def test_a_stream_cut_at_any_place_runs_no_call_and_loses_nothing(end: int) -> None:
     events = read(["a ", SEARCH[:end]])
-    assert not [event for event in events if isinstance(event, Call)]
+    assert not [event for event in events if isinstance(event, TagCall)]
     assert "".join(event.text if isinstance(event, Text) else event.raw for event in events) == "a " + SEARCH[:end]
 
 
 @pytest.mark.parametrize("value", ["a\0b", "\0", "\ud83d", "\ude00\ud83d", "\ufeff", "\u2028", "\x1b[31m"])
 def test_characters_that_no_file_should_have_are_kept_in_values_and_text(value: str) -> None:
     events = read(f'{value}x{OPEN}{value}" /></tool_action>')
-    assert [event.arguments for event in events if isinstance(event, Call)] == [{"v": value}]
+    assert [event.arguments for event in events if isinstance(event, TagCall)] == [{"v": value}]
     assert "".join(event.text for event in events if isinstance(event, Text)) == value + "x"
 
 
@@ -79,7 +79,7 @@ def test_a_limit_below_what_a_closing_tag_needs_is_refused() -> None:
 def test_a_tag_of_exactly_the_limit_is_a_call_and_one_more_character_is_too_long() -> None:
     text = OPEN + "x" * (300 - len(OPEN) - len(CLOSE)) + CLOSE
     for chunks in ([text], list(text)):
-        assert [type(event) for event in read(chunks, max_tag_chars=300)] == [Call]
+        assert [type(event) for event in read(chunks, max_tag_chars=300)] == [TagCall]
         assert {event.reason for event in read(chunks, max_tag_chars=299) if isinstance(event, Malformed)} == {
             "too long"
         }
@@ -95,7 +95,7 @@ def test_a_call_comes_with_the_chunk_that_completes_it_however_long_its_value() 
             for event in parser.feed(text[start : min(start + 5, len(text) - 1)])
         ]
         assert before == []
-        assert [type(event) for event in parser.feed(">")] == [Call]
+        assert [type(event) for event in parser.feed(">")] == [TagCall]
 
 
 @pytest.mark.parametrize(
@@ -129,7 +129,7 @@ def test_events_are_equal_by_type_and_value_and_can_be_matched() -> None:
     assert TagStreamParser().feed("ab") == [Text("ab")]
     assert repr(Text("a")) == "Text(text='a')"
     match read([SEARCH])[0]:
-        case Call(name, arguments, raw):
+        case TagCall(name, arguments, raw):
             assert (name, arguments, raw) == ("t", {"v": "a > b"}, SEARCH)
         case _:
             pytest.fail("no call")

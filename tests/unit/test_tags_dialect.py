@@ -6,7 +6,7 @@ from contract.calls import ToolResult
 from contract.errors import ErrorCode
 from contract.specs import ToolSpec
 from orchestrator.dialects.base import CallRequested, Event, MalformedCall, ReplyEnd, Text
-from orchestrator.dialects.profiles import STANDARD, Profile
+from orchestrator.dialects.profiles import STANDARD, ModelProfile
 from orchestrator.dialects.tags import TagsDialect
 
 SPEC = ToolSpec(
@@ -76,7 +76,7 @@ def test_with_tag_parsing_off_tags_are_text() -> None:
     assert read(chunk(TAG), reads_tags=False)[0] == [Text(TAG)]
 
 
-def sent(*results: ToolResult, profile: Profile = STANDARD) -> Any:
+def sent(*results: ToolResult, profile: ModelProfile = STANDARD) -> Any:
     """Return the message that the model gets for these results."""
     dialect = TagsDialect(profile=profile)
     observations = dialect.build_observations([(finished.call_id, finished) for finished in results])
@@ -102,7 +102,7 @@ def test_results_of_one_reply_share_a_message_in_order() -> None:
 
 
 def test_a_closing_hint_ends_the_message() -> None:
-    profile = Profile("small", result_hint="Answer now.")
+    profile = ModelProfile("small", result_hint="Answer now.")
     assert sent(result("1"), profile=profile)["content"].endswith("1\n\nAnswer now.")
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from orchestrator.dialects.tags import Call, Malformed, TagEvent, TagStreamParser, Text
+from orchestrator.dialects.tags import Malformed, TagCall, TagEvent, TagStreamParser, Text
 
 
 def parse(text: str, **options: object) -> list[TagEvent]:
@@ -20,9 +20,9 @@ def merged(events: list[TagEvent]) -> list[TagEvent]:
     return result
 
 
-def only_call(text: str) -> Call:
+def only_call(text: str) -> TagCall:
     [event] = parse(text)
-    assert isinstance(event, Call)
+    assert isinstance(event, TagCall)
     return event
 
 
@@ -91,7 +91,7 @@ def test_a_mention_is_given_back_as_soon_as_it_cannot_be_a_call() -> None:
 
 def test_a_call_may_follow_within_a_mention() -> None:
     events = parse('<tool_action name="<tool_action name="a"/>')
-    assert [type(event) for event in events] == [Text, Call]
+    assert [type(event) for event in events] == [Text, TagCall]
 
 
 @pytest.mark.parametrize(
@@ -187,11 +187,11 @@ def test_a_new_tag_where_a_parameter_may_stand_ends_the_first_as_unclosed() -> N
     first, second = parse('<tool_action name="a"><v value="1" />\n<tool_action name="b"/>')
     assert isinstance(first, Malformed)
     assert (first.reason, first.name) == ("unclosed", "a")
-    assert isinstance(second, Call)
+    assert isinstance(second, TagCall)
 
 
 def test_a_new_tag_ends_the_skipping_after_an_error() -> None:
-    assert [type(event) for event in parse('<tool_action name="a">{"x"<tool_action name="b"/>')] == [Malformed, Call]
+    assert [type(event) for event in parse('<tool_action name="a">{"x"<tool_action name="b"/>')] == [Malformed, TagCall]
 
 
 def test_a_tag_inside_a_duplicate_value_does_not_run() -> None:
@@ -200,13 +200,13 @@ def test_a_tag_inside_a_duplicate_value_does_not_run() -> None:
 
 def test_a_message_that_starts_with_think_is_not_searched_before_its_end() -> None:
     events = parse(f"<think>{SEARCH}</think>{SEARCH}<think>{SEARCH}</think>")
-    assert [type(event) for event in events] == [Text, Call, Text, Call, Text]
+    assert [type(event) for event in events] == [Text, TagCall, Text, TagCall, Text]
 
 
 def test_fences_are_live_by_default_and_text_on_request() -> None:
     text = f"```xml\n{SEARCH}\n```\n{SEARCH}"
-    assert [type(event) for event in parse(text)] == [Text, Call, Text, Call]
-    assert [type(event) for event in parse(text, ignore_fenced=True)] == [Text, Call]
+    assert [type(event) for event in parse(text)] == [Text, TagCall, Text, TagCall]
+    assert [type(event) for event in parse(text, ignore_fenced=True)] == [Text, TagCall]
 
 
 @pytest.mark.parametrize(
@@ -222,18 +222,18 @@ def test_fences_are_live_by_default_and_text_on_request() -> None:
     ],
 )
 def test_fences_are_recognised_as_markdown_does(before: str, is_fenced: bool) -> None:
-    calls = [event for event in parse(before + SEARCH, ignore_fenced=True) if isinstance(event, Call)]
+    calls = [event for event in parse(before + SEARCH, ignore_fenced=True) if isinstance(event, TagCall)]
     assert (not calls) is is_fenced
 
 
 @pytest.mark.parametrize("value", ["\n```\n", "\n~~~ sh\nls\n"])
 def test_fences_inside_a_call_are_data_and_fence_nothing_behind_it(value: str) -> None:
     text = tag(f"<v>{value}</v>") + "\n" + tag("{" + value) + "\n" + SEARCH
-    assert [type(event) for event in parse(text, ignore_fenced=True)] == [Call, Text, Malformed, Text, Call]
+    assert [type(event) for event in parse(text, ignore_fenced=True)] == [TagCall, Text, Malformed, Text, TagCall]
 
 
 def test_fences_inside_a_thought_fence_nothing_behind_it() -> None:
-    assert [type(event) for event in parse(f"<think>\n```\n</think>{SEARCH}", ignore_fenced=True)] == [Text, Call]
+    assert [type(event) for event in parse(f"<think>\n```\n</think>{SEARCH}", ignore_fenced=True)] == [Text, TagCall]
 
 
 def test_a_long_line_behind_a_fence_is_read_alike_however_it_is_cut() -> None:
@@ -242,7 +242,7 @@ def test_a_long_line_behind_a_fence_is_read_alike_however_it_is_cut() -> None:
         parser = TagStreamParser(ignore_fenced=True)
         events = [event for start in range(0, len(text), size) for event in parser.feed(text[start : start + size])]
         # A tick in the info text: this is inline code, and no fence.
-        assert any(isinstance(event, Call) for event in events)
+        assert any(isinstance(event, TagCall) for event in events)
 
 
 @pytest.mark.parametrize("name", ["-x", "a.b", "中", "@on", "w"])

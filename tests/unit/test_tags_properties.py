@@ -8,7 +8,7 @@ import time
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from orchestrator.dialects.tags import Call, Malformed, TagEvent, TagStreamParser, Text, build_tag_call
+from orchestrator.dialects.tags import Malformed, TagCall, TagEvent, TagStreamParser, Text, build_tag_call
 
 PIECES = [
     "<tool_action", ' name="t"', " name='u'", ">", "/>", "<v", ' value="', " value='", '"', "'", "</v>", "</tool_action>", "</tool_action", "<",
@@ -72,7 +72,7 @@ def test_at_most_twelve_characters_of_text_are_held(text: str) -> None:
 def test_a_written_call_is_read_back(name: str, arguments: dict[str, str], around: str) -> None:
     before, after = around.replace("<", "("), around
     calls = [
-        event for event in parse([before + build_tag_call(name, arguments) + after], {}) if isinstance(event, Call)
+        event for event in parse([before + build_tag_call(name, arguments) + after], {}) if isinstance(event, TagCall)
     ]
     assert (calls[0].name, calls[0].arguments) == (name, arguments)
 
@@ -81,7 +81,7 @@ def test_a_written_call_is_read_back(name: str, arguments: dict[str, str], aroun
 @given(NAMES, VALUES.filter(lambda value: "<" not in value and not value.endswith("\r")))
 def test_a_paired_body_is_read_back(name: str, value: str) -> None:
     [call] = parse([f'<tool_action name="t"><{name}>\n{value}\n</{name}></tool_action>'], {})
-    assert isinstance(call, Call)
+    assert isinstance(call, TagCall)
     assert call.arguments == {name: value}
 
 

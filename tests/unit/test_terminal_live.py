@@ -15,7 +15,7 @@ from orchestrator.terminal.output import (
     MAX_LIVE_LINES_OF_CALL,
     LiveLines,
     LiveOutput,
-    RunView,
+    RunPrinter,
 )
 
 
@@ -23,7 +23,7 @@ def run_view(*events: RunEvent, is_terminal: bool = False) -> str:
     console = Console(
         file=io.StringIO(), width=300, force_terminal=is_terminal, color_system="standard" if is_terminal else None
     )
-    view = RunView(console)
+    view = RunPrinter(console)
     for event in events:
         view.on_event(event)
     file = console.file

@@ -8,7 +8,16 @@ import redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
-from store.web_pages import FRESH_S, MAX_ENTRIES, MAX_ENTRY_BYTES, Page, PageCache, fresh_for_s, may_be_kept, validator
+from store.web_pages import (
+    FRESH_S,
+    MAX_ENTRIES,
+    MAX_ENTRY_BYTES,
+    PageCache,
+    WebPage,
+    fresh_for_s,
+    may_be_kept,
+    validator,
+)
 from tests.conftest import RedisProcess, free_port
 from tests.web_servers import QUICK, Web, WebServer, answer, build_web, open_web_server, redirect
 from workers.web.fetcher import Fetched
@@ -153,7 +162,7 @@ def test_a_validator_that_would_be_no_good_header_is_not_kept(value: str) -> Non
 # In Redis
 
 
-def build_page(url: str = "http://a.example/", body: bytes = b"\x00\xffbody\n{}", **fields: object) -> Page:
+def build_page(url: str = "http://a.example/", body: bytes = b"\x00\xffbody\n{}", **fields: object) -> WebPage:
     plain = {
         "final_url": url,
         "status": 200,
@@ -162,7 +171,7 @@ def build_page(url: str = "http://a.example/", body: bytes = b"\x00\xffbody\n{}"
         "fetched_at": 1.0,
         "fresh_until": 2.0,
     }
-    return Page(**{**plain, "url": url, "body": body, **fields})  # type: ignore[arg-type]
+    return WebPage(**{**plain, "url": url, "body": body, **fields})  # type: ignore[arg-type]
 
 
 def test_a_page_comes_back_as_it_was_kept_and_for_its_tenant_only(redis_server: RedisProcess) -> None:

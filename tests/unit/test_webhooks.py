@@ -19,7 +19,7 @@ from contract.webhooks import Webhook, sign
 from orchestrator.dispatch.request import Request
 from orchestrator.runs.hosted import HostedRuns
 from orchestrator.runs.webhooks import PAUSES_S, WebhookSender
-from store.batches import BatchDefaults, BatchRecord, BatchState, Outcome, RunBody
+from store.batches import BatchDefaults, BatchRecord, BatchState, ItemOutcome, RunBody
 from store.runs import RunQueue
 from store.tenants import RedisTenants
 from store.webhooks import DueNotices
@@ -65,7 +65,7 @@ class Ground:
         await self.queue.add("acme", "b", [("b-1", build_item(1))])
         (claim,) = await self.queue.claim(1, ("acme", "b"))
         assert await self.due() == {}
-        await self.queue.finish(claim, Outcome(custom_id=claim.record.item.custom_id, run="b-1", status_code=200))
+        await self.queue.finish(claim, ItemOutcome(custom_id=claim.record.item.custom_id, run="b-1", status_code=200))
 
     async def due(self) -> dict[str, float]:
         entries = await self.client.zrange("toolcrew:d:runs:webhooks", 0, -1, withscores=True)

@@ -35,7 +35,7 @@ from workers.custom.call_loops import is_running_here
 from workers.custom.calls import CustomCalls
 from workers.custom.loading import serve_values
 from workers.executor import CallPolicy, Executor
-from workers.interrupts import END_SIGNAL, CancelBoard, Interrupts
+from workers.interrupts import END_SIGNAL, CallInterrupts, CancelBoard
 from workers.tools.base import WorkerResources
 
 AskModel = Callable[[list[dict[str, Any]]], str]
@@ -48,11 +48,11 @@ class MemoryStates:
     def __init__(self) -> None:
         self._texts: dict[tuple[str, str], dict[str, str]] = defaultdict(dict)
 
-    def open(self, tenant: str, session: str) -> "MemoryState":
-        return MemoryState(self._texts[tenant, session])
+    def open(self, tenant: str, session: str) -> "LocalSessionState":
+        return LocalSessionState(self._texts[tenant, session])
 
 
-class MemoryState:
+class LocalSessionState:
     """State of a session in memory, with the limits and errors of the state in Redis."""
 
     def __init__(self, texts: dict[str, str]) -> None:
@@ -104,7 +104,7 @@ class LocalWorker:
             _NoBlobs(),
             WorkerResources({}, states=self._states, open_events=lambda call, context: self._open_events()),
             CallPolicy(self._registry),
-            [Interrupts(CancelBoard(), lambda: None)],
+            [CallInterrupts(CancelBoard(), lambda: None)],
         )
         self._numbers = itertools.count(1)
         self.log: list[MutableMapping[str, Any]] = []

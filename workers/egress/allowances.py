@@ -26,7 +26,7 @@ _BURST_S = 0.1
 _MIN_BURST_BYTES = 1024
 
 
-class Opening(BaseModel):
+class EgressOpening(BaseModel):
     """A line of JSON, with its line end. There are no default rules: a session without rules reaches nothing."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -37,10 +37,10 @@ class Opening(BaseModel):
     rules: EgressRules
 
 
-def parse_opening(line: bytes) -> Opening:
+def parse_opening(line: bytes) -> EgressOpening:
     """Return the opening of a line. Raises Refusal for anything but an opening of this version."""
     try:
-        return Opening.model_validate_json(line)
+        return EgressOpening.model_validate_json(line)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False, include_context=False)[0]
         location = ".".join(str(part) for part in first["loc"]) or "the line"
@@ -108,7 +108,7 @@ class ConnectionQuota:
         self._max_bytes = 0
         self._rate_limiter = ByteRateLimiter(clock)
 
-    def set_rules(self, opening: Opening) -> None:
+    def set_rules(self, opening: EgressOpening) -> None:
         """Apply the rules of the newest opening to the session."""
         self._max_bytes = opening.rules.max_bytes
         self._rate_limiter.set_rate(opening.rules.bytes_per_second)
@@ -156,7 +156,7 @@ class ConnectionQuotas:
         self._tenants: Counter[str] = Counter()
 
     @contextlib.contextmanager
-    def enter(self, opening: Opening) -> Iterator[ConnectionQuota]:
+    def enter(self, opening: EgressOpening) -> Iterator[ConnectionQuota]:
         """Yield the session's quota for one more connection. Raises Refusal when no more connection is allowed."""
         quota = self._find(opening)
         self._check(opening, quota)
@@ -170,7 +170,7 @@ class ConnectionQuotas:
             if not self._tenants[opening.tenant]:
                 del self._tenants[opening.tenant]
 
-    def _check(self, opening: Opening, quota: ConnectionQuota) -> None:
+    def _check(self, opening: EgressOpening, quota: ConnectionQuota) -> None:
         if quota.is_used_up:
             raise quota.build_spent_refusal()
         max_connections = opening.rules.max_connections
@@ -187,7 +187,7 @@ class ConnectionQuotas:
                 "again later",
             )
 
-    def _find(self, opening: Opening) -> ConnectionQuota:
+    def _find(self, opening: EgressOpening) -> ConnectionQuota:
         key = (opening.tenant, opening.session)
         quota = self._sessions.setdefault(key, ConnectionQuota(self._clock))
         self._sessions.move_to_end(key)

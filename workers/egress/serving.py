@@ -12,7 +12,7 @@ from http import HTTPStatus
 
 import structlog
 
-from workers.egress.allowances import ConnectionQuota, ConnectionQuotas, Opening, parse_opening
+from workers.egress.allowances import ConnectionQuota, ConnectionQuotas, EgressOpening, parse_opening
 from workers.egress.destinations import Destinations
 from workers.egress.exchange import Exchange, read_head
 from workers.egress.hellos import UNRECOGNIZED_NAME, HelloGate
@@ -30,7 +30,7 @@ _ESTABLISHED = b"HTTP/1.1 200 Connection established\r\n\r\n"
 class _Record:
     """The facts of a log line. It never contains a path, a query or a header."""
 
-    opening: Opening | None = None
+    opening: EgressOpening | None = None
     request: ProxyRequest | None = None
     verdict: EgressVerdict = EgressVerdict.ALLOWED
     began_at: float = field(default_factory=time.monotonic)
@@ -141,7 +141,7 @@ class _Connection:
             else:
                 await self._exchange(self._host, request, rest, quota)
 
-    async def _read_opening(self) -> Opening | None:
+    async def _read_opening(self) -> EgressOpening | None:
         """Return sandboxd's opening, or None when the peer sent nothing, as a check that the proxy is running does."""
         try:
             async with asyncio.timeout(self._limits.opening_s):

@@ -6,7 +6,7 @@ from typing import Any
 
 from contract.calls import DEFAULT_TIMEOUT_S, MAX_TIMEOUT_S
 from contract.errors import ErrorCode, ToolFailure
-from contract.shell.commands import SHELLS, Script, parse_commands
+from contract.shell.commands import SHELLS, ShellScript, parse_commands
 from contract.shell.dangers import Level, classify
 from contract.specs import NO_NETWORK, ToolSpec
 from workers.sandbox_client import GuestResponse
@@ -180,7 +180,7 @@ def run_shown(request: Mapping[str, Any], body: bytes, environment: ToolEnvironm
     return GuestResponse(response.done, {**response.streams, **shown.streams})
 
 
-def _refuse(script: Script, folder: str, subject: str) -> None:
+def _refuse(script: ShellScript, folder: str, subject: str) -> None:
     danger = classify(script, folder)
     if danger.level >= Level.CATASTROPHIC:
         raise ToolFailure(

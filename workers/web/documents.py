@@ -5,7 +5,7 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
-from store.web_pages import Page
+from store.web_pages import WebPage
 from workers.web.charsets import decode_body
 from workers.web.fences import one_line, printable
 from workers.web.limits import Deadline
@@ -71,7 +71,7 @@ class Document:
     notes: tuple[str, ...] = ()
 
 
-def read_document(page: Page, kind: DocumentFormat, extractor: Extractor, deadline: Deadline) -> Document:
+def read_document(page: WebPage, kind: DocumentFormat, extractor: Extractor, deadline: Deadline) -> Document:
     """Convert a page to a document. Raises ToolFailure as Extractor.extract does."""
     name = media_type(page.content_type)
     if not reads_as_text(name):

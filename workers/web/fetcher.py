@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from http import HTTPStatus
 
 from contract.errors import ErrorCode, ToolFailure
-from store.web_pages import FRESH_S, Page, PageStore, fresh_for_s, may_be_kept, validator
+from store.web_pages import FRESH_S, PageStore, WebPage, fresh_for_s, may_be_kept, validator
 from workers.web.connections import build_tls
 from workers.web.egress import WebAccessRules
 from workers.web.exchange import ConnectionOptions, Head, HttpRequest, HttpResponse, exchange
@@ -28,7 +28,7 @@ class Fetched:
     `network`.
     """
 
-    page: Page
+    page: WebPage
     source: str
 
 
@@ -97,7 +97,7 @@ class Fetcher:
                 f"more than {self._per_minute} pages were fetched within a minute; continue in the next minute"
             )
 
-    def _is_still_allowed(self, stored: Page) -> bool:
+    def _is_still_allowed(self, stored: WebPage) -> bool:
         """Return whether the rules still allow the final URL of a stored page. The operator may have closed the host
         since.
         """
@@ -107,10 +107,10 @@ class Fetcher:
             return False
         return True
 
-    def _is_usable(self, stored: Page, reads_on: bool) -> bool:
+    def _is_usable(self, stored: WebPage, reads_on: bool) -> bool:
         return self._clock() < (stored.fetched_at + FRESH_S if reads_on else stored.fresh_until)
 
-    def _follow(self, target: Target, deadline: Deadline, stored: Page | None) -> _Hop:
+    def _follow(self, target: Target, deadline: Deadline, stored: WebPage | None) -> _Hop:
         redirects: tuple[str, ...] = ()
         base = target
         while True:
@@ -142,7 +142,7 @@ class Fetcher:
             raise _of_redirect(base, failure) from None
         return target
 
-    def _send_request(self, target: Target, deadline: Deadline, stored: Page | None) -> HttpResponse:
+    def _send_request(self, target: Target, deadline: Deadline, stored: WebPage | None) -> HttpResponse:
         addresses = [target.literal] if target.literal is not None else []
         addresses = addresses or list(self._resolver.resolve(target.host, deadline, self._limits.resolve_s))
         self._rules.check_addresses(target, addresses)
@@ -157,10 +157,10 @@ class Fetcher:
             return 0
         return None if 200 <= head.status < 300 else self._limits.error_body_bytes
 
-    def _page(self, requested: Target, hop: _Hop) -> Page:
+    def _page(self, requested: Target, hop: _Hop) -> WebPage:
         head, now = hop.response.head, self._clock()
         length = head.headers.get("content-length", "")
-        return Page(
+        return WebPage(
             url=requested.url,
             final_url=hop.target.url,
             status=head.status,
@@ -176,7 +176,7 @@ class Fetcher:
             fresh_until=now + fresh_for_s(head.headers),
         )
 
-    def _confirm(self, stored: Page, head: Head) -> Page:
+    def _confirm(self, stored: WebPage, head: Head) -> WebPage:
         now = self._clock()
         return stored.model_copy(update={"fetched_at": now, "fresh_until": now + fresh_for_s(head.headers)})
 
@@ -189,7 +189,7 @@ def _of_redirect(base: Target, failure: ToolFailure) -> ToolFailure:
     )
 
 
-def _conditions(target: Target, stored: Page | None) -> dict[str, str]:
+def _conditions(target: Target, stored: WebPage | None) -> dict[str, str]:
     """Return the conditional headers. Only the URL that delivered the stored page gets them."""
     if stored is None or target.url != stored.final_url:
         return {}

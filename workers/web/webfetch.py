@@ -7,7 +7,7 @@ from pydantic import JsonValue
 
 from contract.errors import ErrorCode, ToolFailure
 from contract.specs import ToolSpec
-from store.web_pages import Page
+from store.web_pages import WebPage
 from workers.tools.base import Outcome, ToolEnvironment, WorkerTool
 from workers.web.documents import Document, read_document
 from workers.web.fences import fence
@@ -106,7 +106,7 @@ def _build_part(fetched: Fetched, document: Document, start: int, max_chars: int
     )
 
 
-def _head(page: Page, document: Document) -> str:
+def _head(page: WebPage, document: Document) -> str:
     charset = "" if document.charset is None else f"; charset={document.charset}"
     lines = [
         f"url: {page.url}",

@@ -33,7 +33,7 @@ from store.batches import (
     BatchState,
     CallBody,
     ItemEnvironment,
-    Outcome,
+    ItemOutcome,
     RunLimits,
 )
 from store.connection import open_redis
@@ -147,7 +147,7 @@ def service(place: Place) -> Iterator[Service]:
         yield service
 
 
-async def find_outcomes(runs: BatchRuns, batch: str) -> list[Outcome]:
+async def find_outcomes(runs: BatchRuns, batch: str) -> list[ItemOutcome]:
     return [outcome async for outcome in runs.outcomes(batch)]
 
 
