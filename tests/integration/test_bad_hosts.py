@@ -194,12 +194,13 @@ async def test_the_check_looks_at_a_real_sandbox_and_leaves_nothing(api: APIClie
 
     assert evidence.problem is None
     assert {
-        name: states[name] for name in ("engine answers", "profile holds", "images are there", "workspaces are bounded")
+        name: states[name]
+        for name in ("engine answers", "profile holds", "images are present", "workspaces are limited")
     } == {
         "engine answers": "holds",
         "profile holds": "holds",
-        "images are there": "holds",
-        "workspaces are bounded": "holds",
+        "images are present": "holds",
+        "workspaces are limited": "holds",
     }
     assert states["files outlive their sandbox"] == "void"
     assert left == []
@@ -242,7 +243,7 @@ async def test_the_check_of_a_host_without_engine_still_says_all_that_it_can(
 
     assert rows["engine answers"].state == rows["profile holds"].state == "void"
     assert "start it" in rows["engine answers"].why
-    assert rows["network is what the class says"].state == "void"
+    assert rows["network follows the class"].state == "void"
     assert rows["large programs start"].state != "unknown"
 
 
@@ -271,7 +272,7 @@ async def test_an_egress_proxy_counts_for_the_check_as_it_does_for_sandboxes(
             evidence = await examine(settings, Plans(settings), engine)
     finally:
         engine.close()
-    row = next(row for row in judge(evidence) if row.name == "network is what the class says")
+    row = next(row for row in judge(evidence) if row.name == "network follows the class")
 
     assert row.state == state
     assert words in row.why

@@ -107,32 +107,47 @@ def test_an_old_runc_voids_the_promise_unless_the_distribution_has_mended_it() -
     ("name", "changes", "state", "word"),
     [
         ("system calls are filtered", {"facts": {"seccomp": False}}, "void", "no seccomp"),
-        ("runtimes are there", {"facts": {"runtimes": ("runc",)}}, "void", "no runsc"),
-        ("a second wall on files", {"facts": {"security": frozenset()}}, "void", "neither AppArmor nor SELinux"),
-        ("root inside is nobody outside", {"facts": {"security": frozenset({"rootless"})}}, "holds", "rootless"),
-        ("root inside is nobody outside", {"facts": {"security": frozenset()}}, "void", "no user namespace"),
-        ("memory and processes are bounded", {"facts": {"has_memory_limit": False}}, "void", "memory"),
-        ("memory and processes are bounded", {"facts": {"has_swap_limit": False}}, "holds", "cgroup v2"),
+        ("runtimes are installed", {"facts": {"runtimes": ("runc",)}}, "void", "no runsc"),
         (
-            "memory and processes are bounded",
+            "mandatory access control on files",
+            {"facts": {"security": frozenset()}},
+            "void",
+            "neither AppArmor nor SELinux",
+        ),
+        (
+            "root in a sandbox is not root on the host",
+            {"facts": {"security": frozenset({"rootless"})}},
+            "holds",
+            "rootless",
+        ),
+        (
+            "root in a sandbox is not root on the host",
+            {"facts": {"security": frozenset()}},
+            "void",
+            "no user namespace",
+        ),
+        ("memory and processes are limited", {"facts": {"has_memory_limit": False}}, "void", "memory"),
+        ("memory and processes are limited", {"facts": {"has_swap_limit": False}}, "holds", "cgroup v2"),
+        (
+            "memory and processes are limited",
             {"facts": {"has_swap_limit": False}, "host": {"swaps": ("/swap",)}},
             "void",
             "swap",
         ),
-        ("memory is there for all", {"host": {"memory_bytes": 4 * GIB}}, "void", "4096 MiB"),
-        ("memory is there for all", {"host": {"memory_bytes": None}}, "unknown", "cannot be read"),
+        ("memory suffices for all sandboxes", {"host": {"memory_bytes": 4 * GIB}}, "void", "4096 MiB"),
+        ("memory suffices for all sandboxes", {"host": {"memory_bytes": None}}, "unknown", "cannot be read"),
         ("large programs start", {"host": {"overcommit": 2}}, "void", "overcommit_memory is 2"),
-        ("secrets stay off the disk", {"host": {"swaps": ("/dev/zram0",)}}, "holds", "no swap on a disk"),
-        ("secrets stay off the disk", {"host": {"swaps": ("/dev/dm-1",)}}, "unknown", "may be encrypted"),
-        ("secrets stay off the disk", {"host": {"swaps": ("/dev/sda2", "/dev/dm-1")}}, "void", "/dev/sda2"),
-        ("secrets stay off the disk", {"host": {"swaps": None}}, "unknown", "cannot be read"),
-        ("per-user counters are apart", {"sandbox_runtime": "runc"}, "void", "1024 inotify instances"),
-        ("no shared core or page", {"host": {"smt_active": True}}, "void", "hyper-threads"),
-        ("no shared core or page", {"host": {"ksm_running": None}}, "unknown", "KSM"),
+        ("secrets are not written to disk", {"host": {"swaps": ("/dev/zram0",)}}, "holds", "no swap on a disk"),
+        ("secrets are not written to disk", {"host": {"swaps": ("/dev/dm-1",)}}, "unknown", "may be encrypted"),
+        ("secrets are not written to disk", {"host": {"swaps": ("/dev/sda2", "/dev/dm-1")}}, "void", "/dev/sda2"),
+        ("secrets are not written to disk", {"host": {"swaps": None}}, "unknown", "cannot be read"),
+        ("per-user limits are separate", {"sandbox_runtime": "runc"}, "void", "1024 inotify instances"),
+        ("no shared core or memory page", {"host": {"smt_active": True}}, "void", "hyper-threads"),
+        ("no shared core or memory page", {"host": {"ksm_running": None}}, "unknown", "KSM"),
         ("paths are resolved by the kernel", {"facts": {"kernel": "5.4.0-200"}}, "void", "no openat2"),
         ("paths are resolved by the kernel", {"facts": {"kernel": "?"}}, "unknown", "?"),
         ("the engine is on this host", {"facts": {"kernel": "6.10.14-linuxkit"}}, "void", "linuxkit"),
-        ("hostile tenants are apart", {"sandbox_runtime": "runc"}, "void", "class default"),
+        ("hostile tenants are isolated", {"sandbox_runtime": "runc"}, "void", "class default"),
     ],
 )
 def test_each_lack_of_a_host_voids_its_own_promise_and_says_what_to_do(
@@ -152,14 +167,14 @@ def test_only_what_sandboxd_needs_to_start_is_marked_as_needed() -> None:
 
     assert {row.name for row in judge(evidence) if row.is_needed and row.state == "void"} == {
         "system calls are filtered",
-        "runtimes are there",
+        "runtimes are installed",
     }
 
 
 def test_a_class_on_the_shared_kernel_is_named_beside_one_that_is_apart() -> None:
     classes = {"trusted": TenantClass(runtime="runc")}
 
-    row = row_of(build_evidence(tenant_classes=classes), "hostile tenants are apart")
+    row = row_of(build_evidence(tenant_classes=classes), "hostile tenants are isolated")
 
     assert row.state == "void"
     assert "class trusted:" in row.why
@@ -168,7 +183,7 @@ def test_a_class_on_the_shared_kernel_is_named_beside_one_that_is_apart() -> Non
 def test_the_memory_that_is_asked_for_is_that_of_the_largest_class() -> None:
     classes = {"big": TenantClass(memory_reserve_bytes=64 * GIB), "small": TenantClass(memory_reserve_bytes=GIB)}
 
-    row = row_of(build_evidence(tenant_classes=classes), "memory is there for all")
+    row = row_of(build_evidence(tenant_classes=classes), "memory suffices for all sandboxes")
 
     assert row.state == "void"
     assert "200 sandboxes of up to 65696 MiB" in row.why  # the mounts in memory, too
@@ -178,7 +193,7 @@ def test_the_memory_that_is_asked_for_is_that_of_the_largest_class() -> None:
 def test_a_missing_image_of_a_class_is_named() -> None:
     classes = {"data": TenantClass(image="theirs:2")}
 
-    row = row_of(build_evidence(tenant_classes=classes), "images are there")
+    row = row_of(build_evidence(tenant_classes=classes), "images are present")
 
     assert (row.state, row.is_needed) == ("void", False)
     assert "theirs:2" in row.why
@@ -197,7 +212,7 @@ def test_a_missing_image_of_a_class_is_named() -> None:
 def test_what_a_kind_of_workspace_promises(facts: WorkspaceFacts | None, quota: str, kept: str) -> None:
     evidence = replace(build_evidence(), workspaces=facts)
 
-    assert row_of(evidence, "workspaces are bounded").state == quota
+    assert row_of(evidence, "workspaces are limited").state == quota
     assert row_of(evidence, "files outlive their sandbox").state == kept
 
 
@@ -205,8 +220,8 @@ def test_a_class_with_network_whose_proxy_is_gone_has_none(tmp_path: Path) -> No
     classes = {"build": TenantClass(network="egress")}
     evidence = build_evidence(tenant_classes=classes, egress_socket=tmp_path / "proxy")
 
-    assert row_of(evidence, "network is what the class says").state == "holds"
-    gone = row_of(replace(evidence, egress_problem="no such file"), "network is what the class says")
+    assert row_of(evidence, "network follows the class").state == "holds"
+    gone = row_of(replace(evidence, egress_problem="no such file"), "network follows the class")
     assert (gone.state, gone.is_needed) == ("void", False)
     assert "has none at all" in gone.why
 

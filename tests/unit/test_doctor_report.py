@@ -32,11 +32,11 @@ def test_each_promise_is_a_line_and_what_to_do_stands_below_those_that_do_not_ho
 
 
 def test_a_void_promise_makes_no_host_unhealthy_and_a_missing_need_does() -> None:
-    report = Report(promises=[build_row("hostile tenants are apart", "void")])
+    report = Report(promises=[build_row("hostile tenants are isolated", "void")])
     report.add("engine", True, "Docker")
     assert report.is_healthy
 
-    report.promises.append(build_row("runtimes are there", "void", is_needed=True))
+    report.promises.append(build_row("runtimes are installed", "void", is_needed=True))
     assert not report.is_healthy
 
 

@@ -1,4 +1,4 @@
-"""Table of the guarantees of a host's sandboxes, derived only from evidence.
+"""Table of the promises of a host's sandboxes, derived only from evidence.
 
 The functions are pure; program.py collects the `Evidence`. No row raises an exception, for any state of the engine
 and any facts about the host.
@@ -144,12 +144,14 @@ def _judge_profile(evidence: Evidence) -> HostPromise:
     name = "profile holds"
     if evidence.problem is not None:
         return HostPromise(
-            name, "void", evidence.problem, "fix that and check again: sandboxd does not start before", is_needed=True
+            name,
+            "void",
+            evidence.problem,
+            "fix this problem and check again; until then sandboxd does not start",
+            is_needed=True,
         )
     runtimes = _list(plan.runtime for plan in evidence.plans.proofs())
-    return HostPromise(
-        name, "holds", f"a sandbox was started, inspected, found clean and removed, under {runtimes}", is_needed=True
-    )
+    return HostPromise(name, "holds", f"a sandbox was started, inspected and removed, under {runtimes}", is_needed=True)
 
 
 def _judge_filter(evidence: Evidence) -> HostPromise:
@@ -164,16 +166,16 @@ def _judge_filter(evidence: Evidence) -> HostPromise:
 
 
 def _judge_runtimes(evidence: Evidence) -> HostPromise:
-    name = "runtimes are there"
+    name = "runtimes are installed"
     if evidence.facts is None:
         return _engine_unknown(name)
     missing = sorted(evidence.plans.runtimes() - set(evidence.facts.runtimes))
     if missing:
-        why = f"the engine has no {_list(missing)} (it has {_list(sorted(evidence.facts.runtimes))})"
+        reason = f"the engine has no {_list(missing)} (it has {_list(sorted(evidence.facts.runtimes))})"
         return HostPromise(
             name,
             "void",
-            why,
+            reason,
             "install it, or change TOOLCREW_SANDBOX_RUNTIME or the tenant class's runtime",
             is_needed=True,
         )
@@ -181,7 +183,7 @@ def _judge_runtimes(evidence: Evidence) -> HostPromise:
 
 
 def _judge_images(evidence: Evidence) -> HostPromise:
-    name = "images are there"
+    name = "images are present"
     if evidence.facts is None:
         return _engine_unknown(name)
     missing = sorted(image for image in evidence.plans.local_images() if evidence.images.get(image) is None)
@@ -208,8 +210,8 @@ def _judge_runc(evidence: Evidence) -> HostPromise:
         return HostPromise(
             name,
             "unknown",
-            "no class uses runc; what its runtime has fixed is not known here",
-            "follow that runtime's advisories",
+            "no class uses runc; the fixes of other runtimes are not known here",
+            "read the security advisories of the runtime",
         )
     version = evidence.facts.components.get("runc", "")
     is_fixed = is_runc_fixed(version)
@@ -224,7 +226,7 @@ def _judge_runc(evidence: Evidence) -> HostPromise:
         return HostPromise(
             name,
             "holds",
-            f"runc {version} has the fixes of November 2025; a kernel's unknown faults are no part of this",
+            f"runc {version} has the fixes of November 2025; unknown faults of the kernel are not covered",
         )
     remedy = (
         "install runc 1.2.8, 1.3.3 or later; or check in your distribution's changelog that CVE-2025-31133, "
@@ -251,49 +253,51 @@ def is_runc_fixed(version: str) -> bool | None:
 
 
 def _judge_tenants(evidence: Evidence) -> HostPromise:
-    name = "hostile tenants are apart"
+    name = "hostile tenants are isolated"
     sharing = _classes_on_shared_kernel(evidence)
     if not sharing:
         runtimes = _list(sorted(evidence.plans.runtimes()))
         return HostPromise(
-            name, "holds", f"every class has a runtime with a kernel of its own, going by its name: {runtimes}"
+            name, "holds", f"the runtime of every class has a kernel of its own, by its name: {runtimes}"
         )
-    why = f"class {_list(sharing)}: sandboxes share this host's kernel, so a fault of the kernel affects every tenant"
-    return HostPromise(
-        name, "void", why, "a runtime as gVisor or Kata for the tenant class, or a host for each such tenant"
+    reason = (
+        f"class {_list(sharing)}: sandboxes share this host's kernel, so a fault of the kernel affects every tenant"
     )
+    return HostPromise(name, "void", reason, "use gVisor or Kata for the tenant class, or a host for each such tenant")
 
 
-def _judge_mandatory(evidence: Evidence) -> HostPromise:
-    name = "a second wall on files"
+def _judge_access_control(evidence: Evidence) -> HostPromise:
+    name = "mandatory access control on files"
     if evidence.facts is None:
         return _engine_unknown(name)
     modules = sorted(evidence.facts.security & {"apparmor", "selinux"})
     if modules:
-        return HostPromise(name, "holds", f"{_list(modules)}, with the engine's own policy")
+        return HostPromise(name, "holds", f"{_list(modules)}, with the engine's default policy")
     return HostPromise(
         name, "void", "the engine uses neither AppArmor nor SELinux", "enable one of them in the kernel and the engine"
     )
 
 
-def _judge_users(evidence: Evidence) -> HostPromise:
-    name = "root inside is nobody outside"
+def _judge_user_namespace(evidence: Evidence) -> HostPromise:
+    name = "root in a sandbox is not root on the host"
     if evidence.facts is None:
         return _engine_unknown(name)
     features = sorted(evidence.facts.security & {"userns", "rootless"})
     if features:
         return HostPromise(name, "holds", f"the engine has {_list(features)}")
-    explanation = "no user namespace: uid 1000 and a faulty runtime's root are those of the host"
-    return HostPromise(name, "void", explanation, "userns-remap in the engine's configuration, or a rootless engine")
+    reason = "no user namespace: uid 1000, and root after a fault of the runtime, have the rights of the host's users"
+    return HostPromise(name, "void", reason, "set userns-remap in the engine's configuration, or use a rootless engine")
 
 
-def _judge_limits(evidence: Evidence) -> HostPromise:
-    name = "memory and processes are bounded"
+def _judge_resource_limits(evidence: Evidence) -> HostPromise:
+    name = "memory and processes are limited"
     facts = evidence.facts
     if facts is None:
         return _engine_unknown(name)
     missing = [
-        what for what, has in (("memory", facts.has_memory_limit), ("processes", facts.has_pids_limit)) if not has
+        resource
+        for resource, is_limited in (("memory", facts.has_memory_limit), ("processes", facts.has_pids_limit))
+        if not is_limited
     ]
     if not facts.has_swap_limit and evidence.host.swaps != ():
         missing.append("swap")
@@ -301,14 +305,14 @@ def _judge_limits(evidence: Evidence) -> HostPromise:
         return HostPromise(
             name,
             "void",
-            f"the kernel does not count {_list(missing)} by group",
+            f"the kernel does not limit {_list(missing)} by control group",
             "boot with cgroup_enable=memory swapaccount=1",
         )
     return HostPromise(name, "holds", f"by cgroup v{facts.cgroup_version}")
 
 
-def _judge_room(evidence: Evidence) -> HostPromise:
-    name = "memory is there for all"
+def _judge_memory(evidence: Evidence) -> HostPromise:
+    name = "memory suffices for all sandboxes"
     host_bytes = evidence.host.memory_bytes
     if host_bytes is None:
         return HostPromise(name, "unknown", "the size of this host's memory cannot be read", "mount /proc")
@@ -318,14 +322,12 @@ def _judge_room(evidence: Evidence) -> HostPromise:
     sum_text = f"{max_sandboxes} sandboxes of up to {sandbox_bytes // _MIB} MiB on {host_bytes // _MIB} MiB"
     if max_sandboxes * sandbox_bytes <= host_bytes:
         return HostPromise(name, "holds", sum_text)
-    explanation = (
-        f"{sum_text}: if all used what they may at once, the kernel would end some, and the host would be slow"
-    )
+    reason = f"{sum_text}: if all sandboxes use their limit, the kernel kills some of them and the host is slow"
     return HostPromise(
         name,
         "void",
-        explanation,
-        f"TOOLCREW_MAX_SANDBOXES of {max(1, host_bytes // sandbox_bytes)}, or take the risk: few use all they may",
+        reason,
+        f"set TOOLCREW_MAX_SANDBOXES to {max(1, host_bytes // sandbox_bytes)}, or accept the risk",
     )
 
 
@@ -338,14 +340,14 @@ def _judge_overcommit(evidence: Evidence) -> HostPromise:
         return HostPromise(
             name,
             "void",
-            "vm.overcommit_memory is 2: node and others reserve more than they use",
+            "vm.overcommit_memory is 2, but Node.js and other programs reserve more memory than they use",
             "set vm.overcommit_memory to 0 or 1",
         )
     return HostPromise(name, "holds", f"vm.overcommit_memory is {mode}")
 
 
 def _judge_swap(evidence: Evidence) -> HostPromise:
-    name = "secrets stay off the disk"
+    name = "secrets are not written to disk"
     swaps = evidence.host.swaps
     if swaps is None:
         return HostPromise(name, "unknown", "/proc/swaps cannot be read", "mount /proc")
@@ -354,64 +356,66 @@ def _judge_swap(evidence: Evidence) -> HostPromise:
         return HostPromise(name, "holds", "no swap on a disk")
     if all(device.startswith(("/dev/dm-", "/dev/mapper/")) for device in on_disk):
         return HostPromise(
-            name, "unknown", f"swap on {_list(on_disk)}, which may be encrypted", "see that it is, with `dmsetup table`"
+            name, "unknown", f"swap on {_list(on_disk)}, which may be encrypted", "check it with `dmsetup table`"
         )
     return HostPromise(
         name,
         "void",
         f"memory of sandboxd and workers may be written to {_list(on_disk)}",
-        "swapoff, or encrypt the swap",
+        "run swapoff, or encrypt the swap",
     )
 
 
 def _judge_quota(evidence: Evidence) -> HostPromise:
-    name = "workspaces are bounded"
+    name = "workspaces are limited"
     workspaces = evidence.workspaces
     if workspaces is None:
-        return HostPromise(name, "unknown", "no workspace was made", "fix the rows above and check again")
+        return HostPromise(name, "unknown", "no workspace was created", "fix the rows above, then check again")
     if not workspaces.is_hard:
-        why = f"{workspaces.kind}: watched only, a fast writer gets past it{_note(workspaces)}"
+        reason = (
+            f"{workspaces.kind}: the size is only measured, so a fast program can exceed the limit{_note(workspaces)}"
+        )
         return HostPromise(
-            name, "void", why, "run sandboxd as root with e2fsprogs and loop devices: workspaces are images then"
+            name,
+            "void",
+            reason,
+            "run sandboxd as root with e2fsprogs and loop devices; workspaces are then disk images",
         )
     return HostPromise(name, "holds", f"{workspaces.kind}: the kernel enforces bytes and number of files")
 
 
-def _judge_kept(evidence: Evidence) -> HostPromise:
+def _judge_persistence(evidence: Evidence) -> HostPromise:
     name = "files outlive their sandbox"
     workspaces = evidence.workspaces
     if workspaces is None:
-        return HostPromise(name, "unknown", "no workspace was made", "fix the rows above and check again")
+        return HostPromise(name, "unknown", "no workspace was created", "fix the rows above, then check again")
     if workspaces.kind == "tmpfs":
-        why = f"tmpfs: a sandbox that dies takes its session's files along{_note(workspaces)}"
+        reason = f"tmpfs: the files of a session are lost with its sandbox{_note(workspaces)}"
         return HostPromise(
             name,
             "void",
-            why,
-            "sandboxd as root with TOOLCREW_SANDBOX_WORKSPACE=auto or image, or as uid 1000 with folder",
+            reason,
+            "run sandboxd as root with TOOLCREW_SANDBOX_WORKSPACE=auto or image, or as uid 1000 with folder",
         )
     return HostPromise(name, "holds", f"{workspaces.kind}: kept below {evidence.settings.state()}")
 
 
 def _judge_inotify(evidence: Evidence) -> HostPromise:
-    name = "per-user counters are apart"
+    name = "per-user limits are separate"
     sharing, instances = _classes_on_shared_kernel(evidence), evidence.host.inotify_instances
     if not sharing:
-        return HostPromise(name, "holds", "each sandbox's kernel counts for itself")
+        return HostPromise(name, "holds", "each sandbox has a kernel with counters of its own")
     shown = "an unknown number of" if instances is None else str(instances)
-    why = (
-        f"all sandboxes are one user to the kernel: {shown} inotify instances are for all, and one sandbox can take "
-        "them"
+    reason = (
+        f"the kernel sees all sandboxes as one user: they share {shown} inotify instances, and one sandbox can use all"
     )
-    return HostPromise(
-        name, "void", why, "raise fs.inotify.max_user_instances; gVisor or Kata for tenants where it matters"
-    )
+    return HostPromise(name, "void", reason, "raise fs.inotify.max_user_instances, or use gVisor or Kata")
 
 
 def _judge_side_channels(evidence: Evidence) -> HostPromise:
-    name = "no shared core or page"
+    name = "no shared core or memory page"
     host = evidence.host
-    risks = [what for what, is_on in (("hyper-threads", host.smt_active), ("KSM", host.ksm_running)) if is_on]
+    risks = [risk for risk, is_on in (("hyper-threads", host.smt_active), ("KSM", host.ksm_running)) if is_on]
     if risks:
         return HostPromise(
             name,
@@ -423,8 +427,8 @@ def _judge_side_channels(evidence: Evidence) -> HostPromise:
         return HostPromise(
             name,
             "unknown",
-            "/sys does not say all of hyper-threads and KSM",
-            "look with `lscpu` and in /sys/kernel/mm/ksm/run",
+            "/sys does not show whether hyper-threads and KSM are on",
+            "check `lscpu` and /sys/kernel/mm/ksm/run",
         )
     return HostPromise(name, "holds", "hyper-threads and KSM are off; caches are still shared")
 
@@ -440,12 +444,14 @@ def _judge_kernel(evidence: Evidence) -> HostPromise:
             name, "unknown", f"the engine reports '{kernel[:60]}' as its kernel", "check that it is 5.6 or later"
         )
     if (int(match[1]), int(match[2])) < _OPENAT2:
-        why = f"kernel {kernel} has no openat2: file tools walk each path step by step, slower and as safe"
-        return HostPromise(name, "void", why, "use a kernel of 5.6 or later")
+        reason = (
+            f"kernel {kernel} has no openat2: file tools open each part of a path, which is slower and equally safe"
+        )
+        return HostPromise(name, "void", reason, "use a kernel of 5.6 or later")
     return HostPromise(name, "holds", f"kernel {kernel} has openat2")
 
 
-def _judge_place(evidence: Evidence) -> HostPromise:
+def _judge_engine_host(evidence: Evidence) -> HostPromise:
     name = "the engine is on this host"
     if evidence.facts is None:
         return _engine_unknown(name)
@@ -453,27 +459,29 @@ def _judge_place(evidence: Evidence) -> HostPromise:
     if ours is None:
         return HostPromise(name, "unknown", "this host's kernel version cannot be read", "mount /proc")
     if ours != theirs:
-        why = (
-            f"its kernel is {theirs}, this host's is {ours}: what is said here of memory, swap and workspaces is not "
-            "of the engine's host"
+        reason = (
+            f"the engine's kernel is {theirs}, this host's kernel is {ours}: the rows about memory, swap and "
+            "workspaces do not describe the engine's host"
         )
-        return HostPromise(name, "void", why, "run sandboxd where the engine runs")
+        return HostPromise(name, "void", reason, "run sandboxd where the engine runs")
     return HostPromise(name, "holds", f"kernel {ours}")
 
 
 def _judge_egress(evidence: Evidence) -> HostPromise:
-    name = "network is what the class says"
+    name = "network follows the class"
     classes = sorted(label for label, terms in evidence.plans.classes.items() if terms.network == "egress")
     if not classes:
-        return HostPromise(name, "holds", "no class has network: none")
+        return HostPromise(name, "holds", "no class has network")
     if evidence.egress_problem is not None:
-        explanation = f"class {_list(classes)} has none at all: {evidence.egress_problem}"
+        reason = f"class {_list(classes)} has no network: {evidence.egress_problem}"
         remedy = (
             "start `python -m workers.egress` with the same TOOLCREW_EGRESS_SOCKET, under a uid that "
             "TOOLCREW_EGRESS_UIDS allows"
         )
-        return HostPromise(name, "void", explanation, remedy)
-    return HostPromise(name, "holds", f"class {_list(classes)} through the egress proxy, all others none")
+        return HostPromise(name, "void", reason, remedy)
+    return HostPromise(
+        name, "holds", f"class {_list(classes)} through the egress proxy, all other classes have no network"
+    )
 
 
 _ROWS: Final[tuple[Callable[[Evidence], HostPromise], ...]] = (
@@ -484,19 +492,19 @@ _ROWS: Final[tuple[Callable[[Evidence], HostPromise], ...]] = (
     _judge_images,
     _judge_runc,
     _judge_tenants,
-    _judge_mandatory,
-    _judge_users,
-    _judge_limits,
-    _judge_room,
+    _judge_access_control,
+    _judge_user_namespace,
+    _judge_resource_limits,
+    _judge_memory,
     _judge_overcommit,
     _judge_quota,
-    _judge_kept,
+    _judge_persistence,
     _judge_egress,
     _judge_swap,
     _judge_inotify,
     _judge_side_channels,
     _judge_kernel,
-    _judge_place,
+    _judge_engine_host,
 )
 
 
@@ -508,7 +516,7 @@ def _classes_on_shared_kernel(evidence: Evidence) -> list[str]:
 
 
 def _engine_unknown(name: str) -> HostPromise:
-    return HostPromise(name, "unknown", "the engine does not answer", "fix that first")
+    return HostPromise(name, "unknown", "the engine does not answer", "fix the engine first")
 
 
 def _note(workspaces: WorkspaceFacts) -> str:
