@@ -13,7 +13,7 @@ from typing import Any, Literal
 from contract.errors import SandboxUnavailable
 from tests.fake_engine import Behaviour, FakeEngine
 from workers.sandbox_client import SandboxClient
-from workers.sandboxd.connection import Server
+from workers.sandboxd.connection import RequestServer
 from workers.sandboxd.control import ControlRequests
 from workers.sandboxd.disks.base import WorkspaceMount, Workspaces, WorkspaceSize
 from workers.sandboxd.disks.tmpfs import TmpfsWorkspaces
@@ -213,7 +213,7 @@ class Sandboxd:
 
     path: Path
     host: FakeHost
-    server: Server
+    server: RequestServer
     control: ControlRequests
     clients: list[SandboxClient] = field(default_factory=list)
 
@@ -250,7 +250,7 @@ async def running_sandboxd(
     allowed = frozenset({os.geteuid()}) if uids is None else uids
     shelf = SkillStore(host.engine, "default", {})  # type: ignore[arg-type]
     control = ControlRequests(host.sessions, plans, checkpoints, files, shelf, lambda: {"boot": "b00t"})
-    server = Server(host.sessions, control.answer, allowed)
+    server = RequestServer(host.sessions, control.answer, allowed)
     listening = await server.listen(path / "sandboxd.sock", 0o600)
     daemon = Sandboxd(path / "sandboxd.sock", host, server, control)
     try:

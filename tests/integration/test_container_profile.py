@@ -73,13 +73,13 @@ def answers(box: Box, probe: str) -> dict[str, str]:
     return ask(box, probe)
 
 
-def test_the_engine_confirms_every_promise_before_the_guest_starts(engine: APIClient) -> None:
+def test_the_engine_confirms_every_hardening_rule_before_the_guest_starts(engine: APIClient) -> None:
     config = build_config(engine)
     with open_container(engine, config) as container:
         assert find_drift(config, engine.inspect_container(container)) == []
 
 
-def test_the_engine_confirms_every_promise_of_a_running_container(engine: APIClient, box: Box) -> None:
+def test_the_engine_confirms_every_hardening_rule_of_a_running_container(engine: APIClient, box: Box) -> None:
     assert find_drift(build_config(engine) | {"Entrypoint": ["/bin/sh"]}, box.inspect()) == []
 
 

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workers.sandboxd.runtime.engine_gate import Admission, Breaker
+from workers.sandboxd.runtime.engine_gate import Breaker, BreakerDecision
 
 
 class Clock:
@@ -24,7 +24,7 @@ def open_breaker(clock: Clock) -> Breaker:
 def fail_probe(breaker: Breaker, clock: Clock) -> float:
     """Wait until a probe is allowed, and let it fail. Return the new pause."""
     clock.now += breaker.next_try_s
-    assert breaker.admit() is Admission.PROBE
+    assert breaker.admit() is BreakerDecision.PROBE
     breaker.probe_failed("still no answer")
     return breaker.next_try_s
 
@@ -37,7 +37,7 @@ def test_a_few_silences_in_a_row_open_it_and_an_answer_between_does_not() -> Non
 
     assert not breaker.is_open
     assert breaker.failed("no answer") is True
-    assert breaker.admit() is Admission.REFUSE
+    assert breaker.admit() is BreakerDecision.REFUSE
 
 
 def test_the_pause_grows_with_each_failed_probe_up_to_its_longest() -> None:
@@ -54,9 +54,13 @@ def test_one_caller_at_a_time_probes() -> None:
     breaker = open_breaker(clock)
     clock.now += 1
 
-    assert [breaker.admit() for _ in range(3)] == [Admission.PROBE, Admission.REFUSE, Admission.REFUSE]
+    assert [breaker.admit() for _ in range(3)] == [
+        BreakerDecision.PROBE,
+        BreakerDecision.REFUSE,
+        BreakerDecision.REFUSE,
+    ]
     breaker.probe_dropped()
-    assert breaker.admit() is Admission.PROBE
+    assert breaker.admit() is BreakerDecision.PROBE
 
 
 def test_calls_that_were_under_way_when_it_opened_do_not_lengthen_the_pause() -> None:
@@ -124,9 +128,9 @@ def test_whatever_happens_it_opens_only_after_silences_and_never_for_longer_than
             clock.now += move
         elif move == "admit":
             admission = breaker.admit()
-            assert (admission is Admission.GO) == (not was_open)
-            assert not (admission is Admission.PROBE and is_probing)
-            is_probing = is_probing or admission is Admission.PROBE
+            assert (admission is BreakerDecision.GO) == (not was_open)
+            assert not (admission is BreakerDecision.PROBE and is_probing)
+            is_probing = is_probing or admission is BreakerDecision.PROBE
         elif move.startswith("probe_") and is_probing:
             is_probing = False
             if move == "probe_failed":
@@ -141,12 +145,16 @@ def test_whatever_happens_it_opens_only_after_silences_and_never_for_longer_than
         elif move == "answered":
             in_row, is_probing = 0, False
             assert breaker.answered() == was_open
-            assert breaker.admit() is Admission.GO
+            assert breaker.admit() is BreakerDecision.GO
         if not breaker.is_open:
             is_probing = False
         assert 0 <= breaker.next_try_s <= 30.0
         assert breaker.is_open or breaker.next_try_s == 0
     clock.now += 31
     assert breaker.admit() in (
-        {Admission.GO} if not breaker.is_open else {Admission.REFUSE} if is_probing else {Admission.PROBE}
+        {BreakerDecision.GO}
+        if not breaker.is_open
+        else {BreakerDecision.REFUSE}
+        if is_probing
+        else {BreakerDecision.PROBE}
     )

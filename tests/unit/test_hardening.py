@@ -17,7 +17,7 @@ from workers.sandboxd.runtime.hardening import (
     SandboxLimits,
     SandboxSpec,
     build_container_config,
-    build_promises,
+    build_rules,
     find_drift,
 )
 
@@ -38,7 +38,7 @@ def build(**changes: Any) -> dict[str, Any]:
 
 
 def inspected_of(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the report of an engine that keeps every promise: with its own defaults added, and empty lists and maps
+    """Return the report of an engine that follows every rule: with its own defaults added, and empty lists and maps
     as null.
     """
     shown = copy.deepcopy(dict(config))
@@ -169,10 +169,10 @@ def test_another_mount_than_was_asked_for_is_a_drift() -> None:
 
 
 def test_every_row_says_why() -> None:
-    promises = build_promises(SandboxSpec("i", "runc", SandboxLimits(), {}, SECCOMP, cgroup_version=1))
+    rules = build_rules(SandboxSpec("i", "runc", SandboxLimits(), {}, SECCOMP, cgroup_version=1))
 
-    assert [promise.place for promise in promises] == [place for place in dict.fromkeys(p.place for p in promises)]
-    assert all(promise.why for promise in promises)
+    assert [rule.place for rule in rules] == [place for place in dict.fromkeys(p.place for p in rules)]
+    assert all(rule.why for rule in rules)
 
 
 def test_cgroup_version_2_has_no_swappiness_and_loses_nothing_else() -> None:

@@ -9,7 +9,7 @@ import pytest
 from contract.errors import ErrorCode, SandboxUnavailable, ToolFailure
 from store.archives.folder import FolderStore
 from tests.local_guest import LocalGuest
-from workers.sandboxd.archives.checkpoints import Checkpoint, Checkpoints
+from workers.sandboxd.archives.checkpoints import Checkpoints, StoredCheckpoint
 
 
 @pytest.fixture
@@ -25,7 +25,7 @@ def checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Checkpoints:
     return Checkpoints(FolderStore(tmp_path / "store"), max_checkpoints=2)
 
 
-async def save(checkpoints: Checkpoints, root: Path, tenant: str = "acme") -> Checkpoint:
+async def save(checkpoints: Checkpoints, root: Path, tenant: str = "acme") -> StoredCheckpoint:
     return await checkpoints.save(tenant, LocalGuest(), roots=(str(root),))
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from contract.errors import SandboxUnavailable, ToolFailure
 from tests.fake_sandboxd import running_sandboxd
-from workers.sandboxd.archives.checkpoints import Checkpoint
+from workers.sandboxd.archives.checkpoints import StoredCheckpoint
 
 SOON_S = 10.0
 
@@ -22,13 +22,13 @@ class GatedCheckpoints:
         self.at_once = 0
         self.most_at_once = 0
 
-    async def save(self, *_: object, **__: object) -> Checkpoint:
+    async def save(self, *_: object, **__: object) -> StoredCheckpoint:
         self.at_once += 1
         self.most_at_once = max(self.most_at_once, self.at_once)
         self.saving.set()
         await self.go.wait()
         self.at_once -= 1
-        return Checkpoint("c1", 1, "0" * 64)
+        return StoredCheckpoint("c1", 1, "0" * 64)
 
 
 async def no_body(size: int) -> AsyncIterator[bytes]:

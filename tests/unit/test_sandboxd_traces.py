@@ -22,7 +22,7 @@ from tests.fake_sandboxd import (
     running_sandboxd,
 )
 from tests.sandboxd_calls import SOON_S, call
-from workers.sandboxd.archives.checkpoints import Checkpoint
+from workers.sandboxd.archives.checkpoints import StoredCheckpoint
 from workers.sandboxd.session import SessionActivity
 from workers.sandboxd.sessions import NewSession
 
@@ -39,13 +39,13 @@ class Store:
         self.go = asyncio.Event()
         self.go.set()
 
-    async def save(self, *_: object, is_automatic: bool, **__: object) -> Checkpoint:
+    async def save(self, *_: object, is_automatic: bool, **__: object) -> StoredCheckpoint:
         self.automatic.append(is_automatic)
         self.saving.set()
         await self.go.wait()
         if self.fails:
             raise SandboxUnavailable("the store's disk is full")
-        return Checkpoint(f"c{len(self.automatic)}", 1, "0" * 64)
+        return StoredCheckpoint(f"c{len(self.automatic)}", 1, "0" * 64)
 
 
 async def row(daemon: Sandboxd) -> dict[str, Any]:

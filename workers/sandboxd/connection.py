@@ -40,7 +40,7 @@ _JOB_OPS = ("job_start", "job_poll", "job_input", "job_kill", "job_list")
 _OPS = ("exec", "read_text", "read_file", "write_file", "write_text", "edit_text", "glob", "grep", "ping", *_JOB_OPS)
 
 
-class Server:
+class RequestServer:
     """Listens for workers and serves one request at a time on each connection. A closed connection cancels its call."""
 
     def __init__(self, sessions: Sessions, answer_control: AnswerControl, uids: frozenset[int]) -> None:

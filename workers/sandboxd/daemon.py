@@ -26,7 +26,7 @@ from store.archives.choice import open_store
 from workers.lifeline import hold_lifeline
 from workers.sandboxd.archives.checkpoints import MAX_CHECKPOINTS, Checkpoints
 from workers.sandboxd.archives.workspaces import WorkspaceFiles
-from workers.sandboxd.connection import OWNER, Server
+from workers.sandboxd.connection import OWNER, RequestServer
 from workers.sandboxd.control import ControlRequests
 from workers.sandboxd.disks.choice import Choice, choose_without_images, choose_workspaces
 from workers.sandboxd.egress.relay import ProxyStreams, open_proxy
@@ -409,11 +409,11 @@ async def _run(settings: SandboxdSettings, engine: Engine, received: Sequence[in
         control = ControlRequests(
             daemon.sessions, daemon.setup.plans, daemon.checkpoints, daemon.files, daemon.setup.skills, daemon.describe
         )
-        server = Server(daemon.sessions, control.answer, settings.allowed_uids())
+        server = RequestServer(daemon.sessions, control.answer, settings.allowed_uids())
         await _serve(settings, server, daemon, received)
 
 
-async def _serve(settings: SandboxdSettings, server: Server, daemon: Daemon, received: Sequence[int]) -> None:
+async def _serve(settings: SandboxdSettings, server: RequestServer, daemon: Daemon, received: Sequence[int]) -> None:
     """Serve until the task is cancelled. A signal that cancels it is then in `received`."""
     path = settings.sandboxd_socket
     listening = await server.listen(path, socket_mode(settings.allowed_uids()))

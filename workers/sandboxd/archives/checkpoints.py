@@ -29,7 +29,7 @@ _AUTOMATIC_ID = re.compile(r"auto-([0-9a-f]{8,12})-[A-Za-z0-9_-]{24}")
 
 
 @dataclass(frozen=True)
-class Checkpoint:
+class StoredCheckpoint:
     """A stored checkpoint: size in bytes and sha256 in hex. `skipped`: number of sockets, which are not stored.
     `is_torn`: files changed while they were read.
     """
@@ -61,7 +61,7 @@ class Checkpoints:
         roots: tuple[str, ...] = ROOTS,
         max_bytes: int = MAX_ARCHIVE_BYTES,
         is_automatic: bool = False,
-    ) -> Checkpoint:
+    ) -> StoredCheckpoint:
         """Save the roots of a sandbox. `is_automatic`: no client requested it, so it does not count towards the limit
         and is deleted by its age.
 
@@ -75,7 +75,7 @@ class Checkpoints:
             stored = await self._store.put(f"{tenant}/{name}", chunks)
         facts = packing.facts
         assert facts is not None
-        return Checkpoint(name, stored.bytes, stored.sha256, facts.skipped, facts.is_torn)
+        return StoredCheckpoint(name, stored.bytes, stored.sha256, facts.skipped, facts.is_torn)
 
     async def load(self, tenant: str, checkpoint: str, sandbox: Guest, *, roots: tuple[str, ...] = ROOTS) -> None:
         """Unpack a checkpoint into an empty sandbox. When it raises, the sandbox holds a part and must not be used.

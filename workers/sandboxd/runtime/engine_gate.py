@@ -29,7 +29,7 @@ LONGEST_PAUSE_S: Final = 30.0
 T = TypeVar("T")
 
 
-class Admission(Enum):
+class BreakerDecision(Enum):
     """The breaker's decision for a caller. `PROBE`: check that the engine answers and report the result; only one
     caller at a time gets it.
     """
@@ -77,16 +77,16 @@ class Breaker:
         """Seconds until the next probe; 0 when a probe may run now or is running."""
         return max(0.0, self._next_try_at - self._clock()) if self.is_open else 0.0
 
-    def admit(self) -> Admission:
+    def admit(self) -> BreakerDecision:
         """Decide about a call. After `PROBE` the caller must call `probe_failed`, `probe_answered` or
         `probe_dropped`.
         """
         if not self.is_open:
-            return Admission.GO
+            return BreakerDecision.GO
         if self._is_probing or self.next_try_s > 0:
-            return Admission.REFUSE
+            return BreakerDecision.REFUSE
         self._is_probing = True
-        return Admission.PROBE
+        return BreakerDecision.PROBE
 
     def failed(self, error: str) -> bool:
         """Note a call without an answer. Returns whether this opened the breaker. Calls that were in progress when it
@@ -310,9 +310,9 @@ class EngineGate:
 
     async def _admit(self) -> None:
         admission = self._breaker.admit()
-        if admission is Admission.PROBE:
+        if admission is BreakerDecision.PROBE:
             await self._ask_probe()
-        elif admission is Admission.REFUSE:
+        elif admission is BreakerDecision.REFUSE:
             raise SandboxUnavailable(self._silence())
 
     async def _ask_probe(self) -> None:

@@ -145,18 +145,18 @@ class SandboxSpec:
 
 
 @dataclass(frozen=True)
-class Promise:
-    """A hardening rule: its place in the create body, the requested value, and the reason."""
+class HardeningRule:
+    """A rule for a container: its place in the create body, the requested value, and the reason."""
 
     place: str
     value: object
     why: str
 
 
-def build_promises(spec: SandboxSpec) -> tuple[Promise, ...]:
-    """Return the table."""
+def build_rules(spec: SandboxSpec) -> tuple[HardeningRule, ...]:
+    """Return all hardening rules of a container."""
     limits, memory = spec.limits, spec.memory_bytes
-    row = Promise
+    row = HardeningRule
     table = [
         row("Image", spec.image, "what runs; the caller has checked it against the list of allowed digests"),
         row("User", f"{UID}:{UID}", "never root, not even to set up"),
@@ -307,9 +307,9 @@ def build_container_config(spec: SandboxSpec) -> dict[str, object]:
     """Return the body of `POST /containers/create`."""
     host: dict[str, object] = {}
     config: dict[str, object] = {}
-    for promise in build_promises(spec):
-        section, _, name = promise.place.rpartition(".")
-        (host if section == "HostConfig" else config)[name] = promise.value
+    for rule in build_rules(spec):
+        section, _, name = rule.place.rpartition(".")
+        (host if section == "HostConfig" else config)[name] = rule.value
     return {**config, "HostConfig": host}
 
 
