@@ -28,16 +28,18 @@ class OrchestratorSettings(SharedSettings, LogSettings):
     ships. A batch team changes it for each experiment.
     """
     dialect: Literal["native", "tags", "json", "auto"] | None = None
-    """How the model writes tool calls; `auto`: the best way that the model can do (docs/agents.md). Without a value:
-    `auto` for small models, `native` for others. A batch team changes it for a model without native tool calls.
+    """The format in which the model writes tool calls; `auto`: the best format that the model can write
+    (docs/agents.md). Without a value: `auto` for small models, `native` for others. A batch team changes it for a model
+    without native tool calls.
     """
     approvals: Literal["auto", "ask", "never", "queue"] = "ask"
-    """What happens to a call that needs approval: `ask` at the terminal, `auto` allows it, `never` denies it, `queue`
-    waits for an answer from elsewhere (docs/approvals.md). A batch team sets it for runs without a terminal.
+    """The treatment of a call that needs approval: `ask` asks at the terminal, `auto` allows the call, `never` denies
+    it, `queue` waits for an answer from elsewhere (docs/approvals.md). A batch team sets it for runs without a
+    terminal.
     """
     approvers: Literal["tenant", "operator"] = "tenant"
-    """Who may answer the queue of questions: the tenant too, or operators only (docs/approvals.md). The operator
-    changes it for a tenant that must not approve its own calls.
+    """The people who may answer the queue of questions: `tenant` includes the tenant, `operator` means operators only
+    (docs/approvals.md). The operator changes it for a tenant that must not approve its own calls.
     """
     approval_wait_s: float = Field(default=300.0, gt=0, le=7 * 86_400)
     """Seconds that a call waits for an answer. A batch team raises it if people answer only once a day."""
@@ -56,7 +58,7 @@ class OrchestratorSettings(SharedSettings, LogSettings):
     it for a model server that streams tool calls wrongly.
     """
     model_retries: int = Field(default=5, ge=0)
-    """How often a request is repeated that failed before its reply began. A batch team raises it for a model server
+    """The number of retries of a request that failed before its reply began. A batch team raises it for a model server
     with strict rate limits.
     """
     model_context_tokens: int | None = Field(default=None, gt=0)

@@ -229,8 +229,8 @@ class SandboxdSettings(LogSettings):
     sandbox_memory_reserve_bytes: int = Field(default=256 * MIB, ge=64 * MIB)
     """Memory for the processes of a sandbox. The operator raises it when programs of tenants run out of memory."""
     sandbox_workspace: Literal["auto", "image", "tmpfs", "folder"] = "auto"
-    """Where workspaces are: `image` is a file system with a hard quota and needs root, `tmpfs` is memory, `folder` is
-    only watched. The operator changes it when `auto` does not choose the wanted kind.
+    """The kind of workspaces: `image` is a file system with a hard quota and needs root, `tmpfs` is memory, `folder` is
+    only measured. The operator changes it when `auto` does not choose the wanted kind.
     """
     sandbox_workspace_bytes: int = Field(default=256 * MIB, ge=MIB)
     """The size of a workspace, which holds one file for each 4 KiB. The operator raises it for large repositories."""

@@ -41,7 +41,7 @@ async def add_to_basket(context: CallContext, article: str, pieces: int = 1) -> 
 
 @tool(read_only=True, timeout_s=5)
 def quote_basket(context: CallContext, express: bool = False) -> Quote:
-    """What the basket costs.
+    """Return the price of the basket.
 
     Args:
         express: Delivered tomorrow, for more.

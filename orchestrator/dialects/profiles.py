@@ -16,7 +16,7 @@ _SENTENCE_END = re.compile(r"(?<=[.!?])\s")
 
 @dataclass(frozen=True)
 class ModelProfile:
-    """How a model is used.
+    """Settings for the use of a model.
 
     `dialect`: the dialect when none is configured. `tools`: the tools that are offered when the caller names none.
     `is_brief`: the model sees the first sentence of each text, and no parameters with `"x-hidden": "small"`; its calls

@@ -12,7 +12,7 @@ from orchestrator.settings import OrchestratorSettings
 
 
 class StopReason(StrEnum):
-    """Why a run ended."""
+    """The reason for the end of a run."""
 
     ANSWERED = "answered"
     MAX_ITERATIONS = "max_iterations"

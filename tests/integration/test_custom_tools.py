@@ -33,7 +33,7 @@ pytestmark = [pytest.mark.stack, pytest.mark.asyncio(loop_scope="module")]
 
 EXAMPLE = ROOT / "examples" / "order_tools"
 PROBES = '''
-"""What no example shows: tools that misbehave."""
+"""Tools that misbehave, which no example shows."""
 
 import asyncio, os, time
 

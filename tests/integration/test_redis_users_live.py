@@ -45,7 +45,7 @@ from tests.web_servers import WebServer, answer, open_web_server
 pytestmark = [pytest.mark.stack, pytest.mark.timeout(180)]
 
 TOOLS = '''
-"""What operators' tools do with Redis."""
+"""Operations on Redis by the tools of operators."""
 
 import time
 

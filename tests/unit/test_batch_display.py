@@ -24,7 +24,7 @@ from tests.batch_story import BEGAN, Attempt, ended, failed, tell_batch, tell_it
 HOSTILE = "\x1b[2J\x1b]0;owned\x07\u202e\ud800\r\nnext: `rm -rf /`"
 DANGEROUS = re.compile("[\x00-\x09\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\u2028\u2029\ud800-\udfff]")
 COMMANDS_OF_RICH = re.compile(r"\x1b\[(\?25[lh]|[0-9;]*[mKA])|\r")
-"""What a live display sends on purpose: cursor off and on, colours, clear a line, go up."""
+"""Control sequences that a live display sends on purpose: cursor off and on, colours, clear a line, go up."""
 
 
 @dataclass

@@ -327,7 +327,7 @@ class Endless(ItemWork):
 
 
 class EndlessService(BatchService):
-    """Has work that never ends, and no pool."""
+    """Batch service whose work never ends. It has no pool."""
 
     def __init__(self, ground: RunGround, grace_s: float) -> None:
         super().__init__(

@@ -24,8 +24,8 @@ FOLDER = ROOT / "deploy" / "kubernetes"
 VERSIONS = ("1.29", "1.35")
 """The oldest that has sidecars, and a late one."""
 SCHEMAS: dict[str, Any] = json.loads((Path(__file__).parent / "kubernetes_schemas.json").read_text(encoding="utf-8"))
-"""Of what the API server learns from others: the parts that we use, as KEDA and kustomize document them. Unknown fields
-are errors.
+"""Schemas of custom resources, with the fields that we use, as KEDA and kustomize document them. Unknown fields are
+errors.
 """
 COMPOSE: dict[str, Any] = yaml.safe_load((ROOT / "docker-compose.yml").read_text(encoding="utf-8"))
 DOCKERFILE = (ROOT / "Dockerfile").read_text(encoding="utf-8").replace("\\\n", " ")

@@ -35,7 +35,7 @@ from tests.conftest import RedisProcess
 from tests.stack import ROOT
 
 _MARKED = re.compile(r"`(toolcrew [^`]+)`|\((toolcrew [a-z][^()`]*)\)|<code>(toolcrew [^<]+)</code>")
-"""How messages and pages mark a command."""
+"""Marks of a command in messages and pages."""
 SERVERS = {"toolcrew up", "toolcrew serve worker", "toolcrew serve worker --kind web"}
 """These run until they are stopped."""
 

@@ -13,7 +13,9 @@ from orchestrator.runs.run_slots import RunSlot, RunSlots
 from tests.slot_ground import given_up
 
 TURNS = 30
-"""Of the loop, after which everything has gone on that can: nothing here waits for anything but the loop itself."""
+"""Iterations of the event loop after which every task has made all possible progress. The tasks wait only for the
+loop.
+"""
 Calls = list[list[str]]
 """Phases of each: "work" or "ask"."""
 CALLS: st.SearchStrategy[Calls] = st.lists(

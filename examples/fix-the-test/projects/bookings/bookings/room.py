@@ -1,4 +1,4 @@
-"""What is booked of a day, and what is free."""
+"""Booked and free times of a day."""
 
 from collections.abc import Iterable
 

@@ -19,6 +19,6 @@ class Line:
 
 
 def total_cents(lines: Sequence[Line], tax_percent: Decimal, discount_percent: Decimal = Decimal(0)) -> int:
-    """With the discount taken off first, then the tax added; rounded once, at the end."""
+    """Return the total: subtract the discount, add the tax, and round once at the end."""
     net = sum((line.amount for line in lines), Decimal(0)) * (100 - discount_percent) / 100
     return to_cents(net * (100 + tax_percent) / 100)

@@ -1,4 +1,4 @@
-"""What a log says in sum."""
+"""Summary of a log."""
 
 from collections import Counter
 from collections.abc import Iterable
@@ -17,7 +17,7 @@ class Report:
         return {level: counted[level] for level in LEVELS}
 
     def worst_source(self) -> str | None:
-        """Who has most errors; of several the first by name."""
+        """Return the service with the most errors; of several, the first by name."""
         counted = Counter(entry.source for entry in self.entries if entry.level == "ERROR")
         return min(counted, key=lambda source: (-counted[source], source), default=None)
 
