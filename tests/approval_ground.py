@@ -31,7 +31,7 @@ def build_request(
 ) -> ApprovalRequest:
     """Return a question about a command, as the approval gate sends it."""
     call = ToolCall(id=f"run-1-{number}", name="bash_tool", arguments={"command": command})
-    told = {
+    report = {
         "tenant": tenant,
         "session": "s1",
         "run": "run-1",
@@ -39,7 +39,7 @@ def build_request(
         "warning": "it removes files",
         **fields,
     }
-    return ApprovalRequest(call, SHELL, digest=digest_call(call, tenant, told["session"]), **told)
+    return ApprovalRequest(call, SHELL, digest=digest_call(call, tenant, report["session"]), **report)
 
 
 def build_question(command: str = "rm -rf /data", **fields: Any) -> ApprovalQuestion:

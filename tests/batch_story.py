@@ -168,10 +168,10 @@ def tell_item(item: str, *attempts: Attempt, at: float = BEGAN) -> Iterator[RunE
 
 def tell_batch(*items: tuple[Attempt, ...], every_s: float = 0.1, total: int | None = None) -> list[RunEvent]:
     """Return the events of a whole batch, sorted by time. Item `i-0` comes first."""
-    told: list[RunEvent] = [BatchNotice(at=BEGAN, message="submitted", total=len(items) if total is None else total)]
+    events: list[RunEvent] = [BatchNotice(at=BEGAN, message="submitted", total=len(items) if total is None else total)]
     for number, attempts in enumerate(items):
-        told += tell_item(f"i-{number}", *attempts, at=BEGAN + number * every_s)
-    return sorted(told, key=lambda event: event.at)
+        events += tell_item(f"i-{number}", *attempts, at=BEGAN + number * every_s)
+    return sorted(events, key=lambda event: event.at)
 
 
 def failed(

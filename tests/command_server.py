@@ -20,9 +20,9 @@ _CALLER = """\
 import json, os, socket, sys
 with socket.socket(socket.AF_UNIX) as link:
     link.connect({path!r})
-    told = json.dumps([sys.argv[1:], os.getcwd(), dict(os.environ)]).encode()
-    socket.send_fds(link, [len(told).to_bytes(4, "big")], [0, 1, 2])
-    link.sendall(told)
+    message = json.dumps([sys.argv[1:], os.getcwd(), dict(os.environ)]).encode()
+    socket.send_fds(link, [len(message).to_bytes(4, "big")], [0, 1, 2])
+    link.sendall(message)
     code = link.recv(1)
 sys.exit(code[0] if code else 120)
 """
@@ -76,11 +76,11 @@ def serve(path: str) -> None:
 def _answer(link: socket.socket) -> int:
     """Run the command in the forked process, with the caller's streams."""
     head, streams, _, _ = socket.recv_fds(link, 4, 3)
-    told = b""
+    text = b""
     # A stream socket may deliver the record in several pieces.
-    while len(told) < int.from_bytes(head, "big"):
-        told += link.recv(1 << 20)
-    arguments, folder, environment = json.loads(told)
+    while len(text) < int.from_bytes(head, "big"):
+        text += link.recv(1 << 20)
+    arguments, folder, environment = json.loads(text)
     for number, stream in enumerate(streams):
         os.dup2(stream, number)
         os.close(stream)

@@ -190,7 +190,7 @@ def bash(client: SandboxClient, name: str, script: str, **changes: Any) -> Guest
     return client.call(name, {**request, **changes}, body)
 
 
-def told(client: SandboxClient, name: str, script: str) -> str:
+def run_script(client: SandboxClient, name: str, script: str) -> str:
     """Run a command and return what the command printed."""
     return bash(client, name, script).streams.get("merged", b"").decode()
 

@@ -10,7 +10,7 @@ from store.sessions import HostFate, SessionAddress, SessionStore
 
 def build_report(name: str = "h1", **fields: Any) -> HostReport:
     """Return the report of a host with free slots."""
-    told = {
+    report = {
         "host": name,
         "queue": f"host.{name}.b00t",
         "worker": "w1",
@@ -24,7 +24,7 @@ def build_report(name: str = "h1", **fields: Any) -> HostReport:
         "started_at": 0.0,
         "reported_at": 0.0,
     }
-    return HostReport.model_validate({**told, **fields})
+    return HostReport.model_validate({**report, **fields})
 
 
 class StaticHosts:
@@ -42,7 +42,7 @@ class MemorySessionStore(SessionStore):
 
     def __init__(self) -> None:
         self.known: dict[tuple[str, str], SessionLocation] = {}
-        self.told: dict[tuple[str, str], str] = {}
+        self.loss_facts: dict[tuple[str, str], str] = {}
 
     async def open(
         self, tenant: str, session: str, queue: str, *, start: str, ttl_s: float, limit: int
@@ -62,18 +62,18 @@ class MemorySessionStore(SessionStore):
 
     async def settle(self, tenant: str, session: str, fence: int, state: LocationState, facts: str = "") -> bool:
         if facts:
-            self.told[tenant, session] = facts
+            self.loss_facts[tenant, session] = facts
         return (tenant, session) in self.known
 
     async def facts(self, tenant: str, session: str) -> str | None:
-        return self.told.get((tenant, session))
+        return self.loss_facts.get((tenant, session))
 
     async def fate(self, queue: str) -> HostFate:
         return "alive"
 
     async def close(self, tenant: str, session: str) -> None:
         self.known.pop((tenant, session), None)
-        self.told.pop((tenant, session), None)
+        self.loss_facts.pop((tenant, session), None)
 
 
 class NoLedger:

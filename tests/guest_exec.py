@@ -55,11 +55,11 @@ class LocalSandbox:
             self.jobs[int(request["job"])].kill()
             return GuestResponse({"ev": "done"}, {})
         if request["op"] == "job_list":
-            told = [
+            messages = [
                 {"job": str(at), "label": label, "state": self.state, "age_s": self.age_s}
                 for at, label in enumerate(self.labels)
             ]
-            return GuestResponse({"ev": "done", "jobs": told}, {})
+            return GuestResponse({"ev": "done", "jobs": messages}, {})
         argv = [sys.executable, *request["argv"][1:]]
         process = subprocess.Popen(
             argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=self.environment

@@ -72,7 +72,7 @@ class HostedGround(ItemGround):
         await self.events(run)
         return await self.runs.get("acme", run)
 
-    async def told(self, run: str) -> list[Event]:
+    async def stored_events(self, run: str) -> list[Event]:
         """Return the events that the run's stream contains now."""
         found: Any = await self.client.xrange(f"toolcrew:d:t:acme:run.{run}:events")
         return [json.loads(fields[b"e"]) | {"id": event.decode()} for event, fields in found]

@@ -113,14 +113,14 @@ def open_raw_peer(tell: Told, *, as_stream: bool = False, session: str = "") -> 
             if not server.bodies[-1]:
                 connection.sendall(answer(b"", 200))
                 return
-            told = tell(json.loads(server.bodies[-1]))
-            if isinstance(told, bytes):
-                connection.sendall(told)
+            reply = tell(json.loads(server.bodies[-1]))
+            if isinstance(reply, bytes):
+                connection.sendall(reply)
                 return
-            if isinstance(told, int):
-                connection.sendall(answer(b"", told))
+            if isinstance(reply, int):
+                connection.sendall(answer(b"", reply))
                 return
-            text = json.dumps(told)
+            text = json.dumps(reply)
             body, kind = (
                 (f"event: message\ndata: {text}\n\n", "text/event-stream") if as_stream else (text, "application/json")
             )

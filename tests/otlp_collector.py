@@ -116,7 +116,7 @@ def assert_one_tree(spans: list[Collected]) -> Collected:
     """Fail unless all spans form one trace with one root, each inside a known parent and its time. Returns the root."""
     assert len({span.trace for span in spans}) == 1, sorted((span.trace, span.name) for span in spans)
     by_id = {span.id: span for span in spans}
-    assert len(by_id) == len(spans), "a span was told of twice"
+    assert len(by_id) == len(spans), "a span was sent twice"
     roots = [span for span in spans if not span.parent]
     assert [root.name for root in roots[1:]] == []
     for span in spans:

@@ -145,8 +145,8 @@ class _Teller:
         )
         line = '{"id": "one", "instruction": "[item hello] one"}\n'
         batch = (await acme.post("/v1/batches", content=line, headers={"Content-Type": "text/plain"})).json()["id"]
-        told, sleeping, asking = [await started(acme, item) for item in ("hello", "sleeps", "asks")]
-        await read_events(acme, f"/v1/runs/{told}/events")
+        finished, sleeping, asking = [await started(acme, item) for item in ("hello", "sleeps", "asks")]
+        await read_events(acme, f"/v1/runs/{finished}/events")
         async with asyncio.timeout(SOON_S):
             while not (questions := (await acme.get("/v1/approvals")).json()["data"]):  # noqa: ASYNC110
                 await asyncio.sleep(0.05)
@@ -157,7 +157,7 @@ class _Teller:
             "closing": closing,
             "call": done.json()["call_id"],
             "batch": batch,
-            "told": told,
+            "finished": finished,
             "sleeping": sleeping,
             "question": questions[0]["id"],
             "digest": questions[0]["digest"],
@@ -234,8 +234,8 @@ class _Teller:
                     await asyncio.sleep(0.2)
 
     async def _ask_all(self, clients: Mapping[str, httpx.AsyncClient], seen: dict[str, Seen]) -> None:
-        told = await asyncio.gather(*(send(clients[asked.who], asked, self._words) for asked in REQUESTS))
-        seen |= {asked.name: one for asked, one in zip(REQUESTS, told, strict=True)}
+        replies = await asyncio.gather(*(send(clients[asked.who], asked, self._words) for asked in REQUESTS))
+        seen |= {asked.name: one for asked, one in zip(REQUESTS, replies, strict=True)}
 
     async def _look(self, visitor: httpx.AsyncClient, seen: dict[str, Seen]) -> None:
         for page in PAGES:

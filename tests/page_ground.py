@@ -139,7 +139,7 @@ class World:
         """Write the record of a call and return the id of its Celery task."""
         task = f"0123456789ab-{call}.1.{tenant}"
         now = time.time()
-        told = {
+        fields = {
             "state": state,
             "tool": "bash_tool",
             "session": "s1",
@@ -155,7 +155,7 @@ class World:
             "task": task,
             "code": "TIMEOUT",
         }
-        await self.redis.hset(call_key(DEPLOYMENT, tenant, call), mapping={**told, **times})
+        await self.redis.hset(call_key(DEPLOYMENT, tenant, call), mapping={**fields, **times})
         await self.redis.zadd(tenant_calls_key(DEPLOYMENT, tenant), {call: now})
         return task
 
@@ -190,7 +190,7 @@ class World:
         arguments = fields.pop("arguments", {"command": command})
         call = ToolCall(id=f"run-1-{number}", name="bash_tool", arguments=arguments)
         spec = build_spec("bash_tool", properties={"command": {"type": "string"}}, command_parameter="command")
-        told = {
+        report = {
             "tenant": tenant,
             "session": "s1",
             "run": "run-1",
@@ -198,7 +198,9 @@ class World:
             "warning": "",
             **fields,
         }
-        question = build_record(ApprovalRequest(call, spec, digest=digest_call(call, tenant, told["session"]), **told))
+        question = build_record(
+            ApprovalRequest(call, spec, digest=digest_call(call, tenant, report["session"]), **report)
+        )
         assert await self.approvals.ask(question, "asker", 300.0) is None
         return question
 
@@ -243,8 +245,8 @@ class Worked:
         self.teller.on_event(TextArrived(run=self.id, text=text))
 
     def send_call(self, arguments: dict[str, Any] | None = None) -> ToolCall:
-        told = {"command": f"ls -la\n{WRITABLE}", "deep": [{"a": [WRITABLE]}]} if arguments is None else arguments
-        call = self.call = ToolCall(id=f"{self.id}-1-1", name="bash_tool", arguments=told)
+        fields = {"command": f"ls -la\n{WRITABLE}", "deep": [{"a": [WRITABLE]}]} if arguments is None else arguments
+        call = self.call = ToolCall(id=f"{self.id}-1-1", name="bash_tool", arguments=fields)
         self.teller.on_event(CallStarted(run=self.id, call=call))
         self.teller.on_event(CallSent(run=self.id, call=call))
         return call
@@ -255,7 +257,7 @@ class Worked:
     def finish_call(self, code: str | None = None) -> None:
         assert self.call is not None
         kill = KillReport(signalled=3, survivors=0, method="tree", ms=12.5) if code else None
-        told = {
+        fields = {
             "call_id": self.call.id,
             "name": "bash_tool",
             "success": code is None,
@@ -263,7 +265,7 @@ class Worked:
             "error": WRITABLE if code else None,
         }
         result = ToolResult.model_validate(
-            {**told, "output": f"total 3\n{WRITABLE}", "kill": kill, "clocks": Clocks(run_s=30)}, strict=False
+            {**fields, "output": f"total 3\n{WRITABLE}", "kill": kill, "clocks": Clocks(run_s=30)}, strict=False
         )
         self.teller.on_event(CallFinished(run=self.id, result=result))
         self.teller.on_event(

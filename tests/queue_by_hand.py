@@ -29,8 +29,8 @@ def make_envelope(
 ) -> str:
     """Return a signed envelope as the dispatcher creates it. `fields` replace fields of the context."""
     now = time.time()
-    told: dict[str, Any] = {"tenant": tenant, "session": session, "sent_at": now, "deadline_at": now + 60, **fields}
-    return encode_call(call, ToolContext(**told), key or broker.signing_keys())
+    report: dict[str, Any] = {"tenant": tenant, "session": session, "sent_at": now, "deadline_at": now + 60, **fields}
+    return encode_call(call, ToolContext(**report), key or broker.signing_keys())
 
 
 def publish(broker: BrokerSettings, task: str, queue: str, envelope: object, **options: Any) -> str:

@@ -13,13 +13,13 @@ from tests.builders import KEY
 
 def build_item(number: int, **fields: Any) -> BatchItem:
     """Return the item of that line."""
-    told: Mapping[str, Any] = {
+    report: Mapping[str, Any] = {
         "custom_id": f"item-{number}",
         "line": number,
         "url": "/v1/agent/runs",
         "work": RunBody(instruction=f"do {number}"),
     }
-    return BatchItem.model_validate({**told, **fields})
+    return BatchItem.model_validate({**report, **fields})
 
 
 def build_outcome(claim: RunClaim, kind: FailureKind | None = None) -> ItemOutcome:

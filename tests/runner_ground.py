@@ -97,11 +97,11 @@ class House(RunGround):
             await asyncio.sleep(0.01)
 
     async def batch_events(self) -> list[RunEvent]:
-        told = await self.client.xrange("toolcrew:d:t:acme:batch.b:events")
-        return [parse_batch_event(fields[b"h"]) for _, fields in told]
+        events = await self.client.xrange("toolcrew:d:t:acme:batch.b:events")
+        return [parse_batch_event(fields[b"h"]) for _, fields in events]
 
     async def ends(self) -> list[RunEnded]:
-        return [told for told in await self.batch_events() if isinstance(told, RunEnded)]
+        return [event for event in await self.batch_events() if isinstance(event, RunEnded)]
 
 
 class WatchedQueue(RunQueue):
@@ -118,9 +118,9 @@ class WatchedQueue(RunQueue):
         self.may_note.set()
 
     async def renew(self, claims: Any) -> Any:
-        told = await super().renew(claims)
+        result = await super().renew(claims)
         self.renewed.set()
-        return told
+        return result
 
     async def finish(self, claim: RunClaim, outcome: ItemOutcome) -> bool:
         self.noting.set()

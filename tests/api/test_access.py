@@ -24,10 +24,10 @@ BODIES = {"PATCH": {"enabled": False}, "POST": {"name": "other"}, "PUT": {}}
 
 def problem(response: httpx.Response) -> dict[str, object]:
     assert response.headers["content-type"] == "application/problem+json"
-    told: dict[str, object] = response.json()
-    assert told["status"] == response.status_code
-    assert told["detail"]
-    return told
+    reply: dict[str, object] = response.json()
+    assert reply["status"] == response.status_code
+    assert reply["detail"]
+    return reply
 
 
 @pytest.mark.parametrize(
@@ -42,7 +42,7 @@ def problem(response: httpx.Response) -> dict[str, object]:
         "Bearer " + "x" * 5000,
     ],
 )
-async def test_whoever_has_no_valid_key_gets_nothing_but_that(api: ApiGround, header: str | None) -> None:
+async def test_a_request_without_a_valid_key_gets_only_that_error(api: ApiGround, header: str | None) -> None:
     headers = {"Authorization": header} if header is not None else {}
     response = await api.nobody.get("/v1/tools", headers=headers)
     assert (response.status_code, problem(response)["code"]) == (401, "UNAUTHENTICATED")

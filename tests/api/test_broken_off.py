@@ -80,7 +80,7 @@ async def test_a_batch_whose_submission_broke_off_is_gone_on_with_by_the_same_wo
     assert [batch["id"] for batch in found] == [json.loads(again.text)["id"]]
 
 
-async def test_a_call_of_which_nothing_is_known_is_told_at_once_when_it_is_to_be_killed(api: ApiGround) -> None:
+async def test_a_call_of_which_nothing_is_known_is_reported_at_once_when_it_is_to_be_killed(api: ApiGround) -> None:
     seen = await send(api["acme"], Asked("kill", "POST", "/v1/calls/never-was/kill", content={"reason": "why not"}), {})
     assert (seen.status, seen.code) == (404, "NOT_FOUND")
     # A search for a waiting call takes five seconds.
@@ -88,9 +88,7 @@ async def test_a_call_of_which_nothing_is_known_is_told_at_once_when_it_is_to_be
     assert (await api["operator"].get("/v1/audit", params={"action": "call.kill"})).json()["data"] == []
 
 
-async def test_whoever_asks_all_the_time_whether_the_service_is_ready_costs_redis_nothing(
-    api: ApiGround, redis_server: RedisProcess
-) -> None:
+async def test_frequent_readiness_probes_cost_redis_nothing(api: ApiGround, redis_server: RedisProcess) -> None:
     with redis_server.client() as store:
 
         def sets() -> int:

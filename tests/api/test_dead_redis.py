@@ -40,12 +40,12 @@ def check_away(seen: Seen) -> None:
 
 
 @EACH
-def test_a_request_is_told_that_redis_is_away(outage: Outage, asked: Asked) -> None:
+def test_a_request_reports_that_redis_does_not_answer(outage: Outage, asked: Asked) -> None:
     check_away(outage.shallow[asked.name])
 
 
 @EACH
-def test_a_request_that_gets_past_the_door_is_told_the_same(outage: Outage, asked: Asked) -> None:
+def test_a_request_that_gets_past_the_door_is_reported_the_same(outage: Outage, asked: Asked) -> None:
     check_away(outage.deep[asked.name])
 
 
@@ -75,8 +75,8 @@ def test_of_what_was_to_be_made_there_is_one_each(outage: Outage) -> None:
 
 @pytest.mark.parametrize("name", CALLS)
 def test_a_call_in_flight_gives_its_result_once(outage: Outage, name: str) -> None:
-    told = outage.calls[name]
-    assert (told["status"], told["success"], told["output"]) == (200, True, "begun\nended\n"), told
+    result = outage.calls[name]
+    assert (result["status"], result["success"], result["output"]) == (200, True, "begun\nended\n"), result
     assert outage.acted[name] == 1
 
 
@@ -95,8 +95,10 @@ def test_a_call_that_is_sent_into_the_outage_is_refused_or_waits_and_never_acts_
         check_away(seen)
         assert acted == 0
     else:
-        told = json.loads(seen.text)
-        assert (told["success"], acted) == (True, 1) or (told["error_code"], acted) == ("BROKER_UNAVAILABLE", 0), told
+        reply = json.loads(seen.text)
+        assert (reply["success"], acted) == (True, 1) or (reply["error_code"], acted) == ("BROKER_UNAVAILABLE", 0), (
+            reply
+        )
 
 
 def test_a_call_that_was_asked_for_in_the_outage_and_after_it_acts_once(outage: Outage) -> None:

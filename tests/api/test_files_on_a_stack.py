@@ -219,13 +219,13 @@ async def test_hostile_archives_cost_their_item_alone(api_stack: ApiStack) -> No
         rows = await rows_of(
             client, *(call(name, "ls -l; cat /tmp/escaped", workspace=file) for name, file in files.items())
         )
-        told = {name: row["error"]["code"] if row["error"] else None for name, row in rows.items()}
-        assert told["bomb"] == "NO_SPACE", rows["bomb"]
-        assert (told["up"], told["absolute"]) == ("PATH_NOT_ALLOWED", "PATH_NOT_ALLOWED")
-        assert told["cut"] == "INVALID_ARGUMENTS"
+        fields = {name: row["error"]["code"] if row["error"] else None for name, row in rows.items()}
+        assert fields["bomb"] == "NO_SPACE", rows["bomb"]
+        assert (fields["up"], fields["absolute"]) == ("PATH_NOT_ALLOWED", "PATH_NOT_ALLOWED")
+        assert fields["cut"] == "INVALID_ARGUMENTS"
         assert {rows[name]["error"]["kind"] for name in ("up", "absolute", "cut")} == {"input"}
         # tar follows no link of the archive.
-        assert told["link"] is not None
+        assert fields["link"] is not None
 
 
 async def declare(api_stack: ApiStack, length: int) -> bytes:

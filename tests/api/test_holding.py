@@ -39,7 +39,7 @@ async def idle_connections(api: ApiGround, number: int) -> AsyncIterator[list[as
             writer.close()
 
 
-async def test_who_only_holds_connections_holds_up_nobody(api: ApiGround, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_idle_connections_delay_no_request(api: ApiGround, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "MAX_CONNECTIONS", 50)
     async with idle_connections(api, 60) as readers:
         # The first connections have been closed.
@@ -110,7 +110,7 @@ def ask_for_ever(lazy: socket.socket) -> None:
         lazy.sendall(request * 20)
 
 
-async def test_nobody_sends_a_body_without_a_key(api: ApiGround, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_no_body_is_read_without_a_key(api: ApiGround, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(body_limits, "LINGER_S", 0.2)
     reader, writer = await asyncio.open_connection(*address(api))
     writer.write(
@@ -308,7 +308,7 @@ async def test_a_client_that_goes_in_the_middle_of_a_call_leaves_no_task_behind(
     assert asyncio.all_tasks() == {asyncio.current_task()}
 
 
-async def test_who_sends_a_large_batch_slowly_holds_up_nobody_elses(api: ApiGround) -> None:
+async def test_a_slow_upload_of_a_large_batch_delays_no_other(api: ApiGround) -> None:
     lines = "".join(f'{{"id": "{number}", "instruction": "{"x" * 600_000}"}}\n' for number in range(8))
     lines_of = {"Content-Type": "application/jsonl"}
     head = (

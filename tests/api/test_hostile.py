@@ -70,7 +70,7 @@ HEADS = {
 }
 
 
-def told(response: httpx.Response) -> dict[str, Any]:
+def read_problem(response: httpx.Response) -> dict[str, Any]:
     """Return the problem in the response."""
     assert response.headers["content-type"] == "application/problem+json", response.text
     problem: dict[str, Any] = response.json()
@@ -84,14 +84,14 @@ async def test_no_body_breaks_what_reads_it(api: ApiGround, body: bytes) -> None
         # The route may accept the remaining fields of the body, so success is allowed too.
         assert response.status_code in (200, 201, 202, 400, 404, 413, 422, 503), (path, response.text)
         if response.status_code >= 400:
-            assert told(response)["code"] != "INTERNAL", path
+            assert read_problem(response)["code"] != "INTERNAL", path
 
 
 async def test_a_body_of_many_values_costs_no_more_than_reading_it(api: ApiGround) -> None:
     began = time.process_time()
     for kind in ("many lists", "many unknown keys"):
         response = await api["acme"].post("/v1/runs", content=BREAKING[kind], headers=JSON)
-        assert (response.status_code, told(response)["code"]) == (413, "BODY_TOO_LARGE")
+        assert (response.status_code, read_problem(response)["code"]) == (413, "BODY_TOO_LARGE")
     # The service runs in this process. An error for each key would take seconds.
     assert time.process_time() - began < 0.5
 
@@ -143,7 +143,7 @@ async def exchange(api: ApiGround, line: bytes, rest: bytes) -> bytes:
     return bytes(answer)
 
 
-async def test_another_tenants_things_are_told_as_what_does_not_exist(
+async def test_another_tenants_things_are_reported_as_what_does_not_exist(
     api: ApiGround, redis_server: RedisProcess
 ) -> None:
     run = (await api["acme"].post("/v1/runs", json={"instruction": "x"})).json()["id"]
@@ -212,7 +212,7 @@ async def test_what_a_client_says_of_the_services_own_name_is_not_repeated(api: 
     assert started.headers["location"].startswith("/v1/runs/")
 
 
-async def test_guessing_a_key_by_its_id_is_told_nothing(api: ApiGround) -> None:
+async def test_guessing_a_key_by_its_id_is_reported_nothing(api: ApiGround) -> None:
     key = api.keys["acme"]
     guesses = [key[:-1] + ("A" if key[-1] != "A" else "B"), key[:20] + "A" * 43, key.upper(), key + "A"]
     answers = [await api.nobody.get("/v1/runs", headers={"Authorization": f"Bearer {guess}"}) for guess in guesses]

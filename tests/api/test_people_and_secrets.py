@@ -86,13 +86,13 @@ async def test_a_host_that_is_none_is_not_found(api: ApiGround) -> None:
 
 async def test_only_operators_are_shown_the_way_to_flower(redis_server: RedisProcess) -> None:
     with redis_server.client() as client:
-        told: dict[str, str | int] = {
+        fields: dict[str, str | int] = {
             "state": "done",
             "tool": "bash_tool",
             "attempt": 1,
             "task": "0123456789ab-c1.1.acme",
         }
-        client.hset(call_key("default", "acme", "c1"), mapping=told)
+        client.hset(call_key("default", "acme", "c1"), mapping=fields)
     async with open_api(redis_server.url, flower_url="https://flower.test") as api:
         async with logged_in(api, "acme") as person, logged_in(api, "operator") as operator:
             pages = [(await one.get("/calls/c1")).text for one in (person, operator)]
@@ -122,7 +122,7 @@ async def test_logging_in_again_and_again_ends_the_first_login(
 
 
 @pytest.mark.parametrize("path", ["/approvals/x", "/tenants/acme/pause", "/logout"])
-async def test_nobody_sends_a_form_without_a_login(api: ApiGround, path: str) -> None:
+async def test_no_form_is_accepted_without_a_login(api: ApiGround, path: str) -> None:
     answer = await begun(api, path, 500_000)
     assert answer.startswith(b"HTTP/1.1 303")
     assert b"location: /login" in answer

@@ -31,7 +31,7 @@ BODIES = {
 
 @pytest.mark.parametrize("body", BODIES.values(), ids=BODIES.keys())
 @pytest.mark.parametrize("session", ["none-of-that-name", "no%20name", "a" * 65, "none%0A"])
-async def test_the_short_way_tells_what_the_long_one_tells(api: ApiGround, session: str, body: bytes) -> None:
+async def test_the_short_way_reports_what_the_long_one_reports(api: ApiGround, session: str, body: bytes) -> None:
     async def ask(kind: str, more: dict[str, str]) -> tuple[int, Any, str | None]:
         answer = await api["acme"].post(
             f"/v1/sessions/{session}/calls", content=body, headers={"Content-Type": kind, **more}

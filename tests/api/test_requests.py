@@ -46,7 +46,7 @@ async def test_what_cannot_be_done_is_a_problem_with_a_code(
     assert (response.status_code, response.json()["code"]) == (status, code)
 
 
-async def test_a_body_that_is_no_json_is_told_without_what_was_in_it(api: ApiGround) -> None:
+async def test_a_body_that_is_no_json_is_reported_without_what_was_in_it(api: ApiGround) -> None:
     response = await api["admin"].post(
         "/v1/tenants", content=b'{"name": "a", secret-of-mine', headers={"content-type": "application/json"}
     )
@@ -102,7 +102,7 @@ async def test_a_client_that_sends_its_head_too_slowly_is_cut_off(
     writer.close()
 
 
-async def test_a_client_that_stops_in_its_body_is_told_and_cut_off(
+async def test_a_client_that_stops_in_its_body_is_reported_and_cut_off(
     api: ApiGround, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(body_limits, "CHUNK_WITHIN_S", 0.3)
@@ -168,8 +168,8 @@ async def test_a_batch_that_is_sent_again_after_its_answer_was_lost_is_the_same_
                 store.delete(slot)
         answer = await api["acme"].post("/v1/batches", content=line, headers=headers, params=options)
         assert answer.status_code == 201, answer.text
-        told: dict[str, Any] = answer.json()
-        return told
+        reply: dict[str, Any] = answer.json()
+        return reply
 
     first = await sent()
     await api["acme"].post(f"/v1/batches/{first['id']}/cancel")
@@ -185,7 +185,7 @@ async def test_a_batch_that_is_sent_again_after_its_answer_was_lost_is_the_same_
     assert (await sent())["id"] == tomorrow["id"]
 
 
-async def test_a_request_whose_claim_was_not_heard_of_is_done_when_it_is_sent_again(
+async def test_a_request_whose_claim_reply_was_lost_succeeds_when_it_is_sent_again(
     api: ApiGround, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     work, claims = IdempotencyStore.claim, 0
@@ -193,10 +193,10 @@ async def test_a_request_whose_claim_was_not_heard_of_is_done_when_it_is_sent_ag
     async def claim(slots: IdempotencyStore, claimed: SlotClaim) -> Any:
         nonlocal claims
         claims += 1
-        told = await work(slots, claimed)
+        result = await work(slots, claimed)
         if claims == 1:
             raise BrokerUnavailable("the connection was lost with the answer")
-        return told
+        return result
 
     monkeypatch.setattr(IdempotencyStore, "claim", claim)
     headers = {"Idempotency-Key": "once"}
@@ -209,7 +209,7 @@ async def test_a_request_whose_claim_was_not_heard_of_is_done_when_it_is_sent_ag
     assert answer.status_code == 201, answer.text
 
 
-async def test_a_service_that_is_told_to_stop_keeps_its_answers_first(
+async def test_a_service_that_is_reported_to_stop_keeps_its_answers_first(
     redis_server: RedisProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     work, goes_on, began = IdempotencyStore.keep, asyncio.Event(), asyncio.Event()
@@ -248,7 +248,7 @@ async def test_lists_come_in_pages(api: ApiGround) -> None:
     assert names == ["default", "acme", "rival", *(f"t{number}" for number in range(5))]
 
 
-async def test_a_dead_redis_is_told_as_such_and_comes_back(api: ApiGround, redis_server: RedisProcess) -> None:
+async def test_a_dead_redis_is_reported_as_such_and_comes_back(api: ApiGround, redis_server: RedisProcess) -> None:
     redis_server.stop()
     try:
         answer = await api["acme"].get("/v1/batches")
@@ -288,7 +288,7 @@ async def test_a_service_without_a_redis_serves_from_the_first_moment(redis_serv
         redis_server.start()
 
 
-async def test_settings_with_which_nothing_can_be_served_are_told_before_anything_is(
+async def test_settings_with_which_nothing_can_be_served_are_reported_before_anything_is(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("TOOLCREW_TRACING", "otlp")

@@ -27,9 +27,9 @@ async def until_state(client: httpx.AsyncClient, run: str, *states: str) -> dict
     """Return the run as soon as it has one of these states."""
     async with asyncio.timeout(SOON_S):
         # Another process changes the state, and this process gets no event, so the test polls.
-        while (told := (await client.get(f"/v1/runs/{run}")).json())["state"] not in states:  # noqa: ASYNC110
+        while (reply := (await client.get(f"/v1/runs/{run}")).json())["state"] not in states:  # noqa: ASYNC110
             await asyncio.sleep(0.05)
-    return dict(told)
+    return dict(reply)
 
 
 async def test_a_run_is_followed_on_another_replica_where_its_stream_broke_off(api_stack: ApiStack) -> None:
@@ -44,8 +44,8 @@ async def test_a_run_is_followed_on_another_replica_where_its_stream_broke_off(a
         assert first + second + third == whole
         assert whole[-1]["event"] == "RunEnded"
         assert len([event for event in whole if event["event"] == "CallFinished"]) == STEPS
-        told = (await client.get(f"/v1/runs/{run}")).json()
-        assert (told["state"], told["answer"]) == ("succeeded", f"{STEPS} steps")
+        reply = (await client.get(f"/v1/runs/{run}")).json()
+        assert (reply["state"], reply["answer"]) == ("succeeded", f"{STEPS} steps")
         messages = (await other.get(f"/v1/runs/{run}/transcript")).json()["messages"]
         assert len([message for message in messages if message["role"] == "tool"]) == STEPS
         assert run in [one["id"] for one in (await other.get("/v1/runs", params={"state": "succeeded"})).json()["data"]]
@@ -73,7 +73,7 @@ async def asking(client: httpx.AsyncClient) -> AsyncIterator[tuple[str, dict[str
 
 
 @pytest.mark.parametrize(
-    ("answer", "told"),
+    ("answer", "expected"),
     [
         ({"decision": "allow"}, "told: "),
         ({"decision": "modify", "arguments": {"command": "echo instead"}}, "instead"),
@@ -81,7 +81,9 @@ async def asking(client: httpx.AsyncClient) -> AsyncIterator[tuple[str, dict[str
     ],
     ids=["allowed", "modified", "rejected"],
 )
-async def test_a_call_that_asks_is_decided_over_http(api_stack: ApiStack, answer: dict[str, Any], told: str) -> None:
+async def test_a_call_that_asks_is_decided_over_http(
+    api_stack: ApiStack, answer: dict[str, Any], expected: str
+) -> None:
     async with api_stack.client() as client, api_stack.client(replica=1) as other:
         async with asking(client) as (run, question):
             assert (question["command"], question["tool"]) == ("rm -rf /srv/build", "bash_tool")
@@ -91,7 +93,7 @@ async def test_a_call_that_asks_is_decided_over_http(api_stack: ApiStack, answer
             decided = await other.post(path, json={**answer, "digest": question["digest"]})
             assert (decided.status_code, decided.json()["is_allowed"]) == (200, answer["decision"] != "reject")
             assert (await client.post(path, json={**answer, "digest": question["digest"]})).status_code == 409
-        assert told in (await until_state(client, run, "succeeded"))["answer"]
+        assert expected in (await until_state(client, run, "succeeded"))["answer"]
 
 
 async def test_s2_26_a_tool_that_is_turned_off_by_the_api_cannot_be_called_by_an_agent_while_others_can(
@@ -104,10 +106,10 @@ async def test_s2_26_a_tool_that_is_turned_off_by_the_api_cannot_be_called_by_an
         assert (off.status_code, off.json()["state"]) == (200, "disabled")
         try:
             run = await started(client, "globs")
-            told = await until_state(client, run, "succeeded")
+            result = await until_state(client, run, "succeeded")
             messages = (await client.get(f"/v1/runs/{run}/transcript")).json()["messages"]
             assert "it is being mended" in str(messages)
-            assert told["answer"].startswith("told: still here")
+            assert result["answer"].startswith("told: still here")
             async with asyncio.timeout(SOON_S):  # another replica learns of the change within two seconds
                 while (await client.get("/v1/tools/glob_tool")).json()["state"] != "disabled":  # noqa: ASYNC110
                     await asyncio.sleep(0.05)
@@ -125,9 +127,9 @@ async def test_a_batch_is_worked_and_its_rows_are_read(api_stack: ApiStack) -> N
         assert submitted.status_code == 201, submitted.text
         path = submitted.headers["location"]
         async with asyncio.timeout(SOON_S):
-            while (told := (await other.get(path)).json())["status"] != "completed":  # noqa: ASYNC110
+            while (reply := (await other.get(path)).json())["status"] != "completed":  # noqa: ASYNC110
                 await asyncio.sleep(0.05)
-        assert told["request_counts"]["completed"] == 5
+        assert reply["request_counts"]["completed"] == 5
         rows = (await other.get(f"{path}/results")).text.splitlines()
         assert sorted(re.findall(r'"custom_id": ?"(line-\d)"', "".join(rows))) == [
             f"line-{number}" for number in range(5)
@@ -146,8 +148,8 @@ async def test_when_an_api_is_killed_another_goes_on_with_its_runs_and_no_call_r
             dying.kill()
         for run in runs:
             events = await read_events(client, f"/v1/runs/{run}/events")
-            told = (await client.get(f"/v1/runs/{run}")).json()
-            assert (told["state"], told["answer"]) == ("succeeded", f"{STEPS} steps"), (told, events)
+            reply = (await client.get(f"/v1/runs/{run}")).json()
+            assert (reply["state"], reply["answer"]) == ("succeeded", f"{STEPS} steps"), (reply, events)
             assert [event["event"] for event in events].count("RunEnded") == 1
         assert (await client.get(f"/v1/runs/{runs[-1]}")).json()["attempt"] >= 1
 

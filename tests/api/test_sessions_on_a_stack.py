@@ -47,8 +47,8 @@ async def run(client: httpx.AsyncClient, session: str, command: str, **options: 
         f"/v1/sessions/{session}/calls", json={"name": "bash_tool", "arguments": {"command": command}}, **options
     )
     assert answer.status_code == 200, answer.text
-    told: dict[str, Any] = answer.json()
-    return told
+    reply: dict[str, Any] = answer.json()
+    return reply
 
 
 async def test_a_session_is_opened_called_seen_and_closed_on_any_replica(
@@ -148,8 +148,8 @@ async def test_a_call_that_was_one_too_many_is_run_when_it_is_sent_again(
 
     async def send_too_many() -> list[str]:
         """Return the messages of the refused requests."""
-        told = await asyncio.gather(*(send(secrets.token_hex(8)) for _ in range(3)))
-        return [word for word, result in told if result["error_code"] == "RATE_LIMITED"]
+        reply = await asyncio.gather(*(send(secrets.token_hex(8)) for _ in range(3)))
+        return [word for word, result in reply if result["error_code"] == "RATE_LIMITED"]
 
     async with api_stack.client("admin") as admin:
         before = (await admin.get("/v1/tenants/acme")).json()["policy"]
@@ -218,7 +218,7 @@ async def test_no_path_leads_out_of_where_files_may_be(client: httpx.AsyncClient
         assert (answer.status_code, answer.json()["code"]) == (403, "PATH_NOT_ALLOWED"), answer.text
 
 
-async def test_a_file_that_is_not_there_and_one_that_is_too_large_are_told(
+async def test_a_file_that_is_not_there_and_one_that_is_too_large_are_reported(
     client: httpx.AsyncClient, session: str
 ) -> None:
     path = f"/v1/sessions/{session}/files"
@@ -228,7 +228,9 @@ async def test_a_file_that_is_not_there_and_one_that_is_too_large_are_told(
     assert (await client.get(f"{path}/large")).status_code == 404
 
 
-async def test_another_tenants_session_is_told_as_one_that_does_not_exist(api_stack: ApiStack, session: str) -> None:
+async def test_another_tenants_session_is_reported_as_one_that_does_not_exist(
+    api_stack: ApiStack, session: str
+) -> None:
     async with api_stack.client("rival") as rival:
         asked: list[tuple[str, str, Any]] = [
             ("GET", "", None),

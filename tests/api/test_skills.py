@@ -50,7 +50,7 @@ async def test_one_skill_is_shown_and_one_that_is_none_is_not_found(
     assert (missing.status_code, missing.json()["code"]) == (404, "FILE_NOT_FOUND")
 
 
-async def test_a_tenant_installs_its_own_and_nobody_else_is_shown_them(
+async def test_a_tenant_installs_its_own_skills_and_no_other_tenant_sees_them(
     api: ApiGround, redis_server: RedisProcess, tmp_path: Path
 ) -> None:
     publish(redis_server, tmp_path, "alpha", "beta")
@@ -87,6 +87,6 @@ async def test_what_is_no_skill_is_not_installed(api: ApiGround, redis_server: R
         assert (await client.post("/v1/skills", content=b"x")).status_code == 401
 
 
-async def test_nobody_without_a_key_is_shown_skills(api: ApiGround) -> None:
+async def test_skills_are_not_shown_without_a_key(api: ApiGround) -> None:
     async with api.client("none") as client:
         assert (await client.get("/v1/skills")).status_code == 401

@@ -58,16 +58,16 @@ async def test_the_ends_of_a_batch_and_of_a_run_are_announced_again_until_the_re
         assert submitted.status_code == 201, submitted.text
         async with asyncio.timeout(SOON_S):
             first, second = await received.get(), await received.get()
-        told, again = check(*first), check(*second)
-        assert (told["type"], told["data"]["id"]) == ("batch.ended", submitted.json()["id"])  # type: ignore[index]
-        assert again == told
+        result, again = check(*first), check(*second)
+        assert (result["type"], result["data"]["id"]) == ("batch.ended", submitted.json()["id"])  # type: ignore[index]
+        assert again == result
         assert first[0]["webhook-id"] == second[0]["webhook-id"]
         run = await client.post("/v1/runs", json={"instruction": "hello", "webhook": {"url": url, "secret": SECRET}})
         assert run.status_code == 202, run.text
         assert SECRET not in run.text
         async with asyncio.timeout(SOON_S):
-            told = check(*(await received.get()))
-        assert (told["type"], told["data"]["id"]) == ("run.ended", run.json()["id"])  # type: ignore[index]
+            result = check(*(await received.get()))
+        assert (result["type"], result["data"]["id"]) == ("run.ended", run.json()["id"])  # type: ignore[index]
 
 
 async def test_private_addresses_get_no_notice(api_stack: ApiStack) -> None:

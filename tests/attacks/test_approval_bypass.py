@@ -112,7 +112,7 @@ async def test_hide_a_catastrophic_command_from_an_approver_who_says_yes_to_all(
         "git -c core.pager='rm -rf /' log",
     ],
 )
-async def test_hide_a_command_where_nobody_can_read_it(command: str) -> None:
+async def test_hide_a_command_in_unreadable_places(command: str) -> None:
     assert await outcome(command, RefusingApprover()) is ErrorCode.PERMISSION_DENIED
 
 

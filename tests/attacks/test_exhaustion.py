@@ -132,11 +132,11 @@ def test_leave_a_core_file_of_the_whole_memory(cleared: Box) -> None:
 
 BOMB = python("""
 import os
-told = False
+has_written = False
 while True:
     try: os.fork()
     except OSError:
-        if not told: told = bool(os.write(1, b'full\\n'))
+        if not has_written: has_written = bool(os.write(1, b'full\\n'))
 """)
 
 

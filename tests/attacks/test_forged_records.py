@@ -74,7 +74,7 @@ async def test_a_forged_api_key_is_no_admin(client: "redis.asyncio.Redis", keys:
 @pytest.mark.parametrize(
     "keys", [None, GUESS, OTHER_DEPLOYMENT], ids=["unsigned", "another secret", "another deployment"]
 )
-async def test_a_forged_login_is_nobodys(client: "redis.asyncio.Redis", keys: SigningKeys | None) -> None:
+async def test_a_forged_login_belongs_to_no_user(client: "redis.asyncio.Redis", keys: SigningKeys | None) -> None:
     admin = await ApiKeys(client, "d", KEY).add("default", "admin")
     logins, word = LoginStore(client, "d", KEY), "w" * 43
     forged = keys.seal(logins._purpose(word), admin.id) if keys is not None else admin.id
@@ -82,7 +82,7 @@ async def test_a_forged_login_is_nobodys(client: "redis.asyncio.Redis", keys: Si
     assert await logins.find(word) is None
 
 
-async def test_a_login_that_was_copied_to_another_word_is_nobodys(client: "redis.asyncio.Redis") -> None:
+async def test_a_login_that_was_copied_to_another_cookie_belongs_to_no_user(client: "redis.asyncio.Redis") -> None:
     admin = await ApiKeys(client, "d", KEY).add("default", "admin")
     logins, other = LoginStore(client, "d", KEY), "w" * 43
     word = await logins.open(admin.id)
@@ -311,17 +311,17 @@ async def write_log(ground: RunGround) -> list[bytes]:
 
 
 LOGS: dict[str, Callable[[list[bytes]], list[bytes]]] = {
-    "an unsigned reply": lambda told: [told[0], told[1], REPLY.to_text().encode()],
-    "a reply with another secret": lambda told: [
-        told[0],
-        told[1],
+    "an unsigned reply": lambda entries: [entries[0], entries[1], REPLY.to_text().encode()],
+    "a reply with another secret": lambda entries: [
+        entries[0],
+        entries[1],
         GUESS.seal("log acme b-1 1 2", REPLY.to_text()).encode(),
     ],
-    "a changed result": lambda told: [told[0], told[1].replace(b"done", b"DONE")],
-    "entries in another order": lambda told: [told[1], told[0]],
-    "an entry again": lambda told: [told[0], told[0]],
-    "an entry of another run": lambda told: [told[2], told[1]],
-    "a hole": lambda told: [told[1]],
+    "a changed result": lambda entries: [entries[0], entries[1].replace(b"done", b"DONE")],
+    "entries in another order": lambda entries: [entries[1], entries[0]],
+    "an entry again": lambda entries: [entries[0], entries[0]],
+    "an entry of another run": lambda entries: [entries[2], entries[1]],
+    "a hole": lambda entries: [entries[1]],
 }
 
 

@@ -54,8 +54,8 @@ def build(api: APIClient, name: str, dockerfile: str, files: Mapping[str, tuple[
             outer.addfile(entry, io.BytesIO(data))
     context.seek(0)
     tag = f"toolcrew-test-{name}"
-    told = list(api.build(fileobj=context, custom_context=True, tag=tag, rm=True, decode=True))
-    assert "error" not in told[-1], told
+    result = list(api.build(fileobj=context, custom_context=True, tag=tag, rm=True, decode=True))
+    assert "error" not in result[-1], result
     return tag
 
 

@@ -208,7 +208,7 @@ def test_a_call_that_is_pushed_twice_acts_once_and_keeps_its_result(attacker: At
     assert attacker.pool.acted(call.id) == 1
 
 
-async def test_a_call_that_was_overheard_is_not_run_again_after_its_end(attacker: Attacker) -> None:
+async def test_a_copied_call_is_not_run_again_after_its_end(attacker: Attacker) -> None:
     call, before = attacker.call(), attacker.counted("repeated")
     assert (await dispatch(attacker, call)).success
     attacker.push(encode_call(call, build_context(), KEYS), call)
@@ -274,7 +274,7 @@ def crippled(attacker: Attacker) -> Iterator[Callable[..., None]]:
 @pytest.mark.parametrize(
     "cripple", [("CONFIG", "SET", "maxmemory", "1"), ("REPLICAOF", "127.0.0.1", "1")], ids=["full", "read-only"]
 )
-async def test_a_redis_that_takes_no_writes_is_told_and_nothing_runs(
+async def test_a_redis_that_takes_no_writes_is_reported_and_nothing_runs(
     attacker: Attacker, crippled: Callable[..., None], cripple: tuple[str, ...]
 ) -> None:
     call = attacker.call()

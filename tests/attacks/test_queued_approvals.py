@@ -60,16 +60,16 @@ async def refused(desk: Desk, command: str = "git push --force") -> ToolResult:
 async def test_of_many_who_decide_at_once_one_does(desk: Desk) -> None:
     question = build_question()
     await desk.queue().ask(question, "x", 60)
-    told = await asyncio.gather(
+    result = await asyncio.gather(
         *(
             desk.queue().decide(question.id, YES if at % 2 else NO, digest=question.digest, actor=ADMIN)
             for at in range(20)
         ),
         return_exceptions=True,
     )
-    (answer,) = [one for one in told if isinstance(one, ApprovalAnswer)]
-    assert sum(isinstance(one, AlreadyAnswered) for one in told) == 19
-    assert all(one.answer == answer for one in told if isinstance(one, AlreadyAnswered))
+    (answer,) = [one for one in result if isinstance(one, ApprovalAnswer)]
+    assert sum(isinstance(one, AlreadyAnswered) for one in result) == 19
+    assert all(one.answer == answer for one in result if isinstance(one, AlreadyAnswered))
     assert len(await desk.entries()) == 1
 
 
@@ -94,18 +94,18 @@ async def test_a_yes_to_what_was_shown_does_not_count_for_what_is_asked(desk: De
     assert (await queue.get(harmful.id, ADMIN)).question == harmful
 
 
-async def test_nobody_learns_of_another_tenants_questions(desk: Desk) -> None:
+async def test_no_tenant_sees_questions_of_another_tenant(desk: Desk) -> None:
     queue, waits, answered = desk.queue(), build_question(number=1), build_question(number=2)
     for question in (waits, answered):
         await queue.ask(question, "x", 60)
     await queue.decide(answered.id, NO, digest=answered.digest, actor=ADMIN)
-    told = set()
+    result = set()
     for id_, digest in ((waits.id, waits.digest), (answered.id, answered.digest), ("0" * 32, "")):
         for attempt in (queue.get(id_, OTHER), queue.decide(id_, YES, digest=digest, actor=OTHER)):
             with pytest.raises(UnknownQuestion) as unknown:
                 await attempt
-            told.add(str(unknown.value).replace(id_, "ID"))
-    assert len(told) == 1
+            result.add(str(unknown.value).replace(id_, "ID"))
+    assert len(result) == 1
     assert (await queue.get(waits.id, ACME)).question == waits
 
 
@@ -163,7 +163,7 @@ async def test_a_flood_of_questions_is_its_own_tenants_trouble(desk: Desk, monke
     assert await queue.ask(build_question(number=6), "x", 60) is None
 
 
-async def test_what_nobody_can_read_is_not_asked(desk: Desk) -> None:
+async def test_an_unreadable_question_is_not_asked(desk: Desk) -> None:
     decision = await QueueApprover(desk.queue()).decide(build_request("true;" * (MAX_QUESTION_BYTES // 5)))
     assert not decision.is_allowed
     assert "shorten the arguments" in decision.reason
@@ -229,9 +229,9 @@ async def test_a_question_cannot_be_made_to_look_harmless(desk: Desk) -> None:
     await queue.ask(question, "x", 60)
     key = f"toolcrew:d:approval:{question.id}"
     genuine = (await desk.client.hget(key, "question")).decode()
-    told = genuine.replace("it removes files", "it shows files")
-    assert told != genuine
-    for shown in (told, seal(STRANGER, question), seal(KEY, harmless), "junk", genuine.replace("rm -rf /data", "ls")):
+    result = genuine.replace("it removes files", "it shows files")
+    assert result != genuine
+    for shown in (result, seal(STRANGER, question), seal(KEY, harmless), "junk", genuine.replace("rm -rf /data", "ls")):
         await desk.client.hset(key, "question", shown)
         assert (await queue.pending(ADMIN)).questions == ()
         with pytest.raises(UnknownQuestion):

@@ -68,7 +68,7 @@ def test_learn_names_outside_by_a_directory_that_is_a_link(guest: Guest, tools: 
         assert (result.error_code, result.output) == (ErrorCode.PATH_NOT_ALLOWED, None)
 
 
-def test_hang_the_guest_with_a_pipe_that_nobody_writes(guest: Guest, tools: GuestTools) -> None:
+def test_hang_the_guest_with_a_pipe_without_a_writer(guest: Guest, tools: GuestTools) -> None:
     """Aim: block a call and its caller without limit."""
     guest.run("mkfifo pipe; ln -s pipe link")
     for path in ("pipe", "link"):

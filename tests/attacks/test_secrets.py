@@ -32,7 +32,7 @@ def session(rich: Ground) -> Iterator[Hostile]:
         yield opened
 
 
-def test_read_a_secret_of_whoever_started_it(shared_box: Box) -> None:
+def test_read_a_secret_of_the_parent_process(shared_box: Box) -> None:
     """Aim: find a credential in the environment of PID 1."""
     answer = shared_box.run("cat /proc/1/environ | tr '\\0' '\\n' | cut -d= -f1")
 
@@ -51,14 +51,14 @@ def test_find_a_secret_of_sandboxd_in_the_sandbox(session: Hostile) -> None:
     assert b"TOOLCREW" not in answer.streams["merged"]
 
 
-def test_have_the_engine_or_proc_tell_a_secret_or_a_tenant(rich: Ground, session: Hostile) -> None:
+def test_have_the_engine_or_proc_report_a_secret_or_a_tenant(rich: Ground, session: Hostile) -> None:
     """Aim of a user of the engine: find out which tenants are active, and their keys. So labels and environments must
     contain no secret.
     """
-    told = session.watched.described()
+    result = session.watched.described()
     environments = b"".join(read_proc(pid, "environ") for pid in session.watched.processes())
 
-    assert [word for word in (CANARY, "tenant-with-a-name", "session-with-a-name") if word in told] == []
+    assert [word for word in (CANARY, "tenant-with-a-name", "session-with-a-name") if word in result] == []
     assert CANARY.encode() not in environments
     assert CANARY.encode() in read_proc(rich.process.pid, "environ")  # sandboxd has the canary
 

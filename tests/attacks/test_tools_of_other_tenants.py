@@ -47,7 +47,7 @@ def _words(result: ToolResult, name: str) -> tuple[ErrorCode | None, str]:
 
 
 @pytest.mark.parametrize("tenant", ["acme", "BOLT", "bolt2", "default"])
-async def test_calling_another_tenants_tool_is_calling_one_that_nobody_has(tenant: str) -> None:
+async def test_another_tenants_tool_looks_like_an_unknown_tool(tenant: str) -> None:
     refused, sent = await _dispatched("bolts_tool", tenant)
     unknown, _ = await _dispatched("nuts_tool", tenant)
     assert (_words(refused, "bolts_tool"), sent) == (_words(unknown, "nuts_tool"), 0)
@@ -66,7 +66,7 @@ def test_a_worker_does_not_run_it_for_another_tenant_whatever_came_by_the_queue(
     assert _executed("bolts_tool", "bolt").output == "ran"
 
 
-def test_names_that_outlive_their_worker_tell_nobody_of_it() -> None:
+def test_names_that_outlive_their_worker_do_not_reveal_it() -> None:
     entries = WorkerCatalogStore(None, "default", KEY)._build_entries({"tools": Catalog(tools=(BOLTS, COMMON))})  # type: ignore[arg-type]
     assert json.loads(entries[1][1]) == ["common_tool"]
 

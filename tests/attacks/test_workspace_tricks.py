@@ -68,10 +68,10 @@ def test_learn_who_else_has_a_workspace(session: Hostile) -> None:
     """Aim: find other workspaces. /sys shows the file path of every loop device of the host, so these names must
     reveal nothing.
     """
-    told = session.bash("cat /sys/block/loop*/loop/backing_file /proc/self/mountinfo; true").streams["stdout"].decode()
+    text = session.bash("cat /sys/block/loop*/loop/backing_file /proc/self/mountinfo; true").streams["stdout"].decode()
 
-    assert "somebody" not in told
-    assert "workspace-tricks" not in told
+    assert "somebody" not in text
+    assert "workspace-tricks" not in text
 
 
 # Request numbers of linux/fs.h and ext4.h: name -> request, size of the argument in bytes. Each changes the whole

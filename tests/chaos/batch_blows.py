@@ -30,11 +30,11 @@ class Blow:
     """An applied fault. `held`: the runs that an affected orchestrator may have held."""
 
     kind: BatchBlow
-    told: str
+    message: str
     held: frozenset[str] = frozenset()
 
     def __str__(self) -> str:
-        return self.told
+        return self.message
 
 
 def strike(load: BatchLoad, kind: BatchBlow, chance: random.Random) -> Blow:

@@ -105,8 +105,8 @@ def _wait_until_replies(load: BatchLoad, count: int, within_s: float) -> bool:
 
 def _replies(stats: Mapping[str, Any]) -> dict[str, dict[int, int]]:
     return {
-        item: {int(step): count for step, count in told["replies"].items()}
-        for item, told in stats["conversations"].items()
+        item: {int(step): count for step, count in result["replies"].items()}
+        for item, result in stats["conversations"].items()
     }
 
 

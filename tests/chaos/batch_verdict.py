@@ -104,12 +104,12 @@ def _judge_acts(item: str, seen: Evidence, answer: tuple[str, list[int]] | None)
         yield f"{item} was begun {attempts} times though only orchestrators were struck"
     if answer is None:
         return
-    workspace, told = answer
+    workspace, result = answer
     acted = sorted(step for step, marks in steps.items() if workspace in marks)
     # A command that was killed between its two marks has left only the first mark.
-    is_told = set(told) <= set(acted) if seen.may_lose else told == acted
-    if not is_told or len(told) != len(set(told)):
-        yield f"{item} tells that it acted at steps {told}, and acted at {acted}"
+    is_told = set(result) <= set(acted) if seen.may_lose else result == acted
+    if not is_told or len(result) != len(set(result)):
+        yield f"{item} tells that it acted at steps {result}, and acted at {acted}"
     if not seen.may_lose and acted != list(range(seen.calls)):
         yield f"{item} acted at steps {acted} of {seen.calls} though only orchestrators were struck"
 

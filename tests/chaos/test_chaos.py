@@ -43,11 +43,11 @@ def _say(sentence: str) -> None:
     sys.stdout.write(f"{sentence}\n")
 
 
-def test_whoever_is_killed_every_call_is_answered_once_and_acts_once_at_most(ground: Ground) -> None:
+def test_if_any_process_is_killed_every_call_has_one_result_and_acts_at_most_once(ground: Ground) -> None:
     hold(ground, [blow for blow in BLOWS if blow.deed == "kill"])
 
 
-def test_whoever_hangs_every_call_is_answered_once_and_acts_once_at_most(ground: Ground) -> None:
+def test_if_any_process_hangs_every_call_has_one_result_and_acts_at_most_once(ground: Ground) -> None:
     """Pause one worker until the worker is considered lost. After the pause the worker must not run the calls that it
     held.
     """

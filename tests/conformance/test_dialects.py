@@ -111,8 +111,10 @@ async def test_a_broken_call_is_malformed_and_never_raises(speaker: Speaker) -> 
 async def test_every_call_and_every_error_can_be_answered(speaker: Speaker) -> None:
     for reply in (speaker.call("", {"x": "1"}), speaker.broken):
         events, end = await read(speaker.dialect, reply)
-        told = speaker.dialect.build_observations([answered(event) for event in events if not isinstance(event, Text)])
-        messages = speaker.dialect.build_request([end.message, *told], [SPEC]).messages
+        reported_events = speaker.dialect.build_observations(
+            [answered(event) for event in events if not isinstance(event, Text)]
+        )
+        messages = speaker.dialect.build_request([end.message, *reported_events], [SPEC]).messages
         asked = [entry["id"] for entry in end.message.get("tool_calls", [])]
         assert [message["tool_call_id"] for message in messages if message["role"] == "tool"] == asked
 

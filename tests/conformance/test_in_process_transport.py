@@ -167,10 +167,10 @@ ERRORS: list[tuple[Callable[[], Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("function", "told"), ERRORS, ids=lambda value: getattr(value, "__name__", ""))
-async def test_whatever_is_raised_is_a_result_with_type_and_text(function: Callable[[], Any], told: str) -> None:
+@pytest.mark.parametrize(("function", "expected"), ERRORS, ids=lambda value: getattr(value, "__name__", ""))
+async def test_whatever_is_raised_is_a_result_with_type_and_text(function: Callable[[], Any], expected: str) -> None:
     for result in await sync_and_async(function):
-        assert (result.success, result.error_code, told in str(result.error)) == (False, ErrorCode.INTERNAL, True)
+        assert (result.success, result.error_code, expected in str(result.error)) == (False, ErrorCode.INTERNAL, True)
 
 
 async def test_a_failure_carries_its_code_and_metadata() -> None:
@@ -190,7 +190,7 @@ async def test_a_value_that_cannot_be_written_down_is_a_result() -> None:
     assert (await run(Silent)).error == "ValueError: no words"
 
 
-async def test_a_name_that_is_gone_is_told_as_not_found() -> None:
+async def test_a_name_that_is_gone_is_reported_as_not_found() -> None:
     result = decode_result(await InProcessTransport({}, KEY).deliver(build_delivery("gone")), SEAL)
     assert (result.error, result.error_code) == ("Tool not found: gone", ErrorCode.TOOL_NOT_FOUND)
 
@@ -207,7 +207,7 @@ async def test_a_tools_handler_gets_arguments_and_context() -> None:
     assert result.output == '[{"text": "a"}, "call-1", "s1", "acme", "/workspace"]'
 
 
-async def test_the_context_is_made_by_whom_the_program_names() -> None:
+async def test_the_context_is_built_by_the_class_that_the_program_names() -> None:
     def contexts(call: ToolCall, context: ToolContext) -> CallContext:
         return CallContext(call.id, cwd="/mine")
 

@@ -231,9 +231,9 @@ STORED: list[tuple[dict[str, Any], ErrorCode | CallLost]] = [
 ]
 
 
-@pytest.mark.parametrize(("outcome", "told"), STORED, ids=lambda value: str(value)[:50])
+@pytest.mark.parametrize(("outcome", "expected"), STORED, ids=lambda value: str(value)[:50])
 async def test_what_celery_stores_of_a_failure_becomes_one_of_our_codes_or_a_lost_call(
-    redis_server: RedisProcess, outcome: dict[str, Any], told: ErrorCode | CallLost
+    redis_server: RedisProcess, outcome: dict[str, Any], expected: ErrorCode | CallLost
 ) -> None:
     client = redis.asyncio.Redis.from_url(redis_server.url)
     hub = ResultHub(client)
@@ -246,19 +246,19 @@ async def test_what_celery_stores_of_a_failure_becomes_one_of_our_codes_or_a_los
         task_id = hub.task_id("c1.1.acme")
         await client.publish(f"celery-task-meta-{task_id}", json.dumps({"task_id": task_id, **outcome}))
         [ended] = await asyncio.wait_for(asyncio.gather(waiting, return_exceptions=True), SOON_S)
-        if isinstance(told, CallLost):
+        if isinstance(expected, CallLost):
             assert isinstance(ended, CallLost)
-            assert ended.has_started is told.has_started
+            assert ended.has_started is expected.has_started
         else:
             assert isinstance(ended, DeliveryFailed)
-            assert ended.code is told
+            assert ended.code is expected
     finally:
         await transport.aclose()
         await close_hub(hub)
         await client.aclose()
 
 
-async def test_to_settle_a_call_that_nobody_knows_does_nothing(transport: Transport) -> None:
+async def test_to_settle_an_unknown_call_does_nothing(transport: Transport) -> None:
     transport.settle("acme", "never-sent")
     assert (await delivered(transport, build_delivery(text="abc"))).output == "cba"
 

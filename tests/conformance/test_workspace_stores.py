@@ -126,7 +126,7 @@ async def test_a_writer_that_is_cancelled_leaves_nothing(store: ArchiveStore) ->
 
 
 @pytest.mark.parametrize("damage", [b"another one", b"a lon", b"a long onE", b"a long one and more", b""])
-async def test_damage_is_told_before_the_end(store: ArchiveStore, damage: bytes) -> None:
+async def test_damage_is_reported_before_the_end(store: ArchiveStore, damage: bytes) -> None:
     await store.put("acme/one", chunks(b"a long one"))
     files_of(store)["one.tar"](damage)
     with pytest.raises(SandboxUnavailable, match="damaged"):
@@ -137,7 +137,7 @@ async def test_damage_is_told_before_the_end(store: ArchiveStore, damage: bytes)
     "facts",
     [b"", b"[]", b"{}", b'{"bytes": -1, "sha256": ""}', b"\xff", b'{"bytes": true, "sha256": 1}', b"[" * 100_000],
 )
-async def test_damaged_facts_are_told(store: ArchiveStore, facts: bytes) -> None:
+async def test_damaged_facts_are_reported(store: ArchiveStore, facts: bytes) -> None:
     await store.put("acme/one", chunks(b"x"))
     files_of(store)["one.json"](facts)
     with pytest.raises(SandboxUnavailable, match="damaged"):
@@ -274,7 +274,7 @@ async def test_a_store_that_fails_between_an_archive_and_its_facts_keeps_neither
     assert files_of(store) == {}
 
 
-async def test_what_is_sent_when_nobody_waits_for_it_any_more_is_not_kept(tmp_path: Path) -> None:
+async def test_a_result_that_no_caller_waits_for_is_not_stored(tmp_path: Path) -> None:
     pytest.importorskip("fsspec")
     store, sent, go_on = (
         FsspecStore(f"file://{tmp_path}/store", tmp_path / "spool"),
@@ -314,14 +314,14 @@ async def test_what_was_begun_long_ago_is_swept(tmp_path: Path) -> None:
     assert sorted(files_of(store)) == [".new.0.part", "whole.json", "whole.tar"]
 
 
-async def test_where_nobody_else_writes_all_that_was_begun_is_swept(tmp_path: Path) -> None:
+async def test_without_other_writers_all_unfinished_files_are_swept(tmp_path: Path) -> None:
     await FolderStore(tmp_path).put("acme/whole", chunks(b"x"))
     for name in (".begun.0.part", "no-facts.tar"):
         (tmp_path / "acme" / name).touch()
     assert sorted(files_of(open_own_store(tmp_path))) == ["whole.json", "whole.tar"]
 
 
-async def test_who_reads_of_a_full_disk_is_told_the_setting_of_that_disk(tmp_path: Path) -> None:
+async def test_who_reads_of_a_full_disk_is_reported_the_setting_of_that_disk(tmp_path: Path) -> None:
     for store, setting in (
         (FolderStore(tmp_path / "a", 2**62), "TOOLCREW_WORKSPACE_STORE"),
         (open_own_store(tmp_path / "b", 2**62), "TOOLCREW_SANDBOXD_STATE"),
@@ -348,7 +348,7 @@ def test_the_setting_chooses_the_store(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("url", ["nosuch://bucket", "nosuch::memory://x"])
-def test_a_url_that_nothing_knows_is_a_setting_to_mend(url: str, tmp_path: Path) -> None:
+def test_an_unknown_url_scheme_is_a_configuration_error(url: str, tmp_path: Path) -> None:
     pytest.importorskip("fsspec")
     with pytest.raises(ConfigError, match="TOOLCREW_WORKSPACE_STORE"):
         open_store(url, tmp_path)

@@ -144,7 +144,7 @@ async def test_a_name_cannot_lead_out_of_the_folder(kept: Open, name: str) -> No
         workspaces.find(name, SMALL)
 
 
-async def test_a_sweep_deletes_what_nobody_owns_and_nothing_else(kept: Open) -> None:
+async def test_a_sweep_deletes_only_files_without_an_owner(kept: Open) -> None:
     await write(kept(), "owned", "kept")
     await write(kept(), "stray", "gone")
     workspaces = kept()
@@ -172,7 +172,7 @@ async def test_a_sweep_spares_what_is_made_while_it_runs(kept: Open) -> None:
     assert workspaces.find("after", SMALL) is not None
 
 
-async def test_whoever_is_cancelled_while_it_makes_one_leaves_nothing(kept: Open, tmp_path: Path) -> None:
+async def test_a_cancelled_creation_leaves_nothing(kept: Open, tmp_path: Path) -> None:
     workspaces = kept()
     making = asyncio.ensure_future(workspaces.make("one", SMALL))
     await asyncio.sleep(0)
@@ -185,7 +185,7 @@ async def test_whoever_is_cancelled_while_it_makes_one_leaves_nothing(kept: Open
     assert mounts_below(tmp_path) == []
 
 
-async def test_whoever_is_cancelled_while_it_makes_one_of_a_taken_name_leaves_the_other(kept: Open) -> None:
+async def test_a_cancelled_creation_with_a_used_name_leaves_the_other(kept: Open) -> None:
     workspaces = kept()
     await write(workspaces, "one", "kept")
     making = asyncio.ensure_future(workspaces.make("one", SMALL))

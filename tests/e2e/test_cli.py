@@ -324,7 +324,7 @@ def test_doctor_finds_this_host_healthy(shell: Shell) -> None:
     }
 
 
-def test_doctor_tells_what_is_missing_and_how_to_mend_it(footprint: Footprint) -> None:
+def test_doctor_reports_what_is_missing_and_how_to_fix_it(footprint: Footprint) -> None:
     no_engine = run_toolcrew(footprint, "doctor", environment={"DOCKER_HOST": "unix:///nonexistent.sock"})
     no_image = run_toolcrew(footprint, "doctor", "--json", environment={"TOOLCREW_SANDBOX_IMAGE": "no-such-image:ever"})
     no_redis = run_toolcrew(
@@ -340,7 +340,7 @@ def test_doctor_tells_what_is_missing_and_how_to_mend_it(footprint: Footprint) -
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_up_tells_where_it_is_on_one_line_and_takes_all_down_at_a_signal(engine: APIClient, number: int) -> None:
+def test_up_reports_where_it_is_on_one_line_and_takes_all_down_at_a_signal(engine: APIClient, number: int) -> None:
     with open_stack(engine, workers_only=False) as stack:
         assert isinstance(stack.info, StackInfo)
         assert set(stack.info.pids) == {"redis", "sandboxd", "worker", "web", "flower", "api", "orchestrator"}

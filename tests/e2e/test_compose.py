@@ -240,7 +240,7 @@ def test_a_service_that_is_taken_over_finds_no_engine_socket(composed: ComposeSt
 
 
 @pytest.mark.parametrize("service", sorted(SERVICES - {"sandboxd", "worker"}))
-def test_nobody_but_the_worker_reaches_sandboxd(composed: ComposeStack, service: str) -> None:
+def test_only_the_worker_reaches_sandboxd(composed: ComposeStack, service: str) -> None:
     assert composed.execute(service, "ls", "/run/toolcrew/sandboxd.sock").status != 0
 
 
@@ -300,7 +300,7 @@ print(proxy.recv(4096).decode())
 """
 
 
-def test_sandboxd_reaches_the_egress_proxy_and_nobody_else_does(composed: ComposeStack) -> None:
+def test_only_sandboxd_reaches_the_egress_proxy(composed: ComposeStack) -> None:
     ran = composed.execute("sandboxd", "python", "-c", ASK_PROXY)
     assert "403" in ran.out, ran
     assert "is a name of a private network" in ran.out
@@ -322,7 +322,7 @@ def test_sandboxd_has_no_network_but_its_own_loopback(composed: ComposeStack) ->
     assert composed.execute("sandboxd", "ls", "/sys/class/net").out.split() == ["lo"]
 
 
-def test_redis_serves_nobody_without_a_password_and_no_service_may_rewrite_it(composed: ComposeStack) -> None:
+def test_redis_requires_a_password_and_no_service_may_rewrite_its_configuration(composed: ComposeStack) -> None:
     assert composed.execute("redis", "redis-cli", "ping").out.startswith("NOAUTH")
     for role in ("orchestrator", "worker", "web", "flower"):
         for command in ("config set dir /tmp", "flushall", "replicaof redis 1", "keys x", "acl list"):
@@ -336,12 +336,12 @@ def test_redis_serves_nobody_without_a_password_and_no_service_may_rewrite_it(co
 
 def test_no_service_missed_a_right_on_redis(composed: ComposeStack) -> None:
     shell = 'REDISCLI_AUTH="$TOOLCREW_REDIS_ADMIN_PASSWORD" redis-cli --user admin --no-auth-warning acl log'
-    told = composed.execute("redis", "sh", "-c", shell).out
+    text = composed.execute("redis", "sh", "-c", shell).out
     # The attempts of the test above are in the log too. A refused command or key of a service would be an additional
     # entry.
-    lines = told.splitlines()
+    lines = text.splitlines()
     refused = {line for at, line in enumerate(lines) if at and lines[at - 1] == "object"}
-    assert refused <= {"config", "flushall", "replicaof", "keys", "acl"}, told
+    assert refused <= {"config", "flushall", "replicaof", "keys", "acl"}, text
 
 
 def test_no_secret_is_on_a_command_line(composed: ComposeStack) -> None:
@@ -386,10 +386,10 @@ def test_a_worker_that_crashed_comes_back_and_one_that_was_drained_stays_down(co
 
     def drain() -> Ran | None:
         """Drain the host. Until the new worker has taken over, no worker can be drained."""
-        told = composed.execute("orchestrator", "toolcrew", "hosts", "list", "--json")
+        result = composed.execute("orchestrator", "toolcrew", "hosts", "list", "--json")
         queues = [
             report["queue"]
-            for report in json.loads(told.out or "[]")
+            for report in json.loads(result.out or "[]")
             if report["kind"] == "sandbox" and report["state"] == "serving"
         ]
         orders = [

@@ -26,7 +26,7 @@ async def server() -> AsyncIterator[LocalModelServer]:
         yield running
 
 
-async def test_the_server_refuses_whoever_has_no_key(server: LocalModelServer) -> None:
+async def test_the_server_refuses_requests_without_a_key(server: LocalModelServer) -> None:
     stranger = OpenAIModel("local", server.base_url, "wrong", retries=0)
     with pytest.raises(ModelUnavailable, match="refuses the API key"):
         await anext(aiter(stranger.stream(ModelRequest([{"role": "user", "content": "hi"}]))))

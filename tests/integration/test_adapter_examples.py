@@ -25,15 +25,15 @@ def run_example(stack: Stack, name: str) -> str:
 
 def test_the_langgraph_example_recovers_from_a_failure_and_ends(stack: Stack) -> None:
     pytest.importorskip("langgraph")
-    told = run_example(stack, "langgraph_tools.py")
-    assert "tool: Error [FILE_NOT_FOUND]" in told
-    assert "\ntool: 15\n" in told
-    assert told.endswith("The sum is 15.\n")
+    result = run_example(stack, "langgraph_tools.py")
+    assert "tool: Error [FILE_NOT_FOUND]" in result
+    assert "\ntool: 15\n" in result
+    assert result.endswith("The sum is 15.\n")
 
 
 def test_the_agents_example_stops_for_a_yes_and_ends(stack: Stack) -> None:
     pytest.importorskip("agents")
-    told = run_example(stack, "openai_agents_tools.py")
-    assert told.startswith("approved: write_tool")
-    assert "\ntool: 15\n" in told
-    assert told.endswith("The sum is 15.\n")
+    result = run_example(stack, "openai_agents_tools.py")
+    assert result.startswith("approved: write_tool")
+    assert "\ntool: 15\n" in result
+    assert result.endswith("The sum is 15.\n")

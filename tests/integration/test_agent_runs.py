@@ -38,8 +38,8 @@ WRITERS: dict[str, Callable[[str], Reply]] = {
 
 
 def answer(messages: list[Message]) -> Reply:
-    told = str(messages[-1]["content"])
-    return json.dumps({"tool": None, "reply": told}) if told.startswith("[Tool result for") else told
+    text = str(messages[-1]["content"])
+    return json.dumps({"tool": None, "reply": text}) if text.startswith("[Tool result for") else text
 
 
 @pytest.mark.parametrize("dialect", WRITERS)
@@ -76,8 +76,8 @@ async def test_read_only_calls_of_one_reply_run_side_by_side_in_one_sandbox(
     await client.run("read", session=session, model=model, on_event=seen.append)
     kinds = [type(event) for event in seen if isinstance(event, CallStarted | CallFinished)]
     assert kinds == [CallStarted] * 4 + [CallFinished] * 4
-    told = [message["content"] for message in model.requests[1].messages[-4:]]
-    assert [f"this is {number}" in content for number, content in enumerate(told)] == [True] * 4
+    entries = [message["content"] for message in model.requests[1].messages[-4:]]
+    assert [f"this is {number}" in content for number, content in enumerate(entries)] == [True] * 4
 
 
 async def test_a_wall_clock_limit_ends_the_command_in_the_sandbox(
@@ -108,7 +108,7 @@ async def test_a_cancelled_run_leaves_nothing_running_and_the_session_usable(
     assert (await session.call("bash_tool", {"command": "echo still here"})).output == "still here\n"
 
 
-async def test_the_default_limit_of_a_call_is_the_options_and_a_timeout_is_told(
+async def test_the_default_limit_of_a_call_is_the_options_and_a_timeout_is_reported(
     client: ToolClient, session: Session
 ) -> None:
     model = ScriptedModel([Calls([("bash_tool", {"command": "sleep 60"})]), "It took too long."])

@@ -112,7 +112,7 @@ async def test_an_engine_that_hangs_or_refuses_keeps_sandboxd_from_starting_in_t
             await open_on(build_settings(tmp_path))
 
 
-async def test_a_second_sandboxd_of_the_same_name_is_told_of_the_first_and_a_later_one_is_not(
+async def test_a_second_sandboxd_of_the_same_name_is_reported_the_first_and_a_later_one_is_not(
     api: APIClient, tmp_path: Path
 ) -> None:
     settings = build_settings(tmp_path, sandboxd_name="twin")

@@ -78,7 +78,7 @@ class Eavesdropper:
         self._thread.join()
         self._pubsub.close()
 
-    def told(self) -> bytes:
+    def received_bytes(self) -> bytes:
         """Return all received data, raw and unpacked."""
         return b"\n".join(self.heard + [_unpacked(data) for data in self.heard])
 
@@ -169,7 +169,7 @@ async def test_nothing_secret_is_found_where_others_look(watched: Stack) -> None
         )
         called = flower(watched, "/api/tasks")
         everywhere = {
-            "events": eavesdropper.told(),
+            "events": eavesdropper.received_bytes(),
             "Flower's tasks": called,
             "Flower's workers": flower(watched, "/api/workers?refresh=1"),
             "Flower's metrics": flower(watched, "/metrics"),
@@ -185,7 +185,7 @@ async def test_nothing_secret_is_found_where_others_look(watched: Stack) -> None
     assert seen(everywhere, (SECRET, PREVIOUS, ARGUMENT, OUTPUT, LARGE, password)) == set()
 
 
-async def test_an_api_key_is_nowhere_but_with_whom_it_was_given(watched: Stack) -> None:
+async def test_an_api_key_is_stored_nowhere(watched: Stack) -> None:
     settings = OrchestratorSettings(redis_url=SecretStr(watched.redis_url), secret=SecretStr(SECRET))
     opened = open_redis(settings.broker())
     key = (await ApiKeys(opened, settings.deployment, settings.broker().signing_keys()).add("default")).text

@@ -139,7 +139,7 @@ def test_a_keeper_killed_with_its_worker_leaves_no_process_of_the_pool(program: 
     program.assert_alone(30)
 
 
-def test_a_worker_told_to_end_finishes_its_call_however_long_after(program: Program) -> None:
+def test_a_worker_instructed_to_end_finishes_its_call_however_long_after(program: Program) -> None:
     """Only the end of the keeper limits the shutdown of a worker."""
     log = Path(program.info.logs) / "worker.log"
     os.kill(program.info.pids["orchestrator"][0], signal.SIGSTOP)  # the keeper would stop the stack after the worker
@@ -171,7 +171,7 @@ def test_everything_killed_at_once_leaves_no_container(program: Program) -> None
     wait_until(lambda: not program.footprint.containers(), 15, "the containers vanish by themselves")
 
 
-def test_a_stack_told_to_stop_in_a_call_stops_at_once_and_leaves_nothing(engine: APIClient) -> None:
+def test_a_stack_instructed_to_stop_in_a_call_stops_at_once_and_leaves_nothing(engine: APIClient) -> None:
     with open_stack(engine) as stack:
         caller = subprocess.Popen(
             [TOOLCREW, "call", "bash_tool", "command=sleep 99", "--json"],

@@ -222,7 +222,7 @@ async def test_several_questions_of_one_call_are_answered_each(fresh_client: Too
     assert json.loads(result.answer) == [f"a{n}" for n in range(5)]
 
 
-async def test_a_call_whose_caller_has_no_model_is_told_so(shop: Session) -> None:
+async def test_a_call_whose_caller_has_no_model_is_refused(shop: Session) -> None:
     none = await shop.call("word_thanks", {"customer": "Ada"})
     assert (none.error_code, "its caller has none" in str(none.error)) == (ErrorCode.CONFIG_MISSING, True)
     # A session that names a model and receives no questions.

@@ -47,15 +47,15 @@ except urllib.error.HTTPError as error:
 _FETCHER = """
 import hashlib, json, sys, urllib.request
 for line in sys.stdin:
-    told = json.loads(line)
-    if "id" not in told:
+    message = json.loads(line)
+    if "id" not in message:
         continue
     try:
-        with urllib.request.urlopen(told["params"]["arguments"]["url"], timeout=10) as answer:
+        with urllib.request.urlopen(message["params"]["arguments"]["url"], timeout=10) as answer:
             text = hashlib.sha256(answer.read()).hexdigest()
     except OSError as error:
         text = f"{type(error).__name__}: {error}"
-    print(json.dumps({"jsonrpc": "2.0", "id": told["id"], "result": {"content": [{"type": "text", "text": text}]}}), flush=True)
+    print(json.dumps({"jsonrpc": "2.0", "id": message["id"], "result": {"content": [{"type": "text", "text": text}]}}), flush=True)
 """
 """An MCP server whose only tool returns the content at an address."""
 TERMS = {"acme": SandboxTerms(tenant_class="fetching"), "rival": SandboxTerms(tenant_class="elsewhere")}
@@ -230,7 +230,7 @@ def test_pip_downloads_a_package(place: Place) -> None:
     assert text_of(ran) == "tiny-1.0-py3-none-any.whl\n"
 
 
-def test_a_refusal_is_told_in_words(place: Place) -> None:
+def test_a_refusal_is_reported_in_words(place: Place) -> None:
     ran = place.run(f"python3 -c '{_FETCH}' http://evil.example/ 2>&1; true")
     assert "403" in text_of(ran)
 
@@ -379,7 +379,7 @@ def test_a_proxy_that_dies_amid_an_answer_is_no_end_of_the_answer(place: Place, 
     place.point_at(place.ground.path)
 
 
-def test_without_a_proxy_a_program_is_told_so_and_calls_go_on(place: Place) -> None:
+def test_without_a_proxy_a_program_learns_it_and_calls_continue(place: Place) -> None:
     place.point_at(place.footprint.folder / "nothing.sock")
     try:
         ran = place.run(f"python3 - <<'END'\n{_READ_ERROR}\nEND")

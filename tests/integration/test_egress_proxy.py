@@ -74,7 +74,7 @@ def test_curl_uploads_and_is_answered(ground: Ground, place: tuple[str, int], au
     assert ran.stdout.endswith("501"), ran
 
 
-def test_curl_is_told_why_it_is_refused(ground: Ground, place: tuple[str, int]) -> None:
+def test_curl_learns_why_it_is_refused(ground: Ground, place: tuple[str, int]) -> None:
     url, port = place
     refused = url.replace("site.example", "evil.example")
     with open_front(ground, build_rules(port)) as proxy:
@@ -116,7 +116,7 @@ def test_git_clones_a_repository(ground: Ground, place: tuple[str, int], authori
     assert run("git", "-C", str(tmp_path / "code"), "log", "--format=%s").stdout == "first\n"
 
 
-def test_a_certificate_is_the_hosts_own_because_nobody_reads_along(ground: Ground, site: Path) -> None:
+def test_a_certificate_is_the_hosts_own_because_no_proxy_decrypts(ground: Ground, site: Path) -> None:
     with open_site(site, server_context()) as port, open_front(ground, build_rules(port)) as proxy:
         ran = run("curl", "-sS", "-x", proxy, f"https://site.example:{port}/big")
     # The authority of the test is not in the system's list. If the proxy presented its own certificate, this client

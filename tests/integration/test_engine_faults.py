@@ -350,9 +350,7 @@ def add_guest_volume(api: APIClient, image: str) -> str:
     return name
 
 
-async def test_with_a_new_guest_volume_those_go_whose_images_are_gone_and_that_nobody_has(
-    api: APIClient, own_image: str
-) -> None:
+async def test_a_new_guest_volume_removes_unused_volumes_of_removed_images(api: APIClient, own_image: str) -> None:
     gone, used = (add_guest_volume(api, secrets.token_hex(32)) for _ in range(2))
     kept = add_guest_volume(api, api.inspect_image(IMAGE)["Id"])  # type: ignore[no-untyped-call]
     host = api.create_host_config(mounts=[docker.types.Mount("/opt/toolcrew", used)], network_mode="none")

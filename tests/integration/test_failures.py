@@ -87,18 +87,18 @@ async def test_a_killed_sandboxd_is_started_again_and_its_sessions_keep_their_fi
     own_stack.footprint.assert_nothing_left()
 
 
-async def test_a_sandboxd_told_to_end_by_somebody_else_gives_its_sessions_to_the_next(own_stack: Stack) -> None:
+async def test_a_sandboxd_instructed_to_end_by_somebody_else_gives_its_sessions_to_the_next(own_stack: Stack) -> None:
     """Sessions end only with the whole stack. A sandboxd that stops in order packs the files that exist only in its
     containers.
     """
     async with ToolClient.connect(own_stack.redis_url) as client:
         session = await client.open_session()
         assert (await session.call("bash_tool", {"command": "echo content > file; export word=kept"})).success
-        told = own_stack.pid("sandboxd")
+        result = own_stack.pid("sandboxd")
 
-        os.kill(told, signal.SIGTERM)
+        os.kill(result, signal.SIGTERM)
 
-        await asyncio.to_thread(own_stack.wait_for_another, "sandboxd", told)
+        await asyncio.to_thread(own_stack.wait_for_another, "sandboxd", result)
         assert await retried(session, 'cat file; echo "$word"') == "content\nkept\n"
     assert own_stack.end() == 0
     own_stack.footprint.assert_nothing_left()

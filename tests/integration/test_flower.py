@@ -41,8 +41,8 @@ NOBODYS = ("/healthcheck", "/static/js/flower.js", "/login", "/logout", "/nonesu
 @pytest.fixture(scope="module")
 def stack(engine: APIClient) -> Iterator[Stack]:
     """Yield a stack with Flower; a restart of Redis loses at most a second of data."""
-    told = {"TOOLCREW_PAGE_URL": PAGES, "FLOWER_MAX_TASKS": str(MAX_TASKS)}
-    with open_stack(engine, {**told, "FLOWER_STATE_SAVE_INTERVAL": "300"}, workers_only=False) as opened:
+    environment = {"TOOLCREW_PAGE_URL": PAGES, "FLOWER_MAX_TASKS": str(MAX_TASKS)}
+    with open_stack(engine, {**environment, "FLOWER_STATE_SAVE_INTERVAL": "300"}, workers_only=False) as opened:
         yield opened
         assert opened.end() == 0
         opened.footprint.assert_nothing_left()
@@ -151,11 +151,11 @@ async def test_each_tool_has_its_own_times_states_and_counts(stack: Stack, sessi
 
 
 async def test_both_workers_and_their_queues_are_there(stack: Stack, session: Session) -> None:
-    def told() -> Any:
+    def read_workers() -> Any:
         workers = ask(stack, "/api/workers?refresh=1").json()
         return workers if len(workers) == 2 and all("active_queues" in worker for worker in workers.values()) else None
 
-    workers = await wait_until_async(told, 60, "both workers have answered Flower")
+    workers = await wait_until_async(read_workers, 60, "both workers have answered Flower")
 
     queues = {queue["name"] for worker in workers.values() for queue in worker["active_queues"]}
     assert {"pool.web"} < queues
@@ -201,20 +201,20 @@ async def test_events_that_anybody_forged_put_neither_script_nor_link_into_a_pag
     stack: Stack, session: Session
 ) -> None:
     await until_it_hears(stack, session)
-    told = {f"forged-{secrets.token_hex(4)}": shown for shown in HOSTILE}
+    fields = {f"forged-{secrets.token_hex(4)}": shown for shown in HOSTILE}
     app = Celery("forger", broker=stack.redis_url, set_as_current=False)
     with (
         app.connection_for_write() as connection,
         app.events.Dispatcher(connection, hostname="<b>forger</b>") as events,
     ):
-        for task, shown in told.items():
+        for task, shown in fields.items():
             events.send("task-received", uuid=task, name="<script>alert(2)</script>", args="()", kwargs=shown)
     app.close()
     await wait_until_async(
-        lambda: all(ask(stack, f"/task/{task}").status_code == 200 for task in told), 30, "Flower has heard of them"
+        lambda: all(ask(stack, f"/task/{task}").status_code == 200 for task in fields), 30, "Flower has heard of them"
     )
 
-    pages = {shown: ask(stack, f"/task/{task}").text for task, shown in told.items()}
+    pages = {shown: ask(stack, f"/task/{task}").text for task, shown in fields.items()}
 
     signs = ("<script>alert", "<b>forger", 'id="toolcrew-call"', PAGES)
     assert {(shown, sign) for shown, page in pages.items() for sign in signs if sign in page} == set()
@@ -255,7 +255,7 @@ def paths() -> dict[str, type]:
     return {path: handler for path, handler in found.items() if path != ".*" and not path.startswith("/static/")}
 
 
-async def test_with_the_password_nobody_can_start_stop_or_change_anything(stack: Stack, session: Session) -> None:
+async def test_the_password_does_not_permit_to_start_stop_or_change_anything(stack: Stack, session: Session) -> None:
     """The aim of a user with the password: end a call or a worker, or run a call."""
     await until_it_hears(stack, session)
     call_id = make_ids(1)[0]
@@ -343,9 +343,9 @@ async def test_a_flower_whose_file_is_torn_begins_anew_and_says_so(stack: Stack,
 
     await until_it_hears(stack, session)
 
-    told = read_events(stack.log("flower"))
-    assert {event["service"] for event in told} == {"flower"}
-    assert [event for event in told if "Failed to load state" in event.get("message", "")]
+    events = read_events(stack.log("flower"))
+    assert {event["service"] for event in events} == {"flower"}
+    assert [event for event in events if "Failed to load state" in event.get("message", "")]
 
 
 async def test_flower_goes_on_when_redis_was_away(stack: Stack) -> None:
@@ -378,10 +378,10 @@ async def test_it_keeps_no_more_calls_than_it_may(stack: Stack, session: Session
 def test_without_a_password_it_does_not_start() -> None:
     environment = {"PATH": os.environ["PATH"], "TOOLCREW_REDIS_URL": "redis://127.0.0.1:1/0"}
 
-    for told, sentence in (({}, "set FLOWER_BASIC_AUTH"), ({"FLOWER_MAX_TASKS": "many"}, "a FLOWER_ variable")):
+    for result, sentence in (({}, "set FLOWER_BASIC_AUTH"), ({"FLOWER_MAX_TASKS": "many"}, "a FLOWER_ variable")):
         ended = subprocess.run(
             [sys.executable, "-m", "orchestrator.operations.flower"],
-            env={**environment, **told},
+            env={**environment, **result},
             capture_output=True,
             text=True,
             timeout=UP_S,

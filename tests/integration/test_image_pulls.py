@@ -15,7 +15,7 @@ from docker import APIClient
 
 from contract.errors import ErrorCode, SandboxUnavailable, ToolFailure
 from contract.tenancy import SandboxTerms
-from tests.daemons import Daemon, Daemons, bash, open_daemons, told
+from tests.daemons import Daemon, Daemons, bash, open_daemons, run_script
 from tests.image_registry import PASSWORD, USER, ImageRegistry, open_registry
 from tests.stack import free_port
 from tests.waiting import wait_until
@@ -67,7 +67,7 @@ def test_an_image_is_pulled_when_a_session_first_asks_for_it(
     with daemon.client() as client:
         opened = client.describe_open("acme:s1", image, 600.0)
         assert opened["image"] == image
-        assert told(client, "acme:s1", READ) == "one\n"
+        assert run_script(client, "acme:s1", READ) == "one\n"
         client.open("acme", "s2", image)
         client.open("acme", "s3", image.replace(":v1", "@" + engine.inspect_image(image)["RepoDigests"][0][-71:]))
     assert registry.count_pulls(image) == 1
@@ -84,7 +84,7 @@ def test_eight_sessions_at_once_pull_an_image_once(daemons: Daemons, registry: I
 
     def open_session(number: int) -> str:
         with daemon.client() as client:
-            return told(client, client.open("acme", f"s{number}", image), READ)
+            return run_script(client, client.open("acme", f"s{number}", image), READ)
 
     with ThreadPoolExecutor(8) as pool:
         assert list(pool.map(open_session, range(8))) == ["one\n"] * 8
@@ -140,7 +140,7 @@ def test_a_session_keeps_its_image_when_the_tag_moves(
     daemon = start(daemons, registry, sandbox_workspace="folder")
     with daemon.client() as client:
         first = client.open("acme", "first", image)
-        assert told(client, first, READ + "; echo kept > file") == "one\n"
+        assert run_script(client, first, READ + "; echo kept > file") == "one\n"
     registry.push("tool:v1", {"mark": b"two\n"}, keep=True)
     assert daemon.stop() == 0
     daemon.start()
@@ -148,7 +148,7 @@ def test_a_session_keeps_its_image_when_the_tag_moves(
         answer = bash(client, first, READ + '; echo "$(<file)"')
         assert answer.streams["merged"] == b"one\nkept\n"
         assert "the content of image" not in answer.done["sandbox"].get("news", "")
-        assert told(client, client.open("acme", "second", image), READ) == "two\n"
+        assert run_script(client, client.open("acme", "second", image), READ) == "two\n"
 
 
 def test_a_session_learns_that_its_image_was_removed(
@@ -183,7 +183,7 @@ def test_the_least_recently_used_images_go_and_those_in_use_stay(
         client.close(client.open("acme", "own", own))
         client.close(client.open("acme", "s3", images[3]))
         wait_until(lambda: not is_in_engine(engine, images[2]), SOON_S, "the next image is removed")
-        assert told(client, "acme:s0", "[ -s /mark ] && echo there") == "there\n"
+        assert run_script(client, "acme:s0", "[ -s /mark ] && echo there") == "there\n"
     assert is_in_engine(engine, images[0])
     assert is_in_engine(engine, images[3])
     assert is_in_engine(engine, own)
@@ -205,7 +205,7 @@ def test_an_image_of_an_evicted_session_stays_over_a_restart(
         client.close(client.open("acme", "t", other))
         wait_until(lambda: "image_cache_above_budget" in daemon.log(), SOON_S, "the budget is checked")
         assert is_in_engine(engine, image)
-        assert told(client, name, READ) == "one\n"
+        assert run_script(client, name, READ) == "one\n"
         client.close(name)
 
 
@@ -233,7 +233,7 @@ def test_a_sandboxd_that_was_killed_after_the_pull_knows_the_image(
     daemon.start()
     wait_until(lambda: cached_bytes(daemon) > 20 * MIB, SOON_S, "the image is known again")
     with daemon.client() as client:
-        assert told(client, client.open("acme", "s", image), READ) == "one\n"
+        assert run_script(client, client.open("acme", "s", image), READ) == "one\n"
     assert registry.count_pulls(image) == 1
 
 
@@ -254,7 +254,7 @@ def test_a_pull_that_a_kill_interrupted_begins_again(
     opening.join(SOON_S)
     daemon.start()
     with daemon.client() as client:
-        assert told(client, client.open("acme", "s", image), READ) == "one\n"
+        assert run_script(client, client.open("acme", "s", image), READ) == "one\n"
     assert cached_bytes(daemon) > 60 * MIB
 
 
@@ -284,8 +284,8 @@ def test_only_the_class_with_a_login_pulls_a_private_image_and_nothing_shows_the
                     client.open("acme", "s", image, terms=SandboxTerms(tenant_class=tenant_class))
                 refusals.append(str(refused.value))
             name = client.open("acme", "s", image, terms=SandboxTerms(tenant_class="builders"))
-            assert told(client, name, READ) == "one\n"
-            assert PASSWORD not in told(
+            assert run_script(client, name, READ) == "one\n"
+            assert PASSWORD not in run_script(
                 client, name, 'for file in /proc/*/{environ,cmdline}; do echo "$(<"$file")"; done 2>&1'
             )
             password.unlink()

@@ -63,7 +63,7 @@ async def test_the_example_is_right_and_leaves_no_session(stack: Stack, tmp_path
         assert {session.id for session in (await client.sessions()).sessions} <= before
 
 
-async def test_at_the_limit_everything_is_killed_and_what_was_printed_is_told(
+async def test_at_the_limit_everything_is_killed_and_what_was_printed_is_reported(
     stack: Stack, sandbox: ToolcrewSandboxEnvironment
 ) -> None:
     container = await container_of(stack, sandbox)

@@ -43,12 +43,12 @@ async def call_from(server: Server, secret: str, previous: tuple[str, ...], path
     ],
     ids=["learned", "signing"],
 )
-async def test_no_call_is_lost_whoever_is_restarted_first(
+async def test_no_call_is_lost_in_any_order_of_restarts(
     server: Server, worker: tuple[str, str], senders: list[tuple[str, tuple[str, ...]]]
 ) -> None:
-    told = {"TOOLCREW_SECRET": worker[0], "TOOLCREW_SECRETS_PREVIOUS": worker[1]}
+    variables = {"TOOLCREW_SECRET": worker[0], "TOOLCREW_SECRETS_PREVIOUS": worker[1]}
     broker = BrokerSettings.model_validate({"redis_url": server.url(), "secret": worker[0]})
-    with server.client() as watch, open_counting_pool(broker, server.url(), watch, environment=told) as pool:
+    with server.client() as watch, open_counting_pool(broker, server.url(), watch, environment=variables) as pool:
         for secret, previous in senders:
             result = await call_from(server, secret, previous, str(pool.marks))
             assert result.success, (secret, previous, result)

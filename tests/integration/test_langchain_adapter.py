@@ -96,13 +96,15 @@ async def test_bad_arguments_are_answered_in_our_validators_words(session: Sessi
 
 
 @pytest.mark.parametrize("wrong", [float("nan"), object()], ids=["no number", "no JSON"])
-async def test_arguments_that_cannot_travel_are_the_models_to_mend(tools: dict[str, PoolTool], wrong: object) -> None:
+async def test_arguments_that_cannot_be_encoded_are_an_error_of_the_model(
+    tools: dict[str, PoolTool], wrong: object
+) -> None:
     message = await tools["bash_tool"].ainvoke(asked("bash_tool", command="true", timeout=wrong))
     assert (message.status, message.artifact["error_code"]) == ("error", "INVALID_ARGUMENTS")
     assert "timeout" in message.content
 
 
-async def test_another_name_of_a_parameter_is_taken_and_told(session: Session, tools: dict[str, PoolTool]) -> None:
+async def test_another_name_of_a_parameter_is_taken_and_reported(session: Session, tools: dict[str, PoolTool]) -> None:
     await session.write_file("/workspace/a.txt", b"one")
     message = await tools["read_tool"].ainvoke(asked("read_tool", path="/workspace/a.txt"))
     assert (message.status, message.artifact["metadata"]["aliases_used"]) == ("success", ["path -> file_path"])
@@ -115,7 +117,9 @@ async def test_a_tool_that_there_is_not_is_answered_with_the_nearest(client: Too
         assert (result.error_code, result.metadata["nearest"]) == (ErrorCode.TOOL_NOT_FOUND, ["bash_tool"])
 
 
-async def test_a_call_that_needs_approval_is_asked_about_and_a_no_is_told(client: ToolClient, session: Session) -> None:
+async def test_a_call_that_needs_approval_is_asked_about_and_a_no_is_reported(
+    client: ToolClient, session: Session
+) -> None:
     seen: list[ApprovalRequest] = []
 
     def refuse(request: ApprovalRequest) -> Decision:
@@ -131,13 +135,13 @@ async def test_a_call_that_needs_approval_is_asked_about_and_a_no_is_told(client
         await session.read_file("/workspace/a.txt")
 
 
-async def test_a_client_with_nobody_to_ask_refuses(client: ToolClient, session: Session) -> None:
+async def test_a_client_without_an_approver_refuses(client: ToolClient, session: Session) -> None:
     (write,) = await as_langchain_tools(client, session, ["write_tool"])
     message = await write.ainvoke(asked("write_tool", file_path="/workspace/a.txt", content="x"))
     assert message.artifact["error_code"] == "PERMISSION_DENIED"
 
 
-async def test_a_catastrophic_command_is_refused_whoever_approves(tools: dict[str, PoolTool]) -> None:
+async def test_a_catastrophic_command_is_refused_despite_any_approval(tools: dict[str, PoolTool]) -> None:
     message = await tools["bash_tool"].ainvoke(asked("bash_tool", command="rm -rf /"))
     assert message.artifact["error_code"] == "SECURITY_REFUSED"
 
@@ -222,8 +226,8 @@ async def test_a_tool_node_of_langgraph_runs_them_side_by_side(tools: dict[str, 
         {"id": "b", "name": "read_tool", "args": {"file_path": "/workspace/none"}},
         {"id": "c", "name": "bash_tool", "args": {"wrong": 1}},
     ]
-    told = await graph.compile().ainvoke({"messages": [AIMessage("", tool_calls=calls)]})
-    first, second, third = told["messages"][1:]
+    result = await graph.compile().ainvoke({"messages": [AIMessage("", tool_calls=calls)]})
+    first, second, third = result["messages"][1:]
     assert (first.tool_call_id, first.content, first.status) == ("a", "one\n", "success")
     assert (second.tool_call_id, second.status, second.artifact["error_code"]) == ("b", "error", "FILE_NOT_FOUND")
     assert (third.tool_call_id, third.status, third.artifact["error_code"]) == ("c", "error", "INVALID_ARGUMENTS")

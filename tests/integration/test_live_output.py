@@ -71,7 +71,7 @@ async def test_more_output_than_a_program_takes_costs_bounded_memory_and_time(st
         assert int(str(redis.info("memory")["used_memory"])) < 64 * 1024 * 1024 + MAX_WAITING_BYTES
 
 
-async def test_a_run_tells_the_output_of_its_calls(client: ToolClient, session: Session) -> None:
+async def test_a_run_reports_the_output_of_its_calls(client: ToolClient, session: Session) -> None:
     seen: list[RunEvent] = []
     model = ScriptedModel([Calls([("bash_tool", {"command": "echo one; echo two"})]), "ok"])
     await client.run("go", session=session, model=model, on_event=seen.append)

@@ -320,9 +320,9 @@ async def test_several_processes_use_one_stack_at_once(stack: Stack, footprint: 
     first, second, mine = await all_of([*others, ours], 60)
 
     assert mine.metadata["stdout"] == "ours\n"
-    told = [ToolResult.model_validate_json(done.stdout) for done in (first, second)]
-    assert [result.metadata["stdout"] for result in told] == ["other 0\n", "other 1\n"]
-    assert len({result.sandbox.id for result in (*told, mine) if result.sandbox}) == 3
+    reply = [ToolResult.model_validate_json(done.stdout) for done in (first, second)]
+    assert [result.metadata["stdout"] for result in reply] == ["other 0\n", "other 1\n"]
+    assert len({result.sandbox.id for result in (*reply, mine) if result.sandbox}) == 3
 
 
 async def test_a_tenant_with_anothers_session_id_gets_nothing(stack: Stack, session: Session) -> None:
@@ -365,7 +365,7 @@ async def test_a_closed_session_has_no_container_and_answers_so(stack: Stack, cl
     assert late.error_code == ErrorCode.SESSION_NOT_FOUND
 
 
-async def test_a_session_that_nobody_uses_expires(stack: Stack, client: ToolClient) -> None:
+async def test_an_unused_session_expires(stack: Stack, client: ToolClient) -> None:
     session = await client.open_session(ttl_s=1)
     sandbox = (await session.info()).sandbox
     assert sandbox is not None

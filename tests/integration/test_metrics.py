@@ -127,11 +127,11 @@ async def test_a_worker_that_is_started_again_counts_nothing_of_its_sandboxd_twi
         name = await asyncio.to_thread(sandboxd.open, "default", "meanwhile")
         await asyncio.to_thread(sandboxd.close, name)
     stack.wait_for_another("worker", pid)
-    told = starts(stack)
+    result = starts(stack)
     page = await scrape_until(
-        stack, lambda page: page[STARTS] >= told, "what was started meanwhile is counted by the next worker"
+        stack, lambda page: page[STARTS] >= result, "what was started meanwhile is counted by the next worker"
     )
-    assert page[STARTS] == told
+    assert page[STARTS] == result
 
 
 async def test_a_sandboxd_that_is_started_again_adds_to_what_was_counted(stack: Stack) -> None:

@@ -8,7 +8,7 @@ import pytest
 from docker import APIClient
 
 from contract.errors import ErrorCode, ToolFailure
-from tests.daemons import Daemons, bash, open_daemons, told
+from tests.daemons import Daemons, bash, open_daemons, run_script
 
 pytestmark = [pytest.mark.stack, pytest.mark.timeout(150)]
 
@@ -21,7 +21,7 @@ def daemons(engine: APIClient) -> Iterator[Daemons]:
         yield opened
 
 
-def test_a_session_whose_sandboxd_was_killed_goes_on_at_another_and_is_told_what_it_lost(daemons: Daemons) -> None:
+def test_a_session_whose_sandboxd_was_killed_goes_on_at_another_and_is_reported_what_it_lost(daemons: Daemons) -> None:
     store = str(daemons.folder / "store")
     one, two = (
         daemons.start(name, workspace_store=store, sandbox_workspace="tmpfs", pool_size="0") for name in ("one", "two")
@@ -51,11 +51,11 @@ def test_a_session_whose_sandboxd_was_killed_goes_on_at_another_and_is_told_what
         assert client.delete_checkpoint(name, checkpoint)
         assert client.close(name)
         again = client.open("acme", "s2", restore=following)
-        assert told(client, again, "cat /workspace/file") == "kept\n"
+        assert run_script(client, again, "cat /workspace/file") == "kept\n"
         assert client.status()["sandboxes"] == 1
 
 
-def test_what_status_tells_of_a_host_is_what_placing_needs(daemons: Daemons) -> None:
+def test_what_status_reports_of_a_host_is_what_placing_needs(daemons: Daemons) -> None:
     classes = '{"apart": {"pids": 64, "images": ["other:1"]}}'
     daemon = daemons.start(tenant_classes=classes, max_sandboxes="7", max_sessions="9", pool_size="0")
     status = daemon.status()

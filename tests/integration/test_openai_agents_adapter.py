@@ -92,7 +92,7 @@ async def test_a_run_of_the_sdk_calls_tools_in_the_sandbox_and_keeps_their_metad
     json.dumps(item.custom_data)
 
 
-async def test_failures_are_told_in_the_words_of_a_run_and_the_agent_goes_on(
+async def test_failures_are_reported_in_the_words_of_a_run_and_the_agent_goes_on(
     client: ToolClient, session: Session
 ) -> None:
     calls = [
@@ -156,7 +156,9 @@ async def test_a_run_that_is_asked_by_the_sdk_goes_on_with_a_no(client: ToolClie
         await session.read_file("/workspace/a.txt")
 
 
-async def test_nobody_is_asked_about_what_is_refused_in_any_case(client: ToolClient, session: Session) -> None:
+async def test_no_question_is_asked_about_a_call_that_is_refused_in_any_case(
+    client: ToolClient, session: Session
+) -> None:
     agent = play(
         await as_agents_tools(client, session, asks_by_run=True),
         ("bash_tool", {"command": "rm -rf /"}),

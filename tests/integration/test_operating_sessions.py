@@ -42,8 +42,8 @@ async def toolcrew(stack: Stack, *arguments: str) -> Any:
 
 def state_of(stack: Stack, tenant: str, call_id: str) -> str:
     with stack.open_redis() as client:
-        told: Any = client.hget(call_key("default", tenant, call_id), "state")
-        return told.decode() if told else ""
+        result: Any = client.hget(call_key("default", tenant, call_id), "state")
+        return result.decode() if result else ""
 
 
 async def container_of(stack: Stack, session: Session) -> str:
@@ -162,14 +162,14 @@ async def test_a_running_command_is_killed_with_all_it_started_by_another_proces
     assert (result.error_code, result.output) == (ErrorCode.CANCELLED, "begun\n")
     assert "was killed by" in str(result.error)
     assert "it runs away" in str(result.error)
-    told = (await other.call_history(call_id)).to_json()
-    assert (told["state"], told["error_code"], told["session"], told["place"]["state"]) == (
+    reply = (await other.call_history(call_id)).to_json()
+    assert (reply["state"], reply["error_code"], reply["session"], reply["place"]["state"]) == (
         "done",
         "CANCELLED",
         session.id,
         "open",
     )
-    assert "it runs away" in told["killed"]
+    assert "it runs away" in reply["killed"]
     assert (await session.call("bash_tool", {"command": "echo still here"})).metadata["stdout"] == "still here\n"
 
 

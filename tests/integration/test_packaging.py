@@ -75,11 +75,11 @@ def find_lacks(installed: Installed, modules: list[str]) -> dict[str, str]:
     done = installed.run(installed.python, "-c", IMPORT, json.dumps(modules))
     assert done.returncode == 0, done.stderr[-3000:]
     lacks = json.loads(done.stdout.splitlines()[-1])
-    told = {}
+    fields = {}
     for module, package in lacks.items():
         words = str(explain_missing(ModuleNotFoundError(module, name=package)))
-        told[module] = words.partition("toolcrew[")[2].partition("]")[0]
-    return told
+        fields[module] = words.partition("toolcrew[")[2].partition("]")[0]
+    return fields
 
 
 def test_the_wheel_holds_every_file_of_the_packages_and_nothing_else(wheel: Path) -> None:
@@ -128,8 +128,8 @@ def test_all_extras_are_installed_together_from_the_wheel_alone(wheel: Path, unp
     )
     assert done.returncode == 0, done.stderr
     version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
-    told = installed.run("toolcrew", "--version")
-    assert (told.returncode, told.stdout) == (0, f"toolcrew {version}\n"), told.stderr
+    result = installed.run("toolcrew", "--version")
+    assert (result.returncode, result.stdout) == (0, f"toolcrew {version}\n"), result.stderr
 
 
 @pytest.mark.parametrize("program", ["workers.sandboxd", "workers"], ids=["sandboxd", "web"])

@@ -112,8 +112,8 @@ async def cancelled(running: "asyncio.Task[ToolResult]") -> None:
 async def test_a_call_runs_in_its_tools_pool_with_tenant_session_and_limit(door: Dispatcher, tool: str) -> None:
     result = await door.dispatch(Request(call(tool), "acme", "s1", "a queue that nobody reads", timeout_s=7))
 
-    told = {name: result.metadata[name] for name in ("tenant", "session", "limit_s")}
-    assert (result.success, told) == (True, {"tenant": "acme", "session": "s1", "limit_s": 7.0})
+    fields = {name: result.metadata[name] for name in ("tenant", "session", "limit_s")}
+    assert (result.success, fields) == (True, {"tenant": "acme", "session": "s1", "limit_s": 7.0})
     assert result.sandbox is None
 
 
@@ -121,7 +121,7 @@ async def test_a_session_need_not_exist(door: Dispatcher) -> None:
     assert (await where(door)).metadata["session"] is None
 
 
-async def test_a_tool_that_asks_for_a_sandbox_is_told_that_there_is_none(door: Dispatcher) -> None:
+async def test_a_tool_that_needs_a_sandbox_learns_that_there_is_none(door: Dispatcher) -> None:
     result = await door.dispatch(Request(call("grasping_tool"), *ROUTE))
 
     assert (result.error_code, "pool without sandboxes" in (result.error or "")) == (

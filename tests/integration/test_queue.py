@@ -43,8 +43,8 @@ def bash(command: str, call_id: str | None = None) -> ToolCall:
 
 def refusals(store: "redis.Redis") -> Counter[str]:
     """Return the number of refusals so far, by reason."""
-    told: Any = store.hgetall(refusals_key("default"))
-    return Counter({name.decode(): int(count) for name, count in told.items()})
+    result: Any = store.hgetall(refusals_key("default"))
+    return Counter({name.decode(): int(count) for name, count in result.items()})
 
 
 async def files_of(session: Session) -> str:
@@ -201,7 +201,7 @@ async def test_a_call_whose_id_has_run_does_not_run_again(stack: Stack, session:
     assert await files_of(session) == "log\nran\n"
 
 
-async def test_a_call_whose_id_has_run_for_another_client_is_told_that_nobody_knows(
+async def test_a_call_whose_id_has_run_for_another_client_has_an_unknown_outcome(
     stack: Stack, session: Session
 ) -> None:
     route = (session.tenant, session.id, (await session.info()).queue)

@@ -156,7 +156,7 @@ def _open_house(ground: Ground, server: Server, site: WebServer) -> House:
         webfetch_allow_hosts=json.dumps([f"127.0.0.1:{site.port}"]),
     )
     port = free_port()
-    told = {
+    variables = {
         "TOOLCREW_REDIS_URL": server.url("flower"),
         "FLOWER_ADDRESS": "127.0.0.1",
         "FLOWER_PORT": str(port),
@@ -165,7 +165,7 @@ def _open_house(ground: Ground, server: Server, site: WebServer) -> House:
     flower = GroundProcess(
         "flower",
         [sys.executable, "-m", "orchestrator.operations.flower"],
-        ground.environment(told),
+        ground.environment(variables),
         ground.folder / "flower.log",
     )
     flower.start()

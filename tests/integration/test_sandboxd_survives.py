@@ -12,7 +12,7 @@ import pytest
 from docker import APIClient
 
 from contract.errors import SandboxUnavailable
-from tests.daemons import Daemon, Daemons, bash, open_daemons, start_call, told, wait_running
+from tests.daemons import Daemon, Daemons, bash, open_daemons, run_script, start_call, wait_running
 from tests.engine_stubs import relayed_engine
 from tests.stack import missing
 from tests.waiting import wait_until, wait_until_async
@@ -187,7 +187,7 @@ def test_two_hundred_calls_at_once_over_twenty_sessions_are_all_answered_right(p
 
     def ask(number: int) -> str:
         with pooled.client() as client:
-            return told(client, sessions[number % 20], f"echo $(cat own) {number}")
+            return run_script(client, sessions[number % 20], f"echo $(cat own) {number}")
 
     def open_one(name: str) -> None:
         with pooled.client() as client:

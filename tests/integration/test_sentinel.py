@@ -42,8 +42,8 @@ def ground() -> Iterator[Ground]:
             wait_until(lambda: watch.info("replication")["connected_slaves"] == 1, 30, "the replica follows")
             url = f"sentinel://:{PASSWORD}@127.0.0.1:{port}/0;sentinel://127.0.0.1:1"
             broker = BrokerSettings.model_validate({"redis_url": url, "secret": SECRET, "redis_sentinel_master": NAME})
-            told = {"TOOLCREW_REDIS_SENTINEL_MASTER": NAME}
-            with open_counting_pool(broker, url, watch, environment=told) as pool:
+            variables = {"TOOLCREW_REDIS_SENTINEL_MASTER": NAME}
+            with open_counting_pool(broker, url, watch, environment=variables) as pool:
                 yield Ground(master, replica, broker, pool)
 
 

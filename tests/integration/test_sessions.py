@@ -103,7 +103,7 @@ async def test_a_fork_bomb_ends_at_its_limit_and_the_session_goes_on(stack: Stac
     await assert_goes_on(session)
 
 
-async def test_a_memory_hog_is_told_that_memory_ran_out(stack: Stack, session: Session) -> None:
+async def test_a_memory_hog_reports_that_memory_ran_out(stack: Stack, session: Session) -> None:
     container = await container_of(stack, session)
     hog = "python3 -c 'held = [bytearray(50_000_000) for _ in range(200)]'"
 
@@ -124,7 +124,7 @@ async def test_an_output_flood_is_bounded_and_cut_with_a_notice(session: Session
     await assert_goes_on(session)
 
 
-async def test_a_call_asks_for_its_own_limit_and_is_told_when_it_is_clamped(session: Session) -> None:
+async def test_a_call_asks_for_its_own_limit_and_is_reported_when_it_is_clamped(session: Session) -> None:
     own = await session.call("bash_tool", {"command": "sleep 30", "timeout": 1})
     clamped = await session.call("bash_tool", {"command": "echo quick", "timeout": 5000})
 
@@ -243,7 +243,7 @@ async def test_a_stopped_guest_is_gone_soon_and_the_session_gets_a_second_genera
         assert (after.sandbox.generation, after.sandbox.rebuilt) == (2, True)
 
 
-async def test_a_killed_guest_is_told_once_and_replaced(stack: Stack, client: ToolClient) -> None:
+async def test_a_killed_guest_is_reported_once_and_replaced(stack: Stack, client: ToolClient) -> None:
     async with await client.open_session() as session:
         container = await container_of(stack, session)
         await session.write_file("kept.txt", b"kept")
@@ -265,7 +265,9 @@ async def test_a_killed_guest_is_told_once_and_replaced(stack: Stack, client: To
         )
 
 
-async def test_a_guest_that_died_between_two_calls_is_told_by_the_next_one(stack: Stack, client: ToolClient) -> None:
+async def test_a_guest_that_died_between_two_calls_is_reported_by_the_next_one(
+    stack: Stack, client: ToolClient
+) -> None:
     async with await client.open_session() as session:
         container = await container_of(stack, session)
         os.kill(watch(stack.api, container).pid, signal.SIGKILL)
@@ -273,12 +275,15 @@ async def test_a_guest_that_died_between_two_calls_is_told_by_the_next_one(stack
             lambda: not stack.has_container(container), 10, "the engine has removed the dead container"
         )
 
-        told = await session.call("bash_tool", {"command": "echo on"})
+        result = await session.call("bash_tool", {"command": "echo on"})
 
         if await keeps_files(session):
-            assert (told.success, "rebuilt around its workspace" in (told.output or "")) == (True, True)
+            assert (result.success, "rebuilt around its workspace" in (result.output or "")) == (True, True)
         else:
-            assert (told.error_code, "files are lost" in (told.error or "")) == (ErrorCode.SANDBOX_UNAVAILABLE, True)
+            assert (result.error_code, "files are lost" in (result.error or "")) == (
+                ErrorCode.SANDBOX_UNAVAILABLE,
+                True,
+            )
         await assert_goes_on(session)
 
 

@@ -82,8 +82,8 @@ async def test_skills_are_listed_loaded_read_and_run(engine: APIClient, tmp_path
             )
 
             ran = await use(session, name="echo", action="run", script="echo.py", args={"a": ["ü", 1]})
-            told = json.loads(ran.text())
-            assert (told["args"], told["cwd"], told["beside"]) == ({"a": ["ü", 1]}, "/workspace", "found")
+            reply = json.loads(ran.text())
+            assert (reply["args"], reply["cwd"], reply["beside"]) == ({"a": ["ü", 1]}, "/workspace", "found")
             await session.write_file("a.txt", b"one two two\n")
             counted = await use(
                 session, name="word-count", action="run", script="scripts/count.py", args={"files": ["a.txt"]}
@@ -124,8 +124,8 @@ async def test_skills_are_listed_loaded_read_and_run(engine: APIClient, tmp_path
             # loaded.
             (echo / "data" / "word.txt").write_text("later")
             async with await client.open_session() as other:
-                told = await use(other, name="echo", action="run", script="echo.py")
-                assert json.loads(told.text())["beside"] == "found"
+                reply = await use(other, name="echo", action="run", script="echo.py")
+                assert json.loads(reply.text())["beside"] == "found"
                 (echo.parent / "late" / "scripts" / "run.sh").write_text("echo changed")
                 refused = await use(other, name="late", action="run", script="run.sh")
                 assert (refused.error_code, "changed since" in refused.text()) == (ErrorCode.STALE_FILE, True)
@@ -196,10 +196,10 @@ async def test_what_a_trusted_skill_asks_for_is_not_asked_about_once_a_run_has_l
             result = await client.run(
                 "tidy up", model=ScriptedModel([*steps, "done"]), tools=["bash_tool", "skill_tool"]
             )
-            told = next(spec for spec in await client.tools() if spec.name == "skill_tool").description
+            text = next(spec for spec in await client.tools() if spec.name == "skill_tool").description
     assert result.answer == "done"
     assert asked == ["git clean -fd", "git reset --hard"]
-    assert "- keep-house: Tidies up." in told
+    assert "- keep-house: Tidies up." in text
 
 
 async def test_a_skill_that_is_installed_for_a_tenant_is_its_own_alone(engine: APIClient, tmp_path: Path) -> None:
@@ -226,8 +226,8 @@ async def test_a_skill_that_is_installed_for_a_tenant_is_its_own_alone(engine: A
                 "- echo: Does echo."
                 in next(spec for spec in await acme.tools() if spec.name == "skill_tool").description
             )
-            told = json.loads((await use(mine, name="echo", **run)).text())
-            assert told["beside"] == "secret of acme"
+            reply = json.loads((await use(mine, name="echo", **run)).text())
+            assert reply["beside"] == "secret of acme"
             assert (await use(mine, name="late", action="run", script="run.sh")).text() == "ours\n"
 
             refused = await use(theirs, name="echo", **run)

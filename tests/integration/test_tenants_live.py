@@ -114,13 +114,13 @@ async def test_what_a_policy_forbids_is_refused_on_both_sides_within_two_seconds
 async def test_a_class_that_no_host_has_opens_no_session(client: ToolClient, office: Office) -> None:
     async with office.default_has(TenantPolicy(sandbox=SandboxTerms(tenant_class="nowhere"))):
         started = time.monotonic()
-        told = ""
-        while not told and time.monotonic() - started < 2 * SOON_S:
+        text = ""
+        while not text and time.monotonic() - started < 2 * SOON_S:
             try:
                 await (await client.open_session()).close()
             except (ToolFailure, OperatorError) as failure:
-                told = str(failure)
-    assert "nowhere" in told
+                text = str(failure)
+    assert "nowhere" in text
 
 
 async def test_a_key_opens_for_its_tenant_until_it_is_revoked(stack: Stack, office: Office) -> None:

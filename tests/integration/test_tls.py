@@ -94,13 +94,13 @@ async def test_a_certificate_of_an_authority_that_is_not_trusted_is_refused(
             assert "ssl_ca_certs" in said
 
 
-async def test_who_shows_no_certificate_where_one_is_asked_for_is_told_which_settings(ground: Ground) -> None:
+async def test_a_missing_client_certificate_is_reported_with_its_settings(ground: Ground) -> None:
     with open_relay(ground.right, ground.server.port, ground.ours.ca) as relay:
         for said in await refusals(broker_at(ground, relay.port)):
             assert "ssl_certfile" in said
 
 
-async def test_a_file_that_is_not_there_is_told(ground: Ground, tmp_path: Path) -> None:
+async def test_a_file_that_is_not_there_is_reported(ground: Ground, tmp_path: Path) -> None:
     for said in await refusals(broker_at(ground, 1, ssl_ca_certs=str(tmp_path / "none.pem"))):
         assert "ssl_ca_certs" in said or "does it run" in said
 

@@ -150,10 +150,10 @@ async def test_content_that_was_asked_for_is_masked_cleaned_and_cut(
         result = await session.call("bash_tool", {"command": f"echo {KEY}; : '{HOSTILE}'"})
         assert result.success
     call = collector.one("execute_tool bash_tool").attributes
-    told = call["gen_ai.tool.call.arguments"]
-    assert "[masked: API key]" in told
-    assert "characters left out" in told
-    assert len(told) < 9000
+    reply = call["gen_ai.tool.call.arguments"]
+    assert "[masked: API key]" in reply
+    assert "characters left out" in reply
+    assert len(reply) < 9000
     assert "[masked: API key]" in call["gen_ai.tool.call.result"]
     everything = json.dumps([span.attributes for span in collector.spans], ensure_ascii=False)
     assert KEY not in everything
@@ -181,7 +181,9 @@ async def test_a_call_by_itself_is_a_trace_and_so_is_each_thing_that_is_done_wit
         assert_one_tree(of_trace(collector, span.trace))
 
 
-async def test_a_timeout_is_told_by_its_code_from_the_run_to_the_kill(client: ToolClient, collector: Collector) -> None:
+async def test_a_timeout_is_reported_by_its_code_from_the_run_to_the_kill(
+    client: ToolClient, collector: Collector
+) -> None:
     async with await client.open_session() as session:
         await session.call("bash_tool", {"command": "sleep 60"}, timeout_s=1)
         await session.call("read_tool", {"file_path": "/workspace/nothing"})

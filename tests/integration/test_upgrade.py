@@ -34,14 +34,14 @@ from orchestrator import ToolClient
 from orchestrator.settings import load_settings
 
 async def main():
-    told = []
+    results = []
     async with ToolClient.connect(settings=load_settings()) as client:
         for number in range(int(sys.argv[1])):
             async with await client.open_session() as session:
                 await session.write_file("file", b"words")
                 result = await session.call("bash_tool", {"command": f"cat file; echo {number}"})
-                told.append({"host": (await session.info()).host, "text": result.text()})
-    print(json.dumps({"source": orchestrator.__file__, "told": told}))
+                results.append({"host": (await session.info()).host, "text": result.text()})
+    print(json.dumps({"source": orchestrator.__file__, "results": results}))
 
 asyncio.run(main())
 """
@@ -92,10 +92,10 @@ def run_earlier(ground: Ground, earlier: Path, *argv: str) -> Any:
 
 
 def test_an_earlier_orchestrator_calls_on_hosts_of_both_releases(ground: Ground, earlier: Path) -> None:
-    told = run_earlier(ground, earlier, "-c", OLD_ORCHESTRATOR, "6")
-    assert Path(told["source"]).is_relative_to(earlier), "it was not the earlier release"
-    assert [one["text"] for one in told["told"]] == [f"words{number}\n" for number in range(6)]
-    assert {one["host"] for one in told["told"]} == {"old", "new"}
+    result = run_earlier(ground, earlier, "-c", OLD_ORCHESTRATOR, "6")
+    assert Path(result["source"]).is_relative_to(earlier), "it was not the earlier release"
+    assert [one["text"] for one in result["results"]] == [f"words{number}\n" for number in range(6)]
+    assert {one["host"] for one in result["results"]} == {"old", "new"}
 
 
 def batch_service(tree: Path) -> list[str]:

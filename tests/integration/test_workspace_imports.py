@@ -81,11 +81,11 @@ async def test_a_bundle_is_cloned_with_its_branches_and_without_a_remote(client:
     git(repository, "branch", "side")
     git(repository, "bundle", "create", str(tmp_path / "it"), "HEAD", "--branches")
     async with await client.open_session(tmp_path / "it") as session:
-        told = await output(
+        text = await output(
             session,
             "git status -sb; git branch --format='%(refname)' | sort; git remote; git log --oneline | wc -l; cat a.txt",
         )
-    assert told == "## trunk\nrefs/heads/side\nrefs/heads/trunk\n1\nx"
+    assert text == "## trunk\nrefs/heads/side\nrefs/heads/trunk\n1\nx"
 
 
 HOSTILE: dict[str, tuple[str, bytes, ErrorCode]] = {

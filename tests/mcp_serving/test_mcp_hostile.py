@@ -31,16 +31,16 @@ def message(method: str, **params: Any) -> dict[str, Any]:
     return {"jsonrpc": "2.0", "id": 1, "method": method, "params": {**params, "_meta": about}}
 
 
-def headers_of(told: dict[str, Any]) -> dict[str, str]:
-    named = {"Mcp-Name": str(told["params"]["name"])} if "name" in told["params"] else {}
-    return {"MCP-Protocol-Version": REVISION, "Mcp-Method": told["method"], **named}
+def headers_of(value: dict[str, Any]) -> dict[str, str]:
+    named = {"Mcp-Name": str(value["params"]["name"])} if "name" in value["params"] else {}
+    return {"MCP-Protocol-Version": REVISION, "Mcp-Method": value["method"], **named}
 
 
 async def ask(
     line: httpx.AsyncClient, method: str, path: str = "/mcp", headers: dict[str, str] | None = None, **params: Any
 ) -> httpx.Response:
-    told = message(method, **params)
-    return await line.post(path, json=told, headers={**headers_of(told), **(headers or {})})
+    result = message(method, **params)
+    return await line.post(path, json=result, headers={**headers_of(result), **(headers or {})})
 
 
 async def test_a_plain_client_is_answered(line: httpx.AsyncClient) -> None:
@@ -49,7 +49,7 @@ async def test_a_plain_client_is_answered(line: httpx.AsyncClient) -> None:
     assert answer.json()["result"]["content"][0]["text"] == "hi\n"
 
 
-async def test_nobody_comes_in_without_a_key_that_holds(mcp_stack: McpStack, line: httpx.AsyncClient) -> None:
+async def test_no_request_is_accepted_without_a_valid_key(mcp_stack: McpStack, line: httpx.AsyncClient) -> None:
     wrong = mcp_stack.keys["acme"][:-1] + ("A" if mcp_stack.keys["acme"][-1] != "A" else "B")
     for value in ("", "Bearer", "Bearer nonsense", f"Bearer {wrong}", f"Basic {mcp_stack.keys['acme']}"):
         answer = await ask(line, "tools/list", headers={"Authorization": value})
@@ -116,7 +116,7 @@ async def test_what_is_no_message_is_refused_as_the_client_s_fault(
         assert (await line.request(method, "/mcp", headers=headers)).status_code == 405
 
 
-async def test_arguments_that_cannot_be_are_told_so(line: httpx.AsyncClient) -> None:
+async def test_arguments_that_cannot_be_are_reported(line: httpx.AsyncClient) -> None:
     deep: Any = "x"
     for _ in range(300):
         deep = [deep]
@@ -129,27 +129,27 @@ async def test_arguments_that_cannot_be_are_told_so(line: httpx.AsyncClient) -> 
         {"command": "\ud800"},
         {"\ud800": 1},
     ):
-        told = message("tools/call", name="bash_tool", arguments=hostile)
+        result = message("tools/call", name="bash_tool", arguments=hostile)
         answer = await line.post(
-            "/mcp", content=json.dumps(told), headers={**headers_of(told), "Content-Type": "application/json"}
+            "/mcp", content=json.dumps(result), headers={**headers_of(result), "Content-Type": "application/json"}
         )
         said = answer.json()
         assert said.get("error", {}).get("code") != -32603, said
         assert "error" in said or said["result"]["isError"], said
     nan = json.dumps(message("tools/call", name="bash_tool", arguments={"command": "x", "timeout": float("nan")}))
-    told = message("tools/call", name="bash_tool")
-    answer = await line.post("/mcp", content=nan, headers={**headers_of(told), "Content-Type": "application/json"})
+    result = message("tools/call", name="bash_tool")
+    answer = await line.post("/mcp", content=nan, headers={**headers_of(result), "Content-Type": "application/json"})
     assert answer.json().get("error", {}).get("code") != -32603, answer.text
     assert "error" in answer.json() or answer.json()["result"]["isError"]
 
 
-async def test_sessions_that_cannot_be_are_told_so(line: httpx.AsyncClient) -> None:
+async def test_sessions_that_cannot_be_are_reported(line: httpx.AsyncClient) -> None:
     for path, status in (("/mcp/..%2fx", 404), ("/mcp/" + "x" * 65, 404), ("/mcp/a/b", 404), ("/other", 404)):
         assert (await ask(line, "tools/list", path)).status_code == status, path
-    told = message("tools/call", name="bash_tool", arguments={"command": "true"})
+    fields = message("tools/call", name="bash_tool", arguments={"command": "true"})
     for named in (3, "", "x" * 65, ["x"], "a/b", "new\n"):
-        told["params"]["_meta"]["toolcrew/session"] = named
-        answer = (await line.post("/mcp", json=told, headers=headers_of(told))).json()
+        fields["params"]["_meta"]["toolcrew/session"] = named
+        answer = (await line.post("/mcp", json=fields, headers=headers_of(fields))).json()
         assert answer["result"]["isError"], answer
         assert "not a session name" in answer["result"]["content"][0]["text"]
     gone = await ask(line, "tools/call", "/mcp/neverwas", name="bash_tool", arguments={"command": "true"})
@@ -159,18 +159,18 @@ async def test_sessions_that_cannot_be_are_told_so(line: httpx.AsyncClient) -> N
 async def test_a_client_that_only_hangs_up_has_its_command_ended(mcp_stack: McpStack, line: httpx.AsyncClient) -> None:
     for number, revision in enumerate((REVISION, "2025-11-25")):
         command = f"sleep 735{number}"
-        told = message("tools/call", name="bash_tool", arguments={"command": command})
+        fields = message("tools/call", name="bash_tool", arguments={"command": command})
         if revision != REVISION:
-            del told["params"]["_meta"]
+            del fields["params"]["_meta"]
         calling = asyncio.ensure_future(
-            line.post("/mcp", json=told, headers={**headers_of(told), "MCP-Protocol-Version": revision})
+            line.post("/mcp", json=fields, headers={**headers_of(fields), "MCP-Protocol-Version": revision})
         )
         await wait_until_async(lambda: mcp_stack.runs(command), SOON_S, "the command runs")  # noqa: B023  # this round
         calling.cancel()
         await wait_until_async(lambda: not mcp_stack.runs(command), 20, "the command ends")  # noqa: B023
 
 
-async def test_a_session_that_was_closed_elsewhere_is_told_and_forgotten(mcp_stack: McpStack) -> None:
+async def test_a_session_that_was_closed_elsewhere_is_reported_and_forgotten(mcp_stack: McpStack) -> None:
     async with mcp_stack.client() as client, mcp_stack.client(replica=1) as other:
         session = await new_session(client)
         assert text_of(await bash(other, "echo hi", session)) == "hi\n"
@@ -181,12 +181,12 @@ async def test_a_session_that_was_closed_elsewhere_is_told_and_forgotten(mcp_sta
             assert gone.structured_content["error_code"] == "SESSION_NOT_FOUND"
 
 
-async def test_a_server_that_is_told_to_stop_ends_what_still_runs_after_a_while(mcp_stack: McpStack) -> None:
+async def test_a_server_that_is_reported_to_stop_ends_what_still_runs_after_a_while(mcp_stack: McpStack) -> None:
     with open_mcp_process(mcp_stack.stack) as server:
-        told = message("tools/call", name="bash_tool", arguments={"command": "sleep 7361", "timeout": 500})
-        headers = {**headers_of(told), "Authorization": f"Bearer {mcp_stack.keys['acme']}", "Accept": ACCEPT}
+        fields = message("tools/call", name="bash_tool", arguments={"command": "sleep 7361", "timeout": 500})
+        headers = {**headers_of(fields), "Authorization": f"Bearer {mcp_stack.keys['acme']}", "Accept": ACCEPT}
         async with httpx.AsyncClient(base_url=server.url, headers=headers, timeout=SOON_S) as line:
-            calling = asyncio.ensure_future(line.post("/mcp", json=told))
+            calling = asyncio.ensure_future(line.post("/mcp", json=fields))
             await wait_until_async(lambda: mcp_stack.runs("sleep 7361"), SOON_S, "the command runs")
             server.process.send_signal(signal.SIGTERM)
             await wait_until_async(lambda: server.process.poll() is not None, SOON_S, server.log)

@@ -139,7 +139,7 @@ async def test_a_call_that_names_no_session_has_one_of_its_own_which_goes_with_i
     assert "toolcrew/session" not in (again.meta or {})
 
 
-async def test_a_tenant_cannot_tell_anothers_session_from_one_that_never_was(mcp_stack: McpStack) -> None:
+async def test_a_tenant_cannot_report_anothers_session_from_one_that_never_was(mcp_stack: McpStack) -> None:
     async with mcp_stack.client() as client:
         session = await new_session(client)
         await bash(client, "echo secret >file", session)
@@ -215,7 +215,7 @@ async def test_a_yes_for_one_session_is_none_for_another(mcp_stack: McpStack) ->
     assert "differ from the approved ones" in text_of(moved)
 
 
-async def test_nobody_is_asked_where_the_operator_has_said_so(mcp_stack: McpStack) -> None:
+async def test_no_question_is_asked_if_the_operator_has_set_that(mcp_stack: McpStack) -> None:
     stack = mcp_stack.stack
     with open_mcp_process(stack, environment={"TOOLCREW_APPROVALS": "auto"}) as server:
         alone = McpStack(stack, (server, server), mcp_stack.keys)

@@ -47,8 +47,8 @@ def open_sessions(mcp_stack: McpStack) -> list[dict[str, Any]]:
         environment={"TOOLCREW_REDIS_URL": stack.redis_url},
     )
     assert done.returncode == 0, done.stderr
-    told = json.loads(done.stdout)
-    return list(told["sessions"] if isinstance(told, dict) else told)
+    reply = json.loads(done.stdout)
+    return list(reply["sessions"] if isinstance(reply, dict) else reply)
 
 
 async def test_a_session_that_is_named_is_used_and_stays(mcp_stack: McpStack) -> None:
@@ -59,7 +59,7 @@ async def test_a_session_that_is_named_is_used_and_stays(mcp_stack: McpStack) ->
         assert text_of(await bash(client, "cat file", session)) == "there\n"
 
 
-def test_a_session_that_is_none_is_told_at_once(mcp_stack: McpStack) -> None:
+def test_a_session_that_is_none_is_reported_at_once(mcp_stack: McpStack) -> None:
     environment = {"TOOLCREW_REDIS_URL": mcp_stack.stack.redis_url}
     done = run_toolcrew(mcp_stack.stack.footprint, "serve", "mcp", "--session", "neverwas", environment=environment)
     assert done.returncode == 1
@@ -112,8 +112,8 @@ class ByHand:
         return self.answer()
 
     def answer(self) -> dict[str, Any]:
-        told: dict[str, Any] = json.loads(read_line(self.process))
-        return told
+        reply: dict[str, Any] = json.loads(read_line(self.process))
+        return reply
 
     def greet(self) -> None:
         self.say(json.dumps(HELLO).encode())
@@ -145,7 +145,7 @@ def open_by_hand(mcp_stack: McpStack, *arguments: str) -> Iterator[ByHand]:
         end_process(process)
 
 
-def test_what_is_no_message_is_told_so_and_harms_nothing(by_hand: ByHand) -> None:
+def test_what_is_no_message_is_reported_and_harms_nothing(by_hand: ByHand) -> None:
     by_hand.greet()
     by_hand.say(b"")
     for line in (
@@ -158,12 +158,12 @@ def test_what_is_no_message_is_told_so_and_harms_nothing(by_hand: ByHand) -> Non
         b'"' + b"x" * (5 * 1024 * 1024) + b'"',
     ):
         by_hand.say(line)
-        told = by_hand.answer()
-        assert (told.get("id"), told["error"]["code"]) == (None, -32700), told
+        result = by_hand.answer()
+        assert (result.get("id"), result["error"]["code"]) == (None, -32700), result
     assert by_hand.ask("ping", {}, 7) == {"jsonrpc": "2.0", "id": 7, "result": {}}
 
 
-def test_arguments_that_are_no_object_are_told_so(by_hand: ByHand) -> None:
+def test_arguments_that_are_no_object_are_reported(by_hand: ByHand) -> None:
     by_hand.greet()
     for arguments in ([], "x", 3):
         error = by_hand.ask("tools/call", {"name": "bash_tool", "arguments": arguments})["error"]
@@ -174,10 +174,10 @@ def test_arguments_that_are_no_object_are_told_so(by_hand: ByHand) -> None:
     for _ in range(200):
         deep = [deep]
     for hostile in ({"command": deep}, {"command": "x", "timeout": 1e999}, {"\ud800": 1}, {"command": "echo \ud800"}):
-        told = by_hand.ask("tools/call", {"name": "bash_tool", "arguments": hostile})
-        assert told["id"] == 2
-        assert told.get("error", {}).get("code") != -32603, told
-        assert "error" in told or told["result"]["isError"] or "echo" in str(hostile), told
+        result = by_hand.ask("tools/call", {"name": "bash_tool", "arguments": hostile})
+        assert result["id"] == 2
+        assert result.get("error", {}).get("code") != -32603, result
+        assert "error" in result or result["result"]["isError"] or "echo" in str(hostile), result
 
 
 def test_the_end_of_stdin_and_a_signal_end_it_with_its_command(by_hand: ByHand, mcp_stack: McpStack) -> None:

@@ -86,7 +86,7 @@ def test_a_failing_tool_is_a_failure_in_printable_words(peer: str) -> None:
     assert "\x1b" not in str(result.output)
 
 
-def test_pictures_are_told_of(peer: str) -> None:
+def test_pictures_are_reported(peer: str) -> None:
     output = str(run_tool(_load(peer)["mcp__peer__show"]).output)
     assert "look\n[image, image/png, about 3 bytes: not attached]" in output
 
@@ -245,7 +245,7 @@ def test_a_lie_is_a_failure_that_says_so(lie: Any) -> None:
     assert "MCP server peer" in str(result.error)
 
 
-def test_a_tool_that_is_gone_is_told_in_the_servers_words() -> None:
+def test_a_tool_that_is_gone_is_reported_in_the_servers_words() -> None:
     def gone(request: dict[str, Any]) -> Any:
         return {
             "jsonrpc": "2.0",
@@ -334,11 +334,11 @@ def test_a_key_is_in_no_failure() -> None:
 
 
 def test_an_upgraded_server_is_asked_anew_by_the_next_call() -> None:
-    state = {"told": legacy}
-    with open_raw_peer(lambda request: state["told"](request)) as server:
+    state = {"handler": legacy}
+    with open_raw_peer(lambda request: state["handler"](request)) as server:
         way = reach(server.url(host="127.0.0.1"))
         way.list_tools(_soon())
-        state["told"] = _only_modern
+        state["handler"] = _only_modern
         _failure(lambda: way.call_tool("echo", {}, _soon()))
         assert way.call_tool("echo", {"text": "new"}, _soon())["content"][0]["text"] == "new"
 

@@ -8,8 +8,8 @@ from tests.model_server.script import Span
 
 def draw(seed: int, *about: str | int) -> float:
     """Return a number of at least 0 and less than 1."""
-    told = "\0".join([str(seed), *map(str, about)]).encode(errors="replace")
-    (number,) = struct.unpack(">Q", hashlib.blake2b(told, digest_size=8).digest())
+    text = "\0".join([str(seed), *map(str, about)]).encode(errors="replace")
+    (number,) = struct.unpack(">Q", hashlib.blake2b(text, digest_size=8).digest())
     # 53 bits, because more bits would be rounded, sometimes up to 1.
     return float((number >> 11) / (1 << 53))
 

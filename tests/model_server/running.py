@@ -31,8 +31,8 @@ class ModelServer:
     def stats(self) -> dict[str, Any]:
         """Return the counters, as listed in docs/testing.md."""
         with urllib.request.urlopen(f"{self._root}/stats", timeout=ANSWER_S) as answer:
-            told: dict[str, Any] = json.load(answer)
-        return told
+            reply: dict[str, Any] = json.load(answer)
+        return reply
 
     def reset(self) -> None:
         """Reset the counters, the counted faults and the position in a recording."""

@@ -143,7 +143,7 @@ class Rule(Record):
         )
         calls = [call.arguments for call in self.reply.calls] + [call.name for call in self.reply.calls]
         texts: list[Any] = [self.reply.text, *calls, *(self.reply.chunks or ()), self.reply.whole]
-        unknown = [told for text in texts for told in find_unknown_places(text, groups)]
+        unknown = [item for text in texts for item in find_unknown_places(text, groups)]
         if unknown:
             raise ValueError("; ".join(unknown))
         return self
@@ -257,7 +257,7 @@ def parse_script(text: str, name: str = "script", *, needs_rules: bool = True) -
             # first.
             lines.append(_LINE.validate_python(_parse_json(raw)))
         except ValidationError as error:
-            wrong += [f"{name}:{number}: {told}" for told in _tell(error)]
+            wrong += [f"{name}:{number}: {item}" for item in _tell(error)]
         except ValueError as error:
             wrong.append(f"{name}:{number}: {error}")
     servers = [line for line in lines if isinstance(line, Server)]

@@ -122,12 +122,12 @@ class Chat:
     def _scripted(self, asked: Asked, attempt: int, hit: Hit) -> Plan:
         rule = self._find(asked)
         if rule is None:
-            told = (
+            report = (
                 f"the result begins {asked.observation[:200]!r}"
                 if asked.observation is not None
                 else "no call has a result yet"
             )
-            raise TemplateError(f"no rule goes for this request ({told}): add a line of kind rule that does")
+            raise TemplateError(f"no rule goes for this request ({report}): add a line of kind rule that does")
         known = {
             "item": asked.conversation,
             "step": str(asked.step),

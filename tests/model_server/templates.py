@@ -48,9 +48,9 @@ def find_unknown_places(value: JsonValue, groups: frozenset[str]) -> list[str]:
     `observation`.
     """
     if isinstance(value, str):
-        return [told for place in _PLACE.finditer(value) if (told := _judge(place, groups)) is not None]
+        return [result for place in _PLACE.finditer(value) if (result := _judge(place, groups)) is not None]
     below = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
-    return [told for part in below for told in find_unknown_places(part, groups)]
+    return [result for part in below for result in find_unknown_places(part, groups)]
 
 
 def _judge(place: re.Match[str], groups: frozenset[str]) -> str | None:

@@ -116,8 +116,8 @@ class Connection(asyncio.Protocol):
         if self._drained is not None:
             self._drained.set_result(None)
             self._drained = None
-        told, self._when_empty = self._when_empty, []
-        for tell in told:
+        result, self._when_empty = self._when_empty, []
+        for tell in result:
             tell()
 
     def _work(self) -> None:

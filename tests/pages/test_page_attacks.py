@@ -80,7 +80,7 @@ async def test_a_form_needs_the_token_of_its_own_login(world: World, visitors: V
             assert (token, response.status_code) == (token, 403)
 
 
-async def test_a_page_elsewhere_that_sends_a_form_by_itself_is_nobody_here(world: World, visitors: Visitors) -> None:
+async def test_a_form_from_a_foreign_page_has_no_user(world: World, visitors: Visitors) -> None:
     async def evil(route: Route) -> None:
         form = (
             f'<form method="post" action="{visitors.api.url}/tools/read_tool"><input name="enabled" '
@@ -111,13 +111,13 @@ async def test_the_cookie_is_out_of_scripts_reach_and_redis_has_not_the_word(wor
 
 
 @pytest.mark.parametrize("word", ["", "x", "A" * 43, "../" * 14 + "A", "A" * 5000, "\u00e9" * 43])
-async def test_a_guessed_word_is_nobody(world: World, visitors: Visitors, word: str) -> None:
+async def test_a_guessed_session_cookie_belongs_to_no_user(world: World, visitors: Visitors, word: str) -> None:
     async with someone(visitors.api.url) as client:
         response = await client.get("/runs", headers={"Cookie": f"{COOKIE}={word}".encode("latin-1")})
         assert (response.status_code, response.headers["location"]) == (303, "/login?next=%2Fruns")
 
 
-async def test_logging_out_ends_the_word_for_whoever_has_copied_it(world: World, visitors: Visitors) -> None:
+async def test_logging_out_ends_copied_sessions(world: World, visitors: Visitors) -> None:
     async with someone(visitors.api.url, visitors.api.keys["acme"]) as client:
         word, token = client.cookies[COOKIE], await token_of(client)
         assert (await client.post("/logout", data={"form_token": token})).status_code == 303
@@ -133,7 +133,7 @@ async def test_logging_in_makes_a_new_word_and_ends_the_one_that_was_there(world
         assert (await thief.get("/runs", headers={"Cookie": f"{COOKIE}={before}"})).status_code == 303
 
 
-async def test_wrong_revoked_and_malformed_keys_are_told_alike(world: World, visitors: Visitors) -> None:
+async def test_wrong_revoked_and_malformed_keys_are_reported_alike(world: World, visitors: Visitors) -> None:
     revoked = await world.add_key("acme")
     await world.revoke_key(revoked)
     right = visitors.api.keys["acme"]
@@ -157,7 +157,7 @@ async def test_wrong_revoked_and_malformed_keys_are_told_alike(world: World, vis
 @pytest.mark.parametrize(
     "path", ["/runs/{}", "/runs/{}/transcript", "/runs/{}/stream", "/approvals/{}", "/batches/{}", "/calls/{}"]
 )
-async def test_what_is_a_rivals_is_told_as_what_there_is_not(world: World, visitors: Visitors, path: str) -> None:
+async def test_what_is_a_rivals_is_reported_as_what_there_is_not(world: World, visitors: Visitors, path: str) -> None:
     assert world.rivals is not None
     theirs = {
         "runs": world.rival_run,
@@ -273,7 +273,7 @@ async def test_behind_tls_the_cookie_is_for_tls_alone() -> None:
             assert "Domain" not in cookie
 
 
-async def test_a_dead_redis_is_told_as_such_and_nothing_of_where_it_is() -> None:
+async def test_a_dead_redis_is_reported_without_its_address() -> None:
     with open_server() as server:
         async with open_api(server.url()) as api, someone(api.url, api.keys["acme"]) as client:
             server.kill()

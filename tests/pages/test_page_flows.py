@@ -24,9 +24,9 @@ ADMIN = Actor(key=LOCAL, role="admin")
 
 
 async def answer_of(world: World, question: ApprovalQuestion) -> AlreadyAnswered:
-    with pytest.raises(AlreadyAnswered) as told:
+    with pytest.raises(AlreadyAnswered) as failure:
         await world.approvals.get(question.id, ADMIN)
-    return told.value
+    return failure.value
 
 
 async def tab_to(page: Page, name: str, most: int = 60) -> None:
@@ -147,7 +147,7 @@ async def test_a_call_is_allowed_with_other_arguments_which_lose_nothing_on_the_
     assert (await answer_of(world, question)).answer.arguments == {"command": "ls -l \u202e\x00\t\n"}
 
 
-async def test_what_was_decided_meanwhile_is_told_and_stays(world: World, visitors: Visitors) -> None:
+async def test_what_was_decided_meanwhile_is_reported_and_stays(world: World, visitors: Visitors) -> None:
     question = await world.ask("ls", number=4)
     async with visitors.visit("acme") as first, visitors.visit("operator") as second:
         for visit in (first, second):

@@ -114,8 +114,8 @@ async def test_s0_12_a_tool_that_does_not_exist_is_an_error_result_that_the_mode
     dispatcher = Dispatcher(
         InProcessTransport({}, KEY), TenantCatalog(StaticCatalog(build_spec("echo"))), KEY, queue_wait_s=1
     )
-    told = await dispatcher.dispatch(Request(build_call("vector-search"), "acme", "s1", "q"))
-    assert (told.success, told.error) == (False, "Tool not found: vector-search")
+    reply = await dispatcher.dispatch(Request(build_call("vector-search"), "acme", "s1", "q"))
+    assert (reply.success, reply.error) == (False, "Tool not found: vector-search")
 
     model = ScriptedModel(
         ['<tool_action name="vector-search"><query value="x" /></tool_action>', "There is no such tool."]
@@ -182,7 +182,7 @@ async def test_s0_13_the_timeout_is_configured_and_a_tool_without_its_own_gets_t
     assert (result.success, result.error_code) == (False, ErrorCode.TIMEOUT)
 
 
-async def test_s0_13_the_limit_is_30_seconds_where_nobody_says_otherwise() -> None:
+async def test_s0_13_the_limit_is_30_seconds_by_default() -> None:
     def answer(call: ToolCall, _: ToolContext) -> ToolResult:
         return ToolResult(call_id=call.id, name=call.name, success=True, output="")
 

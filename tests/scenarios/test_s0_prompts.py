@@ -41,7 +41,7 @@ def test_s0_18_the_description_of_the_tools_is_part_of_the_system_prompt() -> No
 def test_s0_19_every_tool_is_there_with_name_description_and_parameters() -> None:
     prompt = generate_tool_prompt([vector_search, read_tool])
     assert all(
-        told in prompt for told in ("vector-search: Search the code base by meaning.", "read_tool: Read one file.")
+        item in prompt for item in ("vector-search: Search the code base by meaning.", "read_tool: Read one file.")
     )
     lines = [line.strip() for line in prompt.splitlines()]
     assert "query (string, required): what to look for" in lines
@@ -69,13 +69,13 @@ def test_s0_19_the_example_is_a_tag_that_calls_a_tool_of_the_list() -> None:
     ],
     ids=["tool", "spec", "dict"],
 )
-def test_s0_19_a_tool_is_told_the_same_however_it_is_written_down(described: object) -> None:
+def test_s0_19_a_tool_is_reported_the_same_however_it_is_written_down(described: object) -> None:
     prompt = generate_tool_prompt([described])  # type: ignore[list-item]
     assert "vector-search: Search the code base by meaning." in prompt
     assert [call.name for call in example_calls(prompt)][:1] == ["vector-search"]
 
 
-def test_s0_20_without_tools_the_model_is_told_that_there_are_none_and_nothing_else() -> None:
+def test_s0_20_without_tools_the_model_learns_that_there_are_none_and_nothing_else() -> None:
     prompt = generate_tool_prompt([])
     assert "No tools are currently available" in prompt
     assert "<tool_action" not in prompt

@@ -57,15 +57,15 @@ class Seen:
 
     def in_order(self) -> list[str]:
         """Return the texts, with adjacent texts joined, and the marks of calls."""
-        told: list[str] = []
+        messages: list[str] = []
         for event in self.events:
             if isinstance(event, CallStarted | CallFinished):
-                told.append(f"[{type(event).__name__}]")
-            elif isinstance(event, TextArrived) and told and not told[-1].startswith("["):
-                told[-1] += event.text
+                messages.append(f"[{type(event).__name__}]")
+            elif isinstance(event, TextArrived) and messages and not messages[-1].startswith("["):
+                messages[-1] += event.text
             elif isinstance(event, TextArrived):
-                told.append(event.text)
-        return told
+                messages.append(event.text)
+        return messages
 
 
 @tool(name="vector-search")
@@ -141,9 +141,13 @@ async def test_s0_03_several_calls_run_in_order_each_with_its_own_result() -> No
     reply = "".join(f'<tool_action name="step"><number value="{number}" /></tool_action>\n' for number in (1, 2, 3))
     result = await work(ScriptedModel([reply, "done"]), tools=[step])
     assert ran == ["begin 1", "end 1", "begin 2", "end 2", "begin 3", "end 3"]
-    told = [message for message in result.transcript if message["role"] == "tool"]
-    assert [message["content"] for message in told] == ["did 1", "Error [INTERNAL]: LookupError: no second", "did 3"]
-    assert len({message["tool_call_id"] for message in told}) == 3
+    messages = [message for message in result.transcript if message["role"] == "tool"]
+    assert [message["content"] for message in messages] == [
+        "did 1",
+        "Error [INTERNAL]: LookupError: no second",
+        "did 3",
+    ]
+    assert len({message["tool_call_id"] for message in messages}) == 3
 
 
 def test_s0_04_an_unclosed_tag_waits_for_more_and_is_a_call_once_it_is_closed() -> None:
@@ -153,7 +157,7 @@ def test_s0_04_an_unclosed_tag_waits_for_more_and_is_a_call_once_it_is_closed() 
     assert parser.feed(end) == [TagCall("vector-search", {"query": "读取文件", "limit": "5"}, SEARCH)]
 
 
-async def test_s0_04_a_tag_that_is_never_closed_is_not_run_nor_shown_and_the_model_is_told() -> None:
+async def test_s0_04_a_tag_that_is_never_closed_is_not_run_nor_shown_and_the_model_is_informed() -> None:
     ran: list[str] = []
 
     @tool(name="vector-search")
@@ -225,12 +229,12 @@ def test_s0_07_the_three_chunks_give_the_text_the_call_and_the_rest_in_order() -
 
 async def test_s0_07_the_text_before_the_tag_is_out_at_once_and_the_text_behind_it_after_the_tool() -> None:
     seen = Seen()
-    told: list[tuple[str, str]] = []
+    entries: list[tuple[str, str]] = []
 
     @tool(name="vector-search")
     async def search(query: str) -> str:
         """Search."""
-        told.append((query, seen.text()))
+        entries.append((query, seen.text()))
         return "found"
 
     async def stream(request: ModelRequest) -> AsyncIterator[Chunk]:
@@ -244,7 +248,7 @@ async def test_s0_07_the_text_before_the_tag_is_out_at_once_and_the_text_behind_
         yield chunk(THREE_CHUNKS[2])
 
     result = await work(StreamModel(stream), seen, [search])
-    assert told == [("test", "思考: 我需要搜索...")]
+    assert entries == [("test", "思考: 我需要搜索...")]
     assert seen.in_order() == ["思考: 我需要搜索...", "[CallStarted]", "[CallFinished]", "接下来...完成"]
     assert result.answer == "完成"
 

@@ -349,7 +349,7 @@ async def test_s1_19_a_named_tool_is_executed_by_the_registry_with_the_arguments
     assert gateway.requests[1][-1]["content"].endswith(by_hand.text())
 
 
-async def test_s1_19_a_named_tool_that_is_not_there_is_told_to_the_model() -> None:
+async def test_s1_19_a_named_tool_that_is_not_there_is_reported_to_the_model() -> None:
     gateway = Gateway('{"tool": "get_news", "arguments": {}}', REPLY)
     result = await ask(gateway, Weather())
     assert "Tool not found: get_news" in gateway.requests[1][-1]["content"]
@@ -357,7 +357,7 @@ async def test_s1_19_a_named_tool_that_is_not_there_is_told_to_the_model() -> No
 
 
 @pytest.mark.parametrize(
-    ("call", "told"),
+    ("call", "expected"),
     [
         (CALL, '[Tool result for get_weather]\n{"temp": 22, "city": "Beijing"}'),
         ('{"tool": "get_time", "arguments": {}}', "[Tool result for get_time]\nnoon"),
@@ -368,12 +368,12 @@ async def test_s1_19_a_named_tool_that_is_not_there_is_told_to_the_model() -> No
     ],
     ids=["object", "text", "error"],
 )
-async def test_s1_20_a_result_is_injected_under_its_header_as_a_user_message(call: str, told: str) -> None:
+async def test_s1_20_a_result_is_injected_under_its_header_as_a_user_message(call: str, expected: str) -> None:
     weather, gateway = Weather(), Gateway(call, REPLY)
     weather.registry.register(TIME)
     await ask(gateway, weather)
     assert gateway.requests[1][-1]["role"] == "user"
-    assert gateway.requests[1][-1]["content"].startswith(told)
+    assert gateway.requests[1][-1]["content"].startswith(expected)
 
 
 async def test_s1_21_the_next_round_begins_with_all_that_was_said_and_the_result() -> None:

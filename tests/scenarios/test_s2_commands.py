@@ -38,8 +38,8 @@ class GuestClient(SandboxClient):
             for stream in ("stdout", "stderr", "merged", "file")
             if has_stream(op, stream) and (data := done.bytes_of(stream))
         }
-        told = {"sandbox": {"id": "c0ffee", "generation": 1, "rebuilt": False}, "sandbox_s": 1000.0}
-        return GuestResponse({**build_done(done.header), **told}, streams)
+        report = {"sandbox": {"id": "c0ffee", "generation": 1, "rebuilt": False}, "sandbox_s": 1000.0}
+        return GuestResponse({**build_done(done.header), **report}, streams)
 
 
 class Agent:

@@ -96,7 +96,7 @@ def test_s4_17_content_by_path_a_range_by_line_numbers_and_the_error_of_a_missin
     assert tools.run("read_tool", file_path="gone.py").error_code is ErrorCode.FILE_NOT_FOUND
 
 
-def test_s4_17_a_range_behind_the_end_is_an_error_that_tells_the_lines(tools: GuestTools) -> None:
+def test_s4_17_a_range_behind_the_end_is_an_error_that_reports_the_lines(tools: GuestTools) -> None:
     result = tools.run("read_tool", file_path="src/app.py", offset=101)
     assert (result.error_code, "has 100 lines, none at 101" in str(result.error)) == (
         ErrorCode.OFFSET_OUT_OF_RANGE,

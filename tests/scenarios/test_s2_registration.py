@@ -165,11 +165,11 @@ async def test_s2_26_a_tool_turned_off_in_the_middle_of_a_run_gives_an_error_res
 
     pool.registry.register(WorkerTool(ALPHA, turn_beta_off))
     async with pool.client() as client:
-        told = await work(client, call("beta_tool"), call("alpha_tool"), call("beta_tool"), call("alpha_tool"))
-    assert [text.split(":")[0] for text in told] == ["from beta", "from alpha", "Error [TOOL_DISABLED]", "from alpha"]
+        result = await work(client, call("beta_tool"), call("alpha_tool"), call("beta_tool"), call("alpha_tool"))
+    assert [text.split(":")[0] for text in result] == ["from beta", "from alpha", "Error [TOOL_DISABLED]", "from alpha"]
 
 
-async def test_s2_26_an_agent_is_not_told_of_a_tool_that_is_off_and_one_that_calls_it_nevertheless_reads_why(
+async def test_s2_26_an_agent_is_not_reported_a_tool_that_is_off_and_one_that_calls_it_nevertheless_reads_why(
     client: ToolClient,
 ) -> None:
     """T18: the error differs from the error for a missing tool."""
@@ -177,14 +177,14 @@ async def test_s2_26_an_agent_is_not_told_of_a_tool_that_is_off_and_one_that_cal
     model = ScriptedModel([call("beta_tool"), call("gamma_tool"), "ok"])
     seen: list[RunEvent] = []
     await client.run("go", session=await client.open_session(), model=model, on_event=seen.append)
-    told = [event.result.text() for event in seen if isinstance(event, CallFinished)]
-    assert "(no more)" in told[0]
-    assert told[0].startswith("Error [TOOL_DISABLED]")
-    assert told[1] == "Error [TOOL_NOT_FOUND]: Tool not found: gamma_tool"
+    messages = [event.result.text() for event in seen if isinstance(event, CallFinished)]
+    assert "(no more)" in messages[0]
+    assert messages[0].startswith("Error [TOOL_DISABLED]")
+    assert messages[1] == "Error [TOOL_NOT_FOUND]: Tool not found: gamma_tool"
     assert [described["function"]["name"] for described in model.requests[0].tools or ()] == ["alpha_tool"]
 
 
-async def test_s2_26_a_worker_refuses_it_itself_whoever_sent_the_call(pool: SwitchedPool, client: ToolClient) -> None:
+async def test_s2_26_a_worker_refuses_it_itself_from_any_sender(pool: SwitchedPool, client: ToolClient) -> None:
     await client.disable("beta_tool")
     client._dispatcher._rules = replace(client._dispatcher._rules, switches=None)
     assert (await (await client.open_session()).call("beta_tool", {})).error_code is ErrorCode.TOOL_DISABLED
@@ -216,7 +216,7 @@ async def test_s2_26_a_switch_of_a_tool_that_no_worker_serves_any_more_can_be_re
     assert pool.redis.hgetall("toolcrew:default:switches") == {}
 
 
-async def test_s2_26_nobody_is_asked_about_a_call_that_will_not_be_run(redis_server: RedisProcess) -> None:
+async def test_s2_26_no_question_is_asked_about_a_call_that_will_not_be_run(redis_server: RedisProcess) -> None:
     asked: list[str] = []
 
     class Asking:
@@ -232,8 +232,8 @@ async def test_s2_26_nobody_is_asked_about_a_call_that_will_not_be_run(redis_ser
     pool = SwitchedPool(redis_server, WorkerTool(ALPHA, turn_risky_off), risky)
     async with pool.client() as client:
         client._parts.approver = Asking()
-        told = await work(client, call("alpha_tool"), call("risky_tool"))
-    assert (asked, told[1].split(":")[0]) == ([], "Error [TOOL_DISABLED]")
+        result = await work(client, call("alpha_tool"), call("risky_tool"))
+    assert (asked, result[1].split(":")[0]) == ([], "Error [TOOL_DISABLED]")
 
 
 async def test_s2_26_tools_of_a_program_itself_are_turned_off_and_on_in_its_registry() -> None:
@@ -249,8 +249,11 @@ async def test_s2_26_tools_of_a_program_itself_are_turned_off_and_on_in_its_regi
         model = ScriptedModel([Calls([("shout", {"text": "hi"})]), "ok"])
         await tools.run("go", model=model, on_event=seen.append)
         tools.registry.enable("shout")
-    told = [event.result for event in seen if isinstance(event, CallFinished)]
-    assert [(result.success, result.error_code) for result in told] == [(False, ErrorCode.TOOL_DISABLED), (True, None)]
+    messages = [event.result for event in seen if isinstance(event, CallFinished)]
+    assert [(result.success, result.error_code) for result in messages] == [
+        (False, ErrorCode.TOOL_DISABLED),
+        (True, None),
+    ]
 
 
 async def test_s2_27_the_list_has_every_registered_tool_with_name_description_and_status(client: ToolClient) -> None:

@@ -204,7 +204,7 @@ async def test_s3_09_a_tool_that_is_bound_later_is_run_too() -> None:
     assert tool.cities == ["北京"]
 
 
-async def test_s3_10_a_tool_that_is_not_there_is_told_too_and_the_loop_goes_on() -> None:
+async def test_s3_10_a_tool_that_is_not_there_is_reported_too_and_the_loop_goes_on() -> None:
     model = ScriptedModel([Calls([("get_news", {})]), "没有。"])
     agent = CustomAgent(ToolAgent(model).bind_tools([WeatherTool()]))
     assert (await agent.run("新闻?")).content == "没有。"

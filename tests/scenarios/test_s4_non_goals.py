@@ -118,5 +118,5 @@ async def test_s4_37_no_call_is_fed_with_anothers_result_and_no_tool_can_call_an
 
     texts = ["first", "$1", "{{call1-1.output}}", '{"tool": "tell", "arguments": {"text": "nested"}}']
     assert await run_reply(Calls([("tell", {"text": text}) for text in texts]), tell) == texts
-    told = {field.name for field in dataclasses.fields(CallContext)}
-    assert told == {"call_id", "tenant", "run", "session", "cwd", "config", "model", "state", "runner"}
+    report = {field.name for field in dataclasses.fields(CallContext)}
+    assert report == {"call_id", "tenant", "run", "session", "cwd", "config", "model", "state", "runner"}

@@ -64,7 +64,7 @@ async def run_agent(
     return ran, model
 
 
-def told(model: ScriptedModel) -> str:
+def text_for_model(model: ScriptedModel) -> str:
     return str(model.requests[1].messages[-1]["content"])
 
 
@@ -83,8 +83,8 @@ async def test_s4_05_a_tool_that_requires_permission_is_asked_about_before_it_ru
 async def test_s4_05_without_permission_it_does_not_run_and_the_model_reads_why() -> None:
     ran, model = await run_agent(WRITE, "text", "hello", RefusingApprover(), ApprovalPolicy())
     assert ran == []
-    assert "PERMISSION_DENIED" in told(model)
-    assert "no approver is configured" in told(model)
+    assert "PERMISSION_DENIED" in text_for_model(model)
+    assert "no approver is configured" in text_for_model(model)
 
 
 async def test_s4_06_a_dangerous_operation_is_marked_and_shown_with_an_extra_warning() -> None:
@@ -116,12 +116,12 @@ async def test_s4_24_a_command_on_the_allowed_list_is_not_asked_about() -> None:
     assert ran == ["rm -rf /srv/build"]
 
 
-async def test_s4_24_a_command_on_the_forbidden_list_is_a_security_error_whoever_approves() -> None:
+async def test_s4_24_a_command_on_the_forbidden_list_is_a_security_error_despite_any_approval() -> None:
     policy = ApprovalPolicy((Rule("deny", tool="bash_tool", argv_prefix=("git", "push")), Rule("allow")))
     for command in ("git push", "rm -rf /"):
         ran, model = await run_agent(BASH, "command", command, AutoApprover(), policy)
         assert ran == []
-        assert str(ErrorCode.SECURITY_REFUSED) in told(model)
+        assert str(ErrorCode.SECURITY_REFUSED) in text_for_model(model)
 
 
 async def test_s4_25_a_command_string_reaches_the_shell_as_it_was_approved() -> None:
@@ -138,4 +138,4 @@ async def test_s4_25_input_that_is_put_into_a_command_without_escaping_is_found_
     user_input = "notes.txt; rm -rf /"
     ran, model = await run_agent(BASH, "command", f"cat {user_input}", AutoApprover(), ApprovalPolicy())
     assert ran == []
-    assert str(ErrorCode.SECURITY_REFUSED) in told(model)
+    assert str(ErrorCode.SECURITY_REFUSED) in text_for_model(model)

@@ -46,11 +46,11 @@ async def test_s4_01_tools_are_described_registered_looked_up_filtered_and_gated
     assert (await allowing.run_call(build_call("remove", path="a"))).output == "removed a"
 
 
-async def test_s4_01_a_tool_that_the_filter_keeps_from_the_model_is_not_told_of() -> None:
+async def test_s4_01_a_tool_that_the_filter_keeps_from_the_model_is_not_reported() -> None:
     tools = LocalTools([find, remove])
     model = ScriptedModel(["ok"])
     await Agent(model, NativeDialect(), tools.specs(["find"]), tools.run_call).run("tidy up")
-    assert [told["function"]["name"] for told in model.requests[0].tools] == ["find"]
+    assert [item["function"]["name"] for item in model.requests[0].tools] == ["find"]
 
 
 @pytest.mark.parametrize(
@@ -74,9 +74,9 @@ async def test_s4_30_every_way_in_is_validated_against_the_schema_and_the_model_
     model = ScriptedModel([reply, '{"tool": null, "reply": "ok"}'])
     await Agent(model, dialect(), tools.specs(), run_call).run("find it")
     assert [result.error_code for result in results] == [ErrorCode.INVALID_ARGUMENTS]
-    told = model.requests[1].messages[-1]["content"]
-    assert "'query' is required" in told
-    assert "parameter 'limit' must be integer" in told
+    text = model.requests[1].messages[-1]["content"]
+    assert "'query' is required" in text
+    assert "parameter 'limit' must be integer" in text
 
 
 async def test_s4_30_valid_arguments_reach_the_tool_with_the_defaults_of_the_schema() -> None:

@@ -15,12 +15,12 @@ def run_python(code: str) -> str:
     [("langchain", "langchain_core", "langchain"), ("openai_agents", "agents", "openai-agents")],
 )
 def test_a_missing_framework_is_said_with_the_extra_that_brings_it(adapter: str, module: str, extra: str) -> None:
-    told = run_python(
+    result = run_python(
         f"import sys; sys.modules[{module!r}] = None\n"
         f"try:\n import orchestrator.adapters.{adapter}\nexcept Exception as error:\n print(type(error).__name__, "
         "error)"
     )
-    assert told == f"ConfigError the package '{module}' is not installed: pip install 'toolcrew[{extra}]'"
+    assert result == f"ConfigError the package '{module}' is not installed: pip install 'toolcrew[{extra}]'"
 
 
 def test_the_sdk_loads_no_framework() -> None:

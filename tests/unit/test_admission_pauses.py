@@ -127,7 +127,7 @@ async def test_a_slot_that_comes_when_the_tenant_is_paused_meanwhile_is_given_ba
     assert slots.used == [0.0, 2.0]
 
 
-async def test_who_has_waited_for_as_long_as_it_may_is_told_that_the_tenant_is_paused_and_why() -> None:
+async def test_a_call_that_has_waited_to_its_limit_learns_that_the_tenant_is_paused_and_why() -> None:
     slots = Slots()
     with pytest.raises(
         ToolFailure, match=r"acme is paused \(the bill is open\).*toolcrew tenants resume acme"
@@ -143,7 +143,7 @@ async def test_what_only_ends_things_passes() -> None:
     assert await take(PausableAdmission(slots, Tenants(PAUSED)), build_request(PAUSED, is_urgent=True)) == "ran"
 
 
-async def test_a_redis_that_is_away_for_a_moment_fails_nobody_who_waits() -> None:
+async def test_a_short_outage_of_redis_fails_no_waiting_call() -> None:
     slots, tenants = Slots(), Tenants(PAUSED)
     tenants.error = BrokerUnavailable("away")
     with capture_logs():
@@ -154,7 +154,7 @@ async def test_a_redis_that_is_away_for_a_moment_fails_nobody_who_waits() -> Non
         assert await asyncio.wait_for(call, SOON_S) == "ran"
 
 
-async def test_calls_of_a_tenant_that_is_removed_while_it_is_paused_are_told_so() -> None:
+async def test_calls_of_a_tenant_that_is_removed_while_it_is_paused_are_reported() -> None:
     tenants = Tenants(PAUSED)
     call = asyncio.create_task(take(PausableAdmission(Slots(), tenants), build_request(PAUSED)))
     await asyncio.wait_for(tenants.looked.wait(), SOON_S)
@@ -163,7 +163,7 @@ async def test_calls_of_a_tenant_that_is_removed_while_it_is_paused_are_told_so(
         await asyncio.wait_for(call, SOON_S)
 
 
-async def test_nobody_asks_for_a_tenant_when_nobody_waits_for_it() -> None:
+async def test_no_tenant_is_read_when_no_call_waits_for_it() -> None:
     tenants = Tenants(PAUSED)
     admission = PausableAdmission(Slots(), tenants)
     call = asyncio.create_task(take(admission, build_request(PAUSED)))

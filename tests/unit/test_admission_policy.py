@@ -97,7 +97,7 @@ def test_a_queue_without_known_workers_lets_a_few_pass_to_learn_that_its_host_is
     assert len(ground.kept("held")) == 4
 
 
-def test_more_slots_are_given_out_when_more_workers_tell_of_themselves(ground: Ground) -> None:
+def test_more_slots_are_given_out_when_more_workers_report_of_themselves(ground: Ground) -> None:
     for _ in range(20):
         ground.ask()
     before = len(ground.kept("held"))
@@ -225,7 +225,7 @@ def test_calls_begin_no_faster_than_the_tenants_rate(ground: Ground) -> None:
         assert len(ground.held) == 2 + 2 * seconds
 
 
-def test_who_has_too_many_calls_waiting_is_refused_and_told_when_to_try_again(ground: Ground) -> None:
+def test_who_has_too_many_calls_waiting_is_refused_and_reported_when_to_try_again(ground: Ground) -> None:
     policy = TenantPolicy(queued=2)
     for _ in range(5):
         ground.ask(policy=policy)

@@ -73,10 +73,10 @@ async def test_calls_that_ran_before_the_wall_limit_stay_in_the_transcript(tool:
     )
     result = await work(agent(model, run_or_hang, options=ReActOptions(max_wall_s=WALL_S), on_event=seen.append))
     assert result.stop_reason is StopReason.MAX_WALL
-    told = [message["content"] for message in result.transcript if message["role"] == "tool"]
-    assert told[0] == "did a"
-    assert "may or may not have acted" in told[1]
-    assert "was not run" in told[2]
+    entries = [message["content"] for message in result.transcript if message["role"] == "tool"]
+    assert entries[0] == "did a"
+    assert "may or may not have acted" in entries[1]
+    assert "was not run" in entries[2]
     assert unanswered(result.transcript.messages()) == []
     assert (result.usage, result.clocks.run_s) == (Usage(1, len("Working.")), 1)
     assert [event.result.success for event in seen if isinstance(event, CallFinished)] == [True, False, False]
@@ -184,7 +184,7 @@ async def test_what_the_observer_raises_comes_out_as_it_is(tool: str) -> None:
         await work(agent(ScriptedModel([Calls([(tool, {}), (tool, {})])]), run_or_hang, on_event=observe))
 
 
-async def test_whatever_ends_a_run_is_told_as_its_end() -> None:
+async def test_whatever_ends_a_run_is_reported_as_its_end() -> None:
     async def stream(_: ModelRequest) -> AsyncIterator[Chunk]:
         raise KeyError("choices")
         yield

@@ -217,7 +217,7 @@ async def test_a_second_unreadable_decision_is_taken_as_the_reply() -> None:
 @pytest.mark.parametrize(
     "dialect", [NativeDialect(), TagsDialect(), JsonDecisionDialect()], ids=["native", "tags", "json"]
 )
-async def test_a_model_that_says_nothing_is_told_of_and_ends_the_run(text: str, dialect: Dialect) -> None:
+async def test_a_model_that_says_nothing_is_reported_and_ends_the_run(text: str, dialect: Dialect) -> None:
     house = House(streams([chunk(text, "stop")], [chunk(text, "stop")]), dialect)
     result = await house.work()
     assert result.answer.strip() in ("", text.strip())
@@ -276,7 +276,7 @@ async def test_a_cut_reply_runs_its_complete_calls_but_not_the_last() -> None:
 # Money
 
 
-async def test_a_run_stops_at_its_cost_and_tells_it() -> None:
+async def test_a_run_stops_at_its_cost_and_reports_it() -> None:
     def reply(_: Any) -> Raw:
         entry = {"index": 0, "id": "c", "function": {"name": "echo", "arguments": "{}"}}
         usage = {"choices": [], "usage": {"prompt_tokens": 1000, "completion_tokens": 100}}
@@ -293,7 +293,7 @@ def test_a_cost_limit_without_prices_is_refused() -> None:
         ReActOptions(max_cost=1.0)
 
 
-async def test_an_unreachable_model_is_told_as_the_runs_end() -> None:
+async def test_an_unreachable_model_is_reported_as_the_runs_end() -> None:
     house = House(streams([ModelUnavailable("the model cannot be reached")]))
     with pytest.raises(ModelUnavailable):
         await house.work()

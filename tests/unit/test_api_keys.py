@@ -66,8 +66,8 @@ async def failure_of(work: Any) -> ErrorCode:
 
 def make_old(keys: ApiKeys) -> None:
     """Age the cached keys by the cache's maximum age."""
-    for key_id, (record, asked_at) in keys._known.items():
-        keys._known[key_id] = (record, asked_at - KEY_FRESH_S)
+    for key_id, (record, asked_at) in keys._cache.items():
+        keys._cache[key_id] = (record, asked_at - KEY_FRESH_S)
 
 
 async def test_a_key_opens_for_its_tenant_and_role(house: House) -> None:
@@ -115,15 +115,15 @@ async def test_a_key_that_is_not_exactly_right_opens_nothing(house: House, chang
     assert await failure_of(house.keys.authenticate(wrong)) is ErrorCode.UNAUTHENTICATED
 
 
-async def test_an_unknown_and_a_wrong_key_cannot_be_told_apart(house: House) -> None:
+async def test_an_unknown_and_a_wrong_key_cannot_be_distinguished(house: House) -> None:
     text = (await house.keys.add("acme")).text
-    told = []
+    messages = []
     for wrong in (f"tc_{'0' * 16}_{text[-43:]}", text[:-43] + "A" * 43, "junk"):
         with pytest.raises(ToolFailure) as refused:
             await house.keys.authenticate(wrong)
-        told.append(str(refused.value))
-    assert len(set(told)) == 1
-    assert "toolcrew keys create" in told[0]
+        messages.append(str(refused.value))
+    assert len(set(messages)) == 1
+    assert "toolcrew keys create" in messages[0]
 
 
 async def test_a_key_holds_until_it_expires(house: House) -> None:
@@ -191,7 +191,7 @@ async def test_a_record_that_cannot_be_verified_authenticates_no_key_and_can_be_
     assert await failure_of(elsewhere.authenticate(text)) is ErrorCode.UNAUTHENTICATED
 
 
-async def test_keys_are_listed_oldest_first_and_one_that_cannot_be_read_is_told(house: House) -> None:
+async def test_keys_are_listed_oldest_first_and_one_that_cannot_be_read_is_reported(house: House) -> None:
     made = []
     for _ in range(3):
         made.append((await house.keys.add("acme")).id)
@@ -208,16 +208,16 @@ async def test_a_thousand_calls_with_a_key_ask_redis_once(house: House, redis_se
     with redis_server.client() as client:
         client.config_resetstat()
         await asyncio.gather(*(other.authenticate(text) for _ in range(1000)))
-        told: Any = client.info("commandstats")
-    assert told["cmdstat_hget"]["calls"] == 1
+        result: Any = client.info("commandstats")
+    assert result["cmdstat_hget"]["calls"] == 1
 
 
 async def test_what_is_remembered_of_keys_is_bounded(house: House) -> None:
     text = (await house.keys.add("acme")).text
     record = ApiKeyRecord(tenant="acme", role="tenant", digest="0" * 64, tail="abcd", created_at=0)
-    house.keys._known = {str(number): (record, 0.0) for number in range(MAX_KNOWN)}
+    house.keys._cache = {str(number): (record, 0.0) for number in range(MAX_KNOWN)}
     await house.keys.authenticate(text)
-    assert len(house.keys._known) == MAX_KNOWN
+    assert len(house.keys._cache) == MAX_KNOWN
 
 
 async def test_a_credential_is_for_its_tenant_unless_its_role_is_for_all(house: House) -> None:

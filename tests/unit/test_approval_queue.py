@@ -101,7 +101,7 @@ async def test_the_gate_runs_the_changed_call_and_judges_it_once_more(desk: Desk
     assert denied.error_code is ErrorCode.SECURITY_REFUSED
 
 
-async def test_whoever_goes_on_with_a_run_finds_its_question_and_the_answer_given_meanwhile(desk: Desk) -> None:
+async def test_a_process_that_continues_a_run_finds_its_question_and_the_answer(desk: Desk) -> None:
     question = build_question()
     assert await desk.queue().ask(question, "died", 60) is None
     # The asking process is dead and has not withdrawn the question.
@@ -145,7 +145,7 @@ async def test_a_question_is_withdrawn_when_its_call_is_cancelled(desk: Desk) ->
     assert (await desk.queue().pending(ADMIN)).questions == ()
 
 
-async def test_a_question_that_nobody_answers_in_time_is_a_no_and_cannot_be_answered_later(desk: Desk) -> None:
+async def test_a_question_without_an_answer_in_time_is_denied_and_cannot_be_answered_later(desk: Desk) -> None:
     call = build_call("bash_tool", command="git push --force")
     result = await review(call, SHELL, QueueApprover(desk.queue()), tenant="acme", session="s1", run="run-1", ttl_s=0.3)
     assert isinstance(result, ToolResult)
@@ -179,8 +179,8 @@ async def test_many_wait_by_one_look_and_each_hears_its_own_answer(desk: Desk, m
             question.id, Decision(number % 2 == 0, str(number)), digest=question.digest, actor=ADMIN
         )
     async with asyncio.timeout(SOON_S):
-        told = await asyncio.gather(*deciding)
-    assert [(one.is_allowed, one.reason) for one in told] == [(number % 2 == 0, str(number)) for number in range(40)]
+        result = await asyncio.gather(*deciding)
+    assert [(one.is_allowed, one.reason) for one in result] == [(number % 2 == 0, str(number)) for number in range(40)]
     assert max(looks) > 1
 
 
@@ -347,7 +347,7 @@ async def test_the_id_of_a_question_is_known_beforehand_and_another_for_any_othe
     assert len(ids) == 5
 
 
-async def test_redis_away_is_told_and_nothing_is_assumed(desk: Desk) -> None:
+async def test_redis_away_is_reported_and_nothing_is_assumed(desk: Desk) -> None:
     queue, question = desk.queue(), build_question()
     await desk.client.set("toolcrew:d:approvals", "not a sorted set")
     for work in (queue.ask(question, "x", 60), queue.pending(ADMIN)):

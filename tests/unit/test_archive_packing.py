@@ -184,7 +184,7 @@ async def test_a_guest_that_sends_without_end_is_stopped_at_the_limit() -> None:
     assert guest.cancelled == 1
 
 
-async def test_a_guest_whose_stream_nobody_takes_any_more_is_read_on_to_its_end() -> None:
+async def test_a_guest_whose_stream_has_no_reader_is_read_to_its_end() -> None:
     """Unread, it could not say that it has ended: its container would be removed, and a store's failure cost a session
     its files.
     """
@@ -227,7 +227,7 @@ async def test_what_a_guest_did_not_pack_well_is_an_error(done: dict[str, Any], 
     assert (failed.value.code, "\x1b" in failed.value.message) == (code, False)
 
 
-async def test_a_file_that_changed_meanwhile_is_told() -> None:
+async def test_a_file_that_changed_meanwhile_is_reported() -> None:
     guest = ScriptedGuest(lambda request, sink: saying(request, sink, stdout=b"tar", exit_code=1))
     _, facts = await packed(guest, Path("/workspace"))
     assert facts.is_torn is True

@@ -120,17 +120,17 @@ def test_a_name_that_model_servers_refuse_is_refused_at_once(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("part", "told"),
+    ("part", "expected"),
     [
         ({"description": "x" * 9000}, "tool 't': description: String should have at most 8192"),
         ({"description": 5}, "tool 't': description"),
         ({"timeout_s": -1}, "tool 't': timeout_s"),
     ],
 )
-def test_what_no_spec_takes_is_named_in_a_sentence(part: dict[str, Any], told: str) -> None:
+def test_what_no_spec_takes_is_named_in_a_sentence(part: dict[str, Any], expected: str) -> None:
     with pytest.raises(TypeError) as refused:
         as_tool({"name": "t", "execute": print, **part})
-    assert str(refused.value).startswith(told)
+    assert str(refused.value).startswith(expected)
 
 
 def test_a_docstring_longer_than_a_description_is_refused_by_name() -> None:

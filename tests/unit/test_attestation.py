@@ -101,7 +101,7 @@ class Telling:
         return self.done
 
 
-async def test_a_guest_that_does_not_tell_is_an_unavailable_sandbox() -> None:
+async def test_a_guest_that_does_not_report_is_an_unavailable_sandbox() -> None:
     for done in ({**CLEAN, "error": {"code": "INTERNAL", "message": "no"}}, with_value("jobs", "none")):
         with pytest.raises(SandboxUnavailable, match=r"sent no valid report about its sandbox .*build its image again"):
             await ask_attestation(Telling(done))

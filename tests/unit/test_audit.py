@@ -44,7 +44,7 @@ async def entries(client: "redis.asyncio.Redis") -> list[Audited]:
     return [*reversed((await Audit(client, "d").read()).entries)]
 
 
-def told(kept: Audited) -> tuple[str, str | None, str]:
+def summarize(kept: Audited) -> tuple[str, str | None, str]:
     return kept.entry.action, kept.entry.tenant, kept.entry.target
 
 
@@ -54,7 +54,7 @@ async def test_every_switch_of_a_tool_is_written_down_with_who_turned_it_and_why
     await switches.turn_off("echo", Switch(by="ada"), "acme")
     await switches.turn_on("echo")
     found = await entries(client)
-    assert [told(kept) for kept in found] == [
+    assert [summarize(kept) for kept in found] == [
         ("tool.disable", None, "echo"),
         ("tool.disable", "acme", "echo"),
         ("tool.enable", None, "echo"),
@@ -77,7 +77,7 @@ async def test_every_change_of_a_tenant_says_what_is_new(client: "redis.asyncio.
     )
     await tenants.remove("acme")
     found = await entries(client)
-    assert [told(kept) for kept in found] == [
+    assert [summarize(kept) for kept in found] == [
         (action, "acme", "acme") for action in ("tenant.add", "tenant.set", "tenant.pause", "tenant.remove")
     ]
     assert [kept.entry.details for kept in found] == [
@@ -101,7 +101,7 @@ async def test_a_tenant_that_stays_as_it_is_or_is_none_has_no_entry(client: "red
     ):
         with pytest.raises(ToolFailure):
             await work
-    assert [told(kept) for kept in await entries(client)] == [("tenant.add", "acme", "acme")]
+    assert [summarize(kept) for kept in await entries(client)] == [("tenant.add", "acme", "acme")]
 
 
 async def test_a_change_that_somebody_else_was_faster_than_is_written_down_once(client: "redis.asyncio.Redis") -> None:
@@ -139,7 +139,7 @@ async def test_keys_that_come_and_go_are_written_down_and_never_the_key_itself(c
     assert await keys.revoke(made.id)
     assert not await keys.revoke(made.id)
     found = await entries(client)
-    assert [told(kept) for kept in found] == [("key.add", "default", made.id), ("key.remove", "default", made.id)]
+    assert [summarize(kept) for kept in found] == [("key.add", "default", made.id), ("key.remove", "default", made.id)]
     assert found[0].entry.details.items() >= {("role", "operator"), ("name", "ci"), ("tail", made.text[-4:])}
     kept = str(await client.xrange(audit_key("d")))
     assert made.text not in kept
@@ -151,7 +151,7 @@ async def test_a_key_whose_record_cannot_be_read_is_revoked_and_written_down(cli
     await client.hset("toolcrew:d:api-keys", "feed", "junk")
     assert await ApiKeys(client, "d", KEY).revoke("feed")
     (kept,) = await entries(client)
-    assert (told(kept), kept.entry.details) == (("key.remove", None, "feed"), {"record": "could not be read"})
+    assert (summarize(kept), kept.entry.details) == (("key.remove", None, "feed"), {"record": "could not be read"})
 
 
 async def test_a_holder_of_a_key_acts_under_its_id_and_name(client: "redis.asyncio.Redis") -> None:
@@ -346,7 +346,7 @@ def test_what_cannot_be_written_down_is_refused_before_it_is_done() -> None:
         assert "nothing was changed" in refused.value.message
 
 
-def test_whoever_runs_a_program_has_the_name_of_his_user() -> None:
+def test_the_actor_of_a_program_is_its_operating_system_user() -> None:
     actor = local_actor()
     assert (actor.key, actor.role) == (LOCAL, "admin")
     assert actor.label() == actor.name != ""

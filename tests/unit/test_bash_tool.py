@@ -148,11 +148,11 @@ def test_how_it_ended_is_a_note_below_the_output(fields: dict[str, Any], note: s
 @pytest.mark.parametrize(
     "fields", [{"pipe_status": [0, 0]}, {"pipe_status": [1]}, {"pipe_status": None}, {"state": STATE}]
 )
-def test_what_is_as_usual_is_not_told(fields: dict[str, Any]) -> None:
+def test_what_is_as_usual_is_not_reported(fields: dict[str, Any]) -> None:
     assert output_of(**fields) == "x\n"
 
 
-def test_the_first_note_tells_where_the_session_is_now() -> None:
+def test_the_first_note_reports_where_the_session_is_now() -> None:
     moved = {**STATE, "folder": "/tmp/a", "moved": True}
     assert output_of(exit_code=1, state=moved).split("\n")[1:] == ["[cwd is now /tmp/a]", "[exit code 1]"]
 
@@ -287,7 +287,7 @@ def test_the_schema_is_plain_enough_for_any_model_server() -> None:
     assert tool.spec.parameters.keys() == {"type", "properties", "required", "additionalProperties"}
 
 
-def test_a_job_tells_its_id_its_log_and_the_ways_on() -> None:
+def test_a_job_reports_its_id_its_log_and_the_ways_on() -> None:
     bench = Bench(job_response(b"listening\n"))
     result = bench.bash("serve", background=True)
     assert str(result.output).startswith(
@@ -304,7 +304,7 @@ def test_a_jobs_first_input_follows_its_start() -> None:
     assert (bench.client.bodies, bench.client.requests[0]["label"]) == ([b"cat", b"hi"], "copies")
 
 
-def test_a_jobs_input_that_was_not_sent_is_told_and_the_job_is_not_lost() -> None:
+def test_a_jobs_input_that_was_not_sent_is_reported_and_the_job_is_not_lost() -> None:
     refusal = ToolFailure(ErrorCode.INVALID_ARGUMENTS, "job-1 has ended: it reads nothing any more")
     result = Bench(job_response(), refusal).bash("true", background=True, stdin="hi")
     assert (result.success, result.metadata["job_id"]) == (True, "job-1")
@@ -350,11 +350,11 @@ def test_a_jobs_input_may_end_before_it_begins() -> None:
         ),
     ],
 )
-def test_a_poll_tells_what_is_new_and_how_the_job_stands(response: GuestResponse, output: str) -> None:
+def test_a_poll_reports_what_is_new_and_how_the_job_stands(response: GuestResponse, output: str) -> None:
     assert Bench(response).act(action="poll", job_id="job-1").output == output
 
 
-def test_a_kill_tells_what_it_ended() -> None:
+def test_a_kill_reports_what_it_ended() -> None:
     killed = job_response(b"bye\n", kill=KILL, state="killed", signal=15)
     assert Bench(killed).act(action="kill", job_id="job-1").output == "bye\n[job-1 was killed: 3 processes]"
     over = job_response(state="exited", exit_code=0)
@@ -364,7 +364,7 @@ def test_a_kill_tells_what_it_ended() -> None:
     )
 
 
-def test_input_tells_what_the_job_has_yet_to_read() -> None:
+def test_input_reports_what_the_job_has_yet_to_read() -> None:
     bench = Bench(GuestResponse({"job": JOB, "pending": 5}))
     result = bench.act(action="input", job_id="job-1", stdin="hello", close_stdin=True)
     assert str(result.output).split("\n")[0] == "5 bytes sent to job-1, its standard input is closed"

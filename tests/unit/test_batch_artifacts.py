@@ -119,7 +119,7 @@ def test_a_name_made_to_keep_a_pattern_busy_does_not() -> None:
     assert not Pattern("/".join(["**", "*a*a*a*a*a*a*b"] * 8)).matches("/".join(["a" * 250] * 60))
 
 
-def test_what_no_pattern_named_and_patterns_that_named_nothing_are_told() -> None:
+def test_what_no_pattern_named_and_patterns_that_named_nothing_are_reported() -> None:
     assert choose_paths(["b.txt", "a.txt", "c.csv"], ["*.txt", "*.md"]) == (["a.txt", "b.txt"], ["*.md"])
 
 
@@ -165,7 +165,7 @@ def test_nothing_is_made_where_nothing_is_named(tmp_path: Path) -> None:
     assert not (tmp_path / "a").exists()
 
 
-def test_what_stands_in_the_way_is_told_and_nothing_is_written_outside(tmp_path: Path) -> None:
+def test_what_stands_in_the_way_is_reported_and_nothing_is_written_outside(tmp_path: Path) -> None:
     (tmp_path / "export" / "out").mkdir(parents=True)
     (tmp_path / "export" / "out" / "a.txt").write_text("x")
     (tmp_path / "file").write_text("")

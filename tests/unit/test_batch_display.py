@@ -63,9 +63,9 @@ def stage(request: pytest.FixtureRequest) -> Stage:
     return Stage(request.param)
 
 
-def play(stage: Stage, told: list[RunEvent], every_s: float = 0.05) -> str:
+def play(stage: Stage, events: list[RunEvent], every_s: float = 0.05) -> str:
     with stage.open() as display:
-        for batch_event in told:
+        for batch_event in events:
             stage.now += every_s
             display.show(batch_event)
             display.tick()
@@ -83,11 +83,11 @@ def test_every_display_ends_before_anything_has_happened(stage: Stage) -> None:
 
 
 def test_every_display_ends_cleanly_when_it_is_interrupted_and_says_how_to_go_on(stage: Stage) -> None:
-    told = tell_batch((Attempt(),), (Attempt(is_cut=True),))
+    events = tell_batch((Attempt(),), (Attempt(is_cut=True),))
 
     def watch() -> None:
         with stage.open() as display:
-            for batch_event in told:
+            for batch_event in events:
                 display.show(batch_event)
             raise KeyboardInterrupt
 
@@ -106,9 +106,12 @@ def test_every_display_leaves_a_reader_that_is_gone_alone(stage: Stage) -> None:
 
 
 def test_no_display_is_driven_by_an_attacker_who_chooses_ids_codes_messages_and_tools(stage: Stage) -> None:
-    told = [BatchNotice(at=BEGAN, message=HOSTILE, total=3), *tell_item(HOSTILE, failed(code=HOSTILE, message=HOSTILE))]
-    told += tell_item(f"{HOSTILE}2", Attempt(is_cut=True, tool=HOSTILE))
-    shown = play(stage, told, every_s=1)
+    events = [
+        BatchNotice(at=BEGAN, message=HOSTILE, total=3),
+        *tell_item(HOSTILE, failed(code=HOSTILE, message=HOSTILE)),
+    ]
+    events += tell_item(f"{HOSTILE}2", Attempt(is_cut=True, tool=HOSTILE))
+    shown = play(stage, events, every_s=1)
     assert not DANGEROUS.search(shown.replace("\n", ""))
     assert not [line for line in shown.splitlines() if line.startswith("next: ")]
 
@@ -122,8 +125,8 @@ def test_no_display_is_driven_by_the_id_of_its_batch(stage: Stage) -> None:
 
 
 def test_no_display_counts_what_comes_twice(stage: Stage) -> None:
-    told = tell_batch((Attempt(),), (failed(),))
-    play(stage, [*told, *told[::-1]])
+    events = tell_batch((Attempt(),), (failed(),))
+    play(stage, [*events, *events[::-1]])
     assert stage.progress.snapshot(BEGAN).calls == 8
 
 
@@ -153,12 +156,12 @@ def test_a_terminal_keeps_the_summary_and_nothing_of_the_display() -> None:
 @pytest.mark.parametrize("width", [40, 60, 80, 200])
 def test_a_terminal_shows_the_bar_the_counts_the_rate_the_cost_and_the_last_notice(width: int) -> None:
     stage = Stage("live", width=width)
-    told = tell_batch(
+    events = tell_batch(
         *[(Attempt(),)] * 30, (failed(),), (failed(FailureKind.TOOL),), (Attempt(is_cut=True),), total=100
     )
     notice = "the batch waits for its model, and no item fails for it: the model at http://10.1.2.3/v1 answers 503"
     with stage.open() as display:
-        for batch_event in [*told, BatchNotice(at=BEGAN + 60, message=notice)]:
+        for batch_event in [*events, BatchNotice(at=BEGAN + 60, message=notice)]:
             display.show(batch_event)
         stage.now += 60
         before = len(stage.out.getvalue())
@@ -175,9 +178,9 @@ def test_a_terminal_shows_the_bar_the_counts_the_rate_the_cost_and_the_last_noti
 @given(width=st.integers(1, 250), height=st.integers(2, 80), word=st.text(max_size=60))
 def test_the_display_fits_every_terminal(width: int, height: int, word: str) -> None:
     stage = Stage("live", width=width, height=height)
-    told = [*tell_item(word, Attempt(tool=word, is_cut=True)), BatchNotice(at=BEGAN, message=word)]
+    events = [*tell_item(word, Attempt(tool=word, is_cut=True)), BatchNotice(at=BEGAN, message=word)]
     with stage.open(word) as display:
-        for batch_event in told:
+        for batch_event in events:
             display.show(batch_event)
         stage.now += 60
         before = len(stage.out.getvalue())
@@ -204,11 +207,11 @@ def test_the_status_comes_every_five_seconds_at_most_and_only_when_something_has
 
 
 def test_failures_retries_and_notices_have_a_line_each_with_its_time_and_none_comes_twice() -> None:
-    told = tell_batch(
+    events = tell_batch(
         (Attempt(is_retried=True, failure=FailureKind.INFRASTRUCTURE, code="HOST_LOST"), Attempt()),
         (failed(FailureKind.MODEL, "cut_reply", "it broke off"),),
     )
-    lines = play(Stage("lines"), [*told, *told]).partition("batch b-1:")[0].splitlines()
+    lines = play(Stage("lines"), [*events, *events]).partition("batch b-1:")[0].splitlines()
     assert all(re.match(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ  ", line) for line in lines)
     assert [line.partition("Z  ")[2] for line in lines if "queued;" not in line] == [
         "submitted",
@@ -218,12 +221,12 @@ def test_failures_retries_and_notices_have_a_line_each_with_its_time_and_none_co
 
 
 def test_a_resumed_batch_does_not_repeat_its_past_unless_it_is_asked_for() -> None:
-    told = list(tell_item("a", failed(), at=BEGAN - 86_400))
+    events = list(tell_item("a", failed(), at=BEGAN - 86_400))
     watched = Watched("b", BatchProgress(), wall=lambda: BEGAN)
     for has_past in (False, True):
         out = io.StringIO()
         with LogDisplay(watched, out, has_past=has_past) as display:
-            for batch_event in told:
+            for batch_event in events:
                 display.show(batch_event)
         assert ("a failed (infrastructure HOST_LOST)" in out.getvalue()) == has_past
         watched = Watched("b", BatchProgress(), wall=lambda: BEGAN)
@@ -249,9 +252,9 @@ def test_the_rate_counts_what_has_ended_since_the_display_was_opened() -> None:
 
 
 def test_a_program_reads_every_happening_as_it_is_and_then_one_summary() -> None:
-    told = tell_batch((Attempt(),), (failed(),))
-    *lines, last = play(Stage("json"), [*told, told[0]]).splitlines()
-    assert [parse_batch_event(line) for line in lines] == [*told, told[0]]
+    events = tell_batch((Attempt(),), (failed(),))
+    *lines, last = play(Stage("json"), [*events, events[0]]).splitlines()
+    assert [parse_batch_event(line) for line in lines] == [*events, events[0]]
     summary = json.loads(last)
     assert (summary["type"], summary["batch"], summary["done"], summary["failures"]) == (
         "summary",
@@ -280,8 +283,8 @@ def test_the_summary_says_what_to_do_about_each_kind_of_failure() -> None:
     progress = BatchProgress(9)
     for number, kind in enumerate(FailureKind):
         progress.add(ended(at=BEGAN, item=f"i{number}", run=f"run{number}", failure=kind, code="C", message="m"))
-    told = build_summary(progress.snapshot(BEGAN), batch="a b")
-    commands = re.findall(r"`(.*?)`", " ".join(told.next))
+    text = build_summary(progress.snapshot(BEGAN), batch="a b")
+    commands = re.findall(r"`(.*?)`", " ".join(text.next))
     assert commands == [
         "toolcrew batches resume 'a b'",
         "toolcrew batches resume 'a b'",
@@ -289,15 +292,15 @@ def test_the_summary_says_what_to_do_about_each_kind_of_failure() -> None:
         "toolcrew traces show run0",
         "toolcrew batches export 'a b'",
     ]
-    assert any("fix these lines" in sentence for sentence in told.next)
-    assert "failed 1: model C, as i0: m" in "\n".join(build_summary_lines(told))
+    assert any("fix these lines" in sentence for sentence in text.next)
+    assert "failed 1: model C, as i0: m" in "\n".join(build_summary_lines(text))
 
 
 def test_a_call_without_a_model_has_a_row_to_look_at_and_no_trace() -> None:
     progress = BatchProgress(1)
     progress.add(ended(at=BEGAN, item="a", run="run0", failure=FailureKind.TOOL, code="C"))
-    told = build_summary(progress.snapshot(BEGAN), batch="b", rows=("out.jsonl", "my errors.jsonl"))
-    assert told.next == (
+    text = build_summary(progress.snapshot(BEGAN), batch="b", rows=("out.jsonl", "my errors.jsonl"))
+    assert text.next == (
         "1 failed because of a tool, and would fail again: read the reasons in their rows",
         "read the rows in 'my errors.jsonl'",
     )
@@ -306,8 +309,8 @@ def test_a_call_without_a_model_has_a_row_to_look_at_and_no_trace() -> None:
 def test_a_batch_that_went_well_has_nothing_to_be_tried_again() -> None:
     progress = BatchProgress(1)
     progress.add(ended(at=BEGAN, item="a", cost=1.5))
-    told = build_summary(progress.snapshot(BEGAN), batch="b")
-    assert told.next == ("read the rows with `toolcrew batches export b`",)
+    text = build_summary(progress.snapshot(BEGAN), batch="b")
+    assert text.next == ("read the rows with `toolcrew batches export b`",)
 
 
 @pytest.mark.parametrize(

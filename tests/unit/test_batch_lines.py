@@ -182,7 +182,7 @@ GOOD = '{"id":"a","instruction":"x"}'
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "expected"),
     [
         (
             '{"id":"a","instructoin":"x"}',
@@ -278,11 +278,11 @@ GOOD = '{"id":"a","instruction":"x"}'
         ),
     ],
 )
-def test_what_is_wrong_is_told_with_its_place_and_what_to_do(text: str | bytes, told: str) -> None:
-    assert told in refused(text)
+def test_what_is_wrong_is_reported_with_its_place_and_what_to_do(text: str | bytes, expected: str) -> None:
+    assert expected in refused(text)
 
 
-def test_all_that_is_wrong_is_told_at_once_the_first_twenty_in_words() -> None:
+def test_all_that_is_wrong_is_reported_at_once_the_first_twenty_in_words() -> None:
     with pytest.raises(BadBatch) as caught:
         read(
             "\n".join(json.dumps({"id": str(number), "instruction": "x", "a": 1, "b": 2}) for number in range(15))
@@ -301,7 +301,7 @@ def test_a_workspace_is_looked_for_in_the_folder_of_the_file(tmp_path: Path) -> 
     assert load_lines(tmp_path / "tasks.jsonl").items[0].environment.workspace == str(tmp_path / "deep" / "ws")
 
 
-def test_a_workspace_is_an_archive_or_told_to_be_none(tmp_path: Path) -> None:
+def test_a_workspace_is_an_archive_or_instructed_to_be_none(tmp_path: Path) -> None:
     with tarfile.open(tmp_path / "a.tar.bz2", "w:bz2") as archive:
         archive.add(__file__, "a.py")
     (tmp_path / "notes.txt").write_text("hello")
@@ -309,12 +309,12 @@ def test_a_workspace_is_an_archive_or_told_to_be_none(tmp_path: Path) -> None:
     assert read_one(tmp_path, instruction="x", workspace="a.tar.bz2").environment.workspace == str(
         tmp_path / "a.tar.bz2"
     )
-    for name, told in (
+    for name, result in (
         ("notes.txt", "is of no supported kind"),
         ("missing", "does not exist"),
         ("part.bundle", "only a part of a history"),
     ):
-        assert told in refused(json.dumps({"id": "a", "instruction": "x", "workspace": name}), tmp_path)
+        assert result in refused(json.dumps({"id": "a", "instruction": "x", "workspace": name}), tmp_path)
 
 
 def test_a_large_archive_is_known_by_its_beginning_and_one_that_is_too_large_is_refused(tmp_path: Path) -> None:
@@ -353,9 +353,9 @@ def test_too_large_a_file_and_too_long_a_line_are_read_no_further(monkeypatch: p
     assert "the file is larger than 30 bytes" in refused(GOOD + "\n" + GOOD)
 
 
-def test_a_file_that_is_not_there_or_is_a_folder_is_told(tmp_path: Path) -> None:
-    for path, told in ((tmp_path / "none", "does not exist"), (tmp_path, "cannot be read")):
-        with pytest.raises(BadBatch, match=told):
+def test_a_file_that_is_not_there_or_is_a_folder_is_reported(tmp_path: Path) -> None:
+    for path, result in ((tmp_path / "none", "does not exist"), (tmp_path, "cannot be read")):
+        with pytest.raises(BadBatch, match=result):
             load_lines(path)
 
 
@@ -383,7 +383,7 @@ def test_a_line_of_many_small_values_is_kept_in_about_the_room_of_its_text(tmp_p
 
 
 @pytest.mark.parametrize("kind", ["pipe", "binary", "empty", "nothing but blank lines"])
-def test_what_is_no_file_of_lines_is_told(tmp_path: Path, kind: str) -> None:
+def test_what_is_no_file_of_lines_is_reported(tmp_path: Path, kind: str) -> None:
     path = tmp_path / "tasks.jsonl"
     if kind == "pipe":
         os.mkfifo(path)
@@ -391,8 +391,8 @@ def test_what_is_no_file_of_lines_is_told(tmp_path: Path, kind: str) -> None:
         path.write_bytes({"binary": bytes(range(256)) * 64, "empty": b"", "nothing but blank lines": b"\n \r\n"}[kind])
     with pytest.raises(BadBatch) as caught:
         load_lines(path)
-    told = {"pipe": "not a regular file", "binary": "the line is not UTF-8 (byte 0x80)"}
-    assert told.get(kind, "the file has no lines") in str(caught.value)
+    fields = {"pipe": "not a regular file", "binary": "the line is not UTF-8 (byte 0x80)"}
+    assert fields.get(kind, "the file has no lines") in str(caught.value)
 
 
 def test_the_environment_of_an_item_keeps_its_stored_name() -> None:

@@ -42,14 +42,14 @@ async def test_the_first_item_that_uses_the_shipped_model_unasked_warns_for_its_
     await ground.submit(2, work=build_run().work)
     for claim in await ground.queue.claim(2, ("acme", "b")):
         await ground.worked(claim)
-    notes = [told for told in ground.run_events if isinstance(told, BatchNotice)]
+    notes = [event for event in ground.run_events if isinstance(event, BatchNotice)]
     assert [(note.message, note.is_warning) for note in notes] == [(FALLBACK_WARNING, True)]
 
 
 async def test_a_named_model_warns_of_nothing(make: Made) -> None:
     ground = make(echo_then("one"))
     await ground.worked(await ground.put(build_run()))
-    assert [told for told in ground.run_events if isinstance(told, BatchNotice)] == []
+    assert [event for event in ground.run_events if isinstance(event, BatchNotice)] == []
 
 
 def test_a_warning_is_shown_once_as_it_comes_and_again_in_the_summary() -> None:

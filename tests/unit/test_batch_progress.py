@@ -31,9 +31,9 @@ RETRIED = Attempt(is_retried=True, code="HOST_LOST")
 NOW = BEGAN + 1000
 
 
-def stand(told: list[RunEvent], now: float = NOW, total: int = 0) -> ProgressSnapshot:
+def stand(events: list[RunEvent], now: float = NOW, total: int = 0) -> ProgressSnapshot:
     progress = BatchProgress(total)
-    for batch_event in told:
+    for batch_event in events:
         progress.add(batch_event)
     return progress.snapshot(now)
 
@@ -74,29 +74,29 @@ def test_tokens_of_items_that_run_are_counted_as_they_come() -> None:
     assert stand(list(tell_item("a", Attempt(steps=5, is_cut=True)))).prompt_tokens == 500
 
 
-def test_the_end_of_an_item_counts_for_what_nobody_heard() -> None:
+def test_the_end_of_an_item_counts_for_missed_events() -> None:
     snapshot = stand([ended(at=BEGAN, item="a", steps=3, calls=4, tokens=(50, 5))])
     assert (snapshot.steps, snapshot.calls, snapshot.prompt_tokens, snapshot.cost) == (3, 4, 50, None)
 
 
-def test_a_cost_that_some_items_do_not_tell_is_known_to_be_too_small() -> None:
+def test_a_cost_that_some_items_do_not_report_is_known_to_be_too_small() -> None:
     snapshot = stand(tell_batch((Attempt(cost=None),), (Attempt(),)))
     assert (snapshot.cost, snapshot.cost_unknown) == (0.25, 1)
 
 
-def test_items_are_in_the_count_before_the_total_is_told() -> None:
+def test_items_are_in_the_count_before_the_total_is_reported() -> None:
     snapshot = stand(list(tell_item("a", Attempt(is_cut=True))))
     assert (snapshot.total, snapshot.running, snapshot.has_ended) == (1, 1, False)
 
 
 def test_an_item_that_another_process_continues_is_counted_once() -> None:
-    told: list[RunEvent] = [claimed(at=BEGAN, item="a"), claimed(at=BEGAN + 900, item="a", is_resumed=True)]
-    for order in (told, told[::-1], told * 2):
+    events: list[RunEvent] = [claimed(at=BEGAN, item="a"), claimed(at=BEGAN + 900, item="a", is_resumed=True)]
+    for order in (events, events[::-1], events * 2):
         snapshot = stand(order, BEGAN + 910)
         assert (snapshot.running, snapshot.resumed) == (1, 1)
 
 
-def test_which_ends_have_been_heard_of_is_known_by_attempt() -> None:
+def test_received_ends_are_known_by_attempt() -> None:
     progress = BatchProgress()
     for batch_event in tell_batch(
         (Attempt(),),
@@ -123,10 +123,10 @@ def test_a_clock_that_is_ahead_makes_no_time_negative() -> None:
 
 
 def test_the_rates_are_those_of_the_whole_time() -> None:
-    told = tell_batch(*[(Attempt(step_s=5, waited_s=0),)] * 20, every_s=0, total=20)
-    snapshot = stand(told)
+    events = tell_batch(*[(Attempt(step_s=5, waited_s=0),)] * 20, every_s=0, total=20)
+    snapshot = stand(events)
     assert (snapshot.wall_s, snapshot.items_per_s, snapshot.calls_per_s) == (10, 2, 8)
-    assert stand(told, total=40).items_per_s == 20 / 1000
+    assert stand(events, total=40).items_per_s == 20 / 1000
 
 
 def test_the_latest_attempt_is_known_with_its_stage() -> None:
@@ -140,27 +140,27 @@ def test_the_latest_attempt_is_known_with_its_stage() -> None:
     ]
 
 
-def test_codes_without_end_are_counted_and_told_together() -> None:
-    told = [
+def test_codes_without_end_are_counted_and_reported_together() -> None:
+    events = [
         failed_item
         for number in range(500)
         for failed_item in tell_item(f"i{number}", failed(code=f"c{number}", steps=0))
     ]
-    snapshot = stand(told)
+    snapshot = stand(events)
     assert (snapshot.failed, sum(group.count for group in snapshot.groups)) == (500, 500)
     assert len(snapshot.groups) == MAX_GROUPS + 1
 
 
 def test_an_example_is_never_an_item_that_has_been_tried_again() -> None:
     first, *others = (list(tell_item(name, failed())) for name in ("a", "b", "c", "d", "e"))
-    told = [*first, *(batch_event for other in others for batch_event in other)]
-    assert stand(told).groups[0].item == "a"
+    messages = [*first, *(batch_event for other in others for batch_event in other)]
+    assert stand(messages).groups[0].item == "a"
     retry = retried(at=NOW, item="a", attempt=2, failure=FailureKind.INFRASTRUCTURE)
-    (group,) = stand([*told, retry, *tell_item("f", failed(), at=NOW)]).groups
+    (group,) = stand([*messages, retry, *tell_item("f", failed(), at=NOW)]).groups
     assert (group.item, group.count) == ("f", 5)
 
 
-def test_notes_are_told_once_and_the_newest_are_kept() -> None:
+def test_notes_are_reported_once_and_the_newest_are_kept() -> None:
     progress = BatchProgress()
     notes = [BatchNotice(at=BEGAN + number, message=f"note {number}") for number in range(50)]
     assert [progress.add(note) for note in notes] == [True] * 50
@@ -171,11 +171,11 @@ def test_notes_are_told_once_and_the_newest_are_kept() -> None:
 
 
 def test_a_late_word_of_an_earlier_attempt_moves_nothing() -> None:
-    told: list[RunEvent] = [
+    events: list[RunEvent] = [
         ended(at=BEGAN, item="a", attempt=2),
         ended(at=BEGAN + 9, item="a", failure=FailureKind.MODEL),
     ]
-    assert (stand(told).done, stand(told).failed) == (1, 0)
+    assert (stand(events).done, stand(events).failed) == (1, 0)
 
 
 attempts = st.builds(
@@ -197,19 +197,19 @@ batches = st.lists(st.lists(attempts, min_size=1, max_size=3).map(tuple), max_si
 
 
 @settings(max_examples=80, deadline=None)
-@given(told=batches, shuffle=st.randoms(use_true_random=False))
-def test_any_order_and_any_repetition_give_the_same_totals(told: list[RunEvent], shuffle: object) -> None:
-    again = [*told, *shuffle.choices(told, k=len(told))]  # type: ignore[attr-defined]
+@given(events=batches, shuffle=st.randoms(use_true_random=False))
+def test_any_order_and_any_repetition_give_the_same_totals(events: list[RunEvent], shuffle: object) -> None:
+    again = [*events, *shuffle.choices(events, k=len(events))]  # type: ignore[attr-defined]
     shuffle.shuffle(again)  # type: ignore[attr-defined]
-    assert without_examples(stand(again)) == without_examples(stand(told))
+    assert without_examples(stand(again)) == without_examples(stand(events))
 
 
 @settings(max_examples=60, deadline=None)
-@given(told=batches, shuffle=st.randoms(use_true_random=False), total=st.integers(0, 8))
-def test_every_item_stands_somewhere_at_every_moment(told: list[RunEvent], shuffle: object, total: int) -> None:
-    shuffle.shuffle(told)  # type: ignore[attr-defined]
+@given(events=batches, shuffle=st.randoms(use_true_random=False), total=st.integers(0, 8))
+def test_every_item_stands_somewhere_at_every_moment(events: list[RunEvent], shuffle: object, total: int) -> None:
+    shuffle.shuffle(events)  # type: ignore[attr-defined]
     progress = BatchProgress(total)
-    for batch_event in told:
+    for batch_event in events:
         progress.add(batch_event)
         snapshot = progress.snapshot(batch_event.at)
         assert snapshot.done + snapshot.failed + snapshot.running + snapshot.queued == snapshot.total
@@ -218,13 +218,13 @@ def test_every_item_stands_somewhere_at_every_moment(told: list[RunEvent], shuff
 
 
 @settings(max_examples=60, deadline=None)
-@given(told=batches, shuffle=st.randoms(use_true_random=False))
-def test_what_is_told_again_is_not_new(told: list[RunEvent], shuffle: object) -> None:
-    shuffle.shuffle(told)  # type: ignore[attr-defined]
+@given(events=batches, shuffle=st.randoms(use_true_random=False))
+def test_what_is_reported_again_is_not_new(events: list[RunEvent], shuffle: object) -> None:
+    shuffle.shuffle(events)  # type: ignore[attr-defined]
     progress = BatchProgress()
-    for batch_event in told:
+    for batch_event in events:
         progress.add(batch_event)
-    assert not any(progress.add(batch_event) for batch_event in told)
+    assert not any(progress.add(batch_event) for batch_event in events)
 
 
 def test_a_long_item_has_each_of_its_many_calls_counted_once() -> None:
@@ -236,10 +236,10 @@ def test_a_long_item_has_each_of_its_many_calls_counted_once() -> None:
 
 def test_items_that_have_ended_cost_little_memory() -> None:
     """An item costs the same with 2 and with 20 calls: some hundred bytes."""
-    told = [list(tell_item(f"item-{number:032}", Attempt(steps=5, calls_a_step=4))) for number in range(1000)]
+    events = [list(tell_item(f"item-{number:032}", Attempt(steps=5, calls_a_step=4))) for number in range(1000)]
     progress = BatchProgress(1000)
     tracemalloc.start()
-    for batch_events in told:
+    for batch_events in events:
         for batch_event in batch_events:
             progress.add(batch_event)
     used = tracemalloc.get_traced_memory()[0]

@@ -125,7 +125,7 @@ def test_hostile_text_is_shown_as_it_was_written() -> None:
     assert "<script>&amp;]]>" in page.texts
 
 
-def test_the_page_asks_nobody_for_anything_and_runs_nothing() -> None:
+def test_the_page_loads_nothing_from_elsewhere_and_runs_no_script() -> None:
     page = KNOWN
     policy = next(value for value in page.values("content") if "default-src" in value)
     assert policy.startswith("default-src 'none'; style-src 'unsafe-inline'")
@@ -161,9 +161,11 @@ def test_every_plot_and_every_table_is_there() -> None:
 
 
 def test_the_same_happenings_make_the_same_page() -> None:
-    told = tell_batch((Attempt(),), (failed(),), (Attempt(is_cut=True),))
+    events = tell_batch((Attempt(),), (failed(),), (Attempt(is_cut=True),))
     assert (
-        build_report(told, title="t") == build_report(iter(told), title="t") == build_report([*told, *told], title="t")
+        build_report(events, title="t")
+        == build_report(iter(events), title="t")
+        == build_report([*events, *events], title="t")
     )
 
 
@@ -173,12 +175,12 @@ def test_nothing_makes_a_page_too() -> None:
 
 
 def test_failures_beyond_the_first_are_counted_and_the_page_says_so() -> None:
-    told = [
+    events = [
         batch_event
         for n in range(MAX_FAILED_ROWS + 20)
         for batch_event in tell_item(f"i{n}", failed(steps=0), at=BEGAN + n)
     ]
-    page = Page(build_report(told, title="t"))
+    page = Page(build_report(events, title="t"))
     assert "20 more failed items are not listed here; the error file has all of them." in page.texts
     assert (f"i{MAX_FAILED_ROWS - 1}" in page.texts, f"i{MAX_FAILED_ROWS}" in page.texts) == (True, False)
 
@@ -190,7 +192,7 @@ def test_an_item_that_succeeded_at_last_is_in_no_table_of_failures() -> None:
 
 
 def test_the_failures_that_an_attacker_makes_as_long_as_he_can_keep_the_page_below_two_megabytes() -> None:
-    told = [
+    messages = [
         ended(
             at=BEGAN + n,
             item=f"{n}{'&' * 250}",
@@ -205,11 +207,11 @@ def test_the_failures_that_an_attacker_makes_as_long_as_he_can_keep_the_page_bel
         call_finished(at=BEGAN, item="a", call=str(n), tool=f"{n}" + "'" * 500, seconds=0.0001 * 1.1 ** (n % 180))
         for n in range(20_000)
     ]
-    assert len(build_report([*told, *calls], title="&" * 500).encode()) < 2_000_000
+    assert len(build_report([*messages, *calls], title="&" * 500).encode()) < 2_000_000
 
 
 def test_the_page_of_many_items_stays_small() -> None:
-    def told() -> Iterator[RunEvent]:
+    def build_events() -> Iterator[RunEvent]:
         for number in range(5000):
             at = BEGAN + number
             yield ended(
@@ -220,19 +222,19 @@ def test_the_page_of_many_items_stays_small() -> None:
                 code="TIMEOUT",
             )
 
-    page = build_report(told(), title="t")
+    page = build_report(build_events(), title="t")
     assert len(page.encode()) < 200_000
     assert "succeeded: 4,444 at most; failed: 556 at most" in page
 
 
 @pytest.mark.parametrize("at", [0.0, -1e9, 1e308, 1.7e308, -1.7e308])
 def test_a_clock_that_is_nonsense_breaks_no_page(at: float) -> None:
-    told = [
+    events = [
         *tell_batch((Attempt(),)),
         *tell_item("x", failed(), at=at),
         step_finished(at=at, item="y", step=1, tokens=(5, 0)),
     ]
-    page = Page(build_report(told, title="t"))
+    page = Page(build_report(events, title="t"))
     assert not re.search(r"\b(nan|inf)\b", " ".join(page.values("x") + page.values("points") + page.values("width")))
 
 
@@ -262,8 +264,8 @@ def test_the_number_of_running_items_is_right_at_every_moment_that_is_drawn(runs
 
 
 def test_an_item_cancelled_in_the_queue_never_ran() -> None:
-    told = [ended(at=BEGAN + 5, item=str(n), failure=FailureKind.CANCELLED) for n in range(9)]
-    page = Page(build_report([*told, *tell_item("a", Attempt(steps=9))], title="t"))
+    messages = [ended(at=BEGAN + 5, item=str(n), failure=FailureKind.CANCELLED) for n in range(9)]
+    page = Page(build_report([*messages, *tell_item("a", Attempt(steps=9))], title="t"))
     assert "running: 1 at most" in page.text()
 
 
@@ -274,13 +276,13 @@ def test_an_element_cannot_be_given_a_name_that_is_none() -> None:
 
 
 def test_an_attempt_that_was_retried_ran_until_then() -> None:
-    told: list[RunEvent] = [
+    events: list[RunEvent] = [
         claimed(at=BEGAN, item="a"),
         retried(at=BEGAN + 5, item="a", attempt=2, failure=FailureKind.INFRASTRUCTURE),
         claimed(at=BEGAN + 10, item="a", attempt=2),
         ended(at=BEGAN + 20, item="a", attempt=2, seconds=10),
     ]
-    shown = Page(build_report(told, title="t"))
+    shown = Page(build_report(events, title="t"))
     (running,) = [value for tag, name, value in shown.attributes if name == "points" and value.count(" ") == POINTS][1:]
     heights = [point.partition(",")[2] for point in running.split()]
     assert heights[0] == heights[-2] != heights[POINTS // 3] == heights[-1]

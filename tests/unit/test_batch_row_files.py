@@ -53,7 +53,7 @@ def test_rows_that_are_ready_together_share_one_wait_for_the_disk(path: Path, mo
     cut=st.integers(min_value=0),
     hole=st.sampled_from([b"", b"\0" * 40]),
 )
-def test_a_file_that_was_cut_anywhere_is_mended_to_its_whole_rows(
+def test_a_file_that_was_cut_anywhere_is_repaired_to_its_whole_rows(
     path: Path, texts: list[str], cut: int, hole: bytes
 ) -> None:
     lines = [build_row_line(build_row(build_outcome(str(place), text=text))) for place, text in enumerate(texts)]
@@ -87,7 +87,7 @@ def test_blocks_that_never_reached_the_disk_are_taken_out_between_rows(path: Pat
 
 
 @pytest.mark.parametrize(
-    ("content", "told"),
+    ("content", "expected"),
     [
         (b"hello\n", "line 1 of .* is not a row"),
         (b"hello", "line 1 of .* is not a row of a batch \\(the line does not start like a row"),
@@ -101,9 +101,11 @@ def test_blocks_that_never_reached_the_disk_are_taken_out_between_rows(path: Pat
         (raw("a", "b", "a"), "contains two rows of 'a', the second in line 3"),
     ],
 )
-def test_what_no_crash_of_ours_can_have_left_is_refused_and_not_touched(path: Path, content: bytes, told: str) -> None:
+def test_what_no_crash_of_ours_can_have_left_is_refused_and_not_touched(
+    path: Path, content: bytes, expected: str
+) -> None:
     path.write_bytes(content)
-    with pytest.raises(ConfigError, match=told):
+    with pytest.raises(ConfigError, match=expected):
         RowFile.open(path, any_row)
     assert path.read_bytes() == content
 
@@ -163,7 +165,7 @@ def make_device(path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("make", "told"),
+    ("make", "expected"),
     [
         (make_folder, "not a regular file"),
         (make_pipe, "not a regular file"),
@@ -171,14 +173,14 @@ def make_device(path: Path) -> None:
         (make_loop, "cannot be"),
     ],
 )
-def test_what_keeps_no_rows_is_refused_before_the_batch_begins(path: Path, make: Any, told: str) -> None:
+def test_what_keeps_no_rows_is_refused_before_the_batch_begins(path: Path, make: Any, expected: str) -> None:
     make(path)
-    with pytest.raises(ConfigError, match=told):
+    with pytest.raises(ConfigError, match=expected):
         RowFile.open(path, any_row)
 
 
 @pytest.mark.parametrize(
-    ("name", "told"),
+    ("name", "expected"),
     [
         ("none/out.jsonl", "create its folder"),
         ("x" * 300, "too long"),
@@ -186,13 +188,15 @@ def test_what_keeps_no_rows_is_refused_before_the_batch_begins(path: Path, make:
         ("file/out.jsonl", "[Nn]ot a directory"),
     ],
 )
-def test_a_path_that_cannot_be_written_is_told_before_the_batch_begins(tmp_path: Path, name: str, told: str) -> None:
+def test_a_path_that_cannot_be_written_is_reported_before_the_batch_begins(
+    tmp_path: Path, name: str, expected: str
+) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match=told):
+    with pytest.raises(ConfigError, match=expected):
         RowFile.open(tmp_path / name, any_row)
 
 
-def test_a_folder_in_which_no_file_can_be_made_is_told_before_the_batch_begins(
+def test_a_folder_in_which_no_file_can_be_made_is_reported_before_the_batch_begins(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "access", lambda *_: False)
@@ -212,7 +216,7 @@ def test_what_does_not_fit_is_in_the_file_not_at_all_and_goes_in_later(path: Pat
     assert path.read_bytes() == raw("a", "b", "c")
 
 
-def test_a_disk_without_room_is_told_before_the_batch_begins(path: Path) -> None:
+def test_a_disk_without_room_is_reported_before_the_batch_begins(path: Path) -> None:
     path.write_bytes(raw("a"))
     with room_for(len(raw("a")) + 10), pytest.raises(ConfigError, match="free space on its disk"):
         RowFile.open(path, any_row)

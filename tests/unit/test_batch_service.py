@@ -52,7 +52,7 @@ def write(folder: Path, *lines: str) -> Path:
 # What is handed over
 
 
-def test_lines_that_name_paths_are_told_when_they_are_handed_over(tmp_path: Path) -> None:
+def test_lines_that_name_paths_are_reported_when_they_are_handed_over(tmp_path: Path) -> None:
     file = write(
         tmp_path,
         '{"id": "a", "instruction": "x"}',
@@ -62,10 +62,10 @@ def test_lines_that_name_paths_are_told_when_they_are_handed_over(tmp_path: Path
     )
     with pytest.raises(BadBatch) as refused:
         check_detached(load_lines(file), "/srv/out", "in.jsonl")
-    told = str(refused.value).splitlines()
-    assert told[0].startswith("in.jsonl has 2 errors")
-    assert "--artifacts" in told[1]
-    assert told[2].strip().startswith("line 2: the workspace is a path")
+    text = str(refused.value).splitlines()
+    assert text[0].startswith("in.jsonl has 2 errors")
+    assert "--artifacts" in text[1]
+    assert text[2].strip().startswith("line 2: the workspace is a path")
 
 
 async def test_the_sdk_cannot_hand_over_paths_either(ground: RunGround, tmp_path: Path) -> None:
@@ -95,7 +95,7 @@ async def test_who_submits_a_batch_again_decides_again_who_works_it(ground: RunG
     assert len(await ground.queue.claim(9)) == 1
 
 
-async def test_runs_of_the_dead_that_nobody_may_take_do_not_hide_those_that_may_be_taken(ground: RunGround) -> None:
+async def test_runs_of_dead_processes_that_must_wait_do_not_hide_runs_that_may_be_claimed(ground: RunGround) -> None:
     await ground.submit(1100, batch="kept", is_detached=False, concurrency=2000)
     held = [claim for _ in range(6) for claim in await ground.queue.claim(200, ("acme", "kept"))]
     assert len(held) == 1100
@@ -112,7 +112,7 @@ async def test_runs_of_the_dead_that_nobody_may_take_do_not_hide_those_that_may_
     assert [claim.run for claim in await ground.other.claim(2, ("acme", "kept"))] == ["kept-1", "kept-2"]
 
 
-async def test_a_record_that_cannot_be_read_is_left_to_another_release_and_stops_nobody(
+async def test_an_unreadable_record_is_left_to_another_release_and_blocks_nothing(
     ground: RunGround, caplog: pytest.LogCaptureFixture
 ) -> None:
     await ground.submit(2)
@@ -216,14 +216,14 @@ class UnservedService(ServiceWork, Unserved):
 async def test_a_tenant_that_is_removed_in_the_middle_ends_the_run_and_not_its_next_steps(ground: RunGround) -> None:
     claim, journal = await take(ground)
     await journal.note_opening("s1")
-    pool, told = FakePool(Tenants("acme")), list[RunEvent]()
+    pool, events = FakePool(Tenants("acme")), list[RunEvent]()
     service = UnservedService(cast(Any, pool), cast(Any, None), cast(Any, None), None)
     async with asyncio.timeout(30):
-        outcome = await service.work(claim, journal, BatchDefaults(), told.append)
+        outcome = await service.work(claim, journal, BatchDefaults(), events.append)
     assert outcome.failure is not None
     assert (outcome.failure.kind, outcome.failure.code) == (FailureKind.INPUT, "UNKNOWN_TENANT")
     assert "register it again and retry the item" in outcome.failure.message
-    assert (len(told), pool.abandoned) == (1, [("acme", "s1")])
+    assert (len(events), pool.abandoned) == (1, [("acme", "s1")])
 
 
 async def test_a_service_starts_no_model_of_its_own_for_a_batch(ground: RunGround) -> None:
@@ -349,7 +349,7 @@ class EndlessService(BatchService):
 
 
 @pytest.mark.parametrize(("grace_s", "interrupts"), [(3600.0, 2), (0.0, 1)])
-async def test_a_service_gives_back_what_runs_when_it_is_told_again_or_its_time_is_up(
+async def test_a_service_gives_back_what_runs_when_it_is_reported_again_or_its_time_is_up(
     ground: RunGround, grace_s: float, interrupts: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)

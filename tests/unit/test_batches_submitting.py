@@ -161,7 +161,7 @@ async def test_items_that_redis_lost_are_worked_when_the_file_is_submitted_again
     assert await ground.queue.count_items("acme", "b") == 3
 
 
-async def test_who_submits_a_batch_that_another_cancels_meanwhile_is_told_and_adds_no_more(ground: Ground) -> None:
+async def test_who_submits_a_batch_that_another_cancels_meanwhile_is_reported_and_adds_no_more(ground: Ground) -> None:
     file = build_file(2 * AT_ONCE)
 
     class Interrupted(RunQueue):
@@ -172,9 +172,9 @@ async def test_who_submits_a_batch_that_another_cancels_meanwhile_is_told_and_ad
             return first + await super().add(tenant, batch, all_of_them)
 
     batches = Batches(Interrupted(ground.client, "d", KEY), BatchEventWriter(ground.client, "d"), "acme")
-    with pytest.raises(ToolFailure, match="submit the same file again with `--id b --tenant acme`") as told:
+    with pytest.raises(ToolFailure, match="submit the same file again with `--id b --tenant acme`") as failure:
         await batches.submit(file, batch="b")
-    assert told.value.code is ErrorCode.CANCELLED
+    assert failure.value.code is ErrorCode.CANCELLED
     record = await ground.batches.status("b")
     assert (record.state, record.failed[FailureKind.CANCELLED]) == (BatchState.CANCELLED, AT_ONCE)
 

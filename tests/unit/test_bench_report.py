@@ -99,12 +99,12 @@ def test_report_as_text_and_as_json() -> None:
     }
 
 
-def test_an_unknown_benchmark_is_told_with_the_known_ones(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_benchmark_is_reported_with_the_known_ones(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main(["fast"])
     assert ended.value.code == 2
-    told = capsys.readouterr().err
-    assert all(name in told for name in NAMES)
+    text = capsys.readouterr().err
+    assert all(name in text for name in NAMES)
 
 
 @pytest.mark.parametrize("arguments", [["batch", "--runs", "1"], ["warm_call", "--runs", "50"]])

@@ -42,7 +42,7 @@ async def test_output_comes_in_order_and_whole_before_listening_ends(house: Hous
     assert screen.text() == "".join(f"line {number}\n" for number in range(500))
 
 
-async def test_output_is_heard_while_the_call_runs(house: House) -> None:
+async def test_output_arrives_while_the_call_runs(house: House) -> None:
     shown, answered = asyncio.Event(), threading.Event()
 
     async def on_output(_: str, text: str) -> None:
@@ -189,7 +189,7 @@ async def test_a_slow_consumer_holds_the_writer_up_and_loses_nothing(house: Hous
     assert reader.note(build_result()).metadata == {}
 
 
-async def test_a_consumer_that_stops_taking_costs_the_call_a_bounded_time_and_is_told(
+async def test_a_consumer_that_stops_taking_costs_the_call_a_bounded_time_and_is_reported(
     house: House, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(writing, "STALL_S", 0.2)
@@ -255,7 +255,7 @@ async def test_entries_that_are_none_of_ours_are_skipped(house: House) -> None:
     assert screen.text() == "after"
 
 
-async def test_a_wake_up_for_a_call_that_nobody_hears_is_ignored(house: House) -> None:
+async def test_a_wake_up_for_a_call_without_a_listener_is_ignored(house: House) -> None:
     screen = Screen()
 
     def work(writer: CallEventWriter) -> None:
@@ -281,7 +281,7 @@ async def test_events_whose_wake_up_was_lost_come_before_the_result_after_howeve
     assert screen.text() == "x"
 
 
-async def test_a_call_is_heard_once(house: House) -> None:
+async def test_a_call_is_received_once(house: House) -> None:
     handlers = {OUTPUT: output_handler(Screen().show)}
     async with (
         house.events.listen("acme", "call-1", handlers, 30) as first,

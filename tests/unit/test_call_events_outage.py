@@ -13,7 +13,7 @@ from tests.conftest import RedisProcess
 from tests.event_house import House, Screen, run_call
 
 
-async def test_a_call_goes_on_without_its_events_and_later_calls_are_heard_again(
+async def test_a_call_continues_without_its_events_and_events_of_later_calls_arrive_again(
     house: House, redis_server: RedisProcess
 ) -> None:
     before, after = Screen(), Screen()

@@ -34,10 +34,10 @@ class Orders:
     """Replaces a dispatcher: records the orders for hosts and performs their effects."""
 
     obey: Callable[[ToolCall], Awaitable[None]]
-    told: list[tuple[ToolCall, tuple[str, str | None, str | None]]] = field(default_factory=list)
+    sent_orders: list[tuple[ToolCall, tuple[str, str | None, str | None]]] = field(default_factory=list)
 
     async def command(self, call: ToolCall, tenant: str, session: str | None, queue: str | None = None) -> None:
-        self.told.append((call, (tenant, session, queue)))
+        self.sent_orders.append((call, (tenant, session, queue)))
         await self.obey(call)
 
 
@@ -64,8 +64,8 @@ class Ground:
         )
 
     async def state(self, call: str = "c1", tenant: str = "acme") -> str:
-        told = await self.client.hget(call_key("d", tenant, call), "state")
-        return told.decode() if told else ""
+        result = await self.client.hget(call_key("d", tenant, call), "state")
+        return result.decode() if result else ""
 
     async def audited(self) -> list[dict[str, Any]]:
         return [json.loads(fields[b"entry"]) for _, fields in await self.client.xrange(audit_key("d"))]
@@ -105,15 +105,17 @@ async def wait_for_ever() -> ToolResult:
     raise AssertionError
 
 
-async def test_a_call_in_the_queue_is_forbidden_and_its_caller_is_told_at_once_by_whom_and_why(ground: Ground) -> None:
+async def test_a_queued_call_is_forbidden_and_its_caller_learns_at_once_the_actor_and_the_reason(
+    ground: Ground,
+) -> None:
     await ground.note()
     call = asyncio.create_task(ground.monitor.watch("acme", "c1", wait_for_ever()))
     killed = await ground.control.kill("acme", "c1", ANNE, "it runs away")
     assert (killed.record.state, killed.record.code, killed.was_over) == (CallState.FORBIDDEN, "CANCELLED", False)
-    with pytest.raises(ToolFailure, match="killed by anne: it runs away; the call had not begun") as told:
+    with pytest.raises(ToolFailure, match="killed by anne: it runs away; the call had not begun") as failure:
         await asyncio.wait_for(call, SOON_S)
-    assert told.value.code is ErrorCode.CANCELLED
-    assert ground.orders.told == []
+    assert failure.value.code is ErrorCode.CANCELLED
+    assert ground.orders.sent_orders == []
 
 
 async def test_a_call_that_waits_for_its_first_slot_is_known_to_its_program_and_never_begins(ground: Ground) -> None:
@@ -125,7 +127,7 @@ async def test_a_call_that_waits_for_its_first_slot_is_known_to_its_program_and_
     assert await ground.state() == "forbidden"
 
 
-async def test_of_a_call_that_nobody_knows_it_is_said_as_soon_as_is_wanted_and_its_order_stands(ground: Ground) -> None:
+async def test_an_unknown_call_is_reported_at_once_and_its_order_stays(ground: Ground) -> None:
     began = asyncio.get_running_loop().time()
     with pytest.raises(ToolFailure, match="call c1 of tenant acme was not found"):
         await ground.control.kill("acme", "c1", ANNE, lookup_s=0.0)
@@ -144,7 +146,7 @@ async def test_a_call_that_runs_is_ended_where_it_runs(ground: Ground) -> None:
         "CANCELLED",
         "the call was killed by anne: enough",
     )
-    [(order, route)] = ground.orders.told
+    [(order, route)] = ground.orders.sent_orders
     assert (order.name, order.arguments, route) == (
         "session.cancel",
         {"call_id": "c1"},
@@ -157,12 +159,12 @@ async def test_the_order_is_repeated_until_the_call_has_ended(ground: Ground) ->
     await ground.note(state="running", holder="host.b.b2/w1")
 
     async def third_time(order: ToolCall) -> None:
-        if len(ground.orders.told) == 3:
+        if len(ground.orders.sent_orders) == 3:
             await ground.note(state="done", code="CANCELLED")
 
     ground.orders.obey = third_time
     await asyncio.wait_for(ground.control.kill("acme", "c1", ANNE), SOON_S)
-    assert len(ground.orders.told) == 3
+    assert len(ground.orders.sent_orders) == 3
 
 
 async def test_a_call_that_will_not_end_is_said_to_be_one(ground: Ground, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -177,7 +179,7 @@ async def test_a_call_that_will_not_end_is_said_to_be_one(ground: Ground, monkey
         await asyncio.wait_for(ground.control.kill("acme", "c1", ANNE), SOON_S)
 
 
-async def test_the_result_of_a_killed_call_says_by_whom_and_why(ground: Ground) -> None:
+async def test_the_result_of_a_killed_call_names_the_actor_and_the_reason(ground: Ground) -> None:
     await ground.note(state="done", killed="the call was killed by anne: enough")
     result = await ground.monitor.watch("acme", "c1", result_of(ErrorCode.CANCELLED, output="so far"))
     assert (result.error_code, result.error, result.output) == (
@@ -200,15 +202,15 @@ async def test_a_call_that_ended_by_itself_just_then_has_its_own_result(ground: 
     assert (result.error_code, "anne" in (result.error or "")) == (code, False)
 
 
-async def test_who_loses_its_host_while_it_is_killed_is_still_told_that_it_may_have_acted(ground: Ground) -> None:
+async def test_who_loses_its_host_while_it_is_killed_is_still_reported_that_it_may_have_acted(ground: Ground) -> None:
     await ground.note(state="unknown", killed="the call was killed by anne")
 
     async def lose() -> ToolResult:
         raise DeliveryFailed(ErrorCode.OUTCOME_UNKNOWN, "its host is gone")
 
-    with pytest.raises(DeliveryFailed, match="killed by anne; its host is gone") as told:
+    with pytest.raises(DeliveryFailed, match="killed by anne; its host is gone") as failure:
         await ground.monitor.watch("acme", "c1", lose())
-    assert told.value.code is ErrorCode.OUTCOME_UNKNOWN
+    assert failure.value.code is ErrorCode.OUTCOME_UNKNOWN
 
 
 async def test_a_call_that_runs_is_left_to_its_host_by_the_program_that_waits_for_it(ground: Ground) -> None:
@@ -276,7 +278,7 @@ async def test_each_kill_stands_in_the_audit_once(ground: Ground) -> None:
     ]
 
 
-async def test_a_program_that_is_stopped_itself_is_not_told_of_a_kill(ground: Ground) -> None:
+async def test_a_program_that_is_stopped_itself_is_not_reported_a_kill(ground: Ground) -> None:
     call = asyncio.create_task(ground.monitor.watch("acme", "c1", wait_for_ever()))
     await asyncio.sleep(0)
     call.cancel()
@@ -321,7 +323,7 @@ async def test_what_is_no_order_is_passed_over(ground: Ground) -> None:
     assert await ground.kills.recent_kills(0.0) == []
 
 
-async def test_a_redis_that_is_away_is_told_and_kills_nothing() -> None:
+async def test_a_redis_that_is_away_is_reported_and_kills_nothing() -> None:
     client = redis.asyncio.Redis.from_url("redis://127.0.0.1:1/0", socket_timeout=1)
     with pytest.raises(BrokerUnavailable, match="the call was not killed"):
         await CallStore(client, "d").kill(KillOrder(tenant="acme", call="c1", by="anne"))

@@ -58,13 +58,13 @@ class Ground:
         await self.client.eval(load_script(), 0, *script_arguments("d", "o1", [enqueue(f"o1.{call}", request)]))
 
     async def keep(self, result: ToolResult, keys: SigningKeys = KEY, tenant: str = "acme", **stored: Any) -> None:
-        told = {
+        fields = {
             "status": "SUCCESS",
             "result": encode_result(result, seal=ResultSeal(keys, tenant)),
             "task_id": TASK,
             **stored,
         }
-        await self.client.set(result_key(TASK), json.dumps(told))
+        await self.client.set(result_key(TASK), json.dumps(fields))
 
 
 @pytest.fixture
@@ -85,21 +85,21 @@ def build_result(**fields: Any) -> ToolResult:
     return ToolResult(**{**plain, **fields})
 
 
-async def test_a_call_that_waits_for_a_slot_tells_how_many_go_before_it(ground: Ground) -> None:
+async def test_a_call_that_waits_for_a_slot_reports_how_many_go_before_it(ground: Ground) -> None:
     for number in range(7):
         await ground.wait_for_slot(f"c{number}")
-    told = (await ground.lives.find("c6", "acme")).to_json()
-    assert (told["state"], told["waits_in"], told["queue"], told["tool"]) == (
+    reply = (await ground.lives.find("c6", "acme")).to_json()
+    assert (reply["state"], reply["waits_in"], reply["queue"], reply["tool"]) == (
         "waiting",
         "admission",
         "host.a.b1",
         "bash_tool",
     )
     # Long ones, as unknown ones are, have three of its four slots.
-    assert (told["ahead"], told["waiting"]) == (3, 4)
+    assert (reply["ahead"], reply["waiting"]) == (3, 4)
 
 
-async def test_a_call_in_the_queue_tells_how_many_are_taken_before_it(ground: Ground) -> None:
+async def test_a_call_in_the_queue_reports_how_many_are_taken_before_it(ground: Ground) -> None:
     for number in range(250):
         await ground.queue(f"c{number}")
     await ground.note("c0", task="0123456789ab-c0.1.acme")
@@ -122,12 +122,12 @@ async def test_a_call_that_a_worker_has_just_taken_is_not_said_to_stand_anywhere
 
 
 @pytest.mark.parametrize("is_there", [True, False])
-async def test_a_running_call_tells_its_worker_and_whether_that_still_reports(ground: Ground, is_there: bool) -> None:
+async def test_a_running_call_reports_its_worker_and_whether_that_still_reports(ground: Ground, is_there: bool) -> None:
     await ground.note(state="running", holder="host.a.b1/w1", queued_at=100.0, started_at=100.5)
     if is_there:
         await ground.client.set(host_key("d", "host.a.b1"), "{}")
-    told = (await ground.lives.find("c1", "acme")).to_json()
-    assert (told["host"], told["worker"], told["is_held"], told["queued_s"], told["run_s"]) == (
+    reply = (await ground.lives.find("c1", "acme")).to_json()
+    assert (reply["host"], reply["worker"], reply["is_held"], reply["queued_s"], reply["run_s"]) == (
         "a",
         "w1",
         is_there,
@@ -136,27 +136,27 @@ async def test_a_running_call_tells_its_worker_and_whether_that_still_reports(gr
     )
 
 
-async def test_a_call_tells_of_its_session_its_task_and_its_page_in_flower(ground: Ground) -> None:
+async def test_a_call_reports_of_its_session_its_task_and_its_page_in_flower(ground: Ground) -> None:
     await SessionStore(ground.client, "d").open("acme", "s1", "host.a.b1", start="{}", ttl_s=60, limit=10)
     await ground.note(state="done")
-    told = (await ground.lives.find("c1", "acme")).to_json()
-    assert (told["place"]["state"], told["place"]["host"], told["place"]["generation"]) == ("open", "a", 1)
-    assert (told["task"], told["flower_url"]) == (TASK, f"https://flower.example/f/task/{TASK}")
+    reply = (await ground.lives.find("c1", "acme")).to_json()
+    assert (reply["place"]["state"], reply["place"]["host"], reply["place"]["generation"]) == ("open", "a", 1)
+    assert (reply["task"], reply["flower_url"]) == (TASK, f"https://flower.example/f/task/{TASK}")
 
 
-async def test_what_is_kept_of_its_result_is_told_without_its_output(ground: Ground) -> None:
+async def test_what_is_kept_of_its_result_is_reported_without_its_output(ground: Ground) -> None:
     kill = KillReport(signalled=3, survivors=0, method="tree", ms=1.0)
     sandbox = SandboxInfo(id="b0x", generation=2, rebuilt=True, news="private")
     await ground.note(state="done")
     await ground.keep(build_result(output="private", kill=kill, sandbox=sandbox, clocks=Clocks(run_s=2.0)))
-    told = (await ground.lives.find("c1", "acme")).to_json()["result"]
-    assert (told["kill"]["signalled"], told["sandbox"]["generation"], told["clocks"]["run_s"], told["error"]) == (
+    reply = (await ground.lives.find("c1", "acme")).to_json()["result"]
+    assert (reply["kill"]["signalled"], reply["sandbox"]["generation"], reply["clocks"]["run_s"], reply["error"]) == (
         3,
         2,
         2.0,
         "ended",
     )
-    assert "private" not in json.dumps(told)
+    assert "private" not in json.dumps(reply)
 
 
 async def test_a_result_that_lies_beside_its_message_is_found(ground: Ground) -> None:
@@ -191,17 +191,17 @@ async def test_a_lost_call_says_when_who_noticed_the_code_and_what_to_do(
         noticed_by="toolcrew7@machine",
         reason="it stopped reporting",
     )
-    told = (await ground.lives.find("c1", "acme")).to_json()
-    assert (told["state"], told["error_code"], told["noticed_by"], told["reason"]) == (
+    reply = (await ground.lives.find("c1", "acme")).to_json()
+    assert (reply["state"], reply["error_code"], reply["noticed_by"], reply["reason"]) == (
         state,
         code,
         "toolcrew7@machine",
         "it stopped reporting",
     )
-    assert told["ended_at"] == "1970-01-01T00:01:40.000Z"
-    assert advice in told["advice"]
+    assert reply["ended_at"] == "1970-01-01T00:01:40.000Z"
+    assert advice in reply["advice"]
     # The run time of the call is unknown.
-    assert told["run_s"] is None
+    assert reply["run_s"] is None
 
 
 async def test_a_call_that_ended_normally_has_no_advice(ground: Ground) -> None:
@@ -220,7 +220,7 @@ async def test_the_result_of_a_failed_task_is_found(ground: Ground) -> None:
     assert result.error == "no engine"
 
 
-async def test_a_result_that_nobody_with_the_secret_signed_is_not_shown(ground: Ground) -> None:
+async def test_a_result_without_a_valid_signature_is_not_shown(ground: Ground) -> None:
     """The attacker's aim: to show an operator a result that the call never returned."""
     await ground.note(state="done")
     await ground.keep(
@@ -257,7 +257,7 @@ async def test_a_stored_result_of_any_other_shape_is_none(ground: Ground, text: 
     ("call", "run", "batch"),
     [("r-1-2-0", "r-1", "b"), ("r-1-2-2-0", "r-1", "b"), ("r-1", "r-1", "b"), ("h-1-0", "h", None)],
 )
-async def test_a_call_of_a_run_tells_run_and_batch(ground: Ground, call: str, run: str, batch: str | None) -> None:
+async def test_a_call_of_a_run_reports_run_and_batch(ground: Ground, call: str, run: str, batch: str | None) -> None:
     await ground.client.hset(run_key("d", "acme", "r-1"), "batch", "b")
     await ground.client.hset(run_key("d", "acme", "h"), "batch", "@runs")
     await ground.note(call, state="done")
@@ -265,7 +265,7 @@ async def test_a_call_of_a_run_tells_run_and_batch(ground: Ground, call: str, ru
     assert (life.run, life.batch) == (run, batch)
 
 
-async def test_a_call_of_a_run_that_a_program_worked_by_itself_tells_the_run(ground: Ground) -> None:
+async def test_a_call_of_a_run_that_a_program_worked_by_itself_reports_the_run(ground: Ground) -> None:
     await ground.note("0123456789abcdef-1-0", state="done")
     assert (await ground.lives.find("0123456789abcdef-1-0", "acme")).run == "0123456789abcdef"
 
@@ -300,7 +300,7 @@ async def test_of_an_id_that_several_tenants_have_one_must_be_named(ground: Grou
 
 
 @pytest.mark.parametrize("text", ["c1", TASK, "never-was", "", "../acme:call:c1", "c1\n", "*", "x" * 65])
-async def test_a_call_of_another_tenant_is_told_as_one_that_never_was(ground: Ground, text: str) -> None:
+async def test_a_call_of_another_tenant_is_reported_as_unknown(ground: Ground, text: str) -> None:
     """The attacker's aim: to learn which ids exist."""
     await ground.note(state="done")
     with pytest.raises(ToolFailure, match="was not found") as refused:

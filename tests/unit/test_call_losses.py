@@ -213,7 +213,7 @@ async def test_a_new_call_is_not_even_looked_at(client: "redis.asyncio.Redis") -
 
 
 @pytest.mark.parametrize("pause_s", [5.0, 60.0])
-async def test_nobody_is_given_up_right_after_an_outage(client: "redis.asyncio.Redis", pause_s: float) -> None:
+async def test_no_call_is_given_up_right_after_an_outage(client: "redis.asyncio.Redis", pause_s: float) -> None:
     """After a stop of this program or of Redis, all reports have expired. Every host will report again within
     moments.
     """
@@ -232,7 +232,7 @@ async def test_nobody_is_given_up_right_after_an_outage(client: "redis.asyncio.R
         assert (set(watching.failed), await client.exists(tombstone_key("d", QUEUE))) == ({"t1"}, 1)
 
 
-async def test_nobody_is_given_up_when_redis_stands_still_in_the_midst_of_a_round(
+async def test_no_call_is_given_up_when_redis_stops_during_a_round(
     client: "redis.asyncio.Redis",
 ) -> None:
     watching = Watching(client)
@@ -283,7 +283,7 @@ async def test_judging_many_calls_for_long_is_no_outage(client: "redis.asyncio.R
 
 
 @pytest.mark.parametrize(("holder", "has_started"), [(f"{QUEUE}/w1", True), ("", False)])
-async def test_a_loss_that_was_noted_while_its_answer_was_lost_is_told(
+async def test_a_loss_that_was_noted_while_its_answer_was_lost_is_reported(
     client: "redis.asyncio.Redis", holder: str, has_started: bool
 ) -> None:
     lost = await Watching(client).look({"state": "lost", "holder": holder})
@@ -327,16 +327,16 @@ async def test_what_waits_for_a_dead_host_is_answered_and_its_name_is_given_up(c
         await heard.psubscribe("celery-task-meta-*")
         await heard.get_message(timeout=1)
         assert await CallStore(client, "d").reap(QUEUE, await now_of(client))
-        told = await heard.get_message(timeout=1)
+        result = await heard.get_message(timeout=1)
     stored = json.loads(await client.get(result_key("hub-7")) or b"")
     assert (stored["status"], stored["task_id"], stored["result"]["exc_type"]) == ("FAILURE", "hub-7", HOST_LOST_TYPE)
-    assert json.loads(told["data"])["result"]["exc_type"] == HOST_LOST_TYPE
+    assert json.loads(result["data"])["result"]["exc_type"] == HOST_LOST_TYPE
     assert await client.exists(QUEUE, control_queue(QUEUE)) == 0
     assert await client.exists(tombstone_key("d", QUEUE)) == 1
     assert await client.hget(waiting, "state") == b"lost"
 
 
-async def test_a_reaping_that_redis_carries_out_late_reaps_nobody(client: "redis.asyncio.Redis") -> None:
+async def test_a_reaping_that_redis_carries_out_late_reaps_no_run(client: "redis.asyncio.Redis") -> None:
     """After a pause of Redis, all reports have expired. Without the check, all hosts would be declared lost at once."""
     await client.lpush(QUEUE, message("t"))
     assert not await CallStore(client, "d").reap(QUEUE, await now_of(client) - 20)

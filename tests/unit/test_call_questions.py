@@ -78,7 +78,7 @@ async def test_questions_of_a_call_that_has_ended_are_not_begun_with_and_hold_no
     assert len(begun) <= MAX_QUESTIONS
 
 
-async def test_who_waits_for_an_answer_of_a_caller_that_has_gone_is_told_soon(
+async def test_who_waits_for_an_answer_of_a_caller_that_has_gone_is_reported_soon(
     house: House, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(stored_events, "WAIT_SLICE_S", 0.1)

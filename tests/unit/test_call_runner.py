@@ -122,7 +122,7 @@ async def test_all_other_calls_run_one_after_another_in_order(requests: list[Cal
     assert (gate.most, gate.began) == (1, [request.call.id for request in requests])
 
 
-async def test_a_tool_that_the_model_was_not_told_of_is_not_found_whatever_runs_the_calls_knows() -> None:
+async def test_a_tool_that_the_model_was_not_reported_is_not_found_whatever_runs_the_calls_knows() -> None:
     gate = Gate(free=True)
     [(_, result)] = await runner(gate.run).run([asked("raed", 0)])
     assert (result.error, result.error_code, result.metadata["nearest"]) == (
@@ -175,7 +175,7 @@ async def test_text_arguments_become_the_schemas_types_and_json_ones_stay() -> N
     assert [call.arguments["n"] for call in seen] == [5, "5", "5.5"]
 
 
-async def test_every_call_is_told_when_it_begins_and_when_it_ends() -> None:
+async def test_every_call_is_reported_when_it_begins_and_when_it_ends() -> None:
     seen: list[RunEvent] = []
     await runner(Gate(free=True).run, seen=seen).run([asked("write", 0), MalformedCall("r-1-1", "write", "bad", "raw")])
     assert [type(event) for event in seen] == [CallStarted, CallFinished, CallFinished]
@@ -201,41 +201,41 @@ def failing(call: ToolCall) -> ToolResult:
 
 async def test_the_third_identical_failing_call_is_answered_with_a_changed_message() -> None:
     model = Stubborn(failing)
-    told = [await model.ask(asked("read", index, path="a")) for index in range(4)]
-    assert told[0] == told[1] == "Error [FILE_NOT_FOUND]: no such file"
-    assert told[2].startswith(
+    messages = [await model.ask(asked("read", index, path="a")) for index in range(4)]
+    assert messages[0] == messages[1] == "Error [FILE_NOT_FOUND]: no such file"
+    assert messages[2].startswith(
         "Error [FILE_NOT_FOUND]: no such file\nThis exact call has now failed 3 times. Do not send it again"
     )
-    assert "failed 4 times" in told[3]
+    assert "failed 4 times" in messages[3]
 
 
 async def test_other_arguments_are_another_call() -> None:
     model = Stubborn(failing)
-    told = [await model.ask(asked("read", index, path=path)) for index, path in enumerate("abcabc")]
-    assert not any("exact call" in text for text in told)
+    messages = [await model.ask(asked("read", index, path=path)) for index, path in enumerate("abcabc")]
+    assert not any("exact call" in text for text in messages)
 
 
 async def test_a_success_forgets_the_failures() -> None:
     answers = iter([failing, failing, done, failing, failing])
     model = Stubborn(lambda call: next(answers)(call))
-    told = [await model.ask(asked("read", index)) for index in range(5)]
-    assert not any("exact call" in text for text in told)
+    messages = [await model.ask(asked("read", index)) for index in range(5)]
+    assert not any("exact call" in text for text in messages)
 
 
 async def test_a_command_that_keeps_failing_counts_though_its_call_succeeds() -> None:
     model = Stubborn(lambda call: done(call, "not found\n[exit code 127]", metadata={"exit_code": 127}))
-    told = [await model.ask(asked("write", index)) for index in range(3)]
-    assert told[0] == told[1]
-    assert "This exact call" in told[2]
+    messages = [await model.ask(asked("write", index)) for index in range(3)]
+    assert messages[0] == messages[1]
+    assert "This exact call" in messages[2]
 
 
 async def test_the_same_malformed_call_counts_too() -> None:
     model = Stubborn(done)
-    told = [await model.ask(MalformedCall(f"r-{n}-0", "write", "bad", "<raw")) for n in range(3)]
-    assert told[0] == told[1] != told[2]
+    messages = [await model.ask(MalformedCall(f"r-{n}-0", "write", "bad", "<raw")) for n in range(3)]
+    assert messages[0] == messages[1] != messages[2]
 
 
 async def test_a_changed_message_fits_a_result() -> None:
     model = Stubborn(lambda call: ToolResult.failed(call, ErrorCode.INTERNAL, "x" * MAX_ERROR_CHARS))
-    told = [await model.ask(asked("read", index)) for index in range(3)]
-    assert told[2].endswith("answer with what you know.")
+    messages = [await model.ask(asked("read", index)) for index in range(3)]
+    assert messages[2].endswith("answer with what you know.")

@@ -130,7 +130,7 @@ async def test_the_answer_of_a_failed_task_arrives_as_that_of_any_other(house: H
     assert await waiting == "done"
 
 
-async def test_whoever_waits_hears_that_the_call_is_lost(house: House) -> None:
+async def test_a_waiting_caller_learns_that_the_call_is_lost(house: House) -> None:
     waiting = start(house, attempt())
     house.hub.fail(await house.taken(), CallLost("its host is gone", has_started=True))
     with pytest.raises(CallLost, match="its host is gone"):

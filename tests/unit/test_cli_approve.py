@@ -82,10 +82,10 @@ def test_what_waits_is_shown_with_its_exact_arguments_and_the_warning_last(
 
 def test_programs_get_questions_as_they_are(toolcrew: Toolcrew, redis_server: RedisProcess) -> None:
     (question,) = ask(redis_server, "rm -rf \u202e/data")
-    (told,) = json.loads(toolcrew("approvals", "list", "--json").stdout)
-    assert told["id"] == question.id
-    assert told["call"]["arguments"] == {"command": "rm -rf \u202e/data"}
-    assert (told["tenant"], told["run"], told["digest"], told["warning"]) == (
+    (reply,) = json.loads(toolcrew("approvals", "list", "--json").stdout)
+    assert reply["id"] == question.id
+    assert reply["call"]["arguments"] == {"command": "rm -rf \u202e/data"}
+    assert (reply["tenant"], reply["run"], reply["digest"], reply["warning"]) == (
         "acme",
         "run-1",
         question.digest,
@@ -108,8 +108,8 @@ def test_a_call_is_allowed_refused_and_changed(toolcrew: Toolcrew, redis_server:
     other.write_text('{"command": "ls"}')
     assert toolcrew("approvals", "decide", first.id, "allow").stdout == "bash_tool is allowed\n"
     assert toolcrew("approvals", "decide", second.id, "deny", "--reason", "no").stdout == "bash_tool is denied\n"
-    told = json.loads(toolcrew("approvals", "decide", third.id, "allow", "--arguments", f"@{other}", "--json").stdout)
-    assert told == {
+    reply = json.loads(toolcrew("approvals", "decide", third.id, "allow", "--arguments", f"@{other}", "--json").stdout)
+    assert reply == {
         "id": third.id,
         "state": "allowed",
         "tool": "bash_tool",
@@ -147,26 +147,26 @@ def test_arguments_that_cannot_be_read_decide_nothing(
     Path("list.json").write_text("[1]")
     Path("junk.json").write_text("{")
     (question,) = ask(redis_server, "a")
-    told = toolcrew("approvals", "decide", question.id, "allow", "--arguments", given, "--json")
-    assert told.exit_code == 1
-    assert json.loads(told.stdout)["error"]["code"] == "INVALID_ARGUMENTS"
+    result = toolcrew("approvals", "decide", question.id, "allow", "--arguments", given, "--json")
+    assert result.exit_code == 1
+    assert json.loads(result.stdout)["error"]["code"] == "INVALID_ARGUMENTS"
     assert on(redis_server, lambda _, queue: queue.answers([question.id])) == {}
 
 
 def test_without_a_pool_there_is_nothing_to_decide(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TOOLCREW_REDIS_URL", raising=False)
     for arguments in (("approvals", "list"), ("changes", "list")):
-        told = CliRunner().invoke(app, arguments)
-        assert told.exit_code == 1
-        assert "TOOLCREW_REDIS_URL" in told.stderr
+        result = CliRunner().invoke(app, arguments)
+        assert result.exit_code == 1
+        assert "TOOLCREW_REDIS_URL" in result.stderr
 
 
-def test_a_run_of_a_stack_of_its_own_waits_for_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_of_a_stack_of_its_own_waits_for_no_other_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TOOLCREW_REDIS_URL", raising=False)
     monkeypatch.setenv("TOOLCREW_APPROVALS", "queue")
-    told = CliRunner().invoke(app, ["run", "act", "--model", "scripted"])
-    assert told.exit_code == 1
-    assert "set TOOLCREW_REDIS_URL" in told.stderr
+    result = CliRunner().invoke(app, ["run", "act", "--model", "scripted"])
+    assert result.exit_code == 1
+    assert "set TOOLCREW_REDIS_URL" in result.stderr
 
 
 @pytest.mark.parametrize("asks_elsewhere", [True, False])

@@ -86,22 +86,22 @@ def row(number: int, batch: str, kind: str | None = None) -> str:
         (("--output", "o.jsonl", "--dialect", "latin"), "--dialect is native, tags, json or auto, not 'latin'"),
     ],
 )
-def test_a_wrong_flag_is_told_before_anything_is_read_or_started(
+def test_a_wrong_flag_is_reported_before_anything_is_read_or_started(
     flags: tuple[str, ...], sentence: str, toolcrew: Toolcrew
 ) -> None:
-    told = toolcrew("submit", "not-there.jsonl", *flags)
-    assert (told.exit_code, told.stdout) == (2, "")
-    assert sentence in sentence_of(told)
+    result = toolcrew("submit", "not-there.jsonl", *flags)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert sentence in sentence_of(result)
 
 
 def test_a_retry_of_unknown_kinds_is_refused(toolcrew: Toolcrew) -> None:
-    told = toolcrew("resume", "b", "--retry", "all,model")
-    assert (told.exit_code, "--retry: unknown kind" in sentence_of(told)) == (2, True)
+    result = toolcrew("resume", "b", "--retry", "all,model")
+    assert (result.exit_code, "--retry: unknown kind" in sentence_of(result)) == (2, True)
 
 
 def test_an_id_that_is_none_leaves_no_file_behind(toolcrew: Toolcrew, lines: Path) -> None:
-    told = toolcrew("submit", lines, "--output", lines.with_name("o.jsonl"), "--id", "a/b")
-    assert (told.exit_code, "1 to 64 letters" in told.stderr) == (1, True)
+    text = toolcrew("submit", lines, "--output", lines.with_name("o.jsonl"), "--id", "a/b")
+    assert (text.exit_code, "1 to 64 letters" in text.stderr) == (1, True)
     assert not lines.with_name("o.jsonl").exists()
 
 
@@ -112,18 +112,18 @@ def test_an_id_that_is_none_leaves_no_file_behind(toolcrew: Toolcrew, lines: Pat
         ({"limits": {"max_cost": 1}}, "line 1 names a max_cost"),
     ],
 )
-def test_what_lines_ask_for_and_no_flag_gives_is_told_at_once(
+def test_what_lines_ask_for_and_no_flag_gives_is_reported_at_once(
     line: dict[str, Any], sentence: str, toolcrew: Toolcrew, tmp_path: Path
 ) -> None:
     file = tmp_path / "in.jsonl"
     file.write_text(json.dumps({"id": "a", "instruction": "act", **line}) + "\n")
-    told = toolcrew("submit", file, "--output", tmp_path / "o.jsonl")
-    assert (told.exit_code, sentence in told.stderr) == (1, True)
+    text = toolcrew("submit", file, "--output", tmp_path / "o.jsonl")
+    assert (text.exit_code, sentence in text.stderr) == (1, True)
 
 
-def test_a_folder_for_artifacts_that_cannot_be_made_is_told_at_once(toolcrew: Toolcrew, lines: Path) -> None:
-    told = toolcrew("submit", lines, "--output", lines.with_name("o.jsonl"), "--artifacts", lines / "inside")
-    assert (told.exit_code, "give another folder with --artifacts" in told.stderr) == (1, True)
+def test_a_folder_for_artifacts_that_cannot_be_made_is_reported_at_once(toolcrew: Toolcrew, lines: Path) -> None:
+    text = toolcrew("submit", lines, "--output", lines.with_name("o.jsonl"), "--artifacts", lines / "inside")
+    assert (text.exit_code, "give another folder with --artifacts" in text.stderr) == (1, True)
 
 
 @pytest.mark.parametrize("command", ["list", "show b", "export b", "show --logs b", "cancel b", "resume b"])
@@ -131,28 +131,28 @@ def test_commands_about_a_batch_start_no_stack_that_could_know_none(
     command: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("TOOLCREW_REDIS_URL", raising=False)
-    told = CliRunner().invoke(app, ["batches", *command.split(), "--json"])
-    assert told.exit_code == 1
-    assert "submit its file again with the same --id and --output" in json.loads(told.stdout)["error"]["message"]
+    result = CliRunner().invoke(app, ["batches", *command.split(), "--json"])
+    assert result.exit_code == 1
+    assert "submit its file again with the same --id and --output" in json.loads(result.stdout)["error"]["message"]
 
 
-def test_nobody_else_works_what_is_detached_on_a_stack_of_ones_own(
+def test_no_other_stack_runs_what_is_detached_on_an_embedded_stack(
     lines: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("TOOLCREW_REDIS_URL", raising=False)
-    told = CliRunner().invoke(app, ["batches", "submit", str(lines), "--detach"])
-    assert (told.exit_code, "set TOOLCREW_REDIS_URL, or leave --detach out" in told.stderr) == (1, True)
+    text = CliRunner().invoke(app, ["batches", "submit", str(lines), "--detach"])
+    assert (text.exit_code, "set TOOLCREW_REDIS_URL, or leave --detach out" in text.stderr) == (1, True)
 
 
-def test_batches_are_listed_the_newest_first_and_told_of(toolcrew: Toolcrew, lines: Path) -> None:
+def test_batches_are_listed_the_newest_first_and_reported(toolcrew: Toolcrew, lines: Path) -> None:
     assert toolcrew("list").stdout == "no batch was submitted in the last 30 days\n"
     for name in ("first", "second"):
         assert toolcrew("submit", lines, "--detach", "--id", name, "--concurrency", 3).stdout == f"{name}\n"
-    told = as_json(toolcrew("list", "--json"))
-    assert [one["id"] for one in told] == ["second", "first"]
-    assert told[0] == {"tenant": "default", **as_json(toolcrew("show", "second", "--json"))}
-    assert told[0]["request_counts"] == {"total": 3, "completed": 0, "failed": 0, "waiting": 3, "running": 0}
-    assert (told[0]["concurrency"], told[0]["rows"], told[0]["name"]) == (3, None, "in.jsonl")
+    reply = as_json(toolcrew("list", "--json"))
+    assert [one["id"] for one in reply] == ["second", "first"]
+    assert reply[0] == {"tenant": "default", **as_json(toolcrew("show", "second", "--json"))}
+    assert reply[0]["request_counts"] == {"total": 3, "completed": 0, "failed": 0, "waiting": 3, "running": 0}
+    assert (reply[0]["concurrency"], reply[0]["rows"], reply[0]["name"]) == (3, None, "in.jsonl")
     assert [line.split()[1] for line in toolcrew("list").stdout.splitlines()] == ["id", "second", "first"]
     assert "items       3 total, 0 completed, 0 failed, 3 waiting, 0 running" in toolcrew("show", "first").stdout
     assert as_json(toolcrew("list", "--tenant", "other", "--json")) == []
@@ -183,7 +183,7 @@ def test_a_batch_that_redis_has_forgotten_is_not_listed(
         assert client.exists("toolcrew:default:t:default:batch-ids") == 0
 
 
-def test_a_pool_whose_workers_are_gone_tells_of_its_batches_and_cancels_them(
+def test_a_pool_whose_workers_are_gone_reports_of_its_batches_and_cancels_them(
     toolcrew: Toolcrew, lines: Path, redis_server: RedisProcess
 ) -> None:
     toolcrew("submit", lines, "--detach", "--id", "b")
@@ -192,8 +192,8 @@ def test_a_pool_whose_workers_are_gone_tells_of_its_batches_and_cancels_them(
     assert [one["id"] for one in as_json(toolcrew("list", "--json"))] == ["b"]
     assert as_json(toolcrew("show", "b", "--json"))["status"] == "in_progress"
     assert toolcrew("show", "--logs", "b").exit_code == 0
-    told = toolcrew("resume", "b", "--output", lines.with_name("o.jsonl"))
-    assert (told.exit_code, "no worker has published its tools" in told.stderr) == (1, True)
+    text = toolcrew("resume", "b", "--output", lines.with_name("o.jsonl"))
+    assert (text.exit_code, "no worker has published its tools" in text.stderr) == (1, True)
     assert as_json(toolcrew("cancel", "b", "--json")) == {"batch": "b", "not_begun": 3}
     assert len(toolcrew("export", "b").stdout.splitlines()) == 3
 
@@ -210,14 +210,14 @@ def test_a_cancelled_batch_has_a_row_for_every_item(toolcrew: Toolcrew, lines: P
     assert (out.read_text(), len(lines.with_name("o.errors.jsonl").read_text().splitlines())) == ("", 3)
 
 
-def test_items_that_were_cancelled_before_they_began_are_told_as_such(toolcrew: Toolcrew, lines: Path) -> None:
+def test_items_that_were_cancelled_before_they_began_are_reported_as_such(toolcrew: Toolcrew, lines: Path) -> None:
     toolcrew("submit", lines, "--detach", "--id", "b")
     toolcrew("cancel", "b")
     for follow in ((), ("-f",)):
-        told = [json.loads(line) for line in toolcrew("show", "--logs", "b", "--json", *follow).stdout.splitlines()]
-        ends = {one["item"]: one["failure"]["kind"] for one in told if one["type"] == "RunEnded"}
+        reply = [json.loads(line) for line in toolcrew("show", "--logs", "b", "--json", *follow).stdout.splitlines()]
+        ends = {one["item"]: one["failure"]["kind"] for one in reply if one["type"] == "RunEnded"}
         assert ends == dict.fromkeys(("i0", "i1", "i2"), "cancelled")
-        assert (told[-1]["failed"], told[-1]["queued"], told[-1]["has_ended"]) == (3, 0, True)
+        assert (reply[-1]["failed"], reply[-1]["queued"], reply[-1]["has_ended"]) == (3, 0, True)
     assert (
         "Z  i0 failed (cancelled CANCELLED): the batch was cancelled before this item started\n"
         in toolcrew("show", "--logs", "b").stdout
@@ -232,14 +232,14 @@ def test_where_the_rows_go_is_remembered_and_a_file_that_is_gone_is_not_made_aga
     rows = as_json(toolcrew("show", "b", "--json"))["rows"]
     assert (rows["output"], rows["errors"]) == (str(out), str(lines.with_name("o.errors.jsonl")))
     out.unlink()
-    told = toolcrew("resume", "b")
-    assert (told.exit_code, "give --output" in told.stderr, out.exists()) == (1, True, False)
+    result = toolcrew("resume", "b")
+    assert (result.exit_code, "give --output" in result.stderr, out.exists()) == (1, True, False)
 
 
 def test_a_batch_whose_rows_went_nowhere_yet_needs_an_output(toolcrew: Toolcrew, lines: Path) -> None:
     toolcrew("submit", lines, "--detach", "--id", "b")
-    told = toolcrew("resume", "b")
-    assert (told.exit_code, "give --output OUT.jsonl" in told.stderr) == (1, True)
+    result = toolcrew("resume", "b")
+    assert (result.exit_code, "give --output OUT.jsonl" in result.stderr) == (1, True)
 
 
 def test_what_has_a_row_already_is_not_worked_again_by_a_redis_that_does_not_know_it(
@@ -256,8 +256,8 @@ def test_what_has_a_row_already_is_not_worked_again_by_a_redis_that_does_not_kno
         1,
     )
     assert json.loads(toolcrew("export", "b").stdout.splitlines()[0])["response"]["body"]["answer"] == "yes"
-    told = [json.loads(line) for line in toolcrew("show", "--logs", "b", "--json").stdout.splitlines()][-1]
-    assert (told["done"], told["failed"], told["prompt_tokens"]) == (1, 1, 7)
+    reply = [json.loads(line) for line in toolcrew("show", "--logs", "b", "--json").stdout.splitlines()][-1]
+    assert (reply["done"], reply["failed"], reply["prompt_tokens"]) == (1, 1, 7)
 
 
 def test_a_batch_whose_submission_broke_off_is_submitted_again_and_not_waited_for(
@@ -267,5 +267,5 @@ def test_a_batch_whose_submission_broke_off_is_submitted_again_and_not_waited_fo
     toolcrew("submit", lines, "--detach", "--id", "b", "--output", out)
     with redis_server.client() as client:
         client.rpop(batch_key("default", "default", "b") + ":items")
-    told = toolcrew("resume", "b")
-    assert (told.exit_code, "only 2 of the 3 lines of batch b were queued" in told.stderr) == (1, True)
+    result = toolcrew("resume", "b")
+    assert (result.exit_code, "only 2 of the 3 lines of batch b were queued" in result.stderr) == (1, True)

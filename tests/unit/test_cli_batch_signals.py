@@ -60,28 +60,28 @@ class Told:
 
 
 async def test_each_interrupt_asks_for_more() -> None:
-    told = Told()
-    told.begin()
-    await told.hear(signal.SIGINT, signal.SIGINT)
-    assert (told.shift.asked, told.left) == (["drain", "stop"], [])
-    assert "2 running items are finished first" in told.said[0]
-    await told.hear(signal.SIGINT)
-    assert told.left == [130]
-    assert all("`again`" in sentence for sentence in told.said)
+    result = Told()
+    result.begin()
+    await result.hear(signal.SIGINT, signal.SIGINT)
+    assert (result.shift.asked, result.left) == (["drain", "stop"], [])
+    assert "2 running items are finished first" in result.said[0]
+    await result.hear(signal.SIGINT)
+    assert result.left == [130]
+    assert all("`again`" in sentence for sentence in result.said)
 
 
 async def test_an_interrupt_before_the_work_began_is_not_lost() -> None:
-    told = Told()
-    await told.hear(signal.SIGINT)
-    told.begin()
-    assert told.shift.asked == ["drain"]
+    result = Told()
+    await result.hear(signal.SIGINT)
+    result.begin()
+    assert result.shift.asked == ["drain"]
 
 
 async def test_a_service_managers_stop_gives_back_at_once() -> None:
-    told = Told()
-    told.begin()
-    await told.hear(signal.SIGTERM)
-    assert (told.shift.asked, told.interrupts.exit_code) == (["stop"], 143)
+    result = Told()
+    result.begin()
+    await result.hear(signal.SIGTERM)
+    assert (result.shift.asked, result.interrupts.exit_code) == (["stop"], 143)
 
 
 def place(output: Path, host: str) -> RowPlace:
@@ -93,7 +93,7 @@ def test_rows_of_another_host_are_not_written_here(tmp_path: Path) -> None:
         find_rows("b", place(tmp_path / "o.jsonl", "elsewhere-1"), None, None)
 
 
-def test_errors_without_an_output_is_told(tmp_path: Path) -> None:
+def test_errors_without_an_output_is_reported(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="--errors needs --output"):
         find_rows("b", None, None, tmp_path / "e.jsonl")
 
@@ -123,7 +123,7 @@ def test_runs_of_programs_that_only_look_like_attempts_are_their_own(traces: Cal
     assert [path.stem for path in find_attempts(traces(f"{RUN}-02", f"{RUN}-x"), RUN)] == [RUN]
 
 
-def test_a_trajectory_that_cannot_be_written_is_told_before_the_run(tmp_path: Path) -> None:
+def test_a_trajectory_that_cannot_be_written_is_reported_before_the_run(tmp_path: Path) -> None:
     for output in (tmp_path, tmp_path / "nowhere" / "run.json"):
         with pytest.raises(ConfigError, match="give another file with -o"):
             RunFiles(output)

@@ -31,14 +31,14 @@ def test_a_call_is_shown_with_its_state_who_ran_it_and_when(redis_server: RedisP
     }
     with redis_server.client() as client:
         client.hset(call_key("default", "acme", "c1"), mapping=record)
-    told = json.loads(show(redis_server, "c1", "--tenant", "acme", "--json").stdout)
-    assert (told["state"], told["attempt"], told["holder"], told["error_code"]) == (
+    reply = json.loads(show(redis_server, "c1", "--tenant", "acme", "--json").stdout)
+    assert (reply["state"], reply["attempt"], reply["holder"], reply["error_code"]) == (
         "unknown",
         2,
         "host.a.b/w",
         "OUTCOME_UNKNOWN",
     )
-    assert (told["started_at"], told["ended_at"]) == ("2023-11-14T22:13:20.500Z", None)
+    assert (reply["started_at"], reply["ended_at"]) == ("2023-11-14T22:13:20.500Z", None)
     assert "host.a.b/w" in show(redis_server, "c1", "--tenant", "acme").stdout
 
 

@@ -58,7 +58,7 @@ FULL = ToolFailure(ErrorCode.NO_SPACE, "100 checkpoints")
 
 
 @pytest.mark.parametrize(
-    ("session", "told", "code"),
+    ("session", "expected", "code"),
     [
         (FailingSession(KEPT, []), ["checkpoint c1 (10 bytes)"], None),
         (FailingSession(KEPT, ["link"]), ["checkpoint c1", "not copied", "link"], None),
@@ -71,13 +71,13 @@ FULL = ToolFailure(ErrorCode.NO_SPACE, "100 checkpoints")
         ),
     ],
 )
-async def test_what_could_not_be_kept_is_told_beside_what_could(
-    session: Any, told: list[str], code: str | None
+async def test_what_could_not_be_kept_is_reported_beside_what_could(
+    session: Any, expected: list[str], code: str | None
 ) -> None:
     saver = WorkspaceSaver(Path("copy"), wants_checkpoint=True)
     await saver.save(session)
     text = "\n".join(saver.lines())
-    assert [words for words in told if words not in text] == []
+    assert [words for words in expected if words not in text] == []
     assert saver.to_json().get("error", {}).get("code") == code
 
 
@@ -95,8 +95,8 @@ def test_a_run_whose_checkpoint_fails_still_gives_its_answer_and_an_exit_code(mo
     monkeypatch.setenv("TOOLCREW_REDIS_URL", "redis://127.0.0.1:1/0")
     plain = CliRunner().invoke(app, ["run", "hello", "--checkpoint"])
     assert (plain.exit_code, plain.stdout, "100 checkpoints" in plain.stderr) == (1, "42\n", True)
-    told = json.loads(CliRunner().invoke(app, ["run", "hello", "--checkpoint", "--json"]).stdout)
-    assert (told["answer"], told["error"]["code"], "checkpoint" in told) == ("42", "NO_SPACE", False)
+    reply = json.loads(CliRunner().invoke(app, ["run", "hello", "--checkpoint", "--json"]).stdout)
+    assert (reply["answer"], reply["error"]["code"], "checkpoint" in reply) == ("42", "NO_SPACE", False)
 
 
 class FakeClient:

@@ -85,10 +85,10 @@ def test_what_is_no_skill_is_not_installed(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("pool")
 def test_list_with_a_name_shows_all_of_one_skill_and_escapes_it() -> None:
-    told = toolcrew("list", "beta").stdout
-    assert told.startswith("beta\n\nDoes \\x1b[2J beta.\n\n1 files, ")
-    assert "license: MIT\n" in told
-    assert told.endswith("warning: keys that are not in the standard are ignored: extra\n")
+    text = toolcrew("list", "beta").stdout
+    assert text.startswith("beta\n\nDoes \\x1b[2J beta.\n\n1 files, ")
+    assert "license: MIT\n" in text
+    assert text.endswith("warning: keys that are not in the standard are ignored: extra\n")
     assert [row["license"] for row in json.loads(toolcrew("list", "beta", "--json").stdout)] == ["MIT"]
 
 

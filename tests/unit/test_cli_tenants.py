@@ -177,7 +177,7 @@ def test_the_default_tenant_is_listed_before_it_was_set_and_can_be_set(toolcrew:
     assert [line.split()[:2] for line in toolcrew("list").stdout.splitlines()] == [["name", "weight"], ["default", "2"]]
 
 
-def test_the_first_tenant_and_the_last_are_told_as_what_they_are(toolcrew: Toolcrew) -> None:
+def test_the_first_tenant_and_the_last_are_reported_as_what_they_are(toolcrew: Toolcrew) -> None:
     assert "from now on only registered tenants and default are served" in toolcrew("add", "acme").stderr
     assert toolcrew("add", "zeta").stderr == ""
     assert toolcrew("remove", "zeta").stderr == ""
@@ -197,7 +197,7 @@ def test_a_file_says_all_of_a_policy_and_options_change_what_it_says(toolcrew: T
     assert policy_of(toolcrew("set", "acme", "--from", str(path), "--json")) == TenantPolicy()
 
 
-def test_a_policy_of_another_release_is_told_and_replaced_by_a_file(
+def test_a_policy_of_another_release_is_reported_and_replaced_by_a_file(
     toolcrew: Toolcrew, redis_server: RedisProcess, tmp_path: Path
 ) -> None:
     with redis_server.client() as client:
@@ -210,7 +210,7 @@ def test_a_policy_of_another_release_is_told_and_replaced_by_a_file(
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "expected"),
     [
         (("add", "acme", "--weight", "nan"), "--weight: Input should be a finite number"),
         (("add", "acme", "--from", "/nonexistent.json"), "--from: /nonexistent.json cannot be read"),
@@ -228,14 +228,16 @@ def test_a_policy_of_another_release_is_told_and_replaced_by_a_file(
         (("keys", "revoke", "0" * 16), "there is no key 0000000000000000: see `toolcrew keys list`"),
     ],
 )
-def test_what_is_wrong_is_one_sentence_that_names_it(toolcrew: Toolcrew, arguments: tuple[str, ...], told: str) -> None:
+def test_what_is_wrong_is_one_sentence_that_names_it(
+    toolcrew: Toolcrew, arguments: tuple[str, ...], expected: str
+) -> None:
     code, words = failure_of(toolcrew(*arguments))
     assert code == 1
-    assert told in words
+    assert expected in words
 
 
 @pytest.mark.parametrize(
-    ("given", "told"),
+    ("given", "expected"),
     [
         ({"weight": 0.0}, "--weight: Input should be greater than"),
         ({"weight": -1.0}, "--weight: "),
@@ -254,15 +256,15 @@ def test_what_is_wrong_is_one_sentence_that_names_it(toolcrew: Toolcrew, argumen
         ({"command-rule": ["deny"] * 1001}, "--command-rule: "),
     ],
 )
-def test_a_value_out_of_bounds_names_its_option(given: dict[str, Any], told: str) -> None:
+def test_a_value_out_of_bounds_names_its_option(given: dict[str, Any], expected: str) -> None:
     with pytest.raises(ToolFailure) as failed:
         apply_options(TenantPolicy(), given)
     assert failed.value.code is ErrorCode.INVALID_ARGUMENTS
-    assert told in str(failed.value)
+    assert expected in str(failed.value)
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "expected"),
     [
         ("{", "Invalid JSON"),
         ("[]", "should be an object"),
@@ -274,15 +276,15 @@ def test_a_value_out_of_bounds_names_its_option(given: dict[str, Any], told: str
         (json.dumps({"tools": ["t" * 100] * 10_000}), "larger than"),
     ],
 )
-def test_a_wrong_file_is_told_with_its_name_and_the_field(
-    toolcrew: Toolcrew, tmp_path: Path, text: str, told: str
+def test_a_wrong_file_is_reported_with_its_name_and_the_field(
+    toolcrew: Toolcrew, tmp_path: Path, text: str, expected: str
 ) -> None:
     path = tmp_path / "policy.json"
     path.write_text(text)
     code, words = failure_of(toolcrew("add", "acme", "--from", str(path)))
     assert code == 1
     assert f"--from: {path}" in words
-    assert told in words
+    assert expected in words
 
 
 def test_errors_are_an_object_for_programs(toolcrew: Toolcrew) -> None:
@@ -344,7 +346,7 @@ def test_a_key_that_cannot_be_read_is_listed_as_such(toolcrew: Toolcrew, redis_s
     assert toolcrew("keys", "list", "--json").stdout.strip() == "[]"
 
 
-def test_removing_a_tenant_tells_how_many_keys_went_with_it(toolcrew: Toolcrew) -> None:
+def test_removing_a_tenant_reports_how_many_keys_went_with_it(toolcrew: Toolcrew) -> None:
     toolcrew("add", "acme")
     toolcrew("keys", "create", "acme")
     assert as_json(toolcrew("remove", "acme", "--json")) == {"name": "acme", "revoked_keys": 1}

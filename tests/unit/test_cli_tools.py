@@ -67,10 +67,10 @@ def test_show_prints_the_state_and_the_page_of_the_tool(toolcrew: Toolcrew) -> N
 
 def test_show_as_json_has_the_schema_and_who_turned_it_off(toolcrew: Toolcrew) -> None:
     toolcrew("disable", "echo_tool", "--reason", "it is being mended")
-    told = as_json(toolcrew("show", "echo_tool", "--json"))
-    assert (told["name"], told["state"], told["parameters"]) == ("echo_tool", "disabled", ECHO.parameters)
-    assert (told["switch"]["by"], told["switch"]["reason"]) == ("default", "it is being mended")
-    assert re.fullmatch(r"20[0-9-]+T[0-9:]+Z", told["switch"]["at"])
+    reply = as_json(toolcrew("show", "echo_tool", "--json"))
+    assert (reply["name"], reply["state"], reply["parameters"]) == ("echo_tool", "disabled", ECHO.parameters)
+    assert (reply["switch"]["by"], reply["switch"]["reason"]) == ("default", "it is being mended")
+    assert re.fullmatch(r"20[0-9-]+T[0-9:]+Z", reply["switch"]["at"])
     head = toolcrew("show", "echo_tool").stdout.splitlines()[0]
     assert re.fullmatch(r"echo_tool is disabled: turned off by default at 20\S+Z \(it is being mended\)", head)
 

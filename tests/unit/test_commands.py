@@ -209,7 +209,7 @@ def test_a_mention_is_no_command(text: str) -> None:
         "a" * (MAX_COMMAND_CHARS + 1),
     ],
 )
-def test_what_cannot_be_told_is_opaque_and_says_why(text: str) -> None:
+def test_what_cannot_be_reported_is_opaque_and_says_why(text: str) -> None:
     assert parse_commands(text).opaque
 
 
@@ -217,7 +217,7 @@ def test_what_comes_before_a_text_becomes_unreadable_is_still_read() -> None:
     assert argvs("rm x; " + "$(" * 50)[0] == ("rm", "x")
 
 
-def test_redirections_here_documents_and_pipelines_are_told() -> None:
+def test_redirections_here_documents_and_pipelines_are_reported() -> None:
     first, second = parse_commands("A=b cat <<E 2>&1 >out | sort 2> err >&2 &>> both\nbody\nE").commands
     assert (first.assignments, first.stdin, [word.text for word in first.outputs]) == (("A=b",), "body", ["out"])
     assert ([word.text for word in second.outputs], second.fed_by, second.reads_pipe) == (
@@ -227,7 +227,7 @@ def test_redirections_here_documents_and_pipelines_are_told() -> None:
     )
 
 
-def test_the_body_of_a_function_is_told_apart() -> None:
+def test_the_body_of_a_function_is_distinguished() -> None:
     inside, outside = parse_commands("f() { a & }; b").commands
     assert (inside.function, inside.is_concurrent, outside.function) == ("f", True, "")
 

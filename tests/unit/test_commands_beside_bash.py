@@ -135,7 +135,7 @@ def runs_mark(folder: Path, text: str) -> bool:
     return (folder / "ran").exists()
 
 
-def test_the_comparison_can_tell(folder: Path) -> None:
+def test_the_comparison_can_report(folder: Path) -> None:
     assert runs_mark(folder, "echo $(ma''rk)")
     assert not runs_mark(folder, "echo 'mark'")
 

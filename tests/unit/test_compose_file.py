@@ -119,7 +119,7 @@ def test_the_egress_proxy_has_the_way_out_and_nothing_else() -> None:
     assert not any(word in yaml.safe_dump(egress) for word in ("REDIS", "SECRET", "sandboxd", "API_KEY"))
 
 
-def test_the_egress_proxy_and_sandboxd_meet_at_a_socket_that_nobody_else_sees(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_egress_proxy_and_sandboxd_share_a_private_socket(monkeypatch: pytest.MonkeyPatch) -> None:
     for key, value in {**load_environment("sandboxd"), **load_environment("egress")}.items():
         monkeypatch.setenv(key, value)
     proxy, sandboxd = EgressSettings(), SandboxdSettings()
@@ -135,7 +135,7 @@ def test_the_egress_proxy_and_sandboxd_meet_at_a_socket_that_nobody_else_sees(mo
     assert f"egress-socket:{folder}:ro" in load_service("sandboxd")["volumes"]
 
 
-def test_what_tenants_may_reach_is_told_to_sandboxd_alone() -> None:
+def test_what_tenants_may_reach_is_reported_to_sandboxd_alone() -> None:
     assert find_services_naming("TOOLCREW_TENANT_CLASSES") == {"sandboxd"}
 
 
@@ -165,7 +165,7 @@ def test_the_web_worker_reaches_the_web_and_no_sandbox() -> None:
     assert "TOOLCREW_WORKER_KIND" not in load_environment("worker")
 
 
-def test_only_flower_and_the_api_publish_a_port_and_on_loopback_unless_told() -> None:
+def test_only_flower_and_the_api_publish_a_port_and_on_loopback_unless_reported() -> None:
     assert {name for name in SERVICES if "ports" in load_service(name)} == {"flower", "api"}
     assert load_service("api")["ports"] == ["${TOOLCREW_API_BIND:-127.0.0.1}:${TOOLCREW_API_PORT:-8080}:8080"]
     assert load_service("flower")["ports"] == ["${TOOLCREW_FLOWER_BIND:-127.0.0.1}:${TOOLCREW_FLOWER_PORT:-5555}:5555"]
@@ -269,12 +269,12 @@ def test_a_secret_goes_only_to_who_needs_it() -> None:
     assert find_services_naming("OPENAI_API_KEY") == {"orchestrator", "api"}
 
 
-def test_every_variable_is_told_in_the_example_and_no_secret_has_a_value_there() -> None:
+def test_every_variable_is_reported_in_the_example_and_no_secret_has_a_value_there() -> None:
     example = (ROOT / "deploy" / ".env.example").read_text(encoding="utf-8")
-    told = dict(re.findall(r"^#?([A-Z0-9_]+)=(.*)$", example, flags=re.MULTILINE))
+    result = dict(re.findall(r"^#?([A-Z0-9_]+)=(.*)$", example, flags=re.MULTILINE))
     passed_on = {key for name in SERVICES for key, value in load_service(name)["environment"].items() if value is None}
-    assert told.keys() == {found["name"] for found in VARIABLE.finditer(TEXT)} | passed_on
-    assert {told[secret] for secret in SECRETS} == {""}
+    assert result.keys() == {found["name"] for found in VARIABLE.finditer(TEXT)} | passed_on
+    assert {result[secret] for secret in SECRETS} == {""}
 
 
 def test_every_service_but_sandboxd_has_an_unprivileged_uid_of_its_own() -> None:
@@ -326,7 +326,7 @@ def test_the_users_of_redis_are_the_generated_ones() -> None:
     assert (ROOT / "deploy" / "redis-users.acl").read_text(encoding="utf-8") == marked
 
 
-def test_redis_is_started_with_users_for_whom_it_has_passwords(tmp_path: Path) -> None:
+def test_redis_is_started_with_the_users_that_have_passwords(tmp_path: Path) -> None:
     """The script itself runs, with a redis-server that only prints its users."""
     server = tmp_path / "redis-server"
     server.write_text('#!/bin/sh\ncat "$ACL"\nenv\n')
@@ -341,22 +341,22 @@ def test_redis_is_started_with_users_for_whom_it_has_passwords(tmp_path: Path) -
     assert "-word" not in ran.stdout
     assert acl.stat().st_mode & 0o777 == 0o600
     # A name with a star would open other deployments to these users.
-    for name, value, told in (
+    for name, value, result in (
         ("REDIS_WEB_PASSWORD", "", "is not set"),
         ("DEPLOYMENT", "pr*", "letters, digits"),
         ("DEPLOYMENT", "a/b", "digits"),
     ):
         wrong = {**environment, f"TOOLCREW_{name}": value}
         ran = subprocess.run(["sh", "-c", script], env=wrong, capture_output=True, text=True, timeout=20, check=False)
-        assert (ran.returncode, f"TOOLCREW_{name}" in ran.stderr, told in ran.stderr) == (64, True, True)
+        assert (ran.returncode, f"TOOLCREW_{name}" in ran.stderr, result in ran.stderr) == (64, True, True)
 
 
 def test_a_new_env_file_has_every_secret_and_is_never_overwritten(tmp_path: Path) -> None:
     env = tmp_path / "env"
     command = [str(ROOT / "deploy" / "make-env"), str(env)]
     subprocess.run(command, capture_output=True, timeout=20, check=True)
-    told = dict(re.findall(r"^([A-Z_]+)=(.*)$", env.read_text(encoding="utf-8"), flags=re.MULTILINE))
-    made = [told[secret] for secret in SECRETS]
+    text = dict(re.findall(r"^([A-Z_]+)=(.*)$", env.read_text(encoding="utf-8"), flags=re.MULTILINE))
+    made = [text[secret] for secret in SECRETS]
     assert all(re.fullmatch("[0-9a-f]{64}", value) for value in made)
     assert len(set(made)) == len(SECRETS)
     assert env.stat().st_mode & 0o777 == 0o600
@@ -394,7 +394,7 @@ def test_flower_is_behind_a_password_and_remembers_what_it_shows() -> None:
     }  # fmt: skip
 
 
-def test_redis_keeps_what_it_was_told_and_drops_nothing_to_make_room() -> None:
+def test_redis_keeps_what_it_was_reported_and_drops_nothing_to_make_room() -> None:
     lines = (ROOT / "deploy" / "redis.conf").read_text(encoding="utf-8").splitlines()
     options = dict(line.split(" ", 1) for line in lines if line and not line.startswith("#"))
     assert (options["appendonly"], options["maxmemory-policy"], options["protected-mode"]) == (

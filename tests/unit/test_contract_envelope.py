@@ -193,7 +193,7 @@ def test_another_version_is_refused_with_what_to_do(version: str) -> None:
     assert refused.value.reason == "version"
 
 
-def test_an_envelope_of_the_first_version_is_told_from_garbage() -> None:
+def test_an_envelope_of_the_first_version_is_reported_from_garbage() -> None:
     assert reason_of('{"v":1,"call":{},"context":{},"sig":"x"}') == "version"
 
 

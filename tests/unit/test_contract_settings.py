@@ -72,7 +72,7 @@ def test_the_parts_of_an_address_are_read_as_redis_gets_them() -> None:
     assert (plain.user, plain.password, plain.database, plain.addresses) == (None, None, 0, (("h", 6379),))
 
 
-def test_sentinels_are_listed_and_their_first_tells_user_and_database() -> None:
+def test_sentinels_are_listed_and_their_first_reports_user_and_database() -> None:
     settings = build_settings(SENTINELS, "s", redis_sentinel_master="m")
     assert settings.is_sentinel
     assert not settings.is_tls
@@ -124,8 +124,8 @@ def test_what_would_connect_otherwise_than_it_reads_is_refused(url: str, fields:
 def test_tls_is_asked_for_by_the_address_and_always_checked() -> None:
     assert build_settings("redis://h").tls_options() == {}
     assert build_settings("rediss://h").tls_options() == {"ssl_cert_reqs": "required", "ssl_check_hostname": True}
-    told = {"ssl_ca_certs": "/ca.pem", "ssl_certfile": "/c.pem", "ssl_keyfile": "/k.pem"}
-    checked = {"ssl_cert_reqs": "required", "ssl_check_hostname": True, **told}
+    fields = {"ssl_ca_certs": "/ca.pem", "ssl_certfile": "/c.pem", "ssl_keyfile": "/k.pem"}
+    checked = {"ssl_cert_reqs": "required", "ssl_check_hostname": True, **fields}
     settings = build_settings("rediss://h/0?ssl_ca_certs=/ca.pem&ssl_certfile=/c.pem&ssl_keyfile=/k.pem")
     assert settings.tls_options() == checked
     celery = settings.celery_options()

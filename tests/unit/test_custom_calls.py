@@ -39,7 +39,7 @@ def run(
 
 
 @pytest.mark.parametrize("is_async", [False, True], ids=["plain", "async"])
-def test_a_function_is_told_whose_call_it_is(is_async: bool) -> None:
+def test_a_function_learns_whose_call_it_is(is_async: bool) -> None:
     seen: list[CallContext] = []
 
     @tool
@@ -51,8 +51,8 @@ def test_a_function_is_told_whose_call_it_is(is_async: bool) -> None:
         seen.append(context)
 
     run(awaited if is_async else plain, context=build_context(run="r1", cwd="/workspace/sub", model=None))
-    (told,) = seen
-    assert (told.call_id, told.tenant, told.run, told.session, told.cwd, told.model) == (
+    (result,) = seen
+    assert (result.call_id, result.tenant, result.run, result.session, result.cwd, result.model) == (
         "call-1",
         "acme",
         "r1",
@@ -65,9 +65,9 @@ def test_a_function_is_told_whose_call_it_is(is_async: bool) -> None:
 def test_the_configuration_is_the_callers_with_the_operators_last_word_and_each_call_has_its_own() -> None:
     @tool
     def look(context: CallContext) -> Any:
-        told = {**context.config, "list": list(context.config["list"])}
+        fields = {**context.config, "list": list(context.config["list"])}
         context.config["list"].append("mine")
-        return told
+        return fields
 
     settings = {"server": "ours", "list": []}
     calls, context = CustomCalls(settings), build_context(config={"server": "theirs", "colour": "red"})

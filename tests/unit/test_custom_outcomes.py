@@ -74,7 +74,7 @@ def test_a_value_becomes_text(value: Any, text: str) -> None:
     assert (outcome.output, outcome.error, outcome.truncated) == (text, None, False)
 
 
-def test_what_a_task_of_a_group_raises_is_told_as_if_it_stood_alone() -> None:
+def test_what_a_task_of_a_group_raises_is_reported_as_if_it_stood_alone() -> None:
     @tool
     async def grouped() -> None:
         async with asyncio.TaskGroup() as group, asyncio.TaskGroup():
@@ -124,7 +124,7 @@ def test_a_result_cannot_point_at_bytes_of_others() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "expected"),
     [
         (
             "line\n" * 2001,
@@ -146,7 +146,7 @@ def test_a_result_cannot_point_at_bytes_of_others() -> None:
     ],
     ids=["lines", "one line", "whole characters", "beyond a result", "whole lines"],
 )
-def test_long_output_is_cut_and_what_is_missing_is_said(text: str, told: str) -> None:
+def test_long_output_is_cut_and_what_is_missing_is_said(text: str, expected: str) -> None:
     @tool
     def give() -> str:
         return text
@@ -154,7 +154,7 @@ def test_long_output_is_cut_and_what_is_missing_is_said(text: str, told: str) ->
     outcome = run(give)
     assert outcome.truncated
     head, _, footer = str(outcome.output).rpartition("\n")
-    assert footer == told
+    assert footer == expected
     assert text.startswith(head)
 
 
@@ -198,7 +198,7 @@ def test_what_is_shown_is_the_beginning_in_whole_lines_or_characters(text: str, 
 # --- what becomes of errors ---
 
 
-def test_an_exception_is_told_without_its_traceback_and_logged_with_it(logs: Logs) -> None:
+def test_an_exception_is_reported_without_its_traceback_and_logged_with_it(logs: Logs) -> None:
     @tool
     def fail() -> None:
         raise ValueError("no such order")
@@ -214,7 +214,7 @@ def test_an_exception_is_told_without_its_traceback_and_logged_with_it(logs: Log
     )
 
 
-def test_a_tool_failure_keeps_its_code_and_sentence_and_is_nobodys_bug(logs: Logs) -> None:
+def test_a_tool_failure_keeps_its_code_and_message_and_is_not_logged_as_a_bug(logs: Logs) -> None:
     @tool
     async def fail() -> None:
         raise ToolFailure(ErrorCode.FILE_NOT_FOUND, "there is no order 5: list them first", near=[4, 6])
@@ -230,7 +230,7 @@ class Silent(Exception):
 
 
 @pytest.mark.parametrize(
-    ("error", "told"),
+    ("error", "expected"),
     [
         (SystemExit(3), "SystemExit: 3"),
         (asyncio.CancelledError(), "CancelledError"),
@@ -242,7 +242,7 @@ class Silent(Exception):
     ids=["exit", "cancelled", "silent", "recursion", "long", "stop"],
 )
 @pytest.mark.parametrize("is_async", [False, True], ids=["plain", "async"])
-def test_whatever_is_raised_costs_one_call(error: BaseException, told: str, is_async: bool) -> None:
+def test_whatever_is_raised_costs_one_call(error: BaseException, expected: str, is_async: bool) -> None:
     @tool
     def plain() -> None:
         raise error
@@ -254,7 +254,7 @@ def test_whatever_is_raised_costs_one_call(error: BaseException, told: str, is_a
     outcome = run(awaited if is_async else plain)
     assert outcome.error_code is ErrorCode.INTERNAL
     # A coroutine cannot raise StopIteration: Python makes it another error.
-    assert str(outcome.error).startswith(told) or isinstance(error, StopIteration)
+    assert str(outcome.error).startswith(expected) or isinstance(error, StopIteration)
     assert len(str(outcome.error)) < 20_000
 
 

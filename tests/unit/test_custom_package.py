@@ -26,8 +26,8 @@ def test_a_broken_package_stops_the_start_with_its_name(
     monkeypatch.setenv("TOOLCREW_TOOL_MODULES", '["broken_tools"]')
     monkeypatch.setattr(worker, "configure_logging", lambda *_: None)
     assert worker.main() == 1
-    told = read_last_words(capfd.readouterr().err)
-    assert told.startswith("the module 'broken_tools' of TOOLCREW_TOOL_MODULES cannot be loaded: ModuleNotFoundError")
+    text = read_last_words(capfd.readouterr().err)
+    assert text.startswith("the module 'broken_tools' of TOOLCREW_TOOL_MODULES cannot be loaded: ModuleNotFoundError")
 
 
 def test_the_example_passes_its_own_tests(monkeypatch: pytest.MonkeyPatch) -> None:

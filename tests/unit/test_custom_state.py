@@ -87,7 +87,7 @@ async def test_reading_makes_nothing(redis_server: RedisProcess, states: list[Re
         assert client.keys("*") == []
 
 
-async def test_without_redis_a_tool_is_told_so_and_that_its_deeds_stay() -> None:
+async def test_without_redis_a_tool_fails_and_its_effects_remain() -> None:
     nowhere = BrokerSettings.model_validate({"redis_url": f"redis://127.0.0.1:{free_port()}/0"})
     state = StateStore.of(nowhere).open("acme", "s1")
     for use in (state.get("a"), state.set("a", 1), state.items(), state.update("a", lambda a: a)):

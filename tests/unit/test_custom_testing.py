@@ -78,7 +78,7 @@ def test_the_limit_of_a_call_may_be_shorter_than_the_tools() -> None:
     assert "limit of 0.05 s" in str(result.error)
 
 
-def test_a_tool_that_cannot_be_stopped_is_told_as_what_it_costs_a_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tool_that_cannot_be_stopped_is_reported_as_what_it_costs_a_worker(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("workers.custom.testing.POOL_GRACE_S", 0.1)
 
     @tool(timeout_s=0.1)
@@ -97,7 +97,7 @@ def test_a_tool_that_cannot_be_stopped_is_told_as_what_it_costs_a_worker(monkeyp
     )
 
 
-def test_failures_and_bugs_are_told_as_a_worker_tells_them() -> None:
+def test_failures_and_bugs_are_reported_as_a_worker_reports_them() -> None:
     @tool
     def fail() -> None:
         """Fail."""
@@ -164,7 +164,7 @@ def test_a_state_takes_no_more_than_the_one_in_redis() -> None:
     assert worker.call("fill", {"values": 20, "size": 60_000}).error_code is ErrorCode.NO_SPACE
 
 
-def test_a_model_of_the_test_answers_and_without_one_the_tool_is_told_so() -> None:
+def test_a_model_of_the_test_answers_and_without_one_the_tool_is_reported() -> None:
     @tool
     async def ask(context: CallContext) -> str:
         """Ask."""
@@ -194,7 +194,7 @@ def test_tools_at_which_a_worker_would_not_start_are_refused() -> None:
         LocalWorker(mine)
 
 
-def test_the_signals_and_alarms_of_whoever_tests_stay_theirs() -> None:
+def test_signal_handlers_and_alarms_of_the_test_process_are_unchanged() -> None:
     def theirs(number: int, frame: FrameType | None) -> None:
         raise AssertionError("the signal was not ours to send on")
 
@@ -215,18 +215,18 @@ async def test_a_call_in_an_event_loop_is_refused_with_what_to_do() -> None:
 
 
 def test_a_call_in_another_thread_is_refused_with_what_to_do() -> None:
-    told: list[BaseException] = []
+    messages: list[BaseException] = []
 
     def call() -> None:
         try:
             LocalWorker(count).call("count", {"text": "a"})
         except RuntimeError as error:
-            told.append(error)
+            messages.append(error)
 
     thread = threading.Thread(target=call)
     thread.start()
     thread.join()
-    assert "from the main thread" in str(told[0])
+    assert "from the main thread" in str(messages[0])
 
 
 def test_it_needs_nothing_of_the_orchestrators_packages() -> None:

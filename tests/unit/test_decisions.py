@@ -67,7 +67,7 @@ def test_a_decision_is_read(text: str, decision: ToolDecisionOutput) -> None:
     ],
     ids=range(21),
 )
-def test_what_is_no_decision_is_told_why(text: str, reason: str) -> None:
+def test_an_invalid_decision_is_refused_with_the_reason(text: str, reason: str) -> None:
     with pytest.raises(ValueError, match=reason.replace("(", "\\(")):
         parse_tool_decision(text)
 

@@ -142,7 +142,7 @@ async def test_it_is_sent_three_times_and_not_for_ever(client: "redis.asyncio.Re
     assert await ground.state() == CallState.UNKNOWN
 
 
-async def test_a_lost_call_of_any_other_tool_that_has_begun_is_told_as_it_is(client: "redis.asyncio.Redis") -> None:
+async def test_a_lost_call_of_any_other_tool_that_has_begun_is_reported_as_it_is(client: "redis.asyncio.Redis") -> None:
     ground = Ground(client, CallLost("the host is gone", has_started=True))
     result = await ground.call("acts")
     assert (result.error_code, len(ground.fleet.calls)) == (ErrorCode.OUTCOME_UNKNOWN, 1)
@@ -281,7 +281,7 @@ async def test_being_lost_and_not_being_taken_are_counted_apart(client: "redis.a
     assert (result.error_code, "attempt 3 of 3" in str(result.error)) == (ErrorCode.OUTCOME_UNKNOWN, True)
 
 
-async def test_a_call_of_which_an_earlier_attempt_may_have_acted_is_not_told_as_not_run(
+async def test_a_call_of_which_an_earlier_attempt_may_have_acted_is_not_reported_as_not_run(
     client: "redis.asyncio.Redis",
 ) -> None:
     ends = [CallLost("gone", has_started=True), *(CallLost("gone", has_started=False) for _ in range(2))]
@@ -290,7 +290,7 @@ async def test_a_call_of_which_an_earlier_attempt_may_have_acted_is_not_told_as_
 
 
 @pytest.mark.parametrize("tool", ["safe", "acts"])
-async def test_what_is_known_of_a_lost_call_is_told_though_redis_does_not_take_it(
+async def test_what_is_known_of_a_lost_call_is_reported_though_redis_does_not_take_it(
     client: "redis.asyncio.Redis", monkeypatch: pytest.MonkeyPatch, tool: str
 ) -> None:
     async def refuse(*_: Any) -> bool:

@@ -13,7 +13,7 @@ def test_random_inputs_break_nothing() -> None:
     run(seed=1, count=INPUTS)
 
 
-def test_a_failure_tells_how_to_run_its_input_again() -> None:
+def test_a_failure_reports_how_to_run_its_input_again() -> None:
     def fails(random: Random) -> None:
         raise AssertionError(f"made of {random.random()}")
 

@@ -90,11 +90,11 @@ class _Loaded(HTMLParser):
         self.found: list[str] = []
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        told = dict(attrs)
-        if tag == "link" and told.get("rel") != "canonical":
-            self.found.append(told.get("href") or "")
+        result = dict(attrs)
+        if tag == "link" and result.get("rel") != "canonical":
+            self.found.append(result.get("href") or "")
         elif tag in ("script", "img", "iframe", "source", "video", "audio", "embed"):
-            self.found.append(told.get("src") or "")
+            self.found.append(result.get("src") or "")
 
 
 def test_a_page_of_the_site_loads_nothing_from_elsewhere_and_everything_that_it_loads_is_there(site: Path) -> None:

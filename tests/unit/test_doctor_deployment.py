@@ -123,7 +123,7 @@ async def test_a_deployment_in_which_nothing_is_broken_is_healthy(client: Client
     ],
     ids=["evicts", "full", "keeps nothing"],
 )
-async def test_what_redis_is_told_wrong_is_named(
+async def test_wrong_data_for_redis_is_named(
     client: Client,
     broker: BrokerSettings,
     settings: dict[str, str],
@@ -149,7 +149,7 @@ async def test_what_redis_is_told_wrong_is_named(
     assert report.is_healthy is not is_broken
 
 
-async def test_messages_that_somebody_else_signed_are_told_and_those_that_expired_are_not(
+async def test_messages_that_somebody_else_signed_are_reported_and_those_that_expired_are_not(
     client: Client, broker: BrokerSettings
 ) -> None:
     await client.hset(refusals_key(D), mapping={"signature": 3, "expired": 90})
@@ -163,7 +163,7 @@ async def test_messages_that_somebody_else_signed_are_told_and_those_that_expire
     ] == [(False, True, False)]
 
 
-async def test_a_secret_that_is_being_changed_is_told(client: Client, broker: BrokerSettings) -> None:
+async def test_a_secret_that_is_being_changed_is_reported(client: Client, broker: BrokerSettings) -> None:
     changing = broker.model_copy(update={"secrets_previous": ("older",)})
     report = Report()
     await examine_redis(client, BrokerSettings.model_validate(changing.model_dump()), report)
@@ -263,7 +263,7 @@ async def test_a_host_in_trouble_is_named_with_what_to_do(
     assert remedy in found.remedy
 
 
-async def test_a_worker_whose_report_is_of_another_release_is_told_and_its_queue_is_not_called_dead(
+async def test_a_worker_whose_report_is_of_another_release_is_reported_and_its_queue_is_not_called_dead(
     client: Client,
 ) -> None:
     await serve(client)
@@ -279,7 +279,7 @@ async def test_a_worker_whose_report_is_of_another_release_is_told_and_its_queue
     assert all("no longer reports" not in found.text for found in (await looked_at(client)).findings)
 
 
-async def test_hosts_with_other_images_are_told(client: Client) -> None:
+async def test_hosts_with_other_images_are_reported(client: Client) -> None:
     await serve(client)
     await report_host(client, "h2", images=("base",))
     assert bad(await looked_at(client)) == [("hosts", False)]
@@ -290,7 +290,7 @@ async def test_without_a_host_no_session_can_be_opened_and_it_says_how_one_is_st
     assert [(one.needed, "toolcrew serve worker" in one.remedy) for one in found] == [(False, True)]
 
 
-async def test_calls_in_the_queue_of_a_host_that_is_gone_are_told(client: Client) -> None:
+async def test_calls_in_the_queue_of_a_host_that_is_gone_are_reported(client: Client) -> None:
     await serve(client)
     await client.zadd(hosts_key(D), {"host.gone.b00t": time.time() - 100})
     assert bad(await looked_at(client)) == []
@@ -304,7 +304,7 @@ async def test_calls_in_the_queue_of_a_host_that_is_gone_are_told(client: Client
 @pytest.mark.parametrize(
     ("slots", "age_s", "is_broken"), [(0, 0, True), (4, 3600, True), (4, 0, False)], ids=["unserved", "old", "fresh"]
 )
-async def test_calls_that_nobody_takes_are_told(client: Client, slots: int, age_s: float, is_broken: bool) -> None:
+async def test_calls_without_a_worker_are_reported(client: Client, slots: int, age_s: float, is_broken: bool) -> None:
     await serve(client)
     call = f"toolcrew:{D}:t:acme:call.c1"
     await client.hset(call, "queued_at", str(time.time() - age_s))
@@ -330,7 +330,7 @@ async def test_a_message_of_somebody_else_stops_no_look(client: Client, message:
 # --- tools, tenants, keys, questions ----------------------------------------------------------------------------------
 
 
-async def test_tools_that_were_served_or_are_hidden_or_off_are_told(client: Client) -> None:
+async def test_tools_that_were_served_or_are_hidden_or_off_are_reported(client: Client) -> None:
     await serve(client)
     await client.set(catalog_names_key(D, "web"), json.dumps(["webfetch_tool"]))
     hidden = (build_spec("bash_tool", pool="tools"),)
@@ -338,12 +338,12 @@ async def test_tools_that_were_served_or_are_hidden_or_off_are_told(client: Clie
     await client.hset(switches_key(D), "bash_toll", json.dumps({"reason": "r", "at": 0.0}))
     report = await looked_at(client)
 
-    told = [found.text for found in of(report, "tools")]
-    assert len(told) == 4
-    assert "bash_tool of the pool tools" in told[0]
-    assert told[1] == "no longer served: webfetch_tool"
-    assert told[2] == "switched off: bash_toll"
-    assert "no worker publishes them: bash_toll" in told[3]
+    messages = [found.text for found in of(report, "tools")]
+    assert len(messages) == 4
+    assert "bash_tool of the pool tools" in messages[0]
+    assert messages[1] == "no longer served: webfetch_tool"
+    assert messages[2] == "switched off: bash_toll"
+    assert "no worker publishes them: bash_toll" in messages[3]
     assert [found.needed for found in of(report, "tools")] == [True, False, False, False]
 
 
@@ -357,7 +357,7 @@ async def test_tools_that_were_served_or_are_hidden_or_off_are_told(client: Clie
     ],
     ids=["unreadable", "class", "image", "paused"],
 )
-async def test_a_tenant_that_is_not_served_is_told(
+async def test_a_tenant_that_is_not_served_is_reported(
     client: Client, policy: bytes | TenantPolicy, is_broken: bool, words: str
 ) -> None:
     await serve(client)
@@ -381,12 +381,12 @@ async def test_keys_are_listed_that_expire_soon_have_expired_or_cannot_be_verifi
     await client.hset(api_keys_key(D), "feedfeedfeedfeed", "{}")
     report = await looked_at(client)
 
-    told = sorted(found.text for found in of(report, "keys"))
-    assert len(told) == 3
+    output = sorted(found.text for found in of(report, "keys"))
+    assert len(output) == 3
     assert [
         words
         for words in ("(ci) of acme expires in 3.0 days", "(old) of acme has expired", "cannot be verified")
-        if not any(words in one for one in told)
+        if not any(words in one for one in output)
     ] == []
     assert report.is_healthy
 
@@ -404,7 +404,7 @@ async def test_only_questions_that_still_wait_are_counted(client: Client) -> Non
 
 
 @pytest.mark.parametrize(
-    ("told", "is_told", "words"),
+    ("expected", "is_told", "words"),
     [
         (b"1000.5\n", False, ""),
         (b"900\n", True, "behind"),
@@ -413,9 +413,9 @@ async def test_only_questions_that_still_wait_are_counted(client: Client) -> Non
         (b"nan", True, "ahead of"),
     ],
 )
-def test_the_clock_of_a_host_is_judged_by_what_a_sandbox_there_says(told: bytes, is_told: bool, words: str) -> None:
+def test_the_clock_of_a_host_is_judged_by_what_a_sandbox_there_says(expected: bytes, is_told: bool, words: str) -> None:
     report = Report()
-    judge_clock("h1", told, 1000.0, 1001.0, report)
+    judge_clock("h1", expected, 1000.0, 1001.0, report)
     assert [words in found.text for found in report.findings] == ([True] if is_told else [])
 
 

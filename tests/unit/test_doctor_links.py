@@ -77,7 +77,7 @@ async def test_the_api_is_asked_whether_it_is_ready(status: int, body: bytes, is
     assert report.is_healthy is is_good
 
 
-async def test_pages_that_do_not_answer_are_told_and_those_that_are_not_named_are_no_fault() -> None:
+async def test_pages_that_do_not_answer_are_reported_and_those_that_are_not_named_are_no_fault() -> None:
     report, url = Report(), f"http://127.0.0.1:{free_port()}"
     await examine_pages(settings_of(flower_url=url), report)
 
@@ -126,7 +126,7 @@ async def test_the_models_key_is_not_shown_to_where_its_endpoint_sends_us() -> N
     assert len(report.findings) == 1
 
 
-async def test_a_login_in_the_endpoints_url_is_not_told() -> None:
+async def test_a_login_in_the_endpoints_url_is_not_reported() -> None:
     report = Report()
     base = f"http://user:geheim@127.0.0.1:{free_port()}/v1"
     await examine_model(settings_of(OPENAI_BASE_URL=base, model="m"), report)
@@ -135,7 +135,7 @@ async def test_a_login_in_the_endpoints_url_is_not_told() -> None:
     assert "geheim" not in json.dumps(report.to_json())
 
 
-async def test_a_collector_that_does_not_answer_and_a_wrong_word_for_tracing_are_told(
+async def test_a_collector_that_does_not_answer_and_a_wrong_word_for_tracing_are_reported(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("TOOLCREW_TRACING", "otlp")

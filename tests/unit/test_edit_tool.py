@@ -94,7 +94,7 @@ def test_names_of_other_agents_are_taken() -> None:
     assert bench.edit(path="a", old_str="x", new_str="y", allow_multiple=True).success
 
 
-def test_names_of_other_agents_are_taken_within_edits_and_told() -> None:
+def test_names_of_other_agents_are_taken_within_edits_and_reported() -> None:
     edits = [
         {"oldString": "a", "newString": "b"},
         {"old_str": "b", "new_str": "c", "replaceAll": True},
@@ -130,7 +130,7 @@ def test_the_tolerance_is_the_runs_setting(config: dict[str, Any], sent: str) ->
     assert bench.client.requests[0]["tolerance"] == sent
 
 
-def test_a_tolerance_that_is_none_is_the_operators_to_mend() -> None:
+def test_an_invalid_tolerance_is_an_error_of_the_operator() -> None:
     bench = Bench(config={"edit.tolerance": "fuzzy"})
     assert bench.edit(file_path="a", old_string="a", new_string="b").error_code is ErrorCode.CONFIG_MISSING
     assert bench.client.requests == []

@@ -204,7 +204,7 @@ async def test_what_is_remembered_of_sessions_is_bounded_and_never_of_those_in_u
     assert {line["event"] for line in logs} <= {"egress_session_forgotten"}
 
 
-def test_more_connections_than_the_proxy_can_hold_are_told_so(echo: int) -> None:
+def test_more_connections_than_the_proxy_can_hold_are_reported(echo: int) -> None:
     with open_ground(max_connections=1) as ground:
         with ground.tunnel(build_rules(echo), f"site.example:{echo}"):
             data = ground.ask(build_rules(echo), b"")
@@ -281,7 +281,7 @@ def test_a_client_that_does_not_read_holds_neither_memory_nor_others(ground: Gro
 # TLS in tunnels
 
 
-def test_a_greeting_for_another_server_ends_the_tunnel_with_an_alert_and_reaches_nobody(ground: Ground) -> None:
+def test_a_greeting_for_another_server_ends_the_tunnel_with_an_alert_and_reaches_no_server(ground: Ground) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listening:
         port = listening.getsockname()[1]
         with ground.tunnel(build_rules(port), f"site.example:{port}") as client:

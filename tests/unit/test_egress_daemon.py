@@ -132,7 +132,7 @@ class _SlowResolver(StubResolver):
         return super().resolve(host, deadline, limit_s)
 
 
-async def test_a_tenant_whose_lookups_are_slow_makes_nobody_else_wait() -> None:
+async def test_slow_lookups_of_one_tenant_delay_no_other_tenant() -> None:
     slow, quick = _SlowResolver(), StubResolver({"a.example": [["93.184.216.34"]]})
     resolvers = iter([slow, quick])
     resolver_pool = ResolverPool(lambda: next(resolvers))
@@ -146,7 +146,7 @@ async def test_a_tenant_whose_lookups_are_slow_makes_nobody_else_wait() -> None:
     resolver_pool.close()
 
 
-async def test_a_lookup_that_fails_is_told_as_the_resolver_tells_it() -> None:
+async def test_a_lookup_that_fails_is_reported_as_the_resolver_reports_it() -> None:
     resolver_pool = ResolverPool(lambda: StubResolver({}))
     with pytest.raises(Refusal, match=r"DNS: b.example has no address"):
         await resolver_pool.resolve("acme", "b.example", 5)

@@ -83,7 +83,7 @@ def test_a_redirect_is_handed_to_the_client_and_not_followed(ground: Ground, ser
     assert len(server.requests) == 1
 
 
-def test_a_second_request_on_a_connection_reaches_nobody(ground: Ground, server: WebServer) -> None:
+def test_a_second_request_on_a_connection_reaches_no_server(ground: Ground, server: WebServer) -> None:
     server.replies["*"] = answer("hello")
     one = get(f"site.example:{server.port}/one")
     data = ground.ask(build_rules(server), one + get(f"site.example:{server.port}/two", host="evil.example"))
@@ -139,7 +139,7 @@ def test_an_interim_answer_comes_before_the_body_is_sent(ground: Ground, server:
         (b"HTTP/1.1 200 OK\r\na: " + b"b" * 70_000, "more than 64 KiB"),
     ],
 )
-def test_a_host_that_answers_badly_is_told_apart_from_a_refusal(
+def test_a_host_that_answers_badly_is_distinguished_from_a_refusal(
     ground: Ground, server: WebServer, reply: bytes, word: str
 ) -> None:
     server.replies["/"] = reply
@@ -258,7 +258,9 @@ def test_a_port_that_is_not_listed_is_refused_with_the_list(ground: Ground) -> N
         ("169.254.169.254", ["169.254.169.254"]),
     ],
 )
-def test_an_address_that_is_not_public_is_refused_and_never_told(ground: Ground, host: str, private: list[str]) -> None:
+def test_an_address_that_is_not_public_is_refused_and_never_reported(
+    ground: Ground, host: str, private: list[str]
+) -> None:
     rules = {"hosts": [host, "site.example"], "private_hosts": private}
     for data in (get(f"{host}/"), f"CONNECT {host}:443 HTTP/1.1\r\n\r\n".encode()):
         status, words = refusal(ground, rules, data)
@@ -342,7 +344,7 @@ def test_rules_without_hosts_reach_nothing(ground: Ground) -> None:
     assert (status, "allowed: none at all" in words) == (403, True)
 
 
-def test_a_line_in_the_log_tells_who_and_where_and_never_what() -> None:
+def test_a_line_in_the_log_reports_who_and_where_and_never_what() -> None:
     with open_web_server() as server, open_ground() as ground:
         server.replies["/secret-path"] = answer("hello")
         asked = get(f"site.example:{server.port}/secret-path?token=secret-query", "X-Secret: secret-header")

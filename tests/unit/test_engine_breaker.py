@@ -95,7 +95,7 @@ def test_an_answer_to_a_call_makes_the_next_pause_short_again() -> None:
     assert breaker.next_try_s == 1.0
 
 
-def test_it_tells_since_when_the_engine_is_silent() -> None:
+def test_it_reports_since_when_the_engine_is_silent() -> None:
     clock = Clock()
     breaker = Breaker(clock)
     breaker.failed("no answer")

@@ -80,7 +80,7 @@ async def test_a_busy_kind_does_not_hold_up_another() -> None:
     await asyncio.gather(*calls)
 
 
-async def test_who_waits_too_long_is_told_how_many_wait() -> None:
+async def test_a_call_that_waits_too_long_learns_how_many_wait() -> None:
     gate, work, lane = EngineGate(silent), Work(), replace(LANE, max_wait_s=0.01)
     calls = [asyncio.create_task(gate.run(lane, work)) for _ in range(2)]
     await until(lambda: work.running == 2)
@@ -179,7 +179,7 @@ async def test_an_engine_that_refuses_with_words_never_opens_the_breaker() -> No
     assert gate.describe()["breaker"] == "closed"
 
 
-async def test_whoever_waits_when_the_breaker_opens_is_told_at_once() -> None:
+async def test_a_caller_that_waits_when_the_breaker_opens_is_informed_at_once() -> None:
     gate, work = EngineGate(silent, Breaker(threshold=2)), Work()
     lane = replace(HASTY, max_wait_s=SOON_S)
     calls = [asyncio.create_task(gate.run(lane, work)) for _ in range(5)]

@@ -31,7 +31,7 @@ def test_a_previous_key_is_accepted() -> None:
     [None, ResultSeal(SigningKeys.of("a guess"), "acme"), ResultSeal(KEY, "rival"), ResultSeal(KEY, "acme", attempt=2)],
     ids=["unsigned", "another key", "another tenant", "another attempt"],
 )
-def test_what_nobody_signed_for_this_tenant_is_refused(seal: ResultSeal | None) -> None:
+def test_a_record_that_is_not_signed_for_this_tenant_is_refused(seal: ResultSeal | None) -> None:
     with pytest.raises(EnvelopeRefused, match="TOOLCREW_SECRET") as refused:
         decode_result(encode_result(RESULT, seal=seal), SEAL)
     assert refused.value.reason == "signature"

@@ -192,8 +192,8 @@ def test_items_expected_answers_and_scripts_go_together(folder: Path, prepared: 
     assert len(set(names)) == len(names)
     assert names == [line["id"] for line in expected]
     assert all(f"[item {line['id']}]" in line["instruction"] for line in batch)
-    told = {name for rule in load_script(folder / "script.jsonl").rules for name in rule.when.conversations or ()}
-    assert told == set(names)
+    fields = {name for rule in load_script(folder / "script.jsonl").rules for name in rule.when.conversations or ()}
+    assert fields == set(names)
 
 
 @pytest.mark.parametrize("folder", [DATA, REPOSITORY, FIX], ids=lambda folder: folder.name)
@@ -293,7 +293,7 @@ def test_the_unrepaired_projects_are_wrong(repaired: Path) -> None:
 ANSWERS = {line["id"]: line["answer"] for line in read_lines(DATA / "expected.jsonl")}
 
 
-def test_wrong_missing_double_failed_and_torn_rows_are_told_apart(tmp_path: Path) -> None:
+def test_wrong_missing_double_failed_and_torn_rows_are_distinguished(tmp_path: Path) -> None:
     rows = [build_row(name, f"I looked.\nANSWER: {answer}") for name, answer in ANSWERS.items()]
     rows[0] = build_row("nile-largest-year", "ANSWER: 1900")
     rows[1] = build_row("nile-below-700", "I cannot say.")

@@ -57,7 +57,7 @@ def test_a_session_whose_time_ran_out_has_no_place_and_counts_no_more(host: Host
     assert host.ground.redis.smembers(NAMES) == {b"lost", b"moved", b"moving"}
 
 
-def test_what_could_not_be_told_redis_is_told_later(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_could_not_be_sent_to_redis_is_sent_later(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
     host.add("old", idle_s=60.0, ttl_s=60.0)
     host.look()
     host.sandboxd.rows.clear()

@@ -139,7 +139,7 @@ def test_an_async_function_stays_async() -> None:
     assert asyncio.run(shout("b")) == "B"
 
 
-def test_a_positional_option_is_told_how_options_go() -> None:
+def test_a_positional_option_is_refused_with_the_syntax_of_options() -> None:
     with pytest.raises(TypeError, match=r"@tool\(name="):
         tool("search")  # type: ignore[call-overload]
 
@@ -225,7 +225,7 @@ def test_an_optional_parameter_can_be_given_as_text() -> None:
     assert prepare_arguments(page.spec, {"limit": "5"}, text=True)[0] == {"limit": 5}
 
 
-def test_what_only_the_function_can_check_is_told_as_invalid_arguments() -> None:
+def test_what_only_the_function_can_check_is_reported_as_invalid_arguments() -> None:
     def even(n: int) -> int:
         if n % 2:
             raise ValueError("must be even")
@@ -264,8 +264,8 @@ def test_names_that_a_model_class_could_not_have_are_fine() -> None:
 
 def test_the_context_is_filled_in_and_not_shown() -> None:
     @tool
-    def where(path: str, told: CallContext) -> str:
-        return f"{told.cwd}/{path}"
+    def where(path: str, value: CallContext) -> str:
+        return f"{value.cwd}/{path}"
 
     assert list(properties(where)) == ["path"]
     assert run(where, path="a") == "/here/a"
@@ -348,7 +348,7 @@ def test_a_signature_no_model_could_fill_in_names_function_and_parameter(
     assert parameter in str(refused.value)
 
 
-def test_a_default_that_json_has_no_number_for_is_kept_and_not_told() -> None:
+def test_a_default_that_json_has_no_number_for_is_kept_and_not_reported() -> None:
     @tool
     def search(limit: float = math.inf) -> bool:
         return limit == math.inf
@@ -373,7 +373,7 @@ def test_a_docstring_without_sections_is_all_description() -> None:
     assert parse_docstring(None).description == ""
 
 
-def test_other_sections_belong_to_nobody() -> None:
+def test_other_sections_belong_to_no_component() -> None:
     parsed = parse_docstring(
         "Does.\n\nArgs:\n    a: First.\n\n    b (int, optional): Second.\n\nRaises:\n    ValueError: never\n"
     )

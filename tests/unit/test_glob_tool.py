@@ -88,7 +88,7 @@ def test_lines_are_shown_as_they_come_and_only_whole() -> None:
     assert bench.shown == ["one\n", "two\n", "three\n"]
 
 
-def test_nothing_is_shown_when_nobody_watches_and_no_more_kept_than_asked_for() -> None:
+def test_nothing_is_shown_without_a_viewer_and_no_more_is_stored_than_requested() -> None:
     bench = ScriptedBench([b"x" * MAX_OUTPUT_BYTES, b"y" * 1000], build_glob_done())
     outcome = run(bench)
     assert bench.shown == []

@@ -53,7 +53,7 @@ def test_a_folder_of_very_many_entries_is_counted_up_to_a_thousand(guest: Guest)
 
 
 @needs_namespace
-def test_a_workspace_that_may_not_be_read_is_no_empty_one_and_the_rest_is_told(guest: Guest) -> None:
+def test_a_workspace_that_may_not_be_read_is_no_empty_one_and_the_rest_is_reported(guest: Guest) -> None:
     """The case occurs when a mount is missing. The report must still describe the file system that is there."""
     guest.workspace.chmod(0o500)
     os.chown(guest.workspace, 0, 0)
@@ -126,7 +126,7 @@ def _setns(fd: int) -> None:
 
 
 @needs_namespace
-def test_it_tells_the_file_system_of_the_workspace(shared_guest: Guest) -> None:
+def test_it_reports_the_file_system_of_the_workspace(shared_guest: Guest) -> None:
     room = os.statvfs(shared_guest.workspace)
     found = attest(shared_guest)
     assert (found.workspace_bytes, found.workspace_inodes) == (room.f_blocks * room.f_frsize, room.f_files)

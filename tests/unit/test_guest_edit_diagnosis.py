@@ -83,7 +83,7 @@ def test_a_text_that_was_replaced_before_is_named() -> None:
     assert "already" not in explain("def zeroth(arg):", "def")
 
 
-def test_a_change_by_something_else_is_told_with_its_diff() -> None:
+def test_a_change_by_something_else_is_reported_with_its_diff() -> None:
     assert explain("was here", change=(b"was here\n", "@@ diff @@")) == (
         "It was there when this session last read the file, which has been changed by something else since:\n@@ diff @@"
     )

@@ -35,7 +35,7 @@ def edit(guest: Guest, *edits: tuple[str, str] | tuple[str, str, bool], path: st
     return guest.request("edit_text", body, **{"path": path, "max_bytes": 32768, "timeout_s": 10, **fields})
 
 
-def told(done: Done) -> str:
+def output_of(done: Done) -> str:
     return done.bytes_of("file").decode()
 
 
@@ -47,7 +47,7 @@ def test_the_one_occurrence_is_replaced_and_shown_with_three_lines_around(guest:
     put(guest, b"".join(b"line %d\n" % number for number in range(1, 11)))
     (guest.workspace / "f").chmod(0o751)
     done = edit(guest, ("line 6\n", "six\nand a half\n"))
-    assert told(done) == "3\tline 3\n4\tline 4\n5\tline 5\n6\tsix\n7\tand a half\n8\tline 7\n9\tline 8\n10\tline 9"
+    assert output_of(done) == "3\tline 3\n4\tline 4\n5\tline 5\n6\tsix\n7\tand a half\n8\tline 7\n9\tline 8\n10\tline 9"
     assert (done["replaced"], done["created"], stat.S_IMODE((guest.workspace / "f").stat().st_mode)) == (
         1,
         False,
@@ -58,7 +58,7 @@ def test_the_one_occurrence_is_replaced_and_shown_with_three_lines_around(guest:
 
 def test_what_is_shown_is_the_place_and_not_where_the_new_text_first_occurs(guest: Guest) -> None:
     put(guest, b"b\n" + b"-\n" * 20 + b"a\n")
-    assert told(edit(guest, ("a", "b"))).splitlines() == ["19\t-", "20\t-", "21\t-", "22\tb"]
+    assert output_of(edit(guest, ("a", "b"))).splitlines() == ["19\t-", "20\t-", "21\t-", "22\tb"]
 
 
 def test_more_than_one_occurrence_is_refused_with_its_lines(guest: Guest) -> None:
@@ -156,7 +156,7 @@ def test_a_sign_that_the_file_cannot_hold_is_refused(guest: Guest) -> None:
     put(guest, b"caf\xe9 cr\xe8me name\n")
     done = edit(guest, ("name", "日"))
     assert (done.code, "encoding=utf-8" in why(done)) == ("INVALID_ARGUMENTS", True)
-    assert "[written as latin-1, which is a guess" in told(edit(guest, ("café", "thé")))
+    assert "[written as latin-1, which is a guess" in output_of(edit(guest, ("café", "thé")))
     assert content(guest) == b"th\xe9 cr\xe8me name\n"
 
 
@@ -215,10 +215,10 @@ def test_links_stay_and_every_name_of_a_file_sees_the_edit(guest: Guest) -> None
 def test_a_file_that_something_else_changed_is_edited_where_it_matches_and_that_is_said(guest: Guest) -> None:
     edit(guest, ("", "one\ntwo\n"))
     guest.run("echo three >> f")
-    shown = told(edit(guest, ("one", "1")))
+    shown = output_of(edit(guest, ("one", "1")))
     assert "[the file had been changed by something else" in shown
     assert shown.endswith("that change was:]\n@@ -1,2 +1,3 @@\n one\n two\n+three")
-    assert "changed by something else" not in told(edit(guest, ("two", "2")))
+    assert "changed by something else" not in output_of(edit(guest, ("two", "2")))
 
 
 def test_a_change_while_the_file_was_being_read_is_noticed(guest: Guest) -> None:
@@ -229,7 +229,7 @@ def test_a_change_while_the_file_was_being_read_is_noticed(guest: Guest) -> None
         "not when it was noted, which is later"
     )
     (guest.workspace / "f").write_bytes(b"one\n2\n")
-    assert "+2" in told(edit(guest, ("one", "1")))
+    assert "+2" in output_of(edit(guest, ("one", "1")))
 
 
 @pytest.mark.parametrize("max_bytes", [8192, 32768])
@@ -237,20 +237,20 @@ def test_a_long_change_of_somebody_else_is_cut_and_that_is_said(guest: Guest, ma
     edit(guest, ("", "one\n"))
     guest.run("seq -f '%0200.0f' 300 >> f")
     done = edit(guest, ("one", "1"), max_bytes=max_bytes)
-    assert "the edit matched all the same" in told(done)
-    assert told(done).endswith(" read the file with read_tool]")
+    assert "the edit matched all the same" in output_of(done)
+    assert output_of(done).endswith(" read the file with read_tool]")
     assert len(done.bytes_of("file")) <= max_bytes
 
 
-def test_broken_syntax_is_told_and_stays(guest: Guest) -> None:
+def test_broken_syntax_is_reported_and_stays(guest: Guest) -> None:
     put(guest, b"x = (1)\n", "a.py")
-    note = told(edit(guest, ("(1)", "(1"), path="a.py")).splitlines()[-1]
+    note = output_of(edit(guest, ("(1)", "(1"), path="a.py")).splitlines()[-1]
     assert note.startswith("[note: the file is no valid Python any more: line 1: ")
     put(guest, b'{"a": 1}', "a.json")
-    assert "no valid JSON any more" in told(edit(guest, ("1", "1,"), path="a.json"))
+    assert "no valid JSON any more" in output_of(edit(guest, ("1", "1,"), path="a.json"))
     put(guest, b"a = \n", "a.toml")
     done = edit(guest, ("a", "b"), path="a.toml")
-    assert "no valid TOML, as before" in told(done) or guest.request("attest")["python"] < [3, 11]
+    assert "no valid TOML, as before" in output_of(done) or guest.request("attest")["python"] < [3, 11]
     assert content(guest, "a.toml") == b"b = \n"
 
 
@@ -258,7 +258,7 @@ def test_a_looser_match_must_be_configured_and_the_only_one(guest: Guest) -> Non
     put(guest, b"def f():\r\n\treturn 1  \r\n\r\ndef g():\r\n    pass\r\n")
     assert edit(guest, ("  return 1", "    return 2")).code == "NO_MATCH"
     done = edit(guest, ("def f():\n  return 1\n", "def f():\n    return 2\n"), tolerance="whitespace")
-    assert "matched only without the blanks around its lines" in told(done)
+    assert "matched only without the blanks around its lines" in output_of(done)
     assert content(guest) == b"def f():\r\n    return 2\r\n\r\ndef g():\r\n    pass\r\n"
     put(guest, b" a\n  a\n")
     assert edit(guest, ("   a", "b"), tolerance="whitespace").code == "NO_MATCH"
@@ -267,7 +267,7 @@ def test_a_looser_match_must_be_configured_and_the_only_one(guest: Guest) -> Non
 @pytest.mark.parametrize("line", [1, 2, 20_000, 39_999, 40_000])
 def test_the_place_in_a_large_file_is_shown_at_its_lines(guest: Guest, line: int) -> None:
     put(guest, b"".join(b"line %d\n" % number for number in range(1, 40_001)))
-    shown = told(edit(guest, (f"line {line}\n", "new\nnewer\n"))).splitlines()
+    shown = output_of(edit(guest, (f"line {line}\n", "new\nnewer\n"))).splitlines()
     before = [f"{number}\tline {number}" for number in range(max(1, line - 3), line)]
     after = [f"{number + 1}\tline {number}" for number in range(line + 1, min(40_000, line + 3) + 1)]
     assert shown == [*before, f"{line}\tnew", f"{line + 1}\tnewer", *after]
@@ -275,7 +275,7 @@ def test_the_place_in_a_large_file_is_shown_at_its_lines(guest: Guest, line: int
 
 def test_a_place_between_long_lines_is_shown(guest: Guest) -> None:
     put(guest, b"x" * 200_000 + b"\nhere\n" + b"y" * 200_000)
-    assert [text[:7] for text in told(edit(guest, ("here", "there"))).splitlines()] == [
+    assert [text[:7] for text in output_of(edit(guest, ("here", "there"))).splitlines()] == [
         "1\txxxxx",
         "2\tthere",
         "3\tyyyyy",
@@ -284,7 +284,7 @@ def test_a_place_between_long_lines_is_shown(guest: Guest) -> None:
 
 def test_a_long_new_text_is_shown_by_its_ends_and_says_where_the_rest_is(guest: Guest) -> None:
     put(guest, b"here\n" + b"tail\n")
-    shown = told(edit(guest, ("here", "\n".join(f"n{number}" for number in range(500))))).splitlines()
+    shown = output_of(edit(guest, ("here", "\n".join(f"n{number}" for number in range(500))))).splitlines()
     assert (shown[0], shown[-1], len(shown)) == ("1\tn0", "501\ttail", 47)
     assert shown[23] == "[lines 24-478 not shown; see them with read_tool offset=24 limit=455]"
 
@@ -293,4 +293,4 @@ def test_answers_stay_within_max_bytes_whatever_the_lines_are(guest: Guest) -> N
     put(guest, ("😀" * 5000 + "x\n").encode() * 200)
     done = edit(guest, ("x", "y", True), max_bytes=8192)
     assert len(done.bytes_of("file")) <= 8192
-    assert "see it with read_tool" in told(done)
+    assert "see it with read_tool" in output_of(done)

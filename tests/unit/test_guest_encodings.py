@@ -153,7 +153,7 @@ def test_what_is_no_text_is_refused_with_its_size(data: bytes) -> None:
     assert (caught.value.code, caught.value.details) == ("BINARY_FILE", {"size": len(data)})
 
 
-def test_nul_behind_the_sample_is_left_to_whoever_shows_it() -> None:
+def test_a_nul_after_the_sample_is_left_to_the_tool_that_shows_it() -> None:
     assert find_form(b"x" * BINARY_SAMPLE + b"\0").codec == "utf-8"
 
 
@@ -242,7 +242,7 @@ WEBP_EXTENDED = b"RIFF\0\0\0\0WEBPVP8X\0\0\0\0\0\0\0\0" + (15).to_bytes(3, "litt
     ],
     ids=["png", "gif", "jpeg", "webp-lossy", "webp-lossless", "webp-extended"],
 )
-def test_a_picture_tells_its_size_as_far_as_its_beginning_goes(head: bytes, size: tuple[int, int]) -> None:
+def test_a_picture_reports_its_size_as_far_as_its_beginning_goes(head: bytes, size: tuple[int, int]) -> None:
     found = find_type(head)
     assert found is not None
     assert (found.medium, found.width, found.height) == ("image", *size)

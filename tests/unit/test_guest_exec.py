@@ -19,7 +19,7 @@ def capture(stdout: int = 0, stderr: int = 0, merged: int = 0) -> dict[str, int]
     return {"stdout": stdout, "stderr": stderr, "merged": merged}
 
 
-def test_a_signal_is_told_apart_from_an_exit_code(guest: Guest) -> None:
+def test_a_signal_is_distinguished_from_an_exit_code(guest: Guest) -> None:
     done = guest.run("kill -SEGV $$")
     assert (done["exit_code"], done["signal"]) == (None, 11)
 
@@ -97,7 +97,7 @@ def test_what_cannot_run_is_refused_with_its_code(guest: Guest, fields: dict[str
     assert guest.wait_alone()
 
 
-def test_a_script_too_long_for_an_argument_is_told_what_to_do(guest: Guest) -> None:
+def test_a_script_too_long_for_an_argument_is_reported_what_to_do(guest: Guest) -> None:
     assert guest.run(b"#" * 131_071)["exit_code"] == 0
     done = guest.run(b"#" * 131_072)
     assert done.code == "INVALID_ARGUMENTS"
@@ -143,7 +143,7 @@ def test_a_stream_is_sent_as_it_comes_and_then_only_counted(guest: Guest) -> Non
     assert done.bytes_of("stderr") == b"e\n"
 
 
-def test_a_stream_nobody_takes_holds_the_program_and_not_pid_1(guest: Guest) -> None:
+def test_a_stream_without_a_reader_blocks_the_program_and_not_pid_1(guest: Guest) -> None:
     call = guest.start_script("yes", timeout_s=0.5, capture={"stream": 100 << 20})
     done = guest.finish(call)
     assert done["timed_out"] is True

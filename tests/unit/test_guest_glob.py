@@ -107,7 +107,7 @@ def test_a_rule_above_the_folder_that_is_searched_holds(ground: Ground) -> None:
     assert (found.lines, found["ignored"]) == (["src/b.py"], 1)
 
 
-def test_rules_that_cannot_be_read_to_their_end_are_told_and_the_others_hold(ground: Ground) -> None:
+def test_rules_that_cannot_be_read_to_their_end_are_reported_and_the_others_hold(ground: Ground) -> None:
     ground.make(".gitignore", b"*.log\n\xff\n*.txt\n")
     ground.make("a.log")
     ground.make("a.txt")
@@ -181,7 +181,7 @@ def test_a_pattern_that_is_none_is_refused(ground: Ground, pattern: str) -> None
     assert ground.glob(pattern).code == "INVALID_PATTERN"
 
 
-def test_the_place_of_the_fault_is_told(ground: Ground) -> None:
+def test_the_place_of_the_fault_is_reported(ground: Ground) -> None:
     assert "not closed with ] at character 5;" in str(ground.glob("src/[a").failure)
     assert "not closed with } at character 3;" in str(ground.glob("a/{b,c").failure)
 
@@ -237,7 +237,7 @@ def test_a_pattern_that_takes_seconds_to_compile_is_refused_at_once(ground: Grou
 @pytest.mark.parametrize(
     "rules", ["x" * 1_000_000 + "*?", "\n".join(f"*{n}?b" for n in range(20_000)), "x" * 9000 + "{a,b}" * 9]
 )
-def test_a_rule_file_that_takes_seconds_to_compile_is_told_and_read_by_nobody(ground: Ground, rules: str) -> None:
+def test_a_rule_file_that_takes_seconds_to_compile_is_reported_and_not_read(ground: Ground, rules: str) -> None:
     ground.make(".gitignore", rules + "\n*\n")
     ground.make("a", "hit\n")
     assert ground.glob("a").lines == ["a"]
@@ -277,10 +277,10 @@ def test_braces_are_expanded_in_order_and_lists_cut_at_their_own_commas() -> Non
 
 
 @given(st.lists(st.binary(max_size=600), max_size=30))
-def test_names_told_of_are_few_short_and_on_one_line(names: list[bytes]) -> None:
-    told = build_names(names)
-    assert len(told) == min(len(names), MAX_NAMES)
-    assert all(len(name) <= MAX_NAME_CHARS and "\n" not in name for name in told)
+def test_names_reported_are_few_short_and_on_one_line(names: list[bytes]) -> None:
+    result = build_names(names)
+    assert len(result) == min(len(names), MAX_NAMES)
+    assert all(len(name) <= MAX_NAME_CHARS and "\n" not in name for name in result)
 
 
 @needs_namespace

@@ -150,7 +150,7 @@ def test_a_pattern_that_is_none_says_why_and_where(ground: Ground, pattern: str,
     assert words in str(found.failure)
 
 
-def test_only_what_looks_literal_is_told_to_be_retried_so(ground: Ground) -> None:
+def test_only_what_looks_literal_is_reported_to_be_retried_so(ground: Ground) -> None:
     ground.make("a")
     assert "fixed_strings" in str(ground.grep("handle(request").failure)
     assert "fixed_strings" not in str(ground.grep("^\\w+(").failure)
@@ -303,7 +303,7 @@ def test_a_running_guest_leaves_nothing_running_after_a_search_a_limit_and_a_can
 
 
 @needs_namespace
-def test_what_cannot_be_read_is_told_whole_and_is_no_fault_of_the_pattern(shared_guest: Guest) -> None:
+def test_what_cannot_be_read_is_reported_whole_and_is_no_fault_of_the_pattern(shared_guest: Guest) -> None:
     shared_guest.run(
         "mkdir -p t/s w; cd t; for n in {1..2000}; do : >name-that-takes-some-space-$n; done; : >$'two\nlines'; : "
         ">s/no.py; chmod 0 *"

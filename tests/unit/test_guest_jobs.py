@@ -145,7 +145,7 @@ def test_a_stopped_keeper_is_woken_by_the_next_request(guest: Guest) -> None:
     assert ask(guest, "kill")["kill"]["survivors"] == 0
 
 
-def test_the_end_of_a_job_waits_to_be_told_with_what_it_printed(guest: Guest) -> None:
+def test_the_end_of_a_job_waits_to_be_reported_with_what_it_printed(guest: Guest) -> None:
     start(guest, "read line; echo last; exit 7")
     ask(guest, "input", body=b"go\n")
     wait_until(lambda: guest.request("job_list", timeout_s=5)["jobs"][0]["state"] == "exited")
@@ -243,7 +243,7 @@ def test_a_job_that_cannot_start_is_none(guest: Guest, fields: dict[str, object]
     assert guest.wait_alone(), guest.others()
 
 
-def test_a_job_nobody_knows_is_refused_by_name(guest: Guest) -> None:
+def test_an_unknown_job_is_refused_by_name(guest: Guest) -> None:
     assert "none has been started" in ask(guest, "poll", "job-9")["error"]["message"]
     assert ask(guest, "kill", "../x").code == "INVALID_ARGUMENTS"
 

@@ -107,7 +107,7 @@ def test_a_chain_that_forks_into_new_sessions_faster_than_it_is_found_ends() -> 
         assert guest.wait_alone()
 
 
-def test_a_call_that_kills_its_supervisor_is_told_so_and_leaves_nothing(guest: Guest) -> None:
+def test_a_call_that_kills_its_supervisor_is_reported_and_leaves_nothing(guest: Guest) -> None:
     done = guest.run("setsid sleep 1000 & kill -9 $PPID; sleep 1000")
     assert done.code == "INTERNAL"
     assert "killed its own supervisor" in done["error"]["message"]

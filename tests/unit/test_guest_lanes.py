@@ -33,7 +33,7 @@ def test_calls_of_no_lane_run_beside_them(guest: Guest) -> None:
 
 
 @needs_namespace
-def test_who_waits_has_its_limit_from_its_arrival_and_is_told(guest: Guest) -> None:
+def test_who_waits_has_its_limit_from_its_arrival_and_is_reported(guest: Guest) -> None:
     held = start(guest, "echo up > up; sleep 1000")
     guest.wait_for_file("up")
     late = guest.finish(start(guest, "echo never > never", timeout_s=0.2))

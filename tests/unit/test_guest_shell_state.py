@@ -80,7 +80,7 @@ BREAKS = {
 
 
 @pytest.mark.parametrize(("script", "outcome"), BREAKS.values(), ids=BREAKS.keys())
-def test_what_is_not_kept_leaves_the_session_as_it_was_and_is_told(guest: Guest, script: str, outcome: str) -> None:
+def test_what_is_not_kept_leaves_the_session_as_it_was_and_is_reported(guest: Guest, script: str, outcome: str) -> None:
     command(guest, "export KEPT=1")
     state = command(guest, script)["state"]
     assert state["outcome"] == outcome
@@ -104,7 +104,7 @@ def test_a_trap_of_the_commands_own_works(guest: Guest) -> None:
     assert said(guest, "(trap 'echo inner' EXIT); cd /") == "inner\n"
 
 
-def test_a_folder_outside_of_the_roots_is_not_kept_and_told(guest: Guest) -> None:
+def test_a_folder_outside_of_the_roots_is_not_kept_and_reported(guest: Guest) -> None:
     state = command(guest, "cd /usr")["state"]
     assert (state["stray"], state["moved"], state["folder"]) == ("/usr", False, str(guest.workspace))
     assert said(guest, "pwd") == f"{guest.workspace}\n"
@@ -115,7 +115,7 @@ def test_a_link_out_of_the_roots_is_no_way_to_leave_them(guest: Guest) -> None:
     assert command(guest, "true", cwd="out").code == "PATH_NOT_ALLOWED"
 
 
-def test_a_folder_that_is_gone_is_told_and_the_workspace_takes_its_place(guest: Guest) -> None:
+def test_a_folder_that_is_gone_is_reported_and_the_workspace_takes_its_place(guest: Guest) -> None:
     assert command(guest, "mkdir -p away; cd away")["state"]["moved"] is True
     assert command(guest, "rmdir ../away")["state"]["stray"] == ""
     after = command(guest, "pwd")
@@ -212,7 +212,7 @@ def test_complaints_have_natural_names_and_lines(guest: Guest) -> None:
         ("set -eo pipefail; false | true", [1, 0]),
     ],
 )
-def test_the_statuses_of_the_last_pipeline_are_told(guest: Guest, script: str, statuses: list[int]) -> None:
+def test_the_statuses_of_the_last_pipeline_are_reported(guest: Guest, script: str, statuses: list[int]) -> None:
     assert command(guest, script)["pipe_status"] == statuses
 
 

@@ -87,7 +87,7 @@ def test_an_empty_file_has_no_lines_and_no_error(guest: Guest) -> None:
     assert read(guest, "f", offset=2).code == "OFFSET_OUT_OF_RANGE"
 
 
-def test_an_offset_past_the_end_tells_the_lines_and_a_column_the_characters(guest: Guest) -> None:
+def test_an_offset_past_the_end_reports_the_lines_and_a_column_the_characters(guest: Guest) -> None:
     make(guest, "f", "one\nzwölf\n".encode())
     done = read(guest, "f", offset=3)
     assert (done.code, done["error"]["lines"]) == ("OFFSET_OUT_OF_RANGE", 2)
@@ -392,7 +392,7 @@ def test_what_a_command_printed_is_text_whatever_is_in_it(guest: Guest) -> None:
         assert done["encoding"] == "utf-8"
 
 
-def test_a_codec_that_gives_up_on_a_file_is_told(guest: Guest) -> None:
+def test_a_codec_that_gives_up_on_a_file_is_reported(guest: Guest) -> None:
     make(guest, "f", bytes(range(128, 256)) * 100)
     codes = {
         read(guest, "f", encoding=name).code for name in ("iso2022_jp", "iso2022_kr", "utf-7", "hz", "cp037", "utf-32")

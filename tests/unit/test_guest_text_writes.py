@@ -22,7 +22,7 @@ def write(guest: Guest, path: str, text: str, mode: str = "overwrite", **fields:
     )
 
 
-def told(done: Done) -> str:
+def output_of(done: Done) -> str:
     return done.bytes_of("file").decode()
 
 
@@ -33,27 +33,27 @@ def content(guest: Guest, path: str) -> bytes:
 def test_a_new_file_is_utf8_with_its_folders_and_plain_mode(guest: Guest) -> None:
     done = write(guest, "new/er/file.txt", "é\nb")
     assert (done["created"], done["size"], done["written"], done["lines"], done["encoding"]) == (True, 4, 4, 2, "utf-8")
-    assert (content(guest, "new/er/file.txt"), done["mode_bits"], told(done)) == ("é\nb".encode(), 0o644, "")
+    assert (content(guest, "new/er/file.txt"), done["mode_bits"], output_of(done)) == ("é\nb".encode(), 0o644, "")
 
 
-def test_an_overwrite_tells_what_changed_and_keeps_the_mode(guest: Guest) -> None:
+def test_an_overwrite_reports_what_changed_and_keeps_the_mode(guest: Guest) -> None:
     write(guest, "f", "one\ntwo\nthree\n")
     (guest.workspace / "f").chmod(0o751)
     done = write(guest, "f", "one\n2\nthree\n")
-    assert told(done) == "@@ -1,3 +1,3 @@\n one\n-two\n+2\n three"
+    assert output_of(done) == "@@ -1,3 +1,3 @@\n one\n-two\n+2\n three"
     assert (done["created"], stat.S_IMODE((guest.workspace / "f").stat().st_mode)) == (False, 0o751)
     assert [path.name for path in guest.workspace.iterdir()] == ["f"]
 
 
 def test_a_long_diff_ends_after_60_lines_and_says_so(guest: Guest) -> None:
     write(guest, "f", "".join(f"old {number}\n" for number in range(500)))
-    lines = told(write(guest, "f", "".join(f"new {number}\n" for number in range(500)))).splitlines()
+    lines = output_of(write(guest, "f", "".join(f"new {number}\n" for number in range(500)))).splitlines()
     assert (len(lines), lines[-1]) == (61, "[diff cut: more lines changed than are shown; see the file with read_tool]")
 
 
 def test_the_same_content_again_is_said(guest: Guest) -> None:
     write(guest, "f", "same\n")
-    assert told(write(guest, "f", "same\n")) == "[the file had this content already]"
+    assert output_of(write(guest, "f", "same\n")) == "[the file had this content already]"
 
 
 @pytest.mark.parametrize(
@@ -73,14 +73,14 @@ def test_an_existing_file_keeps_its_encoding_and_mark(guest: Guest, old: str, co
     new = old + old[:3]
     done = write(guest, "f", new)
     assert content(guest, "f") == bom + new.encode(codec)
-    assert (done["encoding"], "own encoding" in told(done)) == (codec, True)
+    assert (done["encoding"], "own encoding" in output_of(done)) == (codec, True)
 
 
 def test_text_that_the_old_encoding_cannot_hold_is_written_as_utf8_and_said(guest: Guest) -> None:
     guest.run(rb"printf 'caf\351 cr\350me\n' > f")
     done = write(guest, "f", "日本\n")
     assert (content(guest, "f"), done["encoding"]) == ("日本\n".encode(), "utf-8")
-    assert "written as utf-8: the file was latin-1" in told(done)
+    assert "written as utf-8: the file was latin-1" in output_of(done)
 
 
 def test_an_encoding_that_is_asked_for_is_taken_or_refused(guest: Guest) -> None:
@@ -91,13 +91,13 @@ def test_an_encoding_that_is_asked_for_is_taken_or_refused(guest: Guest) -> None
     assert not (guest.workspace / "g").exists()
 
 
-def test_append_writes_in_the_files_own_encoding_and_tells_a_joined_line(guest: Guest) -> None:
+def test_append_writes_in_the_files_own_encoding_and_reports_a_joined_line(guest: Guest) -> None:
     (guest.workspace / "f").write_bytes(b"\xff\xfe" + "one".encode("utf-16-le"))
     os.chmod(guest.workspace / "f", 0o666)
     done = write(guest, "f", "+two\n", "append")
     assert content(guest, "f") == b"\xff\xfe" + "one+two\n".encode("utf-16-le")
-    assert told(done) == "[the file did not end with a line end: the text went on in its last line]"
-    assert (write(guest, "f", "x", "append")["written"], told(write(guest, "new", "x", "append"))) == (2, "")
+    assert output_of(done) == "[the file did not end with a line end: the text went on in its last line]"
+    assert (write(guest, "f", "x", "append")["written"], output_of(write(guest, "new", "x", "append"))) == (2, "")
 
 
 def test_append_never_mixes_encodings(guest: Guest) -> None:
@@ -110,14 +110,14 @@ def test_append_never_mixes_encodings(guest: Guest) -> None:
 
 def test_other_line_ends_than_the_old_files_are_said_and_are_no_diff(guest: Guest) -> None:
     guest.run(r"printf 'a\r\nb\r\n' > f")
-    assert told(write(guest, "f", "a\nb\n")) == "[line ends: the file had CRLF, the content has LF]"
+    assert output_of(write(guest, "f", "a\nb\n")) == "[line ends: the file had CRLF, the content has LF]"
 
 
 def test_a_placeholder_is_written_and_warned_of(guest: Guest) -> None:
     text = "def f():\n    pass\n# ... rest of the code stays the same ...\n"
-    assert "[warning: line 3 of the content looks like a placeholder" in told(write(guest, "f.py", text))
+    assert "[warning: line 3 of the content looks like a placeholder" in output_of(write(guest, "f.py", text))
     assert content(guest, "f.py") == text.encode()
-    assert "warning" not in told(write(guest, "f.py", text + "x = 1\n")), "it was in the file before"
+    assert "warning" not in output_of(write(guest, "f.py", text + "x = 1\n")), "it was in the file before"
 
 
 def test_what_another_program_changed_is_not_written_over_at_once(guest: Guest) -> None:
@@ -158,7 +158,7 @@ def test_what_was_seen_before_an_append_still_counts(guest: Guest) -> None:
 
 def test_a_file_that_is_no_text_is_overwritten_without_a_diff(guest: Guest) -> None:
     guest.run("head -c 100 /dev/zero > f")
-    assert told(write(guest, "f", "text\n")) == "[the old content, 100 bytes, was not text: no diff]"
+    assert output_of(write(guest, "f", "text\n")) == "[the old content, 100 bytes, was not text: no diff]"
     guest.run("head -c 100 /dev/zero > g")
     assert write(guest, "g", "text\n", "append").code == "BINARY_FILE"
 
@@ -166,7 +166,7 @@ def test_a_file_that_is_no_text_is_overwritten_without_a_diff(guest: Guest) -> N
 def test_a_huge_old_file_is_overwritten_in_little_time_and_memory(guest: Guest) -> None:
     guest.run("truncate -s 1000G f")
     done = write(guest, "f", "small\n")
-    assert (content(guest, "f"), "too large to compare" in told(done)) == (b"small\n", True)
+    assert (content(guest, "f"), "too large to compare" in output_of(done)) == (b"small\n", True)
 
 
 @pytest.mark.parametrize(
@@ -216,7 +216,7 @@ def test_an_append_to_what_another_program_changed_says_so(guest: Guest) -> None
     write(guest, "f", "one\n")
     guest.run("echo two > f")
     done = write(guest, "f", "three\n", mode="append")
-    assert told(done) == (
+    assert output_of(done) == (
         "[the file had been changed by something else since this session last read or wrote it; see it with read_tool]"
     )
 

@@ -189,11 +189,11 @@ def test_a_broken_connection_is_noticed_while_the_host_takes_nothing(host: Host)
     host.hear("net_close", conn)
 
 
-def test_programs_are_told_where_the_proxy_is(host: Host) -> None:
-    told = f"http://127.0.0.1:{PORT} http://127.0.0.1:{PORT} localhost,127.0.0.1,::1\n".encode()
+def test_programs_are_reported_where_the_proxy_is(host: Host) -> None:
+    text = f"http://127.0.0.1:{PORT} http://127.0.0.1:{PORT} localhost,127.0.0.1,::1\n".encode()
     script = 'echo "$http_proxy $HTTPS_PROXY $no_proxy"'
     for state in ({}, {"cwd": None, "state": "keep"}, {"cwd": None, "state": "use"}):
-        assert host.guest.run(script, **state).bytes_of("stdout") == told
+        assert host.guest.run(script, **state).bytes_of("stdout") == text
 
 
 # A call's end
@@ -253,7 +253,7 @@ def test_room_comes_back_as_a_program_reads(host: Host) -> None:
     assert GRANT <= granted <= WINDOW
 
 
-def test_connections_that_nobody_reads_hold_a_bounded_part_of_memory(host: Host) -> None:
+def test_connections_without_a_reader_use_bounded_memory(host: Host) -> None:
     programs = [host.connect() for _ in range(32)]
     before = host.guest.resident_bytes()
     for _, conn in programs:

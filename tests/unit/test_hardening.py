@@ -143,7 +143,7 @@ def test_a_workspace_apart_is_the_only_path_of_the_host_and_no_memory() -> None:
     assert rest == {name: value for name, value in plain["HostConfig"].items() if name in rest}
 
 
-def test_a_sandbox_with_egress_has_no_network_all_the_same_and_is_told_of_the_proxy() -> None:
+def test_a_sandbox_with_egress_has_no_network_all_the_same_and_is_reported_the_proxy() -> None:
     plain, config = build(), build(network="egress")
     assert config["Entrypoint"] == [*plain["Entrypoint"], "--proxy", "3128"]
     assert {"http_proxy=http://127.0.0.1:3128", "HTTPS_PROXY=http://127.0.0.1:3128"} < set(config["Env"])
@@ -274,7 +274,7 @@ def place_in(inspected: dict[str, Any], place: str) -> tuple[dict[str, Any], str
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_a_row_the_engine_lost_is_told(place: str) -> None:
+def test_a_row_the_engine_lost_is_reported(place: str) -> None:
     config = build()
     inspected = inspected_of(config)
     section, name = place_in(inspected, place)
@@ -285,7 +285,7 @@ def test_a_row_the_engine_lost_is_told(place: str) -> None:
 
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("other", [True, ["x"], {"toolcrew.x": "x"}, "host", -1])
-def test_a_row_the_engine_changed_is_told(place: str, other: object) -> None:
+def test_a_row_the_engine_changed_is_reported(place: str, other: object) -> None:
     config = build()
     inspected = inspected_of(config)
     section, name = place_in(inspected, place)
@@ -337,7 +337,7 @@ def test_libraries_that_the_image_preloads_are_not_loaded() -> None:
     assert config["Env"] == [*GOLDEN["Env"], "LD_PRELOAD="]
 
 
-def test_a_volume_of_the_image_is_told() -> None:
+def test_a_volume_of_the_image_is_reported() -> None:
     config = build()
     inspected = inspected_of(config)
     inspected["Mounts"] = [{"Type": "volume", "Destination": "/data"}]
@@ -356,7 +356,7 @@ def test_a_mount_that_was_asked_for_is_not_drift() -> None:
 
 @pytest.mark.parametrize("place", ["MaskedPaths", "ReadonlyPaths"])
 @pytest.mark.parametrize("left", [[], None, ["/proc/acpi"]])
-def test_a_default_of_the_engine_that_is_gone_is_told(place: str, left: list[str] | None) -> None:
+def test_a_default_of_the_engine_that_is_gone_is_reported(place: str, left: list[str] | None) -> None:
     config = build()
     inspected = inspected_of(config)
     inspected["HostConfig"][place] = left
@@ -365,7 +365,7 @@ def test_a_default_of_the_engine_that_is_gone_is_told(place: str, left: list[str
 
 
 @pytest.mark.parametrize("networks", [{"none": {}, "bridge": {}}, {"bridge": {}}, None])
-def test_a_network_is_told(networks: object) -> None:
+def test_a_network_is_reported(networks: object) -> None:
     config = build()
     inspected = inspected_of(config)
     inspected["NetworkSettings"]["Networks"] = networks

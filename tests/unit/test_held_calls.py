@@ -67,7 +67,7 @@ def test_a_call_that_has_ended_is_made_sure_of_no_more(monkeypatch: pytest.Monke
     assert watched.look_later() == 0
 
 
-def test_a_redis_that_is_away_is_told_later(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_redis_that_is_away_is_reported_later(monkeypatch: pytest.MonkeyPatch) -> None:
     watched = Watched(monkeypatch)
     watched.is_away = True
     with watched.held.over(watched.confirm):
@@ -98,17 +98,17 @@ def test_a_claim_that_redis_forgot_is_noted_again(
 
 
 @pytest.mark.parametrize(
-    ("state", "attempt", "told"),
+    ("state", "attempt", "expected"),
     [(state, 1, CallClaim.STARTED) for state in CallState if state is not CallState.QUEUED]
     + [(CallState.QUEUED, 2, CallClaim.SUPERSEDED)],
 )
 def test_what_was_decided_since_then_stays(
-    ledger: WorkerCallStore, redis_server: RedisProcess, state: CallState, attempt: int, told: CallClaim
+    ledger: WorkerCallStore, redis_server: RedisProcess, state: CallState, attempt: int, expected: CallClaim
 ) -> None:
     with redis_server.client() as client:
         fields = {"state": state.value, "attempt": attempt, "holder": "another"}
         client.hset(KEY, mapping=fields)  # type: ignore[arg-type]
-        assert ledger.confirm(CALL, CONTEXT, HOLDER) is told
+        assert ledger.confirm(CALL, CONTEXT, HOLDER) is expected
         record = parse_record(client.hgetall(KEY))  # type: ignore[arg-type]
     assert record is not None
     assert (record.state, record.attempt, record.holder) == (state, attempt, "another")

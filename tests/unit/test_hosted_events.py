@@ -136,7 +136,7 @@ def test_an_event_is_bounded_whatever_is_in_it(hostile: str) -> None:
 # Into the stream
 
 
-async def test_what_is_said_twice_is_told_once_and_only_by_the_holder(ground: HostedGround) -> None:
+async def test_what_is_said_twice_is_reported_once_and_only_by_the_holder(ground: HostedGround) -> None:
     run = await ground.start()
     claim = await ground.claimed()
     assert await ground.append_text(run, claim.token, "a", "b")
@@ -144,10 +144,10 @@ async def test_what_is_said_twice_is_told_once_and_only_by_the_holder(ground: Ho
     assert not await ground.append_text(run, "other", "x")
     await ground.queue.finish(claim, build_outcome(claim))
     assert not await ground.append_text(run, claim.token, "late", first=3)
-    assert [event.get("text") for event in await ground.told(run)] == ["a", "b", "c", None]
+    assert [event.get("text") for event in await ground.stored_events(run)] == ["a", "b", "c", None]
 
 
-async def test_a_stream_is_bounded_and_whoever_comes_too_late_is_told(
+async def test_a_stream_is_bounded_and_a_late_reader_is_informed(
     ground: HostedGround, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(run_events, "MAX_EVENTS", 10)
@@ -157,7 +157,7 @@ async def test_a_stream_is_bounded_and_whoever_comes_too_late_is_told(
         await ground.append_text(run, claim.token, f"{number}", first=number)
     monkeypatch.setattr(run_events, "MAX_STREAM_BYTES", 200)
     await ground.append_text(run, claim.token, "last", first=50)
-    assert len(await ground.told(run)) <= 5
+    assert len(await ground.stored_events(run)) <= 5
     await ground.queue.finish(claim, build_outcome(claim))
     events = await ground.events(run)
     assert types(events)[0] == "EventsMissed"
@@ -168,7 +168,7 @@ async def test_a_stream_is_bounded_and_whoever_comes_too_late_is_told(
     assert await ground.events(run, events[0]["id"]) == events[1:]
 
 
-async def test_a_day_after_its_end_a_run_still_tells_how_it_ended(ground: HostedGround) -> None:
+async def test_a_day_after_its_end_a_run_still_reports_how_it_ended(ground: HostedGround) -> None:
     run = await ground.start()
     async with ground.working():
         events = await ground.events(run)
@@ -196,7 +196,7 @@ async def test_a_run_whose_record_redis_has_lost_ends_for_its_followers(ground: 
 # Deaths of processes
 
 
-async def test_a_run_whose_holder_is_killed_is_told_to_its_end_without_a_gap(
+async def test_a_run_whose_holder_is_killed_is_reported_to_its_end_without_a_gap(
     redis_server: RedisProcess, make_hosted: MadeHosted
 ) -> None:
     ground = make_hosted(["done"])
@@ -212,7 +212,7 @@ async def test_a_run_whose_holder_is_killed_is_told_to_its_end_without_a_gap(
     finally:
         os.kill(holder.pid, signal.SIGKILL)
         await holder.wait()
-    session = (await ground.told(run))[0]["session"]
+    session = (await ground.stored_events(run))[0]["session"]
     await ground.places.open("acme", session, "host.h1.b00t", start="{}", ttl_s=60, limit=9)
     await ground.client.zadd("toolcrew:d:runs:leases", {f"acme|{run}": 1.0})
     async with ground.working():
@@ -251,7 +251,7 @@ async def test_a_run_that_is_begun_anew_says_that_all_before_is_void(
     assert (await ground.runs.get("acme", run)).attempt == 2
 
 
-async def test_a_redis_that_was_away_loses_nothing_that_was_told_meanwhile(redis_server: RedisProcess) -> None:
+async def test_a_redis_that_was_away_loses_nothing_that_was_reported_meanwhile(redis_server: RedisProcess) -> None:
     async with open_hosted(redis_server) as make:
         ground = make(["done"])
         run = await ground.start()
@@ -259,7 +259,7 @@ async def test_a_redis_that_was_away_loses_nothing_that_was_told_meanwhile(redis
         following = asyncio.create_task(ground.events(run))
         async with ground.publisher.open("acme", run, claim.token, 1) as publisher:
             publisher.on_event(text("before"))
-            while not await ground.told(run):  # noqa: ASYNC110
+            while not await ground.stored_events(run):  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
             await ground.client.save()
             redis_server.stop()
@@ -277,7 +277,7 @@ async def test_a_redis_that_was_away_loses_nothing_that_was_told_meanwhile(redis
 # Replies while they come
 
 
-async def test_text_is_told_while_the_model_writes_and_told_once(make_hosted: MadeHosted) -> None:
+async def test_text_is_reported_while_the_model_writes_and_reported_once(make_hosted: MadeHosted) -> None:
     go_on = asyncio.Event()
 
     class Slow:

@@ -22,7 +22,7 @@ def ground(make_hosted: MadeHosted) -> HostedGround:
 # Followers
 
 
-async def test_whoever_stopped_goes_on_after_the_last_event_that_he_had(make_hosted: MadeHosted) -> None:
+async def test_a_follower_continues_after_its_last_event(make_hosted: MadeHosted) -> None:
     ground = make_hosted(echo_then("done", "one"))
     run = await ground.start()
     async with ground.working():
@@ -31,7 +31,7 @@ async def test_whoever_stopped_goes_on_after_the_last_event_that_he_had(make_hos
         assert await ground.events(run, event["id"]) == events[at + 1 :]
 
 
-async def test_a_slow_follower_holds_nobody_up_and_misses_nothing(
+async def test_a_slow_follower_delays_no_other_and_misses_nothing(
     make_hosted: MadeHosted, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(run_events, "RING_EVENTS", 4)
@@ -69,7 +69,7 @@ async def test_one_connection_serves_all_and_nothing_is_left_when_they_have_gone
     assert ground.runs.hub._reading is None
 
 
-async def test_a_word_in_an_event_ends_nobodys_following(ground: HostedGround) -> None:
+async def test_text_in_an_event_ends_no_stream(ground: HostedGround) -> None:
     run = await ground.start()
     claim = await ground.claimed()
     hub, following = RunEventHub(ground.client, "d"), asyncio.create_task(ground.events(run))
@@ -90,7 +90,7 @@ def test_an_id_that_is_none_is_refused(event: str) -> None:
     assert failure.value.code is ErrorCode.INVALID_ARGUMENTS
 
 
-async def test_a_run_that_is_none_is_followed_by_nobody(ground: HostedGround) -> None:
+async def test_an_unknown_run_cannot_be_followed(ground: HostedGround) -> None:
     for name in ("0" * 24, "x:events", "*"):
         with pytest.raises(ToolFailure):
             await ground.events(name)
@@ -99,7 +99,7 @@ async def test_a_run_that_is_none_is_followed_by_nobody(ground: HostedGround) ->
         await ground.events(theirs)
 
 
-async def test_whoever_begins_to_follow_is_told_that_redis_is_away() -> None:
+async def test_a_new_follower_learns_that_redis_does_not_answer() -> None:
     async with redis.asyncio.Redis.from_url("redis://127.0.0.1:1", socket_timeout=1) as client:
         hub = RunEventHub(client, "d")
         with pytest.raises(BrokerUnavailable):

@@ -39,7 +39,7 @@ async def refused(awaited: Any) -> ToolFailure:
 # To an end
 
 
-async def test_a_run_is_worked_to_its_answer_and_tells_of_each_step(ground: HostedGround) -> None:
+async def test_a_run_is_worked_to_its_answer_and_reports_of_each_step(ground: HostedGround) -> None:
     run = await ground.start(metadata={"for": "me"}, priority=3)
     assert (await ground.runs.get("acme", run)).state is HostedState.QUEUED
     async with ground.working():
@@ -50,9 +50,9 @@ async def test_a_run_is_worked_to_its_answer_and_tells_of_each_step(ground: Host
     assert found.started_at is not None
     assert (found.end.answer, found.end.stop_reason, found.end.steps) == ("done", "answered", 2)
     assert (found.metadata, found.priority, found.instruction) == ({"for": "me"}, 3, "say it")
-    told = [name for name in types(events) if name not in ("ModelAsked", "ModelAnswered")]
+    reported_events = [name for name in types(events) if name not in ("ModelAsked", "ModelAnswered")]
     step = ["StepStarted", "CallStarted", "CallSent", "CallFinished", "StepFinished"]
-    assert told == [
+    assert reported_events == [
         "SandboxReady",
         "RunStarted",
         *step,
@@ -66,7 +66,7 @@ async def test_a_run_is_worked_to_its_answer_and_tells_of_each_step(ground: Host
     assert (events[-1]["state"], events[-1]["answer"]) == ("succeeded", "done")
 
 
-async def test_the_transcript_is_told_while_the_run_works_and_whole_afterwards(make_hosted: MadeHosted) -> None:
+async def test_the_transcript_is_reported_while_the_run_works_and_whole_afterwards(make_hosted: MadeHosted) -> None:
     reached, go_on = asyncio.Event(), asyncio.Event()
 
     async def wait(call: Any, _: Any) -> Any:
@@ -257,7 +257,7 @@ async def test_a_run_that_waits_is_cancelled_at_once(ground: HostedGround) -> No
     assert await ground.queue.claim(9) == []
 
 
-async def test_a_run_that_is_worked_is_ended_by_whoever_works_it(make_hosted: MadeHosted) -> None:
+async def test_a_running_run_is_ended_by_its_own_process(make_hosted: MadeHosted) -> None:
     reached, never = asyncio.Event(), asyncio.Event()
 
     async def hang(call: Any, _: Any) -> Any:
@@ -271,7 +271,7 @@ async def test_a_run_that_is_worked_is_ended_by_whoever_works_it(make_hosted: Ma
         assert (await ground.runs.cancel("acme", run)).state is HostedState.RUNNING
         found = await ground.ended(run)
     assert found.state is HostedState.CANCELLED
-    assert types(await ground.told(run)).count("RunEnded") == 1
+    assert types(await ground.stored_events(run)).count("RunEnded") == 1
     assert await ground.client.zcard("toolcrew:d:runs:cancels") == 0
 
 
@@ -281,7 +281,7 @@ async def test_a_run_whose_holder_died_is_cancelled_at_once(ground: HostedGround
     assert (await ground.runs.cancel("acme", run)).state is HostedState.CANCELLED
 
 
-async def test_a_run_whose_holder_dies_after_it_was_cancelled_is_gone_on_with_by_nobody(ground: HostedGround) -> None:
+async def test_a_cancelled_run_whose_holder_dies_is_not_continued(ground: HostedGround) -> None:
     run = await ground.start()
     claim = await ground.claimed()
     await ground.runs.cancel("acme", run)
@@ -306,8 +306,8 @@ async def test_what_an_operator_ends_is_in_the_audit_and_what_a_tenant_ends_is_n
     await ground.runs.cancel("acme", first, actor=operator)
     await ground.runs.cancel("acme", second, actor=owner)
     assert (await refused(ground.runs.cancel("zeta", second, actor=operator))).code is ErrorCode.FILE_NOT_FOUND
-    (told,) = (await Audit(ground.client, "d").read()).entries
-    assert (told.entry.action, told.entry.tenant, told.entry.target, told.entry.actor) == (
+    (result,) = (await Audit(ground.client, "d").read()).entries
+    assert (result.entry.action, result.entry.tenant, result.entry.target, result.entry.actor) == (
         "run.cancel",
         "acme",
         first,
@@ -326,7 +326,7 @@ async def test_a_run_that_has_ended_stays_as_it_is(ground: HostedGround) -> None
 
 
 @pytest.mark.parametrize("name", ["0" * 24, "@runs", "x:events", "*", "", "a" * 65, "é"])
-async def test_what_is_no_run_is_told_alike(ground: HostedGround, name: str) -> None:
+async def test_what_is_no_run_is_reported_alike(ground: HostedGround, name: str) -> None:
     await ground.start()
     for asked in (ground.runs.get, ground.runs.cancel, ground.runs.transcript):
         assert (await refused(asked("acme", name))).code is ErrorCode.FILE_NOT_FOUND
@@ -341,7 +341,7 @@ async def test_a_run_of_another_tenant_and_an_item_of_a_batch_are_none(ground: H
     assert (await ground.runs.get("zeta", theirs)).state is HostedState.QUEUED
 
 
-async def test_the_standing_batch_is_nobodys_to_touch(ground: HostedGround) -> None:
+async def test_the_standing_batch_cannot_be_changed(ground: HostedGround) -> None:
     await ground.start()
     batches = Batches(ground.queue, BatchEventWriter(ground.client, "d"), "acme")
     for asked in (batches.cancel, batches.resume, batches.status, batches.custom_ids):

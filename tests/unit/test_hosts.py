@@ -60,7 +60,7 @@ async def test_reports_are_read_again_only_when_they_are_old(
     assert len(await hosts.reports()) == 1
 
 
-async def test_the_report_of_another_release_is_left_out_and_told_once(
+async def test_the_report_of_another_release_is_left_out_and_reported_once(
     ground: HostGround, hosts: HostStore, caplog: pytest.LogCaptureFixture
 ) -> None:
     ground.hosts().report(build_report())
@@ -69,7 +69,7 @@ async def test_the_report_of_another_release_is_left_out_and_told_once(
     assert ["host_report_unreadable" in record.getMessage() for record in caplog.records] == [True]
 
 
-async def test_without_redis_nobody_is_known_and_it_is_said_so() -> None:
+async def test_without_redis_no_key_is_known_and_that_is_reported() -> None:
     client = open_redis(BrokerSettings.model_validate({"redis_url": "redis://:x@127.0.0.1:1/0"}))
     with pytest.raises(BrokerUnavailable, match="Redis does not answer"):
         await HostStore(client, DEPLOYMENT).reports()
@@ -139,7 +139,7 @@ async def test_a_drain_begins_when_the_worker_says_so(worker: Worker, hosts: Hos
     assert worker.orders == [False]
 
 
-async def test_an_order_that_is_not_taken_is_told(
+async def test_an_order_that_is_not_taken_is_reported(
     worker: Worker, hosts: HostStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(drains, "ACCEPTED_WITHIN_S", 0.5)
@@ -160,7 +160,7 @@ async def test_a_host_whose_files_would_be_lost_is_not_drained_unless_that_is_me
     assert worker.orders == [True]
 
 
-async def test_an_order_for_another_worker_or_of_a_forger_drains_nobody(
+async def test_an_order_for_another_worker_or_of_a_forger_drains_no_worker(
     worker: Worker, hosts: HostStore, ground: HostGround
 ) -> None:
     other = build_report("host.b.b1", store="shared")
@@ -179,17 +179,17 @@ async def test_an_order_for_another_worker_or_of_a_forger_drains_nobody(
     assert (worker.refused, worker.orders) == (["wrong_task", "signature"], [])
 
 
-async def test_the_end_of_a_drain_is_told_apart_from_a_loss(
+async def test_the_end_of_a_drain_is_distinguished_from_a_loss(
     worker: Worker, hosts: HostStore, ground: HostGround
 ) -> None:
     (report,) = await hosts.read()
     await order_drain(hosts, report, KEY)
-    told = []
+    messages = []
     async for state, last in follow_drain(hosts, report):
-        told.append((state, last.trouble))
+        messages.append((state, last.trouble))
         if state == "draining":
             ground.hosts().leave("drained", report)
-    assert told == [("draining", "draining: 2 sessions left"), ("drained", "draining: 2 sessions left")]
+    assert messages == [("draining", "draining: 2 sessions left"), ("drained", "draining: 2 sessions left")]
 
     ground.hosts().report(report)
     ground.redis.delete(host_key(DEPLOYMENT, QUEUE))
@@ -280,7 +280,7 @@ def test_without_a_pool_there_are_no_hosts(monkeypatch: pytest.MonkeyPatch) -> N
 # --- what a worker says of itself -------------------------------------------------------------------------------------
 
 
-def test_a_report_tells_what_sandboxd_says_and_its_silence() -> None:
+def test_a_report_reports_what_sandboxd_says_and_its_silence() -> None:
     status = {
         "boot": "b1",
         "sessions": 3,

@@ -29,7 +29,7 @@ WORDS = {
 
 
 @pytest.mark.parametrize(("words", "says"), WORDS.items(), ids=range(len(WORDS)))
-def test_a_fault_of_the_image_is_told_with_its_name(words: str, says: str) -> None:
+def test_a_fault_of_the_image_is_reported_with_its_name(words: str, says: str) -> None:
     sentence = explain_start_failure(words, "acme/tools:1")
     assert sentence is not None
     assert sentence.startswith("image acme/tools:1 cannot be a sandbox: ")

@@ -195,7 +195,7 @@ async def test_a_skill_whose_tenant_is_removed_while_it_is_examined_is_not_insta
     await ground.desk("default").install(tmp_path / "echo")
 
 
-async def test_a_record_that_is_none_stands_in_nobodys_way(ground: Ground, tmp_path: Path) -> None:
+async def test_an_invalid_record_blocks_nothing(ground: Ground, tmp_path: Path) -> None:
     tenants = RedisTenants(ground.client, "d", KEY)
     await tenants.add("acme", TenantPolicy())
     for name, junk in (("bad", b"x"), ("odd", b"[1]"), ("half", b'{"skill": 3}')):

@@ -27,16 +27,16 @@ def in_process(work: Callable[[Told], None]) -> Told:
     """Run `work` in its own process and return its report. The test's timers and signals are not touched."""
 
     def run(told_to: Connection) -> None:
-        told: Told = []
-        work(told)
-        told_to.send(told)
+        messages: Told = []
+        work(messages)
+        told_to.send(messages)
 
     ours, theirs = FORK.Pipe(duplex=False)
     process = FORK.Process(target=run, args=(theirs,))
     process.start()
     theirs.close()
     try:
-        return list(ours.recv()) if ours.poll(20) else ["nothing told"]
+        return list(ours.recv()) if ours.poll(20) else ["no outcome"]
     except EOFError:
         process.join(5)
         return [f"ended by signal {-(process.exitcode or 0)}"]
@@ -52,27 +52,27 @@ def signal_self() -> None:
 class Desk:
     """Interrupts that record the outcomes of their calls."""
 
-    def __init__(self, told: Told) -> None:
+    def __init__(self, value: Told) -> None:
         self.board = CancelBoard()
-        self.told = told
-        self.interrupts = CallInterrupts(self.board, lambda: told.append("cleaned up"))
+        self.outcomes = value
+        self.interrupts = CallInterrupts(self.board, lambda: value.append("cleaned up"))
 
     def run(self, call_id: str, work: Callable[[], str], *, limit_s: float = 30.0) -> None:
         try:
             call, context = build_call(call_id=call_id), build_context(timeout_s=limit_s)
-            self.told.append(self.interrupts.run(ToolEnvironment(call, context, WorkerResources({})), work))
+            self.outcomes.append(self.interrupts.run(ToolEnvironment(call, context, WorkerResources({})), work))
         except ToolFailure as interrupted:
-            self.told.append(f"{interrupted.code}: {interrupted}")
+            self.outcomes.append(f"{interrupted.code}: {interrupted}")
 
 
 def test_a_signal_at_the_limit_ends_the_call_as_timed_out() -> None:
-    def work(told: Told) -> None:
+    def work(value: Told) -> None:
         def wait() -> str:
             time.sleep(0.1)
             signal_self()
             return "survived"
 
-        Desk(told).run("c1", wait, limit_s=0.1)
+        Desk(value).run("c1", wait, limit_s=0.1)
 
     assert in_process(work) == ["cleaned up", "TIMEOUT: echo did not end within its limit of 0.1 s and was stopped"]
 
@@ -80,12 +80,12 @@ def test_a_signal_at_the_limit_ends_the_call_as_timed_out() -> None:
 def test_a_signal_for_the_call_before_does_nothing_to_this_one() -> None:
     """Celery's signal may be under way when its call ends."""
 
-    def work(told: Told) -> None:
+    def work(value: Told) -> None:
         def early() -> str:
             signal_self()
             return "went on"
 
-        desk = Desk(told)
+        desk = Desk(value)
         desk.run("c1", lambda: "first")
         signal_self()
         desk.run("c2", early)
@@ -94,17 +94,17 @@ def test_a_signal_for_the_call_before_does_nothing_to_this_one() -> None:
 
 
 def test_a_signal_before_the_first_call_does_nothing() -> None:
-    def work(told: Told) -> None:
-        Desk(told).interrupts.listen()
+    def work(value: Told) -> None:
+        Desk(value).interrupts.listen()
         signal_self()
-        told.append("still here")
+        value.append("still here")
 
     assert in_process(work) == ["still here"]
 
 
 def test_a_cancelled_call_is_ended_and_another_is_not() -> None:
-    def work(told: Told) -> None:
-        desk = Desk(told)
+    def work(value: Told) -> None:
+        desk = Desk(value)
 
         def interrupted() -> str:
             signal_self()
@@ -120,8 +120,8 @@ def test_a_cancelled_call_is_ended_and_another_is_not() -> None:
 
 
 def test_a_cancel_is_no_exception_that_a_tool_could_swallow_by_accident() -> None:
-    def work(told: Told) -> None:
-        desk = Desk(told)
+    def work(value: Told) -> None:
+        desk = Desk(value)
 
         def swallow() -> str:
             desk.board.mark("acme", "c1")
@@ -139,8 +139,8 @@ def test_a_cancel_is_no_exception_that_a_tool_could_swallow_by_accident() -> Non
 def test_a_cancelled_call_that_cleans_up_in_time_leaves_its_process_alive(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("workers.interrupts.POOL_GRACE_S", 0.3)
 
-    def work(told: Told) -> None:
-        desk = Desk(told)
+    def work(value: Told) -> None:
+        desk = Desk(value)
 
         def clean() -> str:
             desk.board.mark("acme", "c1")
@@ -152,7 +152,7 @@ def test_a_cancelled_call_that_cleans_up_in_time_leaves_its_process_alive(monkey
 
         desk.run("c1", clean)
         time.sleep(0.4)
-        told.append("alive")
+        value.append("alive")
 
     assert in_process(work)[-1] == "alive"
 
@@ -160,8 +160,8 @@ def test_a_cancelled_call_that_cleans_up_in_time_leaves_its_process_alive(monkey
 def test_a_cancelled_call_that_does_not_end_is_ended_by_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("workers.interrupts.POOL_GRACE_S", 0.1)
 
-    def work(told: Told) -> None:
-        desk = Desk(told)
+    def work(value: Told) -> None:
+        desk = Desk(value)
 
         def stay() -> str:
             desk.board.mark("acme", "c1")
@@ -170,7 +170,7 @@ def test_a_cancelled_call_that_does_not_end_is_ended_by_the_kernel(monkeypatch: 
                     signal_self()
                     time.sleep(5)
                 except BaseException:  # noqa: BLE001  # the worst of tools
-                    told.append("not yet")
+                    value.append("not yet")
 
         desk.run("c1", stay)
 
@@ -178,8 +178,8 @@ def test_a_cancelled_call_that_does_not_end_is_ended_by_the_kernel(monkeypatch: 
 
 
 def test_a_timer_that_a_tool_left_behind_does_not_end_the_next_call() -> None:
-    def work(told: Told) -> None:
-        desk = Desk(told)
+    def work(value: Told) -> None:
+        desk = Desk(value)
 
         def arm() -> str:
             signal.setitimer(signal.ITIMER_REAL, 0.1)
@@ -191,7 +191,7 @@ def test_a_timer_that_a_tool_left_behind_does_not_end_the_next_call() -> None:
     assert in_process(work) == ["armed", "went on"]
 
 
-def test_a_full_board_forgets_the_oldest_and_nobody_is_cancelled_by_mistake() -> None:
+def test_a_full_board_forgets_the_oldest_and_no_call_is_cancelled_by_mistake() -> None:
     board = CancelBoard()
     for number in range(2000):
         board.mark("acme", f"c{number}")

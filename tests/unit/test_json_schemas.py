@@ -68,7 +68,7 @@ UNIONS: list[tuple[list[Any], dict[str, Any] | None]] = [
 
 
 @pytest.mark.parametrize(("branches", "merged"), UNIONS, ids=range(len(UNIONS)))
-def test_a_union_is_told_as_types_only_where_that_means_the_same(
+def test_a_union_is_reported_as_types_only_where_that_means_the_same(
     branches: list[Any], merged: dict[str, Any] | None
 ) -> None:
     assert plain_schema({"anyOf": branches}, null_as_type=True) == (merged or {"anyOf": branches})

@@ -66,7 +66,9 @@ async def test_a_forgotten_one_is_gone(checkpoints: Checkpoints, root: Path) -> 
         await checkpoints.load("acme", saved.id, LocalGuest(), roots=(str(root),))
 
 
-async def test_a_damaged_one_is_never_told_to_be_restored(checkpoints: Checkpoints, root: Path, tmp_path: Path) -> None:
+async def test_a_damaged_one_is_never_instructed_to_be_restored(
+    checkpoints: Checkpoints, root: Path, tmp_path: Path
+) -> None:
     saved = await save(checkpoints, root)
     path = tmp_path / "store" / "acme" / f"{saved.id}.tar"
     path.write_bytes(path.read_bytes().replace(b"kept", b"kepT"))
@@ -101,7 +103,7 @@ async def test_a_tenant_keeps_so_many_and_no_more(checkpoints: Checkpoints, root
     await save(checkpoints, root)
 
 
-async def test_those_that_nobody_asked_for_do_not_count_and_go_by_their_age(
+async def test_unrequested_sandboxes_do_not_count_and_are_ordered_by_age(
     checkpoints: Checkpoints, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked_for = [(await save(checkpoints, root)).id for _ in range(2)]
@@ -137,7 +139,7 @@ async def test_ids_of_equal_files_differ_and_are_long(checkpoints: Checkpoints, 
     assert (len(ids), min(map(len, ids)) >= 24) == (2, True)
 
 
-async def test_what_nobody_remembers_can_be_cleared_away(checkpoints: Checkpoints, root: Path) -> None:
+async def test_forgotten_entries_can_be_cleared(checkpoints: Checkpoints, root: Path) -> None:
     kept, forgotten = await save(checkpoints, root), await save(checkpoints, root)
     assert await checkpoints.forget_all_but({("acme", kept.id), ("umbrella", forgotten.id)}) == 1
     assert (await checkpoints.forget("acme", forgotten.id), await checkpoints.forget("acme", kept.id)) == (False, True)

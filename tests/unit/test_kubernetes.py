@@ -150,10 +150,10 @@ def test_no_secret_has_a_value_here() -> None:
 
 
 def test_secrets_are_not_committed() -> None:
-    told = subprocess.run(
+    text = subprocess.run(
         ["git", "-C", str(ROOT), "check-ignore", "-q", "deploy/kubernetes/secrets.env"], timeout=20, check=False
     )
-    assert told.returncode == 0
+    assert text.returncode == 0
 
 
 @pytest.mark.parametrize("name", sorted(CONTAINERS))
@@ -165,7 +165,7 @@ def test_every_variable_is_a_setting(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(SERVICES))
-def test_a_service_is_told_the_same_as_by_compose(name: str) -> None:
+def test_a_service_is_reported_the_same_as_by_compose(name: str) -> None:
     ours, theirs = environment_of(name), COMPOSE["services"][name]["environment"]
     for variable in ours.keys() & theirs.keys():
         value, plain = ours[variable], re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", str(theirs[variable]))
@@ -302,14 +302,14 @@ def test_autoscalers_read_numbers_that_the_api_shows_with_a_key() -> None:
 
 def test_workers_alone_are_given_the_file_of_mcp_servers_and_what_it_names() -> None:
     for name, (workload, container) in containers().items():
-        told = [variable for variable in container.get("env", []) if variable["name"] == "TOOLCREW_MCP_SERVERS"]
+        messages = [variable for variable in container.get("env", []) if variable["name"] == "TOOLCREW_MCP_SERVERS"]
         mounts = [mount for mount in container.get("volumeMounts", []) if mount["name"] == "mcp"]
         secrets = [source["secretRef"] for source in container.get("envFrom", []) if "secretRef" in source]
         secrets = [secret for secret in secrets if secret["name"] == "mcp"]
         if name not in ("worker", "web-worker"):
-            assert (told, mounts, secrets) == ([], [], []), name
+            assert (messages, mounts, secrets) == ([], [], []), name
             continue
-        assert told[0]["valueFrom"] == {"configMapKeyRef": {"name": "mcp", "key": "path", "optional": True}}
+        assert messages[0]["valueFrom"] == {"configMapKeyRef": {"name": "mcp", "key": "path", "optional": True}}
         assert mounts == [{"name": "mcp", "mountPath": "/etc/toolcrew-mcp", "readOnly": True}]
         assert secrets == [{"name": "mcp", "optional": True}]
         assert {"name": "mcp", "configMap": {"name": "mcp", "optional": True}} in pod_of(workload)["volumes"]
@@ -333,13 +333,13 @@ def test_the_skills_of_the_operator_are_mounted_read_only_in_the_worker_of_sandb
 
 
 def test_compose_hands_the_file_of_mcp_servers_on_to_workers_alone() -> None:
-    told = {
+    environment = {
         name
         for name, service in COMPOSE["services"].items()
         if "TOOLCREW_MCP_SERVERS" in (service.get("environment") or {})
     }
-    assert told == {"worker", "web-worker"}
-    assert all(COMPOSE["services"][name]["environment"]["TOOLCREW_MCP_SERVERS"] is None for name in told)
+    assert environment == {"worker", "web-worker"}
+    assert all(COMPOSE["services"][name]["environment"]["TOOLCREW_MCP_SERVERS"] is None for name in environment)
 
 
 def test_the_page_of_mcp_servers_puts_their_file_where_workers_look_for_it() -> None:

@@ -321,6 +321,6 @@ def test_a_strictness_that_contradicts_is_an_error(form: dict[str, Any]) -> None
 
 
 @pytest.mark.parametrize("inner", [{}, {"name": "t"}, {"name": "t", "inputSchema": {}}, None, "t"])
-def test_a_bedrock_tool_that_lacks_a_part_is_told_how_one_looks(inner: Any) -> None:
+def test_an_incomplete_bedrock_tool_is_refused_with_an_example(inner: Any) -> None:
     with pytest.raises(ValueError, match="Bedrock's form"):
         convert_to_openai_tool({"toolSpec": inner})

@@ -90,10 +90,10 @@ class Refusing(BaseTool):
         raise ToolException(f"no {what} today")
 
 
-def runnable_tool(function: Any, **told: Any) -> Any:
+def runnable_tool(function: Any, **fields: Any) -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # LangChain calls it beta
-        return RunnableLambda(function).as_tool(name="run_it", description="Run it.", **told)
+        return RunnableLambda(function).as_tool(name="run_it", description="Run it.", **fields)
 
 
 def upper(text: str) -> str:
@@ -123,13 +123,13 @@ def test_every_kind_of_tool_runs_with_a_models_arguments(made: Any, arguments: d
     assert (result.error, result.output) == (None, output)
 
 
-def test_a_model_is_told_the_tools_own_parameters() -> None:
-    told = parameters(add)
-    assert told["properties"] == {
+def test_a_model_receives_the_tools_own_parameters() -> None:
+    result = parameters(add)
+    assert result["properties"] == {
         "a": {"type": "integer", "description": "The first."},
         "b": {"type": "integer", "description": "The second.", "default": 2},
     }
-    assert (told["required"], as_tool(add).spec.description) == (["a"], "Add two numbers.")
+    assert (result["required"], as_tool(add).spec.description) == (["a"], "Add two numbers.")
     assert parameters(StructuredTool(name="by_schema", description="d", args_schema=A_AND_B, func=subtract)) == A_AND_B
 
 
@@ -171,7 +171,7 @@ def test_what_models_must_not_choose_is_hidden_and_keeps_its_default() -> None:
 
 def test_a_tool_that_wants_the_calls_id_gets_ours() -> None:
     @tool
-    def told(word: str, tool_call_id: Annotated[str, InjectedToolCallId]) -> str:
+    def echo_call_id(word: str, tool_call_id: Annotated[str, InjectedToolCallId]) -> str:
         """Tell."""
         return f"{word} {tool_call_id}"
 
@@ -183,7 +183,7 @@ def test_a_tool_that_wants_the_calls_id_gets_ours() -> None:
         """Tell."""
         return f"{word} {tool_call_id}"
 
-    assert call(told, word="a").output == "a call-1"
+    assert call(echo_call_id, word="a").output == "a call-1"
     assert call(told_by_schema, word="a").output == "a call-1"
 
 

@@ -77,9 +77,9 @@ def test_a_result_that_cannot_be_kept_says_that_the_call_has_run(
     error: Exception, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tasks, "KEEP_WAIT_S", 0.01)
-    told = decode_result(
+    reply = decode_result(
         encode_result_message(result("x" * 100_000), CALL, CONTEXT, Failing(1_000_000, error), KEY), SEAL
     )
-    assert (told.success, told.error_code) == (False, ErrorCode.OUTCOME_UNKNOWN)
-    assert "has run" in str(told.error)
-    assert str(error) in str(told.error)
+    assert (reply.success, reply.error_code) == (False, ErrorCode.OUTCOME_UNKNOWN)
+    assert "has run" in str(reply.error)
+    assert str(error) in str(reply.error)

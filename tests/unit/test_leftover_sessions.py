@@ -70,7 +70,7 @@ async def test_a_sandbox_that_was_made_too_late_goes(host: Host) -> None:
     assert not host.sandboxd.rows
 
 
-async def test_only_what_redis_tells_counts(host: Host) -> None:
+async def test_only_what_redis_reports_counts(host: Host) -> None:
     """Redis may have been flushed, or be used by a program that needs no queue."""
     host.sandboxd.add("acme:unknown")
     await host.open("here")

@@ -92,13 +92,13 @@ async def test_a_tool_knows_whether_somebody_watches(pool: SwitchedPool, client:
 
 
 @pytest.mark.parametrize(("name", "shown", "code"), [("fail", "it breaks", "NO_MATCH"), ("bug", "so far", "INTERNAL")])
-async def test_what_a_failing_call_has_shown_is_heard(client: ToolClient, name: str, shown: str, code: str) -> None:
+async def test_output_of_a_failing_call_arrives(client: ToolClient, name: str, shown: str, code: str) -> None:
     screen = Screen()
     result = await (await client.open_session()).call(name, {}, on_output=screen.show)
     assert (screen.text, result.error_code) == (shown, code)
 
 
-async def test_output_comes_while_the_call_runs_and_a_cancelled_one_is_heard_no_more(
+async def test_output_arrives_while_the_call_runs_and_stops_after_a_cancellation(
     pool: SwitchedPool, client: ToolClient, tools: Tools
 ) -> None:
     begun, pieces = asyncio.Event(), list[str]()
@@ -118,7 +118,7 @@ async def test_output_comes_while_the_call_runs_and_a_cancelled_one_is_heard_no_
     assert pieces == ["begun"]
 
 
-async def test_the_repetition_of_a_call_is_not_heard_in_place_of_the_first(client: ToolClient, tools: Tools) -> None:
+async def test_events_of_a_repeated_call_do_not_replace_those_of_the_first(client: ToolClient, tools: Tools) -> None:
     begun, pieces = asyncio.Event(), list[str]()
 
     def on_output(_: str, text: str) -> None:
@@ -142,24 +142,24 @@ async def test_a_program_whose_function_raises_gets_its_result(client: ToolClien
     assert (await (await client.open_session()).call("count", {}, on_output=broken)).success
 
 
-async def test_a_run_tells_output_between_the_start_and_the_end_of_its_call(client: ToolClient) -> None:
+async def test_a_run_reports_output_between_the_start_and_the_end_of_its_call(client: ToolClient) -> None:
     seen: list[RunEvent] = []
     model = ScriptedModel([Calls([("count", {})]), "ok"])
     await client.run("go", session=await client.open_session(), model=model, on_event=seen.append)
-    told = [event for event in seen if isinstance(event, CallStarted | OutputArrived | CallFinished)]
-    assert isinstance(told[0], CallStarted)
-    assert isinstance(told[-1], CallFinished)
-    pieces = [event for event in told if isinstance(event, OutputArrived)]
-    assert len(pieces) == len(told) - 2 > 0
+    messages = [event for event in seen if isinstance(event, CallStarted | OutputArrived | CallFinished)]
+    assert isinstance(messages[0], CallStarted)
+    assert isinstance(messages[-1], CallFinished)
+    pieces = [event for event in messages if isinstance(event, OutputArrived)]
+    assert len(pieces) == len(messages) - 2 > 0
     assert "".join(piece.text for piece in pieces) == "0\n1\n2\n"
-    assert {piece.call_id for piece in pieces} == {told[0].call.id}
+    assert {piece.call_id for piece in pieces} == {messages[0].call.id}
     assert pieces[0].to_json()["type"] == "OutputArrived"
 
 
 @pytest.mark.parametrize(
     "listening", [{}, {"on_event": lambda _: None, "shows_output": False}], ids=["nobody", "not to output"]
 )
-async def test_a_run_whose_output_nobody_wants_asks_for_none(
+async def test_a_run_whose_output_has_no_reader_requests_none(
     pool: SwitchedPool, client: ToolClient, listening: dict[str, Any]
 ) -> None:
     model = ScriptedModel([Calls([("count", {})]), "ok"])

@@ -54,7 +54,7 @@ async def test_a_call_comes_back_as_json_text() -> None:
 
 
 @pytest.mark.parametrize("arguments", [{}, {"city": 5}, {"city": "Oslo", "town": "x"}])
-async def test_arguments_that_do_not_fit_are_told_and_nothing_runs(arguments: dict[str, Any]) -> None:
+async def test_arguments_that_do_not_fit_are_reported_and_nothing_runs(arguments: dict[str, Any]) -> None:
     result = await call(LocalTools([get_weather]), "get_weather", **arguments)
     assert result.error_code is ErrorCode.INVALID_ARGUMENTS
 
@@ -109,7 +109,7 @@ async def test_an_argument_called_timeout_is_the_functions_own() -> None:
 # Approvals
 
 
-async def test_a_dangerous_tool_is_refused_when_nobody_can_be_asked() -> None:
+async def test_a_dangerous_tool_is_refused_without_an_approver() -> None:
     result = await call(LocalTools([wipe]), "wipe")
     assert (result.error_code, "approver" in str(result.error)) == (ErrorCode.PERMISSION_DENIED, True)
 
@@ -129,7 +129,7 @@ async def test_an_approver_decides_and_may_change_the_arguments() -> None:
 # Surroundings
 
 
-async def test_a_function_is_told_whose_call_it_is() -> None:
+async def test_a_function_learns_whose_call_it_is() -> None:
     seen: list[CallContext] = []
     tools = LocalTools(
         [{"name": "look", "description": "Looks.", "execute": lambda args, context: seen.append(context)}],
@@ -185,7 +185,7 @@ async def test_the_options_limit_holds_for_tools_that_name_none() -> None:
     assert "did not end within its limit of 0.05 s" in model.requests[1].messages[-1]["content"]
 
 
-async def test_a_run_tells_its_calls_whose_they_are_and_its_model_how_to_behave() -> None:
+async def test_a_run_reports_its_calls_whose_they_are_and_its_model_how_to_behave() -> None:
     seen: list[CallContext] = []
     tools = LocalTools(
         [{"name": "look", "description": "Looks.", "execute": lambda args, context: seen.append(context)}]

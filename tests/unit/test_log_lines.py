@@ -41,8 +41,8 @@ def build(form: str = "json", secrets: dict[str, str] | None = None, event: str 
 
 
 def read(**fields: Any) -> dict[str, Any]:
-    told: dict[str, Any] = json.loads(build(**fields))
-    return told
+    reply: dict[str, Any] = json.loads(build(**fields))
+    return reply
 
 
 def test_a_line_begins_with_when_how_urgent_what_and_whose() -> None:
@@ -104,7 +104,7 @@ def test_secrets_are_struck_out_by_the_name_of_their_field_and_wherever_their_va
         api_key="tiny",
         error=f"cannot reach redis://:{PASSWORD}@db/0 and redis://x:other-word@db/0",
         listed=[f"a {PASSWORD}"],
-        told={"deep": PASSWORD},
+        nested={"deep": PASSWORD},
     )
     assert not [word for word in (PASSWORD, "tiny", "other-word") if word in line]
 
@@ -113,7 +113,7 @@ def test_a_secret_at_the_edge_of_a_cut_is_not_half_shown() -> None:
     assert "correct-h" not in build(secrets={"s": PASSWORD}, text="x" * 1990 + PASSWORD + "y" * 100)
 
 
-def test_an_exception_is_told_with_its_causes_and_its_place_on_the_same_line() -> None:
+def test_an_exception_is_reported_with_its_causes_and_its_place_on_the_same_line() -> None:
     def fail() -> None:
         try:
             raise KeyError("a\nb")
@@ -122,13 +122,13 @@ def test_an_exception_is_told_with_its_causes_and_its_place_on_the_same_line() -
 
     with pytest.raises(ValueError, match="outer") as raised:
         fail()
-    told = read(exc_info=raised.value)
-    assert told["exception"] == "ValueError: outer; caused by KeyError: 'a\\nb'"
-    assert "unit/test_log_lines.py:" in told["traceback"]
-    assert " fail" in told["traceback"]
+    result = read(exc_info=raised.value)
+    assert result["exception"] == "ValueError: outer; caused by KeyError: 'a\\nb'"
+    assert "unit/test_log_lines.py:" in result["traceback"]
+    assert " fail" in result["traceback"]
 
 
-def test_a_group_tells_what_is_in_it_and_a_ring_of_causes_ends() -> None:
+def test_a_group_reports_what_is_in_it_and_a_ring_of_causes_ends() -> None:
     one, other = ValueError("one"), KeyError("other")
     one.__cause__, other.__cause__ = other, one
     assert (
@@ -137,7 +137,7 @@ def test_a_group_tells_what_is_in_it_and_a_ring_of_causes_ends() -> None:
     )
 
 
-def test_an_exception_that_cannot_be_shown_is_told_all_the_same() -> None:
+def test_an_exception_that_cannot_be_shown_is_reported_all_the_same() -> None:
     class Mute(Exception):
         def __str__(self) -> str:
             raise RuntimeError
@@ -149,8 +149,8 @@ def test_an_exception_that_cannot_be_shown_is_told_all_the_same() -> None:
 def test_records_of_libraries_are_one_event_with_their_words() -> None:
     lines = RecordLines(LogLines(Masker()))
     record = logging.LogRecord("celery.worker", logging.WARNING, "f", 1, "lost %s\nagain", ("x",), None)
-    told = json.loads(lines.format(record))
-    assert (told["event"], told["logger"], told["message"], told["level"]) == (
+    reply = json.loads(lines.format(record))
+    assert (reply["event"], reply["logger"], reply["message"], reply["level"]) == (
         "library_said",
         "celery.worker",
         "lost x\\nagain",

@@ -45,7 +45,7 @@ def _schema(**properties: Any) -> dict[str, Any]:
 
 
 @given(SERVERS, NAMES)
-def test_every_name_fits_and_tells_its_server(server: str, tool: str) -> None:
+def test_every_name_fits_and_reports_its_server(server: str, tool: str) -> None:
     name = build_tool_name(server, tool)
     assert FITTING.fullmatch(name)
     assert name.startswith(f"mcp__{server}__")

@@ -45,7 +45,7 @@ def send(client: "redis.Redis", counts: Counts, source: str = "one", *, is_heard
         counts.settle(sending)
 
 
-def told(client: "redis.Redis", metric: Metric, *labels: str, part: str = "") -> float:
+def read_value(client: "redis.Redis", metric: Metric, *labels: str, part: str = "") -> float:
     value = client.hget(SUMS, f"{part}\t{encode_series(metric, labels)}")
     return float(value) if value is not None else 0.0  # type: ignore[arg-type]
 
@@ -92,7 +92,7 @@ def test_a_number_that_makes_no_sense_counts_as_none(client: "redis.Redis", valu
     counts.count(TOKENS, "m", "input", by=value)
     counts.count(TOKENS, "m", "output", by=2)
     send(client, counts)
-    assert (told(client, TOKENS, "m", "input"), told(client, TOKENS, "m", "output")) == (0, 2)
+    assert (read_value(client, TOKENS, "m", "input"), read_value(client, TOKENS, "m", "output")) == (0, 2)
 
 
 def test_a_value_is_in_the_bucket_that_it_does_not_exceed(client: "redis.Redis") -> None:
@@ -101,7 +101,8 @@ def test_a_value_is_in_the_bucket_that_it_does_not_exceed(client: "redis.Redis")
         counts.observe(CALL_SECONDS, value, "bash_tool")
     send(client, counts)
     parts = {
-        part: told(client, CALL_SECONDS, "bash_tool", part=part) for part in (COUNT, SUM, "le:0.5", "le:1", "le:600")
+        part: read_value(client, CALL_SECONDS, "bash_tool", part=part)
+        for part in (COUNT, SUM, "le:0.5", "le:1", "le:600")
     }
     assert parts == {COUNT: 3, SUM: pytest.approx(1000001.00001), "le:0.5": 1, "le:1": 1, "le:600": 0}
 
@@ -113,7 +114,7 @@ def test_an_answer_that_was_lost_makes_nothing_count_twice(client: "redis.Redis"
     counts.count(CALLS, "bash_tool", "ok", "")
     send(client, counts)
     send(client, counts)
-    assert told(client, CALLS, "bash_tool", "ok", "") == 2
+    assert read_value(client, CALLS, "bash_tool", "ok", "") == 2
 
 
 def test_counts_made_during_a_send_are_sent_next(client: "redis.Redis") -> None:
@@ -135,7 +136,7 @@ def test_counts_go_on_after_redis_lost_keys(client: "redis.Redis", lost_keys: li
         client.delete(*client.keys(pattern))
     counts.count(SANDBOX_OOM)
     send(client, counts)
-    assert told(client, SANDBOX_OOM) == total
+    assert read_value(client, SANDBOX_OOM) == total
 
 
 def test_two_sources_add_up_and_a_third_that_goes_on_for_the_first_repeats_nothing(client: "redis.Redis") -> None:
@@ -143,7 +144,7 @@ def test_two_sources_add_up_and_a_third_that_goes_on_for_the_first_repeats_nothi
         counts = Counts()
         counts.set_total(SANDBOX_OOM, "", total)
         send(client, counts, source)
-    assert told(client, SANDBOX_OOM) == 9
+    assert read_value(client, SANDBOX_OOM) == 9
 
 
 def test_totals_that_go_back_take_nothing_away(client: "redis.Redis") -> None:
@@ -151,7 +152,7 @@ def test_totals_that_go_back_take_nothing_away(client: "redis.Redis") -> None:
     for total in (5, 2):
         counts.set_total(SANDBOX_OOM, "", total)
         send(client, counts)
-    assert told(client, SANDBOX_OOM) == 5
+    assert read_value(client, SANDBOX_OOM) == 5
 
 
 def test_models_that_a_program_invents_fill_neither_it_nor_redis(client: "redis.Redis") -> None:
@@ -164,7 +165,7 @@ def test_models_that_a_program_invents_fill_neither_it_nor_redis(client: "redis.
     fields = [parse_field(field.decode()) for field in client.hkeys(SUMS)]  # type: ignore[union-attr]
     series = {parsed[2] for parsed in fields if parsed is not None}
     assert len(series) == TOKENS.max_series + 1
-    assert told(client, TOKENS, OTHER, OTHER) == 5 * TOKENS.max_series
+    assert read_value(client, TOKENS, OTHER, OTHER) == 5 * TOKENS.max_series
 
 
 def test_a_histogram_that_is_too_much_goes_under_other_whole(client: "redis.Redis") -> None:
@@ -175,8 +176,8 @@ def test_a_histogram_that_is_too_much_goes_under_other_whole(client: "redis.Redi
     late = Counts()
     late.observe(CALL_SECONDS, 1, "late")
     send(client, late, "two")
-    assert [told(client, CALL_SECONDS, OTHER, part=part) for part in (COUNT, SUM, "le:1")] == [1, 1, 1]
-    assert [told(client, CALL_SECONDS, "late", part=part) for part in (COUNT, SUM, "le:1")] == [0, 0, 0]
+    assert [read_value(client, CALL_SECONDS, OTHER, part=part) for part in (COUNT, SUM, "le:1")] == [1, 1, 1]
+    assert [read_value(client, CALL_SECONDS, "late", part=part) for part in (COUNT, SUM, "le:1")] == [0, 0, 0]
 
 
 def test_invalid_values_are_replaced_by_counts(client: "redis.Redis") -> None:
@@ -185,7 +186,7 @@ def test_invalid_values_are_replaced_by_counts(client: "redis.Redis") -> None:
     counts = Counts()
     counts.count(SANDBOX_OOM)
     send(client, counts)
-    assert told(client, SANDBOX_OOM) == 1
+    assert read_value(client, SANDBOX_OOM) == 1
 
 
 @given(st.lists(st.tuples(st.sampled_from(["a", "b"]), st.integers(1, 9), st.booleans()), max_size=20))
@@ -198,4 +199,4 @@ def test_lost_replies_do_not_change_the_counts(redis_process: RedisProcess, stor
             send(client, counts[source], source, is_heard=is_heard)
         for source in counts:
             send(client, counts[source], source)
-        assert told(client, SANDBOX_OOM) == sum(by for _, by, _ in story)
+        assert read_value(client, SANDBOX_OOM) == sum(by for _, by, _ in story)

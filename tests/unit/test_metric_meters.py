@@ -178,7 +178,9 @@ def story(*, is_sent: bool, code: ErrorCode | None = None) -> list[RunEvent]:
 ENDED = RunFinished(run="r", answer="", stop_reason="answered", clocks=Clocks())
 
 
-async def test_a_run_tells_tokens_steps_its_end_and_the_calls_that_were_never_sent(redis_server: RedisProcess) -> None:
+async def test_a_run_reports_tokens_steps_its_end_and_the_calls_that_were_never_sent(
+    redis_server: RedisProcess,
+) -> None:
     async with open_tally(redis_server) as (tally, page):
         run_events = list[RunEvent]()
         tell = tally.watch_run(run_events.append, None)

@@ -76,7 +76,7 @@ def queue_call(client: "redis.Redis", queue: str, age_s: float, call: str = "c1"
     )
 
 
-async def test_a_deployment_without_anything_tells_zeros_that_promtool_takes(page: MetricsPage) -> None:
+async def test_a_deployment_without_anything_reports_zeros_that_promtool_takes(page: MetricsPage) -> None:
     text = await page.render()
     series = read_page(text)
     assert series[key("toolcrew_sandbox_oom_total")] == 0
@@ -115,7 +115,7 @@ async def test_openmetrics_names_families_without_total_and_ends(page: MetricsPa
     assert not choose_format("text/plain")
 
 
-async def test_hosts_tell_their_load_and_their_sandboxes(page: MetricsPage, client: "redis.Redis") -> None:
+async def test_hosts_report_their_load_and_their_sandboxes(page: MetricsPage, client: "redis.Redis") -> None:
     web = build_report("h1", queue="pool.h1.a", kind="web", slots=2, busy=1, max_sessions=0, max_sandboxes=0)
     other = build_report(
         "h1", queue="pool.h1.b", kind="web", slots=2, busy=2, max_sessions=0, max_sandboxes=0, draining=True
@@ -191,7 +191,7 @@ async def test_a_foreign_message_is_counted(page: MetricsPage, client: "redis.Re
     assert series.get(key("toolcrew_queue_oldest_message_seconds", queue=POOL_WEB), 0.0) in (0.0, 86400.0)
 
 
-async def test_admission_tells_who_runs_and_who_waits(page: MetricsPage, client: "redis.Redis") -> None:
+async def test_admission_reports_who_runs_and_who_waits(page: MetricsPage, client: "redis.Redis") -> None:
     client.hset(
         tenants_key(DEPLOYMENT), mapping={"acme": TenantPolicy().model_dump_json(), "idle": "{}", "#version": "x"}
     )

@@ -107,7 +107,7 @@ async def test_the_demo_script_runs_the_command(dialect: Dialect, request_text: 
     assert "42 out" in answer
 
 
-def test_the_demo_script_tells_of_a_failure() -> None:
+def test_the_demo_script_reports_of_a_failure() -> None:
     assert (
         demo_script()([{"role": "tool", "content": "Error [TIMEOUT]: too slow"}])
         == "The tool failed. Error [TIMEOUT]: too slow"

@@ -110,7 +110,7 @@ async def test_the_hub_gets_the_same_file_name(tmp_path: Path) -> None:
     assert heads[0].startswith("GET /owner/repo/resolve/main/tiny.gguf ")
 
 
-async def test_a_download_goes_on_where_it_stopped_and_tells_its_progress(tmp_path: Path) -> None:
+async def test_a_download_goes_on_where_it_stopped_and_reports_its_progress(tmp_path: Path) -> None:
     put(tmp_path / "cache" / "tiny.gguf.part", CONTENT[:1000])
     progress: list[tuple[int, int]] = []
     async with hub(CONTENT) as (url, heads):

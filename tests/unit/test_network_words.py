@@ -25,7 +25,7 @@ def test_with_egress_the_description_of_bash_names_the_hosts_and_no_longer_says_
     assert described.network == words
 
 
-def test_a_tool_of_another_pool_has_no_sandbox_to_tell_of() -> None:
+def test_a_tool_of_another_pool_has_no_sandbox_to_report_of() -> None:
     bash = next(spec for spec in build_registry().specs() if spec.name == "bash_tool").model_copy(
         update={"pool": "web"}
     )

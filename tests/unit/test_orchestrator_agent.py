@@ -215,7 +215,7 @@ async def test_a_wall_clock_budget_ends_what_is_running_and_keeps_the_last_reply
 # Events
 
 
-async def test_events_tell_the_run_in_order() -> None:
+async def test_events_report_the_run_in_order() -> None:
     seen: list[RunEvent] = []
     await work(ScriptedModel([Calls([("echo", {"text": "a"})], "Let me see."), "done"]), seen=seen)
     kinds = [

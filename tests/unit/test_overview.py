@@ -66,7 +66,7 @@ async def test_hosts_are_listed_as_they_report(client: "redis.asyncio.Redis", re
     assert [report.busy for report in seen.hosts] == [3, 1]
 
 
-async def test_a_queue_tells_what_waits_and_for_how_long(
+async def test_a_queue_reports_what_waits_and_for_how_long(
     client: "redis.asyncio.Redis", reader: OverviewReader, redis_server: RedisProcess
 ) -> None:
     await report_host(client)
@@ -121,7 +121,7 @@ async def test_tenants_with_calls_come_first_with_their_shares_and_unregistered_
     assert "cannot be verified" in tenant_rows["torn"].trouble
 
 
-async def test_a_tenant_that_its_own_rate_stops_is_told_with_what_waits(
+async def test_a_tenant_that_its_own_rate_stops_is_reported_with_what_waits(
     client: "redis.asyncio.Redis", reader: OverviewReader, redis_server: RedisProcess
 ) -> None:
     await report_host(client)

@@ -143,7 +143,7 @@ async def test_in_an_open_pool_every_name_is_paused_with_the_default_one(ground:
     assert await claimed(ground) == ["anybody/b-1"]
 
 
-async def test_words_in_a_policy_pause_nobody(ground: RunGround) -> None:
+async def test_text_in_a_policy_pauses_no_tenant(ground: RunGround) -> None:
     """The aim: to stop a tenant by the name of a tool."""
     await RedisTenants(ground.client, "d", KEY).add(
         "acme", TenantPolicy(tools=('x","is_paused":true,"y":"', '"is_paused":true'))

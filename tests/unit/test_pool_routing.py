@@ -79,7 +79,7 @@ async def test_a_cancelled_call_notifies_its_pool() -> None:
     assert (queue, order.name, order.arguments) == (POOL_WEB, "session.cancel", {"call_id": "c7"})
 
 
-async def test_a_cancelled_call_beside_a_sandbox_is_its_sessions_to_tell() -> None:
+async def test_a_cancelled_call_beside_a_sandbox_is_its_sessions_to_report() -> None:
     assert (await cancel_in_flight(build_spec(), build_call())).commands == []
 
 

@@ -151,7 +151,7 @@ def test_a_recursive_schema_is_described_once() -> None:
         ({"pool": "local", "max_timeout_s": 5}, "(no sandbox; time limit 5 s)"),
     ],
 )
-def test_the_prompt_tells_each_tools_network_and_time_limit(fields: dict[str, Any], limits: str) -> None:
+def test_the_prompt_reports_each_tools_network_and_time_limit(fields: dict[str, Any], limits: str) -> None:
     assert describe_tools([build_spec(**fields)]).splitlines()[-1] == f"  {limits}"
 
 

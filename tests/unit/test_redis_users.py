@@ -259,7 +259,7 @@ def test_the_command_writes_the_requested_roles(folder: Path) -> None:
     assert [line.split()[1] for line in lines] == ["default", "worker", "web"]
 
 
-def test_the_command_tells_programs_what_it_wrote(folder: Path) -> None:
+def test_the_command_reports_programs_what_it_wrote(folder: Path) -> None:
     ran = CliRunner().invoke(config_app, ["users", "--role", "web", "--json"])
     assert json.loads(ran.stdout) == {
         "acl_file": "users.acl",

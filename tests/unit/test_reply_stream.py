@@ -22,11 +22,11 @@ class Display:
 
     def __init__(self) -> None:
         self.text = ""
-        self.told: list[str] = []
+        self.shown: list[str] = []
 
     def take(self, void: int, text: str) -> None:
         self.text = self.text[: len(self.text) - void] + text
-        self.told += [text] if text else []
+        self.shown += [text] if text else []
 
 
 def show(replies: list[list[str]]) -> Display:
@@ -41,16 +41,16 @@ def show(replies: list[list[str]]) -> Display:
 
 
 def test_text_of_a_whole_reply_is_shown_as_it_comes() -> None:
-    assert show([["a", "b"]]).told == ["a", "b"]
+    assert show([["a", "b"]]).shown == ["a", "b"]
 
 
 def test_the_same_text_is_not_shown_again() -> None:
-    assert show([["The ans"], ["The", " answer", " is 4"]]).told == ["The ans", "wer", " is 4"]
+    assert show([["The ans"], ["The", " answer", " is 4"]]).shown == ["The ans", "wer", " is 4"]
 
 
 def test_other_words_take_the_place_of_what_was_shown() -> None:
     display = show([["It is five"], ["It is", " four."]])
-    assert (display.text, display.told) == ("It is four.", ["It is five", "our."])
+    assert (display.text, display.shown) == ("It is four.", ["It is five", "our."])
 
 
 def test_a_shorter_reply_takes_back_the_rest() -> None:
@@ -58,7 +58,7 @@ def test_a_shorter_reply_takes_back_the_rest() -> None:
 
 
 def test_a_reply_may_break_off_repeatedly() -> None:
-    assert show([["abc"], ["ab"], ["abcd"], ["abcd", "e"]]).told == ["abc", "d", "e"]
+    assert show([["abc"], ["ab"], ["abcd"], ["abcd", "e"]]).shown == ["abc", "d", "e"]
 
 
 @given(st.lists(st.lists(st.text("ab", max_size=4), max_size=4), min_size=1, max_size=4))

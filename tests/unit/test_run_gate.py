@@ -98,7 +98,7 @@ def test_a_silent_model_stops_claims_until_it_replies(gate: RunGate, clock: Cloc
     assert (gate.down_s, gate.admit(16, 3)) == (None, 16)
 
 
-def test_nobody_looks_while_there_is_no_room(gate: RunGate, clock: Clock) -> None:
+def test_no_claim_is_made_without_a_free_slot(gate: RunGate, clock: Clock) -> None:
     fail(gate)
     clock.now += PAUSES_S[0]
     assert [gate.admit(0, 16), gate.admit(1, 15)] == [0, 1]

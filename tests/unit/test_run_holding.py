@@ -81,13 +81,13 @@ async def work(ground: RunGround, troubled: Troubled, *, only: tuple[str, str] |
         await running
 
 
-async def told(ground: RunGround) -> list[RunEvent]:
+async def read_run_events(ground: RunGround) -> list[RunEvent]:
     entries: Any = await ground.client.xrange("toolcrew:d:t:acme:batch.b:events")
     return [parse_batch_event(fields[b"h"]) for _, fields in entries]
 
 
 async def notes(ground: RunGround) -> list[str]:
-    return [event.message for event in await told(ground) if isinstance(event, BatchNotice)]
+    return [event.message for event in await read_run_events(ground) if isinstance(event, BatchNotice)]
 
 
 @pytest.mark.parametrize("cause", ["endpoint", "request", "quota"])
@@ -97,7 +97,7 @@ async def test_a_waiting_run_continues_in_the_same_attempt(ground: RunGround, ca
     await work(ground, troubled)
     assert troubled.begun == [("b-1", 1, False), ("b-1", 1, True), ("b-1", 1, True)]
     assert (await ground.queue.batch(*BATCH)).succeeded == 1
-    assert not any(isinstance(event, RunRetried) for event in await told(ground))
+    assert not any(isinstance(event, RunRetried) for event in await read_run_events(ground))
 
 
 async def test_a_watcher_sees_the_start_and_end_of_a_wait_once(ground: RunGround) -> None:

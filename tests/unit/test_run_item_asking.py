@@ -94,7 +94,7 @@ async def test_a_decision_outlives_its_process(make: Made, monkeypatch: pytest.M
     assert argument_of(first) == []
 
 
-async def test_whoever_goes_on_before_it_is_decided_asks_the_same_question(make: Made) -> None:
+async def test_a_process_that_continues_before_the_decision_asks_the_same_question(make: Made) -> None:
     first, second = make(echo_then("one", "a"), policy=ASKED), make(["two"], policy=ASKED)
     claim = await first.put(build_run())
     stays = asyncio.create_task(first.worked(claim, ASKING))

@@ -92,7 +92,7 @@ async def test_own_entries_do_not_make_a_run_resumed(ground: RunGround) -> None:
     assert not journal.is_resumed
 
 
-async def test_a_reply_that_broke_off_is_neither_logged_nor_heard(ground: RunGround) -> None:
+async def test_an_incomplete_reply_is_neither_logged_nor_published(ground: RunGround) -> None:
     async def torn(request: ModelRequest) -> AsyncIterator[Chunk]:
         yield {"choices": [{"index": 0, "delta": {"content": "half"}}]}
         raise ModelInterrupted("it broke off")

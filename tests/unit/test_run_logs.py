@@ -71,7 +71,7 @@ async def test_a_large_entry_lies_beside_the_log(ground: RunGround) -> None:
     assert (await load(ground, "")).entries == log.entries
 
 
-async def test_whoever_lost_the_run_appends_nothing(ground: RunGround) -> None:
+async def test_a_process_that_lost_the_run_appends_nothing(ground: RunGround) -> None:
     log = await claimed(ground)
     await ground.client.hset("toolcrew:d:t:acme:run.b-1", "claim", "another")
     with pytest.raises(RunTaken):

@@ -88,7 +88,7 @@ def test_only_a_run_that_answered_is_a_success_and_every_other_end_says_why(reas
         assert (failure.kind, failure.code, bool(failure.message)) == (FailureKind.MODEL, reason.value, True)
 
 
-def test_a_status_tells_whose_fault_it_is() -> None:
+def test_a_status_reports_whose_fault_it_is() -> None:
     statuses = [
         status_of(judge_error(error)) for error in (ModelRefused("x"), ConfigError("x"), BrokerUnavailable("x"))
     ]

@@ -216,7 +216,7 @@ async def test_a_log_of_another_release_fails_its_item_and_is_not_thrown_away_by
     assert not await house.client.exists("toolcrew:d:t:acme:run.b-1:log")
 
 
-async def test_an_end_tells_what_the_item_took(house: House) -> None:
+async def test_an_end_reports_what_the_item_took(house: House) -> None:
     async def work(claim: RunClaim, journal: Journal, tell: Any) -> ItemOutcome:
         for number in (1, 2, 2):
             result = ToolResult(call_id=f"c{number}", name="echo", success=True)

@@ -275,7 +275,7 @@ async def test_a_run_whose_calls_are_broken_off_goes_on_in_a_place() -> None:
     assert run.done()
 
 
-async def test_nobody_comes_back_into_a_place_that_a_claim_may_fill() -> None:
+async def test_no_run_returns_to_a_slot_that_a_claim_may_fill() -> None:
     ground = Ground(1)
     ground.begin("a")
     async with ground.away() as a:
@@ -328,7 +328,7 @@ async def test_so_many_wait_and_no_more() -> None:
         assert ground.slots.count_free() == 0
 
 
-async def test_nobody_waits_for_a_place_where_runs_are_not_counted() -> None:
+async def test_no_run_waits_for_a_slot_where_runs_are_not_counted() -> None:
     async with RunSlots().run() as slot, slot.call("call"), given_up(slot, "call"):
         pass
 

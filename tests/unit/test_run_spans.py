@@ -79,7 +79,7 @@ def by_name(spans: list[Span]) -> dict[str, Span]:
 
 def assert_one_tree(spans: list[Span]) -> None:
     span_ids = {span.ref.span_id for span in spans}
-    assert len(span_ids) == len(spans), "a span was told of twice"
+    assert len(span_ids) == len(spans), "a span was sent twice"
     assert len({span.ref.trace_id for span in spans}) == 1
     assert [span.name for span in spans if span.parent is not None and span.parent.span_id not in span_ids] == []
 

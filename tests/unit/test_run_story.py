@@ -18,7 +18,7 @@ def tell(story: RunStory, kind: str, **fields: Any) -> None:
     story.add(json.dumps({"type": kind, "run": "r", "at": 1.0, "attempt": 1, **fields}))
 
 
-def told(*events: tuple[str, dict[str, Any]]) -> RunStory:
+def build_story(*events: tuple[str, dict[str, Any]]) -> RunStory:
     story = RunStory()
     for kind, fields in events:
         tell(story, kind, **fields)
@@ -27,7 +27,7 @@ def told(*events: tuple[str, dict[str, Any]]) -> RunStory:
 
 def test_a_step_has_its_text_its_call_and_what_came_of_it() -> None:
     result = {"call_id": "r-1-1", "name": "bash_tool", "success": True, "output": "a"}
-    story = told(
+    story = build_story(
         ("StepStarted", {"step": 1}),
         ("TextArrived", {"text": "I lo"}),
         ("TextArrived", {"text": "ok"}),
@@ -43,14 +43,14 @@ def test_a_step_has_its_text_its_call_and_what_came_of_it() -> None:
 
 
 def test_text_that_was_withdrawn_is_gone() -> None:
-    story = told(
+    story = build_story(
         ("StepStarted", {"step": 1}), ("TextArrived", {"text": "abcdef"}), ("TextWithdrawn", {"characters": 4})
     )
     assert story.steps["step-1-1"].text == "ab"
 
 
 def test_the_end_of_running_output_is_kept() -> None:
-    story = told(("StepStarted", {"step": 1}), ("CallSent", {"call": CALL}))
+    story = build_story(("StepStarted", {"step": 1}), ("CallSent", {"call": CALL}))
     for _ in range(10):
         tell(story, "OutputArrived", call_id="r-1-1", stream="stdout", text="x" * 4000)
     call = story.steps["step-1-1"].calls["r-1-1"]
@@ -58,7 +58,7 @@ def test_the_end_of_running_output_is_kept() -> None:
 
 
 def test_a_call_that_waits_for_a_person_says_so_until_it_is_decided() -> None:
-    story = told(("StepStarted", {"step": 1}), ("CallStarted", {"call": CALL}), ("ApprovalAsked", ASKED))
+    story = build_story(("StepStarted", {"step": 1}), ("CallStarted", {"call": CALL}), ("ApprovalAsked", ASKED))
     call = story.steps["step-1-1"].calls["r-1-1"]
     assert call.state == "waiting for approval"
     tell(story, "ApprovalDecided", **DECIDED)
@@ -66,7 +66,7 @@ def test_a_call_that_waits_for_a_person_says_so_until_it_is_decided() -> None:
 
 
 def test_a_resumed_run_reports_its_step_again() -> None:
-    story = told(
+    story = build_story(
         ("StepStarted", {"step": 1}),
         ("StepFinished", FINISHED),
         ("StepStarted", {"step": 2}),
@@ -80,7 +80,7 @@ def test_a_resumed_run_reports_its_step_again() -> None:
 
 
 def test_events_whose_step_or_call_is_forgotten_do_no_harm() -> None:
-    story = told(
+    story = build_story(
         ("EventsMissed", {}),
         ("OutputArrived", {"call_id": "gone", "stream": "stdout", "text": "x"}),
         ("ApprovalDecided", {**DECIDED, "call_id": "gone"}),
@@ -93,7 +93,7 @@ def test_events_whose_step_or_call_is_forgotten_do_no_harm() -> None:
 
 
 def test_only_what_has_changed_since_is_taken() -> None:
-    story = told(("StepStarted", {"step": 1}), ("StepFinished", FINISHED), ("StepStarted", {"step": 2}))
+    story = build_story(("StepStarted", {"step": 1}), ("StepFinished", FINISHED), ("StepStarted", {"step": 2}))
     assert [step.number for step in story.take_changed()] == [1, 2]
     assert story.take_changed() == []
     tell(story, "TextArrived", text="x")

@@ -50,9 +50,9 @@ def build_status(boot: str = "b00t", **counts: Any) -> dict[str, Any]:
     }
 
 
-def build_taker(client: "redis.Redis", *told: dict[str, Any]) -> tuple[SandboxdMetrics, list[dict[str, Any]]]:
+def build_taker(client: "redis.Redis", *events: dict[str, Any]) -> tuple[SandboxdMetrics, list[dict[str, Any]]]:
     """Return a worker's collector and the list whose last element is sandboxd's report."""
-    statuses = list(told)
+    statuses = list(events)
     return SandboxdMetrics(WorkerMetricsStore(client, "d"), "h1", QUEUE, lambda: statuses[-1]), statuses
 
 
@@ -144,7 +144,7 @@ async def test_states_are_shown_while_the_worker_reports(redis_server: RedisProc
         {"boot": "b", "counts": {"oom": "x", "starts": [], "kills": {"tree": -1}}},
     ],
 )
-async def test_a_sandboxd_of_another_release_tells_what_it_can(
+async def test_a_sandboxd_of_another_release_reports_what_it_can(
     redis_server: RedisProcess, client: "redis.Redis", status: dict[str, Any]
 ) -> None:
     build_taker(client, status)[0].keep()

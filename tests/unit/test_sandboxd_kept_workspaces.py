@@ -143,7 +143,7 @@ async def test_five_hundred_sessions_live_in_a_few_containers(tmp_path: Path) ->
         assert (len(host.alive), len(host.sessions)) == (5, 60)
 
 
-async def test_the_next_sandboxd_takes_sessions_over_and_tells_what_they_lost(tmp_path: Path) -> None:
+async def test_the_next_sandboxd_takes_sessions_over_and_reports_what_they_lost(tmp_path: Path) -> None:
     workspaces = KeptWorkspaces()
     first = build_host(tmp_path, workspaces=workspaces)
     await first.sessions.open("acme:killed", NewSession(PLAN, 60))

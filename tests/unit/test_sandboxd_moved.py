@@ -28,10 +28,10 @@ class Shelf:
 
 
 async def open_moved(
-    daemon: Sandboxd, generation: int, restore: str | None = "c1", **told: Any
+    daemon: Sandboxd, generation: int, restore: str | None = "c1", **fields: Any
 ) -> tuple[Any, str, dict[str, Any]]:
     client = daemon.client()
-    moved = {"generation": generation, **told}
+    moved = {"generation": generation, **fields}
     answer = await asyncio.to_thread(client.describe_open, "acme:s1", None, 60, restore=restore, moved=moved)
     return client, "acme:s1", answer["sandbox"]
 

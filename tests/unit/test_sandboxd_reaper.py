@@ -68,7 +68,7 @@ async def test_containers_past_their_deadline_are_removed(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("deadline", ["", "soon", "-1", "²", "1e3"])
-async def test_a_deadline_that_tells_nothing_never_passes(tmp_path: Path, deadline: str) -> None:
+async def test_a_deadline_that_reports_nothing_never_passes(tmp_path: Path, deadline: str) -> None:
     async with open_host(tmp_path) as host:
         host.engine.listed = [listed("a", labels={"toolcrew.deadline": deadline})]
         assert await host.reaper.sweep() == 0

@@ -257,7 +257,7 @@ def standing(entry: Session | None) -> Standing:
     return entry.sandbox.tunnels
 
 
-async def test_open_gives_what_class_and_terms_allow_and_tells_it(tmp_path: Path) -> None:
+async def test_open_gives_what_class_and_terms_allow_and_reports_it(tmp_path: Path) -> None:
     async with running_sandboxd(tmp_path, plans=PLANS) as daemon:
         client = daemon.client()
         reply = await asyncio.to_thread(

@@ -67,7 +67,7 @@ async def test_an_attached_session_needs_no_request_for_its_facts() -> None:
 async def test_a_session_of_an_earlier_release_asks_its_host() -> None:
     house = House()
     opened = await house.open()
-    house.places.told.clear()
+    house.places.loss_facts.clear()
     info = await (await house.attach(opened.id)).info()
     assert (info.image, info.host) == ("python:3", "h1")
     assert house.sent() == ["session.open", "session.open"]

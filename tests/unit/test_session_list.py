@@ -68,7 +68,7 @@ async def test_sessions_of_the_same_microsecond_are_listed_once_each(client: "re
     assert await read_all(client, "acme", 1) == sorted(names, reverse=True)
 
 
-async def test_a_session_tells_where_it_lives_and_of_its_last_checkpoint(client: "redis.asyncio.Redis") -> None:
+async def test_a_session_reports_where_it_lives_and_of_its_last_checkpoint(client: "redis.asyncio.Redis") -> None:
     await open_some(client, 1)
     await client.hset(place_key("d", "acme", "acme-0"), mapping={"checkpoint": "c1", "checkpoint_at": 1_700_000_000.0})
     [session] = (await SessionList(client, "d", KEYS).read("acme")).sessions

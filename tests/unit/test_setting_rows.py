@@ -76,7 +76,7 @@ def test_secrets_are_hidden_and_the_redis_host_is_shown() -> None:
         "redis://u:a/b:geheim@h",
     ],
 )
-def test_a_redis_url_that_is_none_tells_nothing_of_what_may_be_its_password(url: str) -> None:
+def test_a_redis_url_that_is_none_reports_nothing_of_what_may_be_its_password(url: str) -> None:
     rows = rows_of(OrchestratorSettings.model_validate({"redis_url": url}))
     assert "geheim" not in (rows["TOOLCREW_REDIS_URL"][0] or "")
 

@@ -42,7 +42,7 @@ def run(name: str, folder: Path, arguments: Any) -> "subprocess.CompletedProcess
     )
 
 
-def told(name: str, folder: Path, **asked: Any) -> dict[str, Any]:
+def run_skill_script(name: str, folder: Path, **asked: Any) -> dict[str, Any]:
     tool = SKILLS[name].tool
     assert tool is not None
     done = run(name, folder, prepare_arguments(tool.spec, asked)[0])
@@ -61,7 +61,7 @@ def workspace(tmp_path: Path) -> Path:
 
 
 def found(workspace: Path, query: str, **asked: Any) -> list[str]:
-    return [result["path"] for result in told("vector-search", workspace, query=query, **asked)["results"]]
+    return [result["path"] for result in run_skill_script("vector-search", workspace, query=query, **asked)["results"]]
 
 
 def test_text_without_spaces_between_its_words_is_searched_too(tmp_path: Path) -> None:
@@ -106,7 +106,7 @@ def test_a_question_finds_its_passage_also_in_other_forms_of_its_words(workspace
 
 
 def test_a_result_names_its_lines_and_what_was_not_searched(workspace: Path) -> None:
-    answer = told("vector-search", workspace, query="retransmission", paths=["deep", "picture.bin", "none"])
+    answer = run_skill_script("vector-search", workspace, query="retransmission", paths=["deep", "picture.bin", "none"])
     (result,) = answer["results"]
     first, last = map(int, result["lines"].split("-"))
     assert "Retransmission begins then." in (workspace / "deep/network.txt").read_text().splitlines()[first - 1 : last]
@@ -137,12 +137,12 @@ def test_read_files_are_cached_until_they_change(workspace: Path) -> None:
 
 def test_nothing_in_common_is_no_result(workspace: Path) -> None:
     assert found(workspace, "zzzz qqqq") == []
-    assert told("vector-search", workspace, query="x", paths=["none"])["results"] == []
+    assert run_skill_script("vector-search", workspace, query="x", paths=["none"])["results"] == []
 
 
 def test_too_large_a_file_is_left_out_and_said(workspace: Path) -> None:
     (workspace / "huge.txt").write_bytes(b"invoices " * 300_000)
-    answer = told("vector-search", workspace, query="invoices")
+    answer = run_skill_script("vector-search", workspace, query="invoices")
     assert [result["path"] for result in answer["results"]] == ["billing.md"]
     assert [row["path"] for row in answer["left_out"] if "larger than" in row["why"]] == ["huge.txt"]
 
@@ -156,7 +156,7 @@ def test_a_table_is_described_by_its_columns(tmp_path: Path) -> None:
     (tmp_path / "t.csv").write_text(
         "id;when;amount;paid;zip;note\n1;2026-01-02;1.5;true;01067;a\n2;2026-02-01;3;false;53111;a\n3;;NA;true;01067;\n"
     )
-    table = told("table-profile", tmp_path, files=["t.csv"], top=1)["t.csv"]
+    table = run_skill_script("table-profile", tmp_path, files=["t.csv"], top=1)["t.csv"]
     columns = {column.pop("name"): column for column in table["columns"]}
     assert (table["rows"], "notes" in table) == (3, False)
     assert columns["id"] == {
@@ -179,16 +179,16 @@ def test_a_table_is_described_by_its_columns(tmp_path: Path) -> None:
 def test_rows_that_do_not_fit_are_noted_and_counted(tmp_path: Path) -> None:
     (tmp_path / "t.tsv").write_text("a\tb\n1\t2\n1\n1\t2\t3\n")
     (tmp_path / "t.jsonl").write_text('{"a": 1}\nno json\n[1]\n{"b": {"x": 1}}\n\n')
-    tables = told("table-profile", tmp_path, files=["t.tsv", "t.jsonl", "none.csv"])
+    tables = run_skill_script("table-profile", tmp_path, files=["t.tsv", "t.jsonl", "none.csv"])
     assert tables["t.tsv"]["notes"] == ["line 3 has 1 cells, the head has 2", "line 4 has 3 cells, the head has 2"]
     assert (tables["t.jsonl"]["rows"], len(tables["t.jsonl"]["notes"])) == (2, 2)
     assert {column["name"]: column["missing"] for column in tables["t.jsonl"]["columns"]} == {"a": 1, "b": 1}
     assert tables["none.csv"] == {"error": "No such file or directory"}
 
 
-def test_a_table_of_many_rows_is_read_whole_and_its_values_are_told_apart_up_to_a_bound(tmp_path: Path) -> None:
+def test_a_table_of_many_rows_is_read_whole_and_its_values_are_distinguished_up_to_a_bound(tmp_path: Path) -> None:
     (tmp_path / "t.csv").write_text("n\n" + "".join(f"{number}\n" for number in range(30_000)))
-    (column,) = told("table-profile", tmp_path, files=["t.csv"], top=0)["t.csv"]["columns"]
+    (column,) = run_skill_script("table-profile", tmp_path, files=["t.csv"], top=0)["t.csv"]["columns"]
     assert column["distinct"] == 10_000
     assert column["distinct_is_more"] is True
     assert column["most"] == 29_999
@@ -198,4 +198,4 @@ def test_a_table_of_many_rows_is_read_whole_and_its_values_are_told_apart_up_to_
 @pytest.mark.parametrize("content", [b"", b"\xff\xfe\0", b"a,b\n", b'"', b"\n\n\n", b"{", os.urandom(4000)])
 def test_any_file_gets_an_answer(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "t.csv").write_bytes(content)
-    assert "t.csv" in told("table-profile", tmp_path, files=["t.csv"])
+    assert "t.csv" in run_skill_script("table-profile", tmp_path, files=["t.csv"])

@@ -19,7 +19,7 @@ def build_skill(name: str, description: str = "Does it.") -> SkillSummary:
     return SkillSummary(name=name, description=description, digest="0" * 64, files=1, bytes=1)
 
 
-def told(skills: list[SkillSummary], uses: dict[str, int] | None = None, window: int | None = None) -> str:
+def describe(skills: list[SkillSummary], uses: dict[str, int] | None = None, window: int | None = None) -> str:
     other, spec = disclose([build_spec("echo"), SKILL_TOOL], skills, uses or {}, window)
     assert other == build_spec("echo")
     return spec.description
@@ -27,13 +27,13 @@ def told(skills: list[SkillSummary], uses: dict[str, int] | None = None, window:
 
 def test_all_skills_are_listed_while_there_is_room() -> None:
     skills = [build_skill("alpha", "Does\nalpha."), build_skill("beta")]
-    assert told(skills) == "Use a skill. Skills:\n- alpha: Does alpha.\n- beta: Does it."
-    assert told([]) == "Use a skill. There are no skills now."
+    assert describe(skills) == "Use a skill. Skills:\n- alpha: Does alpha.\n- beta: Does it."
+    assert describe([]) == "Use a skill. There are no skills now."
 
 
 def test_those_that_are_used_least_are_left_out_and_it_says_so() -> None:
     skills = [build_skill(f"s{number:02}", "x" * 900) for number in range(20)]
-    description = told(skills, {"s19": 3, "s05": 1})
+    description = describe(skills, {"s19": 3, "s05": 1})
     lines = description.splitlines()
     names = [line[2:5] for line in lines if line.startswith("- ")]
     assert names == ["s00", "s01", "s02", "s03", "s04", "s05", "s06", "s07", "s19"]
@@ -43,7 +43,9 @@ def test_those_that_are_used_least_are_left_out_and_it_says_so() -> None:
 
 def test_a_small_window_has_less_room() -> None:
     skills = [build_skill(name, "x" * 100) for name in ("alpha", "beta", "gamma")]
-    assert [name for name in ("alpha", "beta", "gamma") if f"- {name}" in told(skills, {"beta": 1}, 2000)] == ["beta"]
+    assert [name for name in ("alpha", "beta", "gamma") if f"- {name}" in describe(skills, {"beta": 1}, 2000)] == [
+        "beta"
+    ]
 
 
 @given(
@@ -52,7 +54,7 @@ def test_a_small_window_has_less_room() -> None:
 )
 def test_the_list_of_skills_is_bounded(sizes: list[tuple[int, int]], window: int) -> None:
     skills = [build_skill(f"s{number}", "x" * size) for number, size in sizes]
-    description = told(skills, {}, window)
+    description = describe(skills, {}, window)
     notes = len("Skills, those that are used most:\n") + len("\n[99 more: action list names them]")
     assert len(description) <= min(MAX_CHARS, len(SKILL_TOOL.description) + window * 0.08) + notes
     named = description.count("- s")

@@ -250,7 +250,7 @@ def test_caches_and_histories_are_no_part_of_a_skill(tmp_path: Path) -> None:
     assert [file.path for file in load_skill(folder).files] == ["SKILL.md"]
 
 
-def test_the_digest_tells_names_run_bits_and_bytes_apart(tmp_path: Path) -> None:
+def test_the_digest_reports_names_run_bits_and_bytes_apart(tmp_path: Path) -> None:
     def digest(place: str, files: dict[str, str | bytes]) -> str:
         return load_skill(write_skill(tmp_path / place, "a", files=files)).summary.digest
 

@@ -168,7 +168,7 @@ async def test_a_process_that_ignores_the_stop_is_killed(tmp_path: Path) -> None
         assert not is_alive(pid)
 
 
-async def test_nobody_is_started_again_once_the_watch_has_ended(tmp_path: Path) -> None:
+async def test_no_process_is_started_again_after_the_supervision_has_ended(tmp_path: Path) -> None:
     async with opened(tmp_path, "a") as house:
         first = await house.start("a", FOREVER)
         async with watching(house):

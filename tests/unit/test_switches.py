@@ -92,7 +92,7 @@ async def test_another_orchestrator_rereads_switches(switches: RedisSwitches, re
     assert await other.switches() == {}
     await switches.turn_off("echo", OFF)
     assert await other.switches() == {}
-    other._known.read_at -= SWITCHES_FRESH_S
+    other._cache.read_at -= SWITCHES_FRESH_S
     assert await other.switches() == {"echo": OFF}
     await client.aclose()
 
@@ -241,7 +241,7 @@ async def test_the_dispatcher_does_not_send_what_is_off() -> None:
     assert (result.error_code, result.error, sent) == (ErrorCode.TOOL_DISABLED, OFF.refusal("echo"), 0)
 
 
-async def test_the_dispatcher_tells_an_unknown_tool_from_one_that_is_off() -> None:
+async def test_the_dispatcher_reports_an_unknown_tool_from_one_that_is_off() -> None:
     result, _ = await dispatch("nothing", Board(nothing=OFF))
     assert result.error_code is ErrorCode.TOOL_NOT_FOUND
 

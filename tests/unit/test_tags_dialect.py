@@ -53,7 +53,7 @@ def test_the_transcript_keeps_the_tags_and_the_answer_text_does_not() -> None:
     assert end.text == "ab"
 
 
-def test_an_unclosed_tag_is_malformed_and_tells_how_to_write_it() -> None:
+def test_an_unclosed_tag_is_malformed_and_reports_how_to_write_it() -> None:
     [event], _ = read(chunk('<tool_action name="write_tool"><content value="x'), chunk(finish="length"))
     assert isinstance(event, MalformedCall)
     assert event.reason.startswith(

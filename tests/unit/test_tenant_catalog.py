@@ -33,8 +33,8 @@ def summary(name: str) -> SkillSummary:
     return SkillSummary(name=name, description=f"Does {name}.", digest="0" * 64, files=1, bytes=1)
 
 
-def spec(name: str, **told: object) -> ToolSpec:
-    return build_spec(name).model_copy(update=told)
+def spec(name: str, **fields: object) -> ToolSpec:
+    return build_spec(name).model_copy(update=fields)
 
 
 WORKERS = Workers(

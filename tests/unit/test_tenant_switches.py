@@ -69,7 +69,7 @@ async def test_a_tool_is_off_only_for_its_tenant(client: ToolClient) -> None:
 async def test_lists_mark_tools_that_a_policy_forbids(redis_server: RedisProcess, client: ToolClient) -> None:
     async with redis.asyncio.Redis.from_url(redis_server.url) as opened:
         await RedisTenants(opened, "default", KEY).add("acme", TenantPolicy(tools=("ec*",)))
-    client._tenants._known.forget()
+    client._tenants._cache.forget()
     assert [(state.name, state.state) for state in await client.tool_states()] == [
         ("echo", "enabled"),
         ("other", "forbidden"),

@@ -94,7 +94,7 @@ async def test_a_key_that_was_revoked_opens_no_more_sessions(house: House) -> No
     made = await house.keys.add("acme")
     async with house.connect(made.text) as client:
         await house.keys.revoke(made.id)
-        client._credential._keys._known.clear()  # type: ignore[union-attr]
+        client._credential._keys._cache.clear()  # type: ignore[union-attr]
         with pytest.raises(ToolFailure) as refused:
             await client.open_session()
     assert refused.value.code is ErrorCode.UNAUTHENTICATED

@@ -142,7 +142,7 @@ def test_a_program_that_is_run_past_the_tool_is_judged_as_the_tool_is() -> None:
     assert refusal(policy, EXEC, argv=["git", "status"]) is None
 
 
-def test_the_verb_that_runs_programs_tells_where_its_command_stands() -> None:
+def test_the_verb_that_runs_programs_reports_where_its_command_stands() -> None:
     tool = build_registry().get("session.exec")
     assert tool is not None
     assert tool.spec.command_parameter == "argv"

@@ -126,7 +126,7 @@ async def test_a_process_that_has_seen_tenants_serves_nothing_once_redis_has_los
     await tenants.add("acme", TenantPolicy())
     await tenants.policy("acme")
     await tenants._client.delete(tenants._keys[0])
-    tenants._known.confirm(None, tenants._known.clock())
+    tenants._cache.confirm(None, tenants._cache.clock())
     for name in ("acme", "anybody", "default"):
         with pytest.raises(ConfigError, match="Redis has lost the registered tenants"):
             await tenants.policy(name)
@@ -187,7 +187,7 @@ async def test_a_worker_and_another_orchestrator_see_a_change_once_what_they_kno
         await tenants.change("acme", lambda policy: policy.model_copy(update={"tools": ()}))
         assert worker.policy("acme").tools is (await other.policy("acme")).tools is None
         clock.now += POLICY_FRESH_S
-        other._known._asked_at -= POLICY_FRESH_S
+        other._cache._asked_at -= POLICY_FRESH_S
         assert worker.policy("acme").tools == (await other.policy("acme")).tools == ()
         await tenants.remove("acme")
         await tenants.add("zeta", TenantPolicy())

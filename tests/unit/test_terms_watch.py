@@ -16,13 +16,13 @@ class Host(SandboxClient):
     def __init__(self, *tenants: str) -> None:
         super().__init__("/nonexistent")
         self.tenants = list(tenants)
-        self.told: list[tuple[str, SandboxTerms]] = []
+        self.sent_terms: list[tuple[str, SandboxTerms]] = []
 
     def sessions(self) -> list[dict[str, object]]:
         return [{"name": f"{tenant}:{number}"} for tenant in self.tenants for number in range(2)]
 
     def send_terms(self, tenant: str, terms: SandboxTerms) -> int:
-        self.told.append((tenant, terms))
+        self.sent_terms.append((tenant, terms))
         return 2
 
 
@@ -55,20 +55,20 @@ def test_terms_are_sent_once_per_change(watch: TermsMonitor, host: Host, book: B
     assert (watch.look(host), watch.look(host)) == (2, 0)
     book["acme"] = CLOSED
     assert watch.look(host) == 1
-    assert host.told == [("acme", OPEN), ("umbrella", OPEN), ("acme", CLOSED)]
+    assert host.sent_terms == [("acme", OPEN), ("umbrella", OPEN), ("acme", CLOSED)]
 
 
 def test_a_tenant_that_is_none_any_more_loses_its_network(watch: TermsMonitor, host: Host, book: Book) -> None:
     watch.look(host)
     book["acme"] = ToolFailure(ErrorCode.UNKNOWN_TENANT, "no such tenant")
     assert (watch.look(host), watch.look(host)) == (1, 0)
-    assert host.told[-1] == ("acme", CLOSED)
+    assert host.sent_terms[-1] == ("acme", CLOSED)
 
 
 def test_sandboxd_keeps_the_last_terms_during_an_outage(watch: TermsMonitor, host: Host, book: Book) -> None:
     watch.look(host)
     book["acme"], book["umbrella"] = BrokerUnavailable("Redis is away"), CLOSED
-    assert (watch.look(host), host.told[-1]) == (1, ("umbrella", CLOSED))
+    assert (watch.look(host), host.sent_terms[-1]) == (1, ("umbrella", CLOSED))
 
 
 def test_a_returning_tenant_is_sent_again(watch: TermsMonitor, host: Host) -> None:
@@ -76,4 +76,4 @@ def test_a_returning_tenant_is_sent_again(watch: TermsMonitor, host: Host) -> No
     host.tenants = ["umbrella"]
     watch.look(host)
     host.tenants = ["acme", "umbrella"]
-    assert (watch.look(host), host.told[-1]) == (1, ("acme", OPEN))
+    assert (watch.look(host), host.sent_terms[-1]) == (1, ("acme", OPEN))

@@ -107,7 +107,7 @@ def fallback(model: ScriptedModel) -> ToolAgent:
     return ToolAgent(LLMClient(model, function_calling=False)).bind_tools([Echo()])
 
 
-async def test_the_fallback_tells_the_model_what_it_called_and_whose_result_it_reads() -> None:
+async def test_the_fallback_reports_the_model_what_it_called_and_whose_result_it_reads() -> None:
     model = ScriptedModel([f"Let me see. {CALL_TEXT}", "ok"])
     await CustomAgent(fallback(model)).run("go")
     reply, result = model.requests[1].messages[-2:]

@@ -14,7 +14,7 @@ def test_the_page_of_the_tools_is_what_their_specs_say() -> None:
     assert script["PAGE"].read_text() == script["build_page"](), "run .venv/bin/python scripts/tool_docs.py"
 
 
-def test_a_page_tells_parameters_limits_flags_and_other_names() -> None:
+def test_a_page_reports_parameters_limits_flags_and_other_names() -> None:
     spec = ToolSpec(
         name="order_tool",
         description="Look an order up.",

@@ -111,7 +111,7 @@ def test_other_text_stays(text: str) -> None:
     assert MASKER.mask(text) == text
 
 
-def test_a_value_too_short_to_tell_is_not_looked_for() -> None:
+def test_a_value_too_short_to_report_is_not_looked_for() -> None:
     assert Masker({"k": "abc"}).mask("abcabc") == "abcabc"
 
 

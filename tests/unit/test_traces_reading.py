@@ -177,7 +177,9 @@ async def test_a_trace_is_found_by_its_run_or_its_path(tmp_path: Path) -> None:
         ("run1", "other", "no trace of the run"),
     ],
 )
-async def test_a_trace_that_is_not_there_is_told(tmp_path: Path, name: str, tenant: str | None, sentence: str) -> None:
+async def test_a_trace_that_is_not_there_is_reported(
+    tmp_path: Path, name: str, tenant: str | None, sentence: str
+) -> None:
     await run_traced(tmp_path)
     with pytest.raises(ConfigError, match=sentence):
         find_trace(tmp_path, name, tenant)
@@ -211,7 +213,7 @@ async def test_a_run_is_shown_step_by_step(tmp_path: Path) -> None:
         assert expected in text
 
 
-async def test_the_sandbox_that_a_run_begins_in_is_told_before_its_steps(tmp_path: Path) -> None:
+async def test_the_sandbox_that_a_run_begins_in_is_reported_before_its_steps(tmp_path: Path) -> None:
     path, _, _ = await run_traced(tmp_path)
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     ready = {
@@ -228,7 +230,7 @@ async def test_the_sandbox_that_a_run_begins_in_is_told_before_its_steps(tmp_pat
     assert text.index("   sandbox box0 on a base") < text.index("step 1") < text.index("sandbox box1 replaces box0")
 
 
-async def test_a_long_text_is_shortened_and_told_unless_all_is_wanted(tmp_path: Path) -> None:
+async def test_a_long_text_is_shortened_and_reported_unless_all_is_wanted(tmp_path: Path) -> None:
     path, _, _ = await run_traced(
         tmp_path, answer=lambda call: echo(call).model_copy(update={"output": "\n".join(map(str, range(500)))})
     )

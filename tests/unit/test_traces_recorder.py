@@ -43,7 +43,7 @@ from tests.trace_ground import RUN, call_echo, echo, fail, lines_of, of_type, ru
 CANARY = "canary-7f3a/9b+!"
 
 
-async def test_a_run_is_told_in_order(tmp_path: Path) -> None:
+async def test_a_run_is_reported_in_order(tmp_path: Path) -> None:
     path, _, _ = await run_traced(tmp_path)
     assert [line["type"] for line in lines_of(path)] == [
         "RunStarted",
@@ -91,7 +91,7 @@ async def test_a_request_holds_what_is_new_since_the_last_one_and_its_tools_once
     assert [step.messages for step in load_trace(path).steps] == [request.messages for request in model.requests]
 
 
-async def test_a_request_that_changes_what_was_sent_is_told_from_there_on(tmp_path: Path) -> None:
+async def test_a_request_that_changes_what_was_sent_is_reported_from_there_on(tmp_path: Path) -> None:
     model = ScriptedModel(
         [build_tag_call("echo", {"text": "a" * 3000}), build_tag_call("echo", {"text": "b" * 3000}), "done"]
     )
@@ -99,7 +99,7 @@ async def test_a_request_that_changes_what_was_sent_is_told_from_there_on(tmp_pa
     assert [step.messages for step in load_trace(path).steps] == [request.messages for request in model.requests]
 
 
-async def test_calls_by_tag_are_told_before_the_reply_has_ended(tmp_path: Path) -> None:
+async def test_calls_by_tag_are_reported_before_the_reply_has_ended(tmp_path: Path) -> None:
     path, _, _ = await run_traced(
         tmp_path, ScriptedModel([build_tag_call("echo", {"text": "a"}) + " more", "done"]), dialect=TagsDialect()
     )

@@ -111,7 +111,7 @@ def test_an_old_page_that_has_changed_is_replaced(site: Site) -> None:
     assert site.fetch().page.etag == '"v2"'
 
 
-def test_only_the_url_that_gave_a_page_is_told_of_it(site: Site) -> None:
+def test_only_the_url_that_gave_a_page_is_reported_it(site: Site) -> None:
     site.server.replies |= {"/start": redirect("/page"), "/page": answer("one", etag='"v1"')}
     site.fetch("/start")
     site.fetch("/start", after_s=FRESH_S + 1)

@@ -337,7 +337,7 @@ def test_https_is_fetched_when_the_certificate_is_good_for_the_name() -> None:
 @pytest.mark.parametrize(
     ("host", "trusted"), [("other.example", True), ("site.example", False)], ids=["another name", "unknown authority"]
 )
-def test_a_certificate_for_another_name_or_of_nobody_is_refused(host: str, trusted: bool) -> None:
+def test_a_certificate_for_another_name_or_of_an_unknown_authority_is_refused(host: str, trusted: bool) -> None:
     with open_web_server({"/": answer("hello")}, tls=server_context()) as server:
         with pytest.raises(ToolFailure) as failed:
             fetch_over_tls(server, host, trusted)

@@ -81,7 +81,7 @@ def test_what_is_fetched_has_one_spelling(text: str, url: str) -> None:
         "http://" + "a." * 130 + "example/",
     ],
 )
-def test_what_is_no_url_is_the_callers_to_mend(url: str) -> None:
+def test_an_invalid_url_is_an_error_of_the_caller(url: str) -> None:
     assert refusal(url).code is ErrorCode.INVALID_ARGUMENTS
 
 

@@ -214,7 +214,7 @@ def test_a_redirect_to_another_host_is_said_and_one_within_a_host_is_not(server:
 
 
 @pytest.mark.parametrize("status", [302, 400, 403, 404, 429, 500, 503, 599])
-def test_an_error_tells_the_status_and_the_beginning_of_what_the_server_says(server: WebServer, status: int) -> None:
+def test_an_error_reports_the_status_and_the_beginning_of_what_the_server_says(server: WebServer, status: int) -> None:
     server.replies["/"] = answer("reason " * 200, status, "text/plain")
     result = fetch(server)
     assert (result.success, result.error_code, result.metadata["status"]) == (False, ErrorCode.HTTP_ERROR, status)
@@ -224,7 +224,7 @@ def test_an_error_tells_the_status_and_the_beginning_of_what_the_server_says(ser
         assert footer_of(result) == "[the first 500 characters of the answer's text]"
 
 
-def test_the_text_of_an_error_page_is_told_without_its_tags(server: WebServer) -> None:
+def test_the_text_of_an_error_page_is_reported_without_its_tags(server: WebServer) -> None:
     server.replies["/"] = answer("<html><title>t</title><h1>Gone</h1><script>x()</script>", 410)
     assert "\n# Gone\n" in fetch(server).text()
 
@@ -318,8 +318,8 @@ def test_the_parser_has_no_environment_and_its_children_end(monkeypatch: pytest.
     spy.write_text(
         "import json, os, subprocess, sys\n"
         "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'], stdout=subprocess.DEVNULL)\n"
-        "told = {'names': sorted(os.environ), 'child': child.pid}\n"
-        "print(json.dumps({'title': '', 'text': json.dumps(told), 'is_main': True, 'is_too_deep': False, "
+        "report = {'names': sorted(os.environ), 'child': child.pid}\n"
+        "print(json.dumps({'title': '', 'text': json.dumps(report), 'is_main': True, 'is_too_deep': False, "
         "'whole_chars': 0}))\n"
     )
     monkeypatch.setenv("TOOLCREW_SECRET", "hidden")
@@ -339,9 +339,9 @@ def test_a_hostile_parser_reaches_nothing(monkeypatch: pytest.MonkeyPatch, tmp_p
     spy.write_text(
         f"import json, os, resource, runpy, signal, socket\nprogram = runpy.run_path({str(pages._PROGRAM)!r})\n"
         "program['limit_resources'](6)\n"
-        "told = {'confined': program['confine'](), 'fds': [], 'reached': []}\n"
+        "report = {'confined': program['confine'](), 'fds': [], 'reached': []}\n"
         "for fd in range(3, 64):\n"
-        "    try: os.fstat(fd); told['fds'].append(fd)\n"
+        "    try: os.fstat(fd); report['fds'].append(fd)\n"
         "    except OSError: pass\n"
         "keeper = os.getppid()\n"
         "for name, aim in (\n"
@@ -349,10 +349,10 @@ def test_a_hostile_parser_reaches_nothing(monkeypatch: pytest.MonkeyPatch, tmp_p
         f"lambda: open({str(tmp_path / 'x')!r}, 'w')),\n"
         "    ('program', lambda: os.execv('/bin/true', ['true'])),\n"
         "):\n"
-        "    try: aim(); told['reached'].append(name)\n"
+        "    try: aim(); report['reached'].append(name)\n"
         "    except PermissionError: pass\n"
-        "told['alarm_s'], told['memory'] = signal.alarm(0), resource.getrlimit(resource.RLIMIT_AS)[0]\n"
-        "print(json.dumps({'title': '', 'text': json.dumps(told), 'is_main': True, 'is_too_deep': False, "
+        "report['alarm_s'], report['memory'] = signal.alarm(0), resource.getrlimit(resource.RLIMIT_AS)[0]\n"
+        "print(json.dumps({'title': '', 'text': json.dumps(report), 'is_main': True, 'is_too_deep': False, "
         "'whole_chars': 0}))\n"
     )
     monkeypatch.setattr(pages, "_PROGRAM", spy)

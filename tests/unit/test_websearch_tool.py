@@ -283,7 +283,7 @@ def test_an_answer_without_results_in_it_is_none_found(server: WebServer, conten
     assert search(Service(server, "tavily")).metadata["results"] == []
 
 
-def test_when_all_fail_each_is_told_with_its_reason(server: WebServer) -> None:
+def test_when_all_fail_each_is_reported_with_its_reason(server: WebServer) -> None:
     server.replies |= {"/search": says({}, 403), "/res/v1/web/search": says({}, 503)}
     result = search(Service(server, "tavily"), Service(server, "brave"))
     assert result.error_code is ErrorCode.HTTP_ERROR
@@ -291,7 +291,7 @@ def test_when_all_fail_each_is_told_with_its_reason(server: WebServer) -> None:
     assert "brave: brave answered 503 Service Unavailable" in str(result.error)
 
 
-def test_a_key_that_is_refused_everywhere_is_the_operators_to_mend(server: WebServer) -> None:
+def test_a_key_that_every_service_refuses_is_an_error_of_the_operator(server: WebServer) -> None:
     server.replies["*"] = says({}, 401)
     assert search(Service(server, "exa")).error_code is ErrorCode.CONFIG_MISSING
 

@@ -159,7 +159,7 @@ def test_a_connection_that_breaks_is_not_called_a_bad_message(app: Celery, redis
     reader.close()
 
 
-def test_a_message_is_nobodys_but_its_readers(app: Celery, redis_server: RedisProcess) -> None:
+def test_a_message_reaches_only_its_reader(app: Celery, redis_server: RedisProcess) -> None:
     """Kombu's own book would give it to another worker later, when it has long been started."""
     reader = Reader(app)
     with redis_server.client() as client:

@@ -202,7 +202,7 @@ def test_a_row_that_says_nothing_of_changes_may_have_some() -> None:
     assert (parsed.tenant, parsed.session) == ("acme", "s1")
 
 
-def test_a_checkpoint_of_which_nobody_knows_whether_it_was_noted_is_not_deleted(host: Host) -> None:
+def test_a_checkpoint_that_may_have_been_recorded_is_not_deleted(host: Host) -> None:
     """The session's record may refer to the checkpoint: the reply was lost, and the worker ends before Redis is back."""
     host.add("acme:s1")
     note = host.checkpoints._sessions.record_automatic

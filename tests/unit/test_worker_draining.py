@@ -131,7 +131,9 @@ def test_a_busy_session_is_held_until_it_is_idle(host: Host, monkeypatch: pytest
     assert host.sandboxd.closed == ["acme:busy"]
 
 
-def test_a_session_that_cannot_be_kept_is_told_and_goes_from_its_last_checkpoint_at_the_deadline(host: Host) -> None:
+def test_a_session_that_cannot_be_kept_is_reported_and_goes_from_its_last_checkpoint_at_the_deadline(
+    host: Host,
+) -> None:
     host.add("acme:full", checkpoint="older")
     host.add("acme:fine")
     host.sandboxd.refuse["acme:full"] = ToolFailure(ErrorCode.NO_SPACE, "the store is full")

@@ -71,7 +71,7 @@ def test_an_unknown_tool_is_named_exactly_and_never_starts() -> None:
     ("verdict", "code", "why"),
     [(CallClaim.EXPIRED, ErrorCode.TIMEOUT, "expired"), (CallClaim.MOVED, ErrorCode.HOST_LOST, "moved")],
 )
-def test_a_refused_start_tells_the_sender_why(verdict: CallClaim, code: ErrorCode, why: str) -> None:
+def test_a_refused_start_reports_the_sender_why(verdict: CallClaim, code: ErrorCode, why: str) -> None:
     house = House(verdict=verdict)
     result = house.execute()
     assert (result.error_code, result.metadata, house.runs) == (code, {"not_run": why}, 0)
@@ -230,7 +230,7 @@ def test_a_clock_that_runs_behind_the_senders_gives_no_negative_time() -> None:
     [({}, "files are lost"), ({"workspace_kept": True}, "files in /workspace are kept")],
     ids=["memory", "kept workspace"],
 )
-def test_the_error_of_a_lost_sandbox_tells_what_became_of_the_files(fields: dict[str, Any], expected: str) -> None:
+def test_the_error_of_a_lost_sandbox_reports_what_became_of_the_files(fields: dict[str, Any], expected: str) -> None:
     done = {"error": {"code": "SANDBOX_UNAVAILABLE", "message": "it died"}, "sandbox_lost": "the guest went", **fields}
     result = House(ask_guest, GuestResponse(done)).execute()
     assert result.error_code is ErrorCode.SANDBOX_UNAVAILABLE
@@ -298,7 +298,7 @@ def test_a_redis_that_is_gone_is_the_operators(where: str, code: ErrorCode) -> N
     ("refusal", "code"),
     [(ErrorCode.FILE_TOO_LARGE, ErrorCode.FILE_TOO_LARGE), (ErrorCode.QUOTA_EXCEEDED, ErrorCode.OUTCOME_UNKNOWN)],
 )
-def test_a_result_that_cannot_be_left_keeps_what_the_sandbox_told(refusal: ErrorCode, code: ErrorCode) -> None:
+def test_a_result_that_cannot_be_left_keeps_what_the_sandbox_reported(refusal: ErrorCode, code: ErrorCode) -> None:
     """Callers send a call again that was refused for a limit, and this one has run."""
 
     def ask(_: dict[str, Any], bench: ToolEnvironment) -> Outcome:

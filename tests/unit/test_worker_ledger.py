@@ -143,7 +143,7 @@ def test_a_call_past_its_deadline_is_forbidden_by_the_clock_of_redis(book: Book)
     assert book.claim() is CallClaim.STARTED
 
 
-def test_the_lateness_of_a_repetition_is_nobodys_answer(book: Book) -> None:
+def test_a_late_repetition_is_not_an_answer(book: Book) -> None:
     """The attacker's aim: repeat a message once it is late, so that its sender reads that nothing ran while it runs."""
     assert book.claim() is CallClaim.GRANTED
     assert book.claim(deadline_at=time.time() - 5) is CallClaim.STARTED
@@ -240,7 +240,7 @@ def test_a_claim_whose_answer_was_lost_knows_itself_when_it_is_sent_again(book: 
     assert book.claim() is CallClaim.STARTED
 
 
-def test_a_refusal_or_a_lateness_whose_answer_was_lost_is_told_all_the_same(book: Book) -> None:
+def test_a_refusal_or_a_lateness_whose_answer_was_lost_is_reported_all_the_same(book: Book) -> None:
     """Otherwise no reply would arrive, and the caller would see a cancellation that never happened."""
 
     def twice(script: Any) -> Any:

@@ -72,7 +72,7 @@ def test_an_orphan_that_does_not_end_when_asked_is_killed_after_its_grace() -> N
         assert read_line(family.keeper) == b"", "the child has ended"
 
 
-def test_a_process_told_to_end_while_its_keeper_lives_takes_its_time() -> None:
+def test_a_process_instructed_to_end_while_its_keeper_lives_takes_its_time() -> None:
     with open_family("bound") as family:
         os.kill(family.child, signal.SIGTERM)
 

@@ -57,13 +57,13 @@ def test_a_worker_with_a_wrong_clock_reports_redis_s_time(ground: HostGround) ->
     assert ground.clock.offset_s == pytest.approx(60, abs=5)
 
 
-def test_an_incarnation_that_was_given_up_is_told_so_and_reports_nothing(ground: HostGround) -> None:
+def test_an_incarnation_that_was_given_up_is_reported_and_reports_nothing(ground: HostGround) -> None:
     ground.redis.set(tombstone_key(DEPLOYMENT, QUEUE), "1")
     assert ground.hosts().report(build_report()) is ReportResult.GIVEN_UP
     assert ground.hosts().find(QUEUE) is None
 
 
-def test_of_two_workers_under_one_name_the_second_is_told_that_the_first_reports(ground: HostGround) -> None:
+def test_of_two_workers_under_one_name_the_second_learns_that_the_first_reports(ground: HostGround) -> None:
     ground.hosts().report(build_report(worker="w1"))
     assert ground.hosts().report(build_report(worker="w2")) is ReportResult.REPLACED
     seen = ground.hosts().find(QUEUE)
@@ -137,7 +137,9 @@ def test_a_worker_that_leaves_its_queue_to_others_stays_listed(ground: HostGroun
     assert is_due_for_the_reaper(ground, QUEUE)
 
 
-def test_what_is_reported_of_a_host_is_told_apart_from_others_and_dismissed_by_its_worker(ground: HostGround) -> None:
+def test_what_is_reported_of_a_host_is_distinguished_from_others_and_dismissed_by_its_worker(
+    ground: HostGround,
+) -> None:
     for queue in ("host.a.b1", "host.a.b2", "host.ab.b1", "pool.a.x"):
         ground.hosts().report(build_report(queue))
     hosts = ground.hosts()
@@ -163,7 +165,7 @@ def take(ground: HostGround, worker: str = "w2", boot: str = "b1") -> Incarnatio
     return take_incarnation("a", boot, ground.hosts(), lambda queue: build_report(queue, worker))
 
 
-def test_each_process_has_a_name_that_nobody_has_had(ground: HostGround) -> None:
+def test_each_process_has_a_new_name(ground: HostGround) -> None:
     assert take(ground, "w1").queue == "host.a.b1"
     ground.hosts().leave("stopped", build_report())
     assert take(ground, "w2").queue == "host.a.b1.2"
@@ -299,7 +301,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("quick")
-def test_a_worker_that_finds_its_tombstone_is_told_once_and_never_reports_again(ground: HostGround) -> None:
+def test_a_worker_that_finds_its_tombstone_is_reported_once_and_never_reports_again(ground: HostGround) -> None:
     beating = Beating(ground)
     with capture_logs():
         beating.duty.start()
@@ -368,7 +370,7 @@ def test_a_drained_worker_is_not_reported_again_by_a_heartbeat_that_came_too_lat
     assert beating.hosts.find(QUEUE) is None
 
 
-def test_a_wrong_clock_is_told_once(ground: HostGround) -> None:
+def test_a_wrong_clock_is_reported_once(ground: HostGround) -> None:
     ground.clock = SharedClock(lambda: time.time() - SKEW_WARNING_S - 30)
     beating = Beating(ground)
     with capture_logs() as logs:

@@ -98,7 +98,7 @@ def test_the_exception_of_a_failed_call_crosses_processes_without_the_answer() -
     assert str(pickle.loads(data)) == str(error)
 
 
-def test_the_answer_of_an_attempt_that_was_given_up_is_stored_for_nobody(desk: Desk) -> None:
+def test_the_answer_of_an_attempt_that_was_given_up_is_not_stored(desk: Desk) -> None:
     """Otherwise the caller would take it for the answer of the attempt that is on its way."""
     desk.write(CallState.QUEUED, attempt=2)
     desk.store(attempt=1)

@@ -273,7 +273,7 @@ def test_a_note_that_was_sent_twice_does_not_name_itself_as_superseded(ground: H
     assert recorded.previous is None
 
 
-def test_a_held_session_is_nobody_else_s_until_it_is_let_go(ground: HostGround) -> None:
+def test_a_held_session_is_exclusive_until_its_release(ground: HostGround) -> None:
     sessions = ground.sessions("host.a.b1")
     ground.put_place("acme:s1", fence=5)
     assert sessions.hold("acme:s1", 4, 60) is None

@@ -149,7 +149,7 @@ async def test_it_is_not_given_to_two_containers_at_once(images: ImageWorkspaces
     await released(tmp_path / "one" / "image")
 
 
-async def test_whoever_is_cancelled_while_it_mounts_leaves_no_mount(images: ImageWorkspaces, tmp_path: Path) -> None:
+async def test_a_cancelled_mount_leaves_no_mount(images: ImageWorkspaces, tmp_path: Path) -> None:
     workspace = await images.make("one", SMALL)
 
     async def hold() -> None:

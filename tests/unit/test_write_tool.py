@@ -96,7 +96,7 @@ def test_an_answer_that_is_none_costs_the_sandbox(fields: dict[str, Any]) -> Non
     assert bench.client.closed == ["acme:s1"]
 
 
-def test_what_a_failure_counts_is_told_as_a_success_tells_it() -> None:
+def test_what_a_failure_counts_is_reported_as_a_success_reports_it() -> None:
     error = {"code": "FILE_TOO_LARGE", "message": "a: too large", "size": 9, "lines": 3, "other": 1}
     assert Bench(GuestResponse({"error": error})).write(file_path="a").metadata == {"size_bytes": 9, "lines": 3}
     for wrong in (-1, True, 2**70):

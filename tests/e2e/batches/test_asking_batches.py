@@ -46,10 +46,10 @@ class Desk:
         }
 
     def start(self, *arguments: str, **environment: str) -> "subprocess.Popen[bytes]":
-        told = self._footprint.environment({**self.environment, **environment})
+        result = self._footprint.environment({**self.environment, **environment})
         with (self.folder / "said").open("ab") as said:
             return subprocess.Popen(
-                [TOOLCREW, *arguments], env=told, stdin=subprocess.DEVNULL, stdout=said, stderr=said
+                [TOOLCREW, *arguments], env=result, stdin=subprocess.DEVNULL, stdout=said, stderr=said
             )
 
     def toolcrew(self, *arguments: str) -> "subprocess.CompletedProcess[str]":
@@ -59,9 +59,9 @@ class Desk:
         """Return the waiting questions by item. The list is read in this process, because each poll through a command
         would take a second.
         """
-        told = CliRunner().invoke(app, ["approvals", "list", "--json"], env=self.environment)
-        assert told.exit_code == 0, told.output
-        asked = {question["run"]: question for question in json.loads(told.stdout)}
+        result = CliRunner().invoke(app, ["approvals", "list", "--json"], env=self.environment)
+        assert result.exit_code == 0, result.output
+        asked = {question["run"]: question for question in json.loads(result.stdout)}
         runs = {run_id("default", "asking", item): item for item in ITEMS}
         return {runs[run]: question for run, question in asked.items() if run in runs}
 
@@ -79,7 +79,7 @@ def desk(stack: Stack, footprint: Footprint, tmp_path: Path) -> Iterator[Desk]:
         yield Desk(stack, footprint, server, tmp_path)
 
 
-def test_people_answer_from_elsewhere_and_an_answer_outlives_whoever_asked(desk: Desk) -> None:
+def test_people_answer_from_elsewhere_and_an_answer_outlives_the_asking_process(desk: Desk) -> None:
     lines = desk.folder / "in.jsonl"
     lines.write_text("".join(json.dumps({"id": item, "instruction": f"[item {item}] act"}) + "\n" for item in ITEMS))
     other = desk.folder / "arguments.json"
@@ -119,9 +119,9 @@ def test_people_answer_from_elsewhere_and_an_answer_outlives_whoever_asked(desk:
     assert desk.pending() == {}
     late = desk.toolcrew("approvals", "decide", waiting["never"]["id"], "allow")
     assert (late.returncode, "the question has been closed since" in late.stderr) == (1, True)
-    told = json.loads(desk.toolcrew("changes", "list", "--json", "--tenant", "default").stdout)
+    reply = json.loads(desk.toolcrew("changes", "list", "--json", "--tenant", "default").stdout)
     mine = {question["id"] for question in waiting.values()}
-    assert [entry["action"] for entry in told if entry["target"] in mine] == [
+    assert [entry["action"] for entry in reply if entry["target"] in mine] == [
         "approval.allow",
         "approval.deny",
         "approval.allow",

@@ -102,8 +102,8 @@ class Place:
     def __init__(self, stack: Stack, footprint: Footprint, server: ModelServer, folder: Path) -> None:
         self.stack, self.footprint, self.server, self.folder = stack, footprint, server, folder
         self.model_key = f"canary{secrets.token_hex(12)}"
-        told = {"TOOLCREW_REDIS_URL": stack.redis_url, "TOOLCREW_TRACES": str(folder / "traces")}
-        self.environment = {**told, **server.environment(), "OPENAI_API_KEY": self.model_key}
+        variables = {"TOOLCREW_REDIS_URL": stack.redis_url, "TOOLCREW_TRACES": str(folder / "traces")}
+        self.environment = {**variables, **server.environment(), "OPENAI_API_KEY": self.model_key}
 
     @property
     def settings(self) -> OrchestratorSettings:
@@ -226,8 +226,8 @@ async def test_orchestrators_share_the_batches_of_all_tenants_and_one_that_is_st
     async with place.client("zeta") as zeta, place.client(api_key=key) as default:
         await check_rows(default.batch_runs(), "shared", ours)
         await check_rows(zeta.batch_runs(), "shared", theirs)
-        told = await default.batch_runs().batch_events("shared")
-    assert len({event.orchestrator for event in told if isinstance(event, RunClaimed)}) >= 2
+        reported_events = await default.batch_runs().batch_events("shared")
+    assert len({event.orchestrator for event in reported_events if isinstance(event, RunClaimed)}) >= 2
     assert left <= third.runs("run_ended")
     # A reply may have been paid for but not logged: at most one for each killed run.
     assert place.server.stats()["replies_repeated"] <= len(left) <= 2
@@ -331,7 +331,7 @@ async def test_an_interactive_call_does_not_wait_for_a_batch(place: Place, servi
             await runs.batches.submit(file, batch="slow", is_detached=True)
 
             async def ends() -> list[float]:
-                return [told.at for told in await runs.batch_events("slow") if isinstance(told, CallFinished)]
+                return [event.at for event in await runs.batch_events("slow") if isinstance(event, CallFinished)]
 
             while len(await ends()) < 2:
                 assert service.process.poll() is None

@@ -108,7 +108,7 @@ def test_every_line_of_a_batch_becomes_a_row(shell: Shell) -> None:
         json.loads(line) for line in shell.toolcrew("batches", "show", "--logs", "rows", "--json").stdout.splitlines()
     ]
     kept = [json.loads(line) for line in (shell.folder / "out.events.jsonl").read_text().splitlines()]
-    assert [told["type"] for told in logs[:-1]] == [told["type"] for told in kept]
+    assert [item["type"] for item in logs[:-1]] == [item["type"] for item in kept]
     assert (logs[-1]["type"], logs[-1]["done"], logs[-1]["calls"]) == ("summary", 8, 8 * STEPS)
     page = shell.folder / "page.html"
     assert (

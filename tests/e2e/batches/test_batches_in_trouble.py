@@ -78,7 +78,7 @@ class TroubledShell(Shell):
         )
 
     def batch_events(self, kind: str) -> list[dict[str, Any]]:
-        return [told for told in self.rows("out.events.jsonl") if told["type"] == kind]
+        return [event for event in self.rows("out.events.jsonl") if event["type"] == kind]
 
     def counts(self, batch: str) -> dict[str, int]:
         counts: dict[str, int] = json.loads(self.run("batches", "show", batch, "--json").stdout)["request_counts"]
@@ -97,7 +97,7 @@ def fault(kind: str, **fields: Any) -> dict[str, Any]:
     return {"kind": "fault", "fault": {"kind": kind, **fields}, **when}
 
 
-def test_a_file_that_is_wrong_is_told_line_by_line_and_nothing_is_begun(shell: TroubledShell) -> None:
+def test_a_file_that_is_wrong_is_reported_line_by_line_and_nothing_is_begun(shell: TroubledShell) -> None:
     lines = [
         b"\xef\xbb\xbf" + json.dumps({"id": "a", "instruction": "fine"}).encode() + b"\r",
         b'{"id": "b", "instruction": "x"',
@@ -128,7 +128,7 @@ def test_a_file_that_is_wrong_is_told_line_by_line_and_nothing_is_begun(shell: T
     assert shell.run("batches", "show", "wrong").returncode == 1
 
 
-def test_an_output_that_is_the_input_or_another_batchs_is_told_and_left_as_it_is(shell: TroubledShell) -> None:
+def test_an_output_that_is_the_input_or_another_batchs_is_reported_and_left_as_it_is(shell: TroubledShell) -> None:
     file = shell.write(1)
     before = file.read_bytes()
     done = shell.run("batches", "submit", str(file), "--output", str(file), "--id", "same")
@@ -164,10 +164,10 @@ def test_a_disk_that_fills_up_holds_up_rows_and_loses_none(shell: TroubledShell)
         "--concurrency",
         "6",
     )
-    told = Told(shell, *arguments, prefix=in_namespace)
-    told.wait_for("free space on its disk")
-    Path(f"/proc/{told.process.pid}/root{disk}/ballast").unlink()
-    assert told.end() == 0, told.said()
+    result = Told(shell, *arguments, prefix=in_namespace)
+    result.wait_for("free space on its disk")
+    Path(f"/proc/{result.process.pid}/root{disk}/ballast").unlink()
+    assert result.end() == 0, result.said()
     assert answers(shell.rows()) == expected(24)
     assert shell.rows("out.errors.jsonl") == []
 
@@ -177,7 +177,7 @@ def test_while_the_model_is_away_the_batch_waits_and_pays_nothing_twice(
 ) -> None:
     script = [*SCRIPT, fault("status", status=503, retry_after=1, during_s=[2, 8])]
     with running_model_server(script) as server, TroubledShell(stack, footprint, server, tmp_path) as shell:
-        told = Told(
+        text = Told(
             shell,
             "batches",
             "submit",
@@ -189,27 +189,27 @@ def test_while_the_model_is_away_the_batch_waits_and_pays_nothing_twice(
             "--concurrency",
             "4",
         )
-        assert told.end() == 0, told.said()
+        assert text.end() == 0, text.said()
         stats = server.stats()
     assert answers(shell.rows()) == expected(16)
     assert stats["replies_repeated"] == 0
     # The items that ran at the failure, and now and then an item that tests whether the model is back.
     assert 4 <= stats["faults"]["status"] <= 8
     assert shell.batch_events("item_retried") == []
-    assert "the batch waits for its model" in told.said()
-    assert "the model answers again" in told.said()
+    assert "the batch waits for its model" in text.said()
+    assert "the model answers again" in text.said()
 
 
 def test_a_batch_whose_model_is_not_there_can_be_interrupted_and_gone_on_with(shell: TroubledShell) -> None:
     port = free_port()
     shell.environment["OPENAI_BASE_URL"] = f"http://127.0.0.1:{port}/v1"
-    told = Told(
+    text = Told(
         shell, "batches", "submit", str(shell.write(6)), "--output", shell.out, "--id", "gone", "--concurrency", "3"
     )
-    told.wait_for("the batch waits for its model")
-    told.process.send_signal(signal.SIGINT)
-    assert told.end() == 130
-    assert "toolcrew batches resume gone" in told.said()
+    text.wait_for("the batch waits for its model")
+    text.process.send_signal(signal.SIGINT)
+    assert text.end() == 130
+    assert "toolcrew batches resume gone" in text.said()
     counts = shell.counts("gone")
     assert (counts["failed"], counts["waiting"], counts["running"]) == (0, 6, 0)
     with running_model_server(SCRIPT, port=port):

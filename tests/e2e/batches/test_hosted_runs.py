@@ -40,8 +40,8 @@ SCRIPT = [
 @pytest.fixture
 def environment(stack: Stack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     with running_model_server(SCRIPT) as server:
-        told = {"TOOLCREW_REDIS_URL": stack.redis_url, "TOOLCREW_TRACES": str(tmp_path), **server.environment()}
-        for name, value in told.items():
+        variables = {"TOOLCREW_REDIS_URL": stack.redis_url, "TOOLCREW_TRACES": str(tmp_path), **server.environment()}
+        for name, value in variables.items():
             monkeypatch.setenv(name, value)
         yield
 
@@ -96,9 +96,9 @@ async def work() -> tuple[str, str]:
 
 
 def toolcrew(*arguments: str) -> str:
-    told = CliRunner().invoke(app, ["runs", *arguments])
-    assert told.exit_code == 0, told.output
-    return told.stdout
+    result = CliRunner().invoke(app, ["runs", *arguments])
+    assert result.exit_code == 0, result.output
+    return result.stdout
 
 
 def test_runs_are_followed_share_sessions_and_are_cancelled(environment: None) -> None:
