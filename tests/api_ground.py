@@ -42,7 +42,7 @@ class ApiGround:
     def __init__(self, url: str, keys: dict[str, str]) -> None:
         self.url = url
         self.keys = keys
-        self.nobody = httpx.AsyncClient(base_url=url, timeout=60)
+        self.anonymous = httpx.AsyncClient(base_url=url, timeout=60)
         self.clients = {name: self.client(key) for name, key in keys.items()}
 
     def client(self, key: str) -> httpx.AsyncClient:
@@ -52,7 +52,7 @@ class ApiGround:
         return self.clients[name]
 
     async def close(self) -> None:
-        for client in (self.nobody, *self.clients.values()):
+        for client in (self.anonymous, *self.clients.values()):
             await client.aclose()
 
 

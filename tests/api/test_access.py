@@ -44,7 +44,7 @@ def problem(response: httpx.Response) -> dict[str, object]:
 )
 async def test_a_request_without_a_valid_key_gets_only_that_error(api: ApiGround, header: str | None) -> None:
     headers = {"Authorization": header} if header is not None else {}
-    response = await api.nobody.get("/v1/tools", headers=headers)
+    response = await api.anonymous.get("/v1/tools", headers=headers)
     assert (response.status_code, problem(response)["code"]) == (401, "UNAUTHENTICATED")
     assert response.headers["www-authenticate"].startswith("Bearer")
 

@@ -215,7 +215,7 @@ async def test_what_a_client_says_of_the_services_own_name_is_not_repeated(api: 
 async def test_guessing_a_key_by_its_id_is_reported_nothing(api: ApiGround) -> None:
     key = api.keys["acme"]
     guesses = [key[:-1] + ("A" if key[-1] != "A" else "B"), key[:20] + "A" * 43, key.upper(), key + "A"]
-    answers = [await api.nobody.get("/v1/runs", headers={"Authorization": f"Bearer {guess}"}) for guess in guesses]
+    answers = [await api.anonymous.get("/v1/runs", headers={"Authorization": f"Bearer {guess}"}) for guess in guesses]
     assert {(answer.status_code, answer.text) for answer in answers} == {(401, answers[0].text)}
 
 

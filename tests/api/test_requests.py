@@ -255,8 +255,8 @@ async def test_a_dead_redis_is_reported_as_such_and_comes_back(api: ApiGround, r
         assert (answer.status_code, answer.json()["code"]) == (503, "BROKER_UNAVAILABLE")
         assert "127.0.0.1" not in answer.text
         assert int(answer.headers["retry-after"]) >= 1
-        assert (await api.nobody.get("/healthz")).status_code == 200
-        ready = await api.nobody.get("/readyz")
+        assert (await api.anonymous.get("/healthz")).status_code == 200
+        ready = await api.anonymous.get("/readyz")
         assert (ready.status_code, ready.json()["ready"]) == (503, False)
     finally:
         redis_server.start()

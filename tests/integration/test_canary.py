@@ -58,7 +58,7 @@ class Eavesdropper:
 
     def __init__(self, client: "redis.Redis") -> None:
         self._pubsub = client.pubsub()
-        self.heard: list[bytes] = []
+        self.events_received: list[bytes] = []
         self._stop = threading.Event()
         self._pubsub.psubscribe("/*")
         self._thread = threading.Thread(target=self._listen, daemon=True)
@@ -68,7 +68,7 @@ class Eavesdropper:
         while not self._stop.is_set():
             message = self._pubsub.get_message(timeout=0.2)
             if message is not None and message["type"] == "pmessage":
-                self.heard.append(bytes(message["data"]))
+                self.events_received.append(bytes(message["data"]))
 
     def __enter__(self) -> "Eavesdropper":
         return self
@@ -80,7 +80,7 @@ class Eavesdropper:
 
     def received_bytes(self) -> bytes:
         """Return all received data, raw and unpacked."""
-        return b"\n".join(self.heard + [_unpacked(data) for data in self.heard])
+        return b"\n".join(self.events_received + [_unpacked(data) for data in self.events_received])
 
 
 def _unpacked(data: bytes) -> bytes:

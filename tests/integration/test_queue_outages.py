@@ -87,23 +87,25 @@ async def test_flower_hears_of_every_call_though_events_come_in_batches(
     ground: Ground, transport: CeleryTransport
 ) -> None:
     app = Celery("ear", broker=ground.server.url, set_as_current=False)
-    heard: Counter[str] = Counter()
+    event_counts: Counter[str] = Counter()
     noted = str(ground.path("heard"))
     with app.connection() as connection:
-        receiver = app.events.Receiver(connection, handlers={"*": lambda event: heard.update([event["type"]])})
+        receiver = app.events.Receiver(connection, handlers={"*": lambda event: event_counts.update([event["type"]])})
         ear = asyncio.create_task(asyncio.to_thread(receiver.capture, wakeup=False))
         try:
-            await wait_until_async(lambda: heard["worker-heartbeat"] > 0, 60, "events are heard")
+            await wait_until_async(lambda: event_counts["worker-heartbeat"] > 0, 60, "events are heard")
             calls = [delivery(ground, pool, "note_tool", path=noted, seconds=0) for pool in POOLS for _ in range(20)]
             await all_of([transport.deliver(each) for each in calls], 60)
-            await wait_until_async(lambda: heard["task-succeeded"] == len(calls), 20, lambda: f"only heard {heard}")
+            await wait_until_async(
+                lambda: event_counts["task-succeeded"] == len(calls), 20, lambda: f"only heard {event_counts}"
+            )
         finally:
             # Otherwise the listener's thread would never end.
             receiver.should_stop = True
             await ear
     app.close()
 
-    assert (heard["task-received"], heard["task-started"]) == (len(calls), len(calls))
+    assert (event_counts["task-received"], event_counts["task-started"]) == (len(calls), len(calls))
 
 
 async def test_calls_in_flight_outlive_a_redis_that_is_gone_for_seconds(

@@ -141,11 +141,11 @@ def test_s2_13_a_job_runs_beside_other_commands(agent: Agent) -> None:
     assert "[log: " in str(started.output)
     assert agent.bash("echo beside").output == "beside\n"
     agent.bash(action="input", job_id=job, stdin="it\n", close_stdin=True)
-    heard = ""
-    while "has ended" not in heard:
-        heard += str(agent.bash(action="poll", job_id=job).output)
-    assert "got it\n" in heard
-    assert "[job-1 has ended, exit code" in heard
+    output = ""
+    while "has ended" not in output:
+        output += str(agent.bash(action="poll", job_id=job).output)
+    assert "got it\n" in output
+    assert "[job-1 has ended, exit code" in output
 
 
 def test_s2_14_a_long_output_is_shown_in_part_and_the_rest_is_in_a_file(agent: Agent) -> None:

@@ -323,11 +323,11 @@ async def test_what_waits_for_a_dead_host_is_answered_and_its_name_is_given_up(c
         '{"headers": 3}',
     )
     await client.lpush(control_queue(QUEUE), "order")
-    async with client.pubsub() as heard:
-        await heard.psubscribe("celery-task-meta-*")
-        await heard.get_message(timeout=1)
+    async with client.pubsub() as subscriber:
+        await subscriber.psubscribe("celery-task-meta-*")
+        await subscriber.get_message(timeout=1)
         assert await CallStore(client, "d").reap(QUEUE, await now_of(client))
-        result = await heard.get_message(timeout=1)
+        result = await subscriber.get_message(timeout=1)
     stored = json.loads(await client.get(result_key("hub-7")) or b"")
     assert (stored["status"], stored["task_id"], stored["result"]["exc_type"]) == ("FAILURE", "hub-7", HOST_LOST_TYPE)
     assert json.loads(result["data"])["result"]["exc_type"] == HOST_LOST_TYPE

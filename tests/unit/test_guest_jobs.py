@@ -37,18 +37,18 @@ def ask(guest: Guest, verb: str, job: str = "job-1", body: bytes = b"", **fields
     return guest.request(f"job_{verb}", body, **{"job": job, "timeout_s": 10, **most, **fields})
 
 
-def hear(guest: Guest, wanted: bytes, heard: bytes = b"") -> bytes:
-    """Poll job-1 until it has printed this text. `heard` is its earlier output."""
+def read_until(guest: Guest, wanted: bytes, output: bytes = b"") -> bytes:
+    """Poll job-1 until it has printed this text. `output` is its earlier output."""
     give_up_at = time.monotonic() + DEADLINE_S
-    while wanted not in heard:
-        assert time.monotonic() < give_up_at, heard
-        heard += ask(guest, "poll").bytes_of("merged")
-    return heard
+    while wanted not in output:
+        assert time.monotonic() < give_up_at, output
+        output += ask(guest, "poll").bytes_of("merged")
+    return output
 
 
 def start_and_hear(guest: Guest, script: str, wanted: bytes = b"up\n") -> None:
     """Start a job and wait until its reply, or that of a poll, contains this output."""
-    hear(guest, wanted, start(guest, script).bytes_of("merged"))
+    read_until(guest, wanted, start(guest, script).bytes_of("merged"))
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
@@ -70,7 +70,7 @@ def test_a_job_goes_on_when_its_call_has_ended_and_other_calls_run(guest: Guest)
     start_and_hear(guest, "echo up; read line; echo got $line; sleep 1000")
     assert guest.run("echo beside", cwd=None, state="keep").bytes_of("stdout") == b"beside\n"
     assert ask(guest, "input", body=b"words\n")["pending"] == 0
-    assert hear(guest, b"got words\n") == b"got words\n"
+    assert read_until(guest, b"got words\n") == b"got words\n"
     assert (guest.output / "jobs" / "job-1.log").read_bytes() == b"up\ngot words\n"
 
 
@@ -124,7 +124,7 @@ def test_a_job_survives_the_limits_and_kills_of_other_calls(guest: Guest) -> Non
     assert guest.run("setsid sleep 1000 & kill -9 $PPID; sleep 1000").code == "INTERNAL"
     assert guest.run("setsid sleep 1000 & kill -STOP $PPID; sleep 1000", timeout_s=0.2)["kill"]["survivors"] == 0
     ask(guest, "input", body=b"\n")
-    hear(guest, b"alive\n")
+    read_until(guest, b"alive\n")
 
 
 def test_an_attacker_who_kills_a_jobs_keeper_leaves_nothing_of_it(guest: Guest) -> None:
@@ -141,7 +141,7 @@ def test_a_stopped_keeper_is_woken_by_the_next_request(guest: Guest) -> None:
     # Not by a request: PID 1 would be stopped while serving that request.
     (guest.workspace / "go").touch()
     wait_until(lambda: "T" in guest.others().values())
-    hear(guest, b"up")
+    read_until(guest, b"up")
     assert ask(guest, "kill")["kill"]["survivors"] == 0
 
 
@@ -188,7 +188,7 @@ def test_input_ends_where_it_is_closed(guest: Guest) -> None:
     start(guest, "cat; echo end")
     ask(guest, "input", body=b"one\n")
     ask(guest, "input", body=b"two\n", close=True)
-    assert hear(guest, b"end\n") == b"one\ntwo\nend\n"
+    assert read_until(guest, b"end\n") == b"one\ntwo\nend\n"
 
 
 def test_input_that_is_not_read_is_kept_up_to_a_bound_and_then_refused(guest: Guest) -> None:
