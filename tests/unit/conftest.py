@@ -3,6 +3,8 @@
 from collections.abc import AsyncIterator, Iterator
 
 import pytest
+import redis.asyncio
+from structlog.testing import capture_logs
 
 from tests.conftest import RedisProcess
 from tests.guest_harness import Guest, running_guest
@@ -27,3 +29,17 @@ def shared_guest() -> Iterator[Guest]:
 async def make_hosted(redis_server: RedisProcess) -> AsyncIterator[MadeHosted]:
     async with open_hosted(redis_server) as make:
         yield make
+
+
+@pytest.fixture
+async def client(redis_server: RedisProcess) -> AsyncIterator["redis.asyncio.Redis"]:
+    """Return a connection to the emptied server. A file may override this fixture."""
+    async with redis.asyncio.Redis.from_url(redis_server.url, socket_timeout=5) as opened:
+        yield opened
+
+
+@pytest.fixture
+def quiet_logs() -> Iterator[None]:
+    """Silence the logs: a stack trace with all its locals takes seconds to render for a terminal."""
+    with capture_logs():
+        yield

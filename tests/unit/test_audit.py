@@ -3,7 +3,6 @@ without secrets.
 """
 
 import json
-from collections.abc import AsyncIterator
 
 import pytest
 import redis.asyncio
@@ -28,15 +27,8 @@ from store.audit import (
 from store.switches import RedisSwitches
 from store.tenants import RedisTenants
 from tests.builders import KEY
-from tests.conftest import RedisProcess
 
 OPERATOR = Actor(key="0123456789abcdef", role="operator", name="ada", tenant="ops")
-
-
-@pytest.fixture
-async def client(redis_server: RedisProcess) -> AsyncIterator["redis.asyncio.Redis"]:
-    async with redis.asyncio.Redis.from_url(redis_server.url, socket_timeout=5) as opened:
-        yield opened
 
 
 async def entries(client: "redis.asyncio.Redis") -> list[Audited]:

@@ -3,7 +3,6 @@
 import asyncio
 import json
 import threading
-from collections.abc import AsyncIterator
 from contextlib import ExitStack
 from typing import Any
 
@@ -12,7 +11,6 @@ import redis.asyncio
 from celery import Celery
 from celery.events import EventReceiver
 from celery.events.state import State
-from structlog.testing import capture_logs
 
 from contract.errors import ErrorCode
 from contract.hosts import HOST_LOST_TYPE
@@ -27,16 +25,10 @@ from tests.conftest import RedisProcess
 from tests.fake_hosts import build_report
 from tests.waiting import wait_until_async
 
+pytestmark = pytest.mark.usefixtures("quiet_logs")
+
 QUEUE = "host.a.b00t"
 REPORT = build_report("a")
-
-
-@pytest.fixture
-async def client(redis_server: RedisProcess) -> AsyncIterator["redis.asyncio.Redis"]:
-    opened = redis.asyncio.Redis.from_url(redis_server.url, socket_timeout=5)
-    with capture_logs():
-        yield opened
-    await opened.aclose()
 
 
 class Watching:

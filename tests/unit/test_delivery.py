@@ -2,12 +2,11 @@
 twice.
 """
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import redis.asyncio
-from structlog.testing import capture_logs
 
 from contract.calls import ToolCall, ToolContext, ToolResult
 from contract.envelope import decode_call, encode_result
@@ -28,6 +27,8 @@ from tests.builders import KEY, build_spec
 from tests.conftest import RedisProcess
 from tests.fakes import StaticCatalog
 from tests.unit.test_session_locator import Hosts
+
+pytestmark = pytest.mark.usefixtures("quiet_logs")
 
 ENDED = CallLost("its result was lost", has_started=True)
 SAFE, ACTS = build_spec("safe", idempotent=True), build_spec("acts")
@@ -115,12 +116,9 @@ class Ground:
         return str((await self.client.hget(call_key("d", "acme", "c1"), "state") or b"").decode())
 
 
-@pytest.fixture
-async def client(redis_server: RedisProcess) -> AsyncIterator["redis.asyncio.Redis"]:
-    opened = redis.asyncio.Redis.from_url(redis_server.url, socket_timeout=5)
-    with capture_logs():
-        yield opened
-    await opened.aclose()
+def refusing(code: ErrorCode, message: str, **metadata: Any) -> Callable[[ToolCall], ToolResult]:
+    """Return the reply of a worker that refuses the call."""
+    return lambda call: ToolResult.failed(call, code, message, metadata=metadata)
 
 
 @pytest.mark.parametrize("has_started", [True, False])
@@ -199,9 +197,7 @@ async def test_a_call_that_was_never_sent_goes_to_where_its_session_lives_by_now
 async def test_a_call_that_its_host_refused_because_the_session_had_moved_is_sent_after_it(
     client: "redis.asyncio.Redis",
 ) -> None:
-    def moved(call: ToolCall) -> ToolResult:
-        return ToolResult.failed(call, ErrorCode.HOST_LOST, "moved", metadata={"not_run": "moved"})
-
+    moved = refusing(ErrorCode.HOST_LOST, "moved", not_run="moved")
     ground = Ground(client, moved)
     assert (await ground.call("acts")).success
     assert [context.attempt for _, context in ground.fleet.calls] == [1, 2]
@@ -221,9 +217,7 @@ async def test_a_call_does_not_follow_a_session_for_ever(
 async def test_a_call_that_a_worker_could_not_begin_is_sent_again_whatever_its_tool(
     client: "redis.asyncio.Redis", reason: str
 ) -> None:
-    def refuse(call: ToolCall) -> ToolResult:
-        return ToolResult.failed(call, ErrorCode.SANDBOX_UNAVAILABLE, "away", metadata={"not_run": reason})
-
+    refuse = refusing(ErrorCode.SANDBOX_UNAVAILABLE, "away", not_run=reason)
     ground = Ground(client, refuse, refuse)
     assert (await ground.call("acts")).success
     assert [context.attempt for _, context in ground.fleet.calls] == [1, 2, 3]
@@ -233,9 +227,7 @@ async def test_a_call_that_a_worker_could_not_begin_is_sent_again_whatever_its_t
 async def test_a_call_that_no_worker_could_begin_in_time_is_not_left_open_in_the_ledger(
     client: "redis.asyncio.Redis", monkeypatch: pytest.MonkeyPatch, earlier: tuple[Any, ...]
 ) -> None:
-    def refuse(call: ToolCall) -> ToolResult:
-        return ToolResult.failed(call, ErrorCode.SANDBOX_UNAVAILABLE, "away", metadata={"not_run": "sandboxd"})
-
+    refuse = refusing(ErrorCode.SANDBOX_UNAVAILABLE, "away", not_run="sandboxd")
     monkeypatch.setattr(delivery, "RESEND_S", 0.3)
     ground = Ground(client, *earlier, *(refuse for _ in range(99)))
     assert (await ground.call("safe")).error_code is ErrorCode.SANDBOX_UNAVAILABLE
@@ -271,9 +263,7 @@ async def test_verbs_that_a_worker_could_not_begin_are_not_left_open_either(clie
 
 
 async def test_being_lost_and_not_being_taken_are_counted_apart(client: "redis.asyncio.Redis") -> None:
-    def refuse(call: ToolCall) -> ToolResult:
-        return ToolResult.failed(call, ErrorCode.HOST_LOST, "moved", metadata={"not_run": "moved"})
-
+    refuse = refusing(ErrorCode.HOST_LOST, "moved", not_run="moved")
     gone = [CallLost("gone", has_started=True) for _ in range(3)]
     assert (await Ground(client, refuse, refuse, refuse, *gone[:2]).call("safe")).success
     await client.flushall()
@@ -303,9 +293,7 @@ async def test_what_is_known_of_a_lost_call_is_reported_though_redis_does_not_ta
 
 
 async def test_a_call_that_came_too_late_is_not_sent_again(client: "redis.asyncio.Redis") -> None:
-    def refuse(call: ToolCall) -> ToolResult:
-        return ToolResult.failed(call, ErrorCode.TIMEOUT, "too late", metadata={"not_run": "expired"})
-
+    refuse = refusing(ErrorCode.TIMEOUT, "too late", not_run="expired")
     ground = Ground(client, refuse)
     assert (await ground.call("acts")).error_code is ErrorCode.TIMEOUT
     assert len(ground.fleet.calls) == 1
@@ -315,9 +303,7 @@ async def test_a_call_that_came_too_late_is_not_sent_again(client: "redis.asynci
 async def test_a_call_during_which_the_hosts_sandboxd_died_is_sent_again_only_when_that_is_safe(
     client: "redis.asyncio.Redis", tool: str, sent: int
 ) -> None:
-    def lose(call: ToolCall) -> ToolResult:
-        return ToolResult.failed(call, ErrorCode.OUTCOME_UNKNOWN, "sandboxd is gone", metadata={"outcome_lost": True})
-
+    lose = refusing(ErrorCode.OUTCOME_UNKNOWN, "sandboxd is gone", outcome_lost=True)
     ground = Ground(client, lose)
     assert ((await ground.call(tool)).success, len(ground.fleet.calls)) == (sent == 2, sent)
 

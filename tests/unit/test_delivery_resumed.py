@@ -3,11 +3,9 @@ twice.
 """
 
 import time
-from collections.abc import AsyncIterator
 
 import pytest
 import redis.asyncio
-from structlog.testing import capture_logs
 
 from contract.calls import ToolCall, ToolResult
 from contract.errors import ErrorCode
@@ -15,18 +13,11 @@ from contract.names import call_key
 from orchestrator.dispatch.request import Attempt, Request
 from store.calls import seal_ticket
 from tests.builders import KEY
-from tests.conftest import RedisProcess
 from tests.unit.test_delivery import Ground
 
+pytestmark = pytest.mark.usefixtures("quiet_logs")
+
 NOW = time.time()
-
-
-@pytest.fixture
-async def client(redis_server: RedisProcess) -> AsyncIterator["redis.asyncio.Redis"]:
-    opened = redis.asyncio.Redis.from_url(redis_server.url, socket_timeout=5)
-    with capture_logs():
-        yield opened
-    await opened.aclose()
 
 
 async def gone_on_with(

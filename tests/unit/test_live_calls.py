@@ -2,11 +2,10 @@
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
-from structlog.testing import capture_logs
 
 from contract.errors import ErrorCode, ToolFailure
 from contract.run_events import CallFinished, CallStarted, OutputArrived, RunEvent
@@ -17,11 +16,7 @@ from tests.conftest import RedisProcess
 from tests.switched_pool import SwitchedPool
 from workers.tools.base import Outcome, ToolEnvironment, WorkerTool
 
-
-@pytest.fixture(autouse=True)
-def quiet_logs() -> Iterator[None]:
-    with capture_logs():
-        yield
+pytestmark = pytest.mark.usefixtures("quiet_logs")
 
 
 class Tools:

@@ -3,7 +3,6 @@ entry. Over a real Redis.
 """
 
 import json
-from collections.abc import AsyncIterator
 
 import pytest
 import redis.asyncio
@@ -18,13 +17,6 @@ from store.tenants import RedisTenants
 from tests.builders import KEY
 from tests.conftest import RedisProcess
 from tests.run_ground import RunGround
-
-
-@pytest.fixture
-async def client(redis_server: RedisProcess) -> AsyncIterator["redis.asyncio.Redis"]:
-    opened = redis.asyncio.Redis.from_url(redis_server.url, socket_timeout=5)
-    yield opened
-    await opened.aclose()
 
 
 @pytest.fixture

@@ -42,13 +42,6 @@ async def make(redis_server: RedisProcess) -> AsyncIterator[Made]:
         yield made
 
 
-@pytest.fixture
-async def client(redis_server: RedisProcess) -> AsyncIterator["redis.asyncio.Redis"]:
-    opened = redis.asyncio.Redis.from_url(redis_server.url, socket_timeout=5)
-    yield opened
-    await opened.aclose()
-
-
 def traced(ground: ItemGround, ended: list[Span]) -> ItemGround:
     """Return the same process with tracing on."""
     tracer = Tracer(ended.append, lambda _: True)

@@ -2,8 +2,6 @@
 real Redis.
 """
 
-from collections.abc import AsyncIterator
-
 import pytest
 import redis.asyncio
 
@@ -12,20 +10,12 @@ from contract.names import place_key, seen_tenants_key
 from contract.session_locations import LocationState, seal_start
 from contract.signing import SigningKeys
 from store.sessions import SessionList, SessionStore, open_sessions_key, session_facts_key, tenant_open_sessions_key
-from tests.conftest import RedisProcess
 
 KEYS = SigningKeys.of("a secret", deployment="d")
 
 
 def signed_start(tenant: str, session: str, keys: SigningKeys = KEYS) -> str:
     return seal_start(keys, tenant, session, {"image": "python"})
-
-
-@pytest.fixture
-async def client(redis_server: RedisProcess) -> AsyncIterator["redis.asyncio.Redis"]:
-    opened = redis.asyncio.Redis.from_url(redis_server.url, socket_timeout=5)
-    yield opened
-    await opened.aclose()
 
 
 async def open_some(client: "redis.asyncio.Redis", count: int, tenant: str = "acme") -> list[str]:

@@ -4,12 +4,11 @@ real Redis; hosts and their replies are scripted.
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import redis.asyncio
-from structlog.testing import capture_logs
 
 from contract.calls import ToolCall, ToolResult
 from contract.errors import ErrorCode, SandboxUnavailable, ToolFailure
@@ -22,8 +21,9 @@ from orchestrator.dispatch.transport import CallLost
 from store.publisher import NotSent
 from store.sessions import SessionAddress, SessionStore
 from tests.builders import KEY
-from tests.conftest import RedisProcess
 from tests.fake_hosts import build_report
+
+pytestmark = pytest.mark.usefixtures("quiet_logs")
 
 DEFAULT = TenantPolicy()
 
@@ -61,14 +61,6 @@ class Hosts:
         """Given up."""
         del self.all[queue]
         await client.set(tombstone_key("d", queue), "1")
-
-
-@pytest.fixture
-async def client(redis_server: RedisProcess) -> AsyncIterator["redis.asyncio.Redis"]:
-    opened = redis.asyncio.Redis.from_url(redis_server.url, socket_timeout=5)
-    with capture_logs():
-        yield opened
-    await opened.aclose()
 
 
 def build_locator(client: "redis.asyncio.Redis", hosts: Hosts) -> SessionLocator:

@@ -2,14 +2,13 @@
 forbidden call that arrives.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
 import redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
-from structlog.testing import capture_logs
 
 from contract.calls import ToolCall, ToolContext, ToolResult
 from contract.errors import ConfigError, ErrorCode, RefusalReason, ToolFailure
@@ -28,17 +27,13 @@ from tests.fakes import AnsweringTransport, FakeSandboxClient, MemoryBlobs, Memo
 from workers.executor import CallPolicy
 from workers.tools.base import Outcome, WorkerTool
 
+pytestmark = pytest.mark.usefixtures("quiet_logs")
+
 BASH = build_spec(
     "bash_tool", properties={"command": {"type": "string"}}, command_parameter="command", aliases={"cmd": "command"}
 )
 CLOSE = build_spec("session.close", audience="session")
 NO_PUSH = TenantPolicy(commands=(CommandRule(action="deny", argv_prefix=("git", "push")),))
-
-
-@pytest.fixture(autouse=True)
-def quiet_logs() -> Iterator[None]:
-    with capture_logs():
-        yield
 
 
 class FixedTenants:
