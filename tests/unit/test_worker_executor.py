@@ -1,7 +1,6 @@
 """The executor: every call ends with exactly one result and the right code, whatever happens to the call."""
 
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -22,15 +21,10 @@ from workers.executor import CallRepeated
 from workers.sandbox_client import GuestResponse
 from workers.tools.base import Outcome, ToolEnvironment, WorkerTool
 
+pytestmark = pytest.mark.usefixtures("quiet_logs")
+
 FACTS = {"host": "h1", "queue": "host.h1.b00t"}
 KILL = {"signalled": 2, "survivors": 0, "method": "tree", "ms": 5.0}
-
-
-@pytest.fixture(autouse=True)
-def quiet_logs() -> Iterator[None]:
-    """Silence the logs: a stack trace with all its locals takes seconds to render for a terminal."""
-    with capture_logs():
-        yield
 
 
 class House:
@@ -236,6 +230,15 @@ def test_the_error_of_a_lost_sandbox_reports_what_became_of_the_files(fields: di
     assert result.error_code is ErrorCode.SANDBOX_UNAVAILABLE
     texts = ("files are lost", "files in /workspace are kept")
     assert [text for text in texts if text in str(result.error)] == [expected]
+
+
+def test_an_error_that_a_tool_reports_tells_of_the_lost_sandbox_as_well() -> None:
+    def report(_: dict[str, Any], bench: ToolEnvironment) -> Outcome:
+        bench.run({"op": "exec", "timeout_s": 1})
+        return Outcome(error="too slow", error_code=ErrorCode.TIMEOUT)
+
+    result = House(report, GuestResponse(build_exec_done(sandbox_lost="the guest went"))).execute()
+    assert (result.error_code, "files are lost" in str(result.error)) == (ErrorCode.TIMEOUT, True)
 
 
 def test_what_happened_to_the_sandbox_before_stands_at_the_end_of_the_output() -> None:
