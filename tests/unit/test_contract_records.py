@@ -158,11 +158,6 @@ def test_bytes_survive_json() -> None:
     assert ExecResult.model_validate_json(result.model_dump_json()) == result
 
 
-def test_a_catalog_survives_json() -> None:
-    catalog = Catalog(tools=(build_spec("a", aliases={"t": "text"}), build_spec("b", audience="session")))
-    assert Catalog.model_validate_json(catalog.model_dump_json()) == catalog
-
-
 @pytest.mark.parametrize(
     "change", [{"name": ""}, {"description": ""}, {"parameters": []}, {"audience": "all"}, {"description": "x" * 8193}]
 )
