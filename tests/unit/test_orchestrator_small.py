@@ -149,11 +149,6 @@ def test_a_request_in_a_stream_has_sizes_and_in_a_trace_what_is_new() -> None:
     assert (event.kept, event.new_messages, event.new_tools) == (1, request.messages[1:], None)
 
 
-def test_records_inside_an_event_are_plain_data() -> None:
-    assert EVENTS[4].to_json()["call"] == {"id": "c", "name": "echo", "arguments": {"a": [1]}}
-    assert EVENTS[6].to_json()["usage"] == {"prompt_tokens": 1, "completion_tokens": 2, "cached_tokens": 0}
-
-
 # Terminal
 
 
@@ -259,10 +254,6 @@ def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
 
 
 # The Redis server of the embedded stack
-
-
-def test_the_wheels_server_is_found_and_runs() -> None:
-    assert Path(find_redis_server()).is_file()
 
 
 def test_a_missing_redis_server_names_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
