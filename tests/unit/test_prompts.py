@@ -93,11 +93,6 @@ def test_the_tool_prompt_names_describes_and_lists_parameters() -> None:
     assert 'mode ("a" | "b", optional)' in prompt
 
 
-def test_every_tool_is_in_the_prompt() -> None:
-    other = ToolSpec(name="list_tool", description="Lists.", parameters={"type": "object", "properties": {}})
-    assert "list_tool: Lists.\n  (no parameters)" in generate_tool_prompt([SPEC, other])
-
-
 def test_without_tools_the_prompt_is_the_sentence_that_there_are_none() -> None:
     assert generate_tool_prompt([]) == NO_TOOLS
     assert "No tools are currently available" in NO_TOOLS
