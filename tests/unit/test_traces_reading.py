@@ -284,8 +284,3 @@ async def test_a_page_needs_no_network_and_runs_nothing_of_what_it_shows(tmp_pat
     assert all(style.startswith("left:") for style in tags.attributes["style"])
     assert "<script>alert(1)</script>" in tags.text
     assert not {"\x1b", "\u202e"} & set(tags.text)
-
-
-async def test_a_page_is_dark_where_the_reader_wants_it_dark(tmp_path: Path) -> None:
-    path, _, _ = await run_traced(tmp_path)
-    assert "prefers-color-scheme: dark" in build_page(load_trace(path))
