@@ -8,7 +8,6 @@ import pytest
 from contract.run_events import CallStarted, RunEvent, TextArrived
 from orchestrator.dialects.base import Dialect
 from orchestrator.dialects.native import NativeDialect
-from orchestrator.dialects.tags import TagsDialect
 from orchestrator.functions.function_tools import tool
 from orchestrator.loop.agent import Agent, RunResult
 from orchestrator.loop.limits import ReActOptions, StopReason
@@ -88,13 +87,6 @@ async def test_s0_16_switched_off_a_tag_is_ordinary_text(name: str) -> None:
     result = await work(model, choose_dialect(name), search, options, seen)
     assert (search.queries, len(model.requests), result.stop_reason) == ([], 1, StopReason.ANSWERED)
     assert (result.answer, shown(seen)) == (f"看: {TAG}!", f"看: {TAG}!")
-
-
-@pytest.mark.parametrize("dialect", [TagsDialect(), NativeDialect()], ids=["tags", "native"])
-async def test_s0_16_the_options_of_the_agent_alone_switch_it_off(dialect: Dialect) -> None:
-    search, options = Search(), ReActOptions(enable_tool_action_parsing=False)
-    result = await work(ScriptedModel([TAG, "好了"]), dialect, search, options)
-    assert (search.queries, result.answer) == ([], TAG)
 
 
 async def test_s0_17_native_calls_win_and_the_tags_of_that_reply_are_ordinary_text() -> None:

@@ -88,23 +88,6 @@ async def test_s1_38_an_async_function_of_the_arguments_alone_gives_an_object() 
     assert (result.success, result.output) == (True, '{"temp": 22, "city": "Beijing"}')
 
 
-async def test_s1_38_plain_functions_and_those_that_take_the_context_too_are_as_good() -> None:
-    registry = create_tool_registry(
-        [
-            {
-                "name": "plain",
-                "execute": lambda args: args["a"],
-                "parameters": {"type": "object", "properties": {"a": {}}},
-            },
-            {"name": "told", "execute": lambda args, context: context.call_id != ""},
-        ]
-    )
-    assert [(await registry.execute("plain", {"a": 1})).output, (await registry.execute("told", {})).output] == [
-        "1",
-        "true",
-    ]
-
-
 async def test_s1_39_deps_are_a_bound_method_a_context_engine_a_controller_and_a_registry_by_name() -> None:
     gateway = Gateway()
     result = await run_tool_loop(usage_deps(gateway), "s1", QUESTION)
