@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from contract.calls import ToolCall, ToolContext, ToolResult
+from contract.calls import KillReport, ToolCall, ToolContext, ToolResult
 from contract.errors import BrokerUnavailable, ErrorCode, ToolFailure
 from orchestrator.dispatch.dispatcher import Dispatcher
 from orchestrator.dispatch.sessions import Session, SessionStart
@@ -65,6 +65,20 @@ async def test_a_workspace_that_could_not_be_copied_leaves_no_sandbox(tmp_path: 
 async def test_a_call_that_cannot_be_is_a_result_too(name: str, call_id: str | None) -> None:
     session = await Pool().open()
     assert (await session.call(name, {}, call_id=call_id)).success is False
+
+
+async def test_exec_gives_both_streams_the_code_and_the_kill() -> None:
+    kill = KillReport(signalled=1, survivors=0, method="tree", ms=1)
+    pool = Pool(exec={"metadata": {"returncode": -9, "stdout_bytes": 3}, "blob": "k", "kill": kill, "truncated": True})
+    pool.blobs.kept["k"] = b"outerr"
+    result = await (await pool.open()).exec(["cat"], stdin=b"in", env={"A": "b"}, cwd="/tmp", timeout_s=3)
+    assert result.returncode == -9
+    assert result.stdout == b"out"
+    assert result.stderr == b"err"
+    assert result.kill == kill
+    assert result.truncated is True
+    assert pool.transport.calls[-1].arguments == {"argv": ["cat"], "env": {"A": "b"}, "cwd": "/tmp"}
+    assert pool.blobs.kept[str(pool.transport.contexts[-1].blob)] == b"in"
 
 
 @pytest.mark.parametrize("answer", [{}, {"error_code": ErrorCode.NO_SPACE, "error": "full"}])

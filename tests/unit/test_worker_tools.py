@@ -9,7 +9,6 @@ from contract.errors import ErrorCode
 from tests.builders import build_context, build_exec_response
 from tests.fakes import FakeSandboxClient, MemoryBlobs, MemoryLedger, build_executor
 from workers.tools.builtin import build_registry
-from workers.tools.session import EXEC_CAPTURE_BYTES
 
 KILL = {"signalled": 3, "survivors": 0, "method": "tree", "ms": 5.0}
 FACTS = {"host": "h1", "queue": "host.h1.b00t"}
@@ -53,6 +52,20 @@ def test_a_cancel_is_no_call_that_could_wait_behind_what_it_ends() -> None:
     assert Bench().run("session.cancel", call_id="c9").error_code is ErrorCode.TOOL_NOT_FOUND
 
 
+def test_exec_gives_both_streams_apart_in_one_blob() -> None:
+    bench = Bench(build_exec_response(b"out", b"error", merged=b"", exit_code=2), content=b"in")
+    result = bench.run("session.exec", argv=["cat", "-"], env={"A": "b"}, cwd="/tmp")
+    assert bench.blobs.kept[str(result.blob)] == b"outerror"
+    assert (result.metadata["returncode"], result.metadata["stdout_bytes"]) == (2, 3)
+    assert bench.client.bodies == [b"in"]
+    assert {name: bench.request[name] for name in ("argv", "env", "cwd", "script_bytes")} == {
+        "argv": ["cat", "-"],
+        "env": {"A": "b"},
+        "cwd": "/tmp",
+        "script_bytes": 0,
+    }
+
+
 @pytest.mark.parametrize(("fields", "code"), [({"signal": 15}, -15), ({"signal": None}, -9)])
 def test_exec_of_a_killed_program_returns_the_signal(fields: dict[str, Any], code: int) -> None:
     result = Bench(build_exec_response(exit_code=None, timed_out=True, kill=KILL, **fields)).run(
@@ -61,9 +74,11 @@ def test_exec_of_a_killed_program_returns_the_signal(fields: dict[str, Any], cod
     assert (result.success, result.metadata["returncode"], result.metadata["timed_out"]) == (True, code, True)
 
 
-def test_exec_says_when_output_was_dropped() -> None:
-    counts = {name: {"total": EXEC_CAPTURE_BYTES + 1, "head": 1, "tail": 0} for name in ("stdout", "stderr")}
-    assert Bench(build_exec_response(b"x", b"y", streams=counts)).run("session.exec", argv=["x"]).truncated
+@pytest.mark.parametrize(("total", "is_dropped"), [(1, False), (2, True)])
+def test_exec_says_when_output_was_dropped(total: int, is_dropped: bool) -> None:
+    counts = {name: {"total": size, "head": 1, "tail": 0} for name, size in (("stdout", total), ("stderr", 1))}
+    result = Bench(build_exec_response(b"x", b"y", streams=counts)).run("session.exec", argv=["x"])
+    assert result.truncated is is_dropped
 
 
 @pytest.mark.parametrize(
