@@ -219,6 +219,7 @@ async def test_a_program_that_does_not_exist_is_said(session: Session) -> None:
 async def test_a_file_comes_back_as_it_was_written(session: Session, size: int) -> None:
     data = os.urandom(size)
 
+    await session.write_file("folder/data.bin", b"an earlier and replaced content")
     await session.write_file("folder/data.bin", data)
 
     assert await session.read_file("/workspace/folder/data.bin") == data
