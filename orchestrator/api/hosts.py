@@ -21,6 +21,7 @@ router = APIRouter(prefix="/v1/hosts", tags=["hosts"], responses=responses())
 class HostView(BaseModel):
     """A live worker. Sizes are in bytes, times in ISO 8601.
 
+    `images`: names and patterns that sessions may use. `images_present`: images that the host may pull and already has.
     `waiting`: numbers of calls in the worker's queue and in the queues of the pools that it serves.
     """
 
@@ -39,6 +40,7 @@ class HostView(BaseModel):
     disk_free_bytes: int
     classes: list[str]
     images: list[str]
+    images_present: list[str] = []
     store: str
     trouble: str
     started_at: str

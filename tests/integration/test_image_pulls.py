@@ -15,9 +15,10 @@ from docker import APIClient
 
 from contract.errors import ErrorCode, SandboxUnavailable, ToolFailure
 from contract.tenancy import SandboxTerms
+from orchestrator.sdk.client import ToolClient
 from tests.daemons import Daemon, Daemons, bash, open_daemons, run_script
 from tests.image_registry import PASSWORD, USER, ImageRegistry, open_registry
-from tests.stack import free_port
+from tests.stack import Stack, free_port, open_stack
 from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.stack, pytest.mark.timeout(150)]
@@ -63,7 +64,7 @@ def test_an_image_is_pulled_when_a_session_first_asks_for_it(
     engine: APIClient, daemons: Daemons, registry: ImageRegistry
 ) -> None:
     image = registry.push("tool:v1", {"mark": b"one\n"})
-    daemon = start(daemons, registry)
+    daemon = start(daemons, registry, sandbox_workspace="folder")
     with daemon.client() as client:
         opened = client.describe_open("acme:s1", image, 600.0)
         assert opened["image"] == image
@@ -71,8 +72,8 @@ def test_an_image_is_pulled_when_a_session_first_asks_for_it(
         client.open("acme", "s2", image)
         client.open("acme", "s3", image.replace(":v1", "@" + engine.inspect_image(image)["RepoDigests"][0][-71:]))
     assert registry.count_pulls(image) == 1
-    container = engine.inspect_container(opened["sandbox"]["id"])
-    assert container["Config"]["Image"] == container["Image"] == engine.inspect_image(image)["Id"]
+    records = [json.loads(path.read_text()) for path in (daemon.state / "sessions").glob("*.json")]
+    assert {record["plan"]["image_id"] for record in records} == {engine.inspect_image(image)["Id"]}
     wait_until(lambda: image in daemon.status()["images_present"], SOON_S, "the host reports the image")
     assert cached_bytes(daemon) > 0
     assert "image_pulled" in daemon.log()
@@ -256,6 +257,35 @@ def test_a_pull_that_a_kill_interrupted_begins_again(
     with daemon.client() as client:
         assert run_script(client, client.open("acme", "s", image), READ) == "one\n"
     assert cached_bytes(daemon) > 60 * MIB
+
+
+async def test_a_client_opens_a_session_with_an_image_that_only_the_registry_has(
+    engine: APIClient, registry: ImageRegistry
+) -> None:
+    """The whole path: the host reports its patterns, the orchestrator chooses the host, sandboxd pulls."""
+    image = registry.push("tool:v1", {"mark": b"one\n"})
+    environment = {
+        "TOOLCREW_SANDBOX_IMAGES_ALLOWED": json.dumps([f"{registry.repository}/*"]),
+        "TOOLCREW_POOL_SIZE": "0",
+    }
+    with open_stack(engine, environment) as stack:
+        async with ToolClient.connect(stack.redis_url) as client:
+            async with await client.open_session(image=image) as session:
+                assert (await session.info()).image == image
+                assert "one" in (await session.call("bash_tool", {"command": READ})).output
+            for name, reason in (("tool:v2", "has no such image"), ("Tool", "invalid repository")):
+                with pytest.raises(ToolFailure, match=reason) as refused:
+                    await client.open_session(image=f"{registry.repository}/{name}")
+                assert refused.value.code is ErrorCode.INVALID_ARGUMENTS
+            with pytest.raises(ToolFailure, match=r"is not allowed on any host; allowed: .*/\*"):
+                await client.open_session(image="ghcr.io/other/tool")
+        wait_until(lambda: is_reported(stack, f'"images_present":["{image}"'), SOON_S, "the host reports the image")
+
+
+def is_reported(stack: Stack, text: str) -> bool:
+    with stack.open_redis() as redis:
+        reports = [redis.get(key) for key in redis.scan_iter(match="*host.*", _type="string")]
+    return any(text.encode() in report for report in reports if isinstance(report, bytes))
 
 
 def test_only_the_class_with_a_login_pulls_a_private_image_and_nothing_shows_the_password(

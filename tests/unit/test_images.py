@@ -34,6 +34,7 @@ class MemoryEngine:
         """Complete name -> content id."""
         self.untagged: set[str] = set()
         self.containers: set[str] = set()
+        self.pins: set[str] = set()
         self.pulled: list[str] = []
         self.accounts: list[RegistryAccount | None] = []
         self.failure: str | None = None
@@ -67,7 +68,7 @@ class MemoryEngine:
 
     async def used(self) -> Set[str]:
         await asyncio.sleep(0)
-        return self.containers
+        return self.containers - self.pins
 
     async def remove(self, name: str) -> bool:
         self.removing.set()
@@ -290,6 +291,20 @@ async def test_what_is_in_use_or_not_pulled_here_stays(engine: MemoryEngine, tmp
     images.in_use = frozenset
     await images.evict()
     assert set(engine.images.values()) == {own}
+
+
+async def test_the_pins_of_an_image_go_before_it(engine: MemoryEngine, tmp_path: Path) -> None:
+    images = build(engine, tmp_path, budget=0)
+    pinned = await use(images, "ghcr.io/team/a")
+    engine.containers.add(pinned)
+    engine.pins.add(pinned)
+
+    async def release(image_id: str) -> None:
+        engine.containers.discard(image_id)
+
+    images.release = release
+    await images.evict()
+    assert engine.images == {}
 
 
 async def test_a_name_that_moved_to_another_image_stays(engine: MemoryEngine, tmp_path: Path) -> None:

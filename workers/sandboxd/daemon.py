@@ -113,6 +113,7 @@ class Daemon:
         )
         self.images = Images(EngineImages(setup.engine), plans, records, settings.image_cache_bytes)
         self.factory.images = self.images
+        self.images.release = setup.oci.unpin if setup.oci is not None else None
         if setup.oci is not None:
             # Even without starts of its own, it finds what an earlier sandboxd left.
             ours, engines = [setup.oci], self.factory.runtimes

@@ -8,7 +8,7 @@ engine also refuses to remove the image of any of its containers.
 import asyncio
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence, Set
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence, Set
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, Protocol
@@ -94,8 +94,10 @@ class _Candidate:
 
 
 class Images:
-    """The images of this host's sandboxes. `in_use`: a function that returns the content ids of the images of all
-    sandboxes and sessions; set it before `run`.
+    """The images of this host's sandboxes.
+
+    Set before `run`: `in_use`, a function that returns the content ids of the images of all sandboxes and sessions, and
+    `release`, which is called with a content id before the removal of an image and removes the pins of it.
     """
 
     def __init__(self, engine: ImageEngine, plans: Plans, records: Records, budget_bytes: int) -> None:
@@ -105,6 +107,7 @@ class Images:
         self._store = records
         self._budget_bytes = budget_bytes
         self.in_use: Callable[[], Set[str | None]] = frozenset
+        self.release: Callable[[str], Awaitable[None]] | None = None
         self._records = {record.name: record for record in records.images()}
         self._pulls: dict[tuple[str, str], _Pull] = {}
         self._slots = asyncio.Semaphore(AT_ONCE)
@@ -358,6 +361,8 @@ class Images:
             # The operator named the image too, so it is no longer sandboxd's alone.
             log.info("pulled_image_left", image=candidate.names[0], names=sorted(others)[:10])
         elif image is not None:
+            if self.release is not None:
+                await self.release(candidate.id)
             for name in candidate.names:
                 tagged = await self._engine.find(name)
                 # The name may have moved to an image that sandboxd did not pull.

@@ -20,6 +20,7 @@ import urllib3.exceptions
 from contract.errors import SandboxUnavailable
 from contract.image_names import ImageName
 from store.tasks import in_thread
+from workers.sandboxd.runtime.base import LABEL_PRODUCT, PRODUCT_PIN
 from workers.sandboxd.runtime.engine import Engine
 
 SILENCE_S: Final = 120
@@ -100,10 +101,8 @@ class EngineImages:
         return await self._engine.look(lambda api: [_build(image) for image in api.images()])
 
     async def used(self) -> frozenset[str]:
-        """Return the content ids of the images of all containers, in any state and of any owner."""
-        return await self._engine.look(
-            lambda api: frozenset(str(container.get("ImageID")) for container in api.containers(all=True))
-        )
+        """Return the content ids of the images of all containers, in any state and of any owner. Pins do not count."""
+        return await self._engine.look(_list_used)
 
     async def remove(self, name: str) -> bool:
         """Remove a name of an image, or an image by its content id. The layers go with the last name. Returns False
@@ -163,6 +162,14 @@ def _pull(name: ImageName, account: RegistryAccount | None, progress: PullProgre
         raise PullFailed(f"the Docker engine does not answer: {str(error)[:_MAX_ERROR_CHARS]}") from error
     except (LookupError, TypeError, ValueError, AttributeError) as error:
         raise PullFailed(f"the Docker engine's answer cannot be read: {error!r}"[:_MAX_ERROR_CHARS]) from error
+
+
+def _list_used(api: docker.APIClient) -> frozenset[str]:
+    return frozenset(
+        str(container.get("ImageID"))
+        for container in api.containers(all=True)
+        if (container.get("Labels") or {}).get(LABEL_PRODUCT) != PRODUCT_PIN
+    )
 
 
 def _find(api: docker.APIClient, name: str) -> EngineImage | None:

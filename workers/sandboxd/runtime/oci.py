@@ -117,7 +117,8 @@ class OciRuntime:
         self._cgroups = Cgroups()
         self._running: dict[str, _Running] = {}
         self._pins: dict[tuple[str, ...], Mapping[str, str]] = {}
-        self._pin_names: set[str] = set()
+        self._pin_names: dict[str, str] = {}
+        """Name of a pin -> content id of its image."""
         self._seccomp_bpf: str | None = None
         for place in (self._sandboxes, self._state):
             place.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -190,6 +191,14 @@ class OciRuntime:
         self._ranges.close()
         self._cgroups.remove_parent()
 
+    async def unpin(self, image: str) -> None:
+        """Let the engine remove the image of a content id. No sandbox of it may run or start meanwhile."""
+        for key in [key for key in self._pins if key[0] == image]:
+            del self._pins[key]
+        for pin in [pin for pin, pinned in self._pin_names.items() if pinned == image]:
+            await self._engine.remove(pin)
+            self._pin_names.pop(pin, None)
+
     async def _pin(self, spec: SandboxSpec) -> Mapping[str, str]:
         """Keep the engine from removing the image and the volumes of a sandbox, which it does not see, by a container
         that is never started. Returns the folders of the volumes on this host, by their place in the sandbox.
@@ -207,7 +216,7 @@ class OciRuntime:
             )
         if key not in self._pins:
             pin = f"{PIN_PREFIX}{secrets.token_hex(8)}"
-            self._pin_names.add(pin)
+            self._pin_names[pin] = spec.image_facts.id
             await self._engine.pin(pin, spec.image_facts.id, spec.labels, volumes)
             self._pins[key] = {place: await self._engine.volume_path(volume) for place, volume in volumes.items()}
         return self._pins[key]
