@@ -173,6 +173,8 @@ class TenantClass(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     runtime: str | None = Field(default=None, min_length=1)
+    user: Literal["sandbox", "root"] = "sandbox"
+    """The user of programs. `root` is root of the sandbox only, and may change the image's files for this session."""
     image: ImageNameText | None = None
     images: tuple[ImagePatternText, ...] | None = None
     network: NetworkPolicy = "none"

@@ -111,7 +111,12 @@ class Daemon:
             setup.skills.owner,
             settings.sandbox_image,
         )
-        self.images = Images(EngineImages(setup.engine), plans, records, settings.image_cache_bytes)
+        self.images = Images(
+            EngineImages(setup.engine),
+            plans,
+            records,
+            settings.image_cache_bytes,
+        )
         self.factory.images = self.images
         self.images.release = setup.oci.unpin if setup.oci is not None else None
         if setup.oci is not None:
@@ -231,6 +236,11 @@ async def open_daemon(settings: SandboxdSettings, engine: Engine) -> AsyncIterat
         if proved is not daemon:
             stack.push_async_callback(proved.close)
             daemon = proved
+        if plans.has_root() and not (daemon.setup.starts_by_oci and daemon.choice.workspaces.kind == "image"):
+            raise SandboxUnavailable(
+                "a tenant class has user root, which needs sandboxes that sandboxd starts itself on workspaces of the "
+                "kind image: run sandboxd as root where crun or runc is installed, or change the class"
+            )
         await _prove_others(daemon)
         if daemon.choice.note is not None and settings.sandbox_workspace == "auto":
             log.warning("workspaces_weaker", kind=daemon.choice.workspaces.kind, why=daemon.choice.note)
@@ -331,7 +341,8 @@ async def _prove_others(daemon: Daemon) -> None:
         except SandboxUnavailable as error:
             fault = str(error)
         if fault is not None:
-            raise SandboxUnavailable(f"under the runtime '{plan.runtime}' of a tenant class: {fault}")
+            under = "root inside" if plan.is_root else f"the runtime '{plan.runtime}'"
+            raise SandboxUnavailable(f"under {under} of a tenant class: {fault}")
 
 
 async def _try_sandbox(daemon: Daemon, plan: SandboxPlan) -> str | None:

@@ -47,6 +47,7 @@ class SandboxPlan:
     memory_reserve_bytes: int
     cpus: float
     pids: int
+    is_root: bool = False
     tenant_class: str = field(default=DEFAULT, compare=False)
     image_id: str | None = field(default=None, compare=False)
 
@@ -88,11 +89,18 @@ class Plans:
         `choose`.
         """
         granted = self._class(terms)
+        if plan.is_root and granted.user != "root":
+            raise ToolFailure(
+                ErrorCode.INVALID_ARGUMENTS,
+                f"sessions of class '{terms.tenant_class}' no longer run as root, but the disk of this session is made "
+                "for it: open a new session",
+            )
         is_kept = self._allows(granted, terms, plan.image)
         image = plan.image if is_kept else self._image(granted, terms, None)
         network = "none" if plan.network == "none" else self.network(terms)
         return replace(
             self._plan(terms.tenant_class, image, network),
+            is_root=plan.is_root,
             image_id=plan.image_id if is_kept else None,
             workspace_bytes=plan.workspace_bytes,
             workspace_inodes=plan.workspace_inodes,
@@ -109,10 +117,17 @@ class Plans:
 
     def proofs(self) -> tuple[SandboxPlan, ...]:
         """Return the plans that the start-up check tries: the standard plan, then the same under every other runtime
-        that a class uses.
+        that a class uses, and with root inside if a class has it.
         """
         first = self.standard()
-        return (first, *(replace(first, runtime=runtime) for runtime in sorted(self.runtimes() - {first.runtime})))
+        others = [replace(first, runtime=runtime) for runtime in sorted(self.runtimes() - {first.runtime})]
+        if self.has_root():
+            others.append(replace(first, is_root=not first.is_root))
+        return (first, *others)
+
+    def has_root(self) -> bool:
+        """Return whether sessions of any class run as root inside."""
+        return any(terms.user == "root" for terms in self.classes.values())
 
     def pooled(self) -> Mapping[SandboxPlan, int]:
         """Return how many sandboxes of each plan to keep ready. Classes with equal plans share them. Raises ValueError
@@ -239,6 +254,7 @@ class Plans:
             memory_reserve_bytes=granted.memory_reserve_bytes or settings.sandbox_memory_reserve_bytes,
             cpus=granted.cpus or settings.sandbox_cpus,
             pids=granted.pids or settings.sandbox_pids,
+            is_root=granted.user == "root",
             tenant_class=tenant_class,
         )
 
@@ -313,4 +329,5 @@ class Profile:
             guest_volume=guest_volume,
             skills_volume=self._skills_volume,
             image_facts=image,
+            is_root=plan.is_root,
         )

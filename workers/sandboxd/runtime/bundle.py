@@ -12,7 +12,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from workers.sandboxd.disks.base import UID
 from workers.sandboxd.runtime.hardening import (
     IPC_SYSCTLS,
     LOADER_VARIABLES,
@@ -28,6 +27,13 @@ from workers.sandboxd.runtime.mounts import ID_RANGE
 
 NAMESPACES: Final = ("user", "pid", "mount", "network", "ipc", "uts", "cgroup")
 CPU_PERIOD_US: Final = 100_000
+ROOT_CAPABILITIES: Final[Mapping[str, int]] = {
+    "CAP_CHOWN": 0, "CAP_DAC_OVERRIDE": 1, "CAP_FOWNER": 3, "CAP_FSETID": 4, "CAP_KILL": 5, "CAP_SETGID": 6,
+    "CAP_SETUID": 7, "CAP_SETPCAP": 8, "CAP_NET_BIND_SERVICE": 10, "CAP_SYS_CHROOT": 18, "CAP_SETFCAP": 31,
+}  # fmt: skip
+"""Capabilities of root inside, with their numbers: what package managers and services need. They count only for what
+belongs to the user namespace of the sandbox.
+"""
 _CAPABILITY_SETS: Final = ("bounding", "effective", "inheritable", "permitted", "ambient")
 _SEALED: Final = ["nosuid", "noexec", "nodev"]
 _DEFAULT_PATH: Final = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
@@ -35,6 +41,7 @@ _ARCHITECTURES: Final = {"x86_64": ("SCMP_ARCH_X86_64", "amd64"), "aarch64": ("S
 _FOLDERS: Final[Mapping[str, int]] = {
     **dict.fromkeys(("dev", "proc", "sys", "etc", "opt", "opt/toolcrew", "skills", "workspace", "output"), 0o755),
     "tmp": 0o1777,
+    "root": 0o700,
 }
 _FILES: Final[Mapping[str, str]] = {
     "etc/hosts": "127.0.0.1 localhost sandbox\n::1 localhost\n",
@@ -88,20 +95,23 @@ def build_bundle(spec: SandboxSpec, *, root: Path, cgroup: str, base: int, secco
         "ociVersion": "1.0.2",
         "process": {
             "terminal": False,
-            "user": {"uid": UID, "gid": UID},
+            "user": {"uid": spec.uid, "gid": spec.uid},
             "args": guest_command(spec),
             "env": build_environment(spec),
             "cwd": "/workspace",
-            "capabilities": {kind: [] for kind in _CAPABILITY_SETS},
+            "capabilities": {
+                kind: sorted(ROOT_CAPABILITIES) if spec.is_root and kind not in ("ambient", "inheritable") else []
+                for kind in _CAPABILITY_SETS
+            },
             "rlimits": [
                 {"type": f"RLIMIT_{name.upper()}", "soft": value, "hard": value}
                 for name, value in ulimits(spec.limits).items()
             ],
             "noNewPrivileges": True,
         },
-        "root": {"path": str(root), "readonly": True},
+        "root": {"path": str(root), "readonly": not spec.is_root},
         "hostname": "sandbox",
-        "mounts": _build_mounts(spec),
+        "mounts": _build_mounts(spec, cgroup),
         "linux": linux,
         "annotations": {} if seccomp_bpf is None else {"run.oci.seccomp_bpf_data": seccomp_bpf},
     }
@@ -142,14 +152,35 @@ def _build_resources(spec: SandboxSpec) -> dict[str, Any]:
     }
 
 
-def _build_mounts(spec: SandboxSpec) -> list[dict[str, Any]]:
+def _build_mounts(spec: SandboxSpec, cgroup: str) -> list[dict[str, Any]]:
     mounts = [
         ("/proc", "proc", _SEALED),
-        ("/dev", "tmpfs", ["nosuid", "noexec", "strictatime", "mode=755", "size=64k"]),
+        ("/dev", "tmpfs", ["nosuid", "noexec", "strictatime", "mode=755", "size=64k", "nr_inodes=64"]),
         ("/dev/pts", "devpts", ["nosuid", "noexec", "newinstance", "ptmxmode=0666", "mode=0620"]),
         ("/dev/mqueue", "mqueue", _SEALED),
         ("/sys", "sysfs", [*_SEALED, "ro"]),
-        ("/sys/fs/cgroup", "cgroup", [*_SEALED, "ro"]),
+        *_build_cgroup_mounts(spec, cgroup),
         *((folder, "tmpfs", options) for folder, options in tmpfs_options(spec).items()),
     ]
-    return [{"destination": place, "type": kind, "source": kind, "options": options} for place, kind, options in mounts]
+    return [
+        {
+            "destination": place,
+            "type": "bind" if source.startswith("/") else source,
+            "source": source,
+            "options": options,
+        }
+        for place, source, options in mounts
+    ]
+
+
+def _build_cgroup_mounts(spec: SandboxSpec, cgroup: str) -> list[tuple[str, str, list[str]]]:
+    """Return the mounts by which the guest sees how often the memory ran out: its own group, read-only."""
+    bound = ["bind", *_SEALED, "ro"]
+    if spec.cgroup_version == 2:
+        return [("/sys/fs/cgroup", f"/sys/fs/cgroup{cgroup}", bound)]
+    # No room but for the one folder, because root inside may write to it.
+    folder = ["mode=755", "size=4k", "nr_inodes=2", *_SEALED]
+    return [
+        ("/sys/fs/cgroup", "tmpfs", folder),
+        ("/sys/fs/cgroup/memory", f"/sys/fs/cgroup/memory{cgroup}", bound),
+    ]

@@ -122,6 +122,8 @@ class SandboxSpec:
     guest_volume: str | None = None
     skills_volume: str | None = None
     image_facts: ImageFacts = NO_IMAGE
+    is_root: bool = False
+    """Whether programs run as root of the sandbox's user namespace, over a root file system that they may change."""
 
     def __post_init__(self) -> None:
         if not self.image or not self.runtime:
@@ -137,6 +139,11 @@ class SandboxSpec:
             profile = None
         if not isinstance(profile, dict) or profile.get("defaultAction") != "SCMP_ACT_ERRNO":
             raise ValueError("seccomp must be the text of a profile that denies by default")
+
+    @property
+    def uid(self) -> int:
+        """The user id of all programs inside."""
+        return 0 if self.is_root else UID
 
     @property
     def memory_bytes(self) -> int:
@@ -246,7 +253,8 @@ def guest_command(spec: SandboxSpec) -> list[str]:
 
 def own_variables(spec: SandboxSpec) -> dict[str, str]:
     """Return the variables that are set over those of the image."""
-    return {**ENVIRONMENT, **(EGRESS_ENVIRONMENT if spec.network == "egress" else {})}
+    home = {"HOME": "/root"} if spec.is_root else {}
+    return {**ENVIRONMENT, **home, **(EGRESS_ENVIRONMENT if spec.network == "egress" else {})}
 
 
 def _environment(spec: SandboxSpec) -> list[str]:
@@ -278,11 +286,13 @@ def tmpfs_options(spec: SandboxSpec) -> dict[str, list[str]]:
     limits = spec.limits
     sizes = {
         "/tmp": (limits.tmp_bytes, limits.tmp_inodes, ["mode=1777"]),
-        "/output": (limits.output_bytes, limits.output_inodes, [f"uid={UID}", f"gid={UID}", "mode=0700"]),
+        "/output": (limits.output_bytes, limits.output_inodes, [f"uid={spec.uid}", f"gid={spec.uid}", "mode=0700"]),
         # The engine's own mount has no nr_inodes. Empty files in /dev/shm, which no kill removes, would use up the
         # memory limit.
         "/dev/shm": (limits.shm_bytes, limits.shm_inodes, ["mode=1777"]),
     }
+    if spec.is_root:
+        del sizes["/tmp"]  # a part of the root file system, whose quota is that of the workspace
     options = {
         folder: ["rw", "nosuid", "nodev", "noexec", f"size={size}", f"nr_inodes={inodes}", *rest]
         for folder, (size, inodes, rest) in sizes.items()

@@ -36,7 +36,7 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 
 def clone_tree(path: str | Path, attributes: int = 0, id_map: int | None = None) -> int:
     """Return the descriptor of a new mount of a folder, without the mounts below it. `id_map`: a user namespace whose
-    ids its files get (`IdMap`). Raises OSError.
+    ids its files get (`IdRanges.namespace`). Raises OSError.
     """
     flags = _OPEN_TREE_CLONE | os.O_CLOEXEC
     fd = _check(_LIBC.syscall(_OPEN_TREE, _AT_FDCWD, os.fsencode(path), flags), str(path))

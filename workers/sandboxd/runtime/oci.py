@@ -69,6 +69,7 @@ _START_S: Final = 30.0
 _LOCK_S: Final = 35.0
 """Time in seconds in which a start of another process, which holds the lock, has ended."""
 _KILL_S: Final = 15.0
+_DISK_FOLDERS: Final = ("changes", "work", "workspace")
 _ERROR_CHARS: Final = 500
 _PR_SET_CHILD_SUBREAPER: Final = 36
 
@@ -215,6 +216,7 @@ class OciRuntime:
                 "scripts/build-image, or pull it"
             )
         if key not in self._pins:
+            # The name is known before the container exists, so that a sweep does not remove it.
             pin = f"{PIN_PREFIX}{secrets.token_hex(8)}"
             self._pin_names[pin] = spec.image_facts.id
             await self._engine.pin(pin, spec.image_facts.id, spec.labels, volumes)
@@ -261,13 +263,18 @@ class OciRuntime:
                     seccomp_bpf=self._seccomp_bpf,
                 )
                 (place / "config.json").write_text(json.dumps(bundle), encoding="utf-8")
-                root = mount_overlay([self._skeleton, *spec.image_facts.layers], namespace)
+                if workspace is not None:
+                    set_attributes(workspace, NOSUID | NODEV, namespace)
+                changes = None
+                if spec.is_root:
+                    assert workspace is not None
+                    changes, workspace = stack.enter_context(_divided(workspace, running.base, sandbox))
+                root = mount_overlay([self._skeleton, *spec.image_facts.layers], namespace, changes)
                 stack.callback(os.close, root)
                 (ROOTS / sandbox).mkdir()
                 stack.callback((ROOTS / sandbox).rmdir)
                 with attached(root, ROOTS / sandbox):
                     if workspace is not None:
-                        set_attributes(workspace, NOSUID | NODEV, namespace)
                         attach(workspace, ROOTS / sandbox / "workspace")
                     for folder, volume in volumes.items():
                         mount = clone_tree(volume, RDONLY | NOSUID | NODEV, namespace)
@@ -379,6 +386,30 @@ def _clone_workspace(folder: str) -> int:
         return clone_tree(folder)
     except OSError as error:
         raise SandboxUnavailable(f"the workspace {folder} cannot be mounted: {error}") from error
+
+
+@contextmanager
+def _divided(disk: int, base: int, sandbox: str) -> Iterator[tuple[tuple[int, int], int]]:
+    """Divide a session's disk between the changes of the root file system and the workspace, which share its size.
+    Yields the two folders of the overlay, and the mount of the workspace. Raises OSError.
+    """
+    place = ROOTS / f"{sandbox}.disk"
+    place.mkdir()
+    with ExitStack() as stack:
+        stack.callback(place.rmdir)
+        # The kernel clones a part only of a mount that has a place.
+        stack.enter_context(attached(disk, place))
+        for name in _DISK_FOLDERS:
+            with contextlib.suppress(FileExistsError):  # the session's sandbox is made again
+                (place / name).mkdir(mode=0o755)
+                os.chown(place / name, base, base, follow_symlinks=False)
+        flags = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+        changes, work = os.open(place / "changes", flags), os.open(place / "work", flags)
+        stack.callback(os.close, changes)
+        stack.callback(os.close, work)
+        workspace = clone_tree(place / "workspace")
+        stack.callback(os.close, workspace)
+        yield (changes, work), workspace
 
 
 def _remove_unfinished(sandboxes: Path) -> None:

@@ -5,8 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
-from workers.sandboxd.disks.base import UID
-from workers.sandboxd.runtime.bundle import CPU_PERIOD_US, NAMESPACES, build_environment
+from workers.sandboxd.runtime.bundle import CPU_PERIOD_US, NAMESPACES, ROOT_CAPABILITIES, build_environment
 from workers.sandboxd.runtime.cgroups import Cgroups
 from workers.sandboxd.runtime.hardening import (
     GUEST_FOLDER,
@@ -44,9 +43,11 @@ def _compare(
     """Yield the name of each property, its expected and its actual value."""
     status = dict(line.split(":\t", 1) for line in _read(place / "status").splitlines() if ":\t" in line)
     for name in ("Uid", "Gid"):
-        yield name, [str(base + UID)] * 4, status[name].split()
-    for name in ("CapInh", "CapPrm", "CapEff", "CapBnd", "CapAmb"):
-        yield name, 0, int(status[name], 16)
+        yield name, [str(base + spec.uid)] * 4, status[name].split()
+    capabilities = sum(1 << number for number in ROOT_CAPABILITIES.values()) if spec.is_root else 0
+    for name in ("CapPrm", "CapEff", "CapBnd"):
+        yield name, capabilities, int(status[name], 16)
+    yield "CapAmb", 0, int(status["CapAmb"], 16)
     yield "NoNewPrivs", "1", status["NoNewPrivs"]
     yield "Seccomp", "2", status["Seccomp"]
     for name in ("uid_map", "gid_map"):
@@ -86,7 +87,7 @@ def _compare_limits(spec: SandboxSpec, cgroups: Cgroups, sandbox: str) -> Iterat
 
 def _compare_mounts(spec: SandboxSpec, mounts: Mapping[str, Sequence[str]]) -> Iterator[tuple[str, object, object]]:
     """Yield the properties of mounts. `mounts`: place -> options, among them those of the file system."""
-    yield "options of /", [], _missing(["ro", "nosuid", "nodev"], mounts.get("/", ()))
+    yield "options of /", [], _missing(["rw" if spec.is_root else "ro", "nosuid", "nodev"], mounts.get("/", ()))
     folders = tmpfs_options(spec)
     for folder, options in folders.items():
         wanted = [option for option in options if option in ("rw", "nosuid", "nodev", "noexec")]
