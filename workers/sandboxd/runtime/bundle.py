@@ -4,10 +4,12 @@ The rows are those of hardening.py, said in the terms of the specification. Two 
 namespace of its own, and mount points that come from sandboxd, so no link of an image can lead a mount elsewhere.
 """
 
+import errno
 import json
 import platform
 import secrets
 import shutil
+import socket
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
@@ -86,7 +88,9 @@ def build_bundle(spec: SandboxSpec, *, root: Path, cgroup: str, base: int, secco
         "namespaces": [{"type": kind} for kind in NAMESPACES],
         "cgroupsPath": cgroup,
         "resources": _build_resources(spec),
-        "seccomp": build_seccomp(spec.seccomp) if seccomp_bpf is None else {"defaultAction": "SCMP_ACT_ERRNO"},
+        "seccomp": build_seccomp(spec.seccomp, is_root=spec.is_root)
+        if seccomp_bpf is None
+        else {"defaultAction": "SCMP_ACT_ERRNO"},
         "sysctl": dict(IPC_SYSCTLS),
         "maskedPaths": sorted(MASKED_PATHS),
         "readonlyPaths": sorted(READONLY_PATHS),
@@ -124,12 +128,20 @@ def build_environment(spec: SandboxSpec) -> list[str]:
     return [f"{name}={value}" for name, value in variables.items() if name not in LOADER_VARIABLES]
 
 
-def build_seccomp(profile: str) -> dict[str, Any]:
-    """Return the filter of the specification, from a profile of the engine (seccomp.json)."""
+def build_seccomp(profile: str, *, is_root: bool) -> dict[str, Any]:
+    """Return the filter of the specification, from a profile of the engine (seccomp.json). For root inside, a netlink
+    socket is refused as by a kernel without it: `useradd` gives up after EPERM, because it takes the kernel's audit
+    log for present and broken.
+    """
     content = json.loads(profile)
     architecture, name = _ARCHITECTURES[platform.machine()]
     more = next(entry for entry in content["archMap"] if entry["architecture"] == architecture)["subArchitectures"]
     rules = [rule for rule in content["syscalls"] if name in (rule.get("includes") or {}).get("arches", [name])]
+    if is_root:
+        family = {"index": 0, "value": socket.AF_NETLINK, "op": "SCMP_CMP_EQ"}
+        rules.append(
+            {"names": ["socket"], "action": "SCMP_ACT_ERRNO", "errnoRet": errno.EAFNOSUPPORT, "args": [family]}
+        )
     return {
         "defaultAction": content["defaultAction"],
         "defaultErrnoRet": content["defaultErrnoRet"],

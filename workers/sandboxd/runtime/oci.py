@@ -120,7 +120,8 @@ class OciRuntime:
         self._pins: dict[tuple[str, ...], Mapping[str, str]] = {}
         self._pin_names: dict[str, str] = {}
         """Name of a pin -> content id of its image."""
-        self._seccomp_bpf: str | None = None
+        self._filters: dict[bool, str] = {}
+        """Compiled filters in base64, without and with root inside."""
         for place in (self._sandboxes, self._state):
             place.mkdir(mode=0o700, parents=True, exist_ok=True)
         _remove_unfinished(self._sandboxes)
@@ -260,7 +261,7 @@ class OciRuntime:
                     root=ROOTS / sandbox,
                     cgroup=f"/{PARENT}/{sandbox}",
                     base=running.base,
-                    seccomp_bpf=self._seccomp_bpf,
+                    seccomp_bpf=self._filters.get(spec.is_root),
                 )
                 (place / "config.json").write_text(json.dumps(bundle), encoding="utf-8")
                 if workspace is not None:
@@ -280,7 +281,9 @@ class OciRuntime:
                         mount = clone_tree(volume, RDONLY | NOSUID | NODEV, namespace)
                         stack.callback(os.close, mount)
                         attach(mount, ROOTS / sandbox / folder.lstrip("/"))
-                    return self._run_program(sandbox, running, lock)
+                    started = self._run_program(sandbox, running, lock)
+                self._keep_filter(sandbox, spec)
+                return started
             except OSError as error:
                 raise SandboxUnavailable(f"sandbox {sandbox} cannot be started: {error}") from error
 
@@ -300,7 +303,6 @@ class OciRuntime:
         shutil.rmtree(
             f"/sys/fs/cgroup/unified/{PARENT}", ignore_errors=True
         )  # in this thread's namespace, see mounts.py
-        self._keep_filter(sandbox)
         ours.setblocking(False)
         return AttachedContainer(sandbox, ours, reading)
 
@@ -335,11 +337,11 @@ class OciRuntime:
                 f"{self._program} {command} failed: {text.strip()[-_ERROR_CHARS:] or f'status {error.returncode}'}"
             ) from error
 
-    def _keep_filter(self, sandbox: str) -> None:
+    def _keep_filter(self, sandbox: str, spec: SandboxSpec) -> None:
         """Keep the filter that crun has compiled, for later starts. runc has none to keep."""
         compiled = self._state / sandbox / "seccomp.bpf"
-        if self._seccomp_bpf is None and compiled.exists():
-            self._seccomp_bpf = base64.b64encode(compiled.read_bytes()).decode("ascii")
+        if spec.is_root not in self._filters and compiled.exists():
+            self._filters[spec.is_root] = base64.b64encode(compiled.read_bytes()).decode("ascii")
 
     def _remove(self, sandbox: str) -> None:
         place = self._sandboxes / sandbox
