@@ -1,0 +1,205 @@
+"""Attacks of a session whose programs are root inside. Nothing of it may be root, or have an effect, outside."""
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from docker import APIClient
+
+from tests.attack_ground import Ground, Hostile, open_ground
+from tests.containers import python
+from tests.processes import read_proc
+
+pytestmark = pytest.mark.stack
+
+DISK_BYTES = 64 * 1024 * 1024
+CLASSES = {"default": {"user": "root", "workspace_bytes": DISK_BYTES}, "plain": {}}
+
+
+@pytest.fixture(scope="module")
+def rooted(engine: APIClient) -> Iterator[Ground]:
+    settings = {"TOOLCREW_TENANT_CLASSES": json.dumps(CLASSES), "TOOLCREW_SANDBOX_START": "oci"}
+    with open_ground(engine, settings) as opened:
+        yield opened
+
+
+@pytest.fixture(scope="module")
+def session(rooted: Ground) -> Iterator[Hostile]:
+    with rooted.session() as opened:
+        yield opened
+
+
+def output(session: Hostile, script: str) -> str:
+    return session.bash(script).streams.get("merged", b"").decode(errors="replace")
+
+
+def test_it_is_root_inside_and_another_user_outside(session: Hostile) -> None:
+    assert output(session, "id -u; touch /etc/mine && stat -c %u /etc/mine").split() == ["0", "0"]
+
+    own = session.watched.host_id(0)
+    assert own >= 0x4000_0000
+    assert (session.watched.root / "etc/mine").stat().st_uid == own
+    for pid in session.watched.processes():
+        assert set(session.watched.status_of(pid)["Uid"].split()) == {str(own)}
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        "mount -t tmpfs none /mnt",
+        "mount -o remount,rw /opt/toolcrew",
+        "mount -o remount,rw /sys",
+        "mount --bind / /mnt",
+        "umount /proc/kcore || umount /proc/keys",
+        "unshare --mount true",
+        "unshare --user --map-root-user true",
+        "nsenter --target 1 --mount true",
+        "mknod /tmp/disk b 254 0",
+        "chmod 666 /dev/null",
+        "chown 1000 /dev/null",
+        "echo 1 >/proc/sys/kernel/core_pattern",
+        "echo b >/proc/sysrq-trigger",
+        "echo 0 >/sys/fs/cgroup/memory/cgroup.procs",
+        "echo 1 >/sys/fs/cgroup/memory/release_agent",
+        "echo -1 >/sys/fs/cgroup/memory/memory.limit_in_bytes",
+        "mkdir /sys/fs/cgroup/memory/more",
+        "echo x >/opt/toolcrew/bin/bash",
+        "touch /opt/toolcrew/mine",
+        "ip link add name dummy0 type dummy",
+        "hostname other",
+        "date -s 2001-01-01",
+        "dmesg",
+    ],
+)
+def test_do_as_root_what_needs_power_over_the_host(session: Hostile, script: str) -> None:
+    """Aim: mounts, devices, namespaces, control groups, kernel settings, the guest's own files."""
+    assert session.bash(script).done["exit_code"] != 0
+
+
+def test_have_capabilities_that_the_profile_does_not_name(session: Hostile) -> None:
+    """Aim: keep a capability that a package manager does not need."""
+    allowed = sum(1 << number for number in (0, 1, 3, 4, 5, 6, 7, 8, 10, 18, 31))
+    for pid in session.watched.processes():
+        status = session.watched.status_of(pid)
+        assert [int(status[name], 16) & ~allowed for name in ("CapPrm", "CapEff", "CapBnd")] == [0, 0, 0]
+        assert [int(status[name], 16) for name in ("CapInh", "CapAmb")] == [0, 0]
+        assert (status["NoNewPrivs"], status["Seccomp"]) == ("1", "2")
+
+
+def test_read_or_write_the_memory_of_the_guest(session: Hostile) -> None:
+    """Aim: take over PID 1, which has the same user."""
+    attempts = python(
+        """
+import ctypes, os
+for attempt in (lambda: open('/proc/1/mem', 'r+b'), lambda: os.readlink('/proc/1/fd/0'), lambda: open('/proc/1/environ').read()):
+    try: attempt(); print('done')
+    except OSError: print('refused')
+print('refused' if ctypes.CDLL(None).ptrace(16, 1, 0, 0) == -1 else 'done')
+"""
+    )
+    assert output(session, attempts).split() == ["refused"] * 4
+    assert session.is_well()
+
+
+def test_end_or_stop_the_guest(session: Hostile) -> None:
+    """Aim: end the supervision of calls."""
+    output(session, "for s in TERM INT HUP KILL STOP QUIT USR1 SEGV; do kill -$s 1; done")
+    assert session.is_well()
+
+
+def test_place_a_setuid_program_where_the_host_may_run_it(session: Hostile) -> None:
+    """Aim: have a file of root with the setuid bit on the disk of the host."""
+    output(
+        session, "cp /bin/sh /workspace/sh; cp /bin/sh /usr/local/bin/sh2; chmod 6755 /workspace/sh /usr/local/bin/sh2"
+    )
+    own = session.watched.host_id(0)
+    for place in ("workspace/sh", "usr/local/bin/sh2"):
+        assert (session.watched.root / place).stat().st_uid == own
+    for line in session.watched.mounts().splitlines():
+        fields = line.split(" ")
+        if fields[4] in ("/", "/workspace", "/opt/toolcrew", "/skills", "/output", "/dev/shm"):
+            assert {"nosuid", "nodev"} <= set(fields[5].split(",")), line
+
+
+@pytest.mark.parametrize("place", ["/workspace/big", "/tmp/big", "/var/big", "/root/big"])
+def test_write_more_than_the_disk_of_the_session(session: Hostile, place: str) -> None:
+    """Aim: use up the disk of the host. One quota counts everything that is written."""
+    answer = session.bash(f"head -c {4 * DISK_BYTES} /dev/zero >{place}; stat -c %s {place}; rm {place}", timeout_s=60)
+
+    written = int(answer.streams["merged"].split()[-1])
+    assert 0 < written < DISK_BYTES * 1.1
+    assert b"No space left" in answer.streams["merged"] or b"File too large" in answer.streams["merged"]
+    assert session.is_well()
+
+
+def test_make_more_files_than_the_disk_has(session: Hostile) -> None:
+    """Aim: use up the inodes of the host."""
+    count = python(
+        f"""
+import os
+os.mkdir('/var/many')
+try:
+    for number in range({DISK_BYTES // 1024}): open(f'/var/many/{{number}}', 'w').close()
+except OSError as error: print(error.errno)
+print(len(os.listdir('/var/many')))
+"""
+    )
+    code, made = map(int, session.bash(count, timeout_s=60).streams["merged"].split())
+    session.bash("rm -rf /var/many", timeout_s=60)
+    assert code == 28
+    assert made < DISK_BYTES // 4096 * 1.1
+    assert session.is_well()
+
+
+def test_keep_changes_of_the_image_for_others(rooted: Ground, session: Hostile) -> None:
+    """Aim: change a program of the image for another session of the same image."""
+    output(session, "echo 'echo evil' >/usr/bin/ls.new && mv /usr/bin/ls.new /usr/bin/true; chmod 755 /usr/bin/true")
+    with rooted.session(tenant="other", session="s2") as other:
+        assert output(other, "cat /usr/bin/true | head -c 4 | tail -c 3") == "ELF"
+        assert "mine" not in output(other, "ls /etc")
+
+
+def test_find_another_sandbox_or_the_host(rooted: Ground, session: Hostile) -> None:
+    """Aim: see or signal processes outside, by numbers of processes and users."""
+    with rooted.session(tenant="other", session="s3") as other:
+        assert other.watched.host_id(0) != session.watched.host_id(0)
+        numbers = [other.watched.pid, rooted.process.pid, os.getpid()]
+        output(session, "".join(f"kill -9 {number}; " for number in numbers))
+        assert other.is_well()
+    assert b"sandboxd" in read_proc(rooted.process.pid, "cmdline")
+
+
+def test_leave_something_behind(rooted: Ground) -> None:
+    """Aim: outlive the session, as a process, a mount, a loop device or a control group."""
+    with rooted.session(session="short") as short:
+        short.start_job("trap '' TERM HUP; setsid sleep 1000 & while :; do :; done")
+        watched, folder = short.watched, short.watched.host_folder()
+    watched.wait_until_removed()
+
+    assert not folder.exists()
+    assert not list(Path("/sys/fs/cgroup").glob(f"*/toolcrew/{watched.id}"))
+    assert watched.id not in Path("/proc/self/mountinfo").read_text()
+
+
+def test_install_as_users_of_package_managers_do(session: Hostile) -> None:
+    """The attacks above are refused, and yet the usual work of root succeeds."""
+    script = """
+set -e
+mkdir -p /tmp/p/DEBIAN /tmp/p/usr/bin
+printf 'Package: hi\\nVersion: 1\\nArchitecture: all\\nMaintainer: a <a@b>\\nDescription: x\\n' >/tmp/p/DEBIAN/control
+printf '#!/bin/sh\\necho hello\\n' >/tmp/p/usr/bin/hi
+chmod 755 /tmp/p/usr/bin/hi
+dpkg-deb --build /tmp/p /tmp/hi.deb >/dev/null
+dpkg --install /tmp/hi.deb >/dev/null
+hi
+useradd --create-home bob
+chown bob /home/bob
+su bob -c id
+setpriv --reuid bob --regid bob --clear-groups -- id -un
+"""
+    lines = output(session, script).splitlines()
+    assert lines[0] == "hello"
+    assert lines[1].startswith("uid=1001(bob)")
+    assert lines[2] == "bob"
