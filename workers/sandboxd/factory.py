@@ -33,6 +33,7 @@ from workers.sandboxd.runtime.base import (
 )
 from workers.sandboxd.runtime.engine import Engine
 from workers.sandboxd.runtime.engine_runtime import EngineRuntime
+from workers.sandboxd.runtime.hardening import ImageFacts
 from workers.sandboxd.runtime.image_faults import FOLDERS, explained
 from workers.sandboxd.sandbox import Sandbox
 from workers.sandboxd.session import Session
@@ -44,6 +45,7 @@ SLOT_WAIT_S = 10.0
 GIVE_UP_S = 10.0
 """Time limit for a session that waits while another session frees its slot, in seconds."""
 _LOOK_S = 0.1
+_MOST_FACTS = 1000
 
 
 class SandboxSlots:
@@ -187,6 +189,8 @@ class SandboxFactory:
         self._prefix = f"toolcrew-{owner[LABEL_SANDBOXD]}"
         self._known: set[str] = set()
         self._images: dict[str, str | None] = {}
+        self._image_facts: dict[str, ImageFacts] = {}
+        self._toolkit: str | None = None
         self._unwanted: dict[Sandbox, Workspace | None] = {}
         self._unwanted_workspaces: set[Workspace] = set()
         self._unconfirmed: dict[str, SandboxRuntime] = {}
@@ -239,13 +243,15 @@ class SandboxFactory:
                 LABEL_CREATED_AT: str(int(now)),
                 LABEL_DEADLINE: str(int(deadline)),
             }
-            image = await self.engine.find_image(plan.image_id or plan.image)
-            volume = await self.guest_volume()
+            image = await self._find_image(plan)
+            volume = await self._find_toolkit(runtime)
             async with workspace.mounted() as mount:
                 with explained(plan.image):
                     spec = self._profile.build_spec(plan, mount, labels, volume, image)
                     attached = await runtime.start(spec, name)
         except BaseException:
+            self._image_facts.clear()  # an image that was removed and pulled again has other folders
+            self._toolkit = None
             await asyncio.shield(self._confirm_gone(runtime, name))
             # The engine may have created the container despite the error, so the cleanup runs even after a
             # cancellation.
@@ -262,6 +268,24 @@ class SandboxFactory:
             await asyncio.shield(settle([self.discard(sandbox)]))
             raise
         return sandbox
+
+    async def _find_image(self, plan: SandboxPlan) -> ImageFacts:
+        """Return the facts about the image of a plan. Those of a content id never change while the engine has it."""
+        if plan.image_id is None:
+            return await self.engine.find_image(plan.image)
+        if plan.image_id not in self._image_facts:
+            if len(self._image_facts) >= _MOST_FACTS:
+                self._image_facts.clear()
+            self._image_facts[plan.image_id] = await self.engine.find_image(plan.image_id)
+        return self._image_facts[plan.image_id]
+
+    async def _find_toolkit(self, runtime: SandboxRuntime) -> str:
+        """Return the volume with the toolkit. The engine makes a missing volume anew, but empty, so it is checked
+        before each start there.
+        """
+        if self._toolkit is None or runtime is self._engine_runtime:
+            self._toolkit = await self.guest_volume()
+        return self._toolkit
 
     async def discard(self, sandbox: Sandbox, workspace: Workspace | None = None) -> None:
         """Remove a sandbox that no session has, and then its workspace. Both are remembered until they are removed.
