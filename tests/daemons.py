@@ -16,7 +16,7 @@ from docker import APIClient
 from benchmarks.processes import RunningSandboxd
 from benchmarks.sandboxes import list_containers
 from contract.errors import SandboxUnavailable
-from tests.attack_ground import CAPTURE
+from tests.attack_sandboxd import CAPTURE
 from tests.stack import ROOT, UP_S, Footprint, commands_in, end_process, open_footprint
 from tests.waiting import wait_until
 from workers.sandbox_client import GuestResponse, SandboxClient

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 from docker import APIClient
 
-from tests.attack_ground import Ground, open_ground
+from tests.attack_sandboxd import OwnSandboxd, open_own_sandboxd
 from tests.containers import Box, OciBox, open_box, open_engine, open_oci_box
 
 
@@ -34,7 +34,7 @@ def shared_box(start: str, engine: APIClient) -> Iterator[Box | OciBox]:
 
 
 @pytest.fixture(scope="session")
-def ground(start: str, engine: APIClient) -> Iterator[Ground]:
+def sandboxd(start: str, engine: APIClient) -> Iterator[OwnSandboxd]:
     """Return a sandboxd that no test kills."""
-    with open_ground(engine, {"TOOLCREW_SANDBOX_START": start}) as opened:
+    with open_own_sandboxd(engine, {"TOOLCREW_SANDBOX_START": start}) as opened:
         yield opened

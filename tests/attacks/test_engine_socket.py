@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.attack_ground import Ground
+from tests.attack_sandboxd import OwnSandboxd
 from tests.containers import Box, python
 
 pytestmark = pytest.mark.stack
@@ -51,7 +51,7 @@ print(reached)
     assert answer.output.strip() == "[]"
 
 
-def test_have_a_process_of_the_host_connect_to_a_socket_of_the_sandbox(ground: Ground) -> None:
+def test_have_a_process_of_the_host_connect_to_a_socket_of_the_sandbox(sandboxd: OwnSandboxd) -> None:
     """Aim: replace the socket of a channel, so that sandboxd connects to an attacker's socket."""
     listen = """
 import os, socket
@@ -64,7 +64,7 @@ print('listening', flush=True)
 import select
 print('reached', select.select(servers, [], [], 100)[0])
 """
-    with ground.session(session="deputy") as session:
+    with sandboxd.session(session="deputy") as session:
         session.start_job(python(listen))
         session.wait_for("python3 -")
         session.bash("until [ -S /output/.state/guest.sock ]; do sleep 0.01; done")

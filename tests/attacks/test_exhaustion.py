@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from docker import APIClient
 
-from tests.attack_ground import SOON_S, Ground
+from tests.attack_sandboxd import SOON_S, OwnSandboxd
 from tests.containers import Box, assert_still_works, open_box, python
 from tests.waiting import wait_until
 from workers.sandboxd.runtime.hardening import SandboxLimits
@@ -269,11 +269,11 @@ HOGS = {
 
 
 @pytest.mark.parametrize("hog", HOGS.values(), ids=HOGS.keys())
-def test_have_somebody_else_killed_for_want_of_memory(ground: Ground, hog: str) -> None:
+def test_have_somebody_else_killed_for_want_of_memory(sandboxd: OwnSandboxd, hog: str) -> None:
     """Aim: let the guest, another call or a background job be killed instead of the hog, or leave the reason of a
     death unreported.
     """
-    with ground.session(session="hog") as session:
+    with sandboxd.session(session="hog") as session:
         session.start("exec sleep 777", state="use", timeout_s=500.0)
         session.start_job("exec sleep 888")
         session.wait_for("sleep 777")
@@ -285,6 +285,6 @@ def test_have_somebody_else_killed_for_want_of_memory(ground: Ground, hog: str) 
         wait_until(
             lambda: sorted(session.programs().values()) == ["sleep 777", "sleep 888"],
             SOON_S,
-            lambda: f"{sorted(session.programs().values())}\n{ground.log()[-4000:]}",
+            lambda: f"{sorted(session.programs().values())}\n{sandboxd.log()[-4000:]}",
         )
         assert session.is_well()

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.attack_ground import Ground, Hostile
+from tests.attack_sandboxd import HostileSession, OwnSandboxd
 from workers.sandboxd.frames import MAX_UP, encode_frame
 
 pytestmark = pytest.mark.stack
@@ -21,8 +21,8 @@ FORGED = {
 
 
 @pytest.fixture(scope="module")
-def session(ground: Ground) -> Iterator[Hostile]:
-    with ground.session(session="forger") as opened:
+def session(sandboxd: OwnSandboxd) -> Iterator[HostileSession]:
+    with sandboxd.session(session="forger") as opened:
         yield opened
 
 
@@ -33,7 +33,7 @@ def printed(header: dict[str, object]) -> tuple[str, bytes]:
 
 
 @pytest.mark.parametrize("header", FORGED.values(), ids=FORGED.keys())
-def test_end_a_call_or_the_channel_by_what_is_printed(session: Hostile, header: dict[str, object]) -> None:
+def test_end_a_call_or_the_channel_by_what_is_printed(session: HostileSession, header: dict[str, object]) -> None:
     """Aim: let bytes on a program's stdout or stderr be parsed as frames of the guest."""
     script, frame = printed(header)
     answer = session.bash(f"{script}; {script} >&2; exit 7")
@@ -56,18 +56,18 @@ PLACES = (
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_write_into_the_channel(ground: Ground, session: Hostile, place: str) -> None:
+def test_write_into_the_channel(sandboxd: OwnSandboxd, session: HostileSession, place: str) -> None:
     """Aim: reach the guest's stream to sandboxd."""
     script, _ = printed({"ev": "fatal", "message": "forged"})
-    log_before = len(ground.log())
+    log_before = len(sandboxd.log())
     answer = session.bash(f"({script}) >{place} && echo written >&2")
 
     assert b"written" not in answer.streams["stderr"]
     assert session.is_well()
-    assert "forged" not in ground.log()[log_before:]
+    assert "forged" not in sandboxd.log()[log_before:]
 
 
-def test_inherit_a_descriptor_of_the_guest(session: Hostile) -> None:
+def test_inherit_a_descriptor_of_the_guest(session: HostileSession) -> None:
     """Aim: inherit a descriptor of the channel, or of another call's pipe or body."""
     answer = session.bash("exec find /proc/self/fd -mindepth 1 -printf '%f %l\\n'")
     links = dict(line.split(" ", 1) for line in answer.streams["stdout"].decode().splitlines())
@@ -78,7 +78,7 @@ def test_inherit_a_descriptor_of_the_guest(session: Hostile) -> None:
     ] == []
 
 
-def test_claim_a_result_by_names_of_the_protocol(session: Hostile) -> None:
+def test_claim_a_result_by_names_of_the_protocol(session: HostileSession) -> None:
     """Aim: set fields of a result through a program's output."""
     claim = json.dumps({"exit_code": 0, "oom": True, "sandbox_lost": "x", "kill": None, "timed_out": True})
     done = session.bash(f"echo '{claim}'; echo '{claim}' >/output/.state/result; exit 5").done
@@ -86,7 +86,7 @@ def test_claim_a_result_by_names_of_the_protocol(session: Hostile) -> None:
     assert (done["exit_code"], done["oom"], done["timed_out"], "sandbox_lost" in done) == (5, False, False, False)
 
 
-def test_take_over_the_guest_by_the_code_it_loads_later(session: Hostile) -> None:
+def test_take_over_the_guest_by_the_code_it_loads_later(session: HostileSession) -> None:
     """Aim: let the guest import an attacker's module from a folder that programs can write. The guest imports some
     modules only at their first use.
     """

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.attack_ground import Ground, Hostile
+from tests.attack_sandboxd import HostileSession, OwnSandboxd
 from tests.containers import Box
 
 pytestmark = pytest.mark.stack
@@ -28,8 +28,8 @@ def canary() -> Iterator[Path]:
 
 
 @pytest.fixture(scope="module")
-def session(ground: Ground) -> Iterator[Hostile]:
-    with ground.session(session="host-files") as opened:
+def session(sandboxd: OwnSandboxd) -> Iterator[HostileSession]:
+    with sandboxd.session(session="host-files") as opened:
         yield opened
 
 
@@ -72,7 +72,7 @@ def test_find_a_file_of_the_host_anywhere(shared_box: Box, canary: Path) -> None
     assert answer.output.strip() == ""
 
 
-def test_have_the_tools_read_or_write_a_file_of_the_host(session: Hostile, canary: Path) -> None:
+def test_have_the_tools_read_or_write_a_file_of_the_host(session: HostileSession, canary: Path) -> None:
     """Aim: make the host resolve a path of a tool call, or a link in the workspace."""
     session.bash(f"ln -s {canary} link; ln -s {canary.parent} folder; ln -s /proc/1/root root; ln -s /proc/self/fd fd")
     for path in (
@@ -94,7 +94,7 @@ def test_have_the_tools_read_or_write_a_file_of_the_host(session: Hostile, canar
     assert canary.read_text() == "a secret of the host\n"
 
 
-def test_keep_a_folder_of_the_host_open_from_the_start(session: Hostile) -> None:
+def test_keep_a_folder_of_the_host_open_from_the_start(session: HostileSession) -> None:
     """Aim: leave the root through a descriptor that the runtime left open, as in CVE-2024-21626."""
     held = [os.readlink(entry) for entry in Path(f"/proc/{session.watched.pid}/fd").iterdir()]
     folders = [

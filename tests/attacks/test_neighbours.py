@@ -8,7 +8,7 @@ import pytest
 from docker import APIClient
 
 from contract.errors import ErrorCode, ToolFailure
-from tests.attack_ground import Ground, Hostile
+from tests.attack_sandboxd import HostileSession, OwnSandboxd
 from tests.containers import Box, open_box, python
 from workers.sandbox_client import SandboxClient
 
@@ -19,9 +19,9 @@ KEY = 0x70C0
 
 
 @pytest.fixture(scope="module")
-def victim(ground: Ground) -> Iterator[Hostile]:
+def victim(sandboxd: OwnSandboxd) -> Iterator[HostileSession]:
     """Yield the first tenant's session, with an example of everything that processes can share."""
-    with ground.session("first", "s1") as session:
+    with sandboxd.session("first", "s1") as session:
         session.bash(
             f"for place in /workspace /tmp /output /dev/shm; do echo {MARK} >$place/{MARK}; chmod 777 $place/{MARK}; "
             "done"
@@ -41,14 +41,16 @@ time.sleep(500)
 
 
 @pytest.fixture(scope="module", params=["second", "first"])
-def neighbour(ground: Ground, victim: Hostile, request: pytest.FixtureRequest) -> Iterator[Hostile]:
+def neighbour(
+    sandboxd: OwnSandboxd, victim: HostileSession, request: pytest.FixtureRequest
+) -> Iterator[HostileSession]:
     """Yield a session of another tenant, and another session of the same tenant."""
     assert victim.programs()
-    with ground.session(request.param, "neighbour") as session:
+    with sandboxd.session(request.param, "neighbour") as session:
         yield session
 
 
-def test_find_files_processes_or_sockets_of_another(neighbour: Hostile) -> None:
+def test_find_files_processes_or_sockets_of_another(neighbour: HostileSession) -> None:
     """Aim: read the files or processes of another session: folders, guessed paths, /proc, System V keys, abstract
     names and loopback.
     """
@@ -62,7 +64,7 @@ def test_find_files_processes_or_sockets_of_another(neighbour: Hostile) -> None:
     assert lines == ["0", "0", "0"]
 
 
-def test_open_what_another_shares_by_its_key_or_name(neighbour: Hostile) -> None:
+def test_open_what_another_shares_by_its_key_or_name(neighbour: HostileSession) -> None:
     """Aim: guess a key. Namespaces must make the same key a different object."""
     answer = neighbour.bash(
         (
@@ -81,7 +83,7 @@ for family, address in ((socket.AF_UNIX, '\\0{MARK}'), (socket.AF_INET, ('127.0.
     assert answer.streams["merged"].decode().split() == ["nonenone", "none"]
 
 
-def test_read_a_path_that_only_the_neighbour_has(neighbour: Hostile, victim: Hostile) -> None:
+def test_read_a_path_that_only_the_neighbour_has(neighbour: HostileSession, victim: HostileSession) -> None:
     """Aim: read the exact path through the tools, or through the container's pid."""
     paths = [f"/{place}/{MARK}" for place in ("workspace", "tmp", "output")]
     paths += [
@@ -98,18 +100,18 @@ def test_read_a_path_that_only_the_neighbour_has(neighbour: Hostile, victim: Hos
 @pytest.mark.parametrize(
     "name", ["first:s2", "second:s1", "s1", "first", ":s1", "first:", "first:s1:", "first:s1/", "FIRST:s1", " first:s1"]
 )
-def test_call_into_a_session_by_a_guessed_id(ground: Ground, victim: Hostile, name: str) -> None:
+def test_call_into_a_session_by_a_guessed_id(sandboxd: OwnSandboxd, victim: HostileSession, name: str) -> None:
     """Aim: reach another session with an id that is similar to its id. The ids of a worker come from a signed
     context.
     """
     assert victim.name == "first:s1"
-    with SandboxClient(ground.path) as client, pytest.raises(ToolFailure) as caught:
+    with SandboxClient(sandboxd.path) as client, pytest.raises(ToolFailure) as caught:
         client.call(name, {"op": "ping", "timeout_s": 2})
 
     assert caught.value.code is ErrorCode.SESSION_NOT_FOUND
 
 
-def test_signal_or_slow_down_a_neighbour_by_its_numbers(neighbour: Hostile, victim: Hostile) -> None:
+def test_signal_or_slow_down_a_neighbour_by_its_numbers(neighbour: HostileSession, victim: HostileSession) -> None:
     """Aim: signal processes of other sandboxes. All sandboxes of a host have the same uid, but their pids must be
     separate.
     """
@@ -142,12 +144,12 @@ def test_see_or_signal_a_process_of_the_host(shared_box: Box) -> None:
     assert "dockerd" not in answer.output
 
 
-def test_get_a_sandbox_that_another_has_used(ground: Ground) -> None:
+def test_get_a_sandbox_that_another_has_used(sandboxd: OwnSandboxd) -> None:
     """Aim: find data of the previous session in a reused container."""
-    with ground.session("first", "before") as before:
+    with sandboxd.session("first", "before") as before:
         before.bash(f"echo {MARK} | tee /workspace/f /tmp/f /output/f /dev/shm/f; cd /tmp; export LEFT={MARK}")
         container = before.watched.id
-    with ground.session("second", "after") as after:
+    with sandboxd.session("second", "after") as after:
         found = after.bash(f"echo in $LEFT $PWD; grep -rs {MARK} /workspace /tmp /dev/shm /output --include=f")
 
         assert found.streams["merged"] == b"in /workspace\n"

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from tests.attack_ground import CAPTURE, Ground, Hostile
+from tests.attack_sandboxd import CAPTURE, HostileSession, OwnSandboxd
 from workers.sandbox_client import SandboxClient
 
 pytestmark = pytest.mark.stack
@@ -21,32 +21,32 @@ FLOODS = {
 }
 
 
-def resident_bytes(session: Hostile) -> int:
+def resident_bytes(session: HostileSession) -> int:
     """Return the memory of PID 1, in bytes."""
     return int(session.watched.status_of()["VmRSS"].split()[0]) * 1024
 
 
 @pytest.mark.parametrize(("flood", "total"), FLOODS.values(), ids=FLOODS.keys())
-def test_fill_the_memory_of_guest_sandboxd_or_worker(ground: Ground, flood: str, total: int) -> None:
+def test_fill_the_memory_of_guest_sandboxd_or_worker(sandboxd: OwnSandboxd, flood: str, total: int) -> None:
     """Aim: make a process keep the whole output in memory."""
-    with ground.session(session="flood") as session:
+    with sandboxd.session(session="flood") as session:
         session.bash("true")
-        before, guest_before = reset_peak(ground), resident_bytes(session)
+        before, guest_before = reset_peak(sandboxd), resident_bytes(session)
         answer = session.bash(flood, timeout_s=20.0)
 
         assert answer.done["streams"]["merged"]["total"] == total
         assert sum(map(len, answer.streams.values())) <= sum(CAPTURE.values())
-        assert ground.peak_bytes() - before < FLAT_BYTES
+        assert sandboxd.peak_bytes() - before < FLAT_BYTES
         assert resident_bytes(session) - guest_before < 2 * MIB
         assert session.is_well()
 
 
-def reset_peak(ground: Ground) -> int:
-    ground.forget_peak()
-    return ground.peak_bytes()
+def reset_peak(sandboxd: OwnSandboxd) -> int:
+    sandboxd.forget_peak()
+    return sandboxd.peak_bytes()
 
 
-def test_fill_the_memory_of_sandboxd_while_the_worker_does_not_read(ground: Ground) -> None:
+def test_fill_the_memory_of_sandboxd_while_the_worker_does_not_read(sandboxd: OwnSandboxd) -> None:
     """Aim: fill the memory with a stream to a slow worker, or delay other sessions."""
     first, may_read = threading.Event(), threading.Event()
 
@@ -55,9 +55,9 @@ def test_fill_the_memory_of_sandboxd_while_the_worker_does_not_read(ground: Grou
         may_read.wait(20)
 
     with (
-        ground.session(session="unread") as session,
-        ground.session(session="other") as other,
-        SandboxClient(ground.path) as worker,
+        sandboxd.session(session="unread") as session,
+        sandboxd.session(session="other") as other,
+        SandboxClient(sandboxd.path) as worker,
     ):
         request = {
             "op": "exec",
@@ -67,13 +67,13 @@ def test_fill_the_memory_of_sandboxd_while_the_worker_does_not_read(ground: Grou
             "timeout_s": 1.0,
             "capture": {"stream": 1 << 34},
         }
-        before = reset_peak(ground)
+        before = reset_peak(sandboxd)
         reading = threading.Thread(target=lambda: worker.call(session.name, request, on_data=take), daemon=True)
         reading.start()
         try:
             assert first.wait(20)
             assert all(other.bash("true").done["exit_code"] == 0 for _ in range(30))
-            grown = ground.peak_bytes() - before
+            grown = sandboxd.peak_bytes() - before
         finally:
             may_read.set()
         reading.join(20)
@@ -82,10 +82,10 @@ def test_fill_the_memory_of_sandboxd_while_the_worker_does_not_read(ground: Grou
         assert not reading.is_alive()
 
 
-def test_wear_the_worker_out_with_a_slow_drip(ground: Ground) -> None:
+def test_wear_the_worker_out_with_a_slow_drip(sandboxd: OwnSandboxd) -> None:
     """Aim: cause an event for each byte. Live output is sent at most every 50 ms."""
     pieces: list[int] = []
-    with ground.session(session="drip") as session, SandboxClient(ground.path) as worker:
+    with sandboxd.session(session="drip") as session, SandboxClient(sandboxd.path) as worker:
         script = b"for i in {1..150}; do printf x; read -t 0.003 <> <(:); done; true"
         request = {
             "op": "exec",
@@ -103,11 +103,11 @@ def test_wear_the_worker_out_with_a_slow_drip(ground: Ground) -> None:
         assert 1 <= sum(pieces) <= done["run_s"] / 0.05 + 2
 
 
-def test_fill_the_hosts_disk_with_the_log_of_sandboxd(ground: Ground) -> None:
+def test_fill_the_hosts_disk_with_the_log_of_sandboxd(sandboxd: OwnSandboxd) -> None:
     """Aim: write a log line for each refused or failed call, or write the call's text into a log line."""
-    with ground.session(session="log") as session:
-        before = len(ground.log())
+    with sandboxd.session(session="log") as session:
+        before = len(sandboxd.log())
         for _ in range(20):
             session.bash("head -c 5000 /dev/zero | tr '\\0' x; echo '{\"event\": \"forged\"}' >&2; exit 1")
 
-        assert len(ground.log()) - before < 5000
+        assert len(sandboxd.log()) - before < 5000

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 from docker import APIClient
 
-from tests.attack_ground import Ground, Hostile, open_ground
+from tests.attack_sandboxd import HostileSession, OwnSandboxd, open_own_sandboxd
 from tests.containers import Box
 from tests.processes import read_proc
 
@@ -19,15 +19,15 @@ NAMES = ("TOOLCREW_SECRET", "TOOLCREW_REDIS_URL", "OPENAI_API_KEY", "AWS_SECRET_
 
 
 @pytest.fixture(scope="module")
-def rich(start: str, engine: APIClient) -> Iterator[Ground]:
+def rich(start: str, engine: APIClient) -> Iterator[OwnSandboxd]:
     """Return a sandboxd whose environment contains many secrets."""
     settings = {name: f"{name}-{CANARY}" for name in NAMES}
-    with open_ground(engine, {**settings, "TOOLCREW_SANDBOX_START": start}) as opened:
+    with open_own_sandboxd(engine, {**settings, "TOOLCREW_SANDBOX_START": start}) as opened:
         yield opened
 
 
 @pytest.fixture(scope="module")
-def session(rich: Ground) -> Iterator[Hostile]:
+def session(rich: OwnSandboxd) -> Iterator[HostileSession]:
     with rich.session("tenant-with-a-name", "session-with-a-name") as opened:
         yield opened
 
@@ -39,7 +39,7 @@ def test_read_a_secret_of_the_parent_process(shared_box: Box) -> None:
     assert set(answer.output.split()) <= {"PATH", "HOME", "LANG", "TERM", "HOSTNAME"}
 
 
-def test_find_a_secret_of_sandboxd_in_the_sandbox(session: Hostile) -> None:
+def test_find_a_secret_of_sandboxd_in_the_sandbox(session: HostileSession) -> None:
     """Aim: find a secret in a readable environment, command line or file."""
     places = "/proc/[0-9]*/environ /proc/[0-9]*/cmdline /etc /opt /run /var /home /tmp /workspace /output /dev/shm"
     answer = session.bash(
@@ -51,7 +51,7 @@ def test_find_a_secret_of_sandboxd_in_the_sandbox(session: Hostile) -> None:
     assert b"TOOLCREW" not in answer.streams["merged"]
 
 
-def test_have_the_engine_or_proc_report_a_secret_or_a_tenant(rich: Ground, session: Hostile) -> None:
+def test_have_the_engine_or_proc_report_a_secret_or_a_tenant(rich: OwnSandboxd, session: HostileSession) -> None:
     """Aim of a user of the engine: find out which tenants are active, and their keys. So labels and environments must
     contain no secret.
     """
@@ -63,7 +63,7 @@ def test_have_the_engine_or_proc_report_a_secret_or_a_tenant(rich: Ground, sessi
     assert CANARY.encode() in read_proc(rich.process.pid, "environ")  # sandboxd has the canary
 
 
-def test_have_a_command_or_its_output_written_into_the_log(rich: Ground, session: Hostile) -> None:
+def test_have_a_command_or_its_output_written_into_the_log(rich: OwnSandboxd, session: HostileSession) -> None:
     """Aim of a reader of the log: find out what tenants do, also from failures."""
     session.bash(f"echo {CANARY}-typed; exit 3")
     session.bash(f"sleep 60 # {CANARY}", timeout_s=0.2)
@@ -74,7 +74,7 @@ def test_have_a_command_or_its_output_written_into_the_log(rich: Ground, session
 
 @pytest.mark.parametrize("of", ["1", "$PPID"])
 @pytest.mark.parametrize("what", ["mem", "environ", "maps", "fd/0", "cwd/x", "stack", "syscall"])
-def test_read_what_the_guest_has_in_its_memory(session: Hostile, of: str, what: str) -> None:
+def test_read_what_the_guest_has_in_its_memory(session: HostileSession, of: str, what: str) -> None:
     """Aim: read ids and bodies of other calls, and all other data of PID 1 and of a supervisor."""
     answer = session.bash(f"head -c 1 /proc/{of}/{what} && echo read")
 

@@ -10,7 +10,7 @@ import pytest
 
 from contract.errors import ErrorCode, SandboxUnavailable, ToolFailure
 from contract.skills import BundleDigest
-from tests.attack_ground import Ground, Hostile
+from tests.attack_sandboxd import HostileSession, OwnSandboxd
 from workers.sandbox_client import SandboxClient
 
 FILES = {
@@ -39,19 +39,21 @@ def pack(files: Mapping[str, bytes], *odd: tarfile.TarInfo) -> io.BytesIO:
     return packed
 
 
-def place(ground: Ground, session: Hostile, files: Mapping[str, bytes] = FILES, *, shared: bool = False) -> str:
-    with SandboxClient(ground.path) as client:
+def place(
+    sandboxd: OwnSandboxd, session: HostileSession, files: Mapping[str, bytes] = FILES, *, shared: bool = False
+) -> str:
+    with SandboxClient(sandboxd.path) as client:
         return client.place_skill(session.name, digest_of(files), pack(files), shared=shared)
 
 
-def said(session: Hostile, script: str) -> str:
+def said(session: HostileSession, script: str) -> str:
     return session.bash(script).streams.get("merged", b"").decode()
 
 
-def test_change_a_skill_from_inside(ground: Ground) -> None:
+def test_change_a_skill_from_inside(sandboxd: OwnSandboxd) -> None:
     """Aim: replace a script that an operator trusts with a script of the model."""
-    with ground.session() as session:
-        folder = place(ground, session)
+    with sandboxd.session() as session:
+        folder = place(sandboxd, session)
         assert said(session, f"SKILL_DIR={folder} {folder}/scripts/run.sh") == "found"
         tries = [
             f"echo x > {folder}/data/word.txt",
@@ -72,39 +74,39 @@ def test_change_a_skill_from_inside(ground: Ground) -> None:
         ]
 
 
-def test_find_the_skills_of_another_tenant(ground: Ground) -> None:
+def test_find_the_skills_of_another_tenant(sandboxd: OwnSandboxd) -> None:
     """Aim: find the skills of another tenant. All sandboxes mount the same volume, but a tenant's skills must stay
     hidden from other tenants.
     """
     secret = {**FILES, "data/word.txt": b"secret"}
-    with ground.session("acme") as owner, ground.session("rival") as rival:
-        folder = place(ground, owner, secret)
+    with sandboxd.session("acme") as owner, sandboxd.session("rival") as rival:
+        folder = place(sandboxd, owner, secret)
         assert said(owner, f"cat {folder}/data/word.txt") == "secret"
         assert "Permission denied" in said(rival, "ls /skills")
         assert "Permission denied" in said(rival, "cd / && find skills -mindepth 1")
         assert (
             said(rival, "echo /skills/*/data/word.txt; compgen -f /skills/ | wc -l") == "/skills/*/data/word.txt\n0\n"
         )
-        with SandboxClient(ground.path) as client:
+        with SandboxClient(sandboxd.path) as client:
             assert client.find_skill(rival.name, digest_of(secret), shared=False) is None
             assert client.find_skill(rival.name, digest_of(secret), shared=True) is None
             assert client.find_skill(owner.name, digest_of(secret), shared=False) == folder
         # The same content from another tenant is at another path.
-        assert place(ground, rival, secret) != folder
+        assert place(sandboxd, rival, secret) != folder
 
 
-def test_everybodys_skill_lies_there_once(ground: Ground) -> None:
-    with ground.session("acme") as one, ground.session("rival") as other:
-        folder = place(ground, one, shared=True)
-        assert place(ground, other, shared=True) == folder
+def test_everybodys_skill_lies_there_once(sandboxd: OwnSandboxd) -> None:
+    with sandboxd.session("acme") as one, sandboxd.session("rival") as other:
+        folder = place(sandboxd, one, shared=True)
+        assert place(sandboxd, other, shared=True) == folder
         assert said(other, f"cat {folder}/data/word.txt") == "found"
 
 
 @pytest.mark.parametrize("name", ["../out", "/etc/passwd", "a/../../b", "./a", "a//b", ""])
-def test_place_files_elsewhere(ground: Ground, name: str) -> None:
+def test_place_files_elsewhere(sandboxd: OwnSandboxd, name: str) -> None:
     """Aim of a compromised worker: write into another bundle, or outside of the volume."""
     files = {name: b"x", **FILES}
-    with ground.session() as session, SandboxClient(ground.path) as client:
+    with sandboxd.session() as session, SandboxClient(sandboxd.path) as client:
         with pytest.raises(ToolFailure, match="is not the archive"):
             client.place_skill(session.name, digest_of(files), pack(files), shared=False)
         assert client.find_skill(session.name, digest_of(files), shared=False) is None
@@ -112,18 +114,18 @@ def test_place_files_elsewhere(ground: Ground, name: str) -> None:
 
 
 @pytest.mark.parametrize("kind", [tarfile.SYMTYPE, tarfile.LNKTYPE, tarfile.CHRTYPE, tarfile.FIFOTYPE, tarfile.DIRTYPE])
-def test_place_what_is_no_file(ground: Ground, kind: bytes) -> None:
+def test_place_what_is_no_file(sandboxd: OwnSandboxd, kind: bytes) -> None:
     odd, files = tarfile.TarInfo("data/odd"), {**FILES, "kind": kind}
     odd.type, odd.linkname = kind, "/etc/passwd"
     with (
-        ground.session() as session,
-        SandboxClient(ground.path) as client,
+        sandboxd.session() as session,
+        SandboxClient(sandboxd.path) as client,
         pytest.raises(ToolFailure, match="is not the archive"),
     ):
         client.place_skill(session.name, digest_of(files), pack(files, odd), shared=False)
 
 
-def test_send_a_little_that_expands_to_much(ground: Ground) -> None:
+def test_send_a_little_that_expands_to_much(sandboxd: OwnSandboxd) -> None:
     """Aim: exhaust the memory of sandboxd, so that the daemon and all its sandboxes are killed."""
     packed = io.BytesIO()
     with tarfile.open(fileobj=packed, mode="w", format=tarfile.PAX_FORMAT) as archive:
@@ -136,19 +138,19 @@ def test_send_a_little_that_expands_to_much(ground: Ground) -> None:
         }
         entry.size = 1
         archive.addfile(entry, io.BytesIO(b"x"))
-    ground.forget_peak()
-    before = ground.peak_bytes()
+    sandboxd.forget_peak()
+    before = sandboxd.peak_bytes()
     with (
-        ground.session() as session,
-        SandboxClient(ground.path) as client,
+        sandboxd.session() as session,
+        SandboxClient(sandboxd.path) as client,
         pytest.raises(ToolFailure, match="is not the archive"),
     ):
         client.place_skill(session.name, "0" * 64, packed, shared=False)
-    assert ground.peak_bytes() - before < 64 * 1024 * 1024
+    assert sandboxd.peak_bytes() - before < 64 * 1024 * 1024
 
 
-def test_place_other_content_under_a_digest(ground: Ground) -> None:
-    with ground.session() as session, SandboxClient(ground.path) as client:
+def test_place_other_content_under_a_digest(sandboxd: OwnSandboxd) -> None:
+    with sandboxd.session() as session, SandboxClient(sandboxd.path) as client:
         for archive in (
             pack({**FILES, "data/word.txt": b"other"}),
             pack({}),
@@ -160,7 +162,7 @@ def test_place_other_content_under_a_digest(ground: Ground) -> None:
         assert client.find_skill(session.name, "0" * 64, shared=False) is None
 
 
-def test_send_more_than_a_bundle_may_have(ground: Ground) -> None:
+def test_send_more_than_a_bundle_may_have(sandboxd: OwnSandboxd) -> None:
     class Large(io.BytesIO):
         left = 200 * 1024 * 1024
 
@@ -172,20 +174,20 @@ def test_send_more_than_a_bundle_may_have(ground: Ground) -> None:
             self.left -= sent
             return b"x" * sent
 
-    ground.forget_peak()
-    before = ground.peak_bytes()
-    with ground.session() as session, SandboxClient(ground.path) as client:
+    sandboxd.forget_peak()
+    before = sandboxd.peak_bytes()
+    with sandboxd.session() as session, SandboxClient(sandboxd.path) as client:
         with pytest.raises((ToolFailure, SandboxUnavailable)):
             client.place_skill(session.name, "0" * 64, Large(), shared=False)
-        with SandboxClient(ground.path) as other:
+        with SandboxClient(sandboxd.path) as other:
             assert other.status()
-    assert ground.peak_bytes() - before < 32 * 1024 * 1024
+    assert sandboxd.peak_bytes() - before < 32 * 1024 * 1024
 
 
-def test_begin_a_call_that_was_cancelled_while_its_skill_was_placed(ground: Ground) -> None:
+def test_begin_a_call_that_was_cancelled_while_its_skill_was_placed(sandboxd: OwnSandboxd) -> None:
     """Aim: make sandboxd forget a cancel that arrives before the call starts, so that the script runs to its limit."""
-    with ground.session() as session, SandboxClient(ground.path) as client:
-        place(ground, session)
+    with sandboxd.session() as session, SandboxClient(sandboxd.path) as client:
+        place(sandboxd, session)
         assert not client.cancel(session.name, "called-off")
         request = {
             "op": "exec",

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import pytest
 from docker import APIClient
 
-from tests.attack_ground import SOON_S, Ground, Hostile, is_empty, open_ground
+from tests.attack_sandboxd import SOON_S, HostileSession, OwnSandboxd, is_empty, open_own_sandboxd
 from tests.waiting import wait_until
 from workers.sandbox_client import GuestResponse
 
@@ -92,9 +92,9 @@ EVADERS = {
 
 
 @pytest.fixture(scope="module")
-def busy(ground: Ground) -> Iterator[Hostile]:
+def busy(sandboxd: OwnSandboxd) -> Iterator[HostileSession]:
     """Yield a session with a waiting call and a background job. Neither belongs to the attacker."""
-    with ground.session(session="timeouts") as session:
+    with sandboxd.session(session="timeouts") as session:
         session.start("exec sleep 777", state="use", timeout_s=500.0)
         session.start_job("exec sleep 888")
         # Wait until the shells have become their programs, because the command lines are compared later.
@@ -107,7 +107,9 @@ def busy(ground: Ground) -> Iterator[Hostile]:
 
 
 @pytest.mark.parametrize(("script", "is_late"), EVADERS.values(), ids=EVADERS.keys())
-def test_a_call_and_all_that_it_started_end_at_its_limit_despite(busy: Hostile, script: str, is_late: bool) -> None:
+def test_a_call_and_all_that_it_started_end_at_its_limit_despite(
+    busy: HostileSession, script: str, is_late: bool
+) -> None:
     """Aim: continue unseen, or hold the call and its worker beyond the limit. Other programs of the session must not
     be affected.
     """
@@ -132,9 +134,9 @@ def assert_killed(answer: GuestResponse, is_late: bool) -> None:
     assert 0 <= kill["ms"] < 1000 * GRACE_S
 
 
-def test_a_program_that_kills_all_it_can_ends_its_own_session_s_programs_and_no_more(ground: Ground) -> None:
+def test_a_program_that_kills_all_it_can_ends_its_own_session_s_programs_and_no_more(sandboxd: OwnSandboxd) -> None:
     """Aim: end PID 1, or leave calls that are never answered."""
-    with ground.session(session="killer") as killer, ground.session(session="bystander") as bystander:
+    with sandboxd.session(session="killer") as killer, sandboxd.session(session="bystander") as bystander:
         waiting = killer.start("exec sleep 777", state="use")
         bystander.start("exec sleep 999", state="use")
         killer.wait_for("sleep 777")
@@ -148,9 +150,9 @@ def test_a_program_that_kills_all_it_can_ends_its_own_session_s_programs_and_no_
         assert list(bystander.programs().values()) == ["sleep 999"]
 
 
-def test_a_fork_bomb_at_the_limit_of_processes_ends_with_its_call(ground: Ground) -> None:
+def test_a_fork_bomb_at_the_limit_of_processes_ends_with_its_call(sandboxd: OwnSandboxd) -> None:
     """Aim: leave no free process for the code that ends the call."""
-    with ground.session(session="bomb") as session:
+    with sandboxd.session(session="bomb") as session:
         before = session.watched.pids_refused()
         answer = session.bash("f() { f | f & }; f; sleep 1000", timeout_s=0.7)
 
@@ -161,25 +163,25 @@ def test_a_fork_bomb_at_the_limit_of_processes_ends_with_its_call(ground: Ground
 
 
 @pytest.fixture
-def frozen(ground: Ground) -> Iterator[Hostile]:
+def frozen(sandboxd: OwnSandboxd) -> Iterator[HostileSession]:
     """Yield a session whose guest never answers. The guest is stopped from outside, which no program inside could do."""
-    with ground.session(session="frozen") as session:
+    with sandboxd.session(session="frozen") as session:
         session.start_job("while :; do :; done")
         yield session
         unfreeze(session)
 
 
-def freeze(session: Hostile) -> None:
+def freeze(session: HostileSession) -> None:
     os.kill(session.watched.pid, signal.SIGSTOP)
 
 
-def unfreeze(session: Hostile) -> None:
+def unfreeze(session: HostileSession) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.kill(session.watched.pid, signal.SIGCONT)
 
 
 def test_a_guest_that_cannot_answer_costs_the_container_two_seconds_after_the_limit(
-    ground: Ground, frozen: Hostile
+    sandboxd: OwnSandboxd, frozen: HostileSession
 ) -> None:
     """Aim: prevent PID 1 from killing the programs, and continue."""
     call = frozen.start("sleep 1000", timeout_s=LIMIT_S)
@@ -190,32 +192,34 @@ def test_a_guest_that_cannot_answer_costs_the_container_two_seconds_after_the_li
     assert LIMIT_S + GRACE_S - 0.1 < time.monotonic() - started < LIMIT_S + GRACE_S + 5
     assert done["error"]["code"] == "TIMEOUT"
     assert (done["kill"]["method"], done["kill"]["survivors"]) == ("container", 0)
-    assert frozen.watched.id not in ground.footprint.containers()
+    assert frozen.watched.id not in sandboxd.footprint.containers()
 
 
-def test_a_guest_that_cannot_answer_is_removed_though_its_worker_was_killed(ground: Ground, frozen: Hostile) -> None:
+def test_a_guest_that_cannot_answer_is_removed_though_its_worker_was_killed(
+    sandboxd: OwnSandboxd, frozen: HostileSession
+) -> None:
     """Aim: outlive the limit because no process waits for the answer."""
-    with ground.start_worker(frozen.name, "exec sleep 999", 100) as worker:
+    with sandboxd.start_worker(frozen.name, "exec sleep 999", 100) as worker:
         frozen.wait_for("sleep 999")
         freeze(frozen)
         worker.kill()
         frozen.watched.wait_until_removed(timeout_s=GRACE_S + 10)
 
-    assert frozen.watched.id not in ground.footprint.containers()
+    assert frozen.watched.id not in sandboxd.footprint.containers()
 
 
 def test_a_fork_bomb_does_not_outlive_a_killed_sandboxd(engine: APIClient) -> None:
     """Aim: run without a limit after the death of sandboxd. The guest sees the end of its input and must get
     processor time to act.
     """
-    with open_ground(engine) as ground, ground.session() as session:
+    with open_own_sandboxd(engine) as sandboxd, sandboxd.session() as session:
         # First, while a free process is still available.
         session.start_job("trap '' TERM HUP; while :; do :; done")
         session.start("f() { f | f & }; f; sleep 1000", timeout_s=500.0)
         wait_until(lambda: session.watched.pids_refused() > 0, 20, "the bomb is at its limit")
-        os.kill(ground.process.pid, signal.SIGKILL)
+        os.kill(sandboxd.process.pid, signal.SIGKILL)
         # A machine under the bomb and other load is slow; a surviving process would live for 500 s.
         wait_until(lambda: is_empty(session.watched), 40, lambda: f"nothing of the session runs: {session.programs()}")
         session.watched.wait_until_removed(timeout_s=40)
 
-        assert ground.footprint.containers() == []
+        assert sandboxd.footprint.containers() == []

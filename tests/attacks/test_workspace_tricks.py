@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.attack_ground import Ground, Hostile
+from tests.attack_sandboxd import HostileSession, OwnSandboxd
 from tests.containers import python
 from tests.stack import missing
 from workers.sandbox_client import SandboxClient
@@ -17,16 +17,16 @@ pytestmark = pytest.mark.stack
 
 
 @pytest.fixture(scope="module")
-def session(ground: Ground) -> Iterator[Hostile]:
-    with SandboxClient(ground.path) as client:
+def session(sandboxd: OwnSandboxd) -> Iterator[HostileSession]:
+    with SandboxClient(sandboxd.path) as client:
         kept = client.status()["workspaces"]
     if kept["kind"] != "image":
         missing(f"workspaces are no file system images here: {kept['note']}")
-    with ground.session("somebody", "workspace-tricks") as opened:
+    with sandboxd.session("somebody", "workspace-tricks") as opened:
         yield opened
 
 
-def mount_of(session: Hostile) -> tuple[set[str], str]:
+def mount_of(session: HostileSession) -> tuple[set[str], str]:
     """Return options and optional fields of the mount of /workspace, as the kernel reports them."""
     row = next(
         line.split() for line in reversed(session.watched.mounts().splitlines()) if line.split()[4] == "/workspace"
@@ -34,7 +34,7 @@ def mount_of(session: Hostile) -> tuple[set[str], str]:
     return set(row[5].split(",")), " ".join(row[6 : row.index("-")])
 
 
-def test_bring_a_file_with_power_by_the_workspace(session: Hostile) -> None:
+def test_bring_a_file_with_power_by_the_workspace(session: HostileSession) -> None:
     """Aim: use a setuid file or a device node on a disk that root has mounted."""
     options, propagation = mount_of(session)
     answer = session.bash(
@@ -47,11 +47,11 @@ def test_bring_a_file_with_power_by_the_workspace(session: Hostile) -> None:
     assert answer.streams["stdout"].decode().split() == ["1000", "1000"]
 
 
-def test_reach_the_file_or_the_device_behind_the_workspace(ground: Ground, session: Hostile) -> None:
+def test_reach_the_file_or_the_device_behind_the_workspace(sandboxd: OwnSandboxd, session: HostileSession) -> None:
     """Aim: write below the file system. The attacker would then control its quota, its owners and the data that the
     host's kernel parses.
     """
-    image = next((ground.footprint.folder / "state").rglob("image"))
+    image = next((sandboxd.footprint.folder / "state").rglob("image"))
     device = session.watched.root / "dev"
     answer = session.bash(
         f"ls {image} {image.parent} 2>/dev/null; for d in /dev/loop* /dev/block/* /dev/disk/* /dev/mapper/*; do head "
@@ -64,7 +64,7 @@ def test_reach_the_file_or_the_device_behind_the_workspace(ground: Ground, sessi
     assert stat.S_IMODE(image.parent.stat().st_mode) & 0o077 == 0
 
 
-def test_learn_who_else_has_a_workspace(session: Hostile) -> None:
+def test_learn_who_else_has_a_workspace(session: HostileSession) -> None:
     """Aim: find other workspaces. /sys shows the file path of every loop device of the host, so these names must
     reveal nothing.
     """
@@ -86,7 +86,7 @@ IOCTLS = {
 }
 
 
-def test_change_the_file_system_as_a_whole(session: Hostile) -> None:
+def test_change_the_file_system_as_a_whole(session: HostileSession) -> None:
     """Aim: freeze, grow, shut down or trim the file system, so that processes of the host wait."""
     answer = session.bash(
         python(f"""
@@ -108,7 +108,7 @@ for name, (request, size) in {IOCTLS!r}.items():
     assert session.is_well()
 
 
-def test_mount_over_or_under_the_workspace(session: Hostile) -> None:
+def test_mount_over_or_under_the_workspace(session: HostileSession) -> None:
     """Aim: make later calls, or the host, use an unexpected folder."""
     before = mount_of(session), session.watched.mounts()
     answer = session.bash(
@@ -121,11 +121,11 @@ def test_mount_over_or_under_the_workspace(session: Hostile) -> None:
     assert session.is_well()
 
 
-def test_take_more_of_the_hosts_disk_than_the_quota(ground: Ground, session: Hostile) -> None:
+def test_take_more_of_the_hosts_disk_than_the_quota(sandboxd: OwnSandboxd, session: HostileSession) -> None:
     """Aim: use more space than the quota for files, names, extended attributes and folders, or make the session
     unusable.
     """
-    image = next((ground.footprint.folder / "state").rglob("image"))
+    image = next((sandboxd.footprint.folder / "state").rglob("image"))
     allowed = int(session.bash("stat -f -c '%b*%S' . | { read n; echo $((n)); }").streams["stdout"])
     session.bash(
         "dd if=/dev/zero of=fill bs=1M 2>/dev/null; dd if=/dev/zero of=fill2 bs=4k 2>/dev/null; fallocate -l 1G more; "

@@ -45,7 +45,7 @@ class Program:
         return self.pid, b"".join(self.started)
 
 
-class Hostile:
+class HostileSession:
     """A session whose programs attack, with the host's view of its container."""
 
     def __init__(self, path: Path, client: SandboxClient, api: APIClient, name: str) -> None:
@@ -147,7 +147,7 @@ class Hostile:
         return client.call(self.name, {**request, "spill": {"bytes": 8192, "lines": 100}, **changes}, body)
 
 
-class Ground:
+class OwnSandboxd:
     """A sandboxd that belongs to the test."""
 
     def __init__(self, process: "subprocess.Popen[bytes]", footprint: Footprint, api: APIClient) -> None:
@@ -158,10 +158,10 @@ class Ground:
         self.name = f"attacks-{footprint.folder.name[4:]}"
 
     @contextlib.contextmanager
-    def session(self, tenant: str = "acme", session: str = "s1", image: str | None = None) -> Iterator[Hostile]:
+    def session(self, tenant: str = "acme", session: str = "s1", image: str | None = None) -> Iterator[HostileSession]:
         """Open a session and close it on exit."""
         client = SandboxClient(self.path)
-        hostile = Hostile(self.path, client, self.api, client.open(tenant, session, image))
+        hostile = HostileSession(self.path, client, self.api, client.open(tenant, session, image))
         try:
             yield hostile
         finally:
@@ -184,7 +184,7 @@ class Ground:
 
 
 @contextlib.contextmanager
-def open_ground(api: APIClient, environment: Mapping[str, str] | None = None) -> Iterator[Ground]:
+def open_own_sandboxd(api: APIClient, environment: Mapping[str, str] | None = None) -> Iterator[OwnSandboxd]:
     """Start a sandboxd that answers, and remove its containers on exit even after an error. `environment` is added to
     the daemon's environment.
     """
@@ -210,19 +210,19 @@ def open_ground(api: APIClient, environment: Mapping[str, str] | None = None) ->
                 stderr=log,
                 start_new_session=True,
             )
-        ground = Ground(process, footprint, api)
+        sandboxd = OwnSandboxd(process, footprint, api)
         try:
-            wait_until(lambda: _answers(ground), UP_S, ground.log)
+            wait_until(lambda: _answers(sandboxd), UP_S, sandboxd.log)
             footprint.processes()
-            yield ground
+            yield sandboxd
         finally:
             end_process(process)
 
 
-def _answers(ground: Ground) -> bool:
-    if ground.process.poll() is not None:
-        pytest.fail(f"sandboxd did not start: {ground.log()}", pytrace=False)
-    with contextlib.suppress(SandboxUnavailable), SandboxClient(ground.path) as client:
+def _answers(sandboxd: OwnSandboxd) -> bool:
+    if sandboxd.process.poll() is not None:
+        pytest.fail(f"sandboxd did not start: {sandboxd.log()}", pytrace=False)
+    with contextlib.suppress(SandboxUnavailable), SandboxClient(sandboxd.path) as client:
         return bool(client.status())
     return False
 
