@@ -318,7 +318,7 @@ class ApprovalQueue:
         # Expired questions stay in the set until the next `ask`, so the page starts at the present time.
         after = max(after, (int(await read_clock(self._client) * 1000), ""))
         while True:
-            positions = await self._places(key, after[0], at)
+            positions = await self._read_positions(key, after[0], at)
             new = [position for position in positions if position > after]
             waiting = await self._read([id_ for _, id_ in new])
             for score, id_ in new:
@@ -385,7 +385,7 @@ class ApprovalQueue:
             raise OtherCall() if reply[0] == b"other" else UnknownQuestion(id_)
         return answer
 
-    async def _places(self, key: str, lowest: int, at: int) -> list[tuple[int, str]]:
+    async def _read_positions(self, key: str, lowest: int, at: int) -> list[tuple[int, str]]:
         """Return expiry in milliseconds and id of open questions, from `lowest` on, without the first `at`
         questions.
         """
@@ -404,12 +404,12 @@ class ApprovalQueue:
             rows = await pipe.execute() if ids else []
         questions = {}
         for id_, (sealed, created_at, expires_at) in zip(ids, rows, strict=True):
-            question = self._asked(id_, sealed) if sealed is not None else None
+            question = self._unseal_question(id_, sealed) if sealed is not None else None
             if question is not None:
                 questions[id_] = PendingQuestion(question, float(created_at) / 1000, float(expires_at) / 1000)
         return questions
 
-    def _asked(self, id_: str, sealed: bytes) -> ApprovalQuestion | None:
+    def _unseal_question(self, id_: str, sealed: bytes) -> ApprovalQuestion | None:
         try:
             question = unseal(self._keys, ApprovalQuestion, id_, sealed)
         except EnvelopeRefused as refused:

@@ -77,7 +77,7 @@ StoredEvent = tuple[str, str]
 
 @dataclass(frozen=True)
 class EventBatch:
-    """Consecutive events of one run. `first`: how many events the holder has added before. `told_step`: the last step
+    """Consecutive events of one run. `first`: how many events the holder has added before. `last_step`: the last step
     whose events are complete after this batch; None: no further step is complete.
     """
 
@@ -86,7 +86,7 @@ class EventBatch:
     claim: str
     first: int
     events: Sequence[str]
-    told_step: int | None = None
+    last_step: int | None = None
     asking: int = 0
 
 
@@ -125,7 +125,7 @@ class RunEventStore:
         pipe = self._client.pipeline(transaction=False)
         for batch in batches:
             keys = [run_key(self._deployment, batch.tenant, batch.run), self.key(batch.tenant, batch.run)]
-            step = "" if batch.told_step is None else batch.told_step
+            step = "" if batch.last_step is None else batch.last_step
             args = [
                 batch.claim,
                 batch.first,

@@ -481,11 +481,11 @@ class RunQueue:
         sealed = seal_outcome(self.keys, claim.tenant, claim.run, outcome)
         return bool(await self.step("finish", claim.tenant, claim.run, claim.token, sealed, kind, *rest))
 
-    async def give_back(self, claim: RunClaim, *, after_s: float = 0.0, anew: bool = False) -> bool:
-        """Release a run after `after_s` seconds. Another process continues it, or starts a new attempt (`anew`).
+    async def give_back(self, claim: RunClaim, *, after_s: float = 0.0, is_new: bool = False) -> bool:
+        """Release a run after `after_s` seconds. Another process continues it, or starts a new attempt (`is_new`).
         Return False if another process holds the run. Raises BatchCancelled: the batch was cancelled.
         """
-        reply = int(await self.step("give_back", claim.tenant, claim.run, claim.token, after_s, "1" if anew else "0"))
+        reply = int(await self.step("give_back", claim.tenant, claim.run, claim.token, after_s, "1" if is_new else "0"))
         if reply == 2:
             raise BatchCancelled(claim.record.batch)
         return bool(reply)

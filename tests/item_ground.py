@@ -130,7 +130,7 @@ class ItemGround(RunGround):
 
     async def begun_anew(self, claim: RunClaim) -> RunClaim:
         """Return the claim of the same item's next attempt."""
-        await self.queue.give_back(claim, anew=True)
+        await self.queue.give_back(claim, is_new=True)
         (again,) = await self.queue.claim(1, ("acme", "b"))
         return again
 

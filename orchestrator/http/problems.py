@@ -138,10 +138,10 @@ def response_to(
             names = [str(name) for name in nearest] if isinstance(nearest, list) else []
             return build_response(error.code, error.message, headers=headers, nearest=names)
         case _:
-            return build_response(error.code, tell(error, path), headers=headers)
+            return build_response(error.code, build_message(error, path), headers=headers)
 
 
-def tell(error: OperatorError, path: str = "") -> str:
+def build_message(error: OperatorError, path: str = "") -> str:
     """Return the message of an error for clients.
 
     The address and the messages of Redis are written to the log only.

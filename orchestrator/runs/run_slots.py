@@ -30,10 +30,10 @@ class RunSlots:
         self._count: int | None = None
         self._runs: Sized = ()
         self._reserved = 0
-        self._away: set[RunSlot] = set()
+        self._released: set[RunSlot] = set()
         """Slots that their runs have released."""
         self._in_use: set[RunSlot] = set()
-        """Slots in `_away` that only a returning run may take."""
+        """Slots in `_released` that only a returning run may take."""
         self._returning: deque[RunSlot] = deque()
 
     def configure(self, count: int, runs: Sized) -> None:
@@ -69,7 +69,7 @@ class RunSlots:
             await slot.wait()
         finally:
             # The rest of the run's work in this process counts as work in a slot.
-            self._away.discard(slot)
+            self._released.discard(slot)
 
     @asynccontextmanager
     async def lend(self) -> AsyncIterator[None]:
@@ -84,12 +84,12 @@ class RunSlots:
             await slot.wait()
         finally:
             self._in_use.discard(slot)
-            self._away.discard(slot)
+            self._released.discard(slot)
 
     def release(self, slot: "RunSlot") -> None:
         """Release the slot, so that another run can use it."""
-        if self._count is not None and slot not in self._away:
-            self._away.add(slot)
+        if self._count is not None and slot not in self._released:
+            self._released.add(slot)
             slot.leave()
             self._grant_returning()
 
@@ -106,13 +106,13 @@ class RunSlots:
 
     def _free(self) -> int:
         """Return the number of free slots. May be negative."""
-        return (self._count or 0) - self._reserved - (len(self._runs) - len(self._away))
+        return (self._count or 0) - self._reserved - (len(self._runs) - len(self._released))
 
     def _grant_returning(self) -> None:
         """Give free slots to the runs that have waited longest."""
         while self._returning and self._free() > 0:
             slot = self._returning.popleft()
-            self._away.discard(slot)
+            self._released.discard(slot)
             self._in_use.discard(slot)
             slot.grant()
 

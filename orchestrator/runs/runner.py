@@ -363,7 +363,7 @@ class Runner:
             try:
                 if is_retried:
                     after_s = RETRY_AFTER_S[min(times, len(RETRY_AFTER_S)) - 1] * random.uniform(1.0, 1.5)
-                    is_ours = await self.queue.give_back(claim, after_s=after_s, anew=True)
+                    is_ours = await self.queue.give_back(claim, after_s=after_s, is_new=True)
                 else:
                     is_ours = await self.queue.finish(claim, outcome)
                 break

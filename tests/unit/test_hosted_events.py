@@ -243,7 +243,7 @@ async def test_a_run_that_is_begun_anew_says_that_all_before_is_void(
     claim = await ground.claimed()
     async with ground.publisher.open("acme", run, claim.token, 1) as publisher:
         publisher.on_event(step(1))
-    await ground.queue.give_back(claim, anew=True)
+    await ground.queue.give_back(claim, is_new=True)
     async with ground.working():
         events = await ground.events(run)
     assert types(events)[:2] == ["StepFinished", "RunResumed"]

@@ -29,7 +29,7 @@ async def test_waiting_retries_end_with_their_batch(ground: RunGround) -> None:
     (claim, _) = await ground.queue.claim(2, BATCH)
     (other,) = await ground.queue.claim(1, ("acme", "c"))
     for item in (claim, other):
-        assert await ground.queue.give_back(item, after_s=1000.0, anew=True)
+        assert await ground.queue.give_back(item, after_s=1000.0, is_new=True)
     assert await ground.queue.cancel(*BATCH) == 1
     record = await ground.queue.batch(*BATCH)
     assert (record.state, record.failed[FailureKind.CANCELLED]) == (BatchState.CANCELLING, 1)
@@ -54,7 +54,7 @@ async def test_a_run_of_a_cancelled_batch_is_not_given_back(ground: RunGround, a
     (claim,) = await ground.queue.claim(1)
     await ground.queue.cancel(*BATCH)
     with pytest.raises(BatchCancelled):
-        await ground.queue.give_back(claim, anew=anew)
+        await ground.queue.give_back(claim, is_new=anew)
     assert await ground.queue.finish(claim, build_outcome(claim, FailureKind.CANCELLED))
     assert (await ground.queue.batch(*BATCH)).state is BatchState.CANCELLED
 

@@ -136,7 +136,7 @@ async def test_a_returned_run_resumes_or_restarts(ground: RunGround) -> None:
     await ground.client.rpush("toolcrew:d:t:acme:run.b-1:log", "{}")
     await ground.client.rpush("toolcrew:d:t:acme:run.b-2:log", "{}")
     assert await ground.queue.give_back(first)
-    assert await ground.queue.give_back(two, after_s=0.3, anew=True)
+    assert await ground.queue.give_back(two, after_s=0.3, is_new=True)
     (resumed,) = await ground.other.claim(9)
     assert (resumed.run, resumed.is_resumed, resumed.record.attempt) == ("b-1", True, 1)
     assert await ground.other.claim(9) == []

@@ -120,7 +120,7 @@ async def test_waiting_retries_are_counted_and_cancelled(ground: RunGround) -> N
     await ground.submit(1)
     await ground.submit(1, tenant="other")
     for claim in await ground.queue.claim(9):
-        await ground.queue.give_back(claim, after_s=600.0, anew=True)
+        await ground.queue.give_back(claim, after_s=600.0, is_new=True)
     assert await ground.queue.counts("acme", "b") == {"waiting": 1, "running": 0}
     assert await ground.queue.cancel("acme", "b") == 1
     assert (await ground.queue.batch("acme", "b")).state is BatchState.CANCELLED

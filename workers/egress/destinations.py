@@ -183,7 +183,8 @@ async def _connect(target: Target, address: Address) -> socket.socket:
     return sock
 
 
-def _unreachable(target: Target, what: str) -> Refusal:
+def _unreachable(target: Target, problem: str) -> Refusal:
     return refuse_bad_gateway(
-        EgressVerdict.UNREACHABLE, f"{target.host} port {target.port} {what}: check host and port, or try again later"
+        EgressVerdict.UNREACHABLE,
+        f"{target.host} port {target.port} {problem}: check host and port, or try again later",
     )

@@ -147,7 +147,7 @@ class Exchange:
         await self._client.send(data)
         self._activity.record_activity()
 
-    def _build_bad_answer(self, what: str) -> Refusal:
+    def _build_bad_answer(self, problem: str) -> Refusal:
         return refuse_bad_gateway(
-            EgressVerdict.BAD_ANSWER, f"{self._request.target.host} {what}: try again, or another source"
+            EgressVerdict.BAD_ANSWER, f"{self._request.target.host} {problem}: try again, or another source"
         )

@@ -168,8 +168,8 @@ class HelloGate:
         self._is_open, buffered, self._buffered = True, self._buffered, b""
         return buffered
 
-    def _build_refusal(self, what: str) -> Refusal:
-        return refuse(EgressVerdict.TLS_REFUSED, f"the client in the tunnel to {self._target.host} {what}")
+    def _build_refusal(self, problem: str) -> Refusal:
+        return refuse(EgressVerdict.TLS_REFUSED, f"the client in the tunnel to {self._target.host} {problem}")
 
     @property
     def answers_in_tls(self) -> bool:

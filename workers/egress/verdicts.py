@@ -43,9 +43,9 @@ def refuse(verdict: EgressVerdict, sentence: str) -> Refusal:
     return Refusal(verdict, HTTPStatus.FORBIDDEN, sentence)
 
 
-def refuse_bad_request(what: str) -> Refusal:
+def refuse_bad_request(problem: str) -> Refusal:
     """Return a 400: the proxy does not accept the request."""
-    return Refusal(EgressVerdict.BAD_REQUEST, HTTPStatus.BAD_REQUEST, f"the request is not accepted: {what}")
+    return Refusal(EgressVerdict.BAD_REQUEST, HTTPStatus.BAD_REQUEST, f"the request is not accepted: {problem}")
 
 
 def refuse_exhausted(verdict: EgressVerdict, sentence: str) -> Refusal:

@@ -15,7 +15,7 @@ from orchestrator.api.pages.logins import NotLoggedIn, find_login
 from orchestrator.api.pages.rendering import render_error
 from orchestrator.http.authentication import name_body_owner
 from orchestrator.http.body_limits import BODY_OWNER
-from orchestrator.http.problems import ApiCode, ApiProblem, status_of, tell
+from orchestrator.http.problems import ApiCode, ApiProblem, build_message, status_of
 
 LOGIN_PATH = "/login"
 POLICY = (
@@ -54,7 +54,7 @@ class PageRoute(APIRoute):
             except (ApiProblem, ToolFailure) as error:
                 response = _render_error(request, error.code, str(error))
             except OperatorError as error:
-                response = _render_error(request, error.code, tell(error, request.url.path))
+                response = _render_error(request, error.code, build_message(error, request.url.path))
             except RequestValidationError as error:
                 first = error.errors()[0]
                 problem = f"{'.'.join(str(part) for part in first['loc'][1:])[:100]}: {first['msg'][:300]}"
