@@ -236,10 +236,6 @@ class SandboxdSettings(LogSettings):
     """
     sandbox_workspace_bytes: int = Field(default=256 * MIB, ge=MIB)
     """The size of a workspace, which holds one file for each 4 KiB. The operator raises it for large repositories."""
-    sandbox_cpus: float = Field(default=1.0, gt=0)
-    """Processors of a sandbox. The operator raises it when builds of tenants are slow."""
-    sandbox_pids: int = Field(default=128, ge=16)
-    """Processes and threads of a sandbox. The operator raises it for parallel builds."""
     max_sandboxes: int = Field(default=200, ge=1)
     """Containers at a time; an idle session gives its container to another one. The operator sets it by the memory of
     the host.

@@ -59,7 +59,7 @@ def test_the_list_of_settings_is_that_of_all_settings_classes() -> None:
 
 
 def test_there_are_few_settings_and_each_says_who_changes_it() -> None:
-    assert len(SETTINGS) <= 71
+    assert len(SETTINGS) <= 70
     for settings in (*CLASSES, SharedSettings, LogSettings):
         for name, meaning in docstrings(settings).items():
             assert re.search(r"\b([Oo]perator|[Bb]atch team|[Tt]enant)\b", meaning), (

@@ -33,7 +33,7 @@ def test_values_are_shown_as_written_with_their_source(monkeypatch: pytest.Monke
 
 def test_rows_can_be_loaded_as_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     settings = SandboxdSettings(
-        sandboxd_socket=Path("/run/x.sock"), tenant_classes={"gold": {"runtime": "runsc"}}, sandbox_cpus=1.5
+        sandboxd_socket=Path("/run/x.sock"), tenant_classes={"gold": {"runtime": "runsc"}}, host_free_bytes=5
     )  # type: ignore[dict-item]
     for row in build_rows(settings):
         if row.value is not None:

@@ -252,8 +252,8 @@ class Plans:
             workspace_bytes=size,
             workspace_inodes=size // BYTES_PER_INODE,
             memory_reserve_bytes=granted.memory_reserve_bytes or settings.sandbox_memory_reserve_bytes,
-            cpus=granted.cpus or settings.sandbox_cpus,
-            pids=granted.pids or settings.sandbox_pids,
+            cpus=granted.cpus or SandboxLimits.cpus,
+            pids=granted.pids or SandboxLimits.pids,
             is_root=granted.user == "root",
             tenant_class=tenant_class,
         )

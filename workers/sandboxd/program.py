@@ -33,7 +33,8 @@ async def examine(settings: SandboxdSettings, plans: Plans, engine: Engine) -> E
     try:
         evidence = replace(evidence, facts=await engine.facts())
         evidence = replace(evidence, images=await _find_images(plans, engine))
-        return replace(evidence, workspaces=await _prove(settings, engine))
+        workspaces, own_runtime = await _prove(settings, engine)
+        return replace(evidence, workspaces=workspaces, own_runtime=own_runtime)
     except OperatorError as error:
         return replace(evidence, problem=str(error))
     except OSError as error:
@@ -49,8 +50,10 @@ async def _find_images(plans: Plans, engine: Engine) -> Mapping[str, str | None]
     return {image: await engine.image_id(image) for image in sorted(plans.local_images())}
 
 
-async def _prove(settings: SandboxdSettings, engine: Engine) -> WorkspaceFacts:
-    """Start one sandbox as at the start of sandboxd. Raises SandboxUnavailable with what does not hold."""
+async def _prove(settings: SandboxdSettings, engine: Engine) -> tuple[WorkspaceFacts, str | None]:
+    """Start one sandbox as at the start of sandboxd. Returns the workspaces, and the program with which sandboxd starts
+    sandboxes itself. Raises SandboxUnavailable with what does not hold.
+    """
     # Use a separate name and folder, so that no other sandboxd treats this sandbox as a leftover and this check treats
     # none of theirs so. The folder is on the disk that is examined.
     name = f"doctor-{secrets.token_hex(8)}"
@@ -61,7 +64,9 @@ async def _prove(settings: SandboxdSettings, engine: Engine) -> WorkspaceFacts:
     try:
         async with open_daemon(settings.model_copy(update=overrides), engine) as daemon:
             workspaces = daemon.choice.workspaces
-            return WorkspaceFacts(workspaces.kind, workspaces.is_hard, daemon.choice.note)
+            setup = daemon.setup
+            program = setup.oci.version if setup.oci is not None and setup.starts_by_oci else None
+            return WorkspaceFacts(workspaces.kind, workspaces.is_hard, daemon.choice.note), program
     finally:
         await asyncio.to_thread(shutil.rmtree, state, ignore_errors=True)
         if not was_there:

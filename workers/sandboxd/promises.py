@@ -109,7 +109,8 @@ class Evidence:
     """Facts about a host and its settings. None means that a fact is unknown; `problem` gives the reason.
 
     `images`: name -> content id; None if the engine does not have the image. `egress_problem`: the fault of the
-    proxy; None if the proxy answers or is not used.
+    proxy; None if the proxy answers or is not used. `own_runtime`: the program and version with which sandboxd starts
+    sandboxes itself, such as `crun 1.8.1`; None if the engine starts them.
     """
 
     settings: SandboxdSettings
@@ -118,6 +119,7 @@ class Evidence:
     facts: EngineFacts | None = None
     images: Mapping[str, str | None] = field(default_factory=dict)
     workspaces: WorkspaceFacts | None = None
+    own_runtime: str | None = None
     egress_problem: str | None = None
     problem: str | None = None
 
@@ -213,7 +215,15 @@ def _judge_runc(evidence: Evidence) -> HostPromise:
             "no class uses runc; the fixes of other runtimes are not known here",
             "read the security advisories of the runtime",
         )
-    version = evidence.facts.components.get("runc", "")
+    program, _, own = (evidence.own_runtime or "").partition(" ")
+    if program == "crun":
+        return HostPromise(
+            name,
+            "unknown",
+            f"crun {own} starts sandboxes, each in a user namespace; which faults it has is not known here",
+            "compare the version with the security advisories of crun and your distribution",
+        )
+    version = own or evidence.facts.components.get("runc", "")
     is_fixed = is_runc_fixed(version)
     if is_fixed is None:
         return HostPromise(
@@ -271,6 +281,9 @@ def _judge_access_control(evidence: Evidence) -> HostPromise:
     if evidence.facts is None:
         return _engine_unknown(name)
     modules = sorted(evidence.facts.security & {"apparmor", "selinux"})
+    if modules and evidence.own_runtime is not None:
+        reason = f"sandboxes that sandboxd starts itself have no profile of {_list(modules)}"
+        return HostPromise(name, "void", reason, "set TOOLCREW_SANDBOX_START=engine where you need one")
     if modules:
         return HostPromise(name, "holds", f"{_list(modules)}, with the engine's default policy")
     return HostPromise(
@@ -282,6 +295,8 @@ def _judge_user_namespace(evidence: Evidence) -> HostPromise:
     name = "root in a sandbox is not root on the host"
     if evidence.facts is None:
         return _engine_unknown(name)
+    if evidence.own_runtime is not None:
+        return HostPromise(name, "holds", "each sandbox has a user namespace with ids of its own")
     features = sorted(evidence.facts.security & {"userns", "rootless"})
     if features:
         return HostPromise(name, "holds", f"the engine has {_list(features)}")
@@ -405,6 +420,8 @@ def _judge_inotify(evidence: Evidence) -> HostPromise:
     sharing, instances = _classes_on_shared_kernel(evidence), evidence.host.inotify_instances
     if not sharing:
         return HostPromise(name, "holds", "each sandbox has a kernel with counters of its own")
+    if evidence.own_runtime is not None:
+        return HostPromise(name, "holds", "each sandbox has users of its own")
     shown = "an unknown number of" if instances is None else str(instances)
     reason = (
         f"the kernel sees all sandboxes as one user: they share {shown} inotify instances, and one sandbox can use all"

@@ -33,12 +33,26 @@ class Cgroups:
         hierarchy = self._hierarchies[0] if self.version == 2 else self._hierarchies[0].parent / controller
         return hierarchy / PARENT / sandbox / name
 
-    def kill(self, sandbox: str, give_up_s: float) -> None:
-        """Kill all processes of a sandbox, frozen or not, and return when none exists. Raises TimeoutError."""
-        until, pause = time.monotonic() + give_up_s, _FIRST_PAUSE_S
-        # A frozen process of version 1 does not take a signal.
+    def thaw(self, sandbox: str) -> None:
+        """Thaw all processes of a sandbox. A frozen process of version 1 does not even take SIGKILL."""
         with contextlib.suppress(FileNotFoundError):
             self.file(sandbox, "freezer", "freezer.state").write_text("THAWED", encoding="ascii")
+
+    def open_process(self, sandbox: str, process: int) -> int | None:
+        """Return a descriptor of a process that is certainly in the sandbox; None when it has ended."""
+        try:
+            fd = os.pidfd_open(process)
+        except ProcessLookupError:
+            return None
+        # Its number may have gone to another process before it was opened.
+        if process in self._processes(sandbox):
+            return fd
+        os.close(fd)
+        return None
+
+    def kill(self, sandbox: str, give_up_s: float) -> None:
+        """Kill all processes of a thawed sandbox, and return when none exists. Raises TimeoutError."""
+        until, pause = time.monotonic() + give_up_s, _FIRST_PAUSE_S
         while processes := self._processes(sandbox):
             for process in processes:
                 self._kill_process(sandbox, process)
@@ -79,15 +93,11 @@ class Cgroups:
         return found
 
     def _kill_process(self, sandbox: str, process: int) -> None:
-        """Kill a process that is certainly in the group: its id may have gone to another process since the list."""
-        try:
-            fd = os.pidfd_open(process)
-        except ProcessLookupError:
+        fd = self.open_process(sandbox, process)
+        if fd is None:
             return
         try:
-            if process in self._processes(sandbox):
+            with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(fd, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
         finally:
             os.close(fd)

@@ -11,12 +11,12 @@ Every sandbox has a folder `<folder>/sandboxes/<id>` with its labels, its config
 import asyncio
 import base64
 import contextlib
-import ctypes
 import fcntl
 import functools
 import json
 import os
 import secrets
+import select
 import shutil
 import signal
 import socket
@@ -71,12 +71,11 @@ _LOCK_S: Final = 35.0
 _KILL_S: Final = 15.0
 _DISK_FOLDERS: Final = ("changes", "work", "workspace")
 _ERROR_CHARS: Final = 500
-_PR_SET_CHILD_SUBREAPER: Final = 36
 
 
 @dataclass
 class _Running:
-    """A sandbox of this process. `process`: a descriptor of its PID 1, a child of this process."""
+    """A sandbox of this process. `process`: a descriptor of its PID 1."""
 
     base: int
     process: int | None = None
@@ -92,8 +91,8 @@ def find_obstacle(facts: EngineFacts) -> str | None:
         return "neither crun nor runc is installed"
     if facts.storage_driver != "overlay2" or not (Path(facts.data_root) / "overlay2").is_dir():
         return f"the engine's layers are not folders that sandboxd sees (driver {facts.storage_driver})"
-    if "rootless" in facts.security:
-        return "the engine runs without root"
+    if facts.security & {"rootless", "userns"}:
+        return "the engine maps the owners of its layers (rootless or userns-remap)"
     return None
 
 
@@ -112,6 +111,10 @@ class OciRuntime:
     def __init__(self, engine: Engine, program: str, data_root: Path, folder: Path = FOLDER) -> None:
         self._engine = engine
         self._program = program
+        # crun writes "crun version 1.8.1", runc "runc version 1.1.5+ds1", and both more lines.
+        shown = subprocess.run([program, "--version"], capture_output=True, text=True, timeout=_START_S, check=False)
+        self.version = " ".join(shown.stdout.split("\n")[0].split(" version "))[:60]
+        """The program and its version, such as `crun 1.8.1`."""
         self._sandboxes = folder / "sandboxes"
         self._state = folder / "state"
         self._skeleton = folder / "skeleton"
@@ -127,7 +130,6 @@ class OciRuntime:
         _remove_unfinished(self._sandboxes)
         make_skeleton(self._skeleton)
         self._ranges = IdRanges(folder / "ids")
-        _become_subreaper()
         needed = (folder, data_root, Path(program), Path("/tmp"))
         self._threads = ThreadPoolExecutor(
             _THREADS, "oci", initializer=functools.partial(enter_private_namespace, needed)
@@ -298,7 +300,7 @@ class OciRuntime:
             failure.callback(ours.close)
             arguments = ["run", "--detach", "--bundle", str(place), "--pid-file", str(place / "pid"), sandbox]
             self._call(*arguments, log_file=place / "log", streams=(theirs.fileno(), writing), inherited=(lock,))
-            running.process = os.pidfd_open(int((place / "pid").read_text(encoding="ascii")))
+            running.process = self._cgroups.open_process(sandbox, int((place / "pid").read_text(encoding="ascii")))
             failure.pop_all()
         shutil.rmtree(
             f"/sys/fs/cgroup/unified/{PARENT}", ignore_errors=True
@@ -350,8 +352,10 @@ class OciRuntime:
         try:
             with _locked(place / "lock"):
                 running = self._running.get(sandbox)
+                self._cgroups.thaw(sandbox)
                 if running is not None and running.process is not None:
-                    _end_child(running.process)
+                    _end_process(running.process)
+                    os.close(running.process)
                     running.process = None
                 self._cgroups.kill(sandbox, _KILL_S)
                 self._cgroups.remove(sandbox, _KILL_S)
@@ -422,18 +426,14 @@ def _remove_unfinished(sandboxes: Path) -> None:
                 shutil.rmtree(place)
 
 
-def _become_subreaper() -> None:
-    """Become the parent of every PID 1, so that its end can be waited for."""
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-
-
-def _end_child(process: int) -> None:
+def _end_process(process: int) -> None:
     """Kill a PID 1, and return when all processes of its namespace have ended: the kernel lets it end last."""
     with contextlib.suppress(ProcessLookupError):
         signal.pidfd_send_signal(process, signal.SIGKILL)
-    with contextlib.suppress(ChildProcessError):
-        os.waitid(os.P_PIDFD, process, os.WEXITED)
-    os.close(process)
+    ended = select.poll()
+    ended.register(process, select.POLLIN)
+    if not ended.poll(_KILL_S * 1000):
+        raise TimeoutError(f"its PID 1 does not end in {_KILL_S:g} s")
 
 
 @contextmanager

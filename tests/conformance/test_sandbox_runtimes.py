@@ -1,0 +1,245 @@
+"""The contract of every sandbox runtime (workers/sandboxd/runtime/base.py), on real sandboxes of a real engine."""
+
+import asyncio
+import contextlib
+import os
+import secrets
+import shutil
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import closing
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+
+from contract.errors import SandboxUnavailable
+from tests.containers import IMAGE, Watched, open_engine, watch
+from tests.stack import is_alive
+from tests.waiting import wait_until, wait_until_async
+from workers.sandboxd.frames import Frame, GuestChannel
+from workers.sandboxd.runtime.base import (
+    LABEL_CREATED_AT,
+    LABEL_DEPLOYMENT,
+    LABEL_PRODUCT,
+    PRODUCT,
+    AttachedContainer,
+    SandboxRuntime,
+)
+from workers.sandboxd.runtime.engine import Engine
+from workers.sandboxd.runtime.engine_runtime import EngineRuntime
+from workers.sandboxd.runtime.hardening import SandboxLimits, SandboxSpec
+from workers.sandboxd.runtime.oci import OciRuntime, find_obstacle
+from workers.sandboxd.runtime.seccomp import load_seccomp_profile
+
+pytestmark = pytest.mark.stack
+
+SOON_S = 20.0
+PROGRAMS = {"engine": None, "crun": "crun", "runc": "runc"}
+
+
+@dataclass
+class Host:
+    """A runtime with a specification that it can start."""
+
+    runtime: SandboxRuntime
+    spec: SandboxSpec
+    deployment: str
+
+    def name(self) -> str:
+        return f"toolcrew-{self.deployment}-{secrets.token_hex(8)}"
+
+
+@pytest.fixture(params=PROGRAMS)
+async def host(request: pytest.FixtureRequest) -> AsyncIterator[Host]:
+    open_engine()
+    program = PROGRAMS[request.param]
+    if program is not None and shutil.which(program) is None:
+        pytest.skip(f"{program} is not installed")
+    deployment = f"conformance-{secrets.token_hex(4)}"
+    with closing(Engine()) as engine:
+        facts = await engine.facts()
+        labels = {LABEL_PRODUCT: PRODUCT, LABEL_DEPLOYMENT: deployment, LABEL_CREATED_AT: "1700000000"}
+        spec = SandboxSpec(
+            IMAGE,
+            "runc",
+            SandboxLimits(),
+            labels,
+            load_seccomp_profile(),
+            facts.cgroup_version,
+            guest_volume=await engine.ensure_guest_volume(IMAGE),
+            image_facts=await engine.find_image(IMAGE),
+        )
+        if program is None:
+            yield Host(EngineRuntime(engine), spec, deployment)
+            return
+        assert find_obstacle(facts) is None
+        runtime = OciRuntime(engine, str(shutil.which(program)), Path(facts.data_root))
+        try:
+            yield Host(runtime, spec, deployment)
+        finally:
+            for container in await runtime.list_sandboxes(deployment):
+                await runtime.remove(container.id)
+            await runtime.close()
+
+
+@dataclass
+class Started:
+    """A sandbox whose guest has answered."""
+
+    name: str
+    id: str
+    frames: "asyncio.Queue[Frame]"
+    channel: GuestChannel
+    watched: Watched
+    lost: "asyncio.Future[str]"
+
+
+@contextlib.asynccontextmanager
+async def started(host: Host, spec: SandboxSpec | None = None) -> AsyncIterator[Started]:
+    """Start a sandbox, wait for its guest, and remove it on exit."""
+    name, frames, lost = host.name(), asyncio.Queue[Frame](), asyncio.get_running_loop().create_future()
+    container: AttachedContainer = await host.runtime.start(spec or host.spec, name)
+    channel = await GuestChannel.open(container.sock, frames.put_nowait, lost.set_result, container.stderr)
+    try:
+        hello = await asyncio.wait_for(frames.get(), SOON_S)
+        assert hello.header["ev"] == "hello"
+        yield Started(name, container.id, frames, channel, watch(open_engine(), container.id), lost)
+    finally:
+        channel.close()
+        await host.runtime.remove(container.id)
+
+
+async def test_a_sandbox_answers_and_is_gone_after_its_removal(host: Host) -> None:
+    async with started(host) as sandbox:
+        sandbox.channel.send({"op": "ping", "id": secrets.token_hex(16)})
+        answer = await asyncio.wait_for(sandbox.frames.get(), SOON_S)
+        assert answer.header["ev"] == "pong"
+        pids = sandbox.watched.processes()
+    assert not [pid for pid in pids if is_alive(pid)]
+    assert await host.runtime.list_sandboxes(host.deployment) == []
+
+
+async def test_the_whole_profile_is_found_on_a_running_sandbox(host: Host) -> None:
+    async with started(host) as sandbox:
+        assert await host.runtime.find_drift(sandbox.id, host.spec) == []
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda spec: replace(spec, limits=replace(spec.limits, pids=spec.limits.pids + 1)),
+        lambda spec: replace(spec, limits=replace(spec.limits, memory_reserve_bytes=1 << 30)),
+        lambda spec: replace(spec, limits=replace(spec.limits, cpus=2.0)),
+        lambda spec: replace(spec, limits=replace(spec.limits, nofile=4096)),
+        lambda spec: replace(spec, limits=replace(spec.limits, tmp_inodes=99)),
+        lambda spec: replace(spec, network="egress"),
+        lambda spec: replace(spec, life_s=1.0),
+    ],
+    ids=["pids", "memory", "cpus", "descriptors", "inodes", "variables", "command"],
+)
+async def test_a_property_that_differs_is_found(host: Host, change: Callable[[SandboxSpec], SandboxSpec]) -> None:
+    async with started(host) as sandbox:
+        assert await host.runtime.find_drift(sandbox.id, change(host.spec)) != []
+
+
+async def test_a_sandbox_is_listed_with_its_labels_for_its_deployment_only(host: Host) -> None:
+    async with started(host) as sandbox:
+        [listed] = await host.runtime.list_sandboxes(host.deployment)
+        assert (listed.id, listed.name, listed.state) == (sandbox.id, sandbox.name, "running")
+        assert host.spec.labels.items() <= listed.labels.items()
+        assert await host.runtime.list_sandboxes(f"{host.deployment}-other") == []
+
+
+async def test_a_frozen_sandbox_answers_after_it_is_thawed(host: Host) -> None:
+    async with started(host) as sandbox:
+        for _ in range(2):
+            await host.runtime.pause(sandbox.id)
+        assert sandbox.watched.is_frozen()
+        sandbox.channel.send({"op": "ping", "id": secrets.token_hex(16)})
+        for _ in range(2):
+            await host.runtime.unpause(sandbox.id)
+        assert not sandbox.watched.is_frozen()
+        assert (await asyncio.wait_for(sandbox.frames.get(), SOON_S)).header["ev"] == "pong"
+
+
+async def test_a_frozen_sandbox_can_be_removed(host: Host) -> None:
+    async with started(host) as sandbox:
+        await host.runtime.pause(sandbox.id)
+        pids = sandbox.watched.processes()
+        await host.runtime.remove(sandbox.name)
+        assert not [pid for pid in pids if is_alive(pid)]
+
+
+async def test_removals_at_the_same_time_and_of_nothing_succeed(host: Host) -> None:
+    async with started(host) as sandbox:
+        await asyncio.gather(*(host.runtime.remove(sandbox.id) for _ in range(3)))
+    await host.runtime.remove(sandbox.name)
+    await host.runtime.remove(host.name())
+
+
+@pytest.mark.parametrize("operation", ["pause", "unpause"])
+async def test_a_sandbox_that_does_not_exist_cannot_be_frozen(host: Host, operation: str) -> None:
+    method: Callable[[str], Awaitable[None]] = getattr(host.runtime, operation)
+    with pytest.raises(SandboxUnavailable):
+        await method(secrets.token_hex(8))
+
+
+async def test_the_end_of_pid_1_ends_the_channel(host: Host) -> None:
+    async with started(host) as sandbox:
+        os.kill(sandbox.watched.pid, 9)
+        assert await asyncio.wait_for(sandbox.lost, SOON_S)
+
+
+async def test_the_end_of_input_ends_pid_1(host: Host) -> None:
+    async with started(host) as sandbox:
+        pid = sandbox.watched.pid
+        assert sandbox.channel._transport is not None
+        sandbox.channel._transport.write_eof()
+        await asyncio.to_thread(wait_until, lambda: not is_alive(pid), SOON_S, "PID 1 ends")
+
+
+async def test_an_image_that_the_engine_lacks_is_named(host: Host) -> None:
+    unknown = "toolcrew-test/nowhere:1"
+    spec = replace(host.spec, image=unknown, image_facts=type(host.spec.image_facts)())
+    name = host.name()
+    with pytest.raises(SandboxUnavailable, match=unknown):
+        await host.runtime.start(spec, name)
+    await host.runtime.remove(name)
+    assert await host.runtime.list_sandboxes(host.deployment) == []
+
+
+async def test_a_start_that_fails_leaves_nothing_after_its_removal(host: Host) -> None:
+    spec = replace(host.spec, guest_volume=None, image_facts=replace(host.spec.image_facts, variables=("PATH=/",)))
+    spec = replace(spec, limits=replace(spec.limits, nofile=1 << 40))  # more than the kernel allows
+    name = host.name()
+    with pytest.raises(SandboxUnavailable):
+        await host.runtime.start(spec, name)
+    await host.runtime.remove(name)
+    assert await host.runtime.list_sandboxes(host.deployment) == []
+
+
+async def test_a_cancelled_start_leaves_nothing_after_its_removal(host: Host) -> None:
+    name = host.name()
+    starting = asyncio.ensure_future(host.runtime.start(host.spec, name))
+    await asyncio.sleep(0.01)  # into the middle of the start, wherever that is
+    starting.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        started_late = await starting
+        started_late.sock.close()
+    await host.runtime.remove(name)
+    await wait_until_async(lambda: _is_empty(host), SOON_S, "the engine may create it late, and it is removed then")
+
+
+async def _is_empty(host: Host) -> bool:
+    return await host.runtime.list_sandboxes(host.deployment) == []
+
+
+async def test_many_start_and_end_at_once(host: Host) -> None:
+    async def one() -> set[int]:
+        async with started(host) as sandbox:
+            return set(sandbox.watched.processes())
+
+    pids = set().union(*await asyncio.gather(*(one() for _ in range(8))))
+    assert len(pids) >= 8
+    assert not [pid for pid in pids if is_alive(pid)]
+    assert await host.runtime.list_sandboxes(host.deployment) == []
