@@ -33,10 +33,20 @@ class Cgroups:
         hierarchy = self._hierarchies[0] if self.version == 2 else self._hierarchies[0].parent / controller
         return hierarchy / PARENT / sandbox / name
 
+    def freeze(self, sandbox: str, give_up_s: float) -> None:
+        """Freeze all processes of a sandbox, and return when none runs. Raises OSError, such as FileNotFoundError, and
+        TimeoutError.
+        """
+        until = time.monotonic() + give_up_s
+        self._freezer(sandbox).write_text("1" if self.version == 2 else "FROZEN", encoding="ascii")
+        while not self._is_frozen(sandbox):
+            if time.monotonic() > until:
+                raise TimeoutError(f"the processes of sandbox {sandbox} do not freeze")
+            time.sleep(_FIRST_PAUSE_S)
+
     def thaw(self, sandbox: str) -> None:
-        """Thaw all processes of a sandbox. A frozen process of version 1 does not even take SIGKILL."""
-        with contextlib.suppress(FileNotFoundError):
-            self.file(sandbox, "freezer", "freezer.state").write_text("THAWED", encoding="ascii")
+        """Thaw all processes of a sandbox. A frozen process of version 1 does not even take SIGKILL. Raises OSError."""
+        self._freezer(sandbox).write_text("0" if self.version == 2 else "THAWED", encoding="ascii")
 
     def open_process(self, sandbox: str, process: int) -> int | None:
         """Return a descriptor of a process that is certainly in the sandbox; None when it has ended."""
@@ -81,6 +91,14 @@ class Cgroups:
         for hierarchy in self._hierarchies:
             with contextlib.suppress(OSError):
                 (hierarchy / PARENT).rmdir()
+
+    def _freezer(self, sandbox: str) -> Path:
+        return self.file(sandbox, "freezer", "cgroup.freeze" if self.version == 2 else "freezer.state")
+
+    def _is_frozen(self, sandbox: str) -> bool:
+        if self.version == 1:
+            return self._freezer(sandbox).read_text(encoding="ascii").strip() == "FROZEN"
+        return "frozen 1" in self.file(sandbox, "", "cgroup.events").read_text(encoding="ascii")
 
     def _folders(self, sandbox: str) -> list[Path]:
         return [hierarchy / PARENT / sandbox for hierarchy in self._hierarchies]

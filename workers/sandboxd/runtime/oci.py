@@ -22,7 +22,7 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -164,10 +164,10 @@ class OciRuntime:
         return find_kernel_drift(process, spec, running.base, self._cgroups, _id_of(container))
 
     async def pause(self, container: str) -> None:
-        await self._run(lambda: self._call("pause", _id_of(container)))
+        await self._run(lambda: _freeze(self._cgroups, _id_of(container), is_wanted=True))
 
     async def unpause(self, container: str) -> None:
-        await self._run(lambda: self._call("resume", _id_of(container)))
+        await self._run(lambda: _freeze(self._cgroups, _id_of(container), is_wanted=False))
 
     async def remove(self, container: str) -> None:
         if container.startswith(PIN_PREFIX):
@@ -298,8 +298,7 @@ class OciRuntime:
             failure = stack.enter_context(ExitStack())
             failure.callback(os.close, reading)
             failure.callback(ours.close)
-            arguments = ["run", "--detach", "--bundle", str(place), "--pid-file", str(place / "pid"), sandbox]
-            self._call(*arguments, log_file=place / "log", streams=(theirs.fileno(), writing), inherited=(lock,))
+            self._call(sandbox, (theirs.fileno(), writing), lock)
             running.process = self._cgroups.open_process(sandbox, int((place / "pid").read_text(encoding="ascii")))
             failure.pop_all()
         shutil.rmtree(
@@ -308,35 +307,31 @@ class OciRuntime:
         ours.setblocking(False)
         return AttachedContainer(sandbox, ours, reading)
 
-    def _call(
-        self,
-        command: str,
-        *arguments: str,
-        log_file: Path | None = None,
-        streams: tuple[int, int] | None = None,
-        inherited: Sequence[int] = (),
-    ) -> None:
-        """Run the program. Raises SandboxUnavailable with the last line of its log."""
-        logged = ["--log", str(log_file)] if log_file is not None else []
-        stdio, stderr = streams or (subprocess.DEVNULL, subprocess.PIPE)
+    def _call(self, sandbox: str, streams: tuple[int, int], lock: int) -> None:
+        """Run the program until the sandbox runs. `streams`: its stdin and stdout, and its stderr. Raises
+        SandboxUnavailable with the end of the program's log.
+        """
+        place = self._sandboxes / sandbox
+        log_file = place / "log"
+        stdio, stderr = streams
+        options = ["--root", str(self._state), "--log", str(log_file)]
+        files = ["--bundle", str(place), "--pid-file", str(place / "pid")]
         try:
             subprocess.run(
-                [self._program, "--root", str(self._state), *logged, command, *arguments],
+                [self._program, *options, "run", "--detach", *files, sandbox],
                 stdin=stdio,
                 stdout=stdio,
                 stderr=stderr,
-                pass_fds=inherited,
+                pass_fds=(lock,),
                 timeout=_START_S,
                 check=True,
             )
         except subprocess.TimeoutExpired as error:
-            raise SandboxUnavailable(f"{self._program} {command} did not end in {_START_S:g} s") from error
+            raise SandboxUnavailable(f"{self._program} did not start sandbox {sandbox} in {_START_S:g} s") from error
         except subprocess.CalledProcessError as error:
-            text = (error.stderr or b"").decode("utf-8", "replace")
-            if log_file is not None and log_file.exists():
-                text = log_file.read_text(encoding="utf-8", errors="replace")
+            text = log_file.read_text(encoding="utf-8", errors="replace").strip() if log_file.exists() else ""
             raise SandboxUnavailable(
-                f"{self._program} {command} failed: {text.strip()[-_ERROR_CHARS:] or f'status {error.returncode}'}"
+                f"{self._program} did not start sandbox {sandbox}: {text[-_ERROR_CHARS:] or error}"
             ) from error
 
     def _keep_filter(self, sandbox: str, spec: SandboxSpec) -> None:
@@ -352,7 +347,8 @@ class OciRuntime:
         try:
             with _locked(place / "lock"):
                 running = self._running.get(sandbox)
-                self._cgroups.thaw(sandbox)
+                with contextlib.suppress(FileNotFoundError):
+                    self._cgroups.thaw(sandbox)
                 if running is not None and running.process is not None:
                     _end_process(running.process)
                     os.close(running.process)
@@ -424,6 +420,18 @@ def _remove_unfinished(sandboxes: Path) -> None:
         with contextlib.suppress(OSError):  # its maker has completed it just now
             if place.stat().st_mtime < time.time() - _START_S:
                 shutil.rmtree(place)
+
+
+def _freeze(cgroups: Cgroups, sandbox: str, *, is_wanted: bool) -> None:
+    try:
+        if is_wanted:
+            cgroups.freeze(sandbox, _KILL_S)
+        else:
+            cgroups.thaw(sandbox)
+    except FileNotFoundError as error:
+        raise SandboxUnavailable("the sandbox does not exist") from error
+    except (OSError, TimeoutError) as error:
+        raise SandboxUnavailable(f"sandbox {sandbox} cannot be frozen or thawed: {error}") from error
 
 
 def _end_process(process: int) -> None:
