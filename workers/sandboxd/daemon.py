@@ -274,7 +274,10 @@ def _open_oci(settings: SandboxdSettings, engine: Engine, facts: EngineFacts) ->
     """
     obstacle, program = find_obstacle(facts), find_program()
     if obstacle is None and program is not None:
-        return OciRuntime(engine, program, Path(facts.data_root))
+        try:
+            return OciRuntime(engine, program, Path(facts.data_root))
+        except (SandboxUnavailable, OSError) as error:
+            obstacle = str(error)
     if settings.sandbox_start == "oci":
         raise SandboxUnavailable(
             f"this host cannot start sandboxes with an OCI runtime: {obstacle}; change that, or set "

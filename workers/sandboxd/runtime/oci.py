@@ -21,13 +21,14 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
 import time
-from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import BrokenExecutor, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import structlog
 
@@ -69,6 +70,7 @@ _START_S: Final = 30.0
 _LOCK_S: Final = 35.0
 """Time in seconds in which a start of another process, which holds the lock, has ended."""
 _KILL_S: Final = 15.0
+_PAUSE_S: Final = 0.005
 _DISK_FOLDERS: Final = ("changes", "work", "workspace")
 _ERROR_CHARS: Final = 500
 
@@ -130,10 +132,17 @@ class OciRuntime:
         _remove_unfinished(self._sandboxes)
         make_skeleton(self._skeleton)
         self._ranges = IdRanges(folder / "ids")
-        needed = (folder, data_root, Path(program), Path("/tmp"))
+        needed = (folder, data_root, *map(Path, ("/usr", sys.prefix, sys.base_prefix)), Path(program).resolve())
         self._threads = ThreadPoolExecutor(
             _THREADS, "oci", initializer=functools.partial(enter_private_namespace, needed)
         )
+        try:
+            self._threads.submit(int).result()
+        except BrokenExecutor as error:
+            self._ranges.close()
+            raise SandboxUnavailable(
+                "the kernel refuses mount namespaces: does sandboxd have CAP_SYS_ADMIN?"
+            ) from error
 
     async def start(self, spec: SandboxSpec, name: str) -> AttachedContainer:
         sandbox = _id_of(name)
@@ -188,9 +197,8 @@ class OciRuntime:
             try:
                 await self._engine.remove(pin)
             except SandboxUnavailable as error:
-                log.warning(
-                    "image_pin_not_removed", container=pin, error=str(error)
-                )  # the reaper of another removes it
+                # The reaper of the next sandboxd removes it.
+                log.warning("image_pin_not_removed", container=pin, error=str(error))
         self._threads.shutdown()
         self._ranges.close()
         self._cgroups.remove_parent()
@@ -226,7 +234,7 @@ class OciRuntime:
             self._pins[key] = {place: await self._engine.volume_path(volume) for place, volume in volumes.items()}
         return self._pins[key]
 
-    async def _run(self, work: Any) -> None:
+    async def _run(self, work: Callable[[], None]) -> None:
         await asyncio.shield(asyncio.get_running_loop().run_in_executor(self._threads, work))
 
     def _open(self, sandbox: str, name: str, spec: SandboxSpec) -> int:
@@ -301,9 +309,8 @@ class OciRuntime:
             self._call(sandbox, (theirs.fileno(), writing), lock)
             running.process = self._cgroups.open_process(sandbox, int((place / "pid").read_text(encoding="ascii")))
             failure.pop_all()
-        shutil.rmtree(
-            f"/sys/fs/cgroup/unified/{PARENT}", ignore_errors=True
-        )  # in this thread's namespace, see mounts.py
+        # What crun writes over the hidden groups of version 2, in this thread's namespace (mounts.py).
+        shutil.rmtree(f"/sys/fs/cgroup/unified/{PARENT}", ignore_errors=True)
         ours.setblocking(False)
         return AttachedContainer(sandbox, ours, reading)
 
@@ -345,7 +352,7 @@ class OciRuntime:
         if not place.exists():
             return
         try:
-            with _locked(place / "lock"):
+            with self._locked(sandbox):
                 running = self._running.get(sandbox)
                 with contextlib.suppress(FileNotFoundError):
                     self._cgroups.thaw(sandbox)
@@ -357,14 +364,34 @@ class OciRuntime:
                 self._cgroups.remove(sandbox, _KILL_S)
                 shutil.rmtree(self._state / sandbox, ignore_errors=True)
                 shutil.rmtree(place)
-        except FileNotFoundError:
-            if place.exists():  # another removal was quicker
-                raise
         except (OSError, TimeoutError) as error:
-            raise SandboxUnavailable(f"sandbox {sandbox} cannot be removed: {error}; sandboxd tries again") from error
-        if running is not None:
-            del self._running[sandbox]
-            self._ranges.give_back(running.base)
+            if place.exists():  # else another removal was quicker
+                raise SandboxUnavailable(
+                    f"sandbox {sandbox} cannot be removed: {error}; sandboxd tries again"
+                ) from error
+        ended = self._running.pop(sandbox, None)
+        if ended is not None:
+            self._ranges.give_back(ended.base)
+
+    @contextmanager
+    def _locked(self, sandbox: str) -> Iterator[None]:
+        """Hold the lock of a sandbox. Raises OSError and TimeoutError."""
+        fd = os.open(self._sandboxes / sandbox / "lock", os.O_RDWR | os.O_CLOEXEC)
+        until = time.monotonic() + _LOCK_S
+        try:
+            while True:
+                try:
+                    fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:
+                    if time.monotonic() > until:
+                        # A start that was given up has left a process with the lock.
+                        self._cgroups.kill(sandbox, _KILL_S)
+                        raise TimeoutError(f"its start has not ended in {_LOCK_S:g} s") from None
+                    time.sleep(_PAUSE_S)
+            yield
+        finally:
+            os.close(fd)
 
     def _read_labels(self, place: Path) -> ListedContainer:
         try:
@@ -442,24 +469,6 @@ def _end_process(process: int) -> None:
     ended.register(process, select.POLLIN)
     if not ended.poll(_KILL_S * 1000):
         raise TimeoutError(f"its PID 1 does not end in {_KILL_S:g} s")
-
-
-@contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-    until = time.monotonic() + _LOCK_S
-    try:
-        while True:
-            try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() > until:
-                    raise TimeoutError(f"its start has not ended in {_LOCK_S:g} s") from None
-                time.sleep(0.005)
-        yield
-    finally:
-        os.close(fd)
 
 
 def _close_unused(starting: "asyncio.Future[AttachedContainer]") -> None:
