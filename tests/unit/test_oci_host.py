@@ -1,0 +1,84 @@
+"""Control groups and ranges of ids of sandboxes, on folders of a test."""
+
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from contract.errors import SandboxUnavailable
+from workers.sandboxd.runtime.cgroups import PARENT, Cgroups
+from workers.sandboxd.runtime.id_ranges import IdRanges, id_map
+from workers.sandboxd.runtime.mounts import ID_RANGE
+
+SANDBOX = "5a5a5a5a5a5a5a5a"
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    for name in ("memory", "pids", "freezer"):
+        (tmp_path / name).mkdir()
+    return tmp_path
+
+
+def test_the_version_is_that_of_the_mounted_hierarchies(root: Path, tmp_path: Path) -> None:
+    assert Cgroups(root).version == 1
+    (tmp_path / "cgroup.controllers").touch()
+    assert Cgroups(root).version == 2
+
+
+def test_files_are_below_the_controller_of_version_1_and_together_in_version_2(root: Path) -> None:
+    assert Cgroups(root).file(SANDBOX, "memory", "m") == root / "memory" / PARENT / SANDBOX / "m"
+    (root / "cgroup.controllers").touch()
+    assert Cgroups(root).file(SANDBOX, "memory", "m") == root / PARENT / SANDBOX / "m"
+
+
+def test_groups_are_removed_from_every_hierarchy_and_their_parent_only_when_it_is_empty(root: Path) -> None:
+    groups = Cgroups(root)
+    for sandbox in (SANDBOX, "other"):
+        for name in ("memory", "pids", "freezer"):
+            (root / name / PARENT / sandbox).mkdir(parents=True)
+    assert groups.exists(SANDBOX)
+
+    groups.remove(SANDBOX, 1.0)
+    groups.remove(SANDBOX, 1.0)
+    groups.remove_parent()
+
+    assert not groups.exists(SANDBOX)
+    assert groups.exists("other")
+    groups.remove("other", 1.0)
+    groups.remove_parent()
+    assert [list((root / name).iterdir()) for name in ("memory", "pids", "freezer")] == [[], [], []]
+
+
+def test_a_sandbox_without_a_group_has_no_process_to_kill(root: Path) -> None:
+    Cgroups(root).kill(SANDBOX, 0.1)
+
+
+def test_a_process_of_another_group_is_not_opened(root: Path) -> None:
+    (root / "pids" / PARENT / SANDBOX).mkdir(parents=True)
+    (root / "pids" / PARENT / SANDBOX / "cgroup.procs").write_text("2\n")
+    assert Cgroups(root).open_process(SANDBOX, 1) is None
+
+
+def test_no_two_ranges_of_a_host_overlap(tmp_path: Path) -> None:
+    with closing(IdRanges(tmp_path)) as first, closing(IdRanges(tmp_path)) as second:
+        taken = [ranges.take() for ranges in (first, second) for _ in range(512)]
+
+        assert len(set(taken)) == 1024
+        assert all((base - taken[0]) % ID_RANGE == 0 for base in taken)
+        assert all(0x4000_0000 <= base < 0x8000_0000 - ID_RANGE for base in taken)
+        with pytest.raises(SandboxUnavailable, match="512"):
+            first.take()
+        first.give_back(taken[0])
+        assert first.take() == taken[0]
+
+
+def test_a_block_is_free_again_when_its_sandboxd_ends(tmp_path: Path) -> None:
+    with closing(IdRanges(tmp_path)) as ranges:
+        base = ranges.take()
+    with closing(IdRanges(tmp_path)) as ranges:
+        assert ranges.take() == base
+
+
+def test_the_map_contains_root_of_the_host() -> None:
+    assert id_map(0x4000_0000).splitlines() == ["0 1073741824 65536", "65536 0 1"]
