@@ -85,11 +85,9 @@ def is_alive(pid: int) -> bool:
 
 def children_of(pid: int) -> list[int]:
     """Return the living children, oldest first."""
-    found = [
-        child
-        for child in all_pids()
-        if is_alive(child) and int(read_proc(child, "stat").rpartition(b")")[2].split()[1]) == pid
-    ]
+    # One read for each process: it may end between two.
+    stats = {child: read_proc(child, "stat").rpartition(b")")[2].split() for child in all_pids()}
+    found = [child for child, stat in stats.items() if stat and stat[0] != b"Z" and int(stat[1]) == pid]
     return sorted(found)
 
 

@@ -18,7 +18,7 @@ from tests.waiting import wait_until
 
 OBSERVED = "acts (?P<workspace>[0-9a-f]{32}) (?P<acts>[0-9,]*)"
 _MARK = "[ -s .workspace ] || tr -d - < /proc/sys/kernel/random/uuid > .workspace"
-_ACT = "cat .workspace >> /tally/{{item}}.{{step}}; echo {{step}} >> acts"
+_ACT = "cat .workspace >> /srv/{{item}}.{{step}}; echo {{step}} >> acts"
 _LOOK = "touch acts; echo acts $(cat .workspace) $(paste -sd, acts)"
 MOST_STEPS = 50
 """Limit of steps of an item: its calls, and repeated checks while the outcome of a call is unknown."""

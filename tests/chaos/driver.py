@@ -98,7 +98,7 @@ class Driver:
         tool = self._chance.choice(kinds)
         arguments: dict[str, Any] = {
             "read_tool": {"file_path": "known.txt"},
-            "bash_tool": {"command": f"echo {call} >> /tally/{call}; sleep {seconds}; echo acted {call}"},
+            "bash_tool": {"command": f"echo {call} >> /srv/{call}; sleep {seconds}; echo acted {call}"},
             "tally_tool": {"call": call, "seconds": seconds},
         }[tool]
         self.tell("sent", call=call, tool=tool, session=session.id)

@@ -1,4 +1,4 @@
-"""sandboxd whose sandboxes have a folder of the host at /tally. Data that commands append there outlives sandbox,
+"""sandboxd whose sandboxes have a folder of the host at /srv. Data that commands append there outlives sandbox,
 session and host.
 """
 
@@ -6,19 +6,33 @@ import os
 import sys
 from typing import Any
 
+from workers.sandboxd import daemon
 from workers.sandboxd.__main__ import main
-from workers.sandboxd.runtime import engine_runtime
-from workers.sandboxd.runtime.hardening import SandboxSpec, build_container_config
+from workers.sandboxd.runtime.base import AttachedContainer
+from workers.sandboxd.runtime.hardening import SandboxSpec
+from workers.sandboxd.runtime.mounts import ROOTS, attach, clone_tree
+from workers.sandboxd.runtime.oci import OciRuntime
+
+PLACE = "srv"
+"""A folder that the image has, because the root of a sandbox is read-only."""
 
 
-def build_with_tally(spec: SandboxSpec) -> dict[str, Any]:
-    """Return the profile's configuration with one additional mount, which exists only in tests."""
-    config: dict[str, Any] = build_container_config(spec)
-    mount = {"Type": "bind", "Source": os.environ["TALLY"], "Target": "/tally"}
-    config["HostConfig"]["Mounts"] = [*(config["HostConfig"].get("Mounts") or []), mount]
-    return config
+class TallyRuntime(OciRuntime):
+    """The runtime of sandboxd with one additional mount, which exists only in tests."""
+
+    def _run_program(self, sandbox: str, running: Any, lock: int) -> AttachedContainer:
+        mount = clone_tree(os.environ["TALLY"], id_map=self._ranges.namespace(running.base))
+        try:
+            attach(mount, ROOTS / sandbox / PLACE)
+        finally:
+            os.close(mount)
+        return super()._run_program(sandbox, running, lock)
+
+    async def find_drift(self, container: str, spec: SandboxSpec) -> list[str]:
+        found = await super().find_drift(container, spec)
+        return [drift for drift in found if drift != f"other mounts is ['/{PLACE}'], not []."]
 
 
 if __name__ == "__main__":
-    engine_runtime.build_container_config = build_with_tally
+    daemon.OciRuntime = TallyRuntime  # type: ignore[misc]
     sys.exit(main())

@@ -148,7 +148,8 @@ class EngineWithBadRuntime(Engine):
 
 
 async def test_the_profile_is_proved_under_the_runtime_of_every_class(api: APIClient, tmp_path: Path) -> None:
-    settings = build_settings(tmp_path, tenant_classes={"far": TenantClass(runtime=OTHER_RUNTIME)})
+    far = TenantClass(runtime=OTHER_RUNTIME)
+    settings = build_settings(tmp_path, sandbox_start="engine", tenant_classes={"far": far})
     good, bad = EngineWithBadRuntime(), EngineWithBadRuntime(OTHER_RUNTIME)
 
     await open_on(settings, good)
