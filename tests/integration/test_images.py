@@ -26,6 +26,7 @@ from workers.sandboxd.records import Records
 from workers.sandboxd.runtime.attestation import Attestation, find_dirt, find_misfits, parse_attestation
 from workers.sandboxd.runtime.base import LABEL_DEPLOYMENT, LABEL_LEASE, LABEL_SANDBOXD
 from workers.sandboxd.runtime.engine import Engine
+from workers.sandboxd.runtime.oci import OciRuntime, find_obstacle, find_program
 from workers.sandboxd.runtime.seccomp import load_seccomp_profile
 from workers.sandboxd.sandbox import Sandbox
 
@@ -70,8 +71,12 @@ def engine() -> Iterator[Engine]:
 
 
 @asynccontextmanager
-async def open_host(engine: Engine, folder: Path, life_s: float = 600.0) -> AsyncIterator[Host]:
+async def open_host(
+    engine: Engine, folder: Path, life_s: float = 600.0, oci: OciRuntime | None = None
+) -> AsyncIterator[Host]:
     host = Host(folder, engine, (await engine.facts()).cgroup_version, life_s)
+    if oci is not None:
+        host.factory.runtimes = [oci]
     try:
         yield host
     finally:
@@ -81,8 +86,27 @@ async def open_host(engine: Engine, folder: Path, life_s: float = 600.0) -> Asyn
 
 @pytest.fixture
 async def host(engine: Engine, tmp_path: Path) -> AsyncIterator[Host]:
+    """Return a host whose engine starts the sandboxes."""
     async with open_host(engine, tmp_path) as opened:
         yield opened
+
+
+@pytest.fixture(params=["engine", "oci"])
+async def either_host(request: pytest.FixtureRequest, engine: Engine, tmp_path: Path) -> AsyncIterator[Host]:
+    """Return a host whose engine starts the sandboxes, then one that starts them itself."""
+    if request.param == "engine":
+        async with open_host(engine, tmp_path) as opened:
+            yield opened
+        return
+    facts, program = await engine.facts(), find_program()
+    assert find_obstacle(facts) is None
+    assert program is not None
+    oci = OciRuntime(engine, program, Path(facts.data_root))
+    try:
+        async with open_host(engine, tmp_path, oci=oci) as opened:
+            yield opened
+    finally:
+        await oci.close()
 
 
 async def attest(sandbox: Sandbox) -> Attestation:
@@ -246,7 +270,7 @@ def imported(api: APIClient, tree: bytes, changes: Sequence[str] = ()) -> Iterat
     name = f"toolcrew-test-image:{secrets.token_hex(6)}"
     api.import_image(tree, *name.split(":"), changes=list(changes))
     yield name
-    api.remove_image(name)
+    api.remove_image(name, force=True)  # a container that is never started keeps it
 
 
 def build_tree(files: Iterable[tuple[str, int, bytes]]) -> bytes:
@@ -299,10 +323,10 @@ IMAGES: dict[str, tuple[Files, list[str]]] = {
 
 @pytest.mark.parametrize(("files", "changes"), IMAGES.values(), ids=IMAGES.keys())
 async def test_any_image_is_a_sandbox_with_all_tools(
-    api: APIClient, host: Host, static_program: bytes, files: Files, changes: list[str]
+    api: APIClient, either_host: Host, static_program: bytes, files: Files, changes: list[str]
 ) -> None:
     for image in imported(api, build_tree([("usr/bin/sh", 0o755, static_program), *files]), changes):
-        sandbox = await host.make(image)
+        sandbox = await either_host.make(image)
         assert find_dirt(await attest(sandbox)) == []
         assert await bash(sandbox, "echo $UID $PWD; echo needle here > a") == "1000 /workspace\n"
         grep = {"op": "grep", "pattern": "needle", "path": ".", "mode": "content", "limit": 9, "max_lines": 9}
@@ -313,7 +337,7 @@ async def test_any_image_is_a_sandbox_with_all_tools(
         if any(b"echo Python" in content for _, _, content in files):
             assert (await bash(sandbox, "python --version")).startswith("Python ")
         # Removed here, because the engine keeps an image while a container of it exists.
-        await host.made.pop().remove()
+        await either_host.made.pop().remove()
 
 
 async def bash(sandbox: Sandbox, script: str) -> str:
@@ -342,21 +366,21 @@ def foreign(api: APIClient, static_program: bytes) -> Iterator[str]:
     yield from imported(api, build_tree(files), ["ENV HOME=/root", "ENV OF_THE_IMAGE=1"])
 
 
-async def test_a_setuid_program_of_an_image_gives_no_rights(host: Host, foreign: str) -> None:
+async def test_a_setuid_program_of_an_image_gives_no_rights(either_host: Host, foreign: str) -> None:
     # Bash drops the rights of a setuid start itself, unless it gets -p.
-    _, output = await run(await host.make(foreign), "/usr/bin/rootly", "-p", "-c", "echo $UID $EUID")
+    _, output = await run(await either_host.make(foreign), "/usr/bin/rootly", "-p", "-c", "echo $UID $EUID")
     assert output == "1000 1000\n"
 
 
-async def test_the_mounted_guest_cannot_be_written(host: Host, foreign: str) -> None:
-    _, output = await run(await host.make(foreign), "/usr/bin/sh", "-c", "echo >> /opt/toolcrew/guest/loop.py")
+async def test_the_mounted_guest_cannot_be_written(either_host: Host, foreign: str) -> None:
+    _, output = await run(await either_host.make(foreign), "/usr/bin/sh", "-c", "echo >> /opt/toolcrew/guest/loop.py")
     assert "Read-only file system" in output or "Permission denied" in output
 
 
 async def test_programs_see_the_environment_of_the_image_but_have_the_home_of_the_session(
-    host: Host, foreign: str
+    either_host: Host, foreign: str
 ) -> None:
-    assert await bash(await host.make(foreign), "echo $OF_THE_IMAGE $HOME") == "1 /workspace\n"
+    assert await bash(await either_host.make(foreign), "echo $OF_THE_IMAGE $HOME") == "1 /workspace\n"
 
 
 async def test_an_image_that_would_be_given_host_disk_without_a_limit_is_refused(api: APIClient, host: Host) -> None:
