@@ -101,14 +101,14 @@ async def test_s2_26_a_tool_that_is_turned_off_by_the_api_cannot_be_called_by_an
 ) -> None:
     async with api_stack.client("operator") as operator, api_stack.client(replica=1) as client:
         off = await operator.patch(
-            "/v1/tools/glob_tool", json={"enabled": False, "reason": "it is being mended", "tenant": "acme"}
+            "/v1/tools/glob_tool", json={"enabled": False, "reason": "it is being repaired", "tenant": "acme"}
         )
         assert (off.status_code, off.json()["state"]) == (200, "disabled")
         try:
             run = await started(client, "globs")
             result = await until_state(client, run, "succeeded")
             messages = (await client.get(f"/v1/runs/{run}/transcript")).json()["messages"]
-            assert "it is being mended" in str(messages)
+            assert "it is being repaired" in str(messages)
             assert result["answer"].startswith("told: still here")
             async with asyncio.timeout(SOON_S):  # another replica learns of the change within two seconds
                 while (await client.get("/v1/tools/glob_tool")).json()["state"] != "disabled":  # noqa: ASYNC110

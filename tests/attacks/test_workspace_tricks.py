@@ -22,7 +22,7 @@ def session(sandboxd: OwnSandboxd) -> Iterator[HostileSession]:
         kept = client.status()["workspaces"]
     if kept["kind"] != "image":
         missing(f"workspaces are no file system images here: {kept['note']}")
-    with sandboxd.session("somebody", "workspace-tricks") as opened:
+    with sandboxd.session("another-tenant", "workspace-tricks") as opened:
         yield opened
 
 
@@ -70,7 +70,7 @@ def test_learn_who_else_has_a_workspace(session: HostileSession) -> None:
     """
     text = session.bash("cat /sys/block/loop*/loop/backing_file /proc/self/mountinfo; true").streams["stdout"].decode()
 
-    assert "somebody" not in text
+    assert "another-tenant" not in text
     assert "workspace-tricks" not in text
 
 

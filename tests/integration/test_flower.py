@@ -211,7 +211,7 @@ async def test_events_that_anybody_forged_put_neither_script_nor_link_into_a_pag
             events.send("task-received", uuid=task, name="<script>alert(2)</script>", args="()", kwargs=shown)
     app.close()
     await wait_until_async(
-        lambda: all(ask(stack, f"/task/{task}").status_code == 200 for task in fields), 30, "Flower has heard of them"
+        lambda: all(ask(stack, f"/task/{task}").status_code == 200 for task in fields), 30, "Flower knows them"
     )
 
     pages = {shown: ask(stack, f"/task/{task}").text for task, shown in fields.items()}

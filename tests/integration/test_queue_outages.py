@@ -93,11 +93,11 @@ async def test_flower_hears_of_every_call_though_events_come_in_batches(
         receiver = app.events.Receiver(connection, handlers={"*": lambda event: event_counts.update([event["type"]])})
         ear = asyncio.create_task(asyncio.to_thread(receiver.capture, wakeup=False))
         try:
-            await wait_until_async(lambda: event_counts["worker-heartbeat"] > 0, 60, "events are heard")
+            await wait_until_async(lambda: event_counts["worker-heartbeat"] > 0, 60, "events arrive")
             calls = [delivery(ground, pool, "note_tool", path=noted, seconds=0) for pool in POOLS for _ in range(20)]
             await all_of([transport.deliver(each) for each in calls], 60)
             await wait_until_async(
-                lambda: event_counts["task-succeeded"] == len(calls), 20, lambda: f"only heard {event_counts}"
+                lambda: event_counts["task-succeeded"] == len(calls), 20, lambda: f"only received {event_counts}"
             )
         finally:
             # Otherwise the listener's thread would never end.

@@ -27,7 +27,7 @@ SOON_S = 2.0
 
 @contextlib.asynccontextmanager
 async def turned_off(client: ToolClient, name: str) -> AsyncIterator[None]:
-    await client.disable(name, reason="it is being mended")
+    await client.disable(name, reason="it is being repaired")
     try:
         yield
     finally:

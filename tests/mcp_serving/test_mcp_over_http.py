@@ -42,11 +42,11 @@ async def test_tools_that_are_off_or_not_the_tenants_are_not_listed_and_say_why(
     toolcrew(mcp_stack.stack, "tenants", "add", "narrow", "--tools", "bash_tool,glob_tool")
     key = toolcrew(mcp_stack.stack, "keys", "create", "narrow").split("tc_")[1].split()[0]
     mcp_stack.keys["narrow"] = f"tc_{key}"
-    toolcrew(mcp_stack.stack, "tools", "disable", "glob_tool", "--tenant", "narrow", "--reason", "being mended")
+    toolcrew(mcp_stack.stack, "tools", "disable", "glob_tool", "--tenant", "narrow", "--reason", "being repaired")
     try:
         async with mcp_stack.client("narrow") as client:
             assert [tool.name for tool in (await client.list_tools()).tools] == ["bash_tool"]
-            assert "being mended" in text_of(await client.call_tool("glob_tool", {"pattern": "*"}))
+            assert "being repaired" in text_of(await client.call_tool("glob_tool", {"pattern": "*"}))
             assert "[PERMISSION_DENIED]" in text_of(await client.call_tool("read_tool", {"file_path": "x"}))
     finally:
         toolcrew(mcp_stack.stack, "tools", "enable", "glob_tool", "--tenant", "narrow")

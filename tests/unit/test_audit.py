@@ -42,7 +42,7 @@ def summarize(kept: Audited) -> tuple[str, str | None, str]:
 
 async def test_every_switch_of_a_tool_is_written_down_with_who_turned_it_and_why(client: "redis.asyncio.Redis") -> None:
     switches = RedisSwitches(client, "d", KEY).acting_as(OPERATOR)
-    await switches.turn_off("echo", Switch(by="ada", reason="it is being mended"))
+    await switches.turn_off("echo", Switch(by="ada", reason="it is being repaired"))
     await switches.turn_off("echo", Switch(by="ada"), "acme")
     await switches.turn_on("echo")
     found = await entries(client)
@@ -52,7 +52,7 @@ async def test_every_switch_of_a_tool_is_written_down_with_who_turned_it_and_why
         ("tool.enable", None, "echo"),
     ]
     assert found[0].entry.actor == OPERATOR
-    assert found[0].entry.details == {"reason": "it is being mended"}
+    assert found[0].entry.details == {"reason": "it is being repaired"}
 
 
 async def test_turning_on_what_is_on_is_no_change_and_has_no_entry(client: "redis.asyncio.Redis") -> None:

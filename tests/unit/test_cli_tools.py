@@ -66,13 +66,13 @@ def test_show_prints_the_state_and_the_page_of_the_tool(toolcrew: Toolcrew) -> N
 
 
 def test_show_as_json_has_the_schema_and_who_turned_it_off(toolcrew: Toolcrew) -> None:
-    toolcrew("disable", "echo_tool", "--reason", "it is being mended")
+    toolcrew("disable", "echo_tool", "--reason", "it is being repaired")
     reply = as_json(toolcrew("show", "echo_tool", "--json"))
     assert (reply["name"], reply["state"], reply["parameters"]) == ("echo_tool", "disabled", ECHO.parameters)
-    assert (reply["switch"]["by"], reply["switch"]["reason"]) == ("default", "it is being mended")
+    assert (reply["switch"]["by"], reply["switch"]["reason"]) == ("default", "it is being repaired")
     assert re.fullmatch(r"20[0-9-]+T[0-9:]+Z", reply["switch"]["at"])
     head = toolcrew("show", "echo_tool").stdout.splitlines()[0]
-    assert re.fullmatch(r"echo_tool is disabled: turned off by default at 20\S+Z \(it is being mended\)", head)
+    assert re.fullmatch(r"echo_tool is disabled: turned off by default at 20\S+Z \(it is being repaired\)", head)
 
 
 def test_disable_and_enable_say_what_is_so_now(toolcrew: Toolcrew, redis_server: RedisProcess) -> None:

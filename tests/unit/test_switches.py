@@ -26,7 +26,7 @@ from workers.tools.base import Outcome, WorkerTool
 
 pytestmark = pytest.mark.usefixtures("quiet_logs")
 
-OFF = Switch(by="ada", at=1_700_000_000, reason="it is being mended")
+OFF = Switch(by="ada", at=1_700_000_000, reason="it is being repaired")
 
 
 @pytest.fixture
@@ -149,7 +149,7 @@ def test_a_switch_that_cannot_be_read_still_turns_its_tool_off(data: bytes) -> N
 def test_a_call_of_a_tool_that_is_off_gets_the_reason() -> None:
     sentence = OFF.refusal("echo")
     assert "turned off the tool echo" in sentence
-    assert "it is being mended" in sentence
+    assert "it is being repaired" in sentence
     assert "another tool" in sentence
 
 

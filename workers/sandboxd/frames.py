@@ -332,7 +332,7 @@ class GuestChannel(asyncio.Protocol):
     def read_debug_text(self) -> bytes:
         """Return the last 4 KiB that PID 1 wrote to its stderr."""
         if self._stderr is not None:
-            # A pipe holds at most 64 KiB, and a guest that writes more gets EAGAIN. So nobody has to read it in time.
+            # A pipe holds at most 64 KiB, and a guest that writes more gets EAGAIN. So it need not be read in time.
             with contextlib.suppress(BlockingIOError):
                 self._debug_text = (self._debug_text + os.read(self._stderr, _PIPE_BYTES))[-_DEBUG_BYTES:]
         return self._debug_text

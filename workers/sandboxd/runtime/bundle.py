@@ -5,6 +5,7 @@ namespace of its own, and mount points that come from sandboxd, so no link of an
 """
 
 import errno
+import hashlib
 import json
 import platform
 import secrets
@@ -50,6 +51,12 @@ _FILES: Final[Mapping[str, str]] = {
     "etc/hostname": "sandbox\n",
     "etc/resolv.conf": "",
 }
+
+
+def skeleton_name() -> str:
+    """Return the name of the skeleton's folder, which differs between releases with different content."""
+    content = json.dumps([dict(_FOLDERS), dict(_FILES)])
+    return f"skeleton-{hashlib.sha256(content.encode()).hexdigest()[:12]}"
 
 
 def make_skeleton(place: Path) -> None:

@@ -40,7 +40,7 @@ from workers.sandboxd.runtime.base import (
     AttachedContainer,
     ListedContainer,
 )
-from workers.sandboxd.runtime.bundle import build_bundle, make_skeleton
+from workers.sandboxd.runtime.bundle import build_bundle, make_skeleton, skeleton_name
 from workers.sandboxd.runtime.cgroups import PARENT, Cgroups
 from workers.sandboxd.runtime.engine import Engine, EngineFacts
 from workers.sandboxd.runtime.hardening import GUEST_FOLDER, SKILLS_FOLDER, SandboxSpec
@@ -119,7 +119,7 @@ class OciRuntime:
         """The program and its version, such as `crun 1.8.1`."""
         self._sandboxes = folder / "sandboxes"
         self._state = folder / "state"
-        self._skeleton = folder / "skeleton"
+        self._skeleton = folder / skeleton_name()
         self._cgroups = Cgroups()
         self._running: dict[str, _Running] = {}
         self._pins: dict[tuple[str, ...], Mapping[str, str]] = {}
@@ -240,15 +240,19 @@ class OciRuntime:
     def _open(self, sandbox: str, name: str, spec: SandboxSpec) -> int:
         """Make the folder of a sandbox. Returns the locked descriptor of its lock."""
         place = self._sandboxes / f".{sandbox}"
-        try:
-            place.mkdir(mode=0o700)
-            lock = os.open(place / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            labels = {"name": name, "labels": dict(spec.labels)}
-            (place / "labels.json").write_text(json.dumps(labels), encoding="utf-8")
-            place.rename(self._sandboxes / sandbox)
-        except OSError as error:
-            raise SandboxUnavailable(f"the folder {place} of a sandbox cannot be made: {error}") from error
+        with ExitStack() as failure:
+            try:
+                place.mkdir(mode=0o700)
+                failure.callback(shutil.rmtree, place, ignore_errors=True)
+                lock = os.open(place / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+                failure.callback(os.close, lock)
+                fcntl.flock(lock, fcntl.LOCK_EX)
+                labels = {"name": name, "labels": dict(spec.labels)}
+                (place / "labels.json").write_text(json.dumps(labels), encoding="utf-8")
+                place.rename(self._sandboxes / sandbox)
+            except OSError as error:
+                raise SandboxUnavailable(f"the folder {place} of a sandbox cannot be made: {error}") from error
+            failure.pop_all()
         return lock
 
     def _start(
@@ -349,7 +353,8 @@ class OciRuntime:
 
     def _remove(self, sandbox: str) -> None:
         place = self._sandboxes / sandbox
-        if not place.exists():
+        if not place.exists():  # another sandboxd may have removed it at its deadline
+            self._forget(sandbox)
             return
         try:
             with self._locked(sandbox):
@@ -358,20 +363,26 @@ class OciRuntime:
                     self._cgroups.thaw(sandbox)
                 if running is not None and running.process is not None:
                     _end_process(running.process)
-                    os.close(running.process)
-                    running.process = None
                 self._cgroups.kill(sandbox, _KILL_S)
                 self._cgroups.remove(sandbox, _KILL_S)
                 shutil.rmtree(self._state / sandbox, ignore_errors=True)
                 shutil.rmtree(place)
+                # Under the lock: a second removal must not use the descriptor that this closes.
+                self._forget(sandbox)
         except (OSError, TimeoutError) as error:
             if place.exists():  # else another removal was quicker
                 raise SandboxUnavailable(
                     f"sandbox {sandbox} cannot be removed: {error}; sandboxd tries again"
                 ) from error
+
+    def _forget(self, sandbox: str) -> None:
+        """Free what this process holds for a sandbox that has ended. Of two removals at the same time one does it."""
         ended = self._running.pop(sandbox, None)
-        if ended is not None:
-            self._ranges.give_back(ended.base)
+        if ended is None:
+            return
+        if ended.process is not None:
+            os.close(ended.process)
+        self._ranges.give_back(ended.base)
 
     @contextmanager
     def _locked(self, sandbox: str) -> Iterator[None]:
