@@ -223,6 +223,16 @@ def switches_key(deployment: str) -> str:
     return deployment_key(deployment, "switches")
 
 
+def model_endpoints_key(deployment: str) -> str:
+    """Return the key of the hash of the model endpoints (contract/model_endpoints.py)."""
+    return deployment_key(deployment, "model-endpoints")
+
+
+def model_limits_key(deployment: str, endpoint: str) -> str:
+    """Return the prefix of the keys of the limits of one endpoint (store/model_limits.py)."""
+    return deployment_key(deployment, f"model-limits:{endpoint}")
+
+
 def installed_skills_key(deployment: str, tenant: str) -> str:
     """Return the key of the hash of a tenant's installed skills: name -> InstalledSkill."""
     return tenant_key(deployment, tenant, "skills")

@@ -50,6 +50,8 @@ AuditAction = Literal[
     "file.delete",
     "skill.install",
     "skill.remove",
+    "model.set",
+    "model.remove",
 ]
 ACTIONS: tuple[AuditAction, ...] = get_args(AuditAction)
 MAX_ENTRIES = 100_000
@@ -111,7 +113,7 @@ class Actor(Record):
 
 class AuditEntry(Record):
     """A change and its author. `tenant`: the affected tenant, None for all tenants. `target`: the tool, tenant, key,
-    approval, call, host, batch, run, session or skill.
+    approval, call, host, batch, run, session, skill or model endpoint.
 
     `details` never contain a secret or the content of a call.
     """

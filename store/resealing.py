@@ -8,7 +8,8 @@ from typing import Any
 import redis.asyncio
 
 from contract.errors import EnvelopeRefused
-from contract.names import api_keys_key, installed_skills_key, switches_key, tenants_key
+from contract.model_endpoints import endpoint_purpose
+from contract.names import api_keys_key, installed_skills_key, model_endpoints_key, switches_key, tenants_key
 from contract.signing import SigningKeys
 from contract.tenancy import DEFAULT_TENANT, VERSION_FIELD
 from store.connection import broker_errors
@@ -34,13 +35,14 @@ class Resealed:
 
 
 async def reseal(client: "redis.asyncio.Redis", deployment: str, keys: SigningKeys) -> Resealed:
-    """Sign API keys, policies, switches and installed skills with the present secret. Repeatable. Raises
-    BrokerUnavailable when Redis does not answer.
+    """Sign API keys, policies, switches, model endpoints and installed skills with the present secret. Repeatable.
+    Raises BrokerUnavailable when Redis does not answer.
     """
     hashes: dict[str, tuple[str, Callable[[str], str]]] = {
         api_keys_key(deployment): ("API key", lambda name: f"api-key {name}"),
         tenants_key(deployment): ("policy", lambda name: f"policy {name}"),
         switches_key(deployment): ("switch", lambda name: f"switch {name}"),
+        model_endpoints_key(deployment): ("model endpoint", endpoint_purpose),
     }
     done, script = Resealed(), client.register_script(_REPLACE)
     with broker_errors("some records were not signed again"):

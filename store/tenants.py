@@ -18,7 +18,15 @@ from pydantic import TypeAdapter, ValidationError
 
 from contract.calls import Identifier
 from contract.errors import BrokerUnavailable, ConfigError, ErrorCode, ToolFailure
-from contract.names import api_keys_key, audit_key, installed_skills_key, skill_bundle_key, switches_key, tenants_key
+from contract.names import (
+    api_keys_key,
+    audit_key,
+    installed_skills_key,
+    model_endpoints_key,
+    skill_bundle_key,
+    switches_key,
+    tenants_key,
+)
 from contract.signing import SigningKeys
 from contract.tenancy import (
     DEFAULT_TENANT,
@@ -54,14 +62,16 @@ _REMOVE = (
     AUDIT_LUA
     + REGISTERED_LUA
     + """
--- KEYS: tenants, API keys, switches, audit. ARGV: name, a new version, entry, the tenant's skills, prefix of
--- their bundles, the policy of a removed tenant.
+-- KEYS: tenants, API keys, switches, audit, model endpoints. ARGV: name, a new version, entry, the tenant's skills,
+-- prefix of their bundles, the policy of a removed tenant.
 if not is_registered(KEYS[1], ARGV[1]) then return -1 end
-local revoked, keys, switches = 0, redis.call('HGETALL', KEYS[2]), redis.call('HKEYS', KEYS[3])
+local revoked, keys = 0, redis.call('HGETALL', KEYS[2])
 audit(KEYS[4], ARGV[3])
 redis.call('HSET', KEYS[1], ARGV[1], ARGV[6], '#version', ARGV[2])
-for _, field in ipairs(switches) do
-  if string.sub(field, 1, #ARGV[1] + 1) == ARGV[1] .. '/' then redis.call('HDEL', KEYS[3], field) end
+for _, hash in ipairs({KEYS[3], KEYS[5]}) do
+  for _, field in ipairs(redis.call('HKEYS', hash)) do
+    if string.sub(field, 1, #ARGV[1] + 1) == ARGV[1] .. '/' then redis.call('HDEL', hash, field) end
+  end
 end
 for at = 1, #keys, 2 do
   local is_json, record = pcall(cjson.decode, unsealed(keys[at + 1]))
@@ -214,6 +224,7 @@ class RedisTenants:
             api_keys_key(deployment),
             switches_key(deployment),
             audit_key(deployment),
+            model_endpoints_key(deployment),
         ]
         self._actor: Actor | None = None
         self._cache = PolicyCache(keys)

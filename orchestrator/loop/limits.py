@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from contract.calls import DEFAULT_TIMEOUT_S
+from contract.model_endpoints import Prices
 from orchestrator.dialects.model import Usage
 from orchestrator.models.capabilities import Capabilities
 from orchestrator.settings import OrchestratorSettings
@@ -27,20 +28,6 @@ class StopReason(StrEnum):
     @property
     def is_limit(self) -> bool:
         return self in (StopReason.MAX_ITERATIONS, StopReason.MAX_WALL, StopReason.MAX_TOKENS, StopReason.MAX_COST)
-
-
-@dataclass(frozen=True)
-class Prices:
-    """Prices of a million tokens, in the currency of `max_cost`."""
-
-    prompt_per_million: float
-    completion_per_million: float
-
-    def cost(self, usage: Usage) -> float:
-        """Return the cost of `usage`."""
-        return (
-            usage.prompt_tokens * self.prompt_per_million + usage.completion_tokens * self.completion_per_million
-        ) / 1e6
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from pydantic import TypeAdapter
 
 from contract.calls import ToolResult
 from contract.errors import ConfigError, ErrorCode, ModelDenied, OperatorError, ToolFailure
+from contract.model_endpoints import Prices
 from contract.run_events import (
     ArtifactsCopied,
     BatchNotice,
@@ -32,7 +33,7 @@ from orchestrator.dispatch.pool_connection import PoolConnection
 from orchestrator.dispatch.request import Request
 from orchestrator.dispatch.session_locator import new_session_name
 from orchestrator.dispatch.sessions import Session, SessionInfo, SessionStart, build_call
-from orchestrator.loop.limits import Prices, ReActOptions, StopReason
+from orchestrator.loop.limits import ReActOptions, StopReason
 from orchestrator.models.choice import FALLBACK_WARNING
 from orchestrator.runs.event_publisher import RunEventPublisher
 from orchestrator.runs.journal import Journal, LoggedModel

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from contract.errors import BrokerUnavailable, ConfigError, ErrorCode, ModelDenied
+from contract.model_endpoints import Prices
 from contract.run_events import (
     PROGRESS_EVENTS,
     BatchNotice,
@@ -27,7 +28,6 @@ from contract.run_events import (
     StepFinished,
 )
 from orchestrator.dialects.model import Usage
-from orchestrator.loop.limits import Prices
 from orchestrator.runs.item_work import ItemWork, prices_of
 from orchestrator.runs.journal import Journal
 from orchestrator.runs.outcomes import build_outcome, judge_error, judge_losses

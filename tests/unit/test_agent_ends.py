@@ -8,13 +8,14 @@ import pytest
 
 from contract.calls import Clocks, ToolCall, ToolResult
 from contract.errors import ContextWindowExceeded
+from contract.model_endpoints import Prices
 from contract.run_events import CallFinished, RunAborted, RunEvent, Warned
 from orchestrator.dialects.base import Dialect, Usage
 from orchestrator.dialects.model import Chunk, Message, Model, ModelRequest
 from orchestrator.dialects.native import NativeDialect
 from orchestrator.dialects.tags import TagsDialect
 from orchestrator.loop.agent import Agent, RunResult
-from orchestrator.loop.limits import Prices, ReActOptions, StopReason
+from orchestrator.loop.limits import ReActOptions, StopReason
 from orchestrator.models.openai import OpenAIModel
 from orchestrator.models.scripted import Calls, Raw, ScriptedModel
 from tests.builders import build_spec

@@ -10,6 +10,7 @@ import pytest
 
 from contract.calls import ToolCall, ToolResult
 from contract.errors import ContextWindowExceeded, ModelInterrupted, ModelUnavailable
+from contract.model_endpoints import Prices
 from contract.run_events import RunAborted, RunEvent, RunFinished, TextArrived, TextWithdrawn, Warned
 from orchestrator.dialects.base import Dialect
 from orchestrator.dialects.json_decision import JsonDecisionDialect
@@ -17,7 +18,7 @@ from orchestrator.dialects.model import Chunk, Model, ModelRequest
 from orchestrator.dialects.native import NativeDialect
 from orchestrator.dialects.tags import TagsDialect
 from orchestrator.loop.agent import Agent, RunResult
-from orchestrator.loop.limits import Prices, ReActOptions, StopReason
+from orchestrator.loop.limits import ReActOptions, StopReason
 from orchestrator.models.scripted import Calls, Raw, ScriptedModel
 from tests.builders import build_spec
 from tests.fakes import StreamModel

@@ -17,8 +17,9 @@ from contract.errors import EnvelopeRefused, ErrorCode, ModelUnavailable, ToolFa
 from contract.functions import Completion, Usage
 from contract.functions.call_context import ModelAdapter
 from contract.functions.model_questions import MAX_QUESTIONS, ModelAnswer, parse_answer, parse_question
+from contract.model_endpoints import Prices
 from orchestrator.dispatch.model_requests import ModelRequests
-from orchestrator.loop.limits import Prices, ReActOptions, Spending, StopReason
+from orchestrator.loop.limits import ReActOptions, Spending, StopReason
 from orchestrator.models.adapter import MAX_CALLS
 from orchestrator.models.scripted import Raw, ScriptedModel
 from workers.tools import caller_model as custom_model

@@ -11,6 +11,7 @@ from rich.console import Console
 
 from contract.calls import Clocks, ToolCall, ToolResult
 from contract.errors import ConfigError, ErrorCode, ToolFailure
+from contract.model_endpoints import Prices
 from contract.run_events import (
     CallFinished,
     CallStarted,
@@ -26,7 +27,7 @@ from contract.run_events import (
 from orchestrator.cli.call import parse_arguments
 from orchestrator.dialects.model import ModelRequest, Usage
 from orchestrator.loop.agent import build_model_asked
-from orchestrator.loop.limits import Prices, ReActOptions, Spending, StopReason
+from orchestrator.loop.limits import ReActOptions, Spending, StopReason
 from orchestrator.loop.transcript import Transcript
 from orchestrator.operations import redis_server as redis_server_module
 from orchestrator.operations.redis_server import find_redis_server, write_redis_config

@@ -8,6 +8,7 @@ import redis.asyncio
 from typer.testing import CliRunner
 
 from contract.errors import ConfigError
+from contract.model_endpoints import ModelEndpoint
 from contract.names import api_keys_key
 from contract.registry import Switch
 from contract.signing import SigningKeys
@@ -16,6 +17,7 @@ from contract.tenancy import TenantPolicy
 from orchestrator.cli.main import app
 from store.api_keys import ApiKeys
 from store.connection import open_redis
+from store.model_endpoints import ModelEndpoints
 from store.skills import SkillStore
 from store.switches import RedisSwitches
 from store.tenants import RedisTenants
@@ -26,6 +28,7 @@ D = "default"
 OLD = SigningKeys.of("the-old-secret", deployment=D)
 NEW = SigningKeys.of("the-new-secret", deployment=D)
 SKILL = SkillSummary(name="own", description="Does it.", digest="0" * 64, files=1, bytes=1)
+ENDPOINT = ModelEndpoint(base_url="http://127.0.0.1:1/v1", model="m")
 POLICY, OFF = TenantPolicy(tools=("read_tool",)), Switch(by="root", at=1.0, reason="not today")
 
 
@@ -34,6 +37,7 @@ async def fill(client: "redis.asyncio.Redis") -> str:
     await RedisTenants(client, D, OLD).add("acme", POLICY)
     await RedisSwitches(client, D, OLD).turn_off("echo", OFF)
     await SkillStore(client, D, OLD).install("acme", SKILL, b"files")
+    await ModelEndpoints(client, D, OLD).set("fast", ENDPOINT, "acme")
     return (await ApiKeys(client, D, OLD).add("acme", "operator")).text
 
 
@@ -56,6 +60,7 @@ def test_resealed_data_needs_no_old_secret(redis_server: RedisProcess, monkeypat
             assert await RedisTenants(client, D, NEW).policy("acme") == POLICY
             assert list(await SkillStore(client, D, NEW).all("acme")) == ["own"]
             assert await RedisSwitches(client, D, NEW).switches() == {"echo": OFF}
+            assert await ModelEndpoints(client, D, NEW).all() == {"acme/fast": ENDPOINT}
             with pytest.raises(ConfigError, match="cannot be verified"):
                 await ApiKeys(client, D, NEW).authenticate(f"tc_{'f' * 16}_{'A' * 43}")
         finally:
@@ -66,7 +71,7 @@ def test_resealed_data_needs_no_old_secret(redis_server: RedisProcess, monkeypat
     monkeypatch.setenv("TOOLCREW_SECRET", "the-new-secret")
     monkeypatch.setenv("TOOLCREW_SECRETS_PREVIOUS", '["the-old-secret"]')
     done = CliRunner().invoke(app, ["config", "reseal", "--json"])
-    assert json.loads(done.stdout) == {"signed": 4, "refused": [f"API key {'f' * 16}"]}
+    assert json.loads(done.stdout) == {"signed": 5, "refused": [f"API key {'f' * 16}"]}
     assert json.loads(CliRunner().invoke(app, ["config", "reseal", "--json"]).stdout)["signed"] == 0
     asyncio.run(check(text))
 

@@ -1,0 +1,123 @@
+"""Model endpoints: servers that answer the runs of the deployment, or of one tenant. Stored in Redis; a change needs
+no restart.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Self
+
+from pydantic import Field, TypeAdapter, ValidationError, model_validator
+
+from contract.calls import Identifier, Record
+from contract.errors import ConfigError, EnvelopeRefused, RecordRefused
+from contract.functions.completions import Usage
+from contract.signing import SigningKeys
+
+ENDPOINTS_FRESH_S = 1.0
+"""Highest age of a process's copy of the endpoints."""
+MAX_FALLBACKS = 3
+"""Longest chain of fallbacks that one request follows."""
+EndpointName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")]
+ENDPOINT_NAME: TypeAdapter[str] = TypeAdapter(EndpointName)
+Price = Annotated[float, Field(ge=0, le=1e6)]
+
+
+@dataclass(frozen=True)
+class Prices:
+    """Prices of a million tokens, in the currency of `max_cost`. `cached_per_million` None: a cached prompt token costs
+    as much as any other.
+    """
+
+    prompt_per_million: float
+    completion_per_million: float
+    cached_per_million: float | None = None
+
+    def cost(self, usage: Usage) -> float:
+        """Return the cost of `usage`."""
+        cached = self.prompt_per_million if self.cached_per_million is None else self.cached_per_million
+        new_tokens = max(0, usage.prompt_tokens - usage.cached_tokens)
+        return (
+            new_tokens * self.prompt_per_million
+            + usage.cached_tokens * cached
+            + usage.completion_tokens * self.completion_per_million
+        ) / 1e6
+
+
+class ModelEndpoint(Record):
+    """A model at an OpenAI-compatible server.
+
+    `model`: its name at the server. `secret`: the name of the stored secret with the API key; None: no key. Prices are
+    per million tokens. `fallback`: the endpoint that answers while this one is down or blocked.
+    """
+
+    base_url: str = Field(pattern=r"^https?://[A-Za-z0-9._~\[\]:-]+(/[A-Za-z0-9._~/-]*)?$", max_length=2048)
+    model: str = Field(min_length=1, max_length=256)
+    secret: Identifier | None = None
+    prompt_price: Price | None = None
+    completion_price: Price | None = None
+    cached_price: Price | None = None
+    context_tokens: int | None = Field(default=None, ge=1, le=1_000_000_000)
+    concurrency: int | None = Field(default=None, ge=1, le=1_000_000)
+    requests_per_minute: int | None = Field(default=None, ge=1, le=1_000_000_000)
+    tokens_per_minute: int | None = Field(default=None, ge=1, le=1_000_000_000_000)
+    fallback: EndpointName | None = None
+
+    @model_validator(mode="after")
+    def _check_prices(self) -> Self:
+        if (self.prompt_price is None) != (self.completion_price is None):
+            raise ValueError("a prompt price needs a completion price, and the reverse: set both")
+        if self.cached_price is not None and self.prompt_price is None:
+            raise ValueError("a cached price needs the other two prices: set all three")
+        return self
+
+    @property
+    def prices(self) -> Prices | None:
+        """Return the prices; None if they are not set."""
+        if self.prompt_price is None or self.completion_price is None:
+            return None
+        return Prices(self.prompt_price, self.completion_price, self.cached_price)
+
+    def cost_of(self, usage: Usage) -> float | None:
+        """Return the cost of a reply with that usage; None without prices."""
+        return self.prices.cost(usage) if self.prices is not None else None
+
+
+def endpoint_field(name: str, tenant: str | None) -> str:
+    """Return the field of an endpoint in the hash of endpoints. `tenant` None: an endpoint of the deployment."""
+    return name if tenant is None else f"{tenant}/{name}"
+
+
+def endpoint_purpose(field: str) -> str:
+    """Return the signing purpose. A record is valid only for its own field, so that an endpoint of one tenant cannot be
+    copied to another one.
+    """
+    return f"model {field}"
+
+
+def seal_endpoint(keys: SigningKeys, field: str, endpoint: ModelEndpoint) -> str:
+    """Return the signed record."""
+    return keys.seal(endpoint_purpose(field), endpoint.model_dump_json(exclude_defaults=True))
+
+
+def parse_endpoints(keys: SigningKeys, hash_fields: Mapping[bytes, bytes]) -> dict[str, ModelEndpoint | ConfigError]:
+    """Return the endpoints by their fields (`endpoint_field`). For a record that cannot be read, the value is the
+    error.
+    """
+    endpoints: dict[str, ModelEndpoint | ConfigError] = {}
+    for raw in sorted(hash_fields):
+        field = raw.decode(errors="replace")
+        try:
+            endpoints[field] = ModelEndpoint.model_validate_json(
+                keys.unseal(endpoint_purpose(field), hash_fields[raw]), strict=True
+            )
+        except EnvelopeRefused as error:
+            endpoints[field] = RecordRefused(
+                f"the model endpoint {field} cannot be verified: set it again (toolcrew models set). {error}"
+            )
+        except ValidationError as error:
+            first = error.errors(include_url=False, include_input=False)[0]
+            endpoints[field] = ConfigError(
+                f"the model endpoint {field} cannot be read ({first['msg']}): run the same release everywhere, or set "
+                "it again (toolcrew models set)"
+            )
+    return endpoints

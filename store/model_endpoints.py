@@ -1,0 +1,212 @@
+"""The model endpoints of the deployment and of its tenants. Administrators change them; orchestrators read them for
+each request to a model.
+
+Invariant: a change takes effect everywhere within 2 seconds, because no process uses a copy that is older than
+ENDPOINTS_FRESH_S.
+"""
+
+import copy
+import json
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Self
+
+from pydantic import ValidationError
+
+from contract.errors import ConfigError, ErrorCode, ToolFailure
+from contract.model_endpoints import (
+    ENDPOINT_NAME,
+    ENDPOINTS_FRESH_S,
+    MAX_FALLBACKS,
+    ModelEndpoint,
+    endpoint_field,
+    parse_endpoints,
+    seal_endpoint,
+)
+from contract.names import audit_key, model_endpoints_key, tenants_key
+from contract.signing import SigningKeys
+from contract.tenancy import DEFAULT_TENANT, REGISTERED_LUA
+from store.audit import AUDIT_LUA, Actor, build_entry, entry_text, local_actor
+from store.connection import RedisClient, broker_errors
+from store.tasks import SharedReads
+
+_SET = f"""
+{AUDIT_LUA}
+{REGISTERED_LUA}
+-- KEYS: endpoints, tenants, audit. ARGV: field, record, entry, tenant ('' for an endpoint of the deployment).
+if ARGV[4] ~= '' and ARGV[4] ~= '{DEFAULT_TENANT}' and not is_registered(KEYS[2], ARGV[4]) then return -1 end
+audit(KEYS[3], ARGV[3])
+return redis.call('HSET', KEYS[1], ARGV[1], ARGV[2])
+"""
+_REMOVE = f"""
+{AUDIT_LUA}
+-- KEYS: endpoints, audit. ARGV: field, entry.
+if redis.call('HEXISTS', KEYS[1], ARGV[1]) == 0 then return 0 end
+audit(KEYS[2], ARGV[2])
+return redis.call('HDEL', KEYS[1], ARGV[1])
+"""
+
+
+@dataclass(frozen=True)
+class StoredEndpoint:
+    """An endpoint and its place. `tenant` None: of the deployment."""
+
+    name: str
+    tenant: str | None
+    endpoint: ModelEndpoint
+
+    @property
+    def id(self) -> str:
+        """Return the id in the deployment."""
+        return endpoint_field(self.name, self.tenant)
+
+
+class ModelEndpoints:
+    """The endpoints in Redis. They are read at most once every ENDPOINTS_FRESH_S seconds, but own changes are visible
+    at once. The audit log names the system user as the actor, or the actor of `acting_as`.
+    """
+
+    def __init__(self, client: RedisClient, deployment: str, keys: SigningKeys) -> None:
+        self._client, self._keys = client, keys
+        self._key, self._tenants, self._audit = (
+            model_endpoints_key(deployment),
+            tenants_key(deployment),
+            audit_key(deployment),
+        )
+        self._set_script, self._remove_script = client.register_script(_SET), client.register_script(_REMOVE)
+        self._actor: Actor | None = None
+        self._cache = _Cache()
+
+    def acting_as(self, actor: Actor) -> Self:
+        """Return the same endpoints, with changes by `actor`."""
+        mine = copy.copy(self)
+        mine._actor = actor
+        return mine
+
+    async def all(self) -> Mapping[str, ModelEndpoint | ConfigError]:
+        """Return the endpoints by their fields (`endpoint_field`). An unreadable endpoint is replaced by its error.
+        Raises BrokerUnavailable when Redis does not answer.
+        """
+        cache = self._cache
+        if time.monotonic() - cache.read_at >= ENDPOINTS_FRESH_S:
+            await cache.reads.read("", self._read)
+        return cache.endpoints
+
+    async def of(self, tenant: str) -> dict[str, StoredEndpoint | ConfigError]:
+        """Return the endpoints of a tenant by name: its own ones, and those of the deployment with other names."""
+        found: dict[str, StoredEndpoint | ConfigError] = {}
+        for field, endpoint in (await self.all()).items():
+            owner, _, name = field.rpartition("/")
+            if owner == tenant or (not owner and endpoint_field(name, tenant) not in self._cache.endpoints):
+                found[name] = (
+                    endpoint if isinstance(endpoint, ConfigError) else StoredEndpoint(name, owner or None, endpoint)
+                )
+        return found
+
+    async def find(self, tenant: str, name: str) -> StoredEndpoint | None:
+        """Return the endpoint that a run of the tenant means by `name`, its own one first; None if there is none.
+
+        Raises ConfigError: the record cannot be read. Raises BrokerUnavailable when Redis does not answer.
+        """
+        endpoints = await self.all()
+        for owner in (tenant, None):
+            endpoint = endpoints.get(endpoint_field(name, owner))
+            if isinstance(endpoint, ConfigError):
+                raise endpoint
+            if endpoint is not None:
+                return StoredEndpoint(name, owner, endpoint)
+        return None
+
+    async def set(self, name: str, endpoint: ModelEndpoint, tenant: str | None = None) -> None:
+        """Add or replace an endpoint. Every orchestrator uses it within 2 seconds.
+
+        Raises ToolFailure(INVALID_ARGUMENTS): the name is invalid, or its fallbacks do not end. Raises
+        ToolFailure(UNKNOWN_TENANT): the tenant is not registered. Raises BrokerUnavailable when Redis does not answer.
+        """
+        try:
+            ENDPOINT_NAME.validate_python(name)
+        except ValidationError:
+            raise ToolFailure(
+                ErrorCode.INVALID_ARGUMENTS,
+                "the name of the endpoint is invalid: use 1 to 64 letters, digits, '-', '_' and '.'",
+            ) from None
+        await self._read()
+        await self._check_fallbacks(name, endpoint, tenant)
+        details = {
+            field: value if isinstance(value, str) else json.dumps(value)
+            for field, value in endpoint.model_dump(exclude_none=True).items()
+        }
+        entry = build_entry(self._actor or local_actor(), "model.set", name, tenant=tenant, details=details)
+        field = endpoint_field(name, tenant)
+        args = [field, seal_endpoint(self._keys, field, endpoint), entry_text(entry), tenant or ""]
+        with broker_errors(f"the model endpoint {name} was not set"):
+            reply = await self._set_script(keys=[self._key, self._tenants, self._audit], args=args)
+        self._cache.read_at = float("-inf")
+        if reply == -1:
+            raise ToolFailure(
+                ErrorCode.UNKNOWN_TENANT,
+                f"tenant {tenant} does not exist: register it first (toolcrew tenants add {tenant})",
+            )
+
+    async def remove(self, name: str, tenant: str | None = None) -> bool:
+        """Remove an endpoint. Return whether it existed.
+
+        Raises ToolFailure(INVALID_ARGUMENTS): it is the fallback of another endpoint. Raises BrokerUnavailable when
+        Redis does not answer.
+        """
+        await self._read()
+        for field, other in self._cache.endpoints.items():
+            owner = field.rpartition("/")[0] or None
+            if isinstance(other, ModelEndpoint) and other.fallback == name and tenant in (owner, None):
+                raise ToolFailure(
+                    ErrorCode.INVALID_ARGUMENTS,
+                    f"{name} is the fallback of {field}: set another fallback there, or remove {field} first",
+                )
+        entry = build_entry(self._actor or local_actor(), "model.remove", name, tenant=tenant)
+        with broker_errors(f"the model endpoint {name} was not removed"):
+            removed = await self._remove_script(
+                keys=[self._key, self._audit], args=[endpoint_field(name, tenant), entry_text(entry)]
+            )
+        self._cache.read_at = float("-inf")
+        return bool(removed)
+
+    async def _check_fallbacks(self, name: str, endpoint: ModelEndpoint, tenant: str | None) -> None:
+        """Raise ToolFailure(INVALID_ARGUMENTS) unless the fallbacks exist and come to an end."""
+        chain, step = [name], endpoint
+        while step.fallback is not None:
+            if step.fallback in chain or len(chain) > MAX_FALLBACKS:
+                text = " -> ".join([*chain, step.fallback])
+                raise ToolFailure(
+                    ErrorCode.INVALID_ARGUMENTS,
+                    f"the fallbacks {text} repeat, or are more than {MAX_FALLBACKS}: name another fallback",
+                )
+            chain.append(step.fallback)
+            found = self._cache.endpoints.get(endpoint_field(step.fallback, tenant)) or self._cache.endpoints.get(
+                step.fallback
+            )
+            if not isinstance(found, ModelEndpoint):
+                raise ToolFailure(
+                    ErrorCode.INVALID_ARGUMENTS,
+                    f"the fallback {step.fallback} is not a model endpoint: set it first (toolcrew models set)",
+                )
+            step = found
+
+    async def _read(self) -> None:
+        cache, asked_at = self._cache, time.monotonic()
+        with broker_errors("the model endpoints were not read"):
+            fields: Any = await self._client.hgetall(self._key)
+        if fields != cache.fields:
+            cache.fields, cache.endpoints = fields, parse_endpoints(self._keys, fields)
+        # The age counts from the request: a slow reply must not delay a change.
+        cache.read_at = asked_at
+
+
+class _Cache:
+    """The last read endpoints, shared by all copies of the same ModelEndpoints."""
+
+    def __init__(self) -> None:
+        self.fields: Mapping[bytes, bytes] = {}
+        self.endpoints: Mapping[str, ModelEndpoint | ConfigError] = {}
+        self.read_at = float("-inf")
+        self.reads = SharedReads[None]()
