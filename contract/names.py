@@ -250,6 +250,13 @@ def skill_uses_key(deployment: str, tenant: str) -> str:
     return tenant_key(deployment, tenant, "skill-uses")
 
 
+def secrets_key(deployment: str, tenant: str | None) -> str:
+    """Return the key of the hash of a tenant's encrypted secrets: name -> record, and the version under VERSION_FIELD.
+    None: the secrets of the deployment itself.
+    """
+    return deployment_key(deployment, "secrets") if tenant is None else tenant_key(deployment, tenant, "secrets")
+
+
 def session_state_key(deployment: str, tenant: str, session: str) -> str:
     """Return the key of the hash of the state that a session's tools store between calls. The hash expires after a day
     without use.

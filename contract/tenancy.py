@@ -129,6 +129,12 @@ local function is_registered(key, name)
   local policy = unsealed(redis.call('HGET', key, name) or nil)
   return policy ~= '' and policy ~= '{"is_removed":true}'
 end
+-- Whether calls of a tenant are served: it is registered, or no tenant is.
+local function is_served(key, name)
+  local others = redis.call('HLEN', key)
+    - redis.call('HEXISTS', key, '#version') - redis.call('HEXISTS', key, 'default')
+  return name == 'default' or is_registered(key, name) or others == 0
+end
 """
 )
 

@@ -52,6 +52,8 @@ AuditAction = Literal[
     "skill.remove",
     "model.set",
     "model.remove",
+    "secret.set",
+    "secret.remove",
 ]
 ACTIONS: tuple[AuditAction, ...] = get_args(AuditAction)
 MAX_ENTRIES = 100_000
@@ -113,7 +115,7 @@ class Actor(Record):
 
 class AuditEntry(Record):
     """A change and its author. `tenant`: the affected tenant, None for all tenants. `target`: the tool, tenant, key,
-    approval, call, host, batch, run, session, skill or model endpoint.
+    approval, call, host, batch, run, session, skill, model endpoint or secret.
 
     `details` never contain a secret or the content of a call.
     """

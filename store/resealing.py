@@ -7,12 +7,20 @@ from typing import Any
 
 import redis.asyncio
 
-from contract.errors import EnvelopeRefused
+from contract.errors import ConfigError, EnvelopeRefused
 from contract.model_endpoints import endpoint_purpose
-from contract.names import api_keys_key, installed_skills_key, model_endpoints_key, switches_key, tenants_key
+from contract.names import (
+    api_keys_key,
+    installed_skills_key,
+    model_endpoints_key,
+    secrets_key,
+    switches_key,
+    tenants_key,
+)
 from contract.signing import SigningKeys
 from contract.tenancy import DEFAULT_TENANT, VERSION_FIELD
 from store.connection import broker_errors
+from store.secrets import reseal_secret
 from store.skills import skill_purpose
 
 # KEYS: hash. ARGV: field, the record as read, the record with the new signature. A record that has changed since the
@@ -35,14 +43,19 @@ class Resealed:
 
 
 async def reseal(client: "redis.asyncio.Redis", deployment: str, keys: SigningKeys) -> Resealed:
-    """Sign API keys, policies, switches, model endpoints and installed skills with the present secret. Repeatable.
-    Raises BrokerUnavailable when Redis does not answer.
+    """Sign API keys, policies, switches, model endpoints and installed skills with the present secret, and encrypt
+    secrets with it. Repeatable. Raises BrokerUnavailable when Redis does not answer.
     """
-    hashes: dict[str, tuple[str, Callable[[str], str]]] = {
-        api_keys_key(deployment): ("API key", lambda name: f"api-key {name}"),
-        tenants_key(deployment): ("policy", lambda name: f"policy {name}"),
-        switches_key(deployment): ("switch", lambda name: f"switch {name}"),
-        model_endpoints_key(deployment): ("model endpoint", endpoint_purpose),
+
+    def sign(purpose: Callable[[str], str]) -> Callable[[str, bytes], bytes]:
+        return lambda name, sealed: keys.seal(purpose(name), keys.unseal(purpose(name), sealed)).encode()
+
+    hashes: dict[str, tuple[str, Callable[[str, bytes], bytes]]] = {
+        api_keys_key(deployment): ("API key", sign(lambda name: f"api-key {name}")),
+        tenants_key(deployment): ("policy", sign(lambda name: f"policy {name}")),
+        switches_key(deployment): ("switch", sign(lambda name: f"switch {name}")),
+        model_endpoints_key(deployment): ("model endpoint", sign(endpoint_purpose)),
+        secrets_key(deployment, None): ("secret", partial(reseal_secret, keys, None)),
     }
     done, script = Resealed(), client.register_script(_REPLACE)
     with broker_errors("some records were not signed again"):
@@ -50,17 +63,21 @@ async def reseal(client: "redis.asyncio.Redis", deployment: str, keys: SigningKe
         for tenant in {DEFAULT_TENANT, *(raw.decode(errors="replace") for raw in names)} - {VERSION_FIELD}:
             hashes[installed_skills_key(deployment, tenant)] = (
                 f"skill of tenant {tenant}",
-                partial(skill_purpose, tenant),
+                sign(partial(skill_purpose, tenant)),
             )
-        for key, (kind, purpose) in hashes.items():
+            hashes[secrets_key(deployment, tenant)] = (
+                f"secret of tenant {tenant}",
+                partial(reseal_secret, keys, tenant),
+            )
+        for key, (kind, reseal_record) in hashes.items():
             records: Any = await client.hgetall(key)
             for raw, sealed in records.items():
                 name = raw.decode(errors="replace")
                 if name == VERSION_FIELD:
                     continue
                 try:
-                    again = keys.seal(purpose(name), keys.unseal(purpose(name), sealed)).encode()
-                except EnvelopeRefused:
+                    again = reseal_record(name, sealed)
+                except (EnvelopeRefused, ConfigError):
                     done.refused.append(f"{kind} {name}")
                     continue
                 if again != sealed:

@@ -16,7 +16,7 @@ from contract.errors import BrokerUnavailable, ConfigError, EnvelopeRefused, Err
 from contract.names import audit_key, installed_skills_key, skill_bundle_key, skill_uses_key, tenants_key
 from contract.signing import UNSEAL_LUA, SigningKeys
 from contract.specs import SkillSummary, ToolSpec
-from contract.tenancy import DEFAULT_TENANT, REGISTERED_LUA, VERSION_FIELD
+from contract.tenancy import REGISTERED_LUA
 from store.audit import AUDIT_LUA, Actor, build_entry, entry_text, local_actor
 from store.connection import SyncRedis, broker_errors
 from telemetry.logs import get_logger
@@ -38,10 +38,7 @@ _INSTALL = f"""
 -- KEYS: the tenant's skills, the bundle, audit, tenants. ARGV: name, record, bundle, entry, max skills, max bytes,
 -- 1 to replace, prefix of bundles, tenant.
 -- Stores nothing for a tenant that was removed meanwhile. Otherwise a new tenant with its name would get the skill.
-local is_known = ARGV[9] == '{DEFAULT_TENANT}' or is_registered(KEYS[4], ARGV[9])
-local others = redis.call('HLEN', KEYS[4]) - redis.call('HEXISTS', KEYS[4], '{VERSION_FIELD}')
-  - redis.call('HEXISTS', KEYS[4], '{DEFAULT_TENANT}')
-if not is_known and others > 0 then return 'tenant' end
+if not is_served(KEYS[4], ARGV[9]) then return 'tenant' end
 local old, bytes, count = nil, #ARGV[3], 1
 local told = redis.call('HGETALL', KEYS[1])
 for at = 1, #told, 2 do

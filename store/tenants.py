@@ -23,6 +23,7 @@ from contract.names import (
     audit_key,
     installed_skills_key,
     model_endpoints_key,
+    secrets_key,
     skill_bundle_key,
     switches_key,
     tenants_key,
@@ -63,7 +64,7 @@ _REMOVE = (
     + REGISTERED_LUA
     + """
 -- KEYS: tenants, API keys, switches, audit, model endpoints. ARGV: name, a new version, entry, the tenant's skills,
--- prefix of their bundles, the policy of a removed tenant.
+-- prefix of their bundles, the policy of a removed tenant, the tenant's secrets.
 if not is_registered(KEYS[1], ARGV[1]) then return -1 end
 local revoked, keys = 0, redis.call('HGETALL', KEYS[2])
 audit(KEYS[4], ARGV[3])
@@ -85,7 +86,7 @@ for _, text in ipairs(redis.call('HVALS', ARGV[4])) do
     redis.call('DEL', ARGV[5] .. record.skill.digest)
   end
 end
-redis.call('DEL', ARGV[4])
+redis.call('DEL', ARGV[4], ARGV[7])
 return revoked
 """
 )
@@ -325,8 +326,8 @@ class RedisTenants:
         return await self.change(name, lambda policy: policy.model_copy(update=fields), action="tenant.resume")
 
     async def remove(self, name: str) -> int:
-        """Remove a tenant and its API keys in one step. Return how many API keys were revoked. Its open sessions end
-        when they are closed or expire.
+        """Remove a tenant, its API keys and its secrets in one step. Return how many API keys were revoked. Its open
+        sessions end when they are closed or expire.
 
         The name stays reserved. Otherwise a later tenant with the name could read the runs, files and checkpoints of
         this tenant.
@@ -344,7 +345,8 @@ class RedisTenants:
         with broker_errors(f"tenant {name} was not removed"):
             skills = [installed_skills_key(self._deployment, name), skill_bundle_key(self._deployment, name, "")]
             removed = seal_policy(self._signing, name, TenantPolicy(is_removed=True))
-            args = [name, secrets.token_hex(8), entry_text(entry), *skills, removed]
+            own = [*skills, removed, secrets_key(self._deployment, name)]
+            args = [name, secrets.token_hex(8), entry_text(entry), *own]
             revoked = int(await self._remove_script(keys=self._keys, args=args))
         if revoked < 0:
             raise _missing(name)

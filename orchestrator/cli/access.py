@@ -15,6 +15,7 @@ from store.api_keys import ApiKeys
 from store.audit import Actor, Role
 from store.connection import RedisClient, check_redis, open_redis
 from store.hosts import HostStore
+from store.secrets import SecretStore
 from store.tenants import RedisTenants
 
 
@@ -41,6 +42,10 @@ class Deployment:
     @property
     def keys(self) -> ApiKeys:
         return ApiKeys(self.redis, self.broker.deployment, self.signing_keys).acting_as(self.actor)
+
+    @property
+    def secrets(self) -> SecretStore:
+        return SecretStore(self.redis, self.broker.deployment, self.signing_keys).acting_as(self.actor)
 
 
 @asynccontextmanager

@@ -22,6 +22,7 @@ from orchestrator.cli.hosts import hosts_app
 from orchestrator.cli.keys import keys_app
 from orchestrator.cli.run import run
 from orchestrator.cli.runs import runs_app
+from orchestrator.cli.secrets import secrets_app
 from orchestrator.cli.sessions import sessions_app
 from orchestrator.cli.skills import skills_app
 from orchestrator.cli.tenants import tenants_app
@@ -46,6 +47,7 @@ _COMMANDS: dict[str, dict[str, Callable[..., None] | typer.Typer]] = {
         "hosts": hosts_app,
         "tenants": tenants_app,
         "keys": keys_app,
+        "secrets": secrets_app,
         "changes": changes_app,
         "config": config_app,
     },
@@ -53,7 +55,7 @@ _COMMANDS: dict[str, dict[str, Callable[..., None] | typer.Typer]] = {
 
 
 class _FirstPage(TyperGroup):
-    """Print the help of all commands without the frames of typer, so that it fits a terminal of 24 lines."""
+    """Print the help of all commands without the frames of typer, so that it fits a terminal of 28 lines."""
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         typer.echo("Usage: toolcrew COMMAND ...  (toolcrew COMMAND --help shows its options)\n")

@@ -18,6 +18,7 @@ from orchestrator.cli.main import app
 from store.api_keys import ApiKeys
 from store.connection import open_redis
 from store.model_endpoints import ModelEndpoints
+from store.secrets import SecretStore
 from store.skills import SkillStore
 from store.switches import RedisSwitches
 from store.tenants import RedisTenants
@@ -38,6 +39,8 @@ async def fill(client: "redis.asyncio.Redis") -> str:
     await RedisSwitches(client, D, OLD).turn_off("echo", OFF)
     await SkillStore(client, D, OLD).install("acme", SKILL, b"files")
     await ModelEndpoints(client, D, OLD).set("fast", ENDPOINT, "acme")
+    for owner in (None, "acme"):
+        await SecretStore(client, D, OLD).set(owner, "TOKEN", "a-stored-secret")
     return (await ApiKeys(client, D, OLD).add("acme", "operator")).text
 
 
@@ -61,6 +64,9 @@ def test_resealed_data_needs_no_old_secret(redis_server: RedisProcess, monkeypat
             assert list(await SkillStore(client, D, NEW).all("acme")) == ["own"]
             assert await RedisSwitches(client, D, NEW).switches() == {"echo": OFF}
             assert await ModelEndpoints(client, D, NEW).all() == {"acme/fast": ENDPOINT}
+            for owner in (None, "acme"):
+                secret = await SecretStore(client, D, NEW).get(owner, "TOKEN")
+                assert (secret.value if secret else None) == "a-stored-secret"
             with pytest.raises(ConfigError, match="cannot be verified"):
                 await ApiKeys(client, D, NEW).authenticate(f"tc_{'f' * 16}_{'A' * 43}")
         finally:
@@ -71,7 +77,7 @@ def test_resealed_data_needs_no_old_secret(redis_server: RedisProcess, monkeypat
     monkeypatch.setenv("TOOLCREW_SECRET", "the-new-secret")
     monkeypatch.setenv("TOOLCREW_SECRETS_PREVIOUS", '["the-old-secret"]')
     done = CliRunner().invoke(app, ["config", "reseal", "--json"])
-    assert json.loads(done.stdout) == {"signed": 5, "refused": [f"API key {'f' * 16}"]}
+    assert json.loads(done.stdout) == {"signed": 7, "refused": [f"API key {'f' * 16}"]}
     assert json.loads(CliRunner().invoke(app, ["config", "reseal", "--json"]).stdout)["signed"] == 0
     asyncio.run(check(text))
 

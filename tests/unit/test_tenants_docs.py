@@ -24,6 +24,7 @@ def test_every_command_of_the_page_works(
     monkeypatch.chdir(tmp_path)
     [policy] = re.findall(r"```json\n(.*?)```", PAGE, re.DOTALL)
     (tmp_path / "policy.json").write_text(policy)
+    (tmp_path / "token.txt").write_text("a-secret-value\n")
     runner, key_id = CliRunner(), "KEY_ID"
     for command in COMMANDS:
         done = runner.invoke(app, shlex.split(command.replace("KEY_ID", key_id))[1:])

@@ -1,0 +1,86 @@
+"""Secrets of tenants: programs in a sandbox use them without reading them (docs/tenants.md)."""
+
+import hashlib
+import re
+from typing import Annotated
+
+from pydantic import AfterValidator, Field
+
+from contract.calls import Record
+
+MIN_VALUE_CHARS, MAX_VALUE_CHARS = 8, 4096
+MAX_SECRETS = 100
+"""Limit of the secrets of one tenant."""
+MAX_HOSTS = 32
+# A program that could write a secret into these headers could route or frame a request with it.
+_ROUTING = frozenset(
+    {
+        "accept-encoding",
+        "connection",
+        "content-length",
+        "expect",
+        "host",
+        "keep-alive",
+        "range",
+        "te",
+        "trailer",
+        "transfer-encoding",
+        "upgrade",
+    }
+)
+_VALUE = re.compile(r"[\x21-\x7e](?:[\x20-\x7e]*[\x21-\x7e])?")
+_LABEL = r"[a-z0-9](?:[a-z0-9-]{0,61}[a-z0-9])?"
+_PLACEHOLDER_CHARS = 32
+
+
+def _check_place(place: str) -> str:
+    kind, _, name = place.partition(":")
+    if kind == "header" and (name.lower() in _ROUTING or name.lower().startswith("proxy-")):
+        raise ValueError(f"the header {name} cannot carry a secret, because it routes or frames the request")
+    return place
+
+
+SecretName = Annotated[str, Field(pattern=r"^[A-Z][A-Z0-9_]{0,63}$")]
+"""Also the name of the environment variable with the placeholder."""
+SecretHost = Annotated[
+    str, Field(max_length=259, pattern=rf"^(?:{_LABEL}\.)*[a-z](?:[a-z0-9-]{{0,61}}[a-z0-9])?(?::[1-9][0-9]{{0,4}})?$")
+]
+"""A host name, or a host name with a port; without a port: 443. Patterns and addresses are not accepted."""
+SecretPlace = Annotated[
+    str,
+    Field(pattern=r"^(?:header:[A-Za-z0-9-]{1,64}|query:[A-Za-z0-9._~-]{1,64}|basic)$"),
+    AfterValidator(_check_place),
+]
+"""Where a request carries the secret: a header, a query parameter, or the password of basic authentication."""
+
+
+class SecretInfo(Record):
+    """A stored secret without its value. `hosts`: hosts to which sandboxes may send it; empty: no sandbox may use it.
+    `revision` grows with every change. Times are Unix seconds.
+    """
+
+    name: SecretName
+    hosts: Annotated[tuple[SecretHost, ...], Field(max_length=MAX_HOSTS)] = ()
+    place: SecretPlace = "header:Authorization"
+    revision: int = Field(default=1, ge=1)
+    created_at: float = Field(ge=0)
+    changed_at: float = Field(ge=0)
+
+
+def check_value(value: str) -> None:
+    """Raise ValueError unless a header can carry the value. The text of the error does not contain the value."""
+    if not MIN_VALUE_CHARS <= len(value) <= MAX_VALUE_CHARS:
+        raise ValueError(
+            f"the value has {len(value)} characters: a secret has {MIN_VALUE_CHARS} to {MAX_VALUE_CHARS}, because a "
+            "shorter one cannot be masked"
+        )
+    if not _VALUE.fullmatch(value):
+        raise ValueError("the value is not one line of printable ASCII without spaces around it: encode it first")
+
+
+def build_placeholder(tenant: str, session: str, name: str) -> str:
+    """Return the text that a session's programs have in place of the secret. It is not secret: the egress proxy
+    replaces it only on connections of this session.
+    """
+    digest = hashlib.sha256(f"{tenant}\0{session}\0{name}".encode()).hexdigest()
+    return f"tcs_placeholder_{digest[:_PLACEHOLDER_CHARS]}"

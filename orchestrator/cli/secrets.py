@@ -1,0 +1,134 @@
+"""`toolcrew secrets`: set, list and revoke secrets. A value is read from a file or from stdin, and never printed."""
+
+import json
+import sys
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from contract.clock import format_instant
+from contract.errors import ConfigError, ErrorCode, ToolFailure
+from contract.secrets import SecretInfo
+from contract.tenancy import DEFAULT_TENANT
+from orchestrator.cli.access import Deployment, open_deployment
+from orchestrator.cli.runner import Json, Tenant, print_lines, run_work
+from orchestrator.terminal.output import table_rows
+from store.audit import Role
+
+MAX_INPUT_CHARS = 64 * 1024
+secrets_app = typer.Typer(no_args_is_help=True, help="Set, list and revoke secrets that sandboxes use.")
+OfDeployment = Annotated[
+    bool, typer.Option("--deployment", help="A secret of the deployment itself, such as a model's API key.")
+]
+Name = Annotated[str, typer.Argument(help="The name, and the variable in the sandbox, such as GITHUB_TOKEN.")]
+
+
+@secrets_app.command("set")
+def secrets_set(
+    name: Name,
+    host: Annotated[
+        list[str] | None,
+        typer.Option("--host", help="A host that may get it: NAME or NAME:PORT. Repeatable. Default: no host."),
+    ] = None,
+    place: Annotated[
+        str, typer.Option("--place", help="Its place in a request: header:NAME, query:NAME or basic.")
+    ] = "header:Authorization",
+    source: Annotated[
+        Path | None, typer.Option("--from", help="The file with the value. Default: stdin.", dir_okay=False)
+    ] = None,
+    of_deployment: OfDeployment = False,
+    tenant: Tenant = None,
+    as_json: Json = False,
+) -> None:
+    """Store a secret, or replace it, within 2 seconds everywhere. Line ends after the value are omitted."""
+
+    async def work() -> SecretInfo:
+        async with open_deployment(_needed_role(of_deployment)) as deployment:
+            owner = _find_owner(deployment, tenant, of_deployment)
+            value = _read_value(source)
+            return await deployment.secrets.set(owner, name, value, hosts=tuple(host or ()), place=place)
+
+    info = run_work(work(), as_json)
+    shown = f"{name} is stored, revision {info.revision}, for {', '.join(info.hosts) or 'no sandbox'}"
+    print_lines([json.dumps(describe_secret(name, info)) if as_json else shown])
+
+
+@secrets_app.command("list")
+def secrets_list(of_deployment: OfDeployment = False, tenant: Tenant = None, as_json: Json = False) -> None:
+    """List the secrets by name, without their values. No command shows a value."""
+
+    async def work() -> list[dict[str, Any]]:
+        async with open_deployment(_needed_role(of_deployment)) as deployment:
+            found = await deployment.secrets.all(_find_owner(deployment, tenant, of_deployment))
+        return [describe_secret(name, info) for name, info in found.items()]
+
+    rows = run_work(work(), as_json)
+    if as_json:
+        typer.echo(json.dumps(rows))
+        return
+    shown = [{**row, "hosts": ", ".join(row["hosts"]) or "-"} for row in rows]
+    print_lines(table_rows(shown, ("name", "hosts", "place", "revision", "changed", "state")))
+
+
+@secrets_app.command("revoke")
+def secrets_revoke(
+    name: Name, of_deployment: OfDeployment = False, tenant: Tenant = None, as_json: Json = False
+) -> None:
+    """Revoke a secret. It stops working everywhere within 2 seconds."""
+
+    async def work() -> None:
+        async with open_deployment(_needed_role(of_deployment)) as deployment:
+            if not await deployment.secrets.revoke(_find_owner(deployment, tenant, of_deployment), name):
+                raise ToolFailure(
+                    ErrorCode.INVALID_ARGUMENTS, f"there is no secret {name[:64]}: see `toolcrew secrets list`"
+                )
+
+    run_work(work(), as_json)
+    print_lines([json.dumps({"name": name, "state": "revoked"}) if as_json else f"{name} is revoked"])
+
+
+def describe_secret(name: str, info: SecretInfo | ConfigError) -> dict[str, Any]:
+    """Return the fields of a secret for people and programs."""
+    if isinstance(info, ConfigError):
+        unknown = dict.fromkeys(("place", "revision", "created", "changed"))
+        return {"name": name, "hosts": [], **unknown, "state": str(info)}
+    return {
+        "name": name,
+        "hosts": list(info.hosts),
+        "place": info.place,
+        "revision": info.revision,
+        "created": format_instant(info.created_at),
+        "changed": format_instant(info.changed_at),
+        "state": "valid",
+    }
+
+
+def _needed_role(of_deployment: bool) -> Role:
+    return "admin" if of_deployment else "tenant"
+
+
+def _find_owner(deployment: Deployment, tenant: str | None, of_deployment: bool) -> str | None:
+    if of_deployment and tenant is not None:
+        raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, "--deployment and --tenant exclude each other: give one")
+    owner = None if of_deployment else tenant or deployment.actor.tenant or DEFAULT_TENANT
+    if not of_deployment and not deployment.actor.may_act_for(owner):
+        raise ToolFailure(
+            ErrorCode.PERMISSION_DENIED,
+            f"the API key belongs to tenant {deployment.actor.tenant}, not to {owner}: omit --tenant",
+        )
+    return owner
+
+
+def _read_value(source: Path | None) -> str:
+    """Return the value from the file, stdin, or a prompt that shows nothing."""
+    if source is None and sys.stdin.isatty():
+        return str(typer.prompt("Value", hide_input=True))
+    try:
+        with source.open(encoding="utf-8") if source is not None else nullcontext(sys.stdin) as stream:
+            text = stream.read(MAX_INPUT_CHARS)
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
+        raise ConfigError(f"the value was not read ({reason}): name a readable text file") from None
+    return text.rstrip("\r\n")

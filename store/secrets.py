@@ -1,0 +1,299 @@
+"""Secrets of tenants and of the deployment itself, encrypted in Redis.
+
+Invariant: a value is readable only with the secret of the deployment, and only as the secret of its tenant and name. No
+listing, audit entry or error contains a value. A change takes effect everywhere within 2 seconds.
+"""
+
+import copy
+import os
+import secrets
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+import redis.asyncio
+from cryptography.exceptions import InvalidTag
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+from cryptography.hazmat.primitives.hashes import SHA256
+from cryptography.hazmat.primitives.kdf.hkdf import HKDF
+from pydantic import Field, ValidationError
+
+from contract.calls import Record
+from contract.errors import BrokerUnavailable, ConfigError, EnvelopeRefused, ErrorCode, RecordRefused, ToolFailure
+from contract.names import audit_key, secrets_key, tenants_key
+from contract.secrets import MAX_SECRETS, SecretInfo, check_value
+from contract.signing import SigningKey, SigningKeys
+from contract.tenancy import POLICY_FRESH_S, REGISTERED_LUA, VERSION_FIELD
+from store.audit import AUDIT_LUA, Actor, build_entry, entry_text, local_actor
+from store.connection import SyncRedis, broker_errors
+from telemetry.logs import get_logger
+
+log = get_logger(__name__)
+
+MAX_CHANGES = 20
+"""Maximum number of attempts at a change while other processes change the same secret."""
+_NONCE_BYTES = 12
+_SET = f"""
+{AUDIT_LUA}
+{REGISTERED_LUA}
+-- KEYS: secrets, audit, tenants. ARGV: name, the record that was read ('' for none), the new record, a new version,
+-- entry, tenant ('' for the deployment), max secrets.
+if ARGV[6] ~= '' and not is_served(KEYS[3], ARGV[6]) then return 'tenant' end
+local present = redis.call('HGET', KEYS[1], ARGV[1]) or ''
+if present ~= ARGV[2] then return 'changed' end
+local count = redis.call('HLEN', KEYS[1]) - redis.call('HEXISTS', KEYS[1], '{VERSION_FIELD}')
+if present == '' and count >= tonumber(ARGV[7]) then return 'many' end
+audit(KEYS[2], ARGV[5])
+redis.call('HSET', KEYS[1], ARGV[1], ARGV[3], '{VERSION_FIELD}', ARGV[4])
+return 'done'
+"""
+_REMOVE = f"""
+{AUDIT_LUA}
+-- KEYS: secrets, audit. ARGV: name, a new version, entry.
+if redis.call('HEXISTS', KEYS[1], ARGV[1]) == 0 then return 0 end
+audit(KEYS[2], ARGV[3])
+redis.call('HDEL', KEYS[1], ARGV[1])
+redis.call('HSET', KEYS[1], '{VERSION_FIELD}', ARGV[2])
+return 1
+"""
+
+
+class StoredSecret(Record):
+    """The record in Redis: `encrypted` is the nonce and the AES-GCM ciphertext of the value."""
+
+    info: SecretInfo
+    encrypted: bytes = Field(max_length=8192)
+
+
+@dataclass(frozen=True)
+class Secret:
+    """A secret with its value."""
+
+    info: SecretInfo
+    value: str = field(repr=False)
+
+
+class SecretStore:
+    """The secrets of one deployment. `tenant`: the owner; None: the deployment itself. `clock` returns Unix seconds.
+    The audit log names the system user as the actor, or the actor of `acting_as`.
+
+    Every method raises BrokerUnavailable when Redis does not answer.
+    """
+
+    def __init__(
+        self, client: "redis.asyncio.Redis", deployment: str, keys: SigningKeys, clock: Callable[[], float] = time.time
+    ) -> None:
+        self._client, self._deployment, self._keys, self._clock = client, deployment, keys, clock
+        self._actor: Actor | None = None
+        self._set, self._remove = client.register_script(_SET), client.register_script(_REMOVE)
+
+    def acting_as(self, actor: Actor) -> Self:
+        """Return the same secrets, with changes by `actor`."""
+        mine = copy.copy(self)
+        mine._actor = actor
+        return mine
+
+    async def all(self, tenant: str | None) -> Mapping[str, SecretInfo | ConfigError]:
+        """Return the secrets without their values, by name. A record that cannot be verified is replaced by its
+        error.
+        """
+        with broker_errors("the secrets were not read"):
+            fields: Any = await self._client.hgetall(secrets_key(self._deployment, tenant))
+        infos: dict[str, SecretInfo | ConfigError] = {}
+        for raw, sealed in sorted(fields.items()):
+            name = raw.decode(errors="replace")
+            if name == VERSION_FIELD:
+                continue
+            try:
+                infos[name] = _parse(self._keys, tenant, name, sealed).info
+            except ConfigError as error:
+                infos[name] = error
+        return infos
+
+    async def get(self, tenant: str | None, name: str) -> Secret | None:
+        """Return a secret with its value, as it is in Redis now; None if there is none. Raises ConfigError: the record
+        cannot be verified or read.
+        """
+        with broker_errors("the secret was not read"):
+            sealed: Any = await self._client.hget(secrets_key(self._deployment, tenant), name)
+        return open_secret(self._keys, tenant, name, sealed) if sealed is not None else None
+
+    async def set(
+        self,
+        tenant: str | None,
+        name: str,
+        value: str,
+        *,
+        hosts: tuple[str, ...] = (),
+        place: str = "header:Authorization",
+    ) -> SecretInfo:
+        """Store a secret, or replace it. Return its record without the value.
+
+        Raises ToolFailure(INVALID_ARGUMENTS): an invalid name, value, host or place. Raises
+        ToolFailure(QUOTA_EXCEEDED): too many secrets. Raises ToolFailure(UNKNOWN_TENANT): no such tenant.
+        """
+        try:
+            check_value(value)
+        except ValueError as error:
+            raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, str(error)) from None
+        now = self._clock()
+        info = _build_info({"name": name, "hosts": hosts, "place": place, "created_at": now, "changed_at": now})
+        details = {"hosts": ", ".join(info.hosts), "place": info.place}
+        entry = entry_text(
+            build_entry(self._actor or local_actor(), "secret.set", info.name, tenant=tenant, details=details)
+        )
+        keys = [secrets_key(self._deployment, tenant), audit_key(self._deployment), tenants_key(self._deployment)]
+        for _ in range(MAX_CHANGES):
+            with broker_errors("the secret was not stored"):
+                sealed: Any = await self._client.hget(keys[0], info.name)
+                info = self._follow(tenant, info, sealed)
+                record = seal_secret(self._keys, tenant, Secret(info, value))
+                version = secrets.token_hex(8)
+                args = [info.name, sealed or b"", record, version, entry, tenant or "", MAX_SECRETS]
+                verdict: Any = await self._set(keys=keys, args=args)
+            if verdict == b"done":
+                return info
+            if verdict != b"changed":
+                raise _refused(verdict, tenant)
+        raise BrokerUnavailable(
+            f"the secret {info.name} was not stored, because other processes changed it at the same time: try again"
+        )
+
+    async def revoke(self, tenant: str | None, name: str) -> bool:
+        """Remove a secret. Return whether it existed. It stops working everywhere within 2 seconds."""
+        entry = build_entry(self._actor or local_actor(), "secret.remove", name, tenant=tenant)
+        keys = [secrets_key(self._deployment, tenant), audit_key(self._deployment)]
+        with broker_errors("the secret was not revoked"):
+            return bool(await self._remove(keys=keys, args=[name, secrets.token_hex(8), entry_text(entry)]))
+
+    def _follow(self, tenant: str | None, info: SecretInfo, sealed: bytes | None) -> SecretInfo:
+        """Return the record with the revision after the stored one."""
+        if sealed is None:
+            return info
+        try:
+            present = _parse(self._keys, tenant, info.name, sealed).info
+        except ConfigError:
+            return info  # A new value repairs a record that cannot be verified.
+        return info.model_copy(update={"revision": present.revision + 1, "created_at": present.created_at})
+
+
+class WorkerSecrets:
+    """The secrets of tenants, for workers. The version is read at most once every POLICY_FRESH_S seconds. Not
+    thread-safe.
+    """
+
+    def __init__(
+        self, client: SyncRedis, deployment: str, keys: SigningKeys, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._client, self._deployment, self._keys, self._clock = client, deployment, keys, clock
+        self._cached: dict[str, tuple[float, Any, dict[str, Secret]]] = {}
+
+    def all(self, tenant: str) -> Mapping[str, Secret]:
+        """Return the tenant's secrets by name. A secret that cannot be verified is logged and omitted. Raises
+        BrokerUnavailable when Redis does not answer.
+        """
+        read_at, version, found = self._cached.get(tenant, (float("-inf"), None, {}))
+        if self._clock() - read_at < POLICY_FRESH_S:
+            return found
+        asked_at, key = self._clock(), secrets_key(self._deployment, tenant)
+        with broker_errors("the secrets were not read"):
+            current: Any = self._client.hget(key, VERSION_FIELD)
+            if current is None or current != version:
+                fields: Any = self._client.hgetall(key)
+                current, found = fields.get(VERSION_FIELD.encode()), self._open_all(tenant, fields)
+        self._cached[tenant] = (asked_at, current, found)
+        return found
+
+    def retain(self, tenants: set[str]) -> None:
+        """Forget the values of all other tenants."""
+        self._cached = {tenant: cached for tenant, cached in self._cached.items() if tenant in tenants}
+
+    def _open_all(self, tenant: str, fields: Mapping[bytes, bytes]) -> dict[str, Secret]:
+        found: dict[str, Secret] = {}
+        for raw, sealed in fields.items():
+            name = raw.decode(errors="replace")
+            if name == VERSION_FIELD:
+                continue
+            try:
+                found[name] = open_secret(self._keys, tenant, name, sealed)
+            except ConfigError as error:
+                log.error("secret_unreadable", tenant=tenant, secret=name, error=str(error))
+        return found
+
+
+def secret_purpose(tenant: str | None, name: str) -> str:
+    """Return the purpose of the signature and the encryption of a secret."""
+    return f"secret {tenant or ''} {name}"
+
+
+def seal_secret(keys: SigningKeys, tenant: str | None, secret: Secret) -> str:
+    """Return the encrypted and signed record. It is valid only for this tenant and this name."""
+    purpose, nonce = secret_purpose(tenant, secret.info.name), os.urandom(_NONCE_BYTES)
+    encrypted = nonce + _build_cipher(keys.current).encrypt(nonce, secret.value.encode(), purpose.encode())
+    return keys.seal(purpose, StoredSecret(info=secret.info, encrypted=encrypted).model_dump_json())
+
+
+def open_secret(keys: SigningKeys, tenant: str | None, name: str, sealed: bytes) -> Secret:
+    """Return a secret with its value. Raises ConfigError with a cause and advice: the record cannot be verified or
+    read.
+    """
+    record = _parse(keys, tenant, name, sealed)
+    key = keys.find(sealed.partition(b".")[0].decode())
+    assert key is not None  # the signature was verified with it
+    nonce, text = record.encrypted[:_NONCE_BYTES], record.encrypted[_NONCE_BYTES:]
+    try:
+        value = _build_cipher(key).decrypt(nonce, text, secret_purpose(tenant, name).encode())
+    except (InvalidTag, ValueError) as error:
+        raise ConfigError(f"the secret {name} cannot be decrypted: {_advice(name)}") from error
+    return Secret(record.info, value.decode())
+
+
+def reseal_secret(keys: SigningKeys, tenant: str | None, name: str, sealed: bytes) -> bytes:
+    """Return the record, encrypted with the present secret of the deployment. Raises ConfigError like open_secret."""
+    secret = open_secret(keys, tenant, name, sealed)
+    is_present = sealed.startswith(f"{keys.current.id}.".encode())
+    return sealed if is_present else seal_secret(keys, tenant, secret).encode()
+
+
+def _parse(keys: SigningKeys, tenant: str | None, name: str, sealed: bytes) -> StoredSecret:
+    try:
+        return StoredSecret.model_validate_json(keys.unseal(secret_purpose(tenant, name), sealed))
+    except EnvelopeRefused as error:
+        raise RecordRefused(f"the secret {name} cannot be verified, so it is not used: {_advice(name)}") from error
+    except ValidationError as error:
+        raise ConfigError(f"another release stored the secret {name}: {_advice(name)}") from error
+
+
+def _build_cipher(key: SigningKey) -> AESGCM:
+    return AESGCM(HKDF(SHA256(), length=32, salt=None, info=b"toolcrew secrets v1").derive(key.key))
+
+
+def _build_info(fields: Mapping[str, Any]) -> SecretInfo:
+    try:
+        return SecretInfo.model_validate(fields)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False, include_context=False)[0]
+        advice = {
+            "name": "use 1 to 64 capital letters, digits and '_', such as GITHUB_TOKEN",
+            "hosts": "give names such as api.github.com or git.example.com:8443, without patterns and addresses",
+            "place": "use header:NAME, query:NAME or basic",
+        }[str(first["loc"][0])]
+        raise ToolFailure(
+            ErrorCode.INVALID_ARGUMENTS, f"the {first['loc'][0]} of the secret is invalid ({first['msg']}): {advice}"
+        ) from None
+
+
+def _advice(name: str) -> str:
+    return f"set it again (`toolcrew secrets set {name}`)"
+
+
+def _refused(verdict: bytes, tenant: str | None) -> ToolFailure:
+    if verdict == b"tenant":
+        return ToolFailure(
+            ErrorCode.UNKNOWN_TENANT,
+            f"tenant {tenant} does not exist: register it first (toolcrew tenants add {tenant})",
+        )
+    return ToolFailure(
+        ErrorCode.QUOTA_EXCEEDED, f"there are {MAX_SECRETS} secrets already, the maximum: revoke one first"
+    )

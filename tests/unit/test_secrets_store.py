@@ -1,0 +1,163 @@
+"""Stored secrets: encrypted, bound to their tenant and name, and never part of a listing, an audit entry or an error."""
+
+import json
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import redis
+import redis.asyncio
+from click.testing import Result
+from typer.testing import CliRunner
+
+from contract.errors import ConfigError, ErrorCode, ToolFailure
+from contract.names import audit_key, secrets_key
+from contract.secrets import build_placeholder
+from contract.signing import SigningKeys
+from contract.tenancy import TenantPolicy
+from orchestrator.cli.main import app
+from store import secrets as stored
+from store.secrets import SecretStore, WorkerSecrets
+from store.tenants import RedisTenants
+from tests.builders import KEY
+from tests.conftest import RedisProcess
+
+VALUE = "ghp-canary-value-1234"
+
+
+@dataclass
+class Ground:
+    client: "redis.asyncio.Redis"
+    secrets: SecretStore
+    worker: WorkerSecrets
+    now: list[float]
+
+    async def texts(self) -> bytes:
+        """Return everything in Redis."""
+        dumps = [await self.client.dump(key) async for key in self.client.scan_iter()]
+        hashes = [await self.client.hgetall(secrets_key("d", owner)) for owner in (None, "acme", "rival")]
+        return b"".join(dumps) + repr(hashes).encode()
+
+
+@pytest.fixture
+async def ground(redis_server: RedisProcess) -> AsyncIterator[Ground]:
+    async with redis.asyncio.Redis.from_url(redis_server.url, socket_timeout=2) as client:
+        now = [0.0]
+        sync = redis.Redis.from_url(redis_server.url, socket_timeout=2)
+        worker = WorkerSecrets(sync, "d", KEY, clock=lambda: now[0])
+        yield Ground(client, SecretStore(client, "d", KEY), worker, now)
+        sync.close()
+
+
+async def test_a_secret_comes_back_with_its_places_and_never_in_a_listing(ground: Ground) -> None:
+    made = await ground.secrets.set("acme", "TOKEN", VALUE, hosts=("api.example", "git.example:8443"), place="basic")
+    assert (made.revision, made.hosts, made.place) == (1, ("api.example", "git.example:8443"), "basic")
+    again = await ground.secrets.set("acme", "TOKEN", VALUE + "2", hosts=("api.example",))
+    assert (again.revision, again.created_at, again.place) == (2, made.created_at, "header:Authorization")
+    found = await ground.secrets.get("acme", "TOKEN")
+    assert found is not None
+    assert (found.value, found.info, VALUE in repr(found)) == (VALUE + "2", again, False)
+    assert await ground.secrets.all("acme") == {"TOKEN": again}
+    entries = await ground.client.xrange(audit_key("d"))
+    assert [json.loads(fields[b"entry"])["action"] for _, fields in entries] == ["secret.set", "secret.set"]
+    assert VALUE.encode() not in await ground.texts()
+
+
+async def test_a_record_is_worth_nothing_in_another_place_or_with_another_secret(ground: Ground) -> None:
+    await ground.secrets.set("acme", "TOKEN", VALUE, hosts=("api.example",))
+    sealed = await ground.client.hget(secrets_key("d", "acme"), "TOKEN")  # type: ignore[misc]
+    forged = sealed.replace(b"api.example", b"bad.example")
+    for owner, name, record in (("rival", "TOKEN", sealed), ("acme", "OTHER", sealed), ("acme", "TOKEN", forged)):
+        await ground.client.hset(secrets_key("d", owner), name, record)  # type: ignore[misc]
+        with pytest.raises(ConfigError, match="cannot be verified"):
+            await ground.secrets.get(owner, name)
+        assert isinstance((await ground.secrets.all(owner))[name], ConfigError)
+    assert ground.worker.all("acme") == ground.worker.all("rival") == {}
+    with pytest.raises(ConfigError):
+        await SecretStore(ground.client, "d", SigningKeys.of("x", deployment="d")).get("acme", "TOKEN")
+    await ground.secrets.set("acme", "TOKEN", VALUE)
+    assert isinstance((await ground.secrets.all("acme"))["TOKEN"], stored.SecretInfo), "a new value repairs the record"
+
+
+async def test_a_worker_learns_of_every_change_within_two_seconds(ground: Ground) -> None:
+    assert ground.worker.all("acme") == {}
+    await ground.secrets.set("acme", "TOKEN", VALUE)
+    ground.now[0] += 1.0
+    assert ground.worker.all("acme")["TOKEN"].value == VALUE
+    await ground.secrets.set("acme", "TOKEN", VALUE + "2")
+    ground.now[0] += 1.0
+    assert ground.worker.all("acme")["TOKEN"].value == VALUE + "2"
+    assert await ground.secrets.revoke("acme", "TOKEN")
+    assert not await ground.secrets.revoke("acme", "TOKEN")
+    ground.now[0] += 1.0
+    assert ground.worker.all("acme") == {}
+
+
+@pytest.mark.parametrize(
+    ("fields", "code"),
+    [
+        ({"value": "7-chars"}, ErrorCode.INVALID_ARGUMENTS),
+        ({"value": "two\nlines-of-it"}, ErrorCode.INVALID_ARGUMENTS),
+        ({"value": "x" * 4097}, ErrorCode.INVALID_ARGUMENTS),
+        ({"name": "lower"}, ErrorCode.INVALID_ARGUMENTS),
+        ({"hosts": ("*.example",)}, ErrorCode.INVALID_ARGUMENTS),
+        ({"hosts": ("127.0.0.1",)}, ErrorCode.INVALID_ARGUMENTS),
+        ({"place": "body"}, ErrorCode.INVALID_ARGUMENTS),
+        ({"place": "header:Host"}, ErrorCode.INVALID_ARGUMENTS),
+        ({"place": "header:Content-Length"}, ErrorCode.INVALID_ARGUMENTS),
+        ({"tenant": "unknown"}, ErrorCode.UNKNOWN_TENANT),
+        ({"name": "SECOND"}, ErrorCode.QUOTA_EXCEEDED),
+    ],
+    ids=repr,
+)
+async def test_what_cannot_be_stored_is_refused_without_its_value(
+    fields: dict[str, object], code: ErrorCode, ground: Ground, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stored, "MAX_SECRETS", 1)
+    await RedisTenants(ground.client, "d", KEY).add("acme", TenantPolicy())
+    await ground.secrets.set("acme", "FIRST", VALUE)
+    given = {"tenant": "acme", "name": "FIRST", "value": VALUE, "hosts": (), "place": "basic", **fields}
+    with pytest.raises(ToolFailure) as refused:
+        await ground.secrets.set(**given)  # type: ignore[arg-type]
+    assert refused.value.code is code
+    assert str(given["value"]) not in refused.value.message
+
+
+async def test_a_removed_tenant_has_no_secrets_left(ground: Ground) -> None:
+    tenants = RedisTenants(ground.client, "d", KEY)
+    await tenants.add("acme", TenantPolicy())
+    await ground.secrets.set("acme", "TOKEN", VALUE)
+    await ground.secrets.set(None, "TOKEN", VALUE)
+    await tenants.remove("acme")
+    assert not await ground.client.exists(secrets_key("d", "acme"))
+    assert list(await ground.secrets.all(None)) == ["TOKEN"]
+
+
+def test_a_placeholder_belongs_to_one_session_and_secret() -> None:
+    owners = [("acme", "s1", "A"), ("acme", "s2", "A"), ("rival", "s1", "A"), ("acme", "s1", "B")]
+    assert len({build_placeholder(*owner) for owner in owners}) == len(owners)
+
+
+def invoke(server: RedisProcess, *arguments: str, given: str = "") -> Result:
+    environment = {"TOOLCREW_REDIS_URL": server.url, "TOOLCREW_API_KEY": ""}
+    return CliRunner().invoke(app, ["secrets", *arguments], env=environment, input=given)
+
+
+def test_the_command_reads_stdin_or_a_file_and_prints_no_value(redis_server: RedisProcess, tmp_path: Path) -> None:
+    (tmp_path / "value").write_text(f"{VALUE}-file\n")
+    outputs = [
+        invoke(redis_server, "set", "TOKEN", "--host", "api.example", "--json", given=f"{VALUE}\n"),
+        invoke(redis_server, "set", "KEY", "--deployment", "--from", str(tmp_path / "value")),
+        invoke(redis_server, "list", "--json"),
+        invoke(redis_server, "list", "--deployment"),
+        invoke(redis_server, "revoke", "TOKEN"),
+        invoke(redis_server, "list", "--json"),
+    ]
+    assert [done.exit_code for done in outputs] == [0] * len(outputs), [done.output for done in outputs]
+    assert VALUE not in "".join(done.output for done in outputs)
+    rows = json.loads(outputs[2].stdout)
+    assert [(row["name"], row["hosts"], row["state"]) for row in rows] == [("TOKEN", ["api.example"], "valid")]
+    assert "KEY" in outputs[3].stdout
+    assert json.loads(outputs[5].stdout) == []
+    assert invoke(redis_server, "revoke", "TOKEN").exit_code != 0
