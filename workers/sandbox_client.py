@@ -581,7 +581,7 @@ class _Grep(_Shape):
     shown_files: _Count
     cut: bool
     cut_lines: _Count
-    searched: _Count
+    searched: _Count | None
     ignored: _Count
     large: _Count
     large_names: _Names

@@ -2,7 +2,6 @@
 fill memory, or forge lines.
 """
 
-import os
 import shutil
 import threading
 from collections.abc import Callable, Iterator
@@ -106,18 +105,13 @@ def test_see_outside_by_include_or_a_link_that_is_a_rule_file(guest: Guest, tool
     (guest.workspace / ".gitignore").symlink_to(f"{secret}/key")
     assert tools.run("grep_tool", pattern="key", include="../beside/*").error_code is ErrorCode.PATH_NOT_ALLOWED
     result = tools.run("grep_tool", pattern="key")
-    assert str(result.output).splitlines() == [
-        "a:1: secret-key",
-        "[1 match in 1 file]",
-        "[ignore rules: .gitignore: not a regular file, its rules are not applied]",
-    ]
+    assert str(result.output).splitlines() == ["a:1: secret-key", "[1 match in 1 file]"]
 
 
 def test_hang_the_search_by_pipes_and_loops(guest: Guest, tools: GuestTools) -> None:
     """Aim: make the search never end."""
     (guest.workspace / "a").write_text("key\n")
-    for name in ("pipe", ".gitignore", ".ignore", ".rgignore"):
-        os.mkfifo(guest.workspace / name)
+    guest.run("mkfifo pipe .gitignore .ignore .rgignore")
     (guest.workspace / "loop").symlink_to(".")
     result = tools.run("grep_tool", pattern="key")
     assert str(result.output).startswith("a:1: key\n[1 match in 1 file]")

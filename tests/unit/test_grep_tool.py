@@ -64,9 +64,9 @@ def test_arguments_and_their_other_names_reach_the_guest(arguments: dict[str, An
 
 
 def test_lines_and_a_last_line_that_counts() -> None:
-    outcome = run(ScriptedBench(b"a:1: foo\n", build_grep_done(matches=1, files=1, shown=1, shown_files=1, searched=4)))
+    outcome = run(ScriptedBench(b"a:1: foo\n", build_grep_done(matches=1, files=1, shown=1, shown_files=1)))
     assert outcome.output == "a:1: foo\n[1 match in 1 file]"
-    assert (outcome.truncated, outcome.metadata["searched"]) == (False, 4)
+    assert (outcome.truncated, outcome.metadata["files"]) == (False, 1)
 
 
 def test_no_match_says_how_much_was_searched() -> None:
@@ -120,7 +120,7 @@ def test_a_part_is_said_to_be_one_with_the_way_to_the_rest(
 @pytest.mark.parametrize(
     ("fields", "note"),
     [
-        ({"ignored": 2}, "[not searched: 2 files hidden by ignore rules; include_ignored=true searches them]"),
+        ({"ignored": 2}, "[not searched: 2 paths hidden by ignore rules; include_ignored=true searches them]"),
         (
             {"large": 1, "large_names": ["big.bin"]},
             "[not searched: 1 file over 10 MiB: big.bin; give one as path to search it]",

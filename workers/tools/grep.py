@@ -14,7 +14,7 @@ MAX_LIMIT = 1000
 MAX_CONTEXT = 20
 _CONTEXT = {"type": "integer", "minimum": 0, "maximum": MAX_CONTEXT, "default": 0}
 _GLOBS = {"type": "string", "minLength": 1}
-_METADATA_FIELDS = ("matches", "files", "shown", "searched", "ignored", "large", "binary", "unreadable", "partial")
+_METADATA_FIELDS = ("matches", "files", "shown", "ignored", "large", "binary", "unreadable", "partial")
 
 _SPEC = ToolSpec(
     name="grep_tool",
@@ -141,7 +141,8 @@ def _notes(arguments: dict[str, Any], done: Any) -> list[str]:
 def _head(arguments: dict[str, Any], done: Any) -> str:
     matches, files, mode = done["matches"], done["files"], arguments["output_mode"]
     if not files:
-        return f"no matches in {count(done['searched'], 'file')} searched"
+        searched = done["searched"]
+        return "no matches" if searched is None else f"no matches in {count(searched, 'file')} searched"
     total = (
         f"{count(files, 'file')} with matches"
         if mode == "files"
@@ -169,7 +170,7 @@ def _skipped(done: Any) -> list[str]:
     notes = []
     if done["ignored"]:
         notes.append(
-            f"[not searched: {count(done['ignored'], 'file')} hidden by ignore rules; include_ignored=true searches "
+            f"[not searched: {count(done['ignored'], 'path')} hidden by ignore rules; include_ignored=true searches "
             "them]"
         )
     if done["large"]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 
 from guest.failures import INVALID_PATTERN, PATH_NOT_ALLOWED, Failure
@@ -24,6 +25,7 @@ class NameFilter:
         self._included = _Names(included, "include")
         self._excluded = _Names(excluded, "exclude")
         self._typed = _Names(typed, "type")
+        self._left_out: dict[str, bool] = {}
 
     def takes(self, prefix: str, name: str) -> bool:
         """Return whether to search the file `name` in the folder `prefix`. The folder itself must not be excluded."""
@@ -32,6 +34,23 @@ class NameFilter:
         if self._included.has_any and not self._included.match(prefix, name):
             return False
         return not self.excludes(prefix, name)
+
+    def takes_path(self, path: bytes) -> bool:
+        """Return whether to search a file, by its path and by each folder that it is in."""
+        if self.is_empty:
+            return True
+        prefix, slash, name = os.fsdecode(path).rpartition("/")
+        return self.takes(prefix + slash, name) and not self._is_left_out(prefix)
+
+    def _is_left_out(self, folder: str) -> bool:
+        """Return whether a folder or one above it is excluded."""
+        if not folder or not self._excluded.has_any:
+            return False
+        known = self._left_out.get(folder)
+        if known is None:
+            above, slash, name = folder.rpartition("/")
+            known = self._left_out[folder] = self._is_left_out(above) or self.excludes(above + slash, name)
+        return known
 
     def excludes(self, prefix: str, name: str) -> bool:
         """Return whether the file or folder itself is excluded. An excluded folder excludes everything below it."""

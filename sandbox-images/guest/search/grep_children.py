@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import select
 import signal
 import time
 
 from guest.paths import ENVIRONMENT
 from guest.processes import offer_to_oom_killer
+from guest.search.grep_left_out import LeftOut
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -24,12 +24,7 @@ _READ_BYTES = 65_536
 _FAULT = 2
 _POLL_MS = 50
 _MANY_PIECES = 16
-# Maximum size of the stored error output: enough for tens of thousands of names.
-_MAX_ERROR_BYTES = 4 << 20
 _SIGNALS = tuple(number for number in range(1, 65) if number not in (9, 19, 32, 33))
-# Matches an error about a file. The name may contain line ends.
-_OS_ERROR = re.compile(rb"^(?:rg: )?\./(.*?): [^:\n]*\(os error \d+\)$", re.MULTILINE | re.DOTALL)
-_GAVE_UP = b"PCRE2: error matching"
 
 
 class Child:
@@ -52,7 +47,7 @@ class Child:
             os.close(out)
             os.close(errors)
         offer_to_oom_killer(self._pid)
-        self._error_output = bytearray()
+        self.left_out = LeftOut()
         self.status: int | None = None
 
     def __enter__(self) -> Child:
@@ -88,7 +83,7 @@ class Child:
                     if pieces > _MANY_PIECES:
                         time.sleep(self._rest_s)
                 else:
-                    self._error_output += data[: _MAX_ERROR_BYTES - len(self._error_output)]
+                    self.left_out.feed(data)
         if self._pid is not None:
             pid, self._pid = self._pid, None
             self.status = os.waitpid(pid, 0)[1]
@@ -105,7 +100,7 @@ class Child:
     @property
     def was_late(self) -> bool:
         """Return whether the process was killed because the time was up, or PCRE2 has given up."""
-        return self.status is None or _GAVE_UP in self._error_output
+        return self.status is None or self.left_out.has_given_up
 
     @property
     def was_cut_off(self) -> bool:
@@ -115,7 +110,7 @@ class Child:
         return (
             self.status is None
             or os.waitstatus_to_exitcode(self.status) not in (0, 1, _FAULT)
-            or _GAVE_UP in self._error_output
+            or self.left_out.has_given_up
         )
 
     @property
@@ -125,16 +120,13 @@ class Child:
         Such an error is about the pattern.
         """
         is_fault = self.status is not None and os.waitstatus_to_exitcode(self.status) == _FAULT
-        return is_fault and not self.unreadable() and not self.was_late
+        return is_fault and not self.left_out.unreadable and not self.was_late
 
-    @property
-    def error_text(self) -> str:
-        """The stored error output, without the lines about unreadable files."""
-        return _OS_ERROR.sub(b"", bytes(self._error_output)).decode("utf-8", "replace").strip()
-
-    def unreadable(self) -> list[bytes]:
-        """Return the names of the files that could not be read."""
-        return [match[1] for match in _OS_ERROR.finditer(bytes(self._error_output))]
+    def read_cpu_ticks(self) -> int:
+        """Return the processor time of the process so far, in ticks of the clock."""
+        with open(f"/proc/{self._pid}/stat", "rb") as file:
+            fields = file.read().rpartition(b")")[2].split()
+        return int(fields[11]) + int(fields[12])
 
     def end(self) -> None:
         """Kill the process if it still runs."""

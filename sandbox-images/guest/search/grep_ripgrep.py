@@ -9,7 +9,7 @@ from guest.search.grep_children import Child, start_program
 from guest.search.grep_files import MAX_FOUND_BYTES
 from guest.search.grep_patterns import PCRE_LINE_ENDS
 from guest.search.grep_records import SEPARATOR, count_marks, read_counts, read_names
-from guest.search.walk import MAX_DEPTH, VCS_NAMES
+from guest.search.walk import VCS_NAMES
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     from guest.search.filter import NameFilter
     from guest.search.grep_patterns import GrepPattern
+    from guest.search.walk import Walk
 
 # No file of the sandbox configures ripgrep. All files count as text. A line ends before its \r\n. Without memory
 # mapping, a file that is truncated during the search does not end the process.
@@ -28,7 +29,6 @@ _ALWAYS = [
     b"--null",
     b"--text",
     b"--no-mmap",
-    b"--no-ignore-messages",
     b"--case-sensitive",
 ]
 
@@ -49,26 +49,28 @@ class Ripgrep:
         self._pattern = pattern
         self._argv = [program, *_ALWAYS, *_build_pattern_options(pattern)]
 
-    def start_counting(
-        self, names_only: bool, names: NameFilter, rules: bool, rules_above: bool, kept_out: str, has_large: bool
-    ) -> Callable[[int, int], int]:
-        """Return a start function that counts the matching lines of all files, for `read_counting`."""
-        options = [*self._counting(names_only), b"--hidden", b"--max-depth=%d" % MAX_DEPTH]
-        # This option makes ripgrep query the size of every file, so it is set only if there are large files.
-        options += [b"--max-filesize=%d" % MAX_FOUND_BYTES] if has_large else []
-        options += [b"--no-require-git", b"--no-ignore-global", b"--no-ignore-exclude"]
-        options += [] if rules else [b"--no-ignore"]
-        options += [] if rules_above else [b"--no-ignore-parent"]
-        options += [b"--glob=!" + os.fsencode(name) for name in (*sorted(VCS_NAMES), *names.names_left_out())]
-        options += [b"--glob=!/" + os.fsencode(kept_out)] if kept_out else []
-        only = names.names_at_most()
-        options += [f"--type-add=wanted:{glob}".encode() for glob in only] + ([b"--type=wanted"] if only else [])
-        return start_program([*self._argv, *options, b"--regexp", self._raw_pattern(), b"--", b"./"])
+    def start_counting(self, walk: Walk, names: NameFilter, names_only: bool) -> Callable[[int, int], int]:
+        """Return a start function that counts the matching lines of all files, for `read_counting`.
 
-    def start_counting_files(self, files: list[bytes], names_only: bool) -> Callable[[int, int], int]:
-        """Return a start function that counts the matching lines of these files, without any ignore rule."""
-        options = [*self._counting(names_only), b"--no-ignore", b"--regexp", self._raw_pattern(), b"--"]
-        return start_program([*self._argv, *options, *(b"./" + path for path in files)])
+        It also reports what it leaves out, for `Child.left_out`.
+        """
+        return start_program(
+            [
+                *self._argv,
+                b"--debug",
+                b"--max-filesize=%d" % MAX_FOUND_BYTES,
+                *self._counting(names_only),
+                *_build_file_options(walk, names),
+                b"--regexp",
+                self._raw_pattern(),
+                b"--",
+                b"./",
+            ]
+        )
+
+    def start_listing(self, walk: Walk, names: NameFilter) -> Callable[[int, int], int]:
+        """Return a start function that lists the files that a search looks at, each followed by NUL."""
+        return start_program([self._argv[0], *_ALWAYS, b"--files", *_build_file_options(walk, names), b"--", b"./"])
 
     def start_counting_one(self, fd: int, names_only: bool) -> Callable[[int, int], int]:
         """Return a start function that counts the matching lines of one open file."""
@@ -122,6 +124,17 @@ class Ripgrep:
             return pattern.text.encode("utf-8")
         text = re.escape(pattern.text) if pattern.fixed_strings else pattern.text
         return (PCRE_LINE_ENDS + text).encode("utf-8")
+
+
+def _build_file_options(walk: Walk, names: NameFilter) -> list[bytes]:
+    """Return the options that select files. They may select more than `names` takes."""
+    options = [b"--hidden", b"--no-require-git", b"--no-ignore-global", b"--no-ignore-exclude"]
+    options += [] if walk.use_rules else [b"--no-ignore"]
+    options += [b"--no-ignore-parent"] if walk.is_start_ignored else []
+    options += [b"--glob=!" + os.fsencode(name) for name in (*sorted(VCS_NAMES), *names.names_left_out())]
+    options += [b"--glob=!/" + os.fsencode(walk.kept_out)] if walk.kept_out else []
+    only = names.names_at_most()
+    return options + [f"--type-add=wanted:{glob}".encode() for glob in only] + ([b"--type=wanted"] if only else [])
 
 
 def _build_pattern_options(pattern: GrepPattern) -> list[bytes]:

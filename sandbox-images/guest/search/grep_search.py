@@ -11,12 +11,11 @@ import itertools
 import os
 
 from guest.failures import FILE_TOO_LARGE, INTERNAL, TIMEOUT, Failure, describe_os_error
-from guest.search.clock import ENTRIES_A_CHECK, Clock
+from guest.search.clock import Clock
 from guest.search.filter import NameFilter
 from guest.search.grep_children import Child
 from guest.search.grep_files import (
     HEAD_BYTES,
-    MAX_FOUND_BYTES,
     MAX_NAMED_BYTES,
     has_binary_head,
     is_binary,
@@ -28,19 +27,19 @@ from guest.search.grep_patterns import GrepPattern
 from guest.search.grep_records import group_marks
 from guest.search.grep_ripgrep import Ripgrep
 from guest.search.names import build_names
+from guest.search.rule_pipes import RulePipes
 from guest.search.start import Start, open_start
 from guest.search.walk import Walk
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Iterable, Iterator
 
     from guest.paths import GuestPaths
     from guest.search.requests import GrepRequest
     from guest.supervisors import RequestContext
 
 _REST_S = 0.001
-_MAX_ARGUMENTS_BYTES = 1 << 20
 _FIRST_BATCH = 4
 _LAST_BATCH = 64
 
@@ -69,30 +68,6 @@ def grep(request: GrepRequest, context: RequestContext) -> dict[str, object]:
     return search.fields()
 
 
-class _Match:
-    """File that matches.
-
-    `changed` is the negative modification time, so that matches sort newest first, then by path.
-    """
-
-    __slots__ = ("changed", "count", "path")
-
-    def __init__(self, changed: int, path: bytes, count: int) -> None:
-        self.changed = changed
-        self.path = path
-        self.count = count
-
-
-class _Survey:
-    """Result of the walk over the files, before any file is searched."""
-
-    def __init__(self) -> None:
-        # Negative modification time of each file to search, so that the newest sorts first.
-        self.files: dict[bytes, int] = {}
-        self.ignored = 0
-        self.large: list[bytes] = []
-
-
 class _Search:
     """Search for one request."""
 
@@ -105,14 +80,18 @@ class _Search:
         self._context = context
         self._paths: GuestPaths = context.paths
         self._clock = clock
-        self._survey = _Survey()
         self._page = Page(request.max_lines, request.max_bytes)
-        self._matches: list[_Match] = []
-        # The first `_judged` matches have been checked for binary content.
+        # (negative modification time, path, count) of each file: in this order they sort newest first, then by path.
+        self._matches: list[tuple[int, bytes, int]] = []
+        # The first `_examined` matches have been checked for binary content.
         self._examined = 0
         self._binary: set[bytes] = set()
         self._unreadable: set[bytes] = set()
+        self._large: list[bytes] = []
         self._bad_rules: list[str] = []
+        self._ignored = 0
+        # Number of files that include, exclude and type select. Counted only if none of them matches.
+        self._searched: int | None = None
         self._is_partial = self._was_killed = False
         self._shown = self._shown_files = 0
         self._ripgrep = Ripgrep(self._paths.ripgrep, pattern)
@@ -122,28 +101,30 @@ class _Search:
     def find_files(self, names: NameFilter) -> None:
         """Find the matching files below the start. Raises Failure.
 
-        ripgrep searches while this process walks: the walk gives times, sizes, and what is hidden and why.
+        ripgrep applies the ignore rules. Only the files that match are queried for their time and sorted.
         """
-        walk = Walk(self._start, self._paths, not self._request.include_ignored, names.excludes)
-        with Child(self._start_counting(walk, names), _REST_S) as child:
-            self._survey_tree(walk, names)
-            if not walk.has_odd_rules and not self._survey.large:
-                self._collect(self._read_counts(child))
-        if walk.has_odd_rules:
-            # ripgrep would wait for a FIFO with the name of a rule file, and would apply rules that the walk does not
-            # apply. It gets the names of the files instead.
-            for files in _split(list(self._survey.files)):
-                with Child(self._ripgrep.start_counting_files(files, self._names_only), _REST_S) as child:
-                    self._collect(self._read_counts(child))
-                if self._is_partial:
-                    break
-        elif self._survey.large:
-            with Child(self._start_counting(walk, names, has_large=True), _REST_S) as child:
-                self._collect(self._read_counts(child))
-        self._unreadable.update(os.fsencode(name).rstrip(b"/") for name in walk.unreadable)
-        self._bad_rules = walk.bad_rules
-        self._matches.sort(key=lambda match: (match.changed, match.path))
+        takes_all = names.is_empty
+        walk = Walk(self._start, self._paths, not self._request.include_ignored)
+        pipes = RulePipes(self._start, self._paths)
+        with Child(self._ripgrep.start_counting(walk, names, self._names_only), _REST_S) as child:
+            for raw, count in self._read_counts(child, pipes):
+                path = raw[2:]
+                # The filter of ripgrep covers only a part of include and exclude. A file may be removed meanwhile.
+                if takes_all or names.takes_path(path):
+                    with contextlib.suppress(OSError):
+                        self._matches.append((-os.lstat(path).st_mtime_ns, path, count))
+        left_out = child.left_out
+        # A folder that is left out counts whatever its name.
+        self._unreadable.update(path for path in left_out.unreadable if names.takes_path(path) or os.path.isdir(path))
+        self._large = [path for path in left_out.large if names.takes_path(path)]
+        self._ignored = sum(names.takes_path(path) or os.path.isdir(path) for path in left_out.ignored)
+        self._bad_rules = sorted(left_out.bad_rules + pipes.notes)
+        self._matches.sort()
         self._check_found()
+        if not self._matches and not names.is_empty:
+            with Child(self._ripgrep.start_listing(walk, names)) as child:
+                listed = child.read_records(b"\0", lambda: self._clock.is_over)
+                self._searched = sum(names.takes_path(path[2:]) for path in listed)
 
     def find_in_file(self, name: bytes) -> None:
         """Search the one file that the request names.
@@ -156,7 +137,6 @@ class _Search:
         except OSError as error:
             raise describe_os_error(error, shown) from None
         status = os.fstat(fd)
-        self._survey.files[name] = -status.st_mtime_ns
         if status.st_size > MAX_NAMED_BYTES:
             raise Failure(
                 FILE_TOO_LARGE,
@@ -164,7 +144,7 @@ class _Search:
                 size=status.st_size,
             )
         with Child(self._ripgrep.start_counting_one(fd, self._names_only), _REST_S) as child:
-            self._matches += [_Match(-status.st_mtime_ns, name, count) for _, count in self._read_counts(child)]
+            self._matches += [(-status.st_mtime_ns, name, count) for _, count in self._read_counts(child)]
         os.close(fd)
         self._check_found()
 
@@ -172,66 +152,20 @@ class _Search:
     def _names_only(self) -> bool:
         return self._request.mode == "files"
 
-    def _survey_tree(self, walk: Walk, names: NameFilter) -> None:
-        survey = self._survey = _Survey()
-        files, takes_all = survey.files, names.is_empty
-        for folder in walk.folders():
-            prefix = folder.prefix
-            for number, entry in enumerate(folder.entries, 1):
-                if not number % ENTRIES_A_CHECK and self._clock.is_too_late_to_find:
-                    break
-                name = entry.name
-                if not entry.is_file(follow_symlinks=False) or not (takes_all or names.takes(prefix, name)):
-                    continue
-                if folder.hides(entry):
-                    survey.ignored += 1
-                    continue
-                try:
-                    status = os.stat(name, dir_fd=folder.fd, follow_symlinks=False)
-                except OSError:
-                    continue
-                path = f"{prefix}{name}".encode("utf-8", "surrogateescape")
-                if status.st_size > MAX_FOUND_BYTES:
-                    survey.large.append(path)
-                else:
-                    files[path] = -status.st_mtime_ns
-            if self._clock.is_too_late_to_find:
-                self._is_partial = True
-                return
+    def _read_counts(self, child: Child, pipes: RulePipes | None = None) -> Iterator[tuple[bytes, int]]:
+        """Yield (path, count) of each matching file. Raises Failure if ripgrep rejects the pattern."""
 
-    def _start_counting(self, walk: Walk, names: NameFilter, *, has_large: bool = False) -> Callable[[int, int], int]:
-        return self._ripgrep.start_counting(
-            self._names_only,
-            names,
-            not self._request.include_ignored,
-            not walk.is_start_ignored,
-            walk.kept_out,
-            has_large,
-        )
+        def is_late() -> bool:
+            if pipes is not None:
+                pipes.release(child, lambda: self._clock.is_too_late_to_find)
+            return self._clock.is_too_late_to_find
 
-    def _collect(self, counts: Iterable[tuple[bytes, int]]) -> None:
-        files = self._survey.files
-        for raw, count in counts:
-            path = raw[2:]
-            changed = files.get(path)
-            if changed is None:
-                # The filter of ripgrep covers only a part of include and exclude.
-                continue
-            self._matches.append(_Match(changed, path, count))
-
-    def _read_counts(self, child: Child) -> list[tuple[bytes, int]]:
-        """Return (path, count) of each matching file. Raises Failure if ripgrep rejects the pattern."""
-        counts = list(self._ripgrep.read_counting(child, self._names_only, lambda: self._clock.is_too_late_to_find))
-        # ripgrep also reads files that the request excludes. Errors about those files are not reported.
-        self._unreadable.update(
-            path for path in child.unreadable() if path in self._survey.files or not os.path.isfile(path)
-        )
+        yield from self._ripgrep.read_counting(child, self._names_only, is_late)
         if child.was_cut_off:
             self._is_partial = True
             self._was_killed = not child.was_late
         if child.has_refused:
-            raise self._pattern.explain(child.error_text)
-        return counts
+            raise self._pattern.explain(child.left_out.text)
 
     def _check_found(self) -> None:
         """Raise Failure if the search ended early and has found nothing."""
@@ -252,67 +186,61 @@ class _Search:
     # --- which lines --------------------------------------------------------------------------------------------------
 
     def send(self) -> None:
-        """Send each part of the result as soon as it is known.
-
-        The remaining matches are checked for binary content only afterwards, because many checks take a while.
-        """
+        """Send each part of the result as soon as it is known. What is not sent is not checked for binary content."""
         if self._request.mode == "content":
             self._send_lines()
         else:
             self._send_names()
-        self._binary.update(match.path for match in self._matches[self._examined :] if has_binary_head(match.path))
-        self._matches = [match for match in self._matches if match.path not in self._binary]
+        self._matches = [match for match in self._matches if match[1] not in self._binary]
 
     def _send_names(self) -> None:
-        for match in self._matches:
+        for _, path, count in self._matches:
             if self._shown_files == self._request.limit:
                 break
             self._examined += 1
-            if has_binary_head(match.path):
-                self._binary.add(match.path)
+            if has_binary_head(path):
+                self._binary.add(path)
                 continue
-            shown = self._start.show(match.path)
-            if not self._page.add(f"{shown}\n" if self._names_only else f"{shown}:{match.count}\n"):
+            shown = self._start.show(path)
+            if not self._page.add(f"{shown}\n" if self._names_only else f"{shown}:{count}\n"):
                 break
-            self._shown += match.count
+            self._shown += count
             self._shown_files += 1
         self._context.writer.send("lines", self._page.take())
 
     def _send_lines(self) -> None:
         remaining, batch = self._request.limit, _FIRST_BATCH
         while remaining > 0 and self._examined < len(self._matches) and not self._page.is_full:
-            matches: list[_Match] = []
+            paths: list[bytes] = []
             expected = 0
-            for match in self._matches[self._examined : self._examined + batch]:
+            for _, path, count in self._matches[self._examined : self._examined + batch]:
                 if expected >= remaining:
                     break
-                expected += (
-                    match.count if self._request.max_per_file is None else min(match.count, self._request.max_per_file)
-                )
-                matches.append(match)
-            remaining -= self._send_files(matches, remaining)
-            self._examined += len(matches)
+                expected += count if self._request.max_per_file is None else min(count, self._request.max_per_file)
+                paths.append(path)
+            remaining -= self._send_files(paths, remaining)
+            self._examined += len(paths)
             batch = min(4 * batch, _LAST_BATCH)
             if self._clock.is_over:
                 self._is_partial = self._is_partial or (remaining > 0 and self._examined < len(self._matches))
                 return
 
-    def _send_files(self, matches: list[_Match], limit: int) -> int:
+    def _send_files(self, paths: list[bytes], limit: int) -> int:
         """Send the lines of some files, at most `limit` matches. Returns the number of matches sent."""
         shown = 0
         with contextlib.ExitStack() as opened:
-            by_name: dict[bytes, tuple[_Match, int]] = {}
-            for match in matches:
+            by_name: dict[bytes, tuple[bytes, int]] = {}
+            for path in paths:
                 try:
-                    fd = open_file(self._start.fd, match.path, self._paths.use_openat2)
+                    fd = open_file(self._start.fd, path, self._paths.use_openat2)
                 except OSError:
-                    self._unreadable.add(match.path)
+                    self._unreadable.add(path)
                     continue
                 opened.callback(os.close, fd)
                 if is_binary(os.pread(fd, HEAD_BYTES, 0)):
-                    self._binary.add(match.path)
+                    self._binary.add(path)
                     continue
-                by_name[b"/proc/self/fd/%d" % fd] = (match, fd)
+                by_name[b"/proc/self/fd/%d" % fd] = (path, fd)
             if not by_name:
                 return 0
             most = limit if self._request.max_per_file is None else min(limit, self._request.max_per_file)
@@ -325,9 +253,9 @@ class _Search:
                 self._is_partial = True
         return shown
 
-    def _send_file(self, match: _Match, fd: int, marks: Iterable[Mark]) -> int:
+    def _send_file(self, path: bytes, fd: int, marks: Iterable[Mark]) -> int:
         text = read_text(fd)
-        printer = FilePrinter(self._page, self._start.show(match.path), text, self._request.before, self._request.after)
+        printer = FilePrinter(self._page, self._start.show(path), text, self._request.before, self._request.after)
         # PCRE2 gets a replacement character for each byte that is not UTF-8, so its offsets are larger.
         printer.print_marks(find_offsets(text, marks) if self._pattern.needs_pcre else marks)
         self._context.writer.send("lines", self._page.take())
@@ -339,16 +267,16 @@ class _Search:
         """Return the fields of the done event."""
         return {
             "is_file": self._start.file is not None,
-            "matches": sum(match.count for match in self._matches),
+            "matches": sum(match[2] for match in self._matches),
             "files": len(self._matches),
             "shown": self._shown,
             "shown_files": self._shown_files,
             "cut": self._page.is_full,
             "cut_lines": self._page.cut_lines,
-            "searched": len(self._survey.files),
-            "ignored": self._survey.ignored,
-            "large": len(self._survey.large),
-            "large_names": build_names(map(self._named, self._survey.large)),
+            "searched": self._searched,
+            "ignored": self._ignored,
+            "large": len(self._large),
+            "large_names": build_names(map(self._named, sorted(self._large))),
             "binary": len(self._binary),
             "binary_names": build_names(map(self._named, sorted(self._binary))),
             "unreadable": len(self._unreadable),
@@ -359,18 +287,3 @@ class _Search:
 
     def _named(self, path: bytes) -> bytes:
         return self._start.shown + path
-
-
-def _split(files: list[bytes]) -> Iterator[list[bytes]]:
-    """Yield the files in lists that fit into the arguments of one program."""
-    size = 0
-    part: list[bytes] = []
-    for path in files:
-        if size + len(path) > _MAX_ARGUMENTS_BYTES:
-            yield part
-            size, part = 0, []
-        # The kernel also counts a pointer for each argument.
-        size += len(path) + 16
-        part.append(path)
-    if part:
-        yield part

@@ -27,15 +27,11 @@ _EXTENSION = re.compile(r"\*(\.[^.*?\[\\{}/]+)")
 
 
 class RuleFileError(Exception):
-    """Problem with a rule file.
+    """Problem with a rule file."""
 
-    `is_odd`: no engine may apply the rules of this file, so that all engines find the same files.
-    """
-
-    def __init__(self, message: str, is_odd: bool = False) -> None:
+    def __init__(self, message: str) -> None:
         super().__init__(message)
         self.message = message
-        self.is_odd = is_odd
 
 
 class RuleSet:
@@ -58,9 +54,7 @@ class RuleSet:
                 self.problem = f"line {number} is not UTF-8, the rules from it on are not applied"
                 break
             except TooLarge as error:
-                raise RuleFileError(
-                    f"line {number} has {error.reason}, its rules are not applied", is_odd=True
-                ) from None
+                raise RuleFileError(f"line {number} has {error.reason}, its rules are not applied") from None
             except BadGlob as error:
                 self.problem = self.problem or f"line {number} is not applied: {error.reason}"
 
@@ -76,7 +70,7 @@ class RuleSet:
         for glob in globs:
             self._regex_chars += len(glob.regex)
             if self._regex_chars > MAX_REGEX_CHARS:
-                raise RuleFileError("its patterns are too many or too long, its rules are not applied", is_odd=True)
+                raise RuleFileError("its patterns are too many or too long, its rules are not applied")
             self._for_directories.add(number, glob, is_ignored)
             if not only_directories:
                 self._for_files.add(number, glob, is_ignored)
@@ -174,7 +168,7 @@ class RuleChain:
             try:
                 rules = RuleSet(_read_rules(fd, name))
             except RuleFileError as error:
-                errors.append(RuleFileError(f"{name}: {error.message}", error.is_odd))
+                errors.append(RuleFileError(f"{name}: {error.message}"))
                 continue
             if rules.problem:
                 errors.append(RuleFileError(f"{name}: {rules.problem}"))
@@ -197,13 +191,13 @@ def _read_rules(fd: int, name: str) -> bytes:
         # The type is checked before the open: opening a FIFO or a device could block or have side effects. `_OPEN`
         # covers a name that is swapped after the check.
         if not stat.S_ISREG(os.stat(name, dir_fd=fd, follow_symlinks=False).st_mode):
-            raise RuleFileError("not a regular file, its rules are not applied", is_odd=True)
+            raise RuleFileError("not a regular file, its rules are not applied")
         file = os.open(name, _OPEN, dir_fd=fd)
     except OSError as error:
         raise RuleFileError(f"not applied, {os.strerror(error.errno or 0).lower()}") from None
     try:
         if os.fstat(file).st_size > _MAX_FILE_BYTES:
-            raise RuleFileError("larger than 1 MiB, its rules are not applied", is_odd=True)
+            raise RuleFileError("larger than 1 MiB, its rules are not applied")
         return os.read(file, _MAX_FILE_BYTES)
     finally:
         os.close(file)

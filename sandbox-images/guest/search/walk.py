@@ -8,7 +8,7 @@ from guest.search.ignore_rules import RuleChain
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
     from guest.paths import GuestPaths
     from guest.search.start import Start
@@ -53,17 +53,13 @@ class Walk:
     After the walk, `unreadable` has the directories that could not be read, and `bad_rules` has the rule files with
     invalid rules.
 
-    `has_odd_rules`: at least one rule file must not be opened or applied by any engine. `is_start_ignored`: a rule
-    above the start hides the start. The request names the start explicitly, so the rules above are then not applied.
+    `is_start_ignored`: a rule above the start hides the start. The request names the start explicitly, so the rules
+    above are then not applied.
     """
 
-    def __init__(
-        self, start: Start, paths: GuestPaths, use_rules: bool, is_pruned: Callable[[str, str], bool] | None = None
-    ) -> None:
-        """Prepare the walk. `is_pruned(prefix, name)` returns whether to skip a directory completely."""
+    def __init__(self, start: Start, paths: GuestPaths, use_rules: bool) -> None:
         self._start = start
-        self._use_rules = use_rules
-        self._is_pruned = is_pruned
+        self.use_rules = use_rules
         # Private folder of the sandbox program, as a name in the start folder, or an empty string.
         self.kept_out = (
             os.fsdecode(os.path.relpath(paths.state, paths.output))
@@ -73,7 +69,6 @@ class Walk:
         self.unreadable: list[str] = []
         self.bad_rules: list[str] = []
         self.is_start_ignored = False
-        self.has_odd_rules = False
         self._base = b"".join(part + b"/" for part in start.above)
         self._chain = self._rules_above() if use_rules else RuleChain()
 
@@ -129,7 +124,7 @@ class Walk:
             self.unreadable.append(prefix)
             entries = []
         full = self._base + os.fsencode(prefix)
-        if self._use_rules and not is_ignored:
+        if self.use_rules and not is_ignored:
             chain = self._add_rules(chain, fd, full, {entry.name for entry in entries if entry.name.startswith(".")})
         left_out = VCS_NAMES if prefix or not self.kept_out else VCS_NAMES | {self.kept_out}
         return Folder(
@@ -139,9 +134,7 @@ class Walk:
     def _find_below(self, folder: Folder) -> list[tuple[str, bool]]:
         names = []
         for entry in folder.entries:
-            if entry.is_dir(follow_symlinks=False) and not (
-                self._is_pruned and self._is_pruned(folder.prefix, entry.name)
-            ):
+            if entry.is_dir(follow_symlinks=False):
                 names.append((entry.name, folder.hides(entry)))
         return names
 
@@ -151,7 +144,6 @@ class Walk:
         chain, errors = chain.enter(fd, full, names)
         for error in errors:
             self.bad_rules.append(f"{os.fsdecode(full)}{error.message}")
-            self.has_odd_rules = self.has_odd_rules or error.is_odd
         return chain
 
     def _rules_above(self) -> RuleChain:
