@@ -9,6 +9,7 @@ from pydantic import Field, ValidationError
 from contract.calls import Record
 from contract.errors import ConfigError, EnvelopeRefused, RecordRefused
 from contract.image_names import ImagePatternText
+from contract.sandboxes import WorkspaceBytes
 from contract.signing import UNSEAL_LUA, SigningKeys
 from contract.specs import ToolSpec
 
@@ -61,9 +62,7 @@ class SandboxTerms(Record):
         default=None, description="Images that its sandboxes may use: names, or patterns such as ghcr.io/team/*."
     )
     network: NetworkPolicy | None = Field(default=None, description="Highest network access of its sandboxes.")
-    workspace_bytes: int | None = Field(
-        default=None, ge=1024 * 1024, le=2**50, description="Limit of a workspace, in bytes."
-    )
+    workspace_bytes: WorkspaceBytes | None = Field(default=None, description="Limit of a workspace, in bytes.")
 
 
 class TenantPolicy(Record):

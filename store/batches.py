@@ -19,6 +19,7 @@ from contract.errors import BrokerUnavailable, ConfigError, EnvelopeRefused, Rec
 from contract.functions.completions import Usage
 from contract.names import tenant_key
 from contract.run_events import PROGRESS_EVENTS, Failure, FailureKind, RunEnded, RunEvent, parse_event
+from contract.sandboxes import DEFAULT_OPTIONS, SandboxOptions
 from contract.signing import SigningKeys
 from store.connection import broker_errors
 from store.tasks import check_cancelled
@@ -76,13 +77,13 @@ class RunLimits(Record):
     max_cost: float | None = Field(default=None, gt=0)
 
 
-class ItemEnvironment(Record):
+class ItemEnvironment(SandboxOptions):
     """The environment of an item. `workspace`: a folder, an archive or a git bundle that the orchestrator reads, or a
     file of the store (store/archives/files.py) that the host reads. `restore`: a checkpoint in place of a workspace.
 
     `artifacts`: patterns below /workspace of files to copy out at the end. `session`: an open session of the tenant,
-    which stays open; None: the item gets its own session. None is not serialized, so that earlier releases can read
-    the record.
+    which stays open; None: the item gets its own session, with the options of its sandbox. None is not serialized, so
+    that earlier releases can read the record.
     """
 
     workspace: str | None = None
@@ -171,6 +172,7 @@ class BatchDefaults(Record):
     prompt_price: float | None = Field(default=None, ge=0)
     completion_price: float | None = Field(default=None, ge=0)
     retries: int = Field(default=2, ge=0, le=20)
+    options: SandboxOptions = Field(default=DEFAULT_OPTIONS, exclude_if=lambda options: options == DEFAULT_OPTIONS)
     artifacts: str | None = None
     """The folder for the items' artifacts, on the machine of the orchestrator. None: the artifacts go to the store."""
     asks_people: bool = Field(default=False, exclude_if=lambda asks: not asks)

@@ -19,6 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from contract.calls import KillReport, SandboxInfo
 from contract.errors import ErrorCode, SandboxUnavailable, ToolFailure
+from contract.sandboxes import SandboxOptions
 from contract.tenancy import SandboxTerms
 from workers.sandboxd.frames import MAX_DOWN, Frame, FrameDecoder, FrameError, encode_frame
 
@@ -75,12 +76,15 @@ class SandboxClient:
         ttl_s: float = 1800.0,
         restore: str | None = None,
         network: str | None = None,
+        options: SandboxOptions | None = None,
         terms: SandboxTerms | None = None,
         moved: Mapping[str, Any] | None = None,
     ) -> str:
         """Open a sandbox for the session. Return its id. For an open session the call returns the same id."""
         name = sandbox_id(tenant, session)
-        self.describe_open(name, image, ttl_s, restore=restore, network=network, terms=terms, moved=moved)
+        self.describe_open(
+            name, image, ttl_s, restore=restore, network=network, options=options, terms=terms, moved=moved
+        )
         return name
 
     def describe_open(
@@ -92,16 +96,18 @@ class SandboxClient:
         restore: str | None = None,
         workspace: str | None = None,
         network: str | None = None,
+        options: SandboxOptions | None = None,
         terms: SandboxTerms | None = None,
         moved: Mapping[str, Any] | None = None,
     ) -> dict[str, Any]:
         """Open a sandbox by its id.
 
-        Return its container id, generation, image, network, kind of workspace, and start time.
+        Return its container id, generation, image, network, kind of workspace, options, and start time.
 
         - `restore`: a checkpoint of the tenant, which is unpacked into a new session. An open session stays
           unchanged.
         - `workspace`: a file of the store in place of a checkpoint, by its id or location.
+        - `options`: sizes and user of the sandbox. None: those of the class.
         - `terms`: the terms of the tenant. None: the terms of the class `default`, or the present terms of an open
           session.
         - `moved`: set when another host had the session. `generation` is the fence of its new location.
@@ -112,7 +118,7 @@ class SandboxClient:
         report. A state of an older generation on this host is closed first.
         """
         values: dict[str, Any] = {"image": image, "ttl_s": ttl_s, "restore": restore, "workspace": workspace}
-        values |= {"network": network, "moved": moved}
+        values |= {"network": network, "moved": moved, "options": options.model_dump() if options is not None else None}
         fields = {field: value for field, value in values.items() if value is not None} | _build_terms_field(terms)
         return self._request(
             {"verb": "open", "sandbox": name, **fields},

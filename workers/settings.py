@@ -21,6 +21,7 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from contract.image_names import ImageNameText, ImagePatternText, RegistryText
 from contract.masking import SECRET_NAME
+from contract.sandboxes import DEFAULT_OPTIONS, Cpus, Pids, SandboxOptions, SandboxUser, WorkspaceBytes
 from contract.settings import DEPLOYMENT, BrokerSettings, SharedSettings, read_environment
 from contract.tenancy import NetworkPolicy
 from telemetry.settings import LogSettings
@@ -173,16 +174,18 @@ class TenantClass(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     runtime: str | None = Field(default=None, min_length=1)
-    user: Literal["sandbox", "root"] = "sandbox"
+    user: SandboxUser = "sandbox"
     """The user of programs. `root` is root of the sandbox only, and may change the image's files for this session."""
     image: ImageNameText | None = None
     images: tuple[ImagePatternText, ...] | None = None
     network: NetworkPolicy = "none"
     egress: EgressRules = EgressRules()
-    workspace_bytes: int | None = Field(default=None, ge=1024 * 1024)
+    workspace_bytes: WorkspaceBytes | None = None
     memory_reserve_bytes: int | None = Field(default=None, ge=64 * 1024 * 1024)
-    cpus: float | None = Field(default=None, gt=0)
-    pids: int | None = Field(default=None, ge=16)
+    cpus: Cpus | None = None
+    pids: Pids | None = None
+    largest: SandboxOptions = DEFAULT_OPTIONS
+    """The most that a session may ask for. None: the value of the class itself. `root`: either user."""
     pool: dict[ImageNameText, Annotated[int, Field(ge=0, le=1000)]] = Field(default={})
     """Image -> number of unused sandboxes of the image that are kept ready for the class."""
     registries: dict[RegistryText, RegistryLogin] = Field(default={})

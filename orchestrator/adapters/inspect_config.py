@@ -5,20 +5,17 @@ from pathlib import Path
 from typing import Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, Field, ValidationError
 
 from contract.errors import ConfigError
+from contract.sandboxes import SandboxOptions
 from contract.session_locations import MAX_TTL_S
 
 CONFIG_FILES = ["toolcrew.yaml", "toolcrew.yml"]
 
 
-class ToolcrewSandboxConfig(BaseModel):
-    """Options of a sample's session. A missing option has the default of the tenant's class. Only the class sets the
-    size of a workspace.
-    """
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
+class ToolcrewSandboxConfig(SandboxOptions):
+    """Options of a sample's session. A missing option has the default of the tenant's class."""
 
     image: str | None = Field(default=None, min_length=1)
     network: Literal["none", "egress"] | None = None

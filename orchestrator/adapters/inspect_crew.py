@@ -4,6 +4,7 @@ import asyncio
 from weakref import WeakKeyDictionary
 
 from contract.errors import ConfigError
+from contract.sandboxes import pick_options
 from orchestrator.adapters.inspect_config import ToolcrewSandboxConfig
 from orchestrator.dispatch.sessions import Session
 from orchestrator.sdk.client import ToolClient
@@ -33,7 +34,11 @@ class SharedClient:
     async def open_session(self, config: ToolcrewSandboxConfig) -> Session:
         client = await self.client()
         session = await client.open_session(
-            tenant=config.tenant, image=config.image, network=config.network, ttl_s=config.ttl_s
+            tenant=config.tenant,
+            image=config.image,
+            network=config.network,
+            ttl_s=config.ttl_s,
+            options=pick_options(config),
         )
         self._sessions[session.id] = session
         return session

@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from contract.errors import ErrorCode, ToolFailure
 from contract.run_events import FailureKind
+from contract.sandboxes import SandboxOptions, pick_options
 from contract.webhooks import MAX_URL_CHARS, Webhook
 from orchestrator.api.access import AnyCaller, Caller
 from orchestrator.api.paging import Cursor, Limit, Page, decode_cursor, encode_cursor
@@ -81,10 +82,11 @@ class SubmittedBatch(BatchView):
     warnings: list[str]
 
 
-class BatchOptions(BaseModel):
-    """Options that apply to all lines. `id`: submitting the same lines with the same `id` continues the batch."""
+class BatchOptions(SandboxOptions):
+    """Options that apply to all lines; sizes and `user` to those that do not set them.
 
-    model_config = ConfigDict(extra="forbid")
+    `id`: submitting the same lines with the same `id` continues the batch.
+    """
 
     id: str | None = Field(default=None, pattern=r"^[A-Za-z0-9_-]{1,64}$")
     name: str = Field(default="", max_length=200)
@@ -148,6 +150,7 @@ async def submit_batch(
         dialect=options.dialect,
         profile=options.profile,
         limits=limits,
+        options=pick_options(options),
         retries=options.retries,
         asks_people=options.ask,
     )

@@ -7,12 +7,13 @@ from contextlib import contextmanager, suppress
 from typing import Annotated, Any, Literal, Self
 
 from fastapi import APIRouter, Header, Path, Query, Response
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, Field, model_validator
 
 from contract.clock import format_instant
 from contract.errors import BrokerUnavailable, ErrorCode, ToolFailure
 from contract.json_limits import is_deeper
 from contract.run_events import Failure
+from contract.sandboxes import SandboxOptions, pick_options
 from contract.webhooks import Webhook
 from orchestrator.api.access import AnyCaller, Caller
 from orchestrator.api.paging import Cursor, Limit, Page, decode_cursor, encode_cursor
@@ -38,17 +39,15 @@ _STREAM: dict[int | str, dict[str, Any]] = {
 }
 
 
-class NewRun(BaseModel):
+class NewRun(SandboxOptions):
     """A new run.
 
     `session`: an open session for the run. Without `session`, the run opens its own session with `image`, `network`,
-    and the files of `workspace` or `restore`. `workspace`: an upload, artifacts, or a location of the store.
-    `restore`: a checkpoint. `artifacts`: patterns below /workspace of the files to store at the end. `tools`: names of
-    the tools that the model may call; null: all tools that suit the model. `metadata`: returned with the run.
-    `webhook`: the address that receives the end of the run.
+    sizes and user as in POST /v1/sessions, and the files of `workspace` or `restore`. `workspace`: an upload,
+    artifacts, or a location of the store. `restore`: a checkpoint. `artifacts`: patterns below /workspace of the files
+    to store at the end. `tools`: names of the tools that the model may call; null: all tools that suit the model.
+    `metadata`: returned with the run. `webhook`: the address that receives the end of the run.
     """
-
-    model_config = ConfigDict(extra="forbid")
 
     instruction: str = Field(min_length=1, max_length=1024 * 1024)
     history: list[dict[str, Any]] = Field(default_factory=list, max_length=1000)
@@ -109,6 +108,7 @@ class NewRun(BaseModel):
             network=self.network,
             artifacts=tuple(self.artifacts),
             session=self.session,
+            **pick_options(self).model_dump(),
         )
 
 

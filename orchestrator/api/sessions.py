@@ -6,10 +6,11 @@ from typing import Annotated, Literal
 from urllib.parse import quote
 
 from fastapi import APIRouter, Path, Query, Request, Response
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 from starlette.types import Receive, Scope, Send
 
 from contract.errors import ErrorCode, ToolFailure
+from contract.sandboxes import SandboxOptions, pick_options
 from contract.session_locations import DEFAULT_TTL_S, MAX_TTL_S
 from orchestrator.api.access import AnyCaller
 from orchestrator.api.paging import Cursor, Limit, Page, decode_cursor, encode_cursor
@@ -59,13 +60,13 @@ FilePath = Annotated[
 MAX_PATH_BYTES = 4096
 
 
-class NewSession(BaseModel):
+class NewSession(SandboxOptions):
     """A new session. `ttl_s`: seconds without a call after which the session expires.
 
-    `network` null: the default of the tenant's class. `restore`: a checkpoint; the session starts with its files.
+    `network`, sizes or `user` null: the value of the tenant's class. Sizes are in bytes; `cpus` are processors, `pids`
+    processes and threads. `user` root: root of the sandbox only. `restore`: a checkpoint; the session starts with its
+    files.
     """
-
-    model_config = ConfigDict(extra="forbid")
 
     image: str | None = Field(default=None, min_length=1, max_length=256)
     ttl_s: float = Field(default=DEFAULT_TTL_S, gt=0, le=MAX_TTL_S)
@@ -73,8 +74,9 @@ class NewSession(BaseModel):
     restore: str | None = Field(default=None, min_length=1, max_length=64)
 
 
-class SessionView(BaseModel):
-    """An open session. `hosts`: the hosts that the session can reach with network egress.
+class SessionView(SandboxOptions):
+    """An open session with the sizes and the user of its sandbox. `hosts`: the hosts that the session can reach with
+    network egress.
 
     `sandbox`: the id of its container, "" while the id is not known.
     """
@@ -131,7 +133,7 @@ async def open_session(body: NewSession, caller: AnyCaller, response: Response) 
     call.
     """
     session = await caller.client.open_session(
-        image=body.image, ttl_s=body.ttl_s, network=body.network, restore=body.restore
+        image=body.image, ttl_s=body.ttl_s, network=body.network, restore=body.restore, options=pick_options(body)
     )
     response.headers["Location"] = f"/v1/sessions/{session.id}"
     return view_session(await session.info())
@@ -246,4 +248,5 @@ def view_session(info: SessionInfo) -> SessionView:
         hosts=list(info.hosts),
         sandbox=sandbox.id if sandbox is not None else "",
         generation=sandbox.generation if sandbox is not None else 1,
+        **info.options.model_dump(),
     )

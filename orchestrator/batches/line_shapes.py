@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from contract.calls import MAX_NAME_CHARS, MAX_TIMEOUT_S
+from contract.sandboxes import SandboxOptions, pick_options
 from orchestrator.dialects.profiles import ProfileName
 from store.batches import (
     CALLS_URL,
@@ -64,7 +65,7 @@ class LimitFields(Shape):
     max_cost: float | None = Field(default=None, gt=0)
 
 
-class EnvironmentFields(Shape):
+class EnvironmentFields(SandboxOptions, Shape):
     """Environment of an item, and its priority."""
 
     workspace: Annotated[str, Field(min_length=1, max_length=4096)] | None = None
@@ -87,6 +88,7 @@ class EnvironmentFields(Shape):
             image=self.image,
             network=self.network,
             artifacts=tuple(self.artifacts),
+            **pick_options(self).model_dump(),
         )
 
 

@@ -38,6 +38,7 @@ from orchestrator.cli.batches_views import (
     batches_show,
 )
 from orchestrator.cli.runner import Json, Tenant, open_client, open_pool_client, run_work
+from orchestrator.cli.session_options import Options
 from orchestrator.runs.batch_runs import RowPaths
 from orchestrator.runs.batches import check_batch_id, new_batch_id
 from orchestrator.sdk.client import ToolClient
@@ -88,6 +89,7 @@ def submit(
     artifacts: Annotated[
         Path | None, typer.Option("--artifacts", help="The folder for the artifacts that lines ask for.")
     ] = None,
+    options: Options = None,
     max_iterations: Annotated[
         int | None, typer.Option("--max-iterations", min=1, help="Model replies per item, for lines that set no limit.")
     ] = None,
@@ -140,7 +142,14 @@ def submit(
     receiver = parse_webhook(webhook, webhook_secret, is_detached=detach)
     limits = LimitOptions(max_iterations, max_wall, max_tokens, max_cost, prices)
     defaults = build_defaults(
-        limits, model=model, dialect=dialect, profile=profile, retries=retries, artifacts=artifacts, asks_people=ask
+        limits,
+        model=model,
+        dialect=dialect,
+        profile=profile,
+        retries=retries,
+        artifacts=artifacts,
+        options=options,
+        asks_people=ask,
     )
     paths = RowPaths(output, errors) if output is not None else None
 

@@ -11,6 +11,7 @@ from pydantic import ValidationError
 
 from contract.errors import ConfigError
 from contract.run_events import FailureKind
+from contract.sandboxes import DEFAULT_OPTIONS, SandboxOptions
 from contract.webhooks import Webhook
 from orchestrator.batches.lines import BatchFile
 from orchestrator.dialects.profiles import PROFILE_NAMES
@@ -40,6 +41,7 @@ def build_defaults(
     profile: str | None,
     retries: int,
     artifacts: Path | None,
+    options: SandboxOptions | None = None,
     asks_people: bool = False,
 ) -> BatchDefaults:
     """Return the defaults for lines of a batch. Raises BadParameter."""
@@ -60,6 +62,7 @@ def build_defaults(
         prompt_price=prompt,
         completion_price=completion,
         retries=retries,
+        options=options or DEFAULT_OPTIONS,
         artifacts=str(artifacts.resolve()) if artifacts is not None else None,
         asks_people=asks_people,
     )

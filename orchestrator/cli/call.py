@@ -21,7 +21,7 @@ from orchestrator.cli.runner import (
     run_work,
     suggest_nearest,
 )
-from orchestrator.cli.session_options import Network, Restore, Workspace
+from orchestrator.cli.session_options import Network, Options, Restore, Workspace
 from orchestrator.dispatch.request import Request
 from orchestrator.dispatch.sessions import build_call
 from orchestrator.terminal.output import LiveOutput, escape_controls, format_times
@@ -35,6 +35,7 @@ def call(
     workspace: Workspace = None,
     restore: Restore = None,
     network: Network = None,
+    options: Options = None,
     session_id: Annotated[
         str | None,
         typer.Option("--session", help="An open session to run the call in. Default: a new session for this call."),
@@ -65,10 +66,10 @@ def call(
         call = build_call(name, values)
         if isinstance(call, ToolResult):
             return call
-        if session_id is not None and (workspace, restore, network) != (None, None, None):
+        if session_id is not None and (workspace, restore, network, options) != (None,) * 4:
             raise ConfigError(
-                "--session cannot be combined with --workspace, --restore or --network, which apply to a new session: "
-                "leave one of them out"
+                "--session cannot be combined with --workspace, --restore, --network or --sandbox, which apply to a "
+                "new session: leave one of them out"
             )
         async with AsyncExitStack() as opened:
             if session_id is not None:
@@ -77,7 +78,7 @@ def call(
             else:
                 client = await opened.enter_async_context(open_client(tenant))
                 session = await opened.enter_async_context(
-                    await client.open_session(workspace, restore=restore, network=network)
+                    await client.open_session(workspace, restore=restore, network=network, options=options)
                 )
             with ExitStack() as stack:
                 on_output = stack.enter_context(LiveOutput(console)).show if is_live else None

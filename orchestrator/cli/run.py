@@ -25,7 +25,7 @@ from orchestrator.cli.runner import (
     open_client,
     run_work,
 )
-from orchestrator.cli.session_options import Network, Restore, Workspace
+from orchestrator.cli.session_options import Network, Options, Restore, Workspace
 from orchestrator.dispatch.sessions import Checkpoint, Session
 from orchestrator.loop.limits import StopReason
 from orchestrator.settings import load_settings
@@ -106,6 +106,7 @@ def run(
     workspace: Workspace = None,
     restore: Restore = None,
     network: Network = None,
+    options: Options = None,
     save_workspace: Annotated[
         Path | None, typer.Option("--save-workspace", help="Copy /workspace to this folder when the run has ended.")
     ] = None,
@@ -174,7 +175,7 @@ def run(
         view.asks_elsewhere = asks_elsewhere()
         async with (
             open_client(tenant) as client,
-            await client.open_session(workspace, restore=restore, network=network) as session,
+            await client.open_session(workspace, restore=restore, network=network, options=options) as session,
         ):
             try:
                 result = await client.runs.execute(body, session, on_event)

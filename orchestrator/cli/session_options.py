@@ -4,6 +4,9 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
+from pydantic import ByteSize, TypeAdapter, ValidationError
+
+from contract.sandboxes import SandboxOptions
 
 Workspace = Annotated[
     Path | None,
@@ -12,6 +15,43 @@ Workspace = Annotated[
     ),
 ]
 Restore = Annotated[str | None, typer.Option("--restore", help="Start with the files of this checkpoint id.")]
+
+
+def parse_options(text: str) -> SandboxOptions:
+    """Return the options in `name=value,...`. Raises BadParameter."""
+    pairs = [part.partition("=") for part in text.split(",")]
+    if unknown := [name for name, _, _ in pairs if name not in _OPTION_FIELDS]:
+        raise typer.BadParameter(f"'{unknown[0][:40]}' is unknown: use {', '.join(_OPTION_FIELDS)}")
+    try:
+        return SandboxOptions.model_validate(
+            {
+                _OPTION_FIELDS[name]: _SIZE.validate_python(value) if name in ("memory", "workspace") else value
+                for name, _, value in pairs
+            }
+        )
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        raise typer.BadParameter(f"'{text[:100]}': {first['msg']}; {_OPTIONS_HELP}") from None
+
+
+_OPTION_FIELDS = {
+    "cpus": "cpus",
+    "memory": "memory_bytes",
+    "workspace": "workspace_bytes",
+    "pids": "pids",
+    "user": "user",
+}
+_SIZE: TypeAdapter[int] = TypeAdapter(ByteSize)
+_OPTIONS_HELP = "write cpus=2,memory=4GiB,workspace=20GiB,pids=1000,user=root, or some of these"
+Options = Annotated[
+    SandboxOptions | None,
+    typer.Option(
+        "--sandbox",
+        parser=parse_options,
+        metavar="NAME=VALUE,...",
+        help=f"Sizes and user of the sandbox: {_OPTIONS_HELP}. Default: those of the tenant's class.",
+    ),
+]
 Network = Annotated[
     Literal["none", "egress"] | None,
     typer.Option(

@@ -15,6 +15,7 @@ from contract.errors import ConfigError, ErrorCode, OperatorError, ToolFailure
 from contract.session_locations import DEFAULT_TTL_S, MAX_TTL_S
 from contract.tenancy import DEFAULT_TENANT
 from orchestrator.cli.runner import EXIT_ERROR, Json, OnlyTenant, Tenant, open_running, run_work
+from orchestrator.cli.session_options import Options
 from orchestrator.dispatch.sessions import Session
 from orchestrator.terminal.commands import build_command
 from orchestrator.terminal.output import escape_controls, table_rows
@@ -68,6 +69,7 @@ def sessions_open(
         Literal["none", "egress"] | None,
         typer.Option("--network", help="Network access. Default: the network of the tenant's class."),
     ] = None,
+    options: Options = None,
     workspace: Annotated[
         Path | None, typer.Option("--workspace", help="Start with these files: a folder, an archive or a git bundle.")
     ] = None,
@@ -81,7 +83,9 @@ def sessions_open(
 
     async def work() -> tuple[Session, dict[str, Any]]:
         async with open_running("sessions", tenant, needs_workers=True) as client:
-            session = await client.open_session(workspace, image=image, ttl_s=ttl, network=network, restore=restore)
+            session = await client.open_session(
+                workspace, image=image, ttl_s=ttl, network=network, restore=restore, options=options
+            )
             info = await session.info()
             return session, {
                 "id": session.id,
@@ -89,6 +93,7 @@ def sessions_open(
                 "host": info.host,
                 "image": info.image,
                 "network": info.network,
+                **info.options.model_dump(),
             }
 
     session, fields = run_work(work(), as_json, reports_waiting=True)

@@ -9,7 +9,7 @@ from contract.hosts import RELEASE, HostReport
 from contract.image_names import ImageName, ImageNameError, is_allowed, parse_image_name
 
 LOW_MEMORY_BYTES = 512 * 1024 * 1024
-"""Limit of free memory. A host with less is chosen only when there is no other."""
+"""Free memory that a host should have. One with less is chosen only when there is no other."""
 PULL_LOAD = 0.5
 """Load of the hosts that have the image of a session, above which another host pulls it."""
 MAX_SHOWN_IMAGES = 50
@@ -21,10 +21,13 @@ class NoHost(SandboxUnavailable):
 
 @dataclass(frozen=True)
 class HostRequirements:
-    """Requirements of a session for its host. `image` None: the default image of the class."""
+    """Requirements of a session for its host. `image` None: the default image of the class. `memory_bytes`: memory that
+    should be free.
+    """
 
     tenant_class: str = "default"
     image: str | None = None
+    memory_bytes: int = LOW_MEMORY_BYTES
 
 
 @dataclass(frozen=True)
@@ -81,7 +84,7 @@ def choose_host(
     if not hosts_with_room:
         _check_image(hosts, needs)
         raise NoHost(_explain(hosts, able, needs))
-    preferred = [host for host in hosts_with_room if host.memory_free_bytes >= LOW_MEMORY_BYTES] or hosts_with_room
+    preferred = [host for host in hosts_with_room if host.memory_free_bytes >= needs.memory_bytes] or hosts_with_room
     preferred = _prefer_image(preferred, image, placed)
     pair = {host.queue: host for host in chance.choices(preferred, weights=[host.slots for host in preferred], k=2)}
     # With few hosts, all are compared: a random pair could miss the host with the lowest load.

@@ -20,7 +20,14 @@ from contract.hosts import HostReport
 from contract.session_locations import LocationState, SessionLocation, open_checkpoint, open_start, seal_start
 from contract.signing import SigningKeys
 from contract.tenancy import TenantPolicy
-from orchestrator.dispatch.placement import HostCapacity, HostRequirements, NoHost, choose_host, find_capacity
+from orchestrator.dispatch.placement import (
+    LOW_MEMORY_BYTES,
+    HostCapacity,
+    HostRequirements,
+    NoHost,
+    choose_host,
+    find_capacity,
+)
 from orchestrator.dispatch.transport import CallLost
 from store.publisher import NotSent
 from store.sessions import SessionAddress, SessionStore
@@ -232,7 +239,8 @@ class SessionLocator:
 
     async def _choose(self, policy: TenantPolicy, arguments: Mapping[str, Any], excluded: set[str]) -> str:
         reports = await self._reports()
-        needs = HostRequirements(policy.sandbox.tenant_class, arguments.get("image"))
+        memory_bytes = max(arguments.get("options", {}).get("memory_bytes", 0), LOW_MEMORY_BYTES)
+        needs = HostRequirements(policy.sandbox.tenant_class, arguments.get("image"), memory_bytes)
         queue = choose_host(reports, needs, placed=self._placed, excluded=excluded).queue
         self._placed[queue] += 1
         return queue

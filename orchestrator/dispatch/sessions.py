@@ -15,6 +15,7 @@ from contract.call_events import OUTPUT
 from contract.calls import ExecResult, SandboxInfo, ToolCall, ToolResult
 from contract.errors import OPERATOR_CODES, BrokerUnavailable, ErrorCode, OperatorError, SandboxUnavailable, ToolFailure
 from contract.names import host_of
+from contract.sandboxes import DEFAULT_OPTIONS, SandboxOptions
 from contract.session_locations import DEFAULT_TTL_S
 from contract.specs import NO_NETWORK
 from orchestrator.dispatch.call_events import OnOutput, output_handler
@@ -56,7 +57,7 @@ class Checkpoint:
 class SessionStart:
     """Initial content and options of a session. `workspace`: a file or folder of this machine. `stored`: a file of
     the store instead, by its id or location, which the host copies. `restore`: a checkpoint's id. `network` None: the
-    default of the tenant's class.
+    default of the tenant's class. `options`: sizes and user of the sandbox.
     """
 
     image: str | None = None
@@ -65,11 +66,12 @@ class SessionStart:
     stored: str | None = None
     restore: str | None = None
     network: str | None = None
+    options: SandboxOptions = DEFAULT_OPTIONS
 
     def arguments(self) -> dict[str, Any]:
         """Return the arguments of the verb `open`."""
-        arguments = {"ttl_s": self.ttl_s, "image": self.image, "restore": self.restore}
-        arguments |= {"workspace": self.stored, "network": self.network}
+        arguments: dict[str, Any] = {"ttl_s": self.ttl_s, "image": self.image, "restore": self.restore}
+        arguments |= {"workspace": self.stored, "network": self.network, "options": self.options.model_dump() or None}
         return {name: value for name, value in arguments.items() if value is not None}
 
 
@@ -84,7 +86,7 @@ class WorkspaceListing:
 @dataclass(frozen=True)
 class SessionInfo:
     """Location and properties of a session. `network`: none, or egress, which reaches only `hosts`. `workspace`: the
-    kind of its storage: image, tmpfs or folder (docs/sessions.md).
+    kind of its storage: image, tmpfs or folder (docs/sessions.md). `options`: sizes and user of the sandbox.
     """
 
     session: str
@@ -97,6 +99,7 @@ class SessionInfo:
     network: str = "none"
     hosts: tuple[str, ...] = ()
     workspace: str = ""
+    options: SandboxOptions = DEFAULT_OPTIONS
 
     def describe_network(self) -> str:
         """Return the description of this session's network for tool descriptions."""
@@ -433,6 +436,8 @@ def _info(name: str, tenant: str, facts: Mapping[str, Any], sandbox: SandboxInfo
         network=str(facts["network"]),
         hosts=_hosts(facts["hosts"]),
         workspace=str(facts["workspace"]),
+        # A host of an earlier release does not report them.
+        options=SandboxOptions.model_validate(facts.get("options", {})),
     )
 
 

@@ -285,7 +285,7 @@ def _build_item(run: str, body: RunBody, environment: ItemEnvironment, priority:
         session=environment.session, artifacts=environment.artifacts
     ):
         raise _refused(
-            "an open session has its image, network and files: leave out `image`, `network`, `workspace` and "
+            "an open session has its sandbox and files: leave out `image`, `network`, sizes, `user`, `workspace` and "
             "`restore`, or `session`"
         )
     return item

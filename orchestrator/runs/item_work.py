@@ -24,6 +24,7 @@ from contract.run_events import (
     RunEvent,
     RunReady,
 )
+from contract.sandboxes import pick_options
 from orchestrator.admission import until_admitted
 from orchestrator.approvals import Approver
 from orchestrator.approvals.asking import QueueApprover
@@ -160,7 +161,9 @@ class ItemWork:
             # Chats need this check too: a tenant without permissions may not run them.
             await retry_until_available(lambda: self._pool.tenants.policy(claim.tenant))
             session = (
-                await retry_until_available(lambda: self._session(claim, journal)) if _needs_session(item) else None
+                await retry_until_available(lambda: self._session(claim, journal, defaults))
+                if _needs_session(item)
+                else None
             )
             on_event(RunReady(run=claim.run, setup_s=time.monotonic() - began))
             journal.begin()
@@ -190,7 +193,7 @@ class ItemWork:
         if name is not None:
             await self._abandon(claim.tenant, name)
 
-    async def _session(self, claim: RunClaim, journal: Journal) -> Session:
+    async def _session(self, claim: RunClaim, journal: Journal, defaults: BatchDefaults) -> Session:
         """Return the session of the item or of the run's log, or open a new session."""
         environment, pool = claim.record.item.environment, self._pool
         if environment.session is not None:
@@ -210,6 +213,7 @@ class ItemWork:
             else None,
             restore=environment.restore,
             network=environment.network,
+            options=defaults.options.model_copy(update=pick_options(environment).model_dump()),
         )
         async with self.slots.lend():
             async with self._turns.turn(claim.tenant, environment.image):

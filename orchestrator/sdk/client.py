@@ -13,6 +13,7 @@ from contract.calls import DEFAULT_TIMEOUT_S, ToolCall, ToolResult
 from contract.errors import ConfigError, ErrorCode, ToolFailure
 from contract.registry import Switch, ToolState, find_state, switch_field
 from contract.run_events import OnEvent, SandboxClosed
+from contract.sandboxes import DEFAULT_OPTIONS, SandboxOptions
 from contract.schema import find_nearest
 from contract.specs import SkillSummary, ToolSpec
 from contract.tenancy import DEFAULT_TENANT
@@ -156,12 +157,14 @@ class ToolClient:
         ttl_s: float = SessionStart.ttl_s,
         restore: Checkpoint | str | None = None,
         network: Literal["none", "egress"] | None = None,
+        options: SandboxOptions | None = None,
     ) -> Session:
         """Open a session with its own sandbox. `close` removes the sandbox, and so do `ttl_s` seconds without a call.
 
         `workspace`: a folder, an archive (tar, also compressed, or zip) or a git bundle with the first files.
         `restore`: a checkpoint of the same tenant instead, or its id. `network`: "none", or "egress" where the
-        tenant's class allows it; None: the default of the class (docs/sessions.md).
+        tenant's class allows it; None: the default of the class (docs/sessions.md). `options`: sizes and user of the
+        sandbox, within what the class allows; None: those of the class.
         """
         if network not in (None, "none", "egress"):
             raise ConfigError(f"network '{network}' does not exist: use none or egress, or omit it")
@@ -173,6 +176,7 @@ class ToolClient:
             workspace=Path(workspace) if workspace is not None else None,
             restore=restore.id if isinstance(restore, Checkpoint) else restore,
             network=network,
+            options=options or DEFAULT_OPTIONS,
         )
         return await Session.open(
             self._dispatcher,

@@ -11,6 +11,7 @@ from docker import APIClient
 from pydantic import SecretStr
 
 from contract.hosts import HostReport
+from contract.sandboxes import SandboxOptions
 from orchestrator.dispatch.sessions import Session
 from orchestrator.sdk.client import ToolClient
 from orchestrator.settings import OrchestratorSettings
@@ -108,7 +109,8 @@ async def test_a_killed_worker_s_sessions_go_on_where_they_were_with_all_their_f
 
 async def test_a_host_that_is_drained_under_load_loses_no_call_and_no_file(ground: Ground) -> None:
     async with ToolClient.connect(settings=settings_of(ground)) as client:
-        writers = [Writer(await client.open_session()) for _ in range(SESSIONS)]
+        small = SandboxOptions(workspace_bytes=16 * 1024**2)
+        writers = [Writer(await client.open_session(options=small)) for _ in range(SESSIONS)]
         writing = [asyncio.create_task(writer.run()) for writer in writers]
         await wait_until_async(lambda: all(len(writer.written) > 3 for writer in writers), UP_S, "all write")
 
@@ -129,6 +131,8 @@ async def test_a_host_that_is_drained_under_load_loses_no_call_and_no_file(groun
         for writer in writers:
             numbers = (await writer.session.read_file("numbers")).decode().split()
             assert numbers == [str(number) for number in writer.written]
+            size = await writer.session.exec(["df", "-m", "--output=size", "/workspace"])
+            assert int(size.stdout.split()[-1]) < 20
             await writer.session.close()
     assert [report.host for report in await asyncio.to_thread(reports, ground)] == ["b"]
     # A supervisor does not restart a process with exit code 0. The process ends a moment after it reports that it is

@@ -201,7 +201,7 @@ GOOD = '{"id":"a","instruction":"x"}'
             "column 51: `limits.maxTokens` is an unknown field: did you mean `max_tokens`?",
         ),
         ('{"custom_id":"a","id":"b","instruction":"x"}', "`custom_id` is an unknown field: did you mean `id`?"),
-        ('{"id":"a","instruction":"x","zzz":1}', "`zzz` is an unknown field: the fields are artifacts, dialect,"),
+        ('{"id":"a","instruction":"x","zzz":1}', "`zzz` is an unknown field: the fields are artifacts, cpus, dialect,"),
         ('{"id":"a"}', "line 1, column 1: `instruction` is missing"),
         ('{"instruction":"x"}', "line 1, column 1: `id` is missing"),
         ('{"id":7,"instruction":"x"}', "line 1, column 7: `id` should be a valid string, not 7"),

@@ -83,6 +83,13 @@ def test_a_host_that_has_just_failed_is_left_out() -> None:
     assert choose_host(reports, HostRequirements(), excluded={"host.a.b00t"}).host == "b"
 
 
+def test_a_host_with_the_memory_that_a_session_asks_for_is_preferred() -> None:
+    small, large = build_report("small", memory_free_bytes=2 * GIB), build_report("large", memory_free_bytes=9 * GIB)
+    needs = HostRequirements(memory_bytes=8 * GIB)
+    assert {choose_host([small, large], needs).host for _ in range(20)} == {"large"}
+    assert choose_host([small], needs).host == "small"
+
+
 def test_an_image_that_no_host_allows_is_the_callers_mistake() -> None:
     with pytest.raises(ToolFailure, match="image 'odd' is not allowed on any host; allowed: base") as refused:
         choose_host([build_report("a", images=("base",))], HostRequirements(image="odd"))

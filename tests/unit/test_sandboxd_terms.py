@@ -11,10 +11,11 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from contract.errors import ConfigError, ErrorCode, SandboxUnavailable, ToolFailure
+from contract.sandboxes import SandboxOptions
 from contract.tenancy import SandboxTerms
 from tests.fake_sandboxd import PLAN, KeptWorkspaces, build_host, open_host, running_sandboxd
 from tests.sandboxd_calls import call, frame, raw_exchange
-from workers.sandboxd.plans import BYTES_PER_INODE, Plans, SandboxPlan, load_plans
+from workers.sandboxd.plans import BYTES_PER_INODE, Plans, SandboxPlan, limits_of, load_plans
 from workers.sandboxd.sandbox import Sandbox
 from workers.sandboxd.session import Session
 from workers.sandboxd.sessions import NewSession
@@ -125,6 +126,84 @@ def test_sessions_of_a_removed_class_reach_nothing() -> None:
 def test_a_class_that_no_policy_can_name_is_refused_at_the_start(name: str) -> None:
     with pytest.raises(ConfigError, match="has an invalid name"):
         load_plans(SandboxdSettings(tenant_classes={name: TenantClass()}))
+
+
+# Sizes and user by request
+
+GIB = 1024 * MIB
+SIZED = build_plans(
+    {
+        "plain": TenantClass(),
+        "ci": TenantClass(
+            cpus=2.0,
+            largest=SandboxOptions(cpus=8, memory_bytes=4 * GIB, workspace_bytes=20 * GIB, pids=4096, user="root"),
+        ),
+        "root": TenantClass(user="root"),
+    }
+)
+
+
+def test_a_session_gets_the_sizes_that_it_asks_for_and_else_those_of_its_class() -> None:
+    terms = SandboxTerms(tenant_class="ci")
+    own = SIZED.choose(terms)
+    options = SandboxOptions(cpus=0.5, memory_bytes=GIB, workspace_bytes=3 * GIB, pids=1000, user="root")
+    plan = SIZED.choose(terms, options=options)
+    assert (own.cpus, own.is_root, plan.granted()) == (2.0, False, options)
+    limits = limits_of(plan)
+    assert (limits.cpus, limits.pids, limits.workspace_bytes) == (0.5, 1000, 3 * GIB)
+    assert limits.memory_bytes(has_tmpfs_workspace=False) == GIB
+    assert plan.workspace_inodes == 3 * GIB // BYTES_PER_INODE
+    # A sandbox of the pool has the sizes of the class.
+    assert SIZED.choose(terms, options=SandboxOptions(cpus=2.0)) == own != plan
+
+
+@pytest.mark.parametrize(
+    ("tenant_class", "options"),
+    [
+        ("ci", SandboxOptions(cpus=8.5)),
+        ("ci", SandboxOptions(memory_bytes=4 * GIB + 1)),
+        ("ci", SandboxOptions(workspace_bytes=21 * GIB)),
+        ("ci", SandboxOptions(pids=4097)),
+        ("plain", SandboxOptions(pids=129)),
+        ("plain", SandboxOptions(user="root")),
+    ],
+)
+def test_more_than_the_largest_of_the_class_is_refused_with_the_limit_and_the_class(
+    tenant_class: str, options: SandboxOptions
+) -> None:
+    with pytest.raises(ToolFailure) as refused:
+        SIZED.choose(SandboxTerms(tenant_class=tenant_class), options=options)
+    (name,) = options.model_dump()
+    limit = {"cpus": "8", "memory_bytes": str(4 * GIB), "workspace_bytes": str(20 * GIB), "user": ""}.get(name, "")
+    assert refused.value.code is ErrorCode.INVALID_ARGUMENTS
+    assert f"class '{tenant_class}'" in str(refused.value)
+    assert limit in str(refused.value)
+
+
+def test_the_policy_of_a_tenant_limits_the_disk_that_it_may_ask_for() -> None:
+    terms = SandboxTerms(tenant_class="ci", workspace_bytes=2 * GIB)
+    assert SIZED.choose(terms, options=SandboxOptions(workspace_bytes=2 * GIB)).workspace_bytes == 2 * GIB
+    with pytest.raises(ToolFailure, match=f"at most {2 * GIB} for this tenant"):
+        SIZED.choose(terms, options=SandboxOptions(workspace_bytes=3 * GIB))
+    small = SandboxTerms(tenant_class="ci", workspace_bytes=MIB)
+    assert SIZED.choose(small, options=SandboxOptions(cpus=4)).workspace_bytes == MIB
+
+
+def test_a_root_class_gives_the_sandbox_user_to_those_who_ask() -> None:
+    terms = SandboxTerms(tenant_class="root")
+    assert SIZED.choose(terms).is_root
+    assert not SIZED.choose(terms, options=SandboxOptions(user="sandbox")).is_root
+
+
+def test_the_next_sandbox_of_a_session_keeps_its_sizes_up_to_the_largest_of_the_class() -> None:
+    terms = SandboxTerms(tenant_class="ci")
+    plan = SIZED.choose(terms, options=SandboxOptions(cpus=6, pids=1000, user="root"))
+    assert SIZED.revise(terms, plan) == plan
+    lowered = build_plans({"ci": TenantClass(memory_reserve_bytes=GIB, largest=SandboxOptions(cpus=4, user="root"))})
+    revised = lowered.revise(terms, plan)
+    assert (revised.cpus, revised.pids, revised.memory_reserve_bytes, revised.is_root) == (4, 128, GIB, True)
+    with pytest.raises(ToolFailure, match="no longer run as root"):
+        build_plans({"ci": TenantClass()}).revise(terms, plan)
 
 
 # Patterns of images

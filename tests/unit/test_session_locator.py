@@ -153,14 +153,15 @@ async def test_an_opening_that_failed_leaves_no_place(client: "redis.asyncio.Red
 async def test_a_session_of_a_lost_host_is_opened_elsewhere_from_its_checkpoint(client: "redis.asyncio.Redis") -> None:
     hosts = Hosts("a")
     locator = build_locator(client, hosts)
-    await locator.open("acme", "s1", DEFAULT, {"image": "base", "ttl_s": 60, "restore": "c0"})
+    start = {"image": "base", "ttl_s": 60, "restore": "c0", "options": {"cpus": 0.5, "user": "root"}}
+    await locator.open("acme", "s1", DEFAULT, start)
     await client.hset(place_key("d", "acme", "s1"), mapping={**checkpoints("c7"), "checkpoint_at": 1_700_000_000})
     seen = await locator.find("acme", "s1", DEFAULT)
     await hosts.lose(client, "host.a.b00t")
     hosts.all["host.b.b00t"] = build_report("b")
     assert await locator.refresh("acme", "s1", seen, DEFAULT, is_lost=True) == SessionAddress("host.b.b00t", 2)
     _, opening, _ = hosts.opened[-1]
-    assert (opening.arguments["restore"], opening.arguments["image"], opening.arguments["ttl_s"]) == ("c7", "base", 60)
+    assert {name: opening.arguments[name] for name in start} == {**start, "restore": "c7"}
     assert opening.arguments["moved"]["checkpoint_at"] == "2023-11-14T22:13:20+00:00"
 
 

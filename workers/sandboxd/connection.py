@@ -10,12 +10,14 @@ import re
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import structlog
 from pydantic import ValidationError
 
+from contract.calls import Record
 from contract.errors import ErrorCode, OperatorError, ToolFailure
+from contract.sandboxes import DEFAULT_OPTIONS, SandboxOptions
 from contract.tenancy import SandboxTerms
 from workers.sandboxd.factory import SandboxdEnding
 from workers.sandboxd.frames import Frame, FrameError, WorkerLink
@@ -26,6 +28,7 @@ from workers.unix_listening import BACKLOG, find_peer_uid, open_listener
 
 log = structlog.get_logger(__name__)
 
+R = TypeVar("R", bound=Record)
 OWNER = "sandboxd"
 ReadBody = Callable[[int], AsyncIterator[bytes]]
 """Returns the chunks of a request's body of the given size."""
@@ -276,17 +279,23 @@ def parse_fence(header: Mapping[str, Any]) -> int | None:
 
 def parse_terms(header: Mapping[str, Any]) -> SandboxTerms | None:
     """Return the tenant's current sandbox terms, or None when the request has none."""
-    terms = header.get("terms")
-    if terms is None:
+    return _parse_record(header, "terms", SandboxTerms, "fix the tenant's policy")
+
+
+def parse_options(header: Mapping[str, Any]) -> SandboxOptions:
+    """Return what the session asks of its sandbox."""
+    return _parse_record(header, "options", SandboxOptions, "correct the request") or DEFAULT_OPTIONS
+
+
+def _parse_record(header: Mapping[str, Any], name: str, kind: type[R], advice: str) -> R | None:
+    if header.get(name) is None:
         return None
     try:
-        return SandboxTerms.model_validate(terms)
+        return kind.model_validate(header[name])
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
-        name = ".".join(str(part) for part in ("terms", *first["loc"]))
-        raise ToolFailure(
-            ErrorCode.INVALID_ARGUMENTS, f"{name[:200]}: {first['msg'][:200]}: fix the tenant's policy"
-        ) from None
+        path = ".".join(str(part) for part in (name, *first["loc"]))
+        raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, f"{path[:200]}: {first['msg'][:200]}: {advice}") from None
 
 
 def parse_skill(header: Mapping[str, Any]) -> tuple[str, str, int]:

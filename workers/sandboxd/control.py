@@ -21,6 +21,7 @@ from workers.sandboxd.connection import (
     ReadBody,
     parse_fence,
     parse_number,
+    parse_options,
     parse_session,
     parse_skill,
     parse_terms,
@@ -108,7 +109,10 @@ class ControlRequests:
         name, ttl_s = parse_session(header), parse_number(header, "ttl_s", DEFAULT_TTL_S, MAX_TTL_S)
         terms = parse_terms(header)
         plan = self._plans.choose(
-            terms or SandboxTerms(), _parse_optional(header, "image"), _parse_optional(header, "network")
+            terms or SandboxTerms(),
+            _parse_optional(header, "image"),
+            _parse_optional(header, "network"),
+            parse_options(header),
         )
         started = time.monotonic()
         start = NewSession(plan, ttl_s, self._choose_fill(header), terms, parse_moved(header))
@@ -122,6 +126,7 @@ class ControlRequests:
             "network": self._plans.network(session.terms) if rules is not None else "none",
             "hosts": list(rules.hosts) if rules is not None else [],
             "workspace": session.workspace.kind,
+            "options": session.plan.granted().model_dump(),
             "start_s": time.monotonic() - started,
         }
 

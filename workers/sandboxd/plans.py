@@ -14,6 +14,7 @@ from contract.image_names import (
     parse_image_name,
     parse_image_pattern,
 )
+from contract.sandboxes import DEFAULT_OPTIONS, SandboxOptions
 from contract.tenancy import NetworkPolicy, SandboxTerms
 from workers.sandboxd.disks.base import WorkspaceMount
 from workers.sandboxd.runtime.hardening import NO_IMAGE, ImageFacts, SandboxLimits, SandboxSpec
@@ -27,6 +28,15 @@ MAX_NAME_CHARS = 64
 """Longest name of a class in terms."""
 MAX_IMAGES_CHARS = 32 * 1024
 """Limit of the names and patterns of images of all classes. Each report of the host contains them."""
+_SIZES = {
+    "cpus": "cpus",
+    "memory_reserve_bytes": "memory_bytes",
+    "workspace_bytes": "workspace_bytes",
+    "pids": "pids",
+}
+"""Sizes of a plan, each with its name in SandboxOptions."""
+MOUNTS_BYTES = SandboxLimits.tmp_bytes + SandboxLimits.output_bytes + SandboxLimits.shm_bytes
+"""Memory that the mounts of every sandbox may use in addition to the reserve."""
 BYTES_PER_INODE = 4096
 """A workspace may hold one file for each block of this size."""
 
@@ -36,7 +46,8 @@ class SandboxPlan:
     """The properties of a container. Sessions with equal plans may get the same unused sandbox. Sizes are in bytes.
 
     `tenant_class`: the class whose registry logins pull the image. `image_id`: the content id of the image once it is
-    known; the container is made from it, so a tag that moves does not change the image of a session.
+    known; the container is made from it, so a tag that moves does not change the image of a session. `options`: what
+    the session asked for.
     """
 
     image: str
@@ -48,8 +59,19 @@ class SandboxPlan:
     cpus: float
     pids: int
     is_root: bool = False
+    options: SandboxOptions = field(default=DEFAULT_OPTIONS, compare=False)
     tenant_class: str = field(default=DEFAULT, compare=False)
     image_id: str | None = field(default=None, compare=False)
+
+    def granted(self) -> SandboxOptions:
+        """Return the sizes and the user of the sandbox."""
+        return SandboxOptions(
+            cpus=self.cpus,
+            memory_bytes=self.memory_reserve_bytes + MOUNTS_BYTES,
+            workspace_bytes=self.workspace_bytes,
+            pids=self.pids,
+            user="root" if self.is_root else "sandbox",
+        )
 
 
 class Plans:
@@ -74,14 +96,21 @@ class Plans:
                 "in place of names"
             )
 
-    def choose(self, terms: SandboxTerms, image: str | None = None, network: str | None = None) -> SandboxPlan:
+    def choose(
+        self,
+        terms: SandboxTerms,
+        image: str | None = None,
+        network: str | None = None,
+        options: SandboxOptions = DEFAULT_OPTIONS,
+    ) -> SandboxPlan:
         """Return the plan of a new session. Raises ToolFailure when this host does not have the class, or when the
-        image or the network is not allowed.
+        image, the network or an option is not allowed.
         """
         granted = self._class(terms)
         chosen = self._plan(terms.tenant_class, self._image(granted, terms, image), _network(granted, terms, network))
-        size = min(chosen.workspace_bytes, terms.workspace_bytes or chosen.workspace_bytes)
-        return replace(chosen, workspace_bytes=size, workspace_inodes=size // BYTES_PER_INODE)
+        plan, largest = _with_options(chosen, options), self._largest(terms, chosen)
+        _check_options(options, plan, largest)
+        return _cut(plan, largest)
 
     def revise(self, terms: SandboxTerms, plan: SandboxPlan) -> SandboxPlan:
         """Return the plan of an existing session under the current class and terms. It never allows more than before,
@@ -89,7 +118,7 @@ class Plans:
         `choose`.
         """
         granted = self._class(terms)
-        if plan.is_root and granted.user != "root":
+        if plan.is_root and "root" not in (granted.user, granted.largest.user):
             raise ToolFailure(
                 ErrorCode.INVALID_ARGUMENTS,
                 f"sessions of class '{terms.tenant_class}' no longer run as root, but the disk of this session is made "
@@ -98,8 +127,9 @@ class Plans:
         is_kept = self._allows(granted, terms, plan.image)
         image = plan.image if is_kept else self._image(granted, terms, None)
         network = "none" if plan.network == "none" else self.network(terms)
+        chosen = self._plan(terms.tenant_class, image, network)
         return replace(
-            self._plan(terms.tenant_class, image, network),
+            _cut(_with_options(chosen, plan.options), self._largest(terms, chosen)),
             is_root=plan.is_root,
             image_id=plan.image_id if is_kept else None,
             workspace_bytes=plan.workspace_bytes,
@@ -112,7 +142,9 @@ class Plans:
 
     def largest_bytes(self, *, has_tmpfs_workspace: bool) -> int:
         """Return the largest memory in bytes that a sandbox of any class may use."""
-        plans = [self.choose(SandboxTerms(tenant_class=name)) for name in self.classes]
+        plans = [
+            self.choose(SandboxTerms(tenant_class=name), options=terms.largest) for name, terms in self.classes.items()
+        ]
         return max(limits_of(plan).memory_bytes(has_tmpfs_workspace=has_tmpfs_workspace) for plan in plans)
 
     def proofs(self) -> tuple[SandboxPlan, ...]:
@@ -127,7 +159,7 @@ class Plans:
 
     def has_root(self) -> bool:
         """Return whether sessions of any class run as root inside."""
-        return any(terms.user == "root" for terms in self.classes.values())
+        return any("root" in (terms.user, terms.largest.user) for terms in self.classes.values())
 
     def pooled(self) -> Mapping[SandboxPlan, int]:
         """Return how many sandboxes of each plan to keep ready. Classes with equal plans share them. Raises ValueError
@@ -242,6 +274,15 @@ class Plans:
             image for image in terms.images if "*" in image
         }
 
+    def _largest(self, terms: SandboxTerms, plan: SandboxPlan) -> SandboxPlan:
+        """Return the largest plan that a session of these terms may ask for. `plan`: the plan of the class."""
+        most = self.classes[terms.tenant_class].largest
+        largest = _with_options(plan, most)
+        sizes = {name: max(getattr(plan, name), getattr(largest, name)) for name in _SIZES}
+        if terms.workspace_bytes is not None:
+            sizes["workspace_bytes"] = min(sizes["workspace_bytes"], terms.workspace_bytes)
+        return replace(largest, is_root=plan.is_root or largest.is_root, **sizes)
+
     def _plan(self, tenant_class: str, image: str, network: NetworkPolicy) -> SandboxPlan:
         settings, granted = self._settings, self.classes[tenant_class]
         size = granted.workspace_bytes or settings.sandbox_workspace_bytes
@@ -286,6 +327,45 @@ def _network(granted: TenantClass, terms: SandboxTerms, requested: str | None) -
         f"network '{str(requested)[:40]}' is not allowed for this tenant: leave it out, or ask the operator for a "
         "policy and a class with it",
     )
+
+
+def _check_options(options: SandboxOptions, plan: SandboxPlan, largest: SandboxPlan) -> None:
+    """Raise ToolFailure for an option above the largest one. `plan`: the plan with the options."""
+    for name, option in _SIZES.items():
+        asked, most = getattr(options, option), getattr(largest, name)
+        if asked is not None and getattr(plan, name) > most:
+            raise ToolFailure(
+                ErrorCode.INVALID_ARGUMENTS,
+                f"{option} is {asked}, and a session of class '{plan.tenant_class}' may have at most "
+                f"{most + MOUNTS_BYTES if option == 'memory_bytes' else most} for this tenant: ask for less, or ask "
+                "the operator to raise `largest` of the class",
+            )
+    if plan.is_root and not largest.is_root:
+        raise ToolFailure(
+            ErrorCode.INVALID_ARGUMENTS,
+            f"a session of class '{plan.tenant_class}' may not run as root: leave `user` out, or ask the operator to "
+            "set `user` in `largest` of the class",
+        )
+
+
+def _with_options(plan: SandboxPlan, options: SandboxOptions) -> SandboxPlan:
+    """Return the plan of a class with the options of a session."""
+    reserve = None if options.memory_bytes is None else options.memory_bytes - MOUNTS_BYTES
+    return replace(
+        plan,
+        options=options,
+        cpus=options.cpus or plan.cpus,
+        memory_reserve_bytes=reserve or plan.memory_reserve_bytes,
+        workspace_bytes=options.workspace_bytes or plan.workspace_bytes,
+        pids=options.pids or plan.pids,
+        is_root=plan.is_root if options.user is None else options.user == "root",
+    )
+
+
+def _cut(plan: SandboxPlan, largest: SandboxPlan) -> SandboxPlan:
+    """Return the plan with no size above that of `largest`."""
+    sizes = {name: min(getattr(plan, name), getattr(largest, name)) for name in _SIZES}
+    return replace(plan, workspace_inodes=sizes["workspace_bytes"] // BYTES_PER_INODE, **sizes)
 
 
 def limits_of(plan: SandboxPlan) -> SandboxLimits:

@@ -15,6 +15,7 @@ from contract.errors import ErrorCode, OperatorError, SandboxUnavailable, ToolFa
 from contract.functions.call_context import CallContext, CoroutineRunner
 from contract.functions.session_state import NoState, SessionStates
 from contract.registry import Tool, ToolRegistry
+from contract.sandboxes import SandboxOptions
 from contract.tenancy import SandboxTerms
 from workers.call_events import CallEvents, NoCallEvents
 from workers.sandbox_client import (
@@ -228,9 +229,11 @@ class ToolEnvironment:
         restore: str | None = None,
         workspace: str | None = None,
         network: str | None = None,
+        options: SandboxOptions | None = None,
         moved: Mapping[str, Any] | None = None,
     ) -> Mapping[str, Any]:
-        """Open the session's sandbox. Return `image`, `network`, `hosts`, `workspace` (its kind) and `start_s`.
+        """Open the session's sandbox. Return `image`, `network`, `hosts`, `workspace` (its kind), `options` and
+        `start_s`.
 
         `restore` is the id of a checkpoint. `workspace` is a file of the store in place of a checkpoint. `moved` is
         set when another host had the session (SandboxClient.describe_open).
@@ -245,6 +248,7 @@ class ToolEnvironment:
                 restore=restore,
                 workspace=workspace,
                 network=network,
+                options=options,
                 terms=self._terms,
                 moved=moved,
             ),
@@ -252,7 +256,7 @@ class ToolEnvironment:
         )
         # A session that was already open may have no container now.
         self.sandbox = SandboxInfo.model_validate(fields["sandbox"]) if fields["sandbox"] is not None else None
-        return {name: fields[name] for name in ("image", "network", "hosts", "workspace", "start_s")}
+        return {name: fields[name] for name in ("image", "network", "hosts", "workspace", "options", "start_s")}
 
     def checkpoint(self) -> Mapping[str, Any]:
         """Save a checkpoint. Return `checkpoint` (its id), `bytes`, `sha256`, `skipped` (sockets) and `torn`."""

@@ -9,6 +9,7 @@ from typing import Any
 
 from contract.calls import MAX_BLOB_BYTES, MAX_TIMEOUT_S
 from contract.errors import ErrorCode, ToolFailure
+from contract.sandboxes import SandboxOptions
 from contract.session_locations import DEFAULT_TTL_S, MAX_TTL_S
 from contract.specs import ToolSpec
 from workers.sandbox_client import ARCHIVE_TIMEOUT_S, GuestResponse
@@ -50,6 +51,7 @@ def _open(arguments: dict[str, Any], environment: ToolEnvironment) -> Outcome:
         restore=arguments.get("restore"),
         workspace=arguments.get("workspace"),
         network=arguments.get("network"),
+        options=SandboxOptions(**arguments["options"]) if "options" in arguments else None,
         moved=arguments.get("moved"),
     )
     return Outcome(metadata={**answer, **environment.host_facts()})
@@ -205,6 +207,7 @@ SESSION_VERBS = (
                 "restore": _CHECKPOINT,
                 "workspace": _PATH,
                 "network": {"enum": ["none", "egress"]},
+                "options": SandboxOptions.model_json_schema(),
                 "moved": _MOVED,
             },
             [],

@@ -1,0 +1,45 @@
+"""What a session may ask of its sandbox, within the limits of its tenant class."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from contract.calls import Record
+
+MIB = 1024 * 1024
+LEAST_MEMORY_BYTES = 224 * MIB
+"""Least memory of a sandbox: 160 MiB for /tmp, /output and /dev/shm, which are in memory, and 64 MiB for programs."""
+Cpus = Annotated[float, Field(ge=0.01, le=4096)]
+Pids = Annotated[int, Field(ge=16, le=2**22)]
+WorkspaceBytes = Annotated[int, Field(ge=MIB, le=2**50)]
+SandboxUser = Literal["sandbox", "root"]
+
+
+def _is_none(value: object) -> bool:
+    return value is None
+
+
+class SandboxOptions(Record):
+    """Sizes and user of a sandbox. None: the value of the tenant class. Sizes are in bytes. JSON omits None, so that
+    earlier releases can read the record.
+
+    `cpus`: processors. `memory_bytes`: memory of all processes, with /tmp, /output and /dev/shm; a workspace in memory
+    is added. `workspace_bytes`: disk for all that the session writes. `pids`: processes and threads. `user`: `root` is
+    root of the sandbox only.
+    """
+
+    cpus: Cpus | None = Field(default=None, exclude_if=_is_none)
+    memory_bytes: Annotated[int, Field(ge=LEAST_MEMORY_BYTES, le=2**50)] | None = Field(
+        default=None, exclude_if=_is_none
+    )
+    workspace_bytes: WorkspaceBytes | None = Field(default=None, exclude_if=_is_none)
+    pids: Pids | None = Field(default=None, exclude_if=_is_none)
+    user: SandboxUser | None = Field(default=None, exclude_if=_is_none)
+
+
+DEFAULT_OPTIONS = SandboxOptions()
+
+
+def pick_options(record: SandboxOptions) -> SandboxOptions:
+    """Return only the options of a record that has more fields."""
+    return SandboxOptions(**{name: getattr(record, name) for name in SandboxOptions.model_fields})

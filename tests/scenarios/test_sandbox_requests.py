@@ -1,0 +1,103 @@
+"""A user asks for the size and the user of a sandbox: in a program, over HTTP, on the command line, in batch lines."""
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from docker import APIClient
+
+from contract.errors import ErrorCode, ToolFailure
+from contract.sandboxes import SandboxOptions
+from orchestrator.sdk.client import ToolClient
+from tests.stack import Stack, open_stack, run_toolcrew
+
+pytestmark = [
+    pytest.mark.stack,
+    pytest.mark.timeout(200),
+    pytest.mark.skipif(os.geteuid() != 0, reason="root inside needs sandboxes that sandboxd starts itself"),
+]
+
+MIB = 1024 * 1024
+CLASSES = {"default": {"largest": {"cpus": 2, "workspace_bytes": 64 * MIB, "pids": 500, "user": "root"}}}
+SHOW = "id -u; df -m --output=size /workspace | tail -1"
+"""Prints the user and the size of the disk in MiB."""
+
+
+@pytest.fixture(scope="module")
+def stack(engine: APIClient) -> Iterator[Stack]:
+    environment = {"TOOLCREW_TENANT_CLASSES": json.dumps(CLASSES), "TOOLCREW_SANDBOX_WORKSPACE_BYTES": str(16 * MIB)}
+    with open_stack(engine, environment, workers_only=False) as opened:
+        yield opened
+
+
+def shown(output: str | None) -> tuple[int, int]:
+    user, size = (output or "").split()
+    return int(user), int(size)
+
+
+async def test_a_program_opens_a_session_with_sizes_and_user(stack: Stack) -> None:
+    async with ToolClient.connect(stack.redis_url) as client:
+        options = SandboxOptions(cpus=0.5, workspace_bytes=32 * MIB, pids=400, user="root")
+        async with await client.open_session(options=options) as session:
+            assert (await session.info()).options.model_dump() == {**options.model_dump(), "memory_bytes": 416 * MIB}
+            user, size = shown((await session.call("bash_tool", {"command": SHOW})).output)
+            assert (user, 28 < size < 36) == (0, True)
+            attached = await client.session(session.id)
+            assert (await attached.info()).options.user == "root"
+        with pytest.raises(ToolFailure, match=r"pids is 501.*class 'default' may have at most 500") as refused:
+            await client.open_session(options=SandboxOptions(pids=501))
+        assert refused.value.code is ErrorCode.INVALID_ARGUMENTS
+
+
+async def test_an_http_client_opens_a_session_with_sizes_and_user(stack: Stack) -> None:
+    headers = {"Authorization": f"Bearer {stack.info.api_key}"}
+    async with httpx.AsyncClient(base_url=str(stack.info.api_url), headers=headers, timeout=60) as client:
+        asked = {"cpus": 1.5, "workspace_bytes": 32 * MIB, "user": "root"}
+        opened = await client.post("/v1/sessions", json=asked)
+        assert opened.status_code == 201, opened.text
+        session = opened.json()
+        assert {name: session[name] for name in asked} == asked
+        await client.delete(f"/v1/sessions/{session['id']}")
+        refused = await client.post("/v1/sessions", json={"cpus": 3})
+        assert (refused.status_code, "at most 2" in refused.text) == (422, True)
+        assert (await client.post("/v1/sessions", json={"cpus": -1})).status_code == 422
+
+
+def test_the_command_line_opens_a_session_with_sizes_and_user(stack: Stack) -> None:
+    def toolcrew(*arguments: str) -> Any:
+        environment = {"TOOLCREW_REDIS_URL": stack.redis_url}
+        return run_toolcrew(stack.footprint, *arguments, environment=environment)
+
+    opened = toolcrew("sessions", "open", "--sandbox", "cpus=2,memory=1GiB,user=root", "--json")
+    assert "memory_bytes is 1073741824" in json.loads(opened.stdout)["error"]["message"]
+    opened = toolcrew("sessions", "open", "--sandbox", "workspace=32MiB,pids=400,user=root", "--json")
+    session = json.loads(opened.stdout)
+    assert (session["workspace_bytes"], session["pids"], session["user"]) == (32 * MIB, 400, "root")
+    assert toolcrew("sessions", "close", session["id"]).returncode == 0
+    wrong = toolcrew("sessions", "open", "--sandbox", "disk=1")
+    assert (wrong.returncode, "cpus, memory, workspace, pids, user" in wrong.stderr) == (2, True)
+
+
+def test_lines_of_a_batch_have_sizes_and_user_of_their_own(stack: Stack, tmp_path: Path) -> None:
+    lines = [
+        {"id": "own", "tool": "bash_tool", "arguments": {"command": SHOW}, "workspace_bytes": 48 * MIB},
+        {"id": "default", "tool": "bash_tool", "arguments": {"command": SHOW}, "user": "sandbox"},
+        {"id": "large", "tool": "bash_tool", "arguments": {"command": SHOW}, "cpus": 64},
+    ]
+    file, rows, errors = tmp_path / "in.jsonl", tmp_path / "out.jsonl", tmp_path / "errors.jsonl"
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    options = ["--sandbox", "workspace=32MiB,user=root", "--output", str(rows), "--errors", str(errors)]
+    done = run_toolcrew(
+        stack.footprint, "batches", "submit", str(file), *options, environment={"TOOLCREW_REDIS_URL": stack.redis_url}
+    )
+    assert done.returncode == 1, done.stderr
+    outputs = {row["custom_id"]: shown(row["response"]["body"]["output"]) for row in map(json.loads, rows.open())}
+    assert {name: user for name, (user, _) in outputs.items()} == {"own": 0, "default": 1000}
+    assert 42 < outputs["own"][1] < 54
+    assert 28 < outputs["default"][1] < 36
+    [failed] = map(json.loads, errors.open())
+    assert (failed["custom_id"], "cpus is 64" in json.dumps(failed)) == ("large", True)
