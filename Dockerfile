@@ -80,10 +80,17 @@ USER 10005:10005
 ENV TOOLCREW_WORKER_KIND=web
 
 FROM runtime AS sandboxd
-# Uid 0, with every capability dropped: it owns the engine's socket (root:docker 0660) on every host, where a group id would have to be
-# looked up on each. It is no loss: who may speak to the engine is root on the host, whatever his uid. The group makes the socket
-# it listens on the worker's to reach.
+# crun starts sandboxes, e2fsprogs makes their disks, and tini reaps what crun leaves to PID 1.
+RUN apt-get update \
+    && DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends crun e2fsprogs tini \
+    && apt-get clean \
+    && rm -rf /var/lib/apt/lists/* /var/cache/apt/* /var/cache/debconf/*-old /var/log/* /tmp/* /var/tmp/* \
+    && find / -xdev \( -type f -o -type d \) -perm /6000 -exec chmod a-s {} +
+# Uid 0: it owns the engine's socket (root:docker 0660) on every host, where a group id would have to be looked up on each, and only
+# root may mount. It is no loss: who may speak to the engine is root on the host, whatever his uid. The group makes the socket it
+# listens on the worker's to reach.
 USER 0:10001
+ENTRYPOINT ["tini", "--"]
 CMD ["python", "-m", "workers.sandboxd"]
 
 FROM runtime AS egress

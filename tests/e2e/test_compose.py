@@ -3,10 +3,12 @@ its removal.
 """
 
 import base64
+import contextlib
 import json
 import os
 import secrets
 import shutil
+import signal
 import socket
 import subprocess
 import time
@@ -18,16 +20,24 @@ from pathlib import Path
 
 import httpx
 import pytest
+import yaml
 
 from orchestrator.operations.redis_users import ROLES
 from tests.image_scan import scan_image
 from tests.log_lines import read_events
 from tests.stack import free_port, missing, require_engine
 from tests.waiting import wait_until
+from workers.sandboxd.runtime.cgroups import Cgroups
+from workers.sandboxd.runtime.id_ranges import FIRST_ID
+from workers.sandboxd.runtime.oci import FOLDER
 
 ROOT = Path(__file__).resolve().parents[2]
 SERVICES = {"redis", "sandboxd", "egress", "worker", "web-worker", "orchestrator", "api", "flower"}
 BUILD_S, UP_S, HEALTHY_S, DOWN_S, ANSWER_S = 900.0, 240.0, 120.0, 120.0, 120.0
+
+CAPABILITIES = {"CHOWN": 0, "DAC_OVERRIDE": 1, "KILL": 5, "SETGID": 6, "SETUID": 7, "SYS_ADMIN": 21, "SETFCAP": 31}
+"""Numbers of the capabilities that the file gives to a service."""
+COMPOSE = yaml.safe_load((ROOT / "docker-compose.yml").read_text(encoding="utf-8"))
 
 KNOCK = """
 import socket, sys
@@ -147,10 +157,30 @@ class ComposeStack:
         options += ["--filter", f"label=com.docker.compose.service={service}"] if service else []
         return run_well(["docker", kind, "ls", "--quiet", *options]).split()
 
-    def list_sandboxes(self) -> list[str]:
-        """Return the ids of sandboxes that the project's sandboxd created."""
-        labels = ["--filter", "label=toolcrew.product=sandbox", "--filter", f"label=toolcrew.sandboxd={self.name}"]
-        return run_well(["docker", "container", "ls", "--all", "--quiet", *labels]).split()
+    def list_containers(self) -> list[str]:
+        """Return the ids of containers that the project's sandboxd created in the engine."""
+        label = f"label=toolcrew.sandboxd={self.name}"
+        return run_well(["docker", "container", "ls", "--all", "--quiet", "--filter", label]).split()
+
+    def list_sandboxes(self) -> set[str]:
+        """Return the ids of sandboxes that the project's sandboxd started itself. Only root sees them."""
+        found = set()
+        for place in (FOLDER / "sandboxes").glob("[!.]*"):
+            with contextlib.suppress(FileNotFoundError):  # it has been removed just now
+                labels = json.loads((place / "labels.json").read_text(encoding="utf-8"))["labels"]
+                found |= {place.name} if labels["toolcrew.sandboxd"] == self.name else set()
+        return found
+
+    def list_disks(self) -> list[str]:
+        """Return the images that loop devices of the host hold for the project's sandboxd."""
+        files = Path("/sys/block").glob("loop*/loop/backing_file")
+        return [text for file in files if f"/{self.name}/" in (text := file.read_text(encoding="utf-8"))]
+
+    def open_client(self) -> httpx.Client:
+        """Return a client of the API with a key of the default tenant."""
+        made = json.loads(self.execute("api", "toolcrew", "keys", "create", "default", "--json").out)
+        headers = {"Authorization": f"Bearer {made['key']}"}
+        return httpx.Client(base_url=f"http://127.0.0.1:{self.api_port}", headers=headers, timeout=ANSWER_S)
 
     def worker_ends(self) -> tuple[str, int, int]:
         """Return the state, the exit code and the restart count of the worker's container."""
@@ -183,9 +213,11 @@ def composed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ComposeStack]
         ended = composed.down()
     assert ended.status == 0, ended.err[-2000:]
     left = {kind: composed.list_left(kind) for kind in ("container", "network", "volume")} | {
-        "sandbox": composed.list_sandboxes()
+        "created": composed.list_containers(),
+        "sandbox": sorted(composed.list_sandboxes()),
+        "disk": composed.list_disks(),
     }
-    assert left == {"container": [], "network": [], "volume": [], "sandbox": []}
+    assert not any(left.values()), left
 
 
 def test_a_call_goes_through_the_whole_path(composed: ComposeStack) -> None:
@@ -213,10 +245,7 @@ def test_a_batch_that_is_handed_over_is_worked_by_the_service(composed: ComposeS
 
 
 def test_a_program_of_the_host_opens_a_session_and_calls_a_tool_over_http(composed: ComposeStack) -> None:
-    made = json.loads(composed.execute("api", "toolcrew", "keys", "create", "default", "--json").out)
-    with httpx.Client(
-        base_url=f"http://127.0.0.1:{composed.api_port}", headers={"Authorization": f"Bearer {made['key']}"}, timeout=60
-    ) as client:
+    with composed.open_client() as client:
         session = client.post("/v1/sessions", json={}).json()["id"]
         result = client.post(
             f"/v1/sessions/{session}/calls", json={"name": "bash_tool", "arguments": {"command": "echo $((6*7))"}}
@@ -245,19 +274,69 @@ def test_only_the_worker_reaches_sandboxd(composed: ComposeStack, service: str) 
 
 
 @pytest.mark.parametrize("service", sorted(SERVICES))
-def test_a_service_that_is_taken_over_holds_no_right_and_cannot_change_its_files(
+def test_a_service_that_is_taken_over_holds_no_other_right_and_cannot_change_its_files(
     composed: ComposeStack, service: str
 ) -> None:
     ran = composed.execute(
         service, "sh", "-c", "grep -E '^(CapEff|CapBnd|NoNewPrivs):' /proc/self/status; touch /etc/x /usr/bin/x"
     )
+    rights = f"{sum(1 << CAPABILITIES[name] for name in COMPOSE['services'][service].get('cap_add', [])):016x}"
     assert ran.status != 0
-    assert ran.out.split() == ["CapEff:", "0" * 16, "CapBnd:", "0" * 16, "NoNewPrivs:", "1"]
+    assert ran.out.split() == ["CapEff:", rights, "CapBnd:", rights, "NoNewPrivs:", "1"]
 
 
 @pytest.mark.parametrize("service", sorted(SERVICES))
 def test_an_image_of_a_service_holds_nothing_that_gives_rights(composed: ComposeStack, service: str) -> None:
     assert scan_image(f"toolcrew-{service}:dev") == []
+
+
+def test_sandboxes_are_started_by_sandboxd_on_disks_and_have_no_right_on_the_host(composed: ComposeStack) -> None:
+    ask = "from workers.sandbox_client import SandboxClient as C; import json, os; "
+    ask += "print(json.dumps(C(os.environ['TOOLCREW_SANDBOXD_SOCKET']).status()))"
+    status = json.loads(composed.execute("sandboxd", "python", "-c", ask).out)
+    assert (status["start"], status["workspaces"]) == ("oci", {"kind": "image", "hard": True, "note": None})
+    report = json.loads(composed.execute("sandboxd", "python", "-m", "workers.sandboxd", "--check", "--json").out)
+    states = {row["name"]: row["state"] for row in report["promises"]}
+    for promise in ("files outlive their sandbox", "root in a sandbox is not root on the host"):
+        assert states[promise] == "holds", report
+    processes = [process for sandbox in composed.list_sandboxes() for process in find_processes(sandbox)]
+    assert processes
+    for process in processes:
+        text = Path(f"/proc/{process}/status").read_text(encoding="ascii")
+        shown = dict(line.split(":\t", 1) for line in text.splitlines() if ":\t" in line)
+        assert [int(shown[name], 16) for name in ("CapEff", "CapPrm", "CapBnd")] == [0, 0, 0]
+        assert min(map(int, [*shown["Uid"].split(), *shown["Gid"].split()])) >= FIRST_ID
+
+
+def find_processes(sandbox: str) -> list[int]:
+    return list(map(int, Cgroups().file(sandbox, "pids", "cgroup.procs").read_text(encoding="ascii").split()))
+
+
+def test_a_workspace_survives_its_sandbox_and_sandboxd(composed: ComposeStack) -> None:
+    with composed.open_client() as client:
+        session = client.post("/v1/sessions", json={}).json()["id"]
+
+        def call(command: str) -> str:
+            body = {"name": "bash_tool", "arguments": {"command": command}}
+            return str(client.post(f"/v1/sessions/{session}/calls", json=body).json().get("output", "")).strip()
+
+        assert call("echo kept > /workspace/file && cat /workspace/file") == "kept"
+        for process in {process for sandbox in composed.list_sandboxes() for process in find_processes(sandbox)}:
+            os.kill(process, signal.SIGKILL)
+        wait_until(lambda: call("cat /workspace/file") == "kept", ANSWER_S, composed.tell)
+
+        earlier, (container,) = composed.list_sandboxes(), composed.list_left("container", "sandboxd")
+        assert earlier
+        # Its PID 1, as seen here: all its processes end with it.
+        os.kill(int(run_well(["docker", "inspect", "--format", "{{.State.Pid}}", container])), signal.SIGKILL)
+        restarts = ["docker", "inspect", "--format", "{{.RestartCount}} {{.State.Health.Status}}", container]
+        wait_until(lambda: run_well(restarts).split() == ["1", "healthy"], ANSWER_S, composed.tell)
+        wait_until(lambda: call("cat /workspace/file") == "kept", ANSWER_S, composed.tell)
+        assert not earlier & composed.list_sandboxes()
+        assert not any(Cgroups().exists(sandbox) for sandbox in earlier)
+        mounts = Path("/proc/self/mountinfo").read_text(encoding="utf-8")
+        assert not [line for line in mounts.splitlines() if composed.name in line or " toolcrew " in line]
+        assert client.delete(f"/v1/sessions/{session}").status_code == 204
 
 
 def test_the_services_log_lines_of_json_and_nothing_else(composed: ComposeStack) -> None:
@@ -381,8 +460,9 @@ os.kill(next(pid for pid, parent in parents.items() if parent == "1"), 9)
 
 
 def test_a_worker_that_crashed_comes_back_and_one_that_was_drained_stays_down(composed: ComposeStack) -> None:
+    starts = composed.worker_ends()[2] + 1
     assert composed.execute("worker", "python", "-c", KILL_WORKER).status in (0, 137)
-    wait_until(lambda: composed.worker_ends()[::2] == ("running", 1), ANSWER_S, composed.tell)
+    wait_until(lambda: composed.worker_ends()[::2] == ("running", starts), ANSWER_S, composed.tell)
 
     def drain() -> Ran | None:
         """Drain the host. Until the new worker has taken over, no worker can be drained."""
@@ -400,4 +480,4 @@ def test_a_worker_that_crashed_comes_back_and_one_that_was_drained_stays_down(co
 
     wait_until(drain, UP_S, composed.tell)
     ends = wait_until(lambda: (ends := composed.worker_ends())[0] != "running" and ends, ANSWER_S, composed.tell)
-    assert ends == ("exited", 0, 1), "it was drained, and came back"
+    assert ends == ("exited", 0, starts), "it was drained, and came back"

@@ -13,6 +13,7 @@ import yaml
 from orchestrator.operations.redis_users import ROLES, build_users, hash_password
 from orchestrator.settings import OrchestratorSettings
 from workers.egress.daemon import MAX_CONNECTIONS
+from workers.sandboxd.runtime.oci import FOLDER
 from workers.settings import EgressSettings, SandboxdSettings, WorkerSettings
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -105,6 +106,15 @@ def test_no_service_but_sandboxd_sees_a_path_of_the_host() -> None:
     assert {name for name in SERVICES if set(find_mounts(name).values()) - named} == {"sandboxd"}
 
 
+def test_sandboxd_has_the_rights_to_start_sandboxes_and_no_other() -> None:
+    """tests/e2e/test_compose.py shows that these are enough."""
+    sandboxd = load_service("sandboxd")
+    assert sandboxd["cap_add"] == ["SYS_ADMIN", "SETUID", "SETGID", "SETFCAP", "DAC_OVERRIDE", "CHOWN"]
+    assert sandboxd["device_cgroup_rules"] == ["b 7:* rw", "c 10:237 rw"]
+    assert "/var/lib/docker:/var/lib/docker:ro" in sandboxd["volumes"]
+    assert f"{FOLDER}:{FOLDER}" in sandboxd["volumes"]
+
+
 def test_sandboxd_has_no_network() -> None:
     sandboxd = load_service("sandboxd")
     assert sandboxd["network_mode"] == "none"
@@ -185,7 +195,6 @@ class TestEveryService:
             "ipc",
             "uts",
             "userns_mode",
-            "cap_add",
             "devices",
             "volumes_from",
             "user",
@@ -195,7 +204,11 @@ class TestEveryService:
         assert not loose & service.keys()
         assert service.get("network_mode") in (None, "none")
         assert service["cap_drop"] == ["ALL"]
-        assert service["security_opt"] == ["no-new-privileges:true"]
+        is_sandboxd = name == "sandboxd"
+        for granted in ("cap_add", "device_cgroup_rules"):
+            assert (granted in service) == is_sandboxd
+        unconfined = ["seccomp:unconfined", "apparmor:unconfined"] if is_sandboxd else []
+        assert service["security_opt"] == ["no-new-privileges:true", *unconfined]
 
     def test_cannot_write_but_to_its_own_volumes_and_a_small_tmp(self, name: str) -> None:
         service = load_service(name)

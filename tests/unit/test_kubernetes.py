@@ -203,20 +203,16 @@ def test_a_service_has_the_image_user_and_memory_that_compose_gives_it(name: str
 def test_a_container_is_locked_down(name: str) -> None:
     workload, container = CONTAINERS[name]
     context = container["securityContext"]
-    assert (
-        context["allowPrivilegeEscalation"],
-        context["readOnlyRootFilesystem"],
-        context["capabilities"]["drop"],
-    ) == (
-        False,
-        True,
-        ["ALL"],
-    )
-    assert "privileged" not in context
+    assert context["readOnlyRootFilesystem"] is True
     assert pod_of(workload)["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
     is_root = user_of(name)[0] == 0
     assert is_root == (name in ("sandboxd", "own-directory"))
-    assert ("add" in context["capabilities"]) == (name == "own-directory")
+    # Kubernetes gives loop devices only to a privileged container.
+    assert context.get("privileged") == (True if name == "sandboxd" else None)
+    if name != "sandboxd":
+        assert context["allowPrivilegeEscalation"] is False
+        assert context["capabilities"]["drop"] == ["ALL"]
+        assert ("add" in context["capabilities"]) == (name == "own-directory")
     assert {"requests", "limits"} <= container["resources"].keys()
 
 
@@ -237,6 +233,23 @@ def test_only_sandboxd_is_given_the_engine() -> None:
         used = {mount["name"] for mount in container.get("volumeMounts", [])} & paths
         assert not used or name in ("sandboxd", "egress", "own-directory") or (name, used) == ("worker", {"skills"})
     assert "TOOLCREW_REDIS_URL" not in environment_of("sandboxd")
+
+
+def test_sandboxd_has_the_folders_of_the_node_that_compose_gives_it() -> None:
+    """The same paths on both sides: the engine names paths of the host."""
+    folders = {
+        volume.split(":")[0]: volume.split(":")[1:]
+        for volume in COMPOSE["services"]["sandboxd"]["volumes"]
+        if isinstance(volume, str) and volume.startswith("/")
+    }
+    paths = {volume["name"]: volume.get("hostPath", {}).get("path") for volume in pod_of("sandbox-host")["volumes"]}
+    mounts = {
+        paths[mount["name"]]: [mount["mountPath"], *(["ro"] if mount.get("readOnly") else [])]
+        for mount in CONTAINERS["sandboxd"][1]["volumeMounts"]
+    }
+    assert {path: mounts.get(path) for path in folders} == folders
+    assert set(folders) == {"/var/lib/docker", "/run/toolcrew/oci", "/sys/fs/cgroup", "/dev"}
+    assert mounts.keys() - folders.keys() == {None, "/var/lib/toolcrew", "/run/toolcrew-egress", ENGINE}
 
 
 def test_sandboxd_is_there_before_the_worker_and_after_it() -> None:

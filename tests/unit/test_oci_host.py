@@ -1,5 +1,8 @@
 """Control groups and ranges of ids of sandboxes, on folders of a test."""
 
+import os
+import subprocess
+import sys
 from contextlib import closing
 from pathlib import Path
 
@@ -9,6 +12,7 @@ from contract.errors import SandboxUnavailable
 from workers.sandboxd.runtime.cgroups import PARENT, Cgroups
 from workers.sandboxd.runtime.id_ranges import IdRanges, id_map
 from workers.sandboxd.runtime.mounts import ID_RANGE
+from workers.sandboxd.runtime.oci import find_program
 
 SANDBOX = "5a5a5a5a5a5a5a5a"
 
@@ -80,5 +84,22 @@ def test_a_block_is_free_again_when_its_sandboxd_ends(tmp_path: Path) -> None:
         assert ranges.take() == base
 
 
-def test_the_map_contains_root_of_the_host() -> None:
-    assert id_map(0x4000_0000).splitlines() == ["0 1073741824 65536", "65536 0 1"]
+def test_the_map_contains_an_id_of_this_process() -> None:
+    assert id_map(0x4000_0000, 10001).splitlines() == ["0 1073741824 65536", "65536 10001 1"]
+
+
+FIND_OBSTACLE = """
+from workers.sandboxd.runtime.engine import EngineFacts
+from workers.sandboxd.runtime.oci import find_obstacle
+facts = EngineFacts("1", 2, True, ("runc",), "6.13", storage_driver="overlay2", data_root="{root}")
+print("control group" in (find_obstacle(facts) or ""))
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root makes namespaces")
+@pytest.mark.skipif(find_program() is None, reason="neither crun nor runc is installed")
+def test_a_control_group_namespace_of_a_container_is_an_obstacle_on_version_2(tmp_path: Path) -> None:
+    (tmp_path / "overlay2").mkdir()
+    for prefix, is_obstacle in (([], "False"), (["unshare", "--cgroup"], "True")):
+        command = [*prefix, sys.executable, "-c", FIND_OBSTACLE.format(root=tmp_path)]
+        assert subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip() == is_obstacle

@@ -13,7 +13,7 @@ from typing import Final
 from contract.errors import SandboxUnavailable
 from workers.sandboxd.runtime.mounts import ID_RANGE
 
-_FIRST_ID: Final = 0x4000_0000
+FIRST_ID: Final = 0x4000_0000
 """Above the ids that distributions give to users, to user namespaces of users, and to systemd's containers."""
 _BLOCK_RANGES: Final = 512
 _BLOCKS: Final = 31
@@ -27,7 +27,7 @@ class IdRanges:
     def __init__(self, folder: Path) -> None:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._lock, block = _lock_block(folder)
-        first = _FIRST_ID + block * _BLOCK_RANGES * ID_RANGE
+        first = FIRST_ID + block * _BLOCK_RANGES * ID_RANGE
         self._free = [first + index * ID_RANGE for index in reversed(range(_BLOCK_RANGES))]
         self._namespaces: dict[int, int] = {}
 
@@ -56,11 +56,11 @@ class IdRanges:
             os.close(fd)
 
 
-def id_map(base: int) -> str:
-    """Return the map of a user namespace for files. Root of the host must have an id in it, or an overlay whose
-    changes it maps would silently be read-only.
+def id_map(base: int, own: int) -> str:
+    """Return the map of a user namespace for files. `own`: the user or group of this process, which must have an id in
+    it: else it could make no file, and an overlay whose changes it maps would silently be read-only.
     """
-    return f"0 {base} {ID_RANGE}\n{ID_RANGE} 0 1\n"
+    return f"0 {base} {ID_RANGE}\n{ID_RANGE} {own} 1\n"
 
 
 def _lock_block(folder: Path) -> tuple[int, int]:
@@ -84,8 +84,8 @@ def _open_namespace(base: int) -> int:
         assert holder.stdout is not None
         if holder.stdout.read(1) != b"\n":
             raise OSError(f"unshare --user ended with {holder.wait()}")
-        for kind in ("uid_map", "gid_map"):
-            Path(f"/proc/{holder.pid}/{kind}").write_text(id_map(base), encoding="ascii")
+        for kind, own in (("uid_map", os.geteuid()), ("gid_map", os.getegid())):
+            Path(f"/proc/{holder.pid}/{kind}").write_text(id_map(base, own), encoding="ascii")
         fd = os.open(f"/proc/{holder.pid}/ns/user", os.O_RDONLY | os.O_CLOEXEC)
         holder.kill()
     return fd

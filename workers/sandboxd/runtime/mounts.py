@@ -93,17 +93,17 @@ def attach(mount: int, place: Path) -> None:
 
 
 def enter_private_namespace(needed: Sequence[Path]) -> None:
-    """Move this thread into a mount namespace of its own, in which only mounts that lead to a `needed` path, and those
-    below /proc, /sys and /dev, exist. Programs that the thread starts are in it, too.
+    """Move this thread into a mount namespace of its own, in which only mounts that lead to a `needed` path, /proc,
+    /sys, devices and control groups exist. Programs that the thread starts are in it, too.
 
-    A copied mount would hold the file system of a workspace, or a container of the engine, after its removal. Raises
-    OSError.
+    A copied mount would hold the file system of a workspace, or a container of the engine, after its removal. Where an
+    engine has masked parts of /proc or /sys, the kernel would let no sandbox mount them. Raises OSError.
     """
     _check(_LIBC.unshare(_CLONE_NEWNS), "unshare")
     _check(_LIBC.mount(None, b"/", None, ctypes.c_ulong(_MS_REC | _MS_PRIVATE), None), "/")
     for place in reversed(_list_mounts()):
-        is_needed = any(path == place or place in path.parents for path in needed)
-        if not is_needed and not place.is_relative_to("/proc") and Path(*place.parts[:2]) not in _KERNEL_FOLDERS:
+        is_needed = any(path == place or place in path.parents for path in (*needed, *_KERNEL_FOLDERS))
+        if not is_needed and not any(place.is_relative_to(folder) for folder in _WHOLE_FOLDERS):
             _LIBC.umount2(os.fsencode(place), _MNT_DETACH)
     # Root of a sandbox is another user of the host, who may not enter the folders of sandboxd.
     _check(_LIBC.mount(b"none", os.fsencode(ROOTS), b"tmpfs", ctypes.c_ulong(0), b"mode=711,size=1m"), str(ROOTS))
@@ -113,7 +113,8 @@ def enter_private_namespace(needed: Sequence[Path]) -> None:
         _check(_LIBC.mount(b"none", os.fsencode(unified), b"tmpfs", ctypes.c_ulong(0), None), str(unified))
 
 
-_KERNEL_FOLDERS = (Path("/sys"), Path("/dev"))
+_WHOLE_FOLDERS = (Path("/dev"), Path("/sys/fs/cgroup"))
+_KERNEL_FOLDERS = (Path("/proc"), Path("/sys"), *_WHOLE_FOLDERS)
 
 
 def _list_mounts() -> list[Path]:

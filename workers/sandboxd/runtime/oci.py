@@ -71,6 +71,8 @@ _LOCK_S: Final = 35.0
 """Time in seconds in which a start of another process, which holds the lock, has ended."""
 _KILL_S: Final = 15.0
 _PAUSE_S: Final = 0.005
+_HOST_CGROUPS: Final = 0xEFFFFFFB
+"""Inode of the first control group namespace (PROC_CGROUP_INIT_INO of the kernel)."""
 _DISK_FOLDERS: Final = ("changes", "work", "workspace")
 _ERROR_CHARS: Final = 500
 
@@ -95,6 +97,11 @@ def find_obstacle(facts: EngineFacts) -> str | None:
         return f"the engine's layers are not folders that sandboxd sees (driver {facts.storage_driver})"
     if facts.security & {"rootless", "userns"}:
         return "the engine maps the owners of its layers (rootless or userns-remap)"
+    if facts.cgroup_version == 2 and Path("/proc/self/ns/cgroup").stat().st_ino != _HOST_CGROUPS:
+        return (
+            "sandboxd's container has a control group namespace of its own, from which the kernel moves no process: "
+            "set default-cgroupns-mode to host in the engine's daemon.json"
+        )
     return None
 
 
