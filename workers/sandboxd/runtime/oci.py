@@ -373,7 +373,8 @@ class OciRuntime:
                 self._cgroups.kill(sandbox, _KILL_S)
                 self._cgroups.remove(sandbox, _KILL_S)
                 shutil.rmtree(self._state / sandbox, ignore_errors=True)
-                shutil.rmtree(place)
+                # Renamed first: a removal at the same time, or after a kill, must not find a folder without its lock.
+                shutil.rmtree(place.rename(place.with_name(f".{sandbox}")))
                 # Under the lock: a second removal must not use the descriptor that this closes.
                 self._forget(sandbox)
         except (OSError, TimeoutError) as error:
