@@ -251,6 +251,8 @@ class ExecResult(Record):
     timed_out: bool = False
     """True if the program was killed at its timeout. `kill` is also set if only its background processes were killed.
     """
+    cancelled: bool = False
+    """True if the program was killed because its call was cancelled."""
     clocks: Clocks = Clocks()
     kill: KillReport | None = None
 

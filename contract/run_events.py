@@ -2,8 +2,8 @@
 API, traces, and the progress of a batch.
 
 A run's log (store/run_log.py) has the events from which another process resumes the run: SessionOpening, SessionOpened,
-ModelReplied, CallReviewed, CallFinished and ArtifactsCopied. The event stream of a hosted run (store/run_events.py) has
-all others. The stream of a batch (store/batches.py) has the PROGRESS_EVENTS of all its runs.
+ModelReplied, CallReviewed, CallFinished, ArtifactsCopied and SubmissionTaken. The event stream of a hosted run
+(store/run_events.py) has all others. The stream of a batch (store/batches.py) has the PROGRESS_EVENTS of all its runs.
 """
 
 import dataclasses
@@ -14,7 +14,7 @@ from enum import StrEnum
 from functools import cache
 from typing import Any
 
-from pydantic import ConfigDict, JsonValue, TypeAdapter
+from pydantic import ConfigDict, Field, JsonValue, TypeAdapter
 
 from contract.calls import Clocks, Record, ToolCall, ToolResult
 from contract.functions.completions import Usage
@@ -34,6 +34,8 @@ class FailureKind(StrEnum):
     INPUT = "input"
     """A name in the line does not exist or is not allowed: its workspace, a checkpoint, a tool, or an image."""
     CANCELLED = "cancelled"
+    GRADER = "grader"
+    """The grader's command ended without a valid reward."""
 
 
 class Failure(Record):
@@ -42,6 +44,24 @@ class Failure(Record):
     kind: FailureKind
     code: str
     message: str
+
+
+class Grade(Record):
+    """The reward of an item. `scores`: further numbers of the grader. `refusal`: why the artifacts were refused, which
+    gives the reward 0; "" if the grader ran. `files`, `bytes`: artifacts that the grader received.
+    """
+
+    reward: float = Field(ge=0, le=1)
+    scores: dict[str, float] = Field(default_factory=dict)
+    refusal: str = ""
+    files: int = 0
+    bytes: int = 0
+    seconds: float = 0.0
+
+    @property
+    def is_solved(self) -> bool:
+        """Return whether the item has the full reward."""
+        return self.reward == 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -335,6 +355,21 @@ class ArtifactsCopied(RunEvent):
 
 
 @dataclass(frozen=True, kw_only=True)
+class SubmissionTaken(RunEvent):
+    """The agent's work has ended with `body` and `failure`, and its artifacts were taken: only the grading is left.
+
+    `sha256`: of the archive of the artifacts; "" if they were refused, for the reason `refusal`.
+    """
+
+    body: dict[str, JsonValue] | None
+    failure: Failure | None
+    sha256: str = ""
+    files: int = 0
+    bytes: int = 0
+    refusal: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
 class RunResumed(RunEvent):
     """Another process continues the run: its events from `step` on are void and come again."""
 
@@ -352,7 +387,8 @@ class RunRetried(RunEvent):
 class RunEnded(RunEvent):
     """The one end of a durable run. `state`: succeeded, failed or cancelled. `answer`: the model's last text; `is_cut`:
     only its beginning. `cost` None: no prices are known. `clocks`: those of its calls, summed. `seconds`: since it was
-    claimed. `artifacts_file`: the id of its artifacts in the store.
+    claimed. `artifacts_file`: the id of its artifacts in the store. `task`: the id of its line, for an item with a
+    grader. `grade` None: it has no reward.
     """
 
     state: str
@@ -367,6 +403,14 @@ class RunEnded(RunEvent):
     clocks: Clocks = field(default_factory=Clocks)
     seconds: float = 0.0
     artifacts_file: str | None = None
+    task: str = ""
+    grade: Grade | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        data = super().to_json()
+        if not self.task:
+            del data["task"], data["grade"]
+        return data
 
 
 # --- Events about the stream itself ----------------------------------------------------------------------------------

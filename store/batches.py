@@ -18,7 +18,7 @@ from contract.calls import Record
 from contract.errors import BrokerUnavailable, ConfigError, EnvelopeRefused, RecordRefused
 from contract.functions.completions import Usage
 from contract.names import tenant_key
-from contract.run_events import PROGRESS_EVENTS, Failure, FailureKind, RunEnded, RunEvent, parse_event
+from contract.run_events import PROGRESS_EVENTS, Failure, FailureKind, Grade, RunEnded, RunEvent, parse_event
 from contract.sandboxes import DEFAULT_OPTIONS, SandboxOptions
 from contract.signing import SigningKeys
 from store.connection import broker_errors
@@ -112,6 +112,25 @@ class RunBody(Record):
     """Fields that every request to the model contains unchanged (`ModelRequest.extra`)."""
 
 
+ARTIFACTS_FOLDER = "/output/artifacts"
+"""The folder of the artifacts in a grader's sandbox."""
+
+
+class Grader(Record):
+    """How an item is graded. `command`: for bash, in /workspace of a new sandbox of `image`. `files`: what /workspace
+    has, like the workspace of an item. `artifacts`: patterns of files of the item's workspace; empty: the files that
+    differ from its start. `reward_file`: absolute path of the file with the reward; None: the exit status.
+    """
+
+    command: str = Field(min_length=1)
+    files: str | None = None
+    image: str | None = None
+    artifacts: tuple[str, ...] = ()
+    reward_file: str | None = None
+    timeout_s: float = Field(gt=0)
+    options: SandboxOptions = DEFAULT_OPTIONS
+
+
 class CallBody(Record):
     """A tool call, in a session of its own."""
 
@@ -121,8 +140,8 @@ class CallBody(Record):
 
 
 class BatchItem(Record):
-    """A line of a batch. `line`: its number in the file, from 1. `url`: the format of the body in its row.
-    `priority`: items with a higher priority start first.
+    """A line of a batch, or one sample of it. `line`: its number in the file, from 1. `url`: the format of the body in
+    its row. `priority`: items with a higher priority start first. `task`: the id of the line if it has a grader.
     """
 
     model_config = ConfigDict(validate_by_name=True, serialize_by_alias=True)
@@ -134,11 +153,19 @@ class BatchItem(Record):
     environment: ItemEnvironment = Field(default=ItemEnvironment(), alias="ground")
     """The stored name is `ground`, as in the records of earlier releases."""
     priority: int = Field(default=0, ge=-100, le=100)
+    grader: Grader | None = Field(default=None, exclude_if=lambda grader: grader is None)
+    task: str = Field(default="", exclude_if=lambda task: not task)
+
+    @property
+    def sources(self) -> list[str]:
+        """Return the paths and files of the store from which the item's sandboxes begin."""
+        paths = [self.environment.workspace, self.grader.files if self.grader is not None else None]
+        return [path for path in paths if path is not None]
 
 
 class ItemOutcome(Record):
     """The end of an item; each run has exactly one outcome. `run`: the id of the run. `body`: the response in the row;
-    None for a failure without a response.
+    None for a failure without a response. `task`: of its BatchItem. `output`: the end of the grader's output.
 
     A failed run keeps its body if there is one: the last text, the steps and the usage.
     """
@@ -149,6 +176,9 @@ class ItemOutcome(Record):
     body: dict[str, JsonValue] | None = None
     failure: Failure | None = None
     attempt: int = Field(default=1, ge=1)
+    task: str = Field(default="", exclude_if=lambda task: not task)
+    grade: Grade | None = Field(default=None, exclude_if=lambda grade: grade is None)
+    output: str = Field(default="", exclude_if=lambda output: not output)
 
 
 class BatchState(StrEnum):
@@ -301,6 +331,8 @@ def build_recalled_end(outcome: ItemOutcome, at: float) -> RunEnded:
         steps=steps if isinstance(steps, int) else 0,
         usage=Usage(*(_count(counts.get(name)) for name in ("prompt_tokens", "completion_tokens", "cached_tokens"))),
         cost=cost if isinstance(cost, float) else None,
+        task=outcome.task,
+        grade=outcome.grade,
     )
 
 

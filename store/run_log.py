@@ -14,6 +14,7 @@ import asyncio
 import json
 import zlib
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,6 +32,7 @@ from contract.run_events import (
     RunEvent,
     SessionOpened,
     SessionOpening,
+    SubmissionTaken,
     parse_event,
 )
 from contract.signing import SigningKeys
@@ -61,7 +63,7 @@ def run_parts_key(deployment: str, tenant: str, run: str) -> str:
     return tenant_key(deployment, tenant, f"run.{run}:parts")
 
 
-LOGGED = (SessionOpening, SessionOpened, ModelReplied, CallReviewed, CallFinished, ArtifactsCopied)
+LOGGED = (SessionOpening, SessionOpened, ModelReplied, CallReviewed, CallFinished, ArtifactsCopied, SubmissionTaken)
 """The events from which another process resumes a run."""
 
 
@@ -90,6 +92,8 @@ def parse_entry(text: str | bytes) -> LogEntry:
 
 INLINE_BYTES = 64 * 1024
 """Limit of an entry in the list, in bytes. A larger entry is stored in a separate hash."""
+_ARTIFACTS = "artifacts"
+"""The field of the separate hash with the archive that waits for the grader."""
 RETRY_S = (0.05, 0.1, 0.2, 0.5, 1.0)
 # KEYS: run, log, parts. ARGV: claim, index, entry, part ('' for none), time to live, '1' if the entry is progress of
 # the run. Returns `added`; `there` (an earlier try added the entry, and its reply was lost); `taken` (another process
@@ -140,7 +144,9 @@ class RunLog:
         clock: SharedClock,
     ) -> None:
         self.clock = clock
+        self._client = client
         self._append = client.register_script(_APPEND)
+        self._parts_key = run_parts_key(deployment, attempt.tenant, attempt.run)
         self._deployment, self._keys, self._attempt = deployment, keys, attempt
         self.run = attempt.run
         self.entries = entries
@@ -195,6 +201,25 @@ class RunLog:
                     raise RunTaken(self._attempt.run)
                 # If Redis has lost entries, the holder adds them again from memory.
                 index = index + 1 if reply in ("added", "there") else int(reply)
+
+    async def keep_artifacts(self, archive: bytes) -> None:
+        """Store the archive that waits for the grader, next to the log. Raises BrokerUnavailable."""
+        pipe = self._client.pipeline(transaction=True)
+        pipe.hset(self._parts_key, _ARTIFACTS, archive)
+        pipe.expire(self._parts_key, RUN_TTL_S)
+        with broker_errors("the artifacts were not stored"):
+            await pipe.execute()
+
+    async def load_artifacts(self) -> bytes | None:
+        """Return the archive; None if it is no longer stored. The caller checks its hash. Raises BrokerUnavailable."""
+        with broker_errors("the artifacts were not read"):
+            archive: Any = await self._client.hget(self._parts_key, _ARTIFACTS)
+        return archive if isinstance(archive, bytes) else None
+
+    async def drop_artifacts(self) -> None:
+        """Delete the archive. If Redis does not answer, it expires with the log."""
+        with suppress(BrokerUnavailable), broker_errors("the artifacts were not deleted"):
+            await self._client.hdel(self._parts_key, _ARTIFACTS)
 
     async def _add(self, index: int) -> str:
         attempt = self._attempt
@@ -259,8 +284,13 @@ async def close_left_sessions(
 async def _find_sessions(
     client: "redis.asyncio.Redis", deployment: str, keys: SigningKeys, tenant: str, runs: Sequence[str]
 ) -> list[str]:
-    """Return all sessions that were opened or were about to be opened."""
+    """Return all sessions that were opened or were about to be opened: at the begin of a log, and of a grader at its
+    end.
+    """
     sessions: list[str] = []
+    for run, (attempt, first, items) in zip(runs, await _read_ends(client, deployment, tenant, runs), strict=True):
+        found = [_session_of(keys, tenant, run, attempt, first + at, item) for at, item in enumerate(items)]
+        sessions += [session for session in found if session is not None]
     first = 0
     while runs:
         pages = await _read(client, deployment, tenant, runs, first)
@@ -286,6 +316,21 @@ async def _read(
     with broker_errors("the sessions of runs were not read"):
         replies: list[Any] = await pipe.execute()
     return [(int(attempt or 1), items) for attempt, items in zip(replies[::2], replies[1::2], strict=True)]
+
+
+async def _read_ends(
+    client: "redis.asyncio.Redis", deployment: str, tenant: str, runs: Sequence[str]
+) -> list[tuple[int, int, list[bytes]]]:
+    """Return the last page of each run's log, with the attempt of the run and the position of the page."""
+    pipe = client.pipeline(transaction=True)
+    for run in runs:
+        pipe.hget(run_key(deployment, tenant, run), "attempt")
+        pipe.llen(run_log_key(deployment, tenant, run))
+        pipe.lrange(run_log_key(deployment, tenant, run), -PAGE, -1)
+    with broker_errors("the sessions of runs were not read"):
+        replies: list[Any] = await pipe.execute()
+    rows = zip(replies[::3], replies[1::3], replies[2::3], strict=True)
+    return [(int(attempt or 1), max(0, length - len(items)), items) for attempt, length, items in rows]
 
 
 def _session_of(keys: SigningKeys, tenant: str, run: str, attempt: int, index: int, item: bytes) -> str | None:

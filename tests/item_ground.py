@@ -118,7 +118,8 @@ class ItemGround(RunGround):
 
     async def put(self, item: BatchItem) -> RunClaim:
         """Submit a batch with this one item and claim the item's run."""
-        await self.submit(1, url=item.url, work=item.work, environment=item.environment)
+        fields = {name: getattr(item, name) for name in ("url", "work", "environment", "grader", "task")}
+        await self.submit(1, **fields)
         (claim,) = await self.queue.claim(1, ("acme", "b"))
         return claim
 

@@ -286,11 +286,11 @@ def _build_webhook(url: str | None, secret: str | None) -> Webhook | None:
 
 
 async def _check_uploads(caller: Caller, file: BatchFile) -> None:
-    """Raise BadBatch for lines with a workspace that is an upload that the tenant does not have."""
+    """Raise BadBatch for lines with a workspace, or files of a grader, that the tenant has not uploaded."""
     lines = dict[str, int]()
     for item in file.items:
-        if item.environment.workspace is not None and is_file_id(item.environment.workspace):
-            lines.setdefault(item.environment.workspace, item.line)
+        for path in filter(is_file_id, item.sources):
+            lines.setdefault(path, item.line)
     missing = await caller.app_state.stored_files().find_missing(caller.tenant, lines) if lines else []
     if missing:
         errors = [

@@ -10,8 +10,8 @@ from store.archives.files import is_stored
 from store.batches import BatchItem
 
 WORKSPACE = (
-    "the workspace is a path of the submitter's machine, which a service cannot read: set "
-    "TOOLCREW_WORKSPACE_STORE so that the workspace is uploaded, or use the id of an upload"
+    "the workspace, or the grader's files, are a path of the submitter's machine, which a service cannot read: set "
+    "TOOLCREW_WORKSPACE_STORE so that they are uploaded, or use the id of an upload"
 )
 ARTIFACTS = "the artifacts would go to a folder of the submitter's machine, which a service cannot write"
 
@@ -20,7 +20,7 @@ def find_paths(item: BatchItem, artifacts: str | None) -> Iterator[str]:
     """Yield a sentence for each path that an item needs on the machine that runs the item. `artifacts`: folder of the
     batch for artifacts.
     """
-    if item.environment.workspace is not None and not is_stored(item.environment.workspace):
+    if not all(map(is_stored, item.sources)):
         yield WORKSPACE
     if artifacts is not None:
         yield ARTIFACTS

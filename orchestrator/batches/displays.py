@@ -43,7 +43,14 @@ class Watched:
     def summary(self) -> Summary:
         """Return the summary of the batch."""
         snapshot = self.progress.snapshot(self.wall())
-        return build_summary(snapshot, batch=self.batch, tenant=self.tenant, is_kept=self.is_kept, rows=self.rows)
+        return build_summary(
+            snapshot,
+            batch=self.batch,
+            tenant=self.tenant,
+            is_kept=self.is_kept,
+            rows=self.rows,
+            grades=self.progress.summarize_grades(),
+        )
 
 
 class Display:

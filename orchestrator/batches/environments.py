@@ -1,15 +1,16 @@
 """Checks the workspaces and the artifact patterns that the lines of a file name, before any item runs."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import TypeGuard
 
 from contract.calls import MAX_BLOB_BYTES
 from contract.errors import ConfigError
 from orchestrator.batches.artifacts import MAX_PATTERNS, Pattern
 from orchestrator.dispatch.workspace_sources import find_source_kind, load_source
 from store.archives.files import NO_STORE, TenantStore, is_stored
-from store.batches import ItemEnvironment
+from store.batches import BatchItem, Grader, ItemEnvironment
 
 _HEAD_BYTES = 1024 * 1024
 """Number of bytes that are read from a larger archive, for the check of its kind. Every packer writes the first file
@@ -33,14 +34,25 @@ class EnvironmentChecker:
         self._workspaces: dict[str, str | None] = {}
         self._patterns: dict[str, str | None] = {}
         self._environments: dict[ItemEnvironment, ItemEnvironment] = {}
+        self._graders: dict[Grader, Grader] = {}
 
-    def normalize(self, environment: ItemEnvironment) -> ItemEnvironment:
-        """Return the environment with the absolute path of its workspace. Equal environments share one record, to save
-        memory.
+    def normalize(self, item: BatchItem) -> BatchItem:
+        """Return the item with absolute paths of its workspace and of its grader's files. Equal environments and
+        graders share one record, to save memory.
         """
-        if environment.workspace is not None and self._folder is not None and not is_stored(environment.workspace):
+        environment, grader = item.environment, item.grader
+        if self._is_local(environment.workspace):
             environment = environment.model_copy(update={"workspace": self._build_absolute_path(environment.workspace)})
-        return self._environments.setdefault(environment, environment)
+        if grader is not None and self._is_local(grader.files):
+            grader = grader.model_copy(update={"files": self._build_absolute_path(grader.files)})
+        changes = {
+            "environment": self._environments.setdefault(environment, environment),
+            "grader": grader and self._graders.setdefault(grader, grader),
+        }
+        return item.model_copy(update=changes)
+
+    def _is_local(self, workspace: str | None) -> TypeGuard[str]:
+        return workspace is not None and self._folder is not None and not is_stored(workspace)
 
     def find_errors(self, environment: ItemEnvironment) -> Iterator[tuple[tuple[str | int, ...], str]]:
         """Yield each error of an environment, as (path of the field, sentence)."""
@@ -51,15 +63,24 @@ class EnvironmentChecker:
             yield ("workspace",), error
         if environment.artifacts and self._folder is None and (self._store is None or self._store.setting is None):
             yield ("artifacts",), NO_STORE
-        if len(environment.artifacts) > MAX_PATTERNS:
+        yield from self._find_pattern_errors(environment.artifacts)
+
+    def find_grader_errors(self, grader: Grader | None) -> Iterator[tuple[tuple[str | int, ...], str]]:
+        """Yield each error of a grader's files and patterns, like `find_errors`."""
+        if grader is None:
+            return
+        if grader.files is not None and (error := self._find_workspace_problem(grader.files)) is not None:
+            yield ("grader", "files"), error
+        for path, error in self._find_pattern_errors(grader.artifacts):
+            yield ("grader", *path), error
+
+    def _find_pattern_errors(self, patterns: Sequence[str]) -> Iterator[tuple[tuple[str | int, ...], str]]:
+        if len(patterns) > MAX_PATTERNS:
             yield (
                 ("artifacts",),
-                (
-                    f"the item has {len(environment.artifacts)} patterns and the limit is {MAX_PATTERNS}: use `**`, or "
-                    "name folders"
-                ),
+                f"the item has {len(patterns)} patterns and the limit is {MAX_PATTERNS}: use `**`, or name folders",
             )
-        for number, pattern in enumerate(environment.artifacts[:MAX_PATTERNS]):
+        for number, pattern in enumerate(patterns[:MAX_PATTERNS]):
             if pattern not in self._patterns:
                 self._patterns[pattern] = _find_pattern_error(pattern)
             if (error := self._patterns[pattern]) is not None:

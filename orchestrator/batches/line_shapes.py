@@ -1,5 +1,6 @@
 """Shapes that a line of an input file can have, as pydantic models, and their conversion to items."""
 
+import os
 import re
 from typing import Annotated, Any, Literal
 
@@ -9,12 +10,14 @@ from contract.calls import MAX_NAME_CHARS, MAX_TIMEOUT_S
 from contract.sandboxes import SandboxOptions, pick_options
 from orchestrator.dialects.profiles import ProfileName
 from store.batches import (
+    ARTIFACTS_FOLDER,
     CALLS_URL,
     CHAT_URL,
     MAX_ID_CHARS,
     RUNS_URL,
     BatchItem,
     CallBody,
+    Grader,
     ItemEnvironment,
     RunBody,
     RunLimits,
@@ -24,11 +27,15 @@ _Id = Annotated[str, Field(min_length=1, max_length=MAX_ID_CHARS)]
 _Name = Annotated[str, Field(min_length=1, max_length=MAX_NAME_CHARS)]
 _Model = Annotated[str, Field(min_length=1, max_length=256)]
 _Text = Annotated[str, Field(min_length=1)]
+_Path = Annotated[str, Field(min_length=1, max_length=4096)]
 Json = Any
 """A value from JSON text. The value is already parsed as JSON and is not checked again: the second check would take
 longer than the parsing.
 """
 _Roles = Literal["system", "developer", "user", "assistant", "tool"]
+
+
+MAX_SAMPLES = 1000
 
 
 class InvalidField(Exception):
@@ -65,15 +72,45 @@ class LimitFields(Shape):
     max_cost: float | None = Field(default=None, gt=0)
 
 
-class EnvironmentFields(SandboxOptions, Shape):
-    """Environment of an item, and its priority."""
+class GraderFields(SandboxOptions, Shape):
+    """How items are graded, and the options of the grader's sandbox."""
 
-    workspace: Annotated[str, Field(min_length=1, max_length=4096)] | None = None
+    command: Annotated[str, Field(min_length=1, max_length=65_536)]
+    files: _Path | None = None
+    image: Annotated[str, Field(min_length=1, max_length=512)] | None = None
+    artifacts: list[str] = []
+    reward_file: _Path | None = None
+    timeout_s: float = Field(default=MAX_TIMEOUT_S, gt=0, le=MAX_TIMEOUT_S)
+
+    def to_grader(self) -> Grader:
+        """Return the grader. Raises InvalidField: the reward file would be among the artifacts."""
+        reward_file = self.reward_file and os.path.normpath(os.path.join("/workspace", self.reward_file))
+        if reward_file is not None and f"{reward_file}/".startswith(f"{ARTIFACTS_FOLDER}/"):
+            raise InvalidField(
+                ("grader", "reward_file"), f"the artifacts are in {ARTIFACTS_FOLDER}: let the grader write another file"
+            )
+        return Grader(
+            command=self.command,
+            files=self.files,
+            image=self.image,
+            artifacts=tuple(self.artifacts),
+            reward_file=reward_file,
+            timeout_s=self.timeout_s,
+            options=pick_options(self),
+        )
+
+
+class EnvironmentFields(SandboxOptions, Shape):
+    """Environment of an item, its priority, and how often it is tried and graded."""
+
+    workspace: _Path | None = None
     restore: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")] | None = None
     image: Annotated[str, Field(min_length=1, max_length=512)] | None = None
     network: Literal["none", "egress"] | None = None
     artifacts: list[str] = []
     priority: int = Field(default=0, ge=-100, le=100)
+    samples: int = Field(default=1, ge=1, le=MAX_SAMPLES)
+    grader: GraderFields | None = None
 
     def to_environment(self) -> ItemEnvironment:
         """Return the environment of the item. Raises Unfit: the line names both a workspace and a checkpoint."""
@@ -247,11 +284,26 @@ def build_item(line: int, custom_id: Any, url: str, fields: Fields) -> BatchItem
     """Return the item of a line. Raises Unfit with the path inside `fields`. Raises ValidationError: the custom_id is
     invalid.
     """
-    environment, priority = (
-        (ItemEnvironment(), 0) if isinstance(fields, ChatFields) else (fields.to_environment(), fields.priority)
-    )
     work = fields.to_work()
-    return BatchItem(custom_id=custom_id, line=line, url=url, work=work, environment=environment, priority=priority)
+    if isinstance(fields, ChatFields):
+        return BatchItem(custom_id=custom_id, line=line, url=url, work=work)
+    return BatchItem(
+        custom_id=custom_id,
+        line=line,
+        url=url,
+        work=work,
+        environment=fields.to_environment(),
+        priority=fields.priority,
+        grader=fields.grader.to_grader() if fields.grader is not None else None,
+        task=custom_id if fields.grader is not None else "",
+    )
+
+
+def name_samples(custom_id: Any, samples: object) -> list[Any]:
+    """Return the ids of the items of a line. Both values are not checked yet."""
+    if not isinstance(custom_id, str) or type(samples) is not int or not 1 < samples <= MAX_SAMPLES:
+        return [custom_id]
+    return [f"{custom_id}#{number}" for number in range(1, samples + 1)]
 
 
 def _limits(fields: LimitFields) -> RunLimits:

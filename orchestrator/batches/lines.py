@@ -27,10 +27,11 @@ from orchestrator.batches.line_shapes import (
     ShortCall,
     ShortRun,
     build_item,
+    name_samples,
 )
 from orchestrator.batches.strict_json import NotStrict, find_columns, parse_object
 from store.archives.files import TenantStore
-from store.batches import CALLS_URL, MAX_INPUT_BYTES, MAX_ITEMS, RUNS_URL, BatchItem
+from store.batches import CALLS_URL, MAX_ID_CHARS, MAX_INPUT_BYTES, MAX_ITEMS, RUNS_URL, BatchItem
 
 MANY_VALUES = 64
 """Limit of the values in an item that is stored as a record. A record needs more than ten times the memory of its
@@ -241,7 +242,10 @@ class _Reader:
     def _take(self, number: int, line_fields: dict[str, Any], values: int) -> Iterator[tuple[FieldPath, str]]:
         """Store the item of a line, or yield the errors of the line as (path, message)."""
         is_openai = not _OUTER_NAMES.isdisjoint(line_fields)
-        yield from self._check_id(number, "custom_id" if is_openai else "id", line_fields)
+        body = line_fields.get("body") if is_openai else line_fields
+        id_name = "custom_id" if is_openai else "id"
+        custom_ids = name_samples(line_fields.get(id_name), body.get("samples") if isinstance(body, dict) else None)
+        yield from self._check_ids(number, id_name, custom_ids)
         url = str(line_fields.get("url")) if is_openai else None
         yield from self._check_shape(number, url)
         if is_openai:
@@ -259,7 +263,7 @@ class _Reader:
         yield from problems
         if fields is None:
             return
-        custom_id, prefix = line_fields.get("custom_id" if is_openai else "id"), ("body",) if is_openai else ()
+        custom_id, prefix = line_fields.get(id_name), ("body",) if is_openai else ()
         try:
             item = build_item(number, custom_id, url or (CALLS_URL if "tool" in line_fields else RUNS_URL), fields)
         except InvalidField as error:
@@ -270,21 +274,30 @@ class _Reader:
             return
         for path, message in self._environments.find_errors(item.environment):
             yield (*prefix, *path), message
+        for path, message in self._environments.find_grader_errors(item.grader):
+            yield (*prefix, *path), message
         # After an error no item will run, so the remaining items are checked and not stored.
         if not self.errors:
-            self.items.add(
-                item.model_copy(update={"environment": self._environments.normalize(item.environment)}), values
-            )
+            item = self._environments.normalize(item)
+            for name in custom_ids:
+                self.items.add(item.model_copy(update={"custom_id": name}), values)
 
-    def _check_id(self, number: int, name: str, fields: dict[str, Any]) -> Iterator[tuple[FieldPath, str]]:
-        """Yield an error if an earlier line has the same id."""
-        custom_id = fields.get(name)
-        first = self._lines_of.setdefault(custom_id, number) if isinstance(custom_id, str) else number
-        if first != number:
-            yield (
-                (name,),
-                f"'{_short(str(custom_id))}' is also the id of line {first}: use a different id for each line",
-            )
+    def _check_ids(self, number: int, name: str, custom_ids: list[str]) -> Iterator[tuple[FieldPath, str]]:
+        """Yield an error if an earlier line has the same id, or the samples of the line are too many or have ids that
+        are too long.
+        """
+        for custom_id in custom_ids:
+            first = self._lines_of.setdefault(custom_id, number) if isinstance(custom_id, str) else number
+            if first != number:
+                yield (
+                    (name,),
+                    f"'{_short(str(custom_id))}' is also the id of line {first}: use a different id for each line",
+                )
+                return
+        if len(custom_ids) > 1 and len(custom_ids[-1]) > MAX_ID_CHARS:
+            yield (name,), f"the ids of the samples have more than {MAX_ID_CHARS} characters: use a shorter id"
+        if len(self._lines_of) > MAX_ITEMS:
+            yield (name,), f"the file has more than {MAX_ITEMS} items: split it into several batches"
 
     def _check_shape(self, number: int, url: str | None) -> Iterator[tuple[FieldPath, str]]:
         """Yield an error unless all lines are short lines, or all lines have the url of the first line."""

@@ -20,6 +20,7 @@ from contract.run_events import (
     RunRetried,
     StepFinished,
 )
+from orchestrator.batches.grades import GradeSummary, ItemGrade, build_item_grade, summarize
 
 MAX_NOTES = 20
 MAX_WARNINGS = 5
@@ -98,11 +99,14 @@ class Stage(IntEnum):
 
 @dataclass(slots=True)
 class _Item:
-    """Latest attempt at an item. `failure`: kind and code of its end; None if the attempt has not failed."""
+    """Latest attempt at an item. `failure`: kind and code of its end; None if the attempt has not failed. `grade`: what
+    counts of its end if it has a grader.
+    """
 
     attempt: int = 1
     stage: Stage = Stage.QUEUED
     failure: tuple[FailureKind, str] | None = None
+    grade: ItemGrade | None = None
 
 
 @dataclass(slots=True)
@@ -187,6 +191,10 @@ class BatchProgress:
         """Return whether the attempt at the item has ended, or a later attempt has an event."""
         return self.latest(name) >= (attempt, Stage.ENDED)
 
+    def summarize_grades(self) -> GradeSummary | None:
+        """Return the figures of the graded items; None if there are none."""
+        return summarize(item.grade for item in self._items.values() if item.grade is not None)
+
     def snapshot(self, now: float) -> ProgressSnapshot:
         """Return the progress at `now`, in Unix seconds."""
         total, failed, running = max(self._total, len(self._items)), self._failures.total(), self._stages[Stage.RUNNING]
@@ -270,7 +278,9 @@ class BatchProgress:
             if (example := self._examples.get(item.failure)) is not None and example.item == name:
                 del self._examples[item.failure]
         self._retried += event.attempt - item.attempt
-        item.attempt, item.stage, item.failure = event.attempt, stage, None
+        item.attempt, item.stage, item.failure, item.grade = event.attempt, stage, None, None
+        if isinstance(event, RunEnded):
+            item.grade = build_item_grade(event)
         if isinstance(event, RunEnded) and event.failure is not None:
             item.failure = self._add_failure(event, event.failure)
 

@@ -17,6 +17,7 @@ from orchestrator.batches.figures import (
     format_time,
     one_line,
 )
+from orchestrator.batches.grades import format_grades
 from orchestrator.batches.markup import Markup, element, join, text
 from orchestrator.batches.progress import BatchProgress, ProgressSnapshot, Stage
 from orchestrator.batches.report_page import build_page, figure, paragraph, table
@@ -149,12 +150,26 @@ class _Report:
         snapshot = self._progress.snapshot(high)
         return [
             ("summary", "Summary", _summary(build_summary(snapshot, batch=batch or "ID", tenant=tenant), low)),
+            *self._grades(),
             ("failures", "Failures", self._failures(snapshot)),
             ("time", "Over time", self._over_time(low, high)),
             ("tools", "Tools and waiting", self._tools()),
             ("cost", "Tokens and cost", self._tokens(snapshot, low, high)),
             ("slowest", "Slowest items", self._slowest_items(still, high)),
             ("notes", "Notes", _notes(snapshot)),
+        ]
+
+    def _grades(self) -> list[tuple[str, str, Markup]]:
+        """Return the section about rewards; no section without graded items."""
+        grades = self._progress.summarize_grades()
+        if grades is None:
+            return []
+        note = (
+            "Solved: reward 1. pass@k is the unbiased estimate, with Wilson's interval over the tasks. Items whose "
+            "grader failed count as not solved."
+        )
+        return [
+            ("grades", "Grades", join([table("Rewards", ("figure", "value"), format_grades(grades)), paragraph(note)]))
         ]
 
     def _failures(self, snapshot: ProgressSnapshot) -> Markup:

@@ -10,7 +10,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
 
 from contract.calls import ToolResult
-from contract.run_events import Failure, FailureKind
+from contract.run_events import Failure, FailureKind, Grade
 from orchestrator.loop.agent import RunResult
 from orchestrator.loop.limits import StopReason
 from store.batches import CHAT_URL, MAX_ID_CHARS, ItemOutcome
@@ -47,7 +47,9 @@ class RowError(BaseModel):
 
 
 class Row(BaseModel):
-    """A line of an output or errors file. `id`: id of the run. A row with an error may have a partial response too."""
+    """A line of an output or errors file. `id`: id of the run. A row with an error may have a partial response too.
+    `task`, `grade`: of an item with a grader.
+    """
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
@@ -55,6 +57,8 @@ class Row(BaseModel):
     custom_id: str = Field(min_length=1, max_length=MAX_ID_CHARS)
     response: RowResponse | None
     error: RowError | None
+    task: str = ""
+    grade: Grade | None = None
 
     @property
     def is_success(self) -> bool:
@@ -70,7 +74,11 @@ def build_row(outcome: ItemOutcome) -> dict[str, Any]:
     if outcome.body is not None or failure is None:
         response = {"status_code": outcome.status_code, "request_id": outcome.run, "body": outcome.body or {}}
     error = None if failure is None else {"code": failure.code, "message": failure.message, "kind": failure.kind.value}
-    return {"id": outcome.run, "custom_id": outcome.custom_id, "response": response, "error": error}
+    row = {"id": outcome.run, "custom_id": outcome.custom_id, "response": response, "error": error}
+    if outcome.task:
+        grade = outcome.grade.model_dump() if outcome.grade is not None else None
+        row |= {"task": outcome.task, "grade": grade, "grader_output": outcome.output}
+    return row
 
 
 def build_row_line(row: Mapping[str, Any]) -> bytes:
@@ -118,7 +126,15 @@ def parse_outcome(row: Row) -> Iterator[ItemOutcome]:
             return
         failure = Failure(kind=row.error.kind, code=row.error.code, message=row.error.message)
     body = row.response.body if row.response is not None else None
-    yield ItemOutcome(custom_id=row.custom_id, run=row.id, status_code=status, body=body, failure=failure)
+    yield ItemOutcome(
+        custom_id=row.custom_id,
+        run=row.id,
+        status_code=status,
+        body=body,
+        failure=failure,
+        task=row.task,
+        grade=row.grade,
+    )
 
 
 def build_run_body(

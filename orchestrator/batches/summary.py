@@ -14,6 +14,7 @@ from orchestrator.batches.figures import (
     format_seconds,
     one_line,
 )
+from orchestrator.batches.grades import GradeSummary, format_grades
 from orchestrator.batches.progress import FailureGroup, ProgressSnapshot
 from orchestrator.terminal.commands import build_command, build_resubmission
 
@@ -21,11 +22,12 @@ MAX_SHOWN_GROUPS = 10
 
 
 class Summary(ProgressSnapshot):
-    """Progress at the end of a batch. `next`: sentences that say what to do."""
+    """Progress at the end of a batch. `next`: sentences that say what to do. `grades`: None without graded items."""
 
     type: Literal["summary"] = "summary"
     batch: str
     next: tuple[str, ...]
+    grades: GradeSummary | None = None
 
 
 def build_summary(
@@ -35,6 +37,7 @@ def build_summary(
     tenant: str = DEFAULT_TENANT,
     is_kept: bool = True,
     rows: Sequence[str] = (),
+    grades: GradeSummary | None = None,
 ) -> Summary:
     """Return the summary. `batch`, `tenant`: used in the commands of the summary.
 
@@ -42,7 +45,8 @@ def build_summary(
     successes and of failures.
     """
     fields = {name: getattr(snapshot, name) for name in ProgressSnapshot.model_fields}
-    return Summary(**fields, batch=batch, next=tuple(_next(snapshot, one_line(batch), tenant, is_kept, rows)))
+    sentences = tuple(_next(snapshot, one_line(batch), tenant, is_kept, rows))
+    return Summary(**fields, batch=batch, next=sentences, grades=grades)
 
 
 def _next(snapshot: ProgressSnapshot, batch: str, tenant: str, is_kept: bool, rows: Sequence[str]) -> list[str]:
@@ -70,6 +74,8 @@ def _next(snapshot: ProgressSnapshot, batch: str, tenant: str, is_kept: bool, ro
         sentences.append(f"{count:,} failed because of the model, and would fail again: show an example with {show}")
     if count := counts.get(FailureKind.TOOL, 0):
         sentences.append(f"{count:,} failed because of a tool, and would fail again: read the reasons in their rows")
+    if count := counts.get(FailureKind.GRADER, 0):
+        sentences.append(f"{count:,} have no reward, because their grader failed: read its output in their rows")
     if snapshot.ended and rows:
         files = [row for row, count in zip(rows, (snapshot.done, snapshot.failed), strict=True) if count]
         sentences.append(f"read the rows in {' and '.join(one_line(quote(row)) for row in files)}")
@@ -92,6 +98,7 @@ def build_summary_lines(summary: Summary) -> list[str]:
         f"batch {one_line(s.batch)}: {'done' if s.has_ended else 'not finished'}, {', '.join(counts)}",
         f"  {format_seconds(s.wall_s)}, {rates}{again}",
         f"  tokens {tokens}; cost {format_cost(s.cost, s.cost_unknown)}",
+        *(f"  {name}: {figure}" for name, figure in (format_grades(s.grades) if s.grades is not None else ())),
         *(f"  warning: {one_line(warning, MAX_NOTE_CHARS)}" for warning in s.warnings),
         *(_group_line(group) for group in s.groups[:MAX_SHOWN_GROUPS]),
         *_hidden_groups_line(s.groups[MAX_SHOWN_GROUPS:]),

@@ -20,14 +20,8 @@ _PIECE_BYTES = 1024 * 1024
 
 
 def find_local_workspaces(items: Iterable[BatchItem]) -> list[str]:
-    """Return the distinct paths of this machine that items use as workspaces."""
-    return sorted(
-        {
-            item.environment.workspace
-            for item in items
-            if item.environment.workspace and not is_stored(item.environment.workspace)
-        }
-    )
+    """Return the distinct paths of this machine that items use as workspaces or as files of graders."""
+    return sorted({path for item in items for path in item.sources if not is_stored(path)})
 
 
 async def upload_workspaces(file: BatchFile, files: StoredFiles, tenant: str) -> BatchFile:
@@ -98,10 +92,10 @@ class _UploadedItems(Sequence[BatchItem]):
         return map(self._replace, self._items)
 
     def _replace(self, item: BatchItem) -> BatchItem:
-        """Return the item with the id of its upload, if its workspace was uploaded."""
-        upload = self._uploads.get(item.environment.workspace or "")
-        return (
-            item.model_copy(update={"environment": item.environment.model_copy(update={"workspace": upload})})
-            if upload
-            else item
-        )
+        """Return the item with the ids of its uploads in place of paths of this machine."""
+        environment, grader = item.environment, item.grader
+        if upload := self._uploads.get(environment.workspace or ""):
+            environment = environment.model_copy(update={"workspace": upload})
+        if grader is not None and (upload := self._uploads.get(grader.files or "")):
+            grader = grader.model_copy(update={"files": upload})
+        return item.model_copy(update={"environment": environment, "grader": grader})

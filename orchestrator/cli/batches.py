@@ -187,7 +187,7 @@ def resume(
         typer.Option(
             "--retry",
             metavar="KINDS",
-            help="Retry only failed items of these kinds: model, tool, infrastructure, input, cancelled, or all.",
+            help="Retry only items that failed so: model, tool, grader, infrastructure, input, cancelled, or all.",
         ),
     ] = None,
     output: Output = None,

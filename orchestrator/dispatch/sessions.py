@@ -261,6 +261,7 @@ class Session:
             stderr=data[cut:],
             truncated=result.truncated,
             timed_out=result.metadata.get("timed_out") is True,
+            cancelled=result.metadata.get("cancelled") is True,
             clocks=result.clocks,
             kill=result.kill,
         )
@@ -280,19 +281,36 @@ class Session:
         data = await self._content(await self._verb("export", {"path": path}, timeout_s=COPY_TIMEOUT_S))
         return await asyncio.to_thread(unpack_archive, data, Path(folder))
 
-    async def import_folder(self, folder: Path | str, path: str = "/workspace") -> None:
-        """Copy the content of a local folder into a folder of the sandbox, which is created. Limit: 64 MiB. Raises
-        ConfigError when the path is not a folder or is too large. Raises ToolFailure when the sandbox folder cannot
-        be created.
+    async def export_files(self, paths: Sequence[str], folder: str = "/workspace") -> bytes:
+        """Return a tar archive of files and links below a folder. The sandbox made the archive: it may hold anything.
+
+        Raises ToolFailure(FILE_NOT_FOUND) when a file cannot be packed, ToolFailure(FILE_TOO_LARGE) above 64 MiB.
         """
-        content = await asyncio.to_thread(pack_folder, Path(folder))
+        names = b"".join(os.fsencode(path) + b"\0" for path in paths)
+        return await self._content(
+            await self._verb("export", {"path": folder}, content=names, timeout_s=COPY_TIMEOUT_S)
+        )
+
+    async def end_jobs(self) -> None:
+        """End the background jobs. No process of earlier calls runs afterwards."""
+        await self._verb("end_jobs", {}, timeout_s=COPY_TIMEOUT_S)
+
+    async def import_archive(self, archive: bytes, path: str) -> None:
+        """Unpack a tar archive into a folder of the sandbox, which is created. Raises ToolFailure when that fails."""
         created = await self.exec(["mkdir", "-p", "--", path])
         if created.returncode != 0:
             error = created.stderr.decode(errors="replace").strip()[-500:]
             raise ToolFailure(
                 ErrorCode.NOT_A_DIRECTORY, f"{path} cannot be created in the sandbox ({error}): use another folder"
             )
-        await self._verb("import", {"kind": "tar", "path": path}, content=content, timeout_s=COPY_TIMEOUT_S)
+        await self._verb("import", {"kind": "tar", "path": path}, content=archive, timeout_s=COPY_TIMEOUT_S)
+
+    async def import_folder(self, folder: Path | str, path: str = "/workspace") -> None:
+        """Copy the content of a local folder into a folder of the sandbox, which is created. Limit: 64 MiB. Raises
+        ConfigError when the path is not a folder or is too large. Raises ToolFailure when the sandbox folder cannot
+        be created.
+        """
+        await self.import_archive(await asyncio.to_thread(pack_folder, Path(folder)), path)
 
     async def list_files(self) -> WorkspaceListing:
         """List the files of /workspace. Raises ToolFailure when there are too many for one result."""

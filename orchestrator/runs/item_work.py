@@ -5,15 +5,13 @@ import os
 import tempfile
 import time
 from collections.abc import AsyncIterator, Iterable, Iterator
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypedDict
 
-from pydantic import TypeAdapter
-
 from contract.calls import ToolResult
-from contract.errors import ConfigError, ErrorCode, ModelDenied, OperatorError, ToolFailure
+from contract.errors import ConfigError, ContextWindowExceeded, ErrorCode, ModelDenied, ModelRefused
 from contract.model_endpoints import Prices
 from contract.run_events import (
     ArtifactsCopied,
@@ -23,6 +21,7 @@ from contract.run_events import (
     OnEvent,
     RunEvent,
     RunReady,
+    SubmissionTaken,
 )
 from contract.sandboxes import pick_options
 from orchestrator.admission import until_admitted
@@ -32,11 +31,12 @@ from orchestrator.batches.artifacts import Copied, artifact_folder, choose_paths
 from orchestrator.batches.rows import build_answer_body, build_call_body
 from orchestrator.dispatch.pool_connection import PoolConnection
 from orchestrator.dispatch.request import Request
-from orchestrator.dispatch.session_locator import new_session_name
-from orchestrator.dispatch.sessions import Session, SessionInfo, SessionStart, build_call
+from orchestrator.dispatch.sessions import Session, SessionStart, build_call
 from orchestrator.loop.limits import ReActOptions, StopReason
 from orchestrator.models.choice import FALLBACK_WARNING
 from orchestrator.runs.event_publisher import RunEventPublisher
+from orchestrator.runs.grading import Grading, is_gradable, source_of
+from orchestrator.runs.item_sessions import ItemSessions
 from orchestrator.runs.journal import Journal, LoggedModel
 from orchestrator.runs.live_text import LiveText
 from orchestrator.runs.models import Models
@@ -44,10 +44,9 @@ from orchestrator.runs.outcomes import build_outcome, judge_call, judge_error, j
 from orchestrator.runs.run_gate import GatedModel, RunDeferred, RunGate
 from orchestrator.runs.run_parts import RunConfig, RunParts
 from orchestrator.runs.run_slots import RunSlot, RunSlots, SlotReleasingApprover
-from orchestrator.runs.session_turns import SessionTurns
 from orchestrator.traces.opening import Traces
 from orchestrator.tracing import RunSpans, TracedRun, current_run, within_run
-from store.archives.files import is_stored, new_file_id
+from store.archives.files import new_file_id
 from store.batches import (
     CHAT_URL,
     HOSTED_BATCH,
@@ -62,15 +61,11 @@ from store.batches import (
 from store.runs import RunClaim
 from store.slots import Priority
 from store.tasks import is_being_cancelled, retry_until_available
-from telemetry.logs import get_logger
-
-log = get_logger(__name__)
 
 LEAST_WALL_S = 1.0
 """Minimum time for a resumed run after its time limit has passed, in seconds. The run replays its log in this time,
 so its result covers the whole log.
 """
-_INFO: TypeAdapter[SessionInfo] = TypeAdapter(SessionInfo)
 
 
 class ItemWork:
@@ -97,9 +92,10 @@ class ItemWork:
         self._parts = parts
         self._models = models
         self._traces = traces
-        self._turns = SessionTurns(pool.dispatcher.capacity)
         self.gate, self.slots = RunGate(), RunSlots()
         """The code that claims runs checks the gate and the slots first."""
+        self._sessions = ItemSessions(pool, self.slots)
+        self._grading = Grading(self._sessions)
         self._interrupted: dict[tuple[str, str], RunSpans] = {}
         self._warned: set[tuple[str, str]] = set()
 
@@ -157,9 +153,11 @@ class ItemWork:
         own_model = item.work.model if isinstance(item.work, RunBody) else None
         session: Session | None = None
         try:
-            self.gate.check_model(own_model)
             # Chats need this check too: a tenant without permissions may not run them.
             await retry_until_available(lambda: self._pool.tenants.policy(claim.tenant))
+            if journal.submission is not None:
+                return await self._graded(claim, journal, journal.submission)
+            self.gate.check_model(own_model)
             session = (
                 await retry_until_available(lambda: self._session(claim, journal, defaults))
                 if _needs_session(item)
@@ -168,12 +166,17 @@ class ItemWork:
             on_event(RunReady(run=claim.run, setup_s=time.monotonic() - began))
             journal.begin()
             body, failure = await self._worked(claim, journal, defaults, session, on_event)
+            if session is not None and item.grader is not None and is_gradable(failure):
+                submission = await self._grading.take(session, item.grader, journal, body, failure)
+                await self._sessions.close(session)
+                session = None
+                return await self._graded(claim, journal, submission)
         except Exception as error:  # any error ends only this item; the batch continues
             if (instead := self.gate.classify(error, own_model)) is not None:
                 # The run continues later in the same session, so the session must stay open.
                 session = None
                 raise instead from error
-            body, failure = None, judge_error(error)
+            body, failure = journal.submission.body if journal.submission is not None else None, judge_error(error)
             if session is None:
                 # The sandbox may exist on a host even if opening the session failed.
                 await self.abandon(claim, journal)
@@ -181,17 +184,26 @@ class ItemWork:
             # A cancelled task means that another process may continue the run, so the session stays open in that
             # case.
             if session is not None and item.environment.session is None and not is_being_cancelled():
-                await self._close(claim.tenant, session)
+                await self._sessions.close(session)
         return build_outcome(claim, failure, body)
+
+    async def _graded(self, claim: RunClaim, journal: Journal, submission: SubmissionTaken) -> ItemOutcome:
+        """Grade an item whose agent has ended, and return its outcome. The failure of a grader hides that of the
+        agent.
+        """
+        grader = claim.record.item.grader
+        assert grader is not None
+        graded = await self._grading.grade(claim.tenant, grader, journal, submission)
+        await journal.drop_artifacts()
+        outcome = build_outcome(claim, graded.failure or submission.failure, submission.body)
+        return outcome.model_copy(update={"grade": graded.grade, "output": graded.output})
 
     async def abandon(self, claim: RunClaim, journal: Journal) -> None:
         """Remove the session of a run that does not continue, if it can be reached, and finish the run's spans."""
         spans = self._interrupted.pop((claim.tenant, claim.run), None)
         if spans is not None:
             spans.finish(ErrorCode.CANCELLED.value)
-        name = journal.opening or (journal.session.session if journal.session is not None else None)
-        if name is not None:
-            await self._abandon(claim.tenant, name)
+        await self._sessions.abandon_last(claim.tenant, journal)
 
     async def _session(self, claim: RunClaim, journal: Journal, defaults: BatchDefaults) -> Session:
         """Return the session of the item or of the run's log, or open a new session."""
@@ -199,36 +211,30 @@ class ItemWork:
         if environment.session is not None:
             return await Session.attach(pool.dispatcher, pool.blobs, tenant=claim.tenant, session=environment.session)
         if journal.session is not None:
-            return Session(pool.dispatcher, pool.blobs, claim.tenant, _INFO.validate_python(journal.session.info))
+            return self._sessions.resume(claim.tenant, journal.session.info)
         if journal.opening is not None:
             await self.abandon(claim, journal)
-        name = new_session_name()
         start = SessionStart(
+            **source_of(environment.workspace),
             image=environment.image,
-            workspace=Path(environment.workspace)
-            if environment.workspace is not None and not is_stored(environment.workspace)
-            else None,
-            stored=environment.workspace
-            if environment.workspace is not None and is_stored(environment.workspace)
-            else None,
             restore=environment.restore,
             network=environment.network,
             options=defaults.options.model_copy(update=pick_options(environment).model_dump()),
         )
-        async with self.slots.lend():
-            async with self._turns.turn(claim.tenant, environment.image):
-                await journal.note_opening(name)
-                session = await Session.open(pool.dispatcher, pool.blobs, tenant=claim.tenant, start=start, name=name)
-            await journal.note_opened(name, _INFO.dump_python(await session.info(), mode="json"))
-        return session
+        return await self._sessions.open(claim.tenant, journal, start)
 
     async def _worked(
         self, claim: RunClaim, journal: Journal, defaults: BatchDefaults, session: Session | None, on_event: OnEvent
-    ) -> tuple[dict[str, Any], Failure | None]:
+    ) -> tuple[dict[str, Any] | None, Failure | None]:
         """Execute the item. Return the body of its row and its failure; the failure is None for a success."""
-        work = claim.record.item.work
+        work, grader = claim.record.item.work, claim.record.item.grader
+        if session is not None and grader is not None:
+            await self._grading.note_start(session, grader)
         if isinstance(work, RunBody):
-            return await self._run(claim, work, journal, defaults, session, on_event)
+            try:
+                return await self._run(claim, work, journal, defaults, session, on_event)
+            except (ContextWindowExceeded, ModelRefused) as error:
+                return None, judge_error(error)
         assert session is not None
         result = await self._called(claim, journal, work, session, on_event)
         artifacts = await self._artifacts(claim.record.item, journal, defaults, session, on_event)
@@ -400,22 +406,6 @@ class ItemWork:
             await session.export(folder)
             copied = await asyncio.to_thread(copy_artifacts, Path(folder), item.environment.artifacts, target)
         return await journal.note_artifacts(_printable(copied.paths), _printable(copied.missing()))
-
-    async def _close(self, tenant: str, session: Session) -> None:
-        """Close the session. If the sandbox cannot be removed now, the item keeps its outcome and the host is asked
-        again later.
-        """
-        try:
-            await retry_until_available(session.close)
-        except (OperatorError, ToolFailure) as error:
-            log.warning("session_not_closed", session=session.id, error=str(error))
-            await self._abandon(tenant, session.id)
-        self._turns.note_end()
-
-    async def _abandon(self, tenant: str, session: str) -> None:
-        """Abandon the session. If Redis stays unavailable or the tenant was removed, the sandbox expires later."""
-        with suppress(OperatorError, ToolFailure):
-            await retry_until_available(lambda: self._pool.dispatcher.abandon_session(tenant, session))
 
 
 class _CopiedOut(TypedDict, total=False):

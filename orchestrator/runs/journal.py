@@ -5,6 +5,7 @@ events. The process asks the model and the pool only for what the log does not c
 """
 
 import asyncio
+import hashlib
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from dataclasses import replace
@@ -18,15 +19,18 @@ from contract.run_events import (
     ArtifactsCopied,
     CallFinished,
     CallReviewed,
+    Failure,
     ModelReplied,
     RunEvent,
     SessionOpened,
     SessionOpening,
+    SubmissionTaken,
 )
 from orchestrator.dialects.model import Chunk, Model, ModelRequest
 from orchestrator.runs.chunks import join_chunks
 from orchestrator.runs.live_text import LiveText
 from store.run_log import LogEntry, RunLog, RunTaken
+from store.tasks import retry_until_available
 
 
 class Journal:
@@ -51,6 +55,8 @@ class Journal:
         self._results = {event.result.call_id: event.result for event in logged if isinstance(event, CallFinished)}
         self.artifacts = next((event for event in logged if isinstance(event, ArtifactsCopied)), None)
         """The logged copy of the run's artifacts; None if no artifacts are copied yet."""
+        self.submission = next((event for event in logged if isinstance(event, SubmissionTaken)), None)
+        """The logged end of the agent's work; None if the grading has not begun."""
         self.is_resumed = bool(logged)
         """True if the log has entries: this process or an earlier process has already started the run."""
         self.has_lost_session = any(_is_session_lost(result) for result in self._results.values())
@@ -163,6 +169,35 @@ class Journal:
         )
         await self._append(event)
         return event
+
+    async def note_submission(
+        self, body: dict[str, JsonValue] | None, failure: Failure | None, archive: bytes, **facts: Any
+    ) -> SubmissionTaken:
+        """Store the artifacts, log that only the grading is left, and return the logged event. `archive`: b"" for
+        none. `facts`: further fields of the event.
+        """
+        digest = hashlib.sha256(archive).hexdigest() if archive else ""
+        if archive:
+            await retry_until_available(lambda: self._log.keep_artifacts(archive))
+        self.submission = SubmissionTaken(
+            run=self._log.run, at=self._clock(), body=body, failure=failure, sha256=digest, **facts
+        )
+        await self._append(self.submission)
+        return self.submission
+
+    async def load_artifacts(self, sha256: str) -> bytes:
+        """Return the archive of a logged submission. Raises SandboxUnavailable: it is lost, or was changed."""
+        archive = await retry_until_available(self._log.load_artifacts)
+        if archive is None or hashlib.sha256(archive).hexdigest() != sha256:
+            raise SandboxUnavailable(
+                "the artifacts that waited for the grader are not in Redis any more, or were changed there: retry the "
+                "item"
+            )
+        return archive
+
+    async def drop_artifacts(self) -> None:
+        """Delete the archive of the submission, which has its grade."""
+        await self._log.drop_artifacts()
 
     async def _append(self, event: RunEvent) -> None:
         """Append the event to the log. Does not return if another process owns the run."""

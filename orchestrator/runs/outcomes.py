@@ -38,10 +38,11 @@ _INPUT_CODES = frozenset(
 _BUSY_CODES = frozenset({ErrorCode.RATE_LIMITED, ErrorCode.QUOTA_EXCEEDED, ErrorCode.SESSION_NOT_FOUND})
 """Codes that do not indicate an error of the item: another attempt may succeed."""
 
-CONTEXT_WINDOW_EXCEEDED, MODEL_REFUSED, ORCHESTRATOR_LOST = (
+CONTEXT_WINDOW_EXCEEDED, MODEL_REFUSED, ORCHESTRATOR_LOST, GRADER_ERROR = (
     "context_window_exceeded",
     "model_refused",
     "orchestrator_lost",
+    "grader_error",
 )
 """Codes of failed items that are not error codes of calls."""
 
@@ -121,6 +122,7 @@ def build_outcome(claim: RunClaim, failure: Failure | None, body: Mapping[str, A
         body=body,
         failure=failure,
         attempt=record.attempt,
+        task=record.item.task,
     )
 
 
@@ -128,5 +130,5 @@ def status_of(failure: Failure | None) -> int:
     """Return the HTTP status code of the row."""
     if failure is None:
         return 200
-    kinds = {FailureKind.MODEL: 422, FailureKind.TOOL: 422, FailureKind.INPUT: 400, FailureKind.CANCELLED: 499}
-    return kinds.get(failure.kind, 503)
+    kinds = {FailureKind.INPUT: 400, FailureKind.CANCELLED: 499, FailureKind.INFRASTRUCTURE: 503}
+    return kinds.get(failure.kind, 422)

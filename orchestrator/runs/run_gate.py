@@ -39,7 +39,7 @@ MAX_UNKNOWN = 1000
 again.
 """
 
-_QUOTA_CODES = frozenset({ErrorCode.QUOTA_EXCEEDED, ErrorCode.RATE_LIMITED})
+QUOTA_CODES = frozenset({ErrorCode.QUOTA_EXCEEDED, ErrorCode.RATE_LIMITED})
 
 
 class RunDeferred(Exception):
@@ -174,7 +174,7 @@ class RunGate:
         match error:
             case EndpointDown():
                 return RunDeferred(str(error), "request" if error.is_lone else "endpoint")
-            case ToolFailure() if error.code in _QUOTA_CODES:
+            case ToolFailure() if error.code in QUOTA_CODES:
                 return RunDeferred(error.message, "quota")
             case ModelDenied() if error.is_unknown_model and own_model is not None:
                 if len(self._unknown) >= MAX_UNKNOWN:

@@ -393,6 +393,8 @@ class Runner:
             calls=len(active.calls),
             usage=usage,
             cost=active.cost(body, usage),
+            task=outcome.task,
+            grade=outcome.grade,
             seconds=time.monotonic() - active.began,
         )
         self._publish(claim, ended)

@@ -361,9 +361,10 @@ def test_a_file_that_is_not_there_or_is_a_folder_is_reported(tmp_path: Path) -> 
 
 def test_the_lines_and_rows_of_the_page_are_what_is_read(tmp_path: Path) -> None:
     page = (Path(__file__).parent.parent.parent / "docs" / "batches.md").read_text()
-    (tmp_path / "repo.tar.gz").mkdir()
-    short, openai, rows = re.findall(r"```json\n(.*?)```", page, re.DOTALL)
-    assert [len(read(text, tmp_path).items) for text in (short, openai)] == [2, 1]
+    for folder in ("repo.tar.gz", "grader"):
+        (tmp_path / folder).mkdir()
+    short, openai, rows, graded = re.findall(r"```json\n(.*?)```", page, re.DOTALL)
+    assert [len(read(text, tmp_path).items) for text in (short, openai, graded)] == [2, 1, 4]
     assert [parse_row(line.encode()).custom_id for line in rows.splitlines()] == ["q1", "q2"]
 
 

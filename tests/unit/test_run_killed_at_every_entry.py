@@ -22,6 +22,7 @@ from contract.run_events import (
     SessionOpened,
     SessionOpening,
     StepFinished,
+    SubmissionTaken,
 )
 from orchestrator.approvals import ApprovalPolicy, Decision, Rule
 from orchestrator.approvals.approvers import ApprovalRequest
@@ -31,11 +32,22 @@ from store.run_log import LOGGED, LogEntry, RunLog
 from store.runs import RunClaim
 from tests.builders import KEY
 from tests.conftest import RedisProcess
-from tests.item_ground import ItemGround, Made, archive_of, build_run, echo_then, open_maker, with_ground
+from tests.grader_ground import Sandboxes, graded
+from tests.item_ground import (
+    ItemGround,
+    Made,
+    archive_of,
+    build_run,
+    build_tool_call,
+    echo_then,
+    open_maker,
+    with_ground,
+)
 
 SOON_S = 15.0
 STEP = [ModelReplied, CallReviewed, CallFinished]
 ENTRIES = [SessionOpening, SessionOpened, *STEP, *STEP, ModelReplied, ArtifactsCopied]
+GRADED = [SessionOpening, SessionOpened, CallFinished, SubmissionTaken, SessionOpening, SessionOpened]
 TURNS = echo_then("two", "a", "b")
 
 
@@ -106,7 +118,7 @@ class StoppingLog:
 
 
 def test_every_kind_of_entry_is_among_them() -> None:
-    assert set(ENTRIES) == set(LOGGED)
+    assert {*ENTRIES, *GRADED} == set(LOGGED)
 
 
 @pytest.mark.parametrize("is_written", [False, True], ids=["before", "after"])
@@ -148,5 +160,33 @@ async def test_another_process_repeats_no_step(make: Made, tmp_path: Path, posit
     assert [type(entry.event) for entry in continued.entries] == expected
 
     # The stopped process, if it lives after all, changes nothing any more.
+    working.cancel()
+    await asyncio.wait({working}, timeout=SOON_S)
+
+
+@pytest.mark.parametrize("is_written", [False, True], ids=["before", "after"])
+@pytest.mark.parametrize("position", range(len(GRADED)), ids=lambda at: f"{at}-{GRADED[at].__name__}")
+async def test_another_process_grades_in_a_new_session(
+    make: Made, tmp_path: Path, position: int, is_written: bool
+) -> None:
+    world = Counted(make, tmp_path)
+    first, second = world.open_process(), world.open_process()
+    sandboxes = [Sandboxes(process, reward=b"0.5") for process in (first, second)]
+    claim = await first.put(graded(build_tool_call(), reward_file="/workspace/reward"))
+    run_log = await RunLog.load(first.client, "d", KEY, claim.attempt)
+    stopping = StoppingLog(run_log, position, is_written=is_written)
+    working = asyncio.create_task(world.work(first, claim, run_log))
+    async with asyncio.timeout(SOON_S):
+        await stopping.stopped.wait()
+        again = await second.taken_over(claim)
+        outcome = await world.work(second, again, await RunLog.load(second.client, "d", KEY, again.attempt))
+
+    assert outcome.grade is not None
+    assert (outcome.grade.reward, outcome.failure) == (0.5, None)
+    lost = None if is_written else GRADED[position]
+    assert len(world.sent("echo")) == 1 + (lost is CallFinished)
+    assert len(world.sent("export")) == 1 + (lost is SubmissionTaken)
+    assert [len(one.graded) for one in sandboxes] == [0, 1]
+    assert second.places.known == {}
     working.cancel()
     await asyncio.wait({working}, timeout=SOON_S)

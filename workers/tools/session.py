@@ -152,16 +152,27 @@ def _import(arguments: dict[str, Any], environment: ToolEnvironment) -> Outcome:
     return Outcome()
 
 
+def _end_jobs(_: dict[str, Any], environment: ToolEnvironment) -> Outcome:
+    timeout_s = environment.context.timeout_s
+    jobs = environment.run({"op": "job_list", "timeout_s": timeout_s}).done["jobs"]
+    running = [job["job"] for job in jobs if job["state"] == "running"]
+    for job in running:
+        environment.run({"op": "job_kill", "job": job, "max_bytes": 0, "timeout_s": timeout_s})
+    return Outcome(metadata={"ended": len(running)})
+
+
 def _export(arguments: dict[str, Any], environment: ToolEnvironment) -> Outcome:
-    response = _run(
-        environment, ["tar", "-c", "-f", "-", "-C", arguments["path"], "."], b"", {"stream": MAX_BLOB_BYTES}
-    )
+    names = environment.content
+    selected = ["--hard-dereference", "--no-recursion", "--null", "--verbatim-files-from", "--files-from=-"]
+    argv = ["tar", "-c", "-f", "-", "-C", arguments["path"], *(selected if names else ["."])]
+    response = _run(environment, argv, names, {"stream": MAX_BLOB_BYTES})
     done, data = response.done, response.streams.get("stdout", b"")
     if done["timed_out"]:
         raise ToolFailure(ErrorCode.TIMEOUT, f"copying did not end within {environment.context.timeout_s:g} s")
     if done["exit_code"] != 0:
         raise ToolFailure(
-            ErrorCode.INTERNAL, f"tar failed in the sandbox: {_stderr_text(response)[-500:] or done['exit_code']}"
+            ErrorCode.FILE_NOT_FOUND if names else ErrorCode.INTERNAL,
+            f"tar failed in the sandbox: {_stderr_text(response)[-500:] or done['exit_code']}",
         )
     if int(done["streams"]["stdout"]["total"]) > len(data):
         raise ToolFailure(
@@ -248,6 +259,7 @@ SESSION_VERBS = (
         ),
         _delete_checkpoint,
     ),
+    WorkerTool(_spec("end_jobs", "End all background jobs.", {}, [], idempotent=True, timeout_s=60), _end_jobs),
     WorkerTool(_spec("close", "Remove the session's sandbox.", {}, [], idempotent=True, timeout_s=60), _close),
     WorkerTool(
         _spec(
@@ -281,7 +293,8 @@ SESSION_VERBS = (
     WorkerTool(
         _spec(
             "export",
-            "Pack a folder as a tar archive.",
+            "Pack a folder, or those of its files that the call's content names, each with a NUL at its end, as a tar "
+            "archive.",
             {"path": {**_PATH, "default": "/workspace"}},
             [],
             read_only=True,

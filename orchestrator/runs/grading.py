@@ -1,0 +1,334 @@
+"""Grades items. The artifacts of an ended item are copied to a new sandbox, where the grader's command decides the
+reward.
+
+Security: everything that comes from the agent's sandbox is hostile, also the output of its `find` and `tar`. Only the
+bytes of regular files with plain names leave it. They are taken once, when no process of the agent runs. Programs of
+the agent never run in this process; what runs in the grader's sandbox is the grader's choice (docs/batches.md).
+
+Invariant: only a command that has ended in a sandbox that existed from its start to the reading of the reward gives a
+reward. Every other end is a failure of the infrastructure or of the grader.
+"""
+
+import asyncio
+import io
+import os
+import re
+import tarfile
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from contract.calls import ExecResult
+from contract.errors import ErrorCode, OperatorError, SandboxUnavailable, ToolFailure
+from contract.run_events import Failure, FailureKind, Grade, SubmissionTaken
+from contract.tar_archives import read_tar
+from orchestrator.batches.artifacts import choose_paths
+from orchestrator.batches.rewards import InvalidReward, parse_reward
+from orchestrator.dispatch.sessions import Session, SessionStart
+from orchestrator.runs.item_sessions import ItemSessions
+from orchestrator.runs.journal import Journal
+from orchestrator.runs.outcomes import GRADER_ERROR, judge_error
+from orchestrator.runs.run_gate import QUOTA_CODES
+from store.archives.files import is_stored
+from store.batches import ARTIFACTS_FOLDER, Grader
+from store.tasks import is_being_cancelled, retry_until_available
+from telemetry.logs import get_logger
+
+log = get_logger(__name__)
+
+MAX_FILES = 2000
+MAX_BYTES = 16 * 1024 * 1024
+MAX_NAME_BYTES = 1024
+MAX_OUTPUT_CHARS = 4000
+TRIES = 3
+"""Number of sandboxes in which the grading of one attempt is tried while the infrastructure fails."""
+RETRY_S = 1.0
+LIST_TIMEOUT_S = 120.0
+_START_LIST = "/output/.files-at-start"
+# A process that resumes the run finds the list of the first one.
+_NOTE_START = """
+export LC_ALL=C; set -o pipefail
+[ -e "$1" ] || { find . -xdev -type f -printf '%s %T@ %P\\0' | sort -z > "$1.part" && mv -- "$1.part" "$1"; }
+"""
+_LIST_CHANGED = """
+export LC_ALL=C; set -o pipefail
+[ -e "$1" ] || : > "$1"
+find . -xdev -type f -printf '%s %T@ %P\\0' | sort -z | comm -z -13 "$1" -
+"""
+_PRINT = "%s %T@ %P\\0"
+_UNREADABLE = 1
+"""Exit code of find when it could not read some folders."""
+_WILD = re.compile(r"[*?\[]")
+_NOT_PLAIN = re.compile(r"[\x00-\x1f\x7f]")
+_ABOUT_FILES = frozenset(
+    {
+        ErrorCode.FILE_NOT_FOUND,
+        ErrorCode.FILE_TOO_LARGE,
+        ErrorCode.INVALID_ARGUMENTS,
+        ErrorCode.IS_DIRECTORY,
+        ErrorCode.NOT_A_DIRECTORY,
+        ErrorCode.NO_SPACE,
+        ErrorCode.PATH_NOT_ALLOWED,
+    }
+)
+"""Codes of calls that ran and say something about the sandbox's files. After any other code, nothing is known."""
+
+
+class _Refused(Exception):
+    """The artifacts of an item break the rules. The message is a sentence."""
+
+
+class _GraderFailed(Exception):
+    """The command of the grader has ended without a valid reward. The message is a sentence."""
+
+
+@dataclass(frozen=True)
+class Graded:
+    """The end of a grading: a grade, or the failure of the grader. `output`: the end of what the command printed."""
+
+    grade: Grade | None = None
+    failure: Failure | None = None
+    output: str = ""
+
+
+def is_gradable(failure: Failure | None) -> bool:
+    """Return whether an item that ended so has a result of its own. A model that reached a limit is graded too."""
+    return failure is None or failure.kind in (FailureKind.MODEL, FailureKind.TOOL)
+
+
+def source_of(workspace: str | None) -> dict[str, Any]:
+    """Return the argument of SessionStart for a path of this machine or a file of the store."""
+    if workspace is None:
+        return {}
+    return {"stored": workspace} if is_stored(workspace) else {"workspace": Path(workspace)}
+
+
+class Grading:
+    """Grades the items of one process."""
+
+    def __init__(self, sessions: ItemSessions) -> None:
+        self._sessions = sessions
+
+    async def note_start(self, session: Session, grader: Grader) -> None:
+        """List the files of the workspace before the agent begins, if the grader gets the files that change."""
+        if not grader.artifacts:
+            done = await _bash(session, _NOTE_START)
+            if done.returncode != 0:
+                raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, f"the files cannot be listed: {_end_of(done.stderr)}")
+
+    async def take(
+        self,
+        session: Session,
+        grader: Grader,
+        journal: Journal,
+        body: dict[str, Any] | None,
+        failure: Failure | None,
+    ) -> SubmissionTaken:
+        """End the background jobs of an item, take its artifacts and log them. Raises OperatorError, ToolFailure."""
+        await session.end_jobs()
+        try:
+            files = await _take_files(session, grader)
+        except _Refused as refusal:
+            return await journal.note_submission(body, failure, b"", refusal=str(refusal))
+        except ToolFailure as error:
+            if error.code not in _ABOUT_FILES:
+                raise
+            return await journal.note_submission(body, failure, b"", refusal=error.message[:500])
+        size = sum(len(content) for content, _ in files.values())
+        archive = await asyncio.to_thread(_pack, files)
+        return await journal.note_submission(body, failure, archive, files=len(files), bytes=size)
+
+    async def grade(self, tenant: str, grader: Grader, journal: Journal, submission: SubmissionTaken) -> Graded:
+        """Grade a submission in a new sandbox. Raises OperatorError, ToolFailure: there is no reward, and none of the
+        agent or the grader is the cause.
+        """
+        if submission.refusal:
+            return Graded(Grade(reward=0.0, refusal=submission.refusal))
+        archive = await journal.load_artifacts(submission.sha256)
+        for attempt in range(1, TRIES + 1):
+            # The agent's session, or that of a grading whose process died.
+            await self._sessions.abandon_last(tenant, journal)
+            try:
+                return await self._grade_once(tenant, grader, journal, submission, archive)
+            except (OperatorError, ToolFailure) as error:
+                is_quota = isinstance(error, ToolFailure) and error.code in QUOTA_CODES
+                if judge_error(error).kind is not FailureKind.INFRASTRUCTURE or is_quota or attempt == TRIES:
+                    raise
+                log.warning("grading_retried", tenant=tenant, error=str(error))
+                await asyncio.sleep(RETRY_S)
+        raise AssertionError("the last try returns or raises")
+
+    async def _grade_once(
+        self, tenant: str, grader: Grader, journal: Journal, submission: SubmissionTaken, archive: bytes
+    ) -> Graded:
+        began = time.monotonic()
+        start = SessionStart(**source_of(grader.files), image=grader.image, network="none", options=grader.options)
+        session = await retry_until_available(lambda: self._sessions.open(tenant, journal, start))
+        output = ""
+        try:
+            done, reward = await _run_command(session, grader, archive)
+            output = _end_of(done.stdout + done.stderr)
+            scores = _judge(grader, done, reward)
+        except (_GraderFailed, InvalidReward) as error:
+            failure = Failure(kind=FailureKind.GRADER, code=GRADER_ERROR, message=str(error))
+            return Graded(failure=failure, output=output)
+        finally:
+            # The process that continues the run abandons the session.
+            if not is_being_cancelled():
+                await self._sessions.close(session)
+        seconds = time.monotonic() - began
+        grade = Grade(
+            reward=scores.pop("reward"), scores=scores, files=submission.files, bytes=submission.bytes, seconds=seconds
+        )
+        return Graded(grade, output=output)
+
+
+async def _take_files(session: Session, grader: Grader) -> dict[str, tuple[bytes, bool]]:
+    """Return the content of each artifact by its name, and whether it is executable. Raises _Refused."""
+    names = await _list_names(session, grader)
+    if not names:
+        return {}
+    return await asyncio.to_thread(_read_archive, await session.export_files(names), frozenset(names))
+
+
+async def _list_names(session: Session, grader: Grader) -> list[str]:
+    """Return the names of the regular files that the grader gets. Raises _Refused: names or sizes break a limit."""
+    if grader.artifacts:
+        argv = ["find", ".", "-xdev", "-type", "f", *_selection(grader.artifacts), "-printf", _PRINT]
+        done = await session.exec(argv, env={"LC_ALL": "C"}, cwd="/workspace", timeout_s=LIST_TIMEOUT_S)
+    else:
+        done = await _bash(session, _LIST_CHANGED)
+    if done.timed_out or done.truncated:
+        raise _Refused(f"the workspace has too many files for a list of the artifacts: at most {MAX_FILES} are copied")
+    if done.returncode not in (0, _UNREADABLE):
+        raise _Refused(f"the files of the workspace cannot be listed: {_end_of(done.stderr)}")
+    sizes = dict[str, int]()
+    for entry in done.stdout.split(b"\0"):
+        size, _, rest = entry.partition(b" ")
+        if name := os.fsdecode(rest.partition(b" ")[2]):
+            sizes[name] = int(size) if size.isdigit() and len(size) < 20 else MAX_BYTES + 1
+    names = choose_paths(sizes, grader.artifacts)[0] if grader.artifacts else sorted(sizes)
+    if len(names) > MAX_FILES:
+        raise _Refused(f"{len(names)} files are artifacts, and the limit is {MAX_FILES}")
+    _check_names(names)
+    _check_size(sum(sizes[name] for name in names))
+    return names
+
+
+def _selection(patterns: Sequence[str]) -> list[str]:
+    """Return the expression of find for the folders below which the patterns match. It keeps the list short."""
+    expression = list[str]()
+    for pattern in patterns:
+        parts = [part for part in pattern.removeprefix("/workspace").split("/") if part not in ("", ".")]
+        wild = next((at for at, part in enumerate(parts) if _WILD.search(part)), len(parts))
+        prefix = "/".join([".", *parts[:wild]]).replace("\\", "\\\\")
+        expression += ["-o", "-path", prefix, "-o", "-path", f"{prefix}/*"]
+    return ["(", *expression[1:], ")"]
+
+
+def _check_names(names: Iterable[str]) -> None:
+    """Raise _Refused for a name that a grader may misread."""
+    for name in names:
+        is_text = all(not 0xD800 <= ord(character) <= 0xDFFF for character in name)
+        if not is_text or _NOT_PLAIN.search(name) or len(name.encode()) > MAX_NAME_BYTES:
+            raise _Refused(f"the name of an artifact is not plain text in UTF-8: {name[:100]!a}")
+        if name.startswith("/") or not {"", ".", ".."}.isdisjoint(name.split("/")):
+            raise _Refused(f"the name of an artifact leads out of its folder: {name[:100]!a}")
+
+
+def _check_size(size: int) -> None:
+    if size > MAX_BYTES:
+        raise _Refused(f"the artifacts have {size} bytes, and the limit is {MAX_BYTES}")
+
+
+def _read_archive(archive: bytes, names: frozenset[str]) -> dict[str, tuple[bytes, bool]]:
+    """Return the files of an archive from the agent's sandbox. Raises _Refused: it has anything but these files."""
+    files = dict[str, tuple[bytes, bool]]()
+    stream = io.BytesIO(archive)
+    try:
+        for entry in read_tar(stream, 2 * MAX_FILES + 1):
+            if entry.kind != "file" or entry.name not in names or entry.name in files:
+                raise _Refused(f"an artifact is no regular file, or changed while it was read: {entry.name[:100]!a}")
+            files[entry.name] = entry.read(stream), entry.is_executable
+    except ValueError as error:
+        raise _Refused(f"the artifacts cannot be read: {error}") from error
+    if files.keys() != names or any(str(above) in names for name in names for above in Path(name).parents):
+        raise _Refused("the artifacts changed while they were read")
+    _check_size(sum(len(content) for content, _ in files.values()))
+    return files
+
+
+def _pack(files: Mapping[str, tuple[bytes, bool]]) -> bytes:
+    """Return a new archive of these files. No header of the agent's archive is in it."""
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w", format=tarfile.GNU_FORMAT) as archive:
+        for name, (content, is_executable) in files.items():
+            entry = tarfile.TarInfo(name)
+            entry.size, entry.mode = len(content), 0o755 if is_executable else 0o644
+            archive.addfile(entry, io.BytesIO(content))
+    return buffer.getvalue()
+
+
+async def _run_command(session: Session, grader: Grader, archive: bytes) -> tuple[ExecResult, bytes | None]:
+    """Run the command of the grader. Return its end and the content of the reward file; None if there is none.
+
+    Raises SandboxUnavailable: the sandbox was replaced meanwhile, so that files may be missing, or another process has
+    ended the command. Raises _GraderFailed.
+    """
+    await session.import_archive(archive, ARTIFACTS_FOLDER)
+    sandbox = await _identify(session)
+    argv, env = ["bash", "-c", grader.command], {"ARTIFACTS": ARTIFACTS_FOLDER}
+    try:
+        done = await session.exec(argv, env=env, cwd="/workspace", timeout_s=grader.timeout_s)
+    except OperatorError as error:
+        # The sandbox has answered: the command killed its own supervisor. It would do so again.
+        if error.code is ErrorCode.INTERNAL:
+            raise _GraderFailed(str(error)) from error
+        raise
+    content: bytes | None = None
+    if grader.reward_file is not None:
+        try:
+            content = await session.read_file(grader.reward_file)
+        except ToolFailure as error:
+            if error.code not in _ABOUT_FILES:
+                raise
+    if done.cancelled:
+        raise SandboxUnavailable("the command of the grader was cancelled: retry the item")
+    if await _identify(session) != sandbox:
+        raise SandboxUnavailable("the sandbox of the grader was lost while its command ran: retry the item")
+    return done, content
+
+
+def _judge(grader: Grader, done: ExecResult, reward: bytes | None) -> dict[str, float]:
+    """Return the scores of a command that has ended, with `reward`. Raises _GraderFailed, InvalidReward."""
+    if done.timed_out:
+        raise _GraderFailed(f"the grader did not end within {grader.timeout_s:g} s")
+    if grader.reward_file is None:
+        if done.returncode == 0:
+            return {"reward": 1.0}
+        # 126 and 127: bash could not run a command. Above: a signal ended one.
+        if 0 < done.returncode < 126:
+            return {"reward": 0.0}
+        raise _GraderFailed(f"the grader ended with exit code {done.returncode}")
+    if done.returncode != 0:
+        raise _GraderFailed(f"the grader ended with exit code {done.returncode}, so its reward file does not count")
+    if reward is None:
+        raise _GraderFailed(f"the grader left no file {grader.reward_file} that can be read")
+    return parse_reward(reward)
+
+
+async def _identify(session: Session) -> tuple[str, int] | None:
+    sandbox = (await session.info()).sandbox
+    return (sandbox.id, sandbox.generation) if sandbox is not None else None
+
+
+async def _bash(session: Session, script: str) -> ExecResult:
+    argv = ["bash", "-c", script, "list", _START_LIST]
+    return await session.exec(argv, cwd="/workspace", timeout_s=LIST_TIMEOUT_S)
+
+
+def _end_of(output: bytes) -> str:
+    """Return the end of a program's output as text."""
+    return output[-4 * MAX_OUTPUT_CHARS :].decode("utf-8", "replace").strip()[-MAX_OUTPUT_CHARS:]

@@ -1,0 +1,67 @@
+"""Opens and closes the sessions of items. The log of a run names each session before it is opened, so that another
+process can remove it.
+"""
+
+from contextlib import suppress
+
+from pydantic import TypeAdapter
+
+from contract.errors import OperatorError, ToolFailure
+from orchestrator.dispatch.pool_connection import PoolConnection
+from orchestrator.dispatch.session_locator import new_session_name
+from orchestrator.dispatch.sessions import Session, SessionInfo, SessionStart
+from orchestrator.runs.journal import Journal
+from orchestrator.runs.run_slots import RunSlots
+from orchestrator.runs.session_turns import SessionTurns
+from store.tasks import retry_until_available
+from telemetry.logs import get_logger
+
+log = get_logger(__name__)
+
+_INFO: TypeAdapter[SessionInfo] = TypeAdapter(SessionInfo)
+
+
+class ItemSessions:
+    """Sessions of the items of one process."""
+
+    def __init__(self, pool: PoolConnection, slots: RunSlots) -> None:
+        self._pool = pool
+        self._slots = slots
+        self._turns = SessionTurns(pool.dispatcher.capacity)
+
+    async def open(self, tenant: str, journal: Journal, start: SessionStart) -> Session:
+        """Open a session when a host has room. Raises like Session.open."""
+        name, pool = new_session_name(), self._pool
+        async with self._slots.lend():
+            async with self._turns.turn(tenant, start.image):
+                await journal.note_opening(name)
+                session = await Session.open(pool.dispatcher, pool.blobs, tenant=tenant, start=start, name=name)
+            await journal.note_opened(name, _INFO.dump_python(await session.info(), mode="json"))
+        return session
+
+    def resume(self, tenant: str, info: object) -> Session:
+        """Return the open session that a log describes."""
+        return Session(self._pool.dispatcher, self._pool.blobs, tenant, _INFO.validate_python(info))
+
+    async def close(self, session: Session) -> None:
+        """Close the session. If the sandbox cannot be removed now, the item keeps its outcome and the host is asked
+        again later.
+        """
+        try:
+            await retry_until_available(session.close)
+        except (OperatorError, ToolFailure) as error:
+            log.warning("session_not_closed", session=session.id, error=str(error))
+            await self._abandon(session.tenant, session.id)
+        self._turns.note_end()
+
+    async def abandon_last(self, tenant: str, journal: Journal) -> None:
+        """Abandon the last session that the log names. If Redis stays unavailable or the tenant was removed, the
+        sandbox expires later.
+        """
+        name = journal.opening or (journal.session.session if journal.session is not None else None)
+        if name is not None:
+            await self._abandon(tenant, name)
+
+    async def _abandon(self, tenant: str, session: str) -> None:
+        with suppress(OperatorError, ToolFailure):
+            await retry_until_available(lambda: self._pool.dispatcher.abandon_session(tenant, session))

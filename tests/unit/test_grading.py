@@ -1,0 +1,416 @@
+"""Grading of items: what counts as a reward, what does not, and what another process does after the death of one."""
+
+import asyncio
+import io
+import json
+import math
+import tarfile
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from contract.calls import SandboxInfo, ToolCall, ToolContext, ToolResult
+from contract.errors import ErrorCode
+from contract.run_events import Failure, FailureKind, Grade, RunEnded
+from orchestrator.batches.grades import build_item_grade, pass_at_k, summarize, wilson
+from orchestrator.batches.lines import BadBatch, load_lines
+from orchestrator.batches.progress import BatchProgress
+from orchestrator.batches.report import build_report
+from orchestrator.batches.rewards import InvalidReward, parse_reward
+from orchestrator.batches.rows import build_row, build_row_line, parse_outcome, parse_row
+from orchestrator.runs import grading
+from store import run_log
+from tests.conftest import RedisProcess
+from tests.grader_ground import Sandboxes, graded, tar_of
+from tests.item_ground import Answer, ItemGround, Made, build_run, build_tool_call, echo_then, failed, open_maker
+
+SOON_S = 15.0
+
+
+@pytest.fixture
+async def make(redis_server: RedisProcess, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Made]:
+    monkeypatch.setattr(grading, "RETRY_S", 0.001)
+    async with open_maker(redis_server) as made:
+        yield made
+
+
+# Rewards
+
+
+async def test_the_exit_status_is_the_reward_of_a_grader_in_a_session_of_its_own(make: Made) -> None:
+    for code, reward in ((0, 1.0), (1, 0.0), (125, 0.0)):
+        ground = make()
+        await ground.client.flushall()
+        sandboxes = Sandboxes(ground, code)
+        outcome = await ground.worked(await ground.put(graded(build_tool_call())))
+        assert outcome.grade is not None
+        assert (outcome.grade.reward, outcome.grade.files, outcome.grade.bytes) == (reward, 1, 5)
+        assert (outcome.output, outcome.task) == ("out", "t")
+        # The agent's session is closed before that of the grader opens.
+        names = ground.sent()
+        assert names == [
+            *("open", "echo", "end_jobs", "exec", "export", "close"),
+            *("open", "exec", "import", "exec", "close"),
+        ]
+        sessions = [context.session for context in ground.transport.contexts]
+        assert sandboxes.graded == [sessions[-1]] != [sessions[0]]
+        assert await ground.client.hlen("toolcrew:d:t:acme:run.b-1:parts") == 0
+
+
+@pytest.mark.parametrize("code", [126, 127, 137, 255, -9, -15])
+async def test_a_command_that_could_not_run_or_was_killed_gives_no_reward(make: Made, code: int) -> None:
+    ground = make()
+    Sandboxes(ground, code)
+    outcome = await ground.worked(await ground.put(graded(build_tool_call())))
+    assert outcome.grade is None
+    assert outcome.failure is not None
+    assert (outcome.failure.kind, outcome.failure.code) == (FailureKind.GRADER, "grader_error")
+    assert ground.sent().count("open") == 2
+
+
+@pytest.mark.parametrize(
+    ("fields", "kind"),
+    [
+        ({"reward": b"0.5", "code": 1}, FailureKind.GRADER),
+        ({"reward": b"0.5", "timed_out": True}, FailureKind.GRADER),
+        ({"reward": None}, FailureKind.GRADER),
+        ({"reward": b"2"}, FailureKind.GRADER),
+        ({"reward": b"0.5", "cancelled": True}, FailureKind.INFRASTRUCTURE),
+        ({"reward": b"0.5"}, None),
+    ],
+)
+async def test_a_reward_file_counts_after_a_command_that_succeeded(
+    make: Made, fields: dict[str, Any], kind: FailureKind | None
+) -> None:
+    ground = make()
+    Sandboxes(ground, **fields)
+    outcome = await ground.worked(await ground.put(graded(build_tool_call(), reward_file="/workspace/reward")))
+    assert (outcome.failure.kind if outcome.failure is not None else None) is kind
+    assert (outcome.grade.reward if outcome.grade is not None else None) == (None if kind else 0.5)
+
+
+VALID = {
+    b"1": 1.0, b"0": 0.0, b" 0.25\n": 0.25, b"1e-3": 0.001, b"1.0": 1.0, b'{"reward": 0.5, "right": 3}': 0.5,
+    b'{"reward": 1}': 1.0,
+}  # fmt: skip
+INVALID = [
+    b"", b"NaN", b"nan", b"inf", b"Infinity", b"-1", b"-0.5", b"1.01", b"2", b"1e400", b"1e-4000", b"0x1", b"1_0", b"1 1",
+    b"true", b"null", b'"1"', b"[1]", b"{}", b'{"reward": true}', b'{"reward": "1"}', b'{"reward": NaN}',
+    b'{"reward": 1e400}', b'{"reward": 1, "reward": 0}', b'{"reward": -1}', b'{"reward": 1, "x": Infinity}', b'{"score": 1}',
+    b'{"reward": [1]}', b'{"reward": {"reward": 1}}', b"\xff1", "\uff11".encode(), b"1\x00", b"1" * 70_000, b"1" * 400,
+    b"[" * 60_000, b'{"a":' * 5000 + b"1" + b"}" * 5000, b'{"reward": 1' + b"0" * 5000 + b"}",
+    json.dumps({"reward": 1, **{str(number): 1 for number in range(200)}}).encode(),
+]  # fmt: skip
+
+
+def test_only_a_number_from_0_to_1_is_a_reward() -> None:
+    for content, reward in VALID.items():
+        assert parse_reward(content)["reward"] == reward
+    for content in INVALID:
+        with pytest.raises(InvalidReward):
+            parse_reward(content)
+
+
+# Artifacts
+
+
+@pytest.mark.parametrize(
+    ("listing", "archive"),
+    [
+        (b"99999999 1.0 a.py\0", None),
+        (b"-1 1.0 a.py\0", None),
+        (b"9" * 5000 + b" 1.0 a.py\0", None),
+        (b"".join(b"1 1.0 %d.py\0" % number for number in range(2001)), None),
+        (b"5 1.0 \xff.py\0", None),
+        (b"5 1.0 a\nb.py\0", None),
+        (b"5 1.0 ../a.py\0", None),
+        (b"5 1.0 /a.py\0", None),
+        (b"5 1.0 a//b.py\0", None),
+        (b"5 1.0 %s.py\0" % (b"x" * 2000), None),
+        (None, b"not a tar"),
+        (None, tar_of()),
+        (None, tar_of(("b.py", tarfile.REGTYPE, b"x"))),
+        (None, tar_of(("../a.py", tarfile.REGTYPE, b"x"))),
+        (None, tar_of(("/a.py", tarfile.REGTYPE, b"x"))),
+        *((None, tar_of(("a.py", kind, b""))) for kind in (b"1", b"2", b"3", b"4", b"5", b"6")),
+        (None, tar_of(("a.py", tarfile.REGTYPE, b"x"), ("a.py", tarfile.REGTYPE, b"y"))),
+        (None, tar_of(("a.py", tarfile.REGTYPE, b"x"), ("b.py", tarfile.REGTYPE, b"y"))),
+        (None, tar_of(("a.py", tarfile.REGTYPE, b"x" * (grading.MAX_BYTES + 1)))),
+        (b"1 1 a.py\x001 1 a.py/b.py\0", tar_of(("a.py", tarfile.REGTYPE, b""), ("a.py/b.py", tarfile.REGTYPE, b""))),
+    ],
+)
+async def test_artifacts_that_break_the_rules_have_the_reward_0(
+    make: Made, listing: bytes | None, archive: bytes | None
+) -> None:
+    """The agent's find and tar may print anything. No grader starts."""
+    ground = make()
+    sandboxes = Sandboxes(ground)
+    sandboxes.listing, sandboxes.archive = listing or sandboxes.listing, archive or sandboxes.archive
+    outcome = await ground.worked(await ground.put(graded(build_tool_call(), artifacts=("**",))))
+    assert outcome.grade is not None
+    assert (outcome.grade.reward, bool(outcome.grade.refusal), outcome.failure) == (0.0, True, None)
+    assert ground.sent().count("open") == 1
+
+
+async def test_the_grader_gets_files_with_plain_headers_only(make: Made) -> None:
+    ground = make()
+    sandboxes = Sandboxes(ground)
+    await ground.worked(await ground.put(graded(build_tool_call())))
+    with tarfile.open(fileobj=io.BytesIO(sandboxes.imported)) as archive:
+        assert [(entry.name, entry.type, entry.mode, entry.uid) for entry in archive] == [
+            ("a.py", tarfile.REGTYPE, 0o644, 0)
+        ]
+
+
+# Failures of the infrastructure
+
+OURS = [
+    ErrorCode.SANDBOX_UNAVAILABLE, ErrorCode.HOST_LOST, ErrorCode.OUTCOME_UNKNOWN, ErrorCode.ENVELOPE_REFUSED,
+    ErrorCode.SESSION_NOT_FOUND, ErrorCode.TIMEOUT, ErrorCode.CANCELLED,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("verb", ["end_jobs", "exec", "export", "import", "open", "read_file"])
+@pytest.mark.parametrize("code", OURS)
+async def test_a_failure_of_the_infrastructure_is_never_a_reward(make: Made, verb: str, code: ErrorCode) -> None:
+    ground = make()
+    Sandboxes(ground, reward=b"1")
+    ground.answers[verb] = failed(code)
+    outcome = await ground.worked(await ground.put(graded(build_tool_call(), reward_file="/workspace/reward")))
+    assert outcome.grade is None
+    assert outcome.failure is not None
+    assert outcome.failure.kind is FailureKind.INFRASTRUCTURE
+
+
+async def test_a_sandbox_that_is_lost_before_the_reward_is_read_is_another_try(make: Made) -> None:
+    """The file is missing because its sandbox was replaced. The next sandbox stays."""
+    ground = make()
+    sandboxes = Sandboxes(ground)
+    tries = 0
+
+    def read(call: ToolCall, _: ToolContext) -> ToolResult:
+        nonlocal tries
+        tries += 1
+        if tries == 1:
+            sandboxes.sandbox = SandboxInfo(id="other", generation=2, rebuilt=True)
+            return ToolResult.failed(call, ErrorCode.FILE_NOT_FOUND, "no").model_copy(
+                update={"sandbox": sandboxes.sandbox}
+            )
+        return sandboxes.blob(call, b"0.75")
+
+    ground.answers["read_file"] = read
+    outcome = await ground.worked(await ground.put(graded(build_tool_call(), reward_file="/workspace/reward")))
+    assert outcome.grade is not None
+    assert (outcome.grade.reward, len(set(sandboxes.graded)), ground.sent().count("echo")) == (0.75, 2, 1)
+
+
+async def test_an_agent_that_reached_a_limit_is_graded_and_a_lost_one_is_not(make: Made) -> None:
+    ground = make(echo_then("unreached", "a"))
+    Sandboxes(ground)
+    outcome = await ground.worked(await ground.put(graded(build_run(limits={"max_iterations": 1}))))
+    assert outcome.failure is not None
+    assert outcome.grade is not None
+    assert (outcome.failure.kind, outcome.grade.reward) == (FailureKind.MODEL, 1.0)
+    ground = make(answers={"echo": failed(ErrorCode.HOST_LOST)})
+    await ground.client.flushall()
+    Sandboxes(ground)
+    outcome = await ground.worked(await ground.put(graded(build_tool_call())))
+    assert outcome.grade is None
+    assert "end_jobs" not in ground.sent()
+
+
+async def broken_off(ground: ItemGround, claim: Any, reached: asyncio.Event) -> None:
+    working = asyncio.create_task(ground.worked(claim))
+    async with asyncio.timeout(SOON_S):
+        await reached.wait()
+    working.cancel()
+    await asyncio.wait({working}, timeout=SOON_S)
+
+
+def hangs(sandboxes: Sandboxes, argv_end: str, reached: asyncio.Event) -> Answer:
+    """Return an exec that hangs at a command."""
+
+    async def answer(call: ToolCall, context: ToolContext) -> ToolResult:
+        argv: Any = call.arguments["argv"]
+        if argv[-1] == argv_end:
+            reached.set()
+            await asyncio.Event().wait()
+        return sandboxes.exec(call, context)
+
+    return answer
+
+
+async def test_a_resumed_item_repeats_only_the_grading_in_a_new_session(make: Made) -> None:
+    reached = asyncio.Event()
+    first, second = make(), make(["never"])
+    sandboxes = Sandboxes(first)
+    first.answers["exec"] = hangs(sandboxes, "grade", reached)
+    later = Sandboxes(second, code=1)
+    claim = await first.put(graded(build_run()))
+    await broken_off(first, claim, reached)
+    outcome = await second.worked(await second.taken_over(claim))
+    assert outcome.grade is not None
+    assert outcome.grade.reward == 0.0
+    assert outcome.body is not None
+    assert (outcome.body["answer"], second.asked()) == ("done", 0)
+    assert second.sent() == ["close", "open", "exec", "import", "exec", "close"]
+    left = first.transport.contexts[-1].session
+    assert second.transport.contexts[0].session == left != later.graded[0]
+
+
+async def test_the_session_of_a_dead_grading_is_found_in_the_log(make: Made) -> None:
+    reached = asyncio.Event()
+    ground = make()
+    sandboxes = Sandboxes(ground)
+    ground.answers["exec"] = hangs(sandboxes, "grade", reached)
+    claim = await ground.put(graded(build_run()))
+    journal = await ground.journal(claim)
+    for number in range(20):
+        await journal.note_review(f"c{number}", ToolCall(id=f"c{number}", name="echo"))
+    await broken_off(ground, claim, reached)
+    closed: list[str] = []
+    original = run_log.SessionStore.close
+
+    async def close(self: Any, tenant: str, session: str) -> None:
+        closed.append(session)
+        await original(self, tenant, session)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(run_log.SessionStore, "close", close)
+        await ground.queue.close_sessions("acme", [claim.run])
+    assert ground.transport.contexts[-1].session in closed
+
+
+async def test_changed_artifacts_in_redis_are_no_artifacts(make: Made) -> None:
+    reached = asyncio.Event()
+    first, second = make(), make()
+    first.answers["exec"] = hangs(Sandboxes(first), "grade", reached)
+    Sandboxes(second)
+    claim = await first.put(graded(build_run()))
+    await broken_off(first, claim, reached)
+    await first.client.hset("toolcrew:d:t:acme:run.b-1:parts", "artifacts", tar_of(("a.py", b"0", b"evil")))
+    outcome = await second.worked(await second.taken_over(claim))
+    assert outcome.grade is None
+    assert outcome.failure is not None
+    assert outcome.failure.kind is FailureKind.INFRASTRUCTURE
+
+
+# Lines, rows and figures
+
+
+def write_lines(folder: Path, *lines: dict[str, Any]) -> Path:
+    (folder / "in.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return folder / "in.jsonl"
+
+
+GRADER = {"command": "true"}
+
+
+def test_a_line_with_samples_is_an_item_for_each_sample(tmp_path: Path) -> None:
+    (tmp_path / "g").mkdir()
+    line = {"id": "q", "instruction": "x", "samples": 3, "grader": {**GRADER, "files": "g", "reward_file": "r.json"}}
+    items = load_lines(write_lines(tmp_path, line, {"id": "p", "instruction": "y", "samples": 1})).items
+    assert [(item.custom_id, item.task, item.line) for item in items] == [
+        *((f"q#{number}", "q", 1) for number in (1, 2, 3)),
+        ("p", "", 2),
+    ]
+    grader = items[0].grader
+    assert grader is not None
+    assert (grader.files, grader.reward_file) == (str(tmp_path / "g"), "/workspace/r.json")
+
+
+@pytest.mark.parametrize(
+    ("lines", "column_text"),
+    [
+        ([{"id": "q", "instruction": "x", "samples": 0}], "samples"),
+        ([{"id": "q", "instruction": "x", "samples": 1001}], "samples"),
+        ([{"id": "q#2", "instruction": "x"}, {"id": "q", "instruction": "x", "samples": 2}], "q#2"),
+        ([{"id": "q" * 255, "instruction": "x", "samples": 2}], "256"),
+        ([{"id": str(n), "instruction": "x", "samples": 1000} for n in range(51)], "50000"),
+        ([{"id": "q", "instruction": "x", "grader": {}}], "command"),
+        ([{"id": "q", "instruction": "x", "grader": {**GRADER, "files": "missing"}}], "missing"),
+        ([{"id": "q", "instruction": "x", "grader": {**GRADER, "artifacts": ["../x"]}}], "'..'"),
+        ([{"id": "q", "instruction": "x", "grader": {**GRADER, "reward_file": "/output/artifacts/r"}}], "artifacts"),
+        ([{"id": "q", "instruction": "x", "grader": {**GRADER, "reward_file": "../output/artifacts"}}], "artifacts"),
+        ([{"id": "q", "instruction": "x", "grader": {**GRADER, "timeout_s": 601}}], "600"),
+    ],
+)
+def test_graders_and_samples_that_cannot_work_are_errors(
+    tmp_path: Path, lines: list[dict[str, Any]], column_text: str
+) -> None:
+    with pytest.raises(BadBatch) as caught:
+        load_lines(write_lines(tmp_path, *lines))
+    assert any(column_text in error.message for error in caught.value.errors)
+
+
+async def test_a_row_has_the_grade_and_is_read_again(make: Made) -> None:
+    ground = make()
+    Sandboxes(ground, reward=b'{"reward": 0.5, "right": 2}')
+    outcome = await ground.worked(await ground.put(graded(build_tool_call(), reward_file="/workspace/r")))
+    line = build_row_line(build_row(outcome))
+    row = json.loads(line)
+    assert (row["task"], row["grade"]["reward"], row["grade"]["scores"]) == ("t", 0.5, {"right": 2.0})
+    (again,) = parse_outcome(parse_row(line))
+    assert (again.grade, again.task) == (outcome.grade, "t")
+
+
+def end(item: str, reward: float | None, kind: FailureKind | None = None, **fields: Any) -> RunEnded:
+    failure = Failure(kind=kind, code="C", message="m") if kind is not None else None
+    grade = Grade(reward=reward) if reward is not None else None
+    task = item.partition("#")[0]
+    return RunEnded(run=item, item=item, state="x", failure=failure, grade=grade, task=task, **fields)
+
+
+def test_pass_at_k_is_the_share_of_the_choices_with_a_solution() -> None:
+    for n in range(1, 12):
+        for c in range(n + 1):
+            for k in range(1, n + 1):
+                expected = 1 - math.comb(n - c, k) / math.comb(n, k)
+                assert pass_at_k(n, c, k) == pytest.approx(expected)
+    assert pass_at_k(1000, 1, 1000) == 1
+
+
+def test_only_failures_of_the_infrastructure_do_not_count() -> None:
+    ends = [
+        *(end(f"a#{number}", 1.0, cost=0.5) for number in range(3)),
+        end("a#3", 0.5, FailureKind.MODEL),
+        end("b#0", None, FailureKind.GRADER),
+        end("b#1", None, FailureKind.MODEL),
+        *(end(f"b#{4 + number}", None, kind) for number, kind in enumerate((FailureKind.INFRASTRUCTURE,) * 3)),
+        end("c#0", None, FailureKind.CANCELLED),
+        end("c#1", None, FailureKind.INPUT),
+    ]
+    summary = summarize(filter(None, map(build_item_grade, ends)))
+    assert summary is not None
+    assert (summary.tasks, summary.counted, summary.solved, summary.grader_errors) == (3, 6, 3, 1)
+    assert (summary.infrastructure, summary.cancelled, summary.input) == (3, 1, 1)
+    assert summary.mean_reward == pytest.approx(3.5 / 4)
+    assert [(rate.k, rate.tasks, rate.rate) for rate in summary.passes] == [
+        (1, 2, pytest.approx(0.375)),
+        (2, 2, pytest.approx(0.5)),
+        (4, 1, pytest.approx(1.0)),
+    ]
+    assert summary.cost_per_solved == pytest.approx(0.5)
+    assert summarize([]) is None
+
+
+def test_the_interval_is_that_of_wilson() -> None:
+    assert wilson(0.5, 100) == pytest.approx((0.4038, 0.5962), abs=1e-4)
+    low, high = wilson(0.0, 10)
+    assert (low, high) == pytest.approx((0.0, 0.2775), abs=1e-4)
+    assert wilson(1.0, 10) == pytest.approx((0.7225, 1.0), abs=1e-4)
+
+
+def test_repeated_and_reordered_events_give_the_same_figures_and_the_page_shows_them() -> None:
+    ends = [end(f"a#{number}", float(number % 2)) for number in range(6)]
+    first, second = BatchProgress(6), BatchProgress(6)
+    for event in ends:
+        first.add(event)
+    for event in [*reversed(ends), *ends]:
+        second.add(event)
+    assert first.summarize_grades() == second.summarize_grades() is not None
+    page = build_report(ends, title="t")
+    assert "pass@1" in page
+    assert "pass@1" not in build_report([end("", None)], title="t")
