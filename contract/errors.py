@@ -135,6 +135,10 @@ class ModelUnavailable(OperatorError):
     code = ErrorCode.NETWORK_ERROR
 
 
+class ModelBlocked(ModelUnavailable):
+    """Raised when the server's rate limit requests a longer wait than the caller allows."""
+
+
 class ModelInterrupted(ModelUnavailable):
     """Raised when the reply stops after a part of the reply was streamed. The caller may send the request again; that
     part may then repeat.

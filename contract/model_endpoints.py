@@ -2,21 +2,24 @@
 no restart.
 """
 
+import secrets
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Annotated, Self
+from dataclasses import dataclass, field
+from typing import Annotated, Literal, Self
 
-from pydantic import Field, TypeAdapter, ValidationError, model_validator
+from pydantic import BaseModel, Field, TypeAdapter, ValidationError, model_validator
 
-from contract.calls import Identifier, Record
+from contract.calls import Record
 from contract.errors import ConfigError, EnvelopeRefused, RecordRefused
 from contract.functions.completions import Usage
+from contract.secrets import SecretName
 from contract.signing import SigningKeys
 
 ENDPOINTS_FRESH_S = 1.0
 """Highest age of a process's copy of the endpoints."""
 MAX_FALLBACKS = 3
 """Longest chain of fallbacks that one request follows."""
+BlockReason = Literal["rate_limit", "down"]
 EndpointName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")]
 ENDPOINT_NAME: TypeAdapter[str] = TypeAdapter(EndpointName)
 Price = Annotated[float, Field(ge=0, le=1e6)]
@@ -52,7 +55,7 @@ class ModelEndpoint(Record):
 
     base_url: str = Field(pattern=r"^https?://[A-Za-z0-9._~\[\]:-]+(/[A-Za-z0-9._~/-]*)?$", max_length=2048)
     model: str = Field(min_length=1, max_length=256)
-    secret: Identifier | None = None
+    secret: SecretName | None = None
     prompt_price: Price | None = None
     completion_price: Price | None = None
     cached_price: Price | None = None
@@ -80,6 +83,49 @@ class ModelEndpoint(Record):
     def cost_of(self, usage: Usage) -> float | None:
         """Return the cost of a reply with that usage; None without prices."""
         return self.prices.cost(usage) if self.prices is not None else None
+
+
+class EndpointBlocked(Exception):
+    """The endpoint receives no requests for the next `left_s` seconds: its server requested that (`rate_limit`), or
+    does not answer (`down`).
+    """
+
+    def __init__(self, left_s: float, reason: BlockReason) -> None:
+        super().__init__(reason)
+        self.left_s, self.reason = left_s, reason
+
+
+@dataclass(frozen=True)
+class RequestLease:
+    """The right to send one request. `second`: when it was given, in Unix seconds. `tokens`: their estimate."""
+
+    second: str = ""
+    tokens: int = 0
+    id: str = field(default_factory=lambda: secrets.token_hex(8))
+
+
+class EndpointView(BaseModel):
+    """An endpoint as people and programs see it: never with a key. `tenant`: the owner; null: the deployment.
+    `base_url` and `secret` (its name) are only for operators. `running`: requests now, if `concurrency` is set.
+    `blocked_s`: seconds for which it receives no requests. `state`: `valid`, or why the endpoint is not used.
+    """
+
+    name: str
+    tenant: str | None
+    state: str = "valid"
+    model: str | None = None
+    base_url: str | None = None
+    secret: str | None = None
+    prompt_price: float | None = None
+    completion_price: float | None = None
+    cached_price: float | None = None
+    context_tokens: int | None = None
+    concurrency: int | None = None
+    requests_per_minute: int | None = None
+    tokens_per_minute: int | None = None
+    fallback: str | None = None
+    running: int = 0
+    blocked_s: float = 0.0
 
 
 def endpoint_field(name: str, tenant: str | None) -> str:

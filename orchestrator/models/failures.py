@@ -5,7 +5,14 @@ import re
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from contract.errors import ContextWindowExceeded, ModelDenied, ModelInterrupted, ModelRefused, ModelUnavailable
+from contract.errors import (
+    ContextWindowExceeded,
+    ModelBlocked,
+    ModelDenied,
+    ModelInterrupted,
+    ModelRefused,
+    ModelUnavailable,
+)
 from orchestrator.models.retries import is_retried_status
 
 MAX_DETAIL_CHARS = 300
@@ -46,12 +53,24 @@ class AttemptFailure:
 
 
 @dataclass(frozen=True)
-class ModelEndpoint:
-    """The endpoint that failed. `address` contains no credentials. `secret` is removed from all text of the server."""
+class FailedEndpoint:
+    """The endpoint that failed. `address` contains no credentials. `secret` is removed from all text of the server.
+    `name`: of a configured endpoint; "" for the one of the environment's variables.
+    """
 
     address: str
     model: str
     secret: str = field(default="", repr=False)
+    name: str = ""
+
+    @property
+    def subject(self) -> str:
+        # A tenant that may use a configured endpoint need not know where it is.
+        return f"the model endpoint {self.name}" if self.name else f"the model at {self.address}"
+
+    def check(self, variable: str) -> str:
+        """Return the advice to correct a setting."""
+        return "check its settings (`toolcrew models list`)" if self.name else f"check {variable}"
 
 
 _REASONS: dict[FailureType, str] = {
@@ -88,15 +107,21 @@ def is_transient(failure: AttemptFailure) -> bool:
     return False
 
 
+def is_rate_limit(failure: AttemptFailure) -> bool:
+    """Return whether the server limits the rate of all requests, and not only of this one."""
+    status = _embedded_status(failure) if failure.kind == "in_reply" else failure.status
+    return status == 429 or failure.wait_s is not None
+
+
 def build_error(
-    failure: AttemptFailure, endpoint: ModelEndpoint, *, attempts: int = 1, max_wait_s: float | None = None
+    failure: AttemptFailure, endpoint: FailedEndpoint, *, attempts: int = 1, max_wait_s: float | None = None
 ) -> ModelUnavailable:
     """Return the error for a request without any reply.
 
     `attempts`: number of attempts. `max_wait_s`: set when the server requests a longer wait.
     """
     sentence = _build_sentence(failure, endpoint)
-    if max_wait_s is not None:
+    if max_wait_s is not None and failure.wait_s is not None:
         sentence += f"; it requests a wait of {failure.wait_s:.0f} s, and the limit is {max_wait_s:.0f} s"
     if attempts > 1:
         sentence += f" (tried {attempts} times)"
@@ -106,10 +131,10 @@ def build_error(
         return ModelRefused(sentence, _detail(failure, endpoint))
     if _is_denial(failure):
         return ModelDenied(sentence, is_unknown_model=failure.status == 404)
-    return ModelUnavailable(sentence)
+    return ModelBlocked(sentence) if is_rate_limit(failure) else ModelUnavailable(sentence)
 
 
-def build_interruption(failure: AttemptFailure, endpoint: ModelEndpoint) -> ModelUnavailable:
+def build_interruption(failure: AttemptFailure, endpoint: FailedEndpoint) -> ModelUnavailable:
     """Return the error for a reply that was partly returned: ModelInterrupted, or ContextWindowExceeded when it grew
     too long.
     """
@@ -178,24 +203,25 @@ def find_limit_tokens(failure: AttemptFailure) -> int | None:
 # --- Sentences --------------------------------------------------------------------------------------------------------
 
 
-def _build_sentence(failure: AttemptFailure, endpoint: ModelEndpoint) -> str:
-    subject = f"the model at {endpoint.address}"
+def _build_sentence(failure: AttemptFailure, endpoint: FailedEndpoint) -> str:
+    subject = endpoint.subject
     match failure.kind:
         case "timeout":
             return f"{subject} did not answer in time: check that the server runs, or raise TOOLCREW_MODEL_TIMEOUT_S"
         case "connection":
             return (
-                f"{subject} cannot be reached or broke off its reply: check OPENAI_BASE_URL and that the server is up"
+                f"{subject} cannot be reached or broke off its reply: {endpoint.check('OPENAI_BASE_URL')} and that the "
+                "server is up"
             )
         case "broken":
             return f"{subject} broke off its reply: try again; if it repeats, read the server's log"
         case "unfinished":
             return (
-                f"{endpoint.address} ended its reply without a finish_reason: the reply broke off, or the address is "
-                f"not a chat endpoint; {_CHECK_URL}"
+                f"{subject} ended its reply without a finish_reason: the reply broke off, or the address is not a chat "
+                f"endpoint; {endpoint.check(_URL)}"
             )
         case "no_chat":
-            return f"{endpoint.address} did not answer as a chat endpoint does{_streaming_hint(failure)}; {_CHECK_URL}"
+            return f"{subject} did not answer as a chat endpoint does{_streaming_hint(failure)}; {endpoint.check(_URL)}"
         case "status":
             return _build_status_sentence(failure, endpoint, subject)
         case "in_reply":
@@ -204,25 +230,25 @@ def _build_sentence(failure: AttemptFailure, endpoint: ModelEndpoint) -> str:
             return f"{subject} could not be called: {failure.name}"
 
 
-_CHECK_URL = "check OPENAI_BASE_URL (it ends in /v1)"
+_URL = "OPENAI_BASE_URL (it ends in /v1)"
 
 
 def _streaming_hint(failure: AttemptFailure) -> str:
     return " that streams (when it cannot, set TOOLCREW_MODEL_STREAMING=false)" if failure.name == "json" else ""
 
 
-def _build_status_sentence(failure: AttemptFailure, endpoint: ModelEndpoint, subject: str) -> str:
+def _build_status_sentence(failure: AttemptFailure, endpoint: FailedEndpoint, subject: str) -> str:
     if is_too_long(failure):
         return (
             f"{subject} refuses the request because it is longer than the context window: {_detail(failure, endpoint)}"
         )
     if failure.status in (401, 403):
-        return f"{subject} refuses the API key: check OPENAI_API_KEY"
+        return f"{subject} refuses the API key: {endpoint.check('OPENAI_API_KEY')}"
     if failure.status == 404:
         about = f" ({_detail(failure, endpoint)})" if _is_refusal(failure) else ""
         return (
-            f"{subject} does not know the model '{endpoint.model}' or the path: check TOOLCREW_MODEL and "
-            f"OPENAI_BASE_URL (it ends in /v1){about}"
+            f"{subject} does not know the model '{endpoint.model}' or the path: "
+            f"{endpoint.check(f'TOOLCREW_MODEL and {_URL}')}{about}"
         )
     if failure.codes & _QUOTA_CODES:
         return (
@@ -280,7 +306,7 @@ def _error_text(body: Any) -> str:
         return "the reason of the server is nested too deeply"
 
 
-def _detail(failure: AttemptFailure, endpoint: ModelEndpoint) -> str:
+def _detail(failure: AttemptFailure, endpoint: FailedEndpoint) -> str:
     """Return the server's message on one line. Pages that are not JSON are mentioned, not quoted."""
     text = "the answer is not JSON" if isinstance(failure.body, str) else _error_text(failure.body)
     # Remove the key before cutting the text: half a key is also a leak.

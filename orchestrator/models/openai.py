@@ -1,9 +1,11 @@
 """Models behind OpenAI-compatible chat endpoints, streamed or whole. The only module that uses the SDK."""
 
 import json
+import time
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Self
 from urllib.parse import urlsplit
 
 import httpx
@@ -11,10 +13,20 @@ import openai
 from openai import AsyncOpenAI, AsyncStream
 
 from contract.errors import ModelDenied, ModelRefused, ModelUnavailable
+from contract.model_endpoints import EndpointBlocked, ModelEndpoint, RequestLease
 from orchestrator.dialects.model import Chunk, ModelRequest
+from orchestrator.dialects.reader import read_usage
 from orchestrator.models.capabilities import ModelFacts
 from orchestrator.models.chunks import has_content, is_end, normalize, split_reply
-from orchestrator.models.failures import AttemptFailure, ModelEndpoint, build_error, build_interruption, is_transient
+from orchestrator.models.failures import (
+    AttemptFailure,
+    FailedEndpoint,
+    build_error,
+    build_interruption,
+    is_rate_limit,
+    is_transient,
+)
+from orchestrator.models.request_limits import LocalLimits, RequestLimits
 from orchestrator.models.retries import DEFAULT_RETRIES, RetryPolicy, compute_backoff_s, parse_retry_after
 from telemetry.logs import get_logger
 
@@ -24,6 +36,7 @@ DEFAULT_BASE_URL = "https://api.openai.com/v1"
 NO_KEY = "no-key"
 """Sent to servers without keys, because the SDK requires one."""
 CONNECT_TIMEOUT_S = 10.0
+CHARS_PER_TOKEN = 4
 # In addition to the SDK's errors: version 2 does not wrap errors that break a stream.
 _BROKEN = (httpx.HTTPError, json.JSONDecodeError, UnicodeDecodeError, RecursionError)
 
@@ -34,6 +47,9 @@ class OpenAIModel:
     A request is retried by the policy `retries` (a number: that many retries) until a part of its reply was returned.
     After that, a break raises ModelInterrupted, and the caller decides. `timeout_s` limits the wait for the next bytes,
     not for the whole reply. With `streaming` False the reply comes in one piece, so it limits the whole wait.
+
+    `limits`: decides when a request may be sent. Without another value, a rate limit of the server is known only to
+    this object.
     """
 
     def __init__(
@@ -47,7 +63,7 @@ class OpenAIModel:
         retries: RetryPolicy | int = DEFAULT_RETRIES,
         streaming: bool = True,
     ) -> None:
-        self._endpoint = ModelEndpoint(_without_credentials(base_url), name, api_key or "")
+        self._endpoint = FailedEndpoint(_without_credentials(base_url), name, api_key or "")
         self._extra = dict(extra or {})
         self._policy = retries if isinstance(retries, RetryPolicy) else RetryPolicy(attempts=1 + retries)
         self._streaming = streaming
@@ -55,6 +71,16 @@ class OpenAIModel:
         self._limit_name = "max_tokens"
         timeout = openai.Timeout(timeout_s, connect=min(timeout_s, CONNECT_TIMEOUT_S))
         self._client = AsyncOpenAI(base_url=base_url, api_key=api_key or NO_KEY, timeout=timeout, max_retries=0)
+        self.limits: RequestLimits = LocalLimits(self._policy.sleep)
+
+    @classmethod
+    def at(
+        cls, name: str, endpoint: ModelEndpoint, api_key: str | None, timeout_s: float, retries: RetryPolicy
+    ) -> Self:
+        """Return the model of the configured endpoint `name`."""
+        model = cls(endpoint.model, endpoint.base_url, api_key, timeout_s, retries=retries)
+        model._endpoint = replace(model._endpoint, name=name)
+        return model
 
     @property
     def name(self) -> str:
@@ -72,24 +98,28 @@ class OpenAIModel:
         ContextWindowExceeded for a request that is too long, ModelRefused for a request that the server rejects.
         """
         read = self._read_stream if self._streaming else self._read_complete
-        attempt = 0
+        attempts = _Attempts()
         while True:
-            attempt += 1
-            has_started = False
+            lease = await self._acquire(request, attempts)
+            has_started, tokens = False, 0
             try:
                 async with aclosing(read(request)) as chunks:
                     async for chunk in chunks:
                         has_started = True
+                        usage = read_usage(chunk)
+                        tokens = usage.prompt_tokens + usage.completion_tokens if usage is not None else tokens
                         yield chunk
                 return
             except (_AttemptFailed, openai.OpenAIError, ValueError, *_BROKEN) as error:
                 # ValueError: a number with more digits than Python parses, or a request that cannot be JSON.
                 failure = _classify_error(error)
+            finally:
+                await self.limits.release(lease, tokens)
             # Raised outside of `except`, so that the error has no cause: the SDK's errors contain the request, and
             # servers repeat keys in their messages.
             if has_started:
                 raise build_interruption(failure, self._endpoint)
-            await self._wait_for_retry(failure, attempt)
+            await self._wait_for_retry(failure, attempts)
 
     async def describe(self) -> ModelFacts | None:
         """Return the facts that the endpoint's list of models contains (vLLM, llama.cpp, Groq, OpenRouter).
@@ -109,29 +139,52 @@ class OpenAIModel:
         return ModelFacts(_find_window(own[0]), _find_parameters(own[0])) if own else ModelFacts()
 
     async def _list_models(self) -> object:
-        attempt = 0
+        attempts = _Attempts()
         while True:
-            attempt += 1
+            lease = await self._acquire(ModelRequest([]), attempts)
             try:
                 return await self._client.get("/models", cast_to=object)
             except (openai.OpenAIError, ValueError, *_BROKEN) as error:
                 failure = _classify_error(error)
-            await self._wait_for_retry(failure, attempt)
+            finally:
+                await self.limits.release(lease, 0)
+            await self._wait_for_retry(failure, attempts)
 
     async def aclose(self) -> None:
         await self._client.close()
 
-    async def _wait_for_retry(self, failure: AttemptFailure, attempt: int) -> None:
+    async def _acquire(self, request: ModelRequest, attempts: "_Attempts") -> RequestLease:
+        """Wait until the request may be sent. Raises ModelUnavailable when its endpoint is blocked for too long."""
+        try:
+            lease = await self.limits.acquire(lambda: _estimate_tokens(request), self._policy.max_wait_s)
+        except EndpointBlocked as blocked:
+            failure = (
+                AttemptFailure("connection")
+                if blocked.reason == "down"
+                else AttemptFailure("status", 429, wait_s=blocked.left_s)
+            )
+            raise build_error(
+                failure, self._endpoint, attempts=attempts.count, max_wait_s=self._policy.max_wait_s
+            ) from None
+        attempts.count += 1
+        return lease
+
+    async def _wait_for_retry(self, failure: AttemptFailure, attempts: "_Attempts") -> None:
         """Wait until the request may be sent again. Raises ModelUnavailable when it may not."""
+        count, policy = attempts.count, self._policy
         if not is_transient(failure):
-            raise build_error(failure, self._endpoint, attempts=attempt)
-        if failure.wait_s is not None and failure.wait_s > self._policy.max_wait_s:
-            raise build_error(failure, self._endpoint, attempts=attempt, max_wait_s=self._policy.max_wait_s)
-        if attempt >= self._policy.attempts:
-            raise build_error(failure, self._endpoint, attempts=attempt)
-        wait_s = compute_backoff_s(self._policy, attempt) if failure.wait_s is None else failure.wait_s
-        log.warning("model_retry", model=self.name, attempt=attempt, wait_s=round(wait_s, 3), reason=failure.reason)
-        await self._policy.sleep(wait_s)
+            raise build_error(failure, self._endpoint, attempts=count)
+        wait_s = compute_backoff_s(policy, count) if failure.wait_s is None else failure.wait_s
+        if is_rate_limit(failure):
+            await self.limits.block(wait_s, "rate_limit")
+        attempts.failed_at = attempts.failed_at or time.monotonic()
+        is_late = time.monotonic() + wait_s - attempts.failed_at > policy.max_total_s
+        if wait_s > policy.max_wait_s or is_late or count >= policy.attempts:
+            max_wait_s = policy.max_wait_s if wait_s > policy.max_wait_s else None
+            raise build_error(failure, self._endpoint, attempts=count, max_wait_s=max_wait_s)
+        log.warning("model_retry", model=self.name, attempt=count, wait_s=round(wait_s, 3), reason=failure.reason)
+        if not is_rate_limit(failure):
+            await policy.sleep(wait_s)
 
     async def _read_stream(self, request: ModelRequest) -> AsyncGenerator[Chunk, None]:
         """Make one attempt. It yields nothing until the reply has content, so an earlier failure can be retried."""
@@ -220,6 +273,14 @@ class OpenAIModel:
         return body
 
 
+@dataclass
+class _Attempts:
+    """The attempts of one request. `failed_at`: time of the first failure, monotonic seconds."""
+
+    count: int = 0
+    failed_at: float | None = None
+
+
 class _AttemptFailed(Exception):
     """Raised when one attempt at a reply failed."""
 
@@ -250,6 +311,11 @@ def _classify_error(error: Exception) -> AttemptFailure:
     if isinstance(error, openai.APIError):
         return AttemptFailure("in_reply", body=_as_error_object(error.body))
     return AttemptFailure("unknown", name=type(error).__name__)
+
+
+def _estimate_tokens(request: ModelRequest) -> int:
+    """Return about how many tokens the request has."""
+    return len(json.dumps([request.messages, request.tools], default=str)) // CHARS_PER_TOKEN
 
 
 def _raise_embedded_error(reply: dict[str, Any]) -> None:

@@ -1,5 +1,5 @@
-"""Retries of failed requests to a model, after the wait that the server requests, or with exponential backoff and full
-jitter.
+"""Retries of failed requests to a model: how often, and the wait before each. A wait that the server requests blocks
+the endpoint for all requests (request_limits.py).
 """
 
 import asyncio
@@ -21,14 +21,15 @@ _NUMBER = re.compile(r"\d+(?:\.\d+)?")
 class RetryPolicy:
     """Limits of the attempts to send a request, and of the wait between them.
 
-    `attempts` includes the first one. `max_wait_s` limits one wait, including one that the server requests. `sleep`
-    waits.
+    `attempts` includes the first one. `max_wait_s` limits one wait, including one that the server requests.
+    `max_total_s` limits the time from the first failure to the last attempt. `sleep` waits.
     """
 
     attempts: int = 6
     base_s: float = 0.5
     max_wait_s: float = 60.0
     factor: float = 2.0
+    max_total_s: float = math.inf
     sleep: Callable[[float], Awaitable[object]] = asyncio.sleep
 
     def __post_init__(self) -> None:

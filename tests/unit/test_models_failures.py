@@ -16,14 +16,14 @@ from contract.errors import (
 )
 from orchestrator.models.failures import (
     AttemptFailure,
-    ModelEndpoint,
+    FailedEndpoint,
     build_error,
     build_interruption,
     find_limit_tokens,
     is_transient,
 )
 
-ENDPOINT = ModelEndpoint("http://host/v1", "m", "sk-secret")
+ENDPOINT = FailedEndpoint("http://host/v1", "m", "sk-secret")
 
 TOO_LONG: list[tuple[int, Any, int | None]] = [
     (400, {"message": "Your input exceeds the context window of this model.", "code": "context_length_exceeded"}, None),

@@ -1,0 +1,42 @@
+"""When a request to a model may be sent: the limits of its endpoint, shared by all orchestrators of a pool
+(store/model_limits.py) or, in a program without a pool, by the requests of one model.
+"""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from typing import Protocol
+
+from contract.model_endpoints import BlockReason, EndpointBlocked, RequestLease
+
+
+class RequestLimits(Protocol):
+    """The limits of one endpoint. Methods behave as those of SharedLimits."""
+
+    async def acquire(self, estimate: Callable[[], int], max_wait_s: float) -> RequestLease: ...
+
+    async def release(self, lease: RequestLease, tokens: int) -> None: ...
+
+    async def block(self, wait_s: float, reason: BlockReason) -> None: ...
+
+
+class LocalLimits:
+    """The block of an endpoint in a program without a pool."""
+
+    def __init__(self, sleep: Callable[[float], Awaitable[object]] = asyncio.sleep) -> None:
+        self._sleep = sleep
+        self._until = float("-inf")
+
+    async def acquire(self, estimate: Callable[[], int], max_wait_s: float) -> RequestLease:
+        left_s = self._until - time.monotonic()
+        if left_s > max_wait_s:
+            raise EndpointBlocked(left_s, "rate_limit")
+        if left_s > 0:
+            await self._sleep(left_s)
+        return RequestLease()
+
+    async def release(self, lease: RequestLease, tokens: int) -> None:
+        """Do nothing: the requests are not counted."""
+
+    async def block(self, wait_s: float, reason: BlockReason) -> None:
+        self._until = max(self._until, time.monotonic() + wait_s)

@@ -1,0 +1,227 @@
+"""The limits of model endpoints, shared by all orchestrators: rate limits that a server reports, concurrent requests,
+and requests and tokens per minute.
+
+One script per request checks all limits. A concurrent request is a lease. A process renews the leases of its requests;
+the leases of a killed process expire after LEASE_S.
+"""
+
+import asyncio
+import random
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any
+
+from contract.errors import BrokerUnavailable
+from contract.model_endpoints import BlockReason, EndpointBlocked, ModelEndpoint, RequestLease
+from contract.names import model_limits_key
+from store.connection import RedisClient, broker_errors, read_clock
+from store.tasks import begin_shared, retry_until_available
+from telemetry.logs import get_logger
+
+log = get_logger(__name__)
+
+LEASE_S = 20.0
+RENEWALS_A_LEASE = 4
+LOOK_S = 0.2
+"""Pause between two checks for a free lease, in seconds."""
+MAX_SPREAD_S = 2.0
+"""Longest time over which the requests of all processes are spread after a block, in seconds."""
+MAX_BLOCK_S = 3600.0
+"""Longest time for which a reply of a server can block its endpoint, in seconds."""
+
+_CLOCK = """
+local time = redis.call('TIME')
+local now = tonumber(time[1]) + tonumber(time[2]) / 1e6
+"""
+# The window is a hash of seconds (`r<second>` requests, `t<second>` tokens), so its size does not grow with the rate.
+_ACQUIRE = (
+    _CLOCK
+    + """
+-- KEYS: block, leases, window. ARGV: lease, its seconds, concurrency, requests and tokens per minute ('' for no limit),
+-- tokens of this request. Returns a state, and the seconds of the block or the second of this request.
+local block = redis.call('HMGET', KEYS[1], 'until', 'reason')
+local left = tonumber(block[1] or 0) - now
+if left > 0 then return {'blocked', tostring(left), block[2]} end
+if ARGV[3] ~= '' then
+  redis.call('ZREMRANGEBYSCORE', KEYS[2], '-inf', now)
+  if redis.call('ZCARD', KEYS[2]) >= tonumber(ARGV[3]) then return {'busy', '0', ''} end
+end
+if ARGV[4] ~= '' or ARGV[5] ~= '' then
+  local rows, requests, tokens = redis.call('HGETALL', KEYS[3]), 0, 0
+  for at = 1, #rows, 2 do
+    local count = tonumber(rows[at + 1])
+    if tonumber(string.sub(rows[at], 2)) <= time[1] - 60 then redis.call('HDEL', KEYS[3], rows[at])
+    elseif string.sub(rows[at], 1, 1) == 'r' then requests = requests + count
+    else tokens = tokens + count end
+  end
+  -- A request with more tokens than the limit still starts when the window is empty.
+  if requests >= (tonumber(ARGV[4]) or math.huge) then return {'busy', '0', ''} end
+  if tokens > 0 and tokens + ARGV[6] > (tonumber(ARGV[5]) or math.huge) then return {'busy', '0', ''} end
+  redis.call('HINCRBY', KEYS[3], 'r' .. time[1], 1)
+  redis.call('HINCRBY', KEYS[3], 't' .. time[1], ARGV[6])
+  redis.call('EXPIRE', KEYS[3], 120)
+end
+if ARGV[3] ~= '' then
+  redis.call('ZADD', KEYS[2], now + ARGV[2], ARGV[1])
+  redis.call('EXPIRE', KEYS[2], 120)
+end
+return {'ok', time[1], ''}
+"""
+)
+_RELEASE = """
+-- KEYS: leases, window. ARGV: lease, second of the request, difference between its tokens and their estimate.
+redis.call('ZREM', KEYS[1], ARGV[1])
+if redis.call('HEXISTS', KEYS[2], 't' .. ARGV[2]) == 1 then redis.call('HINCRBY', KEYS[2], 't' .. ARGV[2], ARGV[3]) end
+"""
+_RENEW = (
+    _CLOCK
+    + """
+-- KEYS: leases. ARGV: seconds, leases.
+for at = 2, #ARGV do redis.call('ZADD', KEYS[1], now + ARGV[1], ARGV[at]) end
+redis.call('EXPIRE', KEYS[1], 120)
+"""
+)
+_BLOCK = (
+    _CLOCK
+    + """
+-- KEYS: block. ARGV: seconds, reason. A shorter block does not end a longer one.
+if now + ARGV[1] <= tonumber(redis.call('HGET', KEYS[1], 'until') or 0) then return end
+redis.call('HSET', KEYS[1], 'until', string.format('%.6f', now + ARGV[1]), 'reason', ARGV[2])
+redis.call('EXPIRE', KEYS[1], math.ceil(ARGV[1]) + 60)
+"""
+)
+
+
+async def read_limits(client: RedisClient, deployment: str, endpoints: Sequence[str]) -> list[tuple[int, float]]:
+    """Return for each endpoint the number of running requests and the seconds for which it is blocked. Raises
+    BrokerUnavailable when Redis does not answer.
+    """
+    prefixes = [model_limits_key(deployment, endpoint) for endpoint in endpoints]
+    with broker_errors("the limits of the model endpoints were not read"):
+        now = await read_clock(client)
+        async with client.pipeline(transaction=False) as pipe:
+            for prefix in prefixes:
+                pipe.zcount(f"{prefix}:leases", now, "+inf")
+                pipe.hget(f"{prefix}:block", "until")
+            replies: Any = await pipe.execute()
+    return [
+        (int(running), max(0.0, float(until or 0) - now))
+        for running, until in zip(replies[::2], replies[1::2], strict=True)
+    ]
+
+
+class SharedLimits:
+    """The limits of one endpoint. Create one instance per process and endpoint: its requests wait in order.
+
+    `endpoint`: its id in the deployment. `bounds`: its record; None: only the block is shared.
+    """
+
+    def __init__(
+        self,
+        client: RedisClient,
+        deployment: str,
+        endpoint: str,
+        bounds: ModelEndpoint | None = None,
+        jitter: Callable[[], float] = random.random,
+    ) -> None:
+        prefix = model_limits_key(deployment, endpoint)
+        self._block, self._leases, self._window = (f"{prefix}:{part}" for part in ("block", "leases", "window"))
+        self._endpoint, self._bounds, self._jitter = endpoint, bounds, jitter
+        self._acquire_script = client.register_script(_ACQUIRE)
+        self._release_script = client.register_script(_RELEASE)
+        self._renew_script = client.register_script(_RENEW)
+        self._block_script = client.register_script(_BLOCK)
+        self._turn = asyncio.Lock()
+        self._released = asyncio.Event()
+        self._held: set[str] = set()
+        self._renewing: asyncio.Task[None] | None = None
+
+    async def acquire(self, estimate: Callable[[], int], max_wait_s: float) -> RequestLease:
+        """Wait until one more request may be sent. `estimate` returns its tokens, if they are limited.
+
+        Raises EndpointBlocked: the endpoint is blocked for longer than `max_wait_s`. Raises BrokerUnavailable: Redis
+        does not answer for long.
+        """
+        counts_tokens = self._bounds is not None and self._bounds.tokens_per_minute is not None
+        lease = RequestLease(tokens=estimate() if counts_tokens else 0)
+        # Only the first request in line asks Redis, so the load on Redis does not grow with the line.
+        async with self._turn:
+            while True:
+                self._released.clear()
+                state, value, reason = await self._ask(lease)
+                if state == "ok":
+                    self._hold(lease)
+                    return RequestLease(value, lease.tokens, lease.id)
+                if state == "blocked" and float(value) > max_wait_s:
+                    raise EndpointBlocked(float(value), "down" if reason == "down" else "rate_limit")
+                # The random part spreads the requests of all processes after a block.
+                left_s, spread_s = float(value), min(MAX_SPREAD_S, 0.2 * float(value))
+                wait_s = left_s + spread_s * self._jitter() + LOOK_S * (0.5 + self._jitter())
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(wait_s):
+                        await (self._released.wait() if state == "busy" else asyncio.sleep(wait_s))
+
+    async def release(self, lease: RequestLease, tokens: int) -> None:
+        """End a request. `tokens`: those that the server counted; 0: it did not count. A failure is only logged: the
+        lease then expires.
+        """
+        self._held.discard(lease.id)
+        if self._bounds is not None:
+            # In a task of its own: a cancelled request must end its lease, too.
+            more = tokens - lease.tokens if tokens else 0
+            await asyncio.shield(begin_shared(self._release(lease, more), "end-lease"))
+
+    async def block(self, wait_s: float, reason: BlockReason) -> None:
+        """Let no orchestrator send a request for `wait_s` seconds. Raises BrokerUnavailable: Redis does not answer for
+        long.
+        """
+        log.warning("model_endpoint_blocked", endpoint=self._endpoint, wait_s=round(wait_s, 3), reason=reason)
+
+        async def block() -> None:
+            with broker_errors("the model endpoint was not blocked"):
+                await self._block_script(keys=[self._block], args=[min(wait_s, MAX_BLOCK_S), reason])
+
+        await retry_until_available(block)
+
+    async def _ask(self, lease: RequestLease) -> tuple[str, str, str]:
+        try:
+            return await retry_until_available(lambda: self._run_acquire(lease))
+        except asyncio.CancelledError:
+            # The script may have given the lease.
+            begin_shared(self._release(lease, 0), "end-lease")
+            raise
+
+    async def _run_acquire(self, lease: RequestLease) -> tuple[str, str, str]:
+        bounds = self._bounds
+        limits = (bounds.concurrency, bounds.requests_per_minute, bounds.tokens_per_minute) if bounds else (None,) * 3
+        args = [lease.id, LEASE_S, *("" if limit is None else limit for limit in limits), lease.tokens]
+        with broker_errors("the limits of the model endpoint were not read"):
+            reply: Any = await self._acquire_script(keys=[self._block, self._leases, self._window], args=args)
+        state, value, reason = (part.decode() if isinstance(part, bytes) else str(part or "") for part in reply)
+        return state, value, reason
+
+    async def _release(self, lease: RequestLease, tokens: int) -> None:
+        try:
+            with broker_errors("the lease of a request was not ended"):
+                await self._release_script(keys=[self._leases, self._window], args=[lease.id, lease.second, tokens])
+            self._released.set()
+        except BrokerUnavailable as error:
+            log.warning("model_lease_not_ended", endpoint=self._endpoint, error=str(error))
+
+    def _hold(self, lease: RequestLease) -> None:
+        if self._bounds is None or self._bounds.concurrency is None:
+            return
+        self._held.add(lease.id)
+        if self._renewing is None or self._renewing.done():
+            self._renewing = begin_shared(self._renew(), "renew-leases")
+
+    async def _renew(self) -> None:
+        """Renew the leases of this process while it has some."""
+        while self._held:
+            await asyncio.sleep(LEASE_S / RENEWALS_A_LEASE)
+            if held := tuple(self._held):
+                try:
+                    with broker_errors("the leases of requests were not renewed"):
+                        await self._renew_script(keys=[self._leases], args=[LEASE_S, *held])
+                except BrokerUnavailable as error:
+                    log.warning("model_leases_not_renewed", endpoint=self._endpoint, error=str(error))
