@@ -32,7 +32,7 @@ other verbs.
 SKILL_TOOL, BASH_TOOL = "skill_tool", "bash_tool"
 NetworkPolicy = Literal["none", "egress"]
 SkillDigest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
-ToolPattern = Annotated[str, Field(pattern=r"^[^*]{0,127}\*?$", min_length=1)]
+NamePattern = Annotated[str, Field(pattern=r"^[^*]{0,127}\*?$", min_length=1)]
 
 
 class CommandRule(Record):
@@ -69,8 +69,11 @@ class TenantPolicy(Record):
     """Limits and rights of a tenant. None: no limit for this tenant."""
 
     # A field with a description is also an option of `toolcrew tenants set`.
-    tools: Annotated[tuple[ToolPattern, ...], Field(max_length=1000)] | None = Field(
+    tools: Annotated[tuple[NamePattern, ...], Field(max_length=1000)] | None = Field(
         default=None, description="Tools that it may call; * at the end matches any suffix."
+    )
+    models: Annotated[tuple[NamePattern, ...], Field(max_length=1000)] | None = Field(
+        default=None, description="Models that its runs may use; * at the end matches any suffix."
     )
     weight: float = Field(default=1.0, ge=0.001, le=1000, description="Its share of slots relative to other tenants.")
     in_flight: int = Field(default=1000, ge=1, le=1_000_000, description="Concurrent calls.")
@@ -101,6 +104,12 @@ class TenantPolicy(Record):
             return True
         names = _names(name)
         return not names or any(_fits(candidate, pattern) for candidate in names for pattern in self.tools)
+
+    def allows_model(self, name: str) -> bool:
+        """Return whether a run of the tenant may use the model: a configured endpoint, or a model of that name at the
+        endpoint of the orchestrator's environment.
+        """
+        return self.models is None or any(_fits(name, pattern) for pattern in self.models)
 
 
 def tools_of(spec: ToolSpec, arguments: Mapping[str, Any]) -> tuple[str, ...]:

@@ -319,7 +319,7 @@ def final_state(failure: Failure | None) -> str:
 def build_recalled_end(outcome: ItemOutcome, at: float) -> RunEnded:
     """Return the end of an item from its row, without times. For an item that ended before its events were recorded."""
     body = outcome.body or {}
-    usage, cost, steps = body.get("usage"), body.get("cost"), body.get("steps")
+    usage, steps = body.get("usage"), body.get("steps")
     counts = usage if isinstance(usage, dict) else {}
     return RunEnded(
         run=outcome.run,
@@ -330,10 +330,17 @@ def build_recalled_end(outcome: ItemOutcome, at: float) -> RunEnded:
         failure=outcome.failure,
         steps=steps if isinstance(steps, int) else 0,
         usage=Usage(*(_count(counts.get(name)) for name in ("prompt_tokens", "completion_tokens", "cached_tokens"))),
-        cost=cost if isinstance(cost, float) else None,
+        cost=find_cost(body),
         task=outcome.task,
         grade=outcome.grade,
     )
+
+
+def find_cost(body: Mapping[str, Any]) -> float | None:
+    """Return the cost in a row's body; None if it is unknown. A chat completion has it in its usage."""
+    usage = body.get("usage")
+    cost = body.get("cost", usage.get("cost") if isinstance(usage, dict) else None)
+    return float(cost) if isinstance(cost, int | float) else None
 
 
 def _count(value: object) -> int:

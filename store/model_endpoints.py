@@ -19,6 +19,7 @@ from contract.model_endpoints import (
     ENDPOINT_NAME,
     ENDPOINTS_FRESH_S,
     MAX_FALLBACKS,
+    EndpointView,
     ModelEndpoint,
     endpoint_field,
     parse_endpoints,
@@ -26,16 +27,17 @@ from contract.model_endpoints import (
 )
 from contract.names import audit_key, model_endpoints_key, tenants_key
 from contract.signing import SigningKeys
-from contract.tenancy import DEFAULT_TENANT, REGISTERED_LUA
+from contract.tenancy import REGISTERED_LUA, TenantPolicy
 from store.audit import AUDIT_LUA, Actor, build_entry, entry_text, local_actor
 from store.connection import RedisClient, broker_errors
+from store.model_limits import read_limits
 from store.tasks import SharedReads
 
 _SET = f"""
 {AUDIT_LUA}
 {REGISTERED_LUA}
 -- KEYS: endpoints, tenants, audit. ARGV: field, record, entry, tenant ('' for an endpoint of the deployment).
-if ARGV[4] ~= '' and ARGV[4] ~= '{DEFAULT_TENANT}' and not is_registered(KEYS[2], ARGV[4]) then return -1 end
+if ARGV[4] ~= '' and not is_served(KEYS[2], ARGV[4]) then return -1 end
 audit(KEYS[3], ARGV[3])
 return redis.call('HSET', KEYS[1], ARGV[1], ARGV[2])
 """
@@ -68,7 +70,7 @@ class ModelEndpoints:
     """
 
     def __init__(self, client: RedisClient, deployment: str, keys: SigningKeys) -> None:
-        self._client, self._keys = client, keys
+        self._client, self._deployment, self._keys = client, deployment, keys
         self._key, self._tenants, self._audit = (
             model_endpoints_key(deployment),
             tenants_key(deployment),
@@ -117,6 +119,36 @@ class ModelEndpoints:
             if endpoint is not None:
                 return StoredEndpoint(name, owner, endpoint)
         return None
+
+    async def views(
+        self, tenant: str | None = None, policy: TenantPolicy | None = None, *, shows_addresses: bool = True
+    ) -> list[EndpointView]:
+        """Return the endpoints that a tenant may use, by name. `tenant` None: all, of the deployment and of every
+        tenant. `policy`: of the tenant; None: it allows all.
+
+        Raises BrokerUnavailable when Redis does not answer.
+        """
+        if tenant is None:
+            found = {field: (field.rpartition("/"), endpoint) for field, endpoint in (await self.all()).items()}
+            rows = [(name, owner or None, endpoint) for (owner, _, name), endpoint in found.values()]
+        else:
+            rows = [
+                (name, None, stored) if isinstance(stored, ConfigError) else (name, stored.tenant, stored.endpoint)
+                for name, stored in (await self.of(tenant)).items()
+            ]
+        rows = sorted((row for row in rows if policy is None or policy.allows_model(row[0])), key=lambda row: row[:1])
+        limits = await read_limits(
+            self._client, self._deployment, [endpoint_field(name, owner) for name, owner, _ in rows]
+        )
+        hidden = set[str]() if shows_addresses else {"base_url", "secret"}
+        return [
+            EndpointView(name=name, tenant=owner, state=str(endpoint))
+            if isinstance(endpoint, ConfigError)
+            else EndpointView(
+                name=name, tenant=owner, running=running, blocked_s=left_s, **endpoint.model_dump(exclude=hidden)
+            )
+            for (name, owner, endpoint), (running, left_s) in zip(rows, limits, strict=True)
+        ]
 
     async def set(self, name: str, endpoint: ModelEndpoint, tenant: str | None = None) -> None:
         """Add or replace an endpoint. Every orchestrator uses it within 2 seconds.

@@ -104,7 +104,7 @@ class ItemGround(RunGround):
         )
         settings = OrchestratorSettings(deployment="d", dialect="native", redis_url=None)
         self.parts = RunParts(settings, self.pool, approver or AutoApprover(), policy)
-        models = Models(settings, ChosenModel(self.model, capabilities=EVERYTHING))
+        models = Models(settings, self.pool, ChosenModel(self.model, capabilities=EVERYTHING))
         self.work = ItemWork(self.pool, self.parts, models, None)
 
     def sent(self) -> list[str]:

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
@@ -39,12 +40,18 @@ def answer(status: int, body: Any, content_type: str = "application/json", **hea
 
 
 class Server:
-    """A loopback endpoint that answers with `answer` and records the requests. `models`: the list of models."""
+    """A loopback endpoint that answers with `answer` and records the requests. `models`: the list of models. `gate`:
+    answers wait until it is set.
+    """
 
     def __init__(self, answer: Answer) -> None:
         self._answer = answer
         self.models: bytes = b""
         self.bodies: list[dict[str, Any]] = []
+        self.heads: list[str] = []
+        self.times: list[float] = []
+        self.gate = asyncio.Event()
+        self.gate.set()
         self.url = ""
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -54,7 +61,11 @@ class Server:
         else:
             length = int(head.split("content-length:")[1].split("\r\n")[0])
             self.bodies.append(json.loads(await reader.readexactly(length)))
-            writer.write(self._answer(len(self.bodies), self.bodies[-1]))
+            self.heads.append(head)
+            self.times.append(time.monotonic())
+            number = len(self.bodies)
+            await self.gate.wait()
+            writer.write(self._answer(number, self.bodies[number - 1]))
         await writer.drain()
         writer.close()
 

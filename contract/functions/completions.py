@@ -6,18 +6,20 @@ from dataclasses import dataclass
 @dataclass(frozen=True)
 class Usage:
     """Token counts of the model server; 0 if the server reports none. `cached_tokens`: the prompt tokens that the
-    server had in its cache.
+    server had in its cache. `cost`: by the prices of the endpoint, or reported by the server; None if it is unknown.
     """
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
     cached_tokens: int = 0
+    cost: float | None = None
 
     def __add__(self, other: "Usage") -> "Usage":
         return Usage(
             self.prompt_tokens + other.prompt_tokens,
             self.completion_tokens + other.completion_tokens,
             self.cached_tokens + other.cached_tokens,
+            self.cost if other.cost is None else other.cost + (self.cost or 0.0),
         )
 
 

@@ -154,7 +154,7 @@ def build_run_body(
         "answer": result.answer,
         "stop_reason": result.stop_reason.value,
         "steps": result.steps,
-        "usage": asdict(result.usage),
+        "usage": {name: count for name, count in asdict(result.usage).items() if name != "cost"},
         "cost": result.cost,
         "clocks": result.clocks.model_dump(),
     }
@@ -194,6 +194,7 @@ def build_chat_body(result: RunResult, *, model: str, created: float) -> dict[st
             "prompt_tokens": usage.prompt_tokens,
             "completion_tokens": usage.completion_tokens,
             "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+            **({} if result.cost is None else {"cost": result.cost}),
         },
     }
 

@@ -24,6 +24,9 @@ TAG_HINT = (
 
 NATIVE_HINT = "The arguments must be one JSON object that fits the tool's parameters."
 
+MAX_COST = 1e9
+"""Limit of the cost that a server may report for one reply. A higher value is not used."""
+
 log = get_logger(__name__)
 _UNFIT_FOR_NAME = re.compile(r"[^A-Za-z0-9_-]")
 
@@ -192,7 +195,13 @@ def read_usage(chunk: Chunk) -> Usage | None:
         return None
     details = usage.get("prompt_tokens_details")
     cached = _count(details.get("cached_tokens")) if isinstance(details, dict) else 0
-    return Usage(_count(usage.get("prompt_tokens")), _count(usage.get("completion_tokens")), cached)
+    cost = usage.get("cost")
+    return Usage(
+        _count(usage.get("prompt_tokens")),
+        _count(usage.get("completion_tokens")),
+        cached,
+        float(cost) if isinstance(cost, int | float) and 0 <= cost < MAX_COST else None,
+    )
 
 
 def _count(value: Any) -> int:

@@ -92,8 +92,14 @@ class Spending:
 
     @property
     def cost(self) -> float | None:
-        """Return the cost in the currency of the prices, or None without prices."""
-        return self.options.prices.cost(self.counted + self.uncounted) if self.options.prices is not None else None
+        """Return the cost in the currency of the prices; None if it is unknown. The cost of a reply counts before the
+        prices, because a fallback with other prices may have answered.
+        """
+        prices = self.options.prices
+        if prices is None:
+            return self.counted.cost
+        parts = (self.usage, self.by_tools(), self.uncounted)
+        return sum(prices.cost(usage) if usage.cost is None else usage.cost for usage in parts)
 
     def charge(self, usage: Usage, estimate: Usage) -> bool:
         """Add the tokens of one reply, or `estimate` if the server did not count.

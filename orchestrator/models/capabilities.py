@@ -77,6 +77,13 @@ class HasEndpoint(Protocol):
     async def describe(self) -> "ModelFacts | None": ...
 
 
+@runtime_checkable
+class HasFallback(Protocol):
+    """A model that another model may answer for."""
+
+    def without_fallback(self) -> Model: ...
+
+
 async def find_capabilities(model: Model, cache: "CapabilityCache") -> Capabilities:
     """Return the capabilities from the model itself, from the cache or from a probe.
 
@@ -85,7 +92,8 @@ async def find_capabilities(model: Model, cache: "CapabilityCache") -> Capabilit
     if isinstance(model, HasCapabilities):
         return model.capabilities
     if isinstance(model, HasEndpoint):
-        return await cache.find(model.address, model.name, lambda: probe(model))
+        probed = model.without_fallback() if isinstance(model, HasFallback) else model
+        return await cache.find(model.address, model.name, lambda: probe(probed))
     return await probe(model)
 
 

@@ -5,12 +5,13 @@ The model is the named one, else the one at the configured endpoint, else the em
 
 import asyncio
 import re
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from contract.errors import ConfigError
+from contract.model_endpoints import Prices
 from orchestrator.dialects.base import Dialect
 from orchestrator.dialects.json_decision import JsonDecisionDialect
 from orchestrator.dialects.model import Model
@@ -26,6 +27,7 @@ from orchestrator.models.capabilities import (
     find_capabilities,
 )
 from orchestrator.models.local_server import CONTEXT_TOKENS
+from orchestrator.models.request_limits import RequestLimits
 from orchestrator.models.scripted import EVERYTHING, ScriptedModel, demo_script
 from orchestrator.models.weights import Progress, load_weights
 from orchestrator.settings import OrchestratorSettings
@@ -33,6 +35,8 @@ from orchestrator.settings import OrchestratorSettings
 if TYPE_CHECKING:
     from orchestrator.models.openai import OpenAIModel
 
+OpenLimits = Callable[[str, str, str], RequestLimits]
+"""(address, model, API key) -> the limits of the endpoint."""
 LOCAL = "local"
 SCRIPTED = "scripted"
 DIALECT_NAMES = ("native", "tags", "json", "auto")
@@ -65,13 +69,17 @@ class ChosenModel:
     """A model and its settings.
 
     `profile` None: not known yet; choose_profile chooses. `capabilities` None: not probed yet; find_capabilities
-    probes. `is_fallback`: no model was named.
+    probes. `is_fallback`: no model was named. `endpoint`: id of the configured endpoint, with its prices and context
+    window; None for any other model.
     """
 
     model: Model
     profile: ModelProfile | None = None
     capabilities: Capabilities | None = None
     is_fallback: bool = False
+    endpoint: str | None = None
+    prices: Prices | None = None
+    context_tokens: int | None = None
 
 
 def find_shipped(settings: OrchestratorSettings, requested: str | None) -> Literal["local", "scripted"] | None:
@@ -99,8 +107,9 @@ async def choose_model(
     requested: "Model | ChosenModel | str | None" = None,
     *,
     progress: Progress | None = None,
+    open_limits: OpenLimits | None = None,
 ) -> AsyncIterator[ChosenModel]:
-    """Yield the model to use and close it at the end.
+    """Yield the model to use and close it at the end. `open_limits`: the limits of an endpoint that a pool shares.
 
     `requested` "local" and "scripted" name the shipped models; any other string is a model's name at the endpoint.
     Raises ConfigError when no model can be chosen, and ModelUnavailable when the local server does not start.
@@ -122,6 +131,9 @@ async def choose_model(
             yield ChosenModel(server.open_model(), SMALL, SMALL_CAPABILITIES, is_fallback=name is None)
         return
     model = _open_endpoint(settings, name)
+    if open_limits is not None:
+        key = settings.openai_api_key.get_secret_value() if settings.openai_api_key else ""
+        model.limits = open_limits(model.address, model.name, key)
     try:
         yield ChosenModel(model)
     finally:

@@ -144,7 +144,7 @@ class BatchRuns:
         """Yield a runner that executes items of the batch, `concurrency` at a time. `batch` None: items of every
         batch of every tenant.
         """
-        async with Models(self._settings, model) as models:
+        async with Models(self._settings, self._pool, model) as models:
             work = ItemWork(self._pool, self._parts, models, self._traces)
             only = (self.tenant, batch) if batch is not None else None
             yield Runner(self._pool.redis, self._settings.deployment, self.queue, work, self._writer, concurrency, only)

@@ -22,6 +22,7 @@ from orchestrator.dialects.native import NativeDialect
 from orchestrator.dialects.observations import build_tool_messages
 from orchestrator.dispatch.pool_connection import PoolConnection
 from orchestrator.models.choice import LOCAL
+from orchestrator.runs.endpoints import refuse_model
 from orchestrator.settings import OrchestratorSettings
 from store.archives.files import TenantStore
 from store.audit import Actor, build_entry, entry_text
@@ -148,12 +149,15 @@ class HostedRuns:
         - QUOTA_EXCEEDED: too many runs wait.
         - SESSION_NOT_FOUND: the session is not open.
         - UNKNOWN_TENANT: the tenant does not exist.
+        - PERMISSION_DENIED: the tenant's policy does not allow the model.
         """
         about = _build_about(body, environment, metadata or {})
         run = secrets.token_hex(12) if idempotency_key is None else _derive_run_id(tenant, idempotency_key)
         _check_files(environment, TenantStore(self._workspace_store, tenant))
         item = _build_item(run, body, environment, priority, is_own=bool(token))
-        await self._tenants.policy(tenant)
+        policy = await self._tenants.policy(tenant)
+        if body.model is not None and not policy.allows_model(body.model):
+            raise refuse_model(tenant, body.model)
         if environment.session is not None:
             await self._check_session(tenant, environment.session)
         text = item.model_dump_json()

@@ -22,6 +22,7 @@ from contract.run_events import (
     RunEvent,
     RunReady,
     SubmissionTaken,
+    Warned,
 )
 from contract.sandboxes import pick_options
 from orchestrator.admission import until_admitted
@@ -152,12 +153,18 @@ class ItemWork:
         item, began = claim.record.item, time.monotonic()
         own_model = item.work.model if isinstance(item.work, RunBody) else None
         session: Session | None = None
+        is_configured = False
         try:
             # Chats need this check too: a tenant without permissions may not run them.
             await retry_until_available(lambda: self._pool.tenants.policy(claim.tenant))
             if journal.submission is not None:
                 return await self._graded(claim, journal, journal.submission)
-            self.gate.check_model(own_model)
+            if isinstance(item.work, RunBody):
+                chosen_model = await self._models.get(claim.tenant, own_model or defaults.model)
+                is_configured = chosen_model.endpoint is not None
+                if not is_configured:
+                    self.gate.check_model(own_model)
+                self.gate.of(chosen_model.endpoint).hold()
             session = (
                 await retry_until_available(lambda: self._session(claim, journal, defaults))
                 if _needs_session(item)
@@ -172,7 +179,9 @@ class ItemWork:
                 session = None
                 return await self._graded(claim, journal, submission)
         except Exception as error:  # any error ends only this item; the batch continues
-            if (instead := self.gate.classify(error, own_model)) is not None:
+            # An endpoint that denies its key or its model is no reason to stop runs with other models.
+            is_denied = is_configured and isinstance(error, ModelDenied)
+            if not is_denied and (instead := self.gate.classify(error, own_model)) is not None:
                 # The run continues later in the same session, so the session must stay open.
                 session = None
                 raise instead from error
@@ -251,7 +260,12 @@ class ItemWork:
     ) -> tuple[dict[str, Any], Failure | None]:
         """Run the agent of an item. Return the same values as `_worked`."""
         item, agent_run = claim.record.item, _run_name(claim)
-        options, is_over = _options(work.limits, defaults), False
+
+        def notify(message: str) -> None:
+            on_event(Warned(run=agent_run, message=message))
+
+        chosen_model = await self._models.get(claim.tenant, work.model or defaults.model, notify)
+        options, is_over = _options(work.limits, defaults, chosen_model.prices), False
         if options.max_wall_s is not None:
             # Earlier processes have already used a part of the time limit.
             left_s = options.max_wall_s - journal.spent_wall_s
@@ -259,10 +273,10 @@ class ItemWork:
                 replace(options, max_wall_s=max(LEAST_WALL_S, left_s) if journal.is_resumed else left_s),
                 left_s <= 0,
             )
-        chosen_model = await self._models.get(work.model or defaults.model)
         if chosen_model.is_fallback:
             self._warn_once(claim, FALLBACK_WARNING, on_event)
-        model = GatedModel(chosen_model.model, self.gate, claim.run)
+        gate = self.gate.of(chosen_model.endpoint)
+        model = GatedModel(chosen_model.model, gate, claim.run)
         spans = current_run() if self._pool.tracer is not None else None
         async with AsyncExitStack() as stack:
             slot = await stack.enter_async_context(self.slots.run())
@@ -288,7 +302,7 @@ class ItemWork:
                 wrap_model=lambda _: LoggedModel(model, journal, work.sampling, is_over=is_over, live=live),
                 is_chat=item.url == CHAT_URL,
             )
-            with self.gate.request(claim.run):
+            with gate.request(claim.run):
                 agent = await retry_until_available(lambda: self._parts.build_agent(session, chosen_model, config))
             agent = replace(agent, run_call=slot.wrap(agent.run_call))
             run = await agent.run(work.instruction, history=[dict(message) for message in work.history])
@@ -434,20 +448,19 @@ def _run_name(claim: RunClaim, attempt: int | None = None) -> str:
     return claim.run if number == 1 else f"{claim.run}-{number}"
 
 
-def prices_of(defaults: BatchDefaults) -> Prices | None:
+def _prices_of(defaults: BatchDefaults) -> Prices | None:
     """Return the prices of the batch; None if a price is missing."""
     if defaults.prompt_price is None or defaults.completion_price is None:
         return None
     return Prices(defaults.prompt_price, defaults.completion_price)
 
 
-def _options(limits: RunLimits, defaults: BatchDefaults) -> ReActOptions:
-    """Return the run's limits. Values of the item come first, then values of the batch, then the defaults. Raises
-    ConfigError: the limits contradict each other.
+def _options(limits: RunLimits, defaults: BatchDefaults, prices: Prices | None) -> ReActOptions:
+    """Return the run's limits. Values of the item come first, then values of the batch, then the defaults. `prices`:
+    of the model's endpoint. Raises ConfigError: the limits contradict each other.
     """
     fields = {**defaults.limits.model_dump(exclude_none=True), **limits.model_dump(exclude_none=True)}
-    if (prices := prices_of(defaults)) is not None:
-        fields["prices"] = prices
+    fields["prices"] = _prices_of(defaults) or prices
     try:
         return ReActOptions(**fields)
     except ValueError as error:

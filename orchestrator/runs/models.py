@@ -1,10 +1,12 @@
-"""Models that runs of this process use. Each model is opened once."""
+"""Models that runs of this process use. Each endpoint is opened once."""
 
 import asyncio
 from contextlib import AsyncExitStack
 
 from orchestrator.dialects.model import Model
-from orchestrator.models.choice import ChosenModel, choose_model
+from orchestrator.dispatch.pool_connection import PoolConnection
+from orchestrator.models.choice import LOCAL, ChosenModel, choose_model
+from orchestrator.runs.endpoints import EndpointClients, EndpointModel, OnNotice
 from orchestrator.settings import OrchestratorSettings
 
 
@@ -14,25 +16,49 @@ class Models:
     `default`: model of runs that name no model, in place of the model of the environment.
     """
 
-    def __init__(self, settings: OrchestratorSettings, default: Model | ChosenModel | None = None) -> None:
+    def __init__(
+        self, settings: OrchestratorSettings, pool: PoolConnection, default: Model | ChosenModel | None = None
+    ) -> None:
         self._settings = settings
         self._default = default
+        self._clients = EndpointClients(settings, pool.redis, pool.keys, pool.tenants)
         self._open: dict[str | None, tuple[ChosenModel, AsyncExitStack]] = {}
         self._opening = asyncio.Lock()
 
-    async def get(self, name: str | None) -> ChosenModel:
-        """Return the model of that name; None: the default model. Raises ConfigError, ModelUnavailable."""
+    async def get(self, tenant: str, name: str | None, notify: OnNotice = lambda _: None) -> ChosenModel:
+        """Return the model that a run of the tenant means by `name`: a configured endpoint, else the model of that name
+        at the endpoint of the environment. None: the default model. `notify` receives notices about the run's requests.
+
+        Raises ConfigError, ModelUnavailable. Raises ToolFailure(PERMISSION_DENIED): the tenant's policy does not allow
+        the model.
+        """
+        if name is None and self._default is not None:
+            return await self._get(None)
+        requested = name or self._settings.model
+        await self._clients.check(tenant, requested or LOCAL)
+        stored = await self._clients.find(tenant, requested) if requested is not None else None
+        if stored is None:
+            return await self._get(name)
+        return ChosenModel(
+            EndpointModel(self._clients, tenant, stored, notify),
+            endpoint=stored.id,
+            prices=stored.endpoint.prices,
+            context_tokens=stored.endpoint.context_tokens,
+        )
+
+    async def _get(self, name: str | None) -> ChosenModel:
         if name not in self._open:
             async with self._opening:
                 if name not in self._open:
                     source = self._default if name is None and self._default is not None else name
                     stack = AsyncExitStack()
-                    self._open[name] = await stack.enter_async_context(choose_model(self._settings, source)), stack
+                    chosen = choose_model(self._settings, source, open_limits=self._clients.open_limits)
+                    self._open[name] = await stack.enter_async_context(chosen), stack
         return self._open[name][0]
 
     @property
     def names(self) -> set[str | None]:
-        """Return the names of the open models."""
+        """Return the names of the open models of the environment's endpoint."""
         return set(self._open)
 
     async def close(self, name: str | None) -> None:
@@ -47,3 +73,4 @@ class Models:
     async def __aexit__(self, *_: object) -> None:
         for name in list(self._open):
             await self.close(name)
+        await self._clients.aclose()

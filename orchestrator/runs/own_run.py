@@ -88,7 +88,7 @@ class OwnRuns:
         run = await self._hosted.start(tenant, body, ItemEnvironment(session=session), token=token)
         claim = await queue.started_claim(tenant, run.id, token)
         client, deployment = self._pool.redis, self._settings.deployment
-        async with Models(self._settings) as models:
+        async with Models(self._settings, self._pool) as models:
             publisher = RunEventPublisher(client, deployment)
             work = _OwnWork(self._pool, self._parts, models, self._traces, publisher, on_event)
             writer = BatchEventWriter(client, deployment)

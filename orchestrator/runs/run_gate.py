@@ -1,9 +1,9 @@
-"""Makes runs wait while the model endpoint does not answer or a tenant's quota is used up. Waiting does not count as
-an attempt of the item.
+"""Makes runs wait while a model endpoint does not answer or a tenant's quota is used up. Waiting does not count as an
+attempt of the item.
 
-All runs of a process use the same endpoint. While the endpoint answers any of the runs, the endpoint is up, and a
-failed request is a problem of its run. While the endpoint answers no run, one run at a time tries the endpoint and no
-other run starts.
+While an endpoint answers any run of this process, the endpoint is up, and a failed request is a problem of its run.
+While the endpoint answers no run, one run at a time tries it. If it is the endpoint of the environment, which most runs
+use, no other run starts meanwhile. If it is a configured endpoint, its other runs return to the queue.
 """
 
 import math
@@ -46,41 +46,40 @@ class RunDeferred(Exception):
     """Signal that a run has to wait. The run keeps its log and its session, and continues later.
 
     `cause`: "endpoint": the endpoint answers no run. "request": the endpoint does not answer this run's request.
-    "quota": the tenant's quota is used up.
+    "quota": the tenant's quota is used up. `after_s`: seconds until the run may try a configured endpoint again.
     """
 
-    def __init__(self, reason: str, cause: Literal["endpoint", "request", "quota"]) -> None:
+    def __init__(self, reason: str, cause: Literal["endpoint", "request", "quota"], after_s: float = 0.0) -> None:
         super().__init__(reason)
-        self.cause = cause
+        self.cause, self.after_s = cause, after_s
 
 
 class EndpointDown(ModelUnavailable):
     """The endpoint did not answer a request, and the run of the request may wait. `is_lone`: the endpoint answered
-    other runs.
+    other runs. `after_s`: as in RunDeferred.
     """
 
-    def __init__(self, reason: str, *, is_lone: bool) -> None:
+    def __init__(self, reason: str, *, is_lone: bool, after_s: float = 0.0) -> None:
         super().__init__(reason)
-        self.is_lone = is_lone
+        self.is_lone, self.after_s = is_lone, after_s
 
 
 _NEVER_DEFERRED = (ContextWindowExceeded, EndpointDown, ModelDenied, ModelInterrupted, ModelRefused)
 
 
-class RunGate:
-    """Decides how many runs of this process may start now, and which failures make a run wait."""
+class EndpointGate:
+    """Decides which failures of one endpoint make a run wait. `is_configured`: it is not the endpoint of the
+    environment.
+    """
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
+    def __init__(self, clock: Callable[[], float] = time.monotonic, *, is_configured: bool = False) -> None:
+        self._clock, self._is_configured = clock, is_configured
         self._answered_at = -math.inf
         self._down_since: float | None = None
         self._try_at = 0.0
         self._tries = 0
         self._deferrals: Counter[str] = Counter()
         self._lone_deferrals: Counter[str] = Counter()
-        self._quota_limit: int | None = None
-        self._raise_limit_at = 0.0
-        self._unknown: dict[str, str] = {}
 
     def now(self) -> float:
         """Return the time of the gate's clock, in seconds."""
@@ -110,7 +109,8 @@ class RunGate:
             if deferrals[run] > limit:
                 del deferrals[run]
                 raise
-            raise EndpointDown(str(error), is_lone=is_lone) from error
+            after_s = max(0.0, self._try_at - self._clock()) if self._is_configured and not is_lone else 0.0
+            raise EndpointDown(str(error), is_lone=is_lone, after_s=after_s) from error
 
     def has_answered_since(self, asked_at: float) -> bool:
         """Return whether the endpoint has answered any run since that time. If not, the endpoint counts as down until
@@ -126,6 +126,45 @@ class RunGate:
         self._down_since = None
         self._deferrals.clear()
         self._lone_deferrals.pop(run, None)
+
+    def admit_try(self) -> bool:
+        """Return whether one more run may try the endpoint. True counts as a try if the endpoint is down."""
+        if self._down_since is None:
+            return True
+        if self._clock() < self._try_at:
+            return False
+        self._tries += 1
+        self._try_at = self._clock() + PAUSES_S[min(self._tries, len(PAUSES_S) - 1)]
+        return True
+
+    def hold(self) -> None:
+        """Raise RunDeferred for a run of a configured endpoint that is down, unless the run may try it."""
+        if self._is_configured and not self.admit_try():
+            raise RunDeferred("the model endpoint does not answer", "endpoint", self._try_at - self._clock())
+
+
+class RunGate(EndpointGate):
+    """Decides how many runs of this process may start now, and which failures make a run wait. Itself the gate of the
+    endpoint of the environment.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__(clock)
+        self._configured: dict[str, EndpointGate] = {}
+        self._quota_limit: int | None = None
+        self._raise_limit_at = 0.0
+        self._unknown: dict[str, str] = {}
+
+    def of(self, endpoint: str | None) -> EndpointGate:
+        """Return the gate of a configured endpoint by its id; None: of the endpoint of the environment."""
+        if endpoint is None:
+            return self
+        return self._configured.setdefault(endpoint, EndpointGate(self._clock, is_configured=True))
+
+    @property
+    def is_down(self) -> bool:
+        """Return whether an endpoint does not answer."""
+        return any(gate.down_s is not None for gate in (self, *self._configured.values()))
 
     def check_model(self, own_model: str | None) -> None:
         """Raise ModelDenied if the endpoint does not know the model that the item's line names. Called before the
@@ -160,11 +199,7 @@ class RunGate:
         """Return how many runs may start: all while the endpoint answers, else one run after each pause."""
         if self._down_since is None:
             return free
-        if free < 1 or self._clock() < self._try_at:
-            return 0
-        self._tries += 1
-        self._try_at = self._clock() + PAUSES_S[min(self._tries, len(PAUSES_S) - 1)]
-        return 1
+        return 1 if free > 0 and self.admit_try() else 0
 
     def classify(self, error: Exception, own_model: str | None) -> RunDeferred | ModelDenied | None:
         """Return the effect of an error on the run. `own_model`: the model that the run's line names.
@@ -172,8 +207,10 @@ class RunGate:
         RunDeferred: the run waits. ModelDenied: every run of this process stops. None: the error ends this run.
         """
         match error:
+            case RunDeferred():
+                return error
             case EndpointDown():
-                return RunDeferred(str(error), "request" if error.is_lone else "endpoint")
+                return RunDeferred(str(error), "request" if error.is_lone else "endpoint", error.after_s)
             case ToolFailure() if error.code in QUOTA_CODES:
                 return RunDeferred(error.message, "quota")
             case ModelDenied() if error.is_unknown_model and own_model is not None:
@@ -190,7 +227,7 @@ class RunGate:
 class GatedModel:
     """Model of one run that reports to the gate whether the endpoint answers."""
 
-    def __init__(self, model: Model, gate: RunGate, run: str) -> None:
+    def __init__(self, model: Model, gate: EndpointGate, run: str) -> None:
         self._model, self._gate, self._run = model, gate, run
         self._asked_at: float | None = None
 

@@ -213,7 +213,14 @@ class RunParts:
         profile = STANDARD if config.is_chat else await self._choose_profile(chosen_model, config)
         name = "native" if config.is_chat else config.dialect or self._settings.dialect or profile.dialect
         capabilities = await find_needed_capabilities(chosen_model, name, self._capabilities)
-        options = with_window(config.options, self._settings, capabilities)
+        options = config.options
+        if chosen_model.endpoint is not None:
+            options = replace(
+                options,
+                prices=options.prices or chosen_model.prices,
+                context_tokens=options.context_tokens or chosen_model.context_tokens,
+            )
+        options = with_window(options, self._settings, capabilities)
         specs: list[ToolSpec] = []
         skills: Sequence[SkillSummary] = ()
         switches: Mapping[str, Switch] = {}

@@ -67,7 +67,7 @@ async def open_runner(
         RunQueue(pool.redis, settings.deployment, pool.keys),
         BatchEventWriter(pool.redis, settings.deployment),
     )
-    async with Models(settings) as models:
+    async with Models(settings, pool) as models:
         parts, traces = RunParts(settings, pool, approver, policy), Traces(settings, {}) if has_traces else None
         work = ServiceWork(pool, parts, models, traces, RunEventPublisher(pool.redis, settings.deployment))
         sending = asyncio.create_task(WebhookSender(queue, pool.dispatcher).run(), name="send-webhooks")

@@ -14,7 +14,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from contract.errors import BrokerUnavailable, ConfigError, ErrorCode, ModelDenied
-from contract.model_endpoints import Prices
 from contract.run_events import (
     PROGRESS_EVENTS,
     BatchNotice,
@@ -28,11 +27,11 @@ from contract.run_events import (
     StepFinished,
 )
 from orchestrator.dialects.model import Usage
-from orchestrator.runs.item_work import ItemWork, prices_of
+from orchestrator.runs.item_work import ItemWork
 from orchestrator.runs.journal import Journal
 from orchestrator.runs.outcomes import build_outcome, judge_error, judge_losses
 from orchestrator.runs.run_gate import QUOTA_RETRY_S, RunDeferred
-from store.batches import HOSTED_BATCH, BatchDefaults, BatchEventWriter, ItemOutcome, final_state
+from store.batches import HOSTED_BATCH, BatchDefaults, BatchEventWriter, ItemOutcome, final_state, find_cost
 from store.connection import RedisClient
 from store.run_log import RunLog
 from store.runs import HOSTED_DEFAULTS, LEASE_S, BatchCancelled, RunClaim, RunQueue
@@ -71,7 +70,6 @@ class _ActiveRun:
     task: "asyncio.Task[None]"
     journal: Journal | None = None
     began: float = field(default_factory=time.monotonic)
-    prices: Prices | None = None
     is_doubtful: bool = False
     """True if the run may have killed its earlier owners."""
     is_taken: bool = False
@@ -100,13 +98,6 @@ class _ActiveRun:
             self.steps.add(event.step)
         elif isinstance(event, CallFinished):
             self.calls.add(event.result.call_id)
-
-    def cost(self, body: Mapping[str, Any], usage: Usage) -> float | None:
-        """Return the cost in the row. If rows of this kind have no cost, return the price of the tokens."""
-        if "cost" in body or self.prices is None or not body:
-            cost = body.get("cost")
-            return float(cost) if cost is not None else None
-        return self.prices.cost(usage)
 
 
 @dataclass
@@ -268,7 +259,6 @@ class Runner:
             await self._finish(claim, active, build_outcome(claim, failure), BatchDefaults(retries=0))
             return
         active.journal = Journal(run_log, lambda: self._lose(active))
-        active.prices = prices_of(defaults)
 
         def on_event(event: RunEvent) -> None:
             active.count(event)
@@ -309,7 +299,7 @@ class Runner:
         """Put a run that has to wait back into the queue. Publishes the reason once for each batch."""
         batch, after_s = (claim.tenant, claim.record.batch), QUOTA_RETRY_S * random.uniform(1.0, 2.0)
         if reason.cause == "endpoint":
-            after_s = 0.0
+            after_s = reason.after_s * random.uniform(1.0, 1.5)
             self._note_once(
                 self._waiting_for_model, batch, f"the batch waits for its model, and no item fails for it: {reason}"
             )
@@ -329,7 +319,7 @@ class Runner:
 
     def _note_answered(self) -> None:
         """Publish a notice in the batches that waited for the model, if the model answers again."""
-        if self.work.gate.down_s is None:
+        if not self.work.gate.is_down:
             for batch in self._waiting_for_model:
                 self._note(batch, "the model answers again: the batch goes on")
             self._waiting_for_model.clear()
@@ -384,15 +374,14 @@ class Runner:
             retried = RunRetried(run=claim.run, attempt=attempt, item=item, failure=failure)
             self.writer.add(claim.tenant, record.batch, retried)
             return
-        usage = _usage_of(body)
         ended = RunEnded(
             run=claim.run,
             state=final_state(failure),
             failure=failure,
             steps=max(_number(body.get("steps")), len(active.steps)),
             calls=len(active.calls),
-            usage=usage,
-            cost=active.cost(body, usage),
+            usage=_usage_of(body),
+            cost=find_cost(body),
             task=outcome.task,
             grade=outcome.grade,
             seconds=time.monotonic() - active.began,

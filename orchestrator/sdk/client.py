@@ -12,7 +12,7 @@ from typing import Literal
 from contract.calls import DEFAULT_TIMEOUT_S, ToolCall, ToolResult
 from contract.errors import ConfigError, ErrorCode, ToolFailure
 from contract.registry import Switch, ToolState, find_state, switch_field
-from contract.run_events import OnEvent, SandboxClosed
+from contract.run_events import OnEvent, SandboxClosed, Warned
 from contract.sandboxes import DEFAULT_OPTIONS, SandboxOptions
 from contract.schema import find_nearest
 from contract.specs import SkillSummary, ToolSpec
@@ -26,10 +26,11 @@ from orchestrator.dispatch.sessions import Checkpoint, Session, SessionStart, de
 from orchestrator.dispatch.tenant_catalog import Offer
 from orchestrator.loop.agent import RunResult
 from orchestrator.loop.limits import ReActOptions
-from orchestrator.models.choice import ChosenModel, choose_model
+from orchestrator.models.choice import ChosenModel
 from orchestrator.operations.local_stack import StackInfo, embedded_stack
 from orchestrator.runs.batch_runs import BatchRuns
 from orchestrator.runs.hosted import HostedRuns
+from orchestrator.runs.models import Models
 from orchestrator.runs.own_run import OwnRuns
 from orchestrator.runs.run_parts import RunConfig, RunParts
 from orchestrator.sdk.call_control import CallControl, KilledCall
@@ -469,7 +470,7 @@ class ToolClient:
         or `standard`; None or `auto`: the one that suits the model. `tools` None: the tools of the profile. `on_event`
         gets OutputArrived while calls run, unless `shows_output` is False; then workers send no output. `has_trace`:
         the run's events are written to `traces` (docs/observe.md), under the result's `run`. Raises ModelUnavailable,
-        SandboxUnavailable, ConfigError.
+        SandboxUnavailable, ConfigError, and ToolFailure(PERMISSION_DENIED) for a model that the tenant may not use.
         """
         if session is not None and workspace is not None:
             raise ConfigError("a run uses a session or a workspace: pass only one of them")
@@ -484,7 +485,9 @@ class ToolClient:
                 spans = RunSpans(self._pool.tracer, traced)
                 stack.enter_context(run_spans(spans))
                 emit = spans.before(emit)
-            chosen_model = await stack.enter_async_context(choose_model(self._settings, model))
+            name, own_model = (model, None) if isinstance(model, str) else (None, model)
+            models = await stack.enter_async_context(Models(self._settings, self._pool, own_model))
+            chosen_model = await models.get(tenant, name, lambda message: emit(Warned(run=run, message=message)))
             if spans is not None:
                 spans.know_model(chosen_model.model)
             if session is None:

@@ -38,7 +38,7 @@ def warning(at: float = 1.0, message: str = FALLBACK_WARNING) -> BatchNotice:
 async def test_the_first_item_that_uses_the_shipped_model_unasked_warns_for_its_batch(make: Made) -> None:
     ground = make([*echo_then("one"), *echo_then("two")])
     fallback = replace(ChosenModel(ground.model, capabilities=EVERYTHING), is_fallback=True)
-    ground.work._models = Models(OrchestratorSettings(deployment="d", redis_url=None), fallback)
+    ground.work._models = Models(OrchestratorSettings(deployment="d", redis_url=None), ground.pool, fallback)
     await ground.submit(2, work=build_run().work)
     for claim in await ground.queue.claim(2, ("acme", "b")):
         await ground.worked(claim)

@@ -241,7 +241,7 @@ class Asking(ItemWork):
     may_end: asyncio.Event
 
     async def work(self, claim: RunClaim, journal: Journal, defaults: BatchDefaults, on_event: OnEvent) -> ItemOutcome:
-        await self._models.get(defaults.model)
+        await self._models.get(claim.tenant, defaults.model)
         if defaults.model == "held":
             await self.may_end.wait()
         if defaults.model == "refused":
@@ -253,17 +253,19 @@ class AskingService(ServiceWork, Asking):
     """A service whose runs ask for approval."""
 
 
-def asking_service() -> tuple[AskingService, Models]:
-    settings = OrchestratorSettings.model_validate({"openai_base_url": "http://127.0.0.1:9/v1"})
-    models = Models(settings)
-    service = AskingService(cast(Any, FakePool(Tenants("acme"))), cast(Any, None), models, None)
+def asking_service(ground: RunGround) -> tuple[AskingService, Models]:
+    settings = OrchestratorSettings.model_validate({"openai_base_url": "http://127.0.0.1:9/v1", "deployment": "d"})
+    pool: Any = FakePool(Tenants("acme"))
+    pool.redis, pool.keys = ground.client, KEY
+    models = Models(settings, pool)
+    service = AskingService(pool, cast(Any, None), models, None)
     service.may_end = asyncio.Event()
     return service, models
 
 
 async def test_models_without_number_that_batches_name_do_not_stay_open(ground: RunGround) -> None:
     claim, journal = await take(ground)
-    service, models = asking_service()
+    service, models = asking_service(ground)
     async with models:
 
         async def work(model: str) -> ItemOutcome:
@@ -279,7 +281,7 @@ async def test_models_without_number_that_batches_name_do_not_stay_open(ground: 
 
 async def test_a_model_that_is_refused_ends_the_item_that_names_it_and_not_the_service(ground: RunGround) -> None:
     claim, journal = await take(ground)
-    service, models = asking_service()
+    service, models = asking_service(ground)
     async with models:
         outcome = await service.work(claim, journal, BatchDefaults(model="refused"), lambda _: None)
     assert outcome.failure is not None

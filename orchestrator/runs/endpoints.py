@@ -1,0 +1,222 @@
+"""Models at configured endpoints (store/model_endpoints.py): keys, limits, fallbacks and prices."""
+
+import math
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from contract.errors import ConfigError, ErrorCode, ModelBlocked, ModelUnavailable, ToolFailure
+from contract.model_endpoints import MAX_FALLBACKS, ModelEndpoint
+from contract.signing import SigningKeys
+from orchestrator.dialects.model import Chunk, Model, ModelRequest
+from orchestrator.dialects.reader import read_usage
+from orchestrator.models.capabilities import ModelFacts
+from orchestrator.models.request_limits import RequestLimits
+from orchestrator.models.retries import RetryPolicy
+from orchestrator.settings import OrchestratorSettings
+from store.connection import RedisClient
+from store.model_endpoints import ModelEndpoints, StoredEndpoint
+from store.model_limits import SharedLimits
+from store.secrets import SecretStore
+from store.tasks import retry_until_available
+from store.tenants import RedisTenants
+
+if TYPE_CHECKING:
+    from orchestrator.models.openai import OpenAIModel
+
+FALLBACK_AFTER_S = 5.0
+"""Seconds that a request waits for an endpoint with a fallback: for retries after failures, or for the end of a block.
+"""
+DOWN_S = 30.0
+"""Seconds in which all requests go to the fallback at once, after an endpoint answered none."""
+
+OnNotice = Callable[[str], object]
+
+
+@dataclass
+class EndpointClient:
+    """An open endpoint. `answered_at`: when a reply last began to arrive, in monotonic seconds."""
+
+    endpoint: ModelEndpoint
+    key: str | None
+    model: "OpenAIModel"
+    limits: RequestLimits
+    users: int = 0
+    answered_at: float = -math.inf
+
+
+class EndpointClients:
+    """The configured endpoints of a pool, as one process uses them. Each is opened once, and again after a change."""
+
+    def __init__(
+        self,
+        settings: OrchestratorSettings,
+        client: RedisClient,
+        keys: SigningKeys,
+        tenants: RedisTenants,
+    ) -> None:
+        self._settings, self._redis, self._keys, self._tenants = settings, client, keys, tenants
+        self._endpoints = ModelEndpoints(client, settings.deployment, keys)
+        self._secrets = SecretStore(client, settings.deployment, keys)
+        self._open: dict[str, EndpointClient] = {}
+
+    async def find(self, tenant: str, name: str) -> StoredEndpoint | None:
+        """Return the endpoint that the tenant means by `name`. Raises like ModelEndpoints.find, but waits for Redis."""
+        return await retry_until_available(lambda: self._endpoints.find(tenant, name))
+
+    async def allows(self, tenant: str, name: str) -> bool:
+        """Return whether the tenant's policy allows the model. Raises like RedisTenants.policy, but waits for Redis."""
+        return (await retry_until_available(lambda: self._tenants.policy(tenant))).allows_model(name)
+
+    async def check(self, tenant: str, name: str) -> None:
+        """Raise ToolFailure(PERMISSION_DENIED) unless the tenant's policy allows the model. Raises like `allows`."""
+        if not await self.allows(tenant, name):
+            raise refuse_model(tenant, name)
+
+    @asynccontextmanager
+    async def use(self, stored: StoredEndpoint) -> AsyncIterator[EndpointClient]:
+        """Yield the open endpoint. Raises ConfigError: its secret does not exist or cannot be read."""
+        key = await self._key(stored)
+        opened = self._open.get(stored.id)
+        if opened is None or (opened.endpoint, opened.key) != (stored.endpoint, key):
+            replaced, opened = opened, self._build(stored, key)
+            self._open[stored.id] = opened
+            if replaced is not None and replaced.users == 0:
+                await replaced.model.aclose()
+        opened.users += 1
+        try:
+            yield opened
+        finally:
+            opened.users -= 1
+            if opened.users == 0 and self._open.get(stored.id) is not opened:
+                await opened.model.aclose()
+
+    def open_limits(self, address: str, model: str, key: str) -> RequestLimits:
+        """Return the limits of an endpoint that has no record: its rate limits are shared like those of the others."""
+        # The key is part of the id, because servers limit the rate of each key. Without the secret of the deployment,
+        # the id reveals nothing about it.
+        digest = self._keys.current.sign("model endpoint", f"{address}\0{model}\0{key}".encode())
+        return SharedLimits(self._redis, self._settings.deployment, f"default:{digest[:16]}")
+
+    async def aclose(self) -> None:
+        for opened in self._open.values():
+            await opened.model.aclose()
+        self._open.clear()
+
+    async def _key(self, stored: StoredEndpoint) -> str | None:
+        name = stored.endpoint.secret
+        if name is None:
+            return None
+        # Read for each request, so that a revoked key is not used again.
+        secret = await retry_until_available(lambda: self._secrets.get(stored.tenant, name))
+        if secret is None:
+            owner = f"--tenant {stored.tenant}" if stored.tenant is not None else "--deployment"
+            raise ConfigError(
+                f"the model endpoint {stored.name} needs the secret {name}, which does not exist: store it (toolcrew "
+                f"secrets set {name} {owner})"
+            )
+        return secret.value
+
+    def _build(self, stored: StoredEndpoint, key: str | None) -> EndpointClient:
+        # Imported here, because the SDK takes a second to import and most commands need no model.
+        from orchestrator.models.openai import OpenAIModel
+
+        attempts = 1 + self._settings.model_retries
+        retries = (
+            RetryPolicy(attempts)
+            if stored.endpoint.fallback is None
+            else RetryPolicy(attempts, max_wait_s=FALLBACK_AFTER_S, max_total_s=FALLBACK_AFTER_S)
+        )
+        model = OpenAIModel.at(stored.name, stored.endpoint, key, self._settings.model_timeout_s, retries)
+        model.limits = SharedLimits(self._redis, self._settings.deployment, stored.id, stored.endpoint)
+        return EndpointClient(stored.endpoint, key, model, model.limits)
+
+
+def refuse_model(tenant: str, name: str) -> ToolFailure:
+    """Return the error for a model that the policy of the tenant does not allow."""
+    return ToolFailure(
+        ErrorCode.PERMISSION_DENIED,
+        f"tenant {tenant} may not use the model {name}: name another one (`toolcrew models list`), or ask the operator "
+        "to allow it in the policy of the tenant",
+    )
+
+
+class EndpointModel:
+    """A configured endpoint for one run of a tenant. A change of the endpoint or of the tenant's policy is in force
+    from the next request on.
+
+    Another endpoint answers, its fallback, if the endpoint has answered no attempt for FALLBACK_AFTER_S or its rate
+    limit requests a longer wait. `notify` receives a sentence about each such request.
+    """
+
+    def __init__(
+        self, clients: EndpointClients, tenant: str, stored: StoredEndpoint, notify: OnNotice, falls_back: bool = True
+    ) -> None:
+        self._clients, self._tenant, self._stored, self._notify = clients, tenant, stored, notify
+        self._falls_back = falls_back
+
+    @property
+    def name(self) -> str:
+        return self._stored.endpoint.model
+
+    @property
+    def address(self) -> str:
+        return self._stored.endpoint.base_url
+
+    async def describe(self) -> ModelFacts | None:
+        """Return the facts that the endpoint's list of models contains, as OpenAIModel.describe."""
+        async with self._clients.use(self._stored) as client:
+            return await client.model.describe()
+
+    def without_fallback(self) -> Model:
+        """Return the same endpoint for probes: the capabilities of a fallback are not those of the endpoint."""
+        return EndpointModel(self._clients, self._tenant, self._stored, self._notify, falls_back=False)
+
+    async def stream(self, request: ModelRequest) -> AsyncIterator[Chunk]:
+        """Yield the reply, with its cost in its usage if the endpoint has prices.
+
+        Raises like OpenAIModel.stream. Raises ToolFailure(PERMISSION_DENIED): the policy does not allow the endpoint.
+        Raises ConfigError: the endpoint or its secret was removed.
+        """
+        name = self._stored.name
+        await self._clients.check(self._tenant, name)
+        for _ in range(MAX_FALLBACKS + 1):
+            stored = await self._clients.find(self._tenant, name)
+            if stored is None:
+                raise ConfigError(f"the model endpoint {name} was removed: name another model")
+            async with self._clients.use(stored) as client:
+                asked_at, has_started = time.monotonic(), False
+                try:
+                    async for chunk in client.model.stream(request):
+                        client.answered_at, has_started = time.monotonic(), True
+                        yield _with_cost(chunk, stored.endpoint)
+                    return
+                except ModelUnavailable as error:
+                    fallback = await self._find_fallback(stored, error) if not has_started else None
+                    if fallback is None:
+                        raise
+                    # While the endpoint answers other requests, this one may be the cause.
+                    if not isinstance(error, ModelBlocked) and client.answered_at < asked_at:
+                        await client.limits.block(DOWN_S, "down")
+                    self._notify(f"{error}; the model endpoint {fallback} answers instead")
+            name = fallback
+        raise ConfigError(f"the fallbacks of the model endpoint {self._stored.name} do not end: change them")
+
+    async def _find_fallback(self, stored: StoredEndpoint, error: ModelUnavailable) -> str | None:
+        """Return the endpoint that answers instead; None if the error is final for the request."""
+        fallback = stored.endpoint.fallback
+        if not self._falls_back or fallback is None or type(error) not in (ModelUnavailable, ModelBlocked):
+            return None
+        return fallback if await self._clients.allows(self._tenant, fallback) else None
+
+    async def aclose(self) -> None:
+        """Do nothing: EndpointClients closes its endpoints."""
+
+
+def _with_cost(chunk: Chunk, endpoint: ModelEndpoint) -> Chunk:
+    """Return the chunk with the cost of the reply next to its tokens. Routers use the same field for their own cost."""
+    usage = read_usage(chunk)
+    cost = endpoint.cost_of(usage) if usage is not None else None
+    return chunk if cost is None else {**chunk, "usage": {**chunk["usage"], "cost": cost}}

@@ -1,0 +1,248 @@
+"""Runs at configured endpoints, with real servers and a real Redis: fallback, cost, policy, keys, and what several
+orchestrators share.
+"""
+
+import asyncio
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+import redis.asyncio
+
+from contract.errors import ErrorCode
+from contract.model_endpoints import ModelEndpoint
+from contract.run_events import FailureKind, Warned
+from contract.tenancy import TenantPolicy
+from orchestrator.dialects.model import ModelRequest
+from orchestrator.runs import endpoints as endpoints_module
+from orchestrator.runs.run_gate import RunDeferred
+from store import model_endpoints as endpoint_store
+from store import tenants as tenant_store
+from store.model_endpoints import ModelEndpoints
+from store.secrets import SecretStore
+from store.tenants import RedisTenants
+from tests.builders import KEY
+from tests.conftest import RedisProcess
+from tests.item_ground import ItemGround, Made, build_run, open_maker
+from tests.model_asker import build_models
+from tests.model_endpoint import END, HELLO, ROLE, Server, answer, cut_stream, serving, stream, text_of
+from tests.waiting import wait_until_async
+
+pytestmark = pytest.mark.usefixtures("quiet_logs")
+
+SECRET = "sk-canary-1234567890"
+USAGE = {"choices": [], "usage": {"prompt_tokens": 1_000_000, "completion_tokens": 100_000}}
+REPLY = stream(ROLE, HELLO, END, USAGE)
+CALL = {"index": 0, "id": "c", "function": {"name": "echo", "arguments": '{"text": "x"}'}}
+CALLS = stream({"choices": [{"index": 0, "delta": {"tool_calls": [CALL]}, "finish_reason": "tool_calls"}]}, USAGE)
+
+
+@pytest.fixture
+async def make(redis_server: RedisProcess) -> AsyncIterator[Made]:
+    async with open_maker(redis_server) as made:
+        yield made
+
+
+@pytest.fixture(autouse=True)
+def no_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(endpoint_store, "ENDPOINTS_FRESH_S", 0.0)
+    monkeypatch.setattr(tenant_store, "POLICY_FRESH_S", 0.0)
+    monkeypatch.setattr(endpoints_module, "FALLBACK_AFTER_S", 0.3)
+
+
+def build_endpoint(server: Server | None, **fields: Any) -> ModelEndpoint:
+    """Return an endpoint at the server; None: where no server listens."""
+    url = server.url if server is not None else "http://127.0.0.1:9/v1"
+    return ModelEndpoint(base_url=url, model="m-70b", **fields)
+
+
+def use_endpoints(ground: ItemGround) -> ModelEndpoints:
+    """Let the runs of the process use configured endpoints. Return the endpoints."""
+    ground.work._models = build_models(ground.client)
+    return ModelEndpoints(ground.client, "d", KEY)
+
+
+async def ask(models: Any, name: str = "fast", notices: list[str] | None = None) -> str:
+    chosen = await models.get("acme", name, (notices if notices is not None else []).append)
+    return text_of([chunk async for chunk in chosen.model.stream(ModelRequest([{"role": "user", "content": "hi"}]))])
+
+
+@asynccontextmanager
+async def orchestrator(redis_server: RedisProcess, count: int, lease_s: float = 20.0) -> AsyncIterator[Any]:
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "tests.model_asker", redis_server.url, str(count), str(lease_s), stdout=-1, stderr=-1
+    )
+    try:
+        yield process
+    finally:
+        if process.returncode is None:
+            process.kill()
+        await process.wait()
+
+
+# Fallback
+
+
+async def test_the_fallback_answers_at_its_own_prices_and_the_run_says_so(make: Made) -> None:
+    ground = make()
+    endpoints = use_endpoints(ground)
+    async with serving([CALLS, REPLY]) as server:
+        await endpoints.set("slow", build_endpoint(server, prompt_price=2.0, completion_price=10.0))
+        down = build_endpoint(None, prompt_price=50.0, completion_price=50.0, fallback="slow")
+        await endpoints.set("fast", down)
+        outcome = await ground.worked(await ground.put(build_run(model="fast", limits={"max_cost": 100.0})))
+        assert (outcome.failure, len(server.bodies)) == (None, 2)
+    assert outcome.body is not None
+    assert outcome.body["cost"] == pytest.approx(6.0)
+    notices = [event.message for event in ground.run_events if isinstance(event, Warned)]
+    assert [("fast" in notice, "slow answers instead" in notice) for notice in notices] == [(True, True)] * 2
+
+
+@pytest.mark.parametrize("first", [answer(429, {}, retry_after="60"), answer(503, {})], ids=["blocked", "failing"])
+async def test_all_requests_go_to_the_fallback_at_once_while_the_endpoint_rests(
+    client: "redis.asyncio.Redis", first: bytes
+) -> None:
+    endpoints, notices = ModelEndpoints(client, "d", KEY), list[str]()
+    async with serving([first]) as bad, serving([REPLY]) as good, build_models(client) as models:
+        await endpoints.set("slow", build_endpoint(good))
+        await endpoints.set("fast", build_endpoint(bad, fallback="slow"))
+        await ask(models, notices=notices)
+        asked = len(bad.bodies)
+        async with build_models(client) as other:
+            await asyncio.gather(*(ask(process, notices=notices) for process in (models, other) for _ in range(3)))
+        assert (len(bad.bodies), len(good.bodies), len(notices)) == (asked, 7, 7)
+
+
+@pytest.mark.parametrize("reply", [answer(401, {}), answer(400, {"error": {"message": "no"}}), cut_stream(ROLE, HELLO)])
+async def test_a_refused_or_broken_reply_is_no_reason_for_the_fallback(
+    client: "redis.asyncio.Redis", reply: bytes
+) -> None:
+    endpoints = ModelEndpoints(client, "d", KEY)
+    async with serving([reply]) as bad, serving([REPLY]) as good, build_models(client) as models:
+        await endpoints.set("slow", build_endpoint(good))
+        await endpoints.set("fast", build_endpoint(bad, fallback="slow"))
+        with pytest.raises(Exception, match="model endpoint fast"):
+            await ask(models)
+        assert good.bodies == []
+
+
+async def test_a_run_of_an_endpoint_that_is_down_waits_and_other_runs_do_not(make: Made) -> None:
+    ground = make()
+    endpoints = use_endpoints(ground)
+    ground.work._models = build_models(ground.client, model_retries=0)
+    await endpoints.set("fast", build_endpoint(None))
+    claim = await ground.put(build_run(model="fast"))
+    for _ in range(2):
+        with pytest.raises(RunDeferred) as deferred:
+            await ground.worked(claim)
+        assert (deferred.value.cause, deferred.value.after_s > 0) == ("endpoint", True)
+    assert (ground.work.gate.is_down, ground.work.gate.admit(8, 0)) == (True, 8)
+
+
+# Policy and keys
+
+
+async def test_a_policy_refuses_a_model_before_the_run_and_between_its_steps(make: Made) -> None:
+    ground = make()
+    endpoints, tenants = use_endpoints(ground), RedisTenants(ground.client, "d", KEY)
+    async with serving([CALLS, REPLY]) as server:
+        await endpoints.set("fast", build_endpoint(server))
+        await tenants.add("acme", TenantPolicy(models=("slow*",)))
+        claim = await ground.put(build_run(model="fast"))
+        refused = await ground.worked(claim)
+        assert (server.bodies, ground.sent()) == ([], [])
+        await tenants.replace("acme", TenantPolicy(models=("fa*",)))
+        server.gate.clear()
+        running = asyncio.create_task(ground.worked(await ground.begun_anew(claim)))
+        await wait_until_async(lambda: server.bodies, 30, "no request arrived")
+        await tenants.replace("acme", TenantPolicy(models=()))
+        server.gate.set()
+        ended = await running
+        assert len(server.bodies) == 1
+    for outcome in (refused, ended):
+        assert outcome.failure is not None
+        assert (outcome.failure.kind, outcome.failure.code) == (FailureKind.INPUT, ErrorCode.PERMISSION_DENIED.value)
+
+
+async def test_the_key_of_an_endpoint_is_sent_and_shown_nowhere(
+    make: Made, caplog: pytest.LogCaptureFixture, redis_server: RedisProcess
+) -> None:
+    ground = make()
+    endpoints, secrets = use_endpoints(ground), SecretStore(ground.client, "d", KEY)
+    await secrets.set(None, "MODEL_KEY", SECRET)
+    failing = answer(400, {"error": {"message": f"the key {SECRET} may not do this"}})
+    async with serving([answer(503, {"error": {"message": SECRET}}), failing]) as server:
+        await endpoints.set("fast", build_endpoint(server, secret="MODEL_KEY"))
+        outcome = await ground.worked(await ground.put(build_run(model="fast")))
+        assert all(f"authorization: bearer {SECRET}" in head for head in server.heads)
+        assert len(server.heads) == 2
+    assert outcome.failure is not None
+    assert "the key *** may not do this" in outcome.failure.message
+    views = [view.model_dump_json() for view in await endpoints.views()]
+    texts = [outcome.model_dump_json(), *views, *map(repr, ground.run_events), caplog.text]
+    with redis_server.client() as client:
+        found: Any = client.keys()
+        texts += [repr(client.dump(key)) for key in found]
+    assert [text for text in texts if SECRET in text] == []
+
+
+async def test_a_changed_and_a_removed_key_are_in_force_at_the_next_request(client: "redis.asyncio.Redis") -> None:
+    endpoints, secrets = ModelEndpoints(client, "d", KEY), SecretStore(client, "d", KEY)
+    async with serving([REPLY]) as first, serving([REPLY]) as second, build_models(client) as models:
+        await endpoints.set("fast", build_endpoint(first, secret="MODEL_KEY"))
+        with pytest.raises(Exception, match="MODEL_KEY, which does not exist"):
+            await ask(models)
+        await secrets.set(None, "MODEL_KEY", SECRET)
+        await ask(models)
+        await endpoints.set("fast", build_endpoint(second, secret="MODEL_KEY"))
+        await secrets.set(None, "MODEL_KEY", "another-key")
+        await ask(models)
+        assert (len(first.bodies), "bearer another-key" in second.heads[0]) == (1, True)
+        await secrets.revoke(None, "MODEL_KEY")
+        with pytest.raises(Exception, match="does not exist"):
+            await ask(models)
+
+
+# Several orchestrators
+
+
+async def test_a_rate_limit_of_one_process_holds_all_processes(
+    redis_server: RedisProcess, client: "redis.asyncio.Redis"
+) -> None:
+    await ModelEndpoints(client, "d", KEY).set("fast", build_endpoint(None))
+
+    def reply(number: int, _: Any) -> bytes:
+        return answer(429, {}, retry_after="2") if number == 1 else REPLY
+
+    async with serving(reply) as server:
+        await ModelEndpoints(client, "d", KEY).set("fast", build_endpoint(server))
+        server.gate.clear()
+        async with orchestrator(redis_server, 3) as one:
+            await wait_until_async(lambda: server.bodies, 30, "no request arrived")
+            server.gate.set()
+            blocked = "toolcrew:d:model-limits:fast:block"
+            await wait_until_async(lambda: client.exists(blocked), 30, "the endpoint was not blocked")
+            async with orchestrator(redis_server, 3) as two, orchestrator(redis_server, 3) as three:
+                for process in (one, two, three):
+                    assert await process.wait() == 0, await process.stderr.read()
+        assert len(server.bodies) == 10
+        assert min(server.times[1:]) - server.times[0] >= 2
+
+
+async def test_the_lease_of_a_killed_process_is_free_for_another(
+    redis_server: RedisProcess, client: "redis.asyncio.Redis"
+) -> None:
+    async with serving([REPLY]) as server:
+        await ModelEndpoints(client, "d", KEY).set("fast", build_endpoint(server, concurrency=1))
+        server.gate.clear()
+        async with orchestrator(redis_server, 1, lease_s=2.0) as killed:
+            await wait_until_async(lambda: server.bodies, 30, "no request arrived")
+            killed.kill()
+            await killed.wait()
+            assert await client.zcard("toolcrew:d:model-limits:fast:leases") == 1
+            server.gate.set()
+            async with orchestrator(redis_server, 1) as waiting:
+                assert await waiting.wait() == 0
+        assert len(server.bodies) == 2
