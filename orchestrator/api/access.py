@@ -20,6 +20,7 @@ from orchestrator.http.problems import ApiProblem, response_to
 from orchestrator.sdk.client import ToolClient
 from store.api_keys import ApiKeys, Credential, Identity
 from store.audit import Audit, AuditAction, AuditEntry, build_entry
+from store.model_endpoints import ModelEndpoints
 from store.secrets import SecretStore
 from store.tenants import RedisTenants
 
@@ -77,6 +78,13 @@ class Caller:
     def keys(self) -> ApiKeys:
         """Return the API keys. Changes are attributed to the caller."""
         return self.app_state.parts.keys.acting_as(self.identity.actor())
+
+    @property
+    def models(self) -> ModelEndpoints:
+        """Return the model endpoints. Changes are attributed to the caller."""
+        pool = self.app_state.parts.pool
+        endpoints = ModelEndpoints(pool.redis, self.app_state.settings.deployment, pool.keys)
+        return endpoints.acting_as(self.identity.actor())
 
     @property
     def secrets(self) -> SecretStore:

@@ -113,7 +113,7 @@ class NewRun(SandboxOptions):
 
 
 class RunView(BaseModel):
-    """A run. `answer`, `stop_reason`, `steps`, `usage`, `failure` and the artifacts are set at the end of the run.
+    """A run. The fields from `answer` on are set at the end of the run. `cost` is null if the model has no prices.
 
     `is_cut`: a list contains only the beginning of the answer. `artifacts`: the paths in the archive `artifacts_file`
     (GET /v1/files/{id}/content), not in lists. `artifacts_missing`: why other files are missing. Times are in ISO
@@ -137,6 +137,7 @@ class RunView(BaseModel):
     stop_reason: str | None = None
     steps: int | None = None
     usage: dict[str, int] | None = None
+    cost: float | None = None
     clocks: dict[str, float] | None = None
     failure: Failure | None = None
     artifacts: tuple[str, ...] = ()
@@ -280,7 +281,7 @@ def view_run(run: HostedRun) -> RunView:
     instants = {name: _instant(getattr(run, name)) for name in ("created_at", "started_at", "ended_at")}
     if run.end is None:
         return RunView(**fields, **instants)
-    end = run.end.model_dump(exclude={"cost", "failure"})
+    end = run.end.model_dump(exclude={"failure": True, "usage": {"cost"}})
     return RunView(**fields, **instants, **end, failure=run.end.failure)
 
 

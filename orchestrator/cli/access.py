@@ -15,6 +15,7 @@ from store.api_keys import ApiKeys
 from store.audit import Actor, Role
 from store.connection import RedisClient, check_redis, open_redis
 from store.hosts import HostStore
+from store.model_endpoints import ModelEndpoints
 from store.secrets import SecretStore
 from store.tenants import RedisTenants
 
@@ -42,6 +43,10 @@ class Deployment:
     @property
     def keys(self) -> ApiKeys:
         return ApiKeys(self.redis, self.broker.deployment, self.signing_keys).acting_as(self.actor)
+
+    @property
+    def models(self) -> ModelEndpoints:
+        return ModelEndpoints(self.redis, self.broker.deployment, self.signing_keys).acting_as(self.actor)
 
     @property
     def secrets(self) -> SecretStore:

@@ -20,6 +20,7 @@ from orchestrator.cli.config import config_app
 from orchestrator.cli.doctor import doctor
 from orchestrator.cli.hosts import hosts_app
 from orchestrator.cli.keys import keys_app
+from orchestrator.cli.models import models_app
 from orchestrator.cli.run import run
 from orchestrator.cli.runs import runs_app
 from orchestrator.cli.secrets import secrets_app
@@ -47,6 +48,7 @@ _COMMANDS: dict[str, dict[str, Callable[..., None] | typer.Typer]] = {
         "hosts": hosts_app,
         "tenants": tenants_app,
         "keys": keys_app,
+        "models": models_app,
         "secrets": secrets_app,
         "changes": changes_app,
         "config": config_app,

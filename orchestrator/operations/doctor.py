@@ -9,7 +9,7 @@ from typing import Literal
 from contract.errors import BrokerUnavailable, OperatorError
 from orchestrator.operations.command_actor import find_actor
 from orchestrator.operations.doctor_deep import examine_hosts
-from orchestrator.operations.doctor_links import examine_model, examine_pages, examine_tracing
+from orchestrator.operations.doctor_links import examine_model, examine_model_endpoints, examine_pages, examine_tracing
 from orchestrator.operations.doctor_pool import examine_pool
 from orchestrator.operations.doctor_redis import examine_redis
 from orchestrator.operations.findings import Report
@@ -52,7 +52,9 @@ async def _examine_deployment(settings: OrchestratorSettings, report: Report, *,
             with suppress(BrokerUnavailable):  # examine_redis reports it
                 await find_actor(client, settings, "operator")
             if await examine_redis(client, broker, report):
-                hosts = await examine_pool(client, broker.deployment, broker.signing_keys(), report)
+                keys = broker.signing_keys()
+                hosts = await examine_pool(client, broker.deployment, keys, report)
+                await examine_model_endpoints(client, broker.deployment, keys, report)
                 if is_deep:
                     await examine_hosts(broker, hosts, report)
         finally:

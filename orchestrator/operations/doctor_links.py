@@ -13,9 +13,13 @@ from urllib.parse import urlsplit
 from urllib.request import HTTPRedirectHandler, ProxyHandler, Request, build_opener
 
 from contract.errors import ConfigError
+from contract.signing import SigningKeys
 from orchestrator.models.weights import load_weights
 from orchestrator.operations.findings import Report
 from orchestrator.settings import OrchestratorSettings
+from store.connection import RedisClient
+from store.model_endpoints import ModelEndpoints
+from store.secrets import SecretStore
 from telemetry.settings import DEFAULT_ENDPOINT, load_tracing_settings
 
 ANSWER_S = 5.0
@@ -115,24 +119,55 @@ async def _examine_endpoint(settings: OrchestratorSettings, report: Report) -> N
     if settings.openai_base_url is None:
         report.good("model", f"{settings.model} at the OpenAI API")
         return
-    base, key = settings.openai_base_url.rstrip("/"), settings.openai_api_key
-    status, body = await asyncio.to_thread(_get, f"{base}/models", key.get_secret_value() if key is not None else None)
-    name = f"{settings.model} at {_without_login(base)}"
+    key = settings.openai_api_key.get_secret_value() if settings.openai_api_key is not None else None
+    advice = ("OPENAI_BASE_URL", "OPENAI_API_KEY", "TOOLCREW_MODEL")
+    await _ask_server("model", settings.model, settings.openai_base_url, key, advice, report)
+
+
+async def _ask_server(
+    row: str, model: str, base_url: str, key: str | None, advice: tuple[str, str, str], report: Report
+) -> None:
+    """Add the row of a model server. `advice`: the settings of its address, its key and its model."""
+    base = base_url.rstrip("/")
+    status, body = await asyncio.to_thread(_get, f"{base}/models", key)
+    name = f"{model} at {_without_login(base)}"
     if status == 0:
-        report.broken(
-            "model",
-            f"{name}: it does not answer ({body.decode(errors='replace')})",
-            "start it, or correct OPENAI_BASE_URL",
-        )
+        text = f"{name}: it does not answer ({body.decode(errors='replace')})"
+        report.broken(row, text, f"start it, or correct {advice[0]}")
     elif status in (401, 403):
-        report.broken("model", f"{name}: it refuses the key", "correct OPENAI_API_KEY")
-    elif status == 200 and (listed := _names_of(body)) and settings.model not in listed:
+        report.broken(row, f"{name}: it refuses the key", f"correct {advice[1]}")
+    elif status == 200 and (listed := _names_of(body)) and model not in listed:
         some = ", ".join(sorted(listed)[:5])
-        report.note("model", f"{name}: it does not list that model", f"check TOOLCREW_MODEL; it lists {some}")
+        report.note(row, f"{name}: it does not list that model", f"check {advice[2]}; it lists {some}")
     elif status >= 500:
-        report.broken("model", f"{name}: it answers with {status}", "see its log")
+        report.broken(row, f"{name}: it answers with {status}", "see its log")
     else:
-        report.good("model", name)
+        report.good(row, name)
+
+
+async def examine_model_endpoints(client: RedisClient, deployment: str, keys: SigningKeys, report: Report) -> None:
+    """Check every configured endpoint of the deployment and of its tenants. Raises BrokerUnavailable."""
+    secrets = SecretStore(client, deployment, keys)
+    for field, endpoint in (await ModelEndpoints(client, deployment, keys).all()).items():
+        row, owner = f"model {field}", field.rpartition("/")[0] or None
+        if isinstance(endpoint, ConfigError):
+            report.add(row, False, str(endpoint))
+            continue
+        secret = None
+        if endpoint.secret is not None:
+            try:
+                secret = await secrets.get(owner, endpoint.secret)
+            except ConfigError as error:
+                report.add(row, False, str(error))
+                continue
+            if secret is None:
+                whose = f"--tenant {owner}" if owner is not None else "--deployment"
+                remedy = f"store it (toolcrew secrets set {endpoint.secret} {whose})"
+                report.broken(row, f"its secret {endpoint.secret} does not exist", remedy)
+                continue
+        advice = ("its --url", f"the secret {endpoint.secret}", "its --model")
+        key = secret.value if secret is not None else None
+        await _ask_server(row, endpoint.model, endpoint.base_url, key, advice, report)
 
 
 def _names_of(body: bytes) -> set[str]:

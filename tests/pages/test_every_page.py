@@ -24,6 +24,7 @@ PATHS = (
     "/sessions",
     "/tools",
     "/tenants",
+    "/models",
     "/hosts",
     "/audit",
 )

@@ -1,8 +1,14 @@
 """Model endpoints as data: their records in Redis, who sees which, and what a reply costs."""
 
+import json
+import re
+import shlex
+from pathlib import Path
+
 import pytest
 import redis.asyncio
 from pydantic import ValidationError
+from typer.testing import CliRunner
 
 from contract.errors import ConfigError, ErrorCode, ToolFailure
 from contract.functions.completions import Usage
@@ -10,13 +16,15 @@ from contract.model_endpoints import ENDPOINTS_FRESH_S, ModelEndpoint, seal_endp
 from contract.names import model_endpoints_key
 from contract.signing import SigningKeys
 from contract.tenancy import TenantPolicy
+from orchestrator.command import app
 from store.audit import Actor, Audit
 from store.model_endpoints import ModelEndpoints
 from store.tenants import RedisTenants
 from tests.builders import KEY
+from tests.conftest import RedisProcess
 
 FAST = ModelEndpoint(base_url="http://127.0.0.1:1/v1", model="m-1")
-OWN = ModelEndpoint(base_url="https://models.acme.example/v1", model="m-2", secret="acme_key", context_tokens=8192)
+OWN = ModelEndpoint(base_url="https://models.acme.example/v1", model="m-2", secret="ACME_KEY", context_tokens=8192)
 
 
 def test_the_cost_of_a_reply_follows_the_prices() -> None:
@@ -87,6 +95,7 @@ async def test_fallbacks_exist_and_end(client: "redis.asyncio.Redis") -> None:
         assert refused.value.code is ErrorCode.INVALID_ARGUMENTS
     with pytest.raises(ToolFailure, match="fallback of b"):
         await endpoints.remove("a")
+    await RedisTenants(client, "d", KEY).add("acme", TenantPolicy())
     with pytest.raises(ToolFailure) as unknown:
         await endpoints.set("a", FAST, "nobody")
     assert unknown.value.code is ErrorCode.UNKNOWN_TENANT
@@ -112,4 +121,29 @@ async def test_the_audit_says_who_changed_which_endpoint(client: "redis.asyncio.
         ("model.remove", "fast", "ada"),
         ("model.set", "fast", "ada"),
     ]
-    assert found[1].entry.details["secret"] == "acme_key"
+    assert found[1].entry.details["secret"] == "ACME_KEY"
+
+
+PAGE = (Path(__file__).parents[2] / "docs" / "agents.md").read_text().partition("## Model endpoints")[2]
+
+
+def test_every_command_of_the_page_works(
+    redis_server: RedisProcess, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("TOOLCREW_REDIS_URL", redis_server.url)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "token.txt").write_text("sk-canary-1234567890\n")
+    commands = [line for block in re.findall(r"```sh\n(.*?)```", PAGE, re.DOTALL) for line in block.splitlines()]
+    outputs = [CliRunner().invoke(app, shlex.split(command)[1:]) for command in commands]
+    assert [(done.exit_code, done.output) for done in outputs if done.exit_code != 0] == []
+    listed = json.loads(CliRunner().invoke(app, ["models", "list", "--json"]).stdout)
+    assert [(row["name"], row["secret"], row["concurrency"], row["fallback"]) for row in listed] == [
+        ("fast", "FAST_KEY", 40, "slow"),
+        ("slow", None, None, None),
+    ]
+    unset = CliRunner().invoke(app, ["models", "set", "fast", "--unset", "fallback", "--unset", "rpm", "--json"])
+    assert (json.loads(unset.stdout)["fallback"], json.loads(unset.stdout)["requests_per_minute"]) == (None, None)
+    wrong = CliRunner().invoke(app, ["models", "set", "new", "--url", "http://user:word@host/v1", "--model", "m"])
+    assert (wrong.exit_code, "--url" in wrong.output, "word" in wrong.output) == (1, True, False)
+    assert CliRunner().invoke(app, ["models", "remove", "slow"]).exit_code == 0
+    assert "sk-canary" not in "".join(done.output for done in outputs)

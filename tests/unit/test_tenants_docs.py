@@ -46,6 +46,7 @@ def test_the_table_has_every_option_with_its_field_and_default() -> None:
             value = value[name]
         words = {
             "tools": "all",
+            "models": "all",
             "rate": "no limit",
             "command-rule": "none",
             "trust-skill": "none",

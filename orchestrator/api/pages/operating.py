@@ -1,4 +1,4 @@
-"""The pages for operating a deployment: tools, tenants, hosts, sessions, and the audit log."""
+"""The pages for operating a deployment: tools, tenants, models, hosts, sessions, and the audit log."""
 
 from dataclasses import dataclass
 from typing import Annotated, Any
@@ -16,6 +16,7 @@ from orchestrator.operations.drains import find_workers, order_drain
 from store.api_keys import ApiKeyRecord
 from store.audit import ACTIONS, Audit
 from store.hosts import HostStore
+from store.model_endpoints import ModelEndpoints
 from store.overview import OverviewReader, TenantSummary
 from store.sessions import SessionList
 
@@ -117,6 +118,17 @@ async def resume_tenant(name: Name, person: Sending) -> Response:
     person.check_operator()
     await person.app_state.parts.pool.tenants.acting_as(person.actor).resume(name)
     return back("tenants", tenant=person.tenant, done="resumed")
+
+
+@router.get("/models")
+async def models(request: Request, person: Looking) -> Response:
+    """Show the model endpoints. A tenant's key shows those that the tenant may use."""
+    parts, viewer = person.app_state.parts, await person.viewer()
+    endpoints = ModelEndpoints(parts.pool.redis, person.app_state.settings.deployment, parts.pool.keys)
+    policy = await parts.pool.tenants.policy(viewer.tenant) if viewer.tenant is not None else None
+    views = await endpoints.views(viewer.tenant, policy, shows_addresses=person.is_operator)
+    template = "models.part.html" if is_fragment(request) else "models.html"
+    return render(template, viewer, title="Models", page="models", models=views)
 
 
 @router.get("/hosts")

@@ -1,0 +1,39 @@
+"""Model endpoints over HTTP: administrators set them, tenants see what they may use, and no response has a key."""
+
+from tests.api_ground import ApiGround
+
+ENDPOINT = {
+    "base_url": "http://10.0.0.9:8000/v1",
+    "model": "m",
+    "secret": "MODEL_KEY",
+    "prompt_price": 1,
+    "completion_price": 2,
+}
+
+
+async def test_administrators_set_endpoints_and_tenants_see_those_that_they_may_use(api: ApiGround) -> None:
+    for name in ("fast", "slow"):
+        assert (await api["admin"].put(f"/v1/models/{name}", json=ENDPOINT)).status_code == 200
+    own = await api["admin"].put("/v1/tenants/acme/models/own", json={**ENDPOINT, "fallback": "fast"})
+    assert (own.status_code, own.json()["tenant"]) == (200, "acme")
+    for key in ("operator", "acme"):
+        assert (await api[key].put("/v1/models/fast", json=ENDPOINT)).status_code == 403
+        assert (await api[key].delete("/v1/models/fast")).status_code == 403
+    policy = (await api["operator"].get("/v1/tenants/acme")).json()["policy"]
+    assert (await api["admin"].put("/v1/tenants/acme", json={**policy, "models": ["own", "fa*"]})).status_code == 200
+    seen = {key: (await api[key].get("/v1/models")).json()["data"] for key in ("operator", "acme", "rival")}
+    assert {key: [row["name"] for row in rows] for key, rows in seen.items()} == {
+        "operator": ["fast", "own", "slow"],
+        "acme": ["fast", "own"],
+        "rival": ["fast", "slow"],
+    }
+    assert {row["base_url"] for row in seen["operator"]} == {ENDPOINT["base_url"]}
+    assert {(row["base_url"], row["secret"]) for row in (*seen["acme"], *seen["rival"])} == {(None, None)}
+    refused = await api["acme"].post("/v1/runs", json={"instruction": "hi", "model": "slow"})
+    assert (refused.status_code, refused.json()["code"]) == (403, "PERMISSION_DENIED")
+    wrong = await api["admin"].put("/v1/models/fast", json={**ENDPOINT, "fallback": "nothing"})
+    assert wrong.status_code == 422
+    assert (await api["admin"].delete("/v1/models/fast")).status_code == 422
+    assert (await api["admin"].delete("/v1/tenants/acme/models/own")).status_code == 204
+    assert (await api["admin"].delete("/v1/models/fast")).status_code == 204
+    assert (await api["admin"].delete("/v1/models/fast")).status_code == 404
