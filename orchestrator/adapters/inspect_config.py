@@ -25,6 +25,10 @@ class ToolcrewSandboxConfig(SandboxOptions):
     """Seconds without a call after which the sandbox is removed. It must be longer than a model thinks, and short
     enough to clean up after a killed evaluation.
     """
+    default_user: str | None = Field(default=None, min_length=1)
+    """User of programs and files that name none, such as the USER of the image; it then owns /workspace. It needs
+    `user: root`; None: the user of the sandbox.
+    """
 
 
 def parse_config(fields: Mapping[str, Any], source: str = "the sandbox's configuration") -> ToolcrewSandboxConfig:
@@ -40,16 +44,20 @@ def parse_config(fields: Mapping[str, Any], source: str = "the sandbox's configu
 
 
 def load_config(config: BaseModel | str | None) -> ToolcrewSandboxConfig:
-    """Return the configuration that Inspect passes: none, a model, or the path of a YAML file. Raises ConfigError."""
+    """Return the configuration that Inspect passes: none, a model, the path of a YAML file, or the name of an image.
+    Raises ConfigError.
+    """
     if config is None:
         return ToolcrewSandboxConfig()
     if isinstance(config, ToolcrewSandboxConfig):
         return config
     if not isinstance(config, str):
         raise ConfigError(
-            f"a {type(config).__name__} does not configure a toolcrew sandbox: give a ToolcrewSandboxConfig or a "
-            "YAML file"
+            f"a {type(config).__name__} does not configure a toolcrew sandbox: give a ToolcrewSandboxConfig, a YAML "
+            "file or an image"
         )
+    if not config.endswith((".yaml", ".yml")):
+        return parse_config({"image": config})
     try:
         fields = yaml.safe_load(Path(config).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:

@@ -7,8 +7,6 @@ import errno
 import posixpath
 import re
 import shlex
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any, Literal, overload
 
 from inspect_ai._util.error import PrerequisiteError
@@ -27,37 +25,17 @@ from pydantic import BaseModel
 from typing_extensions import override
 
 from contract.calls import MAX_BLOB_BYTES, MAX_TIMEOUT_S
-from contract.calls import ExecResult as Done
 from contract.errors import ErrorCode, OperatorError, ToolcrewError, ToolFailure
 from orchestrator.adapters.inspect_config import CONFIG_FILES, load_config, parse_config
 from orchestrator.adapters.inspect_crew import client_of_loop
+from orchestrator.adapters.inspect_results import file_errors, judge, not_started, unavailable
+from orchestrator.adapters.inspect_users import OWN, give_workspace, read_as, run_as, write_as
 from orchestrator.dispatch.sessions import Session
 from telemetry.logs import get_logger
 
 log = get_logger(__name__)
 
 WORKSPACE = "/workspace"
-USER = "1000"
-"""User id of all processes in a sandbox. There is no other user."""
-_STREAM_LIMIT = "4 MiB"
-"""Limit of the output that a worker reads from each stream."""
-_UNCERTAIN = frozenset({ErrorCode.OUTCOME_UNKNOWN, ErrorCode.CANCELLED, ErrorCode.INTERNAL, ErrorCode.ENVELOPE_REFUSED})
-"""Error codes after which the program may have started."""
-_NOT_BEGUN = frozenset(
-    {ErrorCode.TIMEOUT, ErrorCode.SESSION_NOT_FOUND, ErrorCode.RATE_LIMITED, ErrorCode.QUOTA_EXCEEDED}
-)
-_FILE_ERRORS: dict[ErrorCode, tuple[type[OSError], int]] = {
-    ErrorCode.FILE_NOT_FOUND: (FileNotFoundError, errno.ENOENT),
-    ErrorCode.NOT_A_DIRECTORY: (NotADirectoryError, errno.ENOTDIR),
-    ErrorCode.IS_DIRECTORY: (IsADirectoryError, errno.EISDIR),
-    ErrorCode.PERMISSION_DENIED: (PermissionError, errno.EACCES),
-    ErrorCode.PATH_NOT_ALLOWED: (PermissionError, errno.EACCES),
-    ErrorCode.SECURITY_REFUSED: (PermissionError, errno.EACCES),
-    ErrorCode.NO_SPACE: (OSError, errno.ENOSPC),
-    ErrorCode.FILE_TOO_LARGE: (OSError, errno.EFBIG),
-}
-
-
 _SETUP_FILE = re.compile(r"/tmp/[0-9A-Za-z]{22}")
 """Path of a sample's setup script, which Inspect writes and then runs."""
 _RUN_A_COPY = [
@@ -70,24 +48,19 @@ _RUN_A_COPY = [
 """Command that runs a script of /tmp, which is mounted noexec. It copies the script into the workspace, runs the
 copy, and removes it.
 """
-_CAT_TIMEOUT_S = 60.0
-_CAT_ERRORS = {
-    "No such file or directory": ErrorCode.FILE_NOT_FOUND,
-    "Not a directory": ErrorCode.NOT_A_DIRECTORY,
-    "Is a directory": ErrorCode.IS_DIRECTORY,
-    "Permission denied": ErrorCode.PERMISSION_DENIED,
-}
 
 
 @sandboxenv(name="toolcrew")
 class ToolcrewSandboxEnvironment(SandboxEnvironment):
     """Sandbox of one sample: a session of the pool that TOOLCREW_REDIS_URL names. Relative paths start at /workspace;
-    all processes run as uid 1000.
+    processes run as uid 1000, or as any user where the configuration says `user: root`.
     """
 
-    def __init__(self, session: Session) -> None:
+    def __init__(self, session: Session, default_user: str | None = None) -> None:
+        """`default_user`: the user of programs and files that name none."""
         super().__init__()
         self.session = session
+        self._default_user = default_user
 
     @override
     @classmethod
@@ -107,10 +80,13 @@ class ToolcrewSandboxEnvironment(SandboxEnvironment):
         cls, task_name: str, config: SandboxEnvironmentConfigType | None, metadata: dict[str, str]
     ) -> dict[str, SandboxEnvironment]:
         try:
-            session = await client_of_loop().open_session(load_config(config))
-        except ToolcrewError as error:
+            chosen = load_config(config)
+            environment = cls(await client_of_loop().open_session(chosen), chosen.default_user)
+            if chosen.default_user is not None:
+                await give_workspace(environment.session, await environment._user(None))
+        except (ToolcrewError, SandboxUserUnsupportedError) as error:
             raise SandboxUnavailableError(f"toolcrew: no sandbox for this sample: {error}") from error
-        return {"default": cls(session)}
+        return {"default": environment}
 
     @override
     @classmethod
@@ -183,28 +159,48 @@ class ToolcrewSandboxEnvironment(SandboxEnvironment):
         Raises the exceptions of SandboxEnvironment.exec, and OutputLimitExceededError above 4 MiB of a stream or
         Inspect's own limit if that is lower.
         """
-        if user is not None and user != USER:
-            raise SandboxUserUnsupportedError(
-                f"a toolcrew sandbox runs all processes as uid {USER}, not as {user!r}: omit the user"
-            )
         limit_s = min(timeout, MAX_TIMEOUT_S) if timeout is not None else MAX_TIMEOUT_S
         if _starts_setup(cmd):
             cmd = [*_RUN_A_COPY, cmd[-1], *cmd]
+        command = run_as(await self._user(user), cmd)
         try:
             done = await self.session.exec(
-                cmd, stdin=_as_bytes(input), env=env, cwd=_absolute_path(cwd or ""), timeout_s=limit_s
+                command, stdin=_as_bytes(input), env=env, cwd=_absolute_path(cwd or ""), timeout_s=limit_s
             )
         except ToolFailure as failure:
-            return _not_started(failure)
+            return not_started(failure)
         except OperatorError as error:
-            raise _unavailable(error) from error
-        return _judge(done, limit_s)
+            raise unavailable(error) from error
+        if command != cmd and done.returncode == 126 and done.stderr == f"{cmd[0]}: Permission denied\n".encode():
+            raise PermissionError(errno.EACCES, cmd[0])
+        return judge(done, limit_s)
+
+    async def _is_root(self) -> bool:
+        return (await self.session.info()).options.user == "root"
+
+    async def _user(self, user: str | None) -> str:
+        """Return the user to change to. Raises SandboxUserUnsupportedError."""
+        user = user or self._default_user
+        if await self._is_root():
+            return OWN if user in (None, "root", "0") else str(user)
+        if user in (None, "1000"):
+            return OWN
+        raise SandboxUserUnsupportedError(
+            f"this toolcrew sandbox runs all processes as uid 1000, not as {user!r}: omit the user, or set "
+            "`user: root` in the sandbox's configuration"
+        )
 
     @override
     async def write_file(self, file: str, contents: str | bytes) -> None:
-        """Write a file atomically and create its parent folders. Raises OSError(EFBIG) above 64 MiB."""
-        with _file_errors(file):
-            await self.session.write_file(_absolute_path(file), _as_bytes(contents))
+        """Write a file and create its parent folders; atomically, unless the sandbox has root. Raises OSError(EFBIG)
+        above 64 MiB.
+        """
+        path, content = _absolute_path(file), _as_bytes(contents)
+        with file_errors(file):
+            if await self._is_root():
+                await write_as(self.session, await self._user(None), path, content)
+            else:
+                await self.session.write_file(path, content)
 
     @overload
     async def read_file(self, file: str, text: Literal[True] = True) -> str: ...
@@ -218,7 +214,7 @@ class ToolcrewSandboxEnvironment(SandboxEnvironment):
         is lower.
         """
         try:
-            with _file_errors(file):
+            with file_errors(file):
                 data = await self._read(file)
         except OSError as error:
             if error.errno != errno.EFBIG:
@@ -230,26 +226,21 @@ class ToolcrewSandboxEnvironment(SandboxEnvironment):
 
     async def _read(self, file: str) -> bytes:
         path = _absolute_path(file)
-        try:
-            return await self.session.read_file(path)
-        except ToolFailure as failure:
-            if failure.code != ErrorCode.PATH_NOT_ALLOWED:
-                raise
+        if not await self._is_root():
+            try:
+                return await self.session.read_file(path)
+            except ToolFailure as failure:
+                if failure.code != ErrorCode.PATH_NOT_ALLOWED:
+                    raise
         # The file verbs are limited to /workspace, /tmp and /output. Programs can also read the files of the image.
-        done = await self.session.exec(["/bin/cat", "--", path], env={"LC_ALL": "C"}, timeout_s=_CAT_TIMEOUT_S)
-        if done.truncated:
-            raise OutputLimitExceededError(_STREAM_LIMIT, None)
-        if done.returncode != 0:
-            raise _read_failure(path, done)
-        return done.stdout
+        return await read_as(self.session, await self._user(None), path)
 
     @override
     async def connection(self, *, user: str | None = None) -> SandboxConnection:
         """Return a command that runs one program in the sandbox, which has no terminal. Raises ConnectionError when
         the session no longer exists.
         """
-        if user is not None and user != USER:
-            raise SandboxUserUnsupportedError(f"a toolcrew sandbox runs all processes as uid {USER}, not as {user!r}")
+        listing = run_as(await self._user(user), ["ls", "-la", WORKSPACE])
         try:
             await (await client_of_loop().client()).session(self.session.id, tenant=self.session.tenant)
         except ToolcrewError as error:
@@ -261,9 +252,7 @@ class ToolcrewSandboxEnvironment(SandboxEnvironment):
             "--tenant",
             self.session.tenant,
             self.session.id,
-            "ls",
-            "-la",
-            WORKSPACE,
+            *listing,
         ]
         return SandboxConnection(type="toolcrew", command=shlex.join(command))
 
@@ -279,69 +268,3 @@ def _absolute_path(path: str) -> str:
 
 def _as_bytes(content: str | bytes | None) -> bytes:
     return content.encode() if isinstance(content, str) else content or b""
-
-
-def _unavailable(error: ToolFailure | OperatorError) -> RuntimeError:
-    """Return the exception for a failure. Inspect presents SandboxUnavailableError to a model as a failure before its
-    command. So an uncertain failure, where the command may have acted, is a RuntimeError.
-    """
-    message = f"toolcrew [{error.code}]: {error}"
-    return RuntimeError(message) if error.code in _UNCERTAIN else SandboxUnavailableError(message)
-
-
-def _not_started(failure: ToolFailure) -> ExecResult[str]:
-    """Return the result of a program that could not start. A missing program or folder is an error of the command,
-    reported as a shell reports it. Other failures are raised.
-    """
-    message = str(failure)
-    if failure.code in (
-        ErrorCode.PERMISSION_DENIED,
-        ErrorCode.SECURITY_REFUSED,
-        ErrorCode.PATH_NOT_ALLOWED,
-    ) or message.endswith("could not be started: permission denied"):
-        raise PermissionError(errno.EACCES, message)
-    if failure.code in _NOT_BEGUN or failure.code in _UNCERTAIN:
-        raise _unavailable(failure) from failure
-    return ExecResult(success=False, returncode=127, stdout="", stderr=f"{message}\n")
-
-
-def _read_failure(path: str, done: Done) -> ToolFailure:
-    if done.timed_out:
-        return ToolFailure(ErrorCode.TIMEOUT, f"{path} could not be read within {_CAT_TIMEOUT_S:g} s")
-    message = done.stderr.decode(errors="replace").strip()
-    return ToolFailure(
-        next((code for ending, code in _CAT_ERRORS.items() if message.endswith(ending)), ErrorCode.INTERNAL), message
-    )
-
-
-def _judge(done: Done, limit_s: float) -> ExecResult[str]:
-    stdout, stderr = done.stdout.decode(errors="replace"), done.stderr.decode(errors="replace")
-    if done.timed_out:
-        error = TimeoutError(f"Command timed out after {limit_s:g} seconds and was killed")
-        # Inspect's own provider attaches the output too, and Inspect's tools show it to the model.
-        error.truncated_output = stdout + stderr  # type: ignore[attr-defined]
-        raise error
-    limit = SandboxEnvironmentLimits.MAX_EXEC_OUTPUT_SIZE
-    if max(len(done.stdout), len(done.stderr)) > limit:
-        longest = max(done.stdout, done.stderr, key=len)
-        raise OutputLimitExceededError(
-            SandboxEnvironmentLimits.MAX_EXEC_OUTPUT_SIZE_STR, longest[-limit:].decode(errors="replace")
-        )
-    if done.truncated:
-        raise OutputLimitExceededError(_STREAM_LIMIT, stdout + stderr)
-    code = done.returncode if done.returncode >= 0 else 128 - done.returncode
-    return ExecResult(success=code == 0, returncode=code, stdout=stdout, stderr=stderr)
-
-
-@contextmanager
-def _file_errors(file: str) -> Iterator[None]:
-    try:
-        yield
-    except ToolFailure as failure:
-        kind, number = _FILE_ERRORS.get(failure.code, (None, 0))
-        if kind is None:
-            raise _unavailable(failure) from failure
-        reason = f"{'Is a directory' if kind is IsADirectoryError else failure}"
-        raise kind(number, reason, file) from failure
-    except OperatorError as error:
-        raise _unavailable(error) from error

@@ -3,13 +3,18 @@ unavailable pool.
 """
 
 import asyncio
+import io
+import json
 import os
+import secrets
 import subprocess
 import sys
+import tarfile
 from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
+from docker import APIClient
 from inspect_ai._util.error import PrerequisiteError
 from inspect_ai.util import OutputLimitExceededError, SandboxUserUnsupportedError
 from inspect_ai.util._sandbox.environment import SandboxUnavailableError
@@ -18,7 +23,7 @@ from contract.errors import ConfigError
 from orchestrator.adapters.inspect_config import ToolcrewSandboxConfig, load_config, parse_config
 from orchestrator.adapters.inspect_sandbox import ToolcrewSandboxEnvironment
 from orchestrator.sdk.client import ToolClient
-from tests.stack import Stack, commands_in
+from tests.stack import Stack, commands_in, open_stack
 from tests.waiting import wait_until_async
 
 pytestmark = pytest.mark.stack
@@ -61,6 +66,70 @@ async def test_the_example_is_right_and_leaves_no_session(stack: Stack, tmp_path
             True,
         ], done.stdout
         assert {session.id for session in (await client.sessions()).sessions} <= before
+
+
+EVALUATION = """
+import sys
+from inspect_ai import Task, eval
+from inspect_ai.dataset import Sample
+from inspect_ai.solver import solver
+from inspect_ai.util import sandbox
+
+BASH = "/opt/toolcrew/bin/bash"
+
+@solver
+def look():
+    async def solve(state, generate):
+        user = (await sandbox().exec([BASH, "-c", "echo $UID"])).stdout.strip()
+        root = (await sandbox().exec([BASH, "-c", "echo $UID"], user="root")).stdout.strip() if user != "1000" else "-"
+        try:
+            await sandbox().write_file("/etc/mine", "written")
+            mine = await sandbox().read_file("/etc/mine")
+        except PermissionError:
+            mine = "refused"
+        print("looked", state.sample_id, user, root, await sandbox().read_file("/motd"), mine, flush=True)
+        return state
+    return solve
+
+samples = [Sample(id=name, input="-", sandbox=("toolcrew", name)) for name in sys.argv[2:]]
+log = eval(Task(dataset=samples, solver=look()), model="mockllm/model", display="plain", log_dir=sys.argv[1])[0]
+sys.exit(log.status != "success")
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="root inside needs the OCI start, which needs root")
+async def test_samples_name_any_image_or_a_file_and_have_root_where_it_says_so(
+    engine: APIClient, tmp_path: Path
+) -> None:
+    image = f"toolcrew-test-inspect:{secrets.token_hex(4)}"
+    tree = io.BytesIO()
+    with tarfile.open(fileobj=tree, mode="w") as archive:
+        member = tarfile.TarInfo("motd")
+        member.size = 5
+        archive.addfile(member, io.BytesIO(b"hello"))
+    repository, _, tag = image.partition(":")
+    engine.import_image_from_data(tree.getvalue(), repository=repository, tag=tag)
+    file = tmp_path / "rooted.yaml"
+    file.write_text(f"image: {image}\nuser: root\n")
+    settings = {
+        "TOOLCREW_TENANT_CLASSES": json.dumps({"default": {"largest": {"user": "root"}}}),
+        "TOOLCREW_SANDBOX_IMAGES_ALLOWED": json.dumps([image]),
+    }
+    try:
+        with open_stack(engine, settings) as opened:
+            done = await asyncio.to_thread(
+                subprocess.run,
+                [sys.executable, "-c", EVALUATION, str(tmp_path), image, str(file)],
+                env={**os.environ, "TOOLCREW_REDIS_URL": opened.redis_url},
+                capture_output=True,
+                text=True,
+                timeout=100,
+            )
+    finally:
+        engine.remove_image(image, force=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    looked = sorted(line.removeprefix("looked ") for line in done.stdout.splitlines() if line.startswith("looked "))
+    assert looked == [f"{file} 0 0 hello written", f"{image} 1000 - hello refused"]
 
 
 async def test_at_the_limit_everything_is_killed_and_what_was_printed_is_reported(
@@ -171,5 +240,6 @@ def test_a_configuration_is_a_file_or_a_mapping_and_unknown_fields_are_named(tmp
     file = tmp_path / "toolcrew.yaml"
     file.write_text("network: none\nttl_s: 60\n")
     assert load_config(str(file)) == ToolcrewSandboxConfig(network="none", ttl_s=60)
+    assert load_config("ghcr.io/team/image:v1") == ToolcrewSandboxConfig(image="ghcr.io/team/image:v1")
     with pytest.raises(ConfigError, match=r"imagine: .*image, network, tenant, ttl_s"):
         parse_config({"imagine": "x"})
