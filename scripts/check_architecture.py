@@ -94,7 +94,7 @@ WALLS: dict[str, tuple[str, ...]] = {
     "langgraph": (),
     "agents": ("orchestrator/adapters/openai_agents.py",),
     "fsspec": ("store/archives/fsspec_store.py",),
-    "inspect_ai": ("orchestrator/adapters/inspect_sandbox.py",),
+    "inspect_ai": ("orchestrator/adapters/inspect_results.py", "orchestrator/adapters/inspect_sandbox.py"),
     "flower": ("orchestrator/operations/flower.py",),
     "openai": ("orchestrator/models/openai.py",),
     "opentelemetry": ("telemetry/otlp.py",),
