@@ -16,6 +16,8 @@ from contract.signing import SigningKeys
 
 DEFAULT_TTL_S, MAX_TTL_S = 1800.0, 86_400.0
 """Seconds without a call after which a session is closed: the default, and the maximum."""
+MAX_FORKS = 100
+"""Maximum number of new sessions of one fork."""
 LOCATION_MARGIN_S = 3600
 """Time that the location of a session is kept after the session's time to live, in seconds."""
 

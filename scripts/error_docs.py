@@ -59,6 +59,7 @@ DO = {
     ErrorCode.CONFIG_MISSING: "set the setting that the sentence names ([settings.md](settings.md))",
     ErrorCode.NETWORK_ERROR: "check that the server is up; `toolcrew doctor` checks the model server",
     ErrorCode.SESSION_NOT_FOUND: "open a new session; set a longer time to live if the session expired",
+    ErrorCode.SESSION_BUSY: "fork the session between its calls; end its background jobs, or leave them in the parent",
     ErrorCode.SANDBOX_UNAVAILABLE: (
         "run `toolcrew hosts list`, then `toolcrew doctor` on the host; read the log of sandboxd"
     ),

@@ -75,6 +75,7 @@ MEANINGS = {
     ErrorCode.NETWORK_ERROR: "the connection failed; the sentence has the cause: name lookup, refusal, TLS or reset",
     ErrorCode.HTTP_ERROR: "the server answered with an error",
     ErrorCode.SESSION_NOT_FOUND: "the session was closed or has expired",
+    ErrorCode.SESSION_BUSY: "the session runs a call or a background job and cannot be forked now",
     ErrorCode.SANDBOX_UNAVAILABLE: (
         "no sandbox is available, or the sandbox died; a lost sandbox is reported once and then replaced"
     ),

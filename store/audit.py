@@ -47,6 +47,7 @@ AuditAction = Literal[
     "batch.retry",
     "run.cancel",
     "session.close",
+    "session.fork",
     "file.delete",
     "skill.install",
     "skill.remove",

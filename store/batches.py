@@ -82,8 +82,9 @@ class ItemEnvironment(SandboxOptions):
     file of the store (store/archives/files.py) that the host reads. `restore`: a checkpoint in place of a workspace.
 
     `artifacts`: patterns below /workspace of files to copy out at the end. `session`: an open session of the tenant,
-    which stays open; None: the item gets its own session, with the options of its sandbox. None is not serialized, so
-    that earlier releases can read the record.
+    which stays open; None: the item gets its own session, with the options of its sandbox. `fork`: an open session of
+    the tenant, which is forked for the item. None of both is not serialized, so that earlier releases can read the
+    record.
     """
 
     workspace: str | None = None
@@ -92,6 +93,7 @@ class ItemEnvironment(SandboxOptions):
     network: Literal["none", "egress"] | None = None
     artifacts: tuple[str, ...] = ()
     session: str | None = Field(default=None, exclude_if=lambda session: session is None)
+    fork: str | None = Field(default=None, exclude_if=lambda session: session is None)
 
 
 class RunBody(Record):

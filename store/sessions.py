@@ -8,6 +8,7 @@ location expires by itself when its session is not used.
 
     (none)
       | open: an orchestrator chooses a host; fence 1
+      | fork: on the host of an open session that it was forked from; fence 1
       v
     open <---------------------------------------------------------------.
       |  hold: the worker of the host drains; fence + 1                  |
@@ -25,20 +26,17 @@ location expires by itself when its session is not used.
     open --forget: the worker of the host, if the time to live of the session has passed--> (none)
 """
 
-import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Literal
 
 from pydantic import ValidationError
 
-from contract.clock import format_instant
 from contract.errors import BrokerUnavailable, ErrorCode, SandboxUnavailable, ToolFailure
 from contract.names import (
     deployment_key,
     host_key,
-    host_of,
     host_prefix,
     hosts_key,
     place_key,
@@ -53,9 +51,7 @@ from contract.session_locations import (
     LocationState,
     SessionLocation,
     open_checkpoint,
-    open_start,
     seal_checkpoint,
-    show_checkpoint,
 )
 from contract.signing import SigningKeys
 from store.connection import RedisClient, SyncRedis, broker_errors
@@ -69,12 +65,6 @@ FACTS_MARGIN_S = 24 * 3600
 """Additional lifetime of a session's facts after its location expires, in seconds. Calls extend only the life of the
 location.
 """
-MAX_PAGE = 1000
-MAX_LOOKED_AT = 5000
-"""Limit of entries that are read for one page. Entries of expired sessions count too."""
-AT_ONCE = 200
-TIES = 8
-_CURSOR = re.compile(r"([0-9]{1,16})\.([A-Za-z0-9_-]{1,64})\.([A-Za-z0-9_-]{1,64})")
 CLOSED = "closed"
 """The state in the hash of a closed session. A host that still has a sandbox of the session sees the state and removes
 the sandbox.
@@ -84,7 +74,6 @@ CLOSED_MARGIN_S = 600
 session has expired by itself.
 """
 _WHAT = "the sessions' locations were not read or changed"
-_LIST = "the open sessions were not listed"
 
 
 # --- Keys -------------------------------------------------------------------------------------------------------------
@@ -122,20 +111,28 @@ def parse_session_location(fields: Mapping[bytes, bytes]) -> SessionLocation | N
 
 # --- Scripts of orchestrators -----------------------------------------------------------------------------------------
 
+# `sessions`: the key of the tenant's sessions. Returns whether the tenant may have `count` more.
+_HAS_ROOM = """
+local function session_key(prefix, tenant, session) return prefix .. 't:' .. tenant .. ':session.' .. session end
+local function has_room(sessions, prefix, tenant, count, limit)
+  local names = redis.call('SCARD', sessions) + count > limit and redis.call('SMEMBERS', sessions) or {}
+  for _, name in ipairs(names) do
+    local place = session_key(prefix, tenant, name) .. ':place'
+    if redis.call('EXISTS', place) == 0 then redis.call('SREM', sessions, name) end
+  end
+  return redis.call('SCARD', sessions) + count <= limit
+end
+"""
+
 # KEYS: location, the tenant's sessions, all open sessions, the tenant's open sessions, known tenants. ARGV: session,
 # queue, start, ttl_s, margin_s, maximum sessions of the tenant, tenant, maximum of listed tenants, prefix of the
 # deployment's keys.
-_OPEN = """
+_OPEN = (
+    _HAS_ROOM
+    + """
 local state = redis.call('HGET', KEYS[1], 'state')
 if state then return state == 'closed' and 'closed' or 'exists' end
-local limit = tonumber(ARGV[6])
-local function session_key(tenant, session) return ARGV[9] .. 't:' .. tenant .. ':session.' .. session end
-if redis.call('SCARD', KEYS[2]) >= limit then
-  for _, name in ipairs(redis.call('SMEMBERS', KEYS[2])) do
-    if redis.call('EXISTS', session_key(ARGV[7], name) .. ':place') == 0 then redis.call('SREM', KEYS[2], name) end
-  end
-  if redis.call('SCARD', KEYS[2]) >= limit then return 'full' end
-end
+if not has_room(KEYS[2], ARGV[9], ARGV[7], 1, tonumber(ARGV[6])) then return 'full' end
 local life = math.ceil(tonumber(ARGV[4])) + tonumber(ARGV[5])
 local time = redis.call('TIME')
 redis.call('HSET', KEYS[1], 'state', 'open', 'queue', ARGV[2], 'fence', 1, 'start', ARGV[3],
@@ -146,7 +143,7 @@ if redis.call('TTL', KEYS[2]) < life then redis.call('EXPIRE', KEYS[2], life) en
 -- No process removes expired sessions from the lists. Each open checks three entries, so that expired ones stay few.
 for _, member in ipairs(redis.call('ZRANDMEMBER', KEYS[3], 3)) do
   local tenant, session = string.match(member, '^(.-)|(.*)$')
-  local key = session_key(tenant, session)
+  local key = session_key(ARGV[9], tenant, session)
   if redis.call('EXISTS', key .. ':place') == 0 then
     redis.call('ZREM', KEYS[3], member)
     redis.call('ZREM', ARGV[9] .. 't:' .. tenant .. ':open-sessions', session)
@@ -160,6 +157,35 @@ redis.call('ZADD', KEYS[5], time[1], ARGV[7])
 redis.call('ZREMRANGEBYRANK', KEYS[5], 0, -1 - ARGV[8])
 return 'open'
 """
+)
+
+# KEYS: location of the parent, the tenant's sessions, all open sessions, the tenant's open sessions, then location and
+# facts of each new session. ARGV: the queue that made the fork, facts, maximum sessions of the tenant, tenant, prefix
+# of the deployment's keys, margin_s, additional lifetime of the facts, then name and start of each new session.
+_FORK = (
+    _HAS_ROOM
+    + """
+local parent = redis.call('HMGET', KEYS[1], 'state', 'queue', 'ttl_s')
+if parent[1] ~= 'open' or parent[2] ~= ARGV[1] then return 'moved' end
+local count = (#KEYS - 4) / 2
+if not has_room(KEYS[2], ARGV[5], ARGV[4], count, tonumber(ARGV[3])) then return 'full' end
+local life = math.ceil(tonumber(parent[3])) + tonumber(ARGV[6])
+local time = redis.call('TIME')
+local at = time[1] .. string.format('%06d', time[2])
+for i = 1, count do
+  local location, name = KEYS[3 + 2 * i], ARGV[6 + 2 * i]
+  redis.call('HSET', location, 'state', 'open', 'queue', ARGV[1], 'fence', 1, 'start', ARGV[7 + 2 * i],
+    'ttl_s', parent[3], 'opened_at', time[1])
+  redis.call('EXPIRE', location, life)
+  redis.call('SET', KEYS[4 + 2 * i], ARGV[2], 'EX', life + ARGV[7])
+  redis.call('SADD', KEYS[2], name)
+  redis.call('ZADD', KEYS[3], at, ARGV[4] .. '|' .. name)
+  redis.call('ZADD', KEYS[4], at, name)
+end
+if redis.call('TTL', KEYS[2]) < life then redis.call('EXPIRE', KEYS[2], life) end
+return 'open'
+"""
+)
 
 # KEYS: location. ARGV: the expected fence, the new queue, the time for the move in seconds, the expected state. The
 # state is compared too, because the end of a move does not change the fence. Returns the new fence, or 0 if another
@@ -279,6 +305,7 @@ class SessionStore:
         self._client = client
         self._deployment = deployment
         self._open = client.register_script(_OPEN)
+        self._fork = client.register_script(_FORK)
         self._move = client.register_script(_MOVE)
         self._settle = client.register_script(_SETTLE)
         self._close = client.register_script(_CLOSE)
@@ -305,11 +332,7 @@ class SessionStore:
         with broker_errors(_WHAT):
             result = _text(await self._open(keys=keys, args=arguments))
         if result == "full":
-            raise ToolFailure(
-                ErrorCode.QUOTA_EXCEEDED,
-                f"tenant {tenant} has reached its limit of {limit} open sessions: close one, or ask the operator "
-                f"for a higher limit (`toolcrew tenants set {tenant} --sandboxes {limit + 1}`)",
-            )
+            raise _full(tenant, limit)
         if result == CLOSED:
             raise ToolFailure(
                 ErrorCode.SESSION_NOT_FOUND, "the session was closed before it was opened: open a new session"
@@ -317,6 +340,27 @@ class SessionStore:
         if result == "exists":
             raise ValueError(f"session {session} already exists")
         return SessionAddress(queue, 1)
+
+    async def fork(
+        self, tenant: str, parent: str, starts: Mapping[str, str], queue: str, *, facts: str, limit: int
+    ) -> None:
+        """Create the locations of all new sessions of a fork, or none. `starts`: name -> start. `queue`: where the fork
+        was made. `facts`: as of `settle`.
+
+        Raises ToolFailure: QUOTA_EXCEEDED as of `open`. Raises SandboxUnavailable: the parent was moved or closed.
+        """
+        keys = self._listed_keys(tenant, parent)
+        arguments: list[str | int] = [queue, facts, limit, tenant, deployment_key(self._deployment, "")]
+        arguments += [LOCATION_MARGIN_S, FACTS_MARGIN_S]
+        for name, start in starts.items():
+            keys += [place_key(self._deployment, tenant, name), session_facts_key(self._deployment, tenant, name)]
+            arguments += [name, start]
+        with broker_errors(_WHAT):
+            result = _text(await self._fork(keys=keys, args=arguments))
+        if result == "full":
+            raise _full(tenant, limit)
+        if result == "moved":
+            raise SandboxUnavailable("the session was moved or closed while it was forked: try again")
 
     async def find(self, tenant: str, session: str) -> SessionLocation | None:
         """Return the location of a session; None if it is closed, has expired, or belongs to another tenant."""
@@ -384,6 +428,14 @@ class SessionStore:
             open_sessions_key(self._deployment),
             tenant_open_sessions_key(self._deployment, tenant),
         ]
+
+
+def _full(tenant: str, limit: int) -> ToolFailure:
+    return ToolFailure(
+        ErrorCode.QUOTA_EXCEEDED,
+        f"tenant {tenant} has reached its limit of {limit} open sessions: close one, or ask the operator for a higher "
+        f"limit (`toolcrew tenants set {tenant} --sandboxes NUMBER`)",
+    )
 
 
 # --- Workers ----------------------------------------------------------------------------------------------------------
@@ -540,198 +592,6 @@ def _parse_readable(fields: Any) -> SessionLocation | None:
         return parse_session_location(fields)
     except ValidationError:
         return None
-
-
-# --- The list of open sessions ----------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class OpenSession:
-    """An open session. `host` and `queue` are empty while the session moves. `image` and `network` None: the session
-    uses those of its tenant's class.
-
-    `checkpoint`: the last checkpoint, taken at `checkpoint_at`, or None. Times are Unix seconds.
-    """
-
-    id: str
-    tenant: str
-    state: str
-    host: str
-    queue: str
-    fence: int
-    image: str | None
-    network: str | None
-    opened_at: float
-    ttl_s: float
-    checkpoint: str | None
-    checkpoint_at: float | None
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the session as JSON, with times in ISO 8601."""
-        at = self.checkpoint_at
-        return asdict(self) | {
-            "opened_at": format_instant(self.opened_at) if self.opened_at else None,
-            "checkpoint_at": format_instant(at) if at else None,
-        }
-
-
-@dataclass(frozen=True)
-class SessionPage:
-    """A page of sessions, the newest first. `cursor`: the start of the next page; None after the last page. A short or
-    empty page is not necessarily the last one.
-    """
-
-    sessions: tuple[OpenSession, ...]
-    cursor: str | None
-
-
-class SessionList:
-    """The open sessions of a deployment. The list omits sessions that an earlier release opened, and sessions whose
-    start is not signed with `keys`.
-    """
-
-    def __init__(self, client: RedisClient, deployment: str, keys: SigningKeys) -> None:
-        self._client = client
-        self._deployment = deployment
-        self._keys = keys
-
-    async def read(self, tenant: str | None, cursor: str | None = None, limit: int = 50) -> SessionPage:
-        """Return sessions of a tenant, or of all tenants (None). `cursor`: the cursor of the previous page.
-
-        Raises ToolFailure(INVALID_ARGUMENTS): invalid cursor or limit. Raises BrokerUnavailable when Redis does not
-        answer.
-        """
-        if not 1 <= limit <= MAX_PAGE:
-            raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, f"the limit must be between 1 and {MAX_PAGE}, not {limit}")
-        after, sessions, looked_at = _parse_cursor(cursor), list[OpenSession](), 0
-        while looked_at < MAX_LOOKED_AT:
-            rows = await self._rows(tenant, after)
-            locations = await self._locations(rows)
-            await self._drop([row for row, location in zip(rows, locations, strict=True) if location == "expired"])
-            for row, location in zip(rows, locations, strict=True):
-                if len(sessions) == limit:
-                    return SessionPage(tuple(sessions), _cursor(after))
-                after, looked_at = row, looked_at + 1
-                if isinstance(location, OpenSession):
-                    sessions.append(location)
-            if len(rows) < AT_ONCE:
-                return SessionPage(tuple(sessions), None)
-        return SessionPage(tuple(sessions), _cursor(after))
-
-    async def counts(self, tenants: Sequence[str]) -> dict[str, int]:
-        """Return how many sessions of each tenant are listed, including sessions that have just expired. Raises
-        BrokerUnavailable when Redis does not answer.
-        """
-        pipe = self._client.pipeline(transaction=False)
-        for tenant in tenants:
-            pipe.zcard(tenant_open_sessions_key(self._deployment, tenant))
-        with broker_errors(_LIST):
-            return dict(zip(tenants, await pipe.execute(), strict=True)) if tenants else {}
-
-    async def _rows(self, tenant: str | None, after: "_Row | None") -> list["_Row"]:
-        """Return up to AT_ONCE entries of the list, after `after`."""
-        key = (
-            open_sessions_key(self._deployment)
-            if tenant is None
-            else tenant_open_sessions_key(self._deployment, tenant)
-        )
-        # Redis sorts entries of the same microsecond by name. The query reads TIES additional entries, because it
-        # starts again at the microsecond of the last row.
-        with broker_errors(_LIST):
-            entries: Any = await self._client.zrevrangebyscore(
-                key, after.at if after else "+inf", "-inf", start=0, num=AT_ONCE + TIES, withscores=True
-            )
-        rows = [_row(member.decode(errors="replace"), int(score), tenant) for member, score in entries]
-        return [
-            row for row in rows if after is None or (row.at, row.member(tenant)) < (after.at, after.member(tenant))
-        ][:AT_ONCE]
-
-    async def _locations(self, rows: Sequence["_Row"]) -> list["OpenSession | Literal['expired', 'unreadable']"]:
-        pipe = self._client.pipeline(transaction=False)
-        for row in rows:
-            pipe.hgetall(place_key(self._deployment, row.tenant, row.session))
-        with broker_errors(_LIST):
-            read: list[Mapping[bytes, bytes]] = await pipe.execute()
-        return [self._parse(row, fields) for row, fields in zip(rows, read, strict=True)]
-
-    def _parse(self, row: "_Row", fields: Mapping[bytes, bytes]) -> "OpenSession | Literal['expired', 'unreadable']":
-        """Return the session in a row. Return "unreadable" for a record of a later release or without a valid
-        signature: its image and network cannot be shown correctly.
-        """
-        try:
-            location = parse_session_location(fields)
-            return (
-                _listed(row, location, open_start(self._keys, row.tenant, row.session, location))
-                if location is not None
-                else "expired"
-            )
-        except (ValidationError, SandboxUnavailable):
-            return "unreadable"
-
-    async def _drop(self, rows: Sequence["_Row"]) -> None:
-        """Remove expired sessions from the lists. This is safe, because no session of that name is opened again."""
-        if not rows:
-            return
-        pipe = self._client.pipeline(transaction=False)
-        for row in rows:
-            pipe.zrem(open_sessions_key(self._deployment), f"{row.tenant}|{row.session}")
-            pipe.zrem(tenant_open_sessions_key(self._deployment, row.tenant), row.session)
-            pipe.delete(session_facts_key(self._deployment, row.tenant, row.session))
-        with broker_errors(_LIST):
-            await pipe.execute()
-
-
-@dataclass(frozen=True)
-class _Row:
-    """An entry of the list. `at`: the time of the opening in microseconds."""
-
-    at: int
-    tenant: str
-    session: str
-
-    def member(self, listed_of: str | None) -> str:
-        """Return the entry's member in the sorted set of one tenant, or of all tenants (`listed_of` None)."""
-        return self.session if listed_of is not None else f"{self.tenant}|{self.session}"
-
-
-def _row(member: str, at: int, tenant: str | None) -> _Row:
-    if tenant is not None:
-        return _Row(at, tenant, member)
-    owner, _, session = member.partition("|")
-    return _Row(at, owner, session)
-
-
-def _parse_cursor(text: str | None) -> _Row | None:
-    if text is None:
-        return None
-    match = _CURSOR.fullmatch(text)
-    if match is None:
-        raise ToolFailure(
-            ErrorCode.INVALID_ARGUMENTS,
-            "the cursor does not belong to the list of sessions: use the cursor of the previous page, or omit it",
-        )
-    return _Row(int(match[1]), match[2], match[3])
-
-
-def _cursor(row: _Row | None) -> str | None:
-    return f"{row.at}.{row.tenant}.{row.session}" if row is not None else None
-
-
-def _listed(row: _Row, location: SessionLocation, start: Mapping[str, Any]) -> OpenSession:
-    return OpenSession(
-        id=row.session,
-        tenant=row.tenant,
-        state=location.state.value,
-        host=host_of(location.queue) if location.queue else "",
-        queue=location.queue,
-        fence=location.fence,
-        image=start.get("image"),
-        network=start.get("network"),
-        opened_at=location.opened_at,
-        ttl_s=location.ttl_s,
-        checkpoint=show_checkpoint(location.checkpoint),
-        checkpoint_at=location.checkpoint_at or None,
-    )
 
 
 def _text(value: object) -> str:

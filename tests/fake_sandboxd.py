@@ -15,9 +15,10 @@ from tests.fake_engine import Behaviour, FakeEngine
 from workers.sandbox_client import SandboxClient
 from workers.sandboxd.connection import RequestServer
 from workers.sandboxd.control import ControlRequests
-from workers.sandboxd.disks.base import WorkspaceMount, Workspaces, WorkspaceSize
+from workers.sandboxd.disks.base import Workspace, WorkspaceMount, Workspaces, WorkspaceSize
 from workers.sandboxd.disks.tmpfs import TmpfsWorkspaces
 from workers.sandboxd.factory import SandboxFactory, SandboxSlots
+from workers.sandboxd.forks import SessionForker
 from workers.sandboxd.leases import Lease
 from workers.sandboxd.monitor import IdleTimes, SessionMonitor
 from workers.sandboxd.plans import Plans, Profile, SandboxPlan
@@ -51,6 +52,10 @@ class KeptWorkspace:
         return "image"
 
     @property
+    def layers(self) -> tuple[str, ...]:
+        return ()
+
+    @property
     def outlives_container(self) -> bool:
         return True
 
@@ -80,7 +85,10 @@ class KeptWorkspaces:
         self.alive[name] = KeptWorkspace(name, size, self)
         return self.alive[name]
 
-    def find(self, name: str, size: WorkspaceSize) -> KeptWorkspace | None:
+    def stack(self, name: str, below: Workspace) -> None:
+        """Return None: these workspaces have no disks."""
+
+    def find(self, name: str, size: WorkspaceSize, layers: tuple[str, ...] = ()) -> KeptWorkspace | None:
         return self.alive.get(name)
 
     async def sweep(self, keep: Set[str]) -> int:
@@ -103,7 +111,7 @@ class MemorySuspensionStore(SuspensionStore):
         self.refuse_to_unpack = 0
         self.refuse_to_forget = False
 
-    async def pack(self, session: Session, sandbox: Sandbox) -> str:
+    async def pack(self, session: Session, sandbox: Sandbox, *, is_whole: bool = False) -> str:
         if self.refuse:
             self.refuse -= 1
             raise SandboxUnavailable("no space for an archive")
@@ -249,7 +257,15 @@ async def running_sandboxd(
     host = build_host(path, *behaviours, plans=plans, **how)
     allowed = frozenset({os.geteuid()}) if uids is None else uids
     shelf = SkillStore(host.engine, "default", {})  # type: ignore[arg-type]
-    control = ControlRequests(host.sessions, plans, checkpoints, files, shelf, lambda: {"boot": "b00t"})
+    control = ControlRequests(
+        host.sessions,
+        SessionForker(host.sessions, host.factory),
+        plans,
+        checkpoints,
+        files,
+        shelf,
+        lambda: {"boot": "b00t"},
+    )
     server = RequestServer(host.sessions, control.answer, allowed)
     listening = await server.listen(path / "sandboxd.sock", 0o600)
     daemon = Sandboxd(path / "sandboxd.sock", host, server, control)

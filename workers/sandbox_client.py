@@ -9,7 +9,7 @@ import io
 import json
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -141,6 +141,16 @@ class SandboxClient:
         at its end.
         """
         return self._request({"verb": "save_files", "sandbox": name, "file": file, "names": names}, ARCHIVE_TIMEOUT_S)
+
+    def fork(self, name: str, children: Sequence[str], *, leave_jobs: bool = False) -> dict[str, Any]:
+        """Make sessions with the files and the shell of the session `name`. Return the facts of their sandboxes: image,
+        network, hosts, and the kind of workspace.
+
+        With `leave_jobs`, background jobs continue in the session `name` only; otherwise the session must have none.
+        """
+        return self._request(
+            {"verb": "fork", "sandbox": name, "children": list(children), "leave_jobs": leave_jobs}, ARCHIVE_TIMEOUT_S
+        )
 
     def delete_checkpoint(self, name: str, checkpoint: str) -> bool:
         """Delete a checkpoint of the tenant of the sandbox `name`.

@@ -6,12 +6,12 @@ from typing import Annotated, Literal
 from urllib.parse import quote
 
 from fastapi import APIRouter, Path, Query, Request, Response
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, ConfigDict, Field
 from starlette.types import Receive, Scope, Send
 
 from contract.errors import ErrorCode, ToolFailure
 from contract.sandboxes import SandboxOptions, pick_options
-from contract.session_locations import DEFAULT_TTL_S, MAX_TTL_S
+from contract.session_locations import DEFAULT_TTL_S, MAX_FORKS, MAX_TTL_S
 from orchestrator.api.access import AnyCaller
 from orchestrator.api.paging import Cursor, Limit, Page, decode_cursor, encode_cursor
 from orchestrator.api.problem_handlers import responses
@@ -120,6 +120,23 @@ class CheckpointView(BaseModel):
     torn: bool
 
 
+class NewForks(BaseModel):
+    """A fork. `n`: number of new sessions. `leave_jobs`: background jobs continue in the forked session only. Without
+    it, a session with a background job is not forked.
+    """
+
+    model_config = ConfigDict(extra="forbid")
+
+    n: int = Field(default=1, ge=1, le=MAX_FORKS)
+    leave_jobs: bool = False
+
+
+class Forks(BaseModel):
+    """The new sessions of a fork."""
+
+    sessions: list[SessionView]
+
+
 class Written(BaseModel):
     """A written file. `path`: as in the request. `bytes`: the size of the file."""
 
@@ -184,6 +201,17 @@ async def checkpoint_session(session_id: SessionId, caller: AnyCaller) -> Checkp
         skipped=checkpoint.skipped,
         torn=checkpoint.torn,
     )
+
+
+@router.post("/{session_id}/fork", status_code=201, responses=responses(404, 409))
+async def fork_session(session_id: SessionId, body: NewForks, caller: AnyCaller) -> Forks:
+    """Make sessions with the files, the shell state and the limits of a session, which continues. A new session gets
+    its sandbox at its first call.
+    """
+    session = await caller.client.session(session_id)
+    await caller.note_foreign("session.fork", session_id)
+    forks = await session.fork(body.n, leave_jobs=body.leave_jobs)
+    return Forks(sessions=[view_session(await fork.info()) for fork in forks])
 
 
 @router.get(

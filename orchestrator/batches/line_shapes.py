@@ -107,26 +107,36 @@ class EnvironmentFields(SandboxOptions, Shape):
     restore: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")] | None = None
     image: Annotated[str, Field(min_length=1, max_length=512)] | None = None
     network: Literal["none", "egress"] | None = None
+    fork: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")] | None = None
     artifacts: list[str] = []
     priority: int = Field(default=0, ge=-100, le=100)
     samples: int = Field(default=1, ge=1, le=MAX_SAMPLES)
     grader: GraderFields | None = None
 
     def to_environment(self) -> ItemEnvironment:
-        """Return the environment of the item. Raises Unfit: the line names both a workspace and a checkpoint."""
+        """Return the environment of the item. Raises Unfit: the line names two sources of files, or changes what a
+        fork has.
+        """
         if self.workspace is not None and self.restore is not None:
             raise InvalidField(
                 ("restore",),
                 "a session starts from a workspace or from a checkpoint: remove `workspace` or `restore`",
             )
-        return ItemEnvironment(
+        environment = ItemEnvironment(
             workspace=self.workspace,
             restore=self.restore,
             image=self.image,
             network=self.network,
+            fork=self.fork,
             artifacts=tuple(self.artifacts),
             **pick_options(self).model_dump(),
         )
+        if self.fork is not None and environment != ItemEnvironment(fork=self.fork, artifacts=environment.artifacts):
+            raise InvalidField(
+                ("fork",),
+                "a fork has the files, the image, the network and the sizes of its session: remove these, or `fork`",
+            )
+        return environment
 
 
 class RunFields(EnvironmentFields):

@@ -12,14 +12,14 @@ import typer
 from contract.calls import MAX_TIMEOUT_S, ExecResult
 from contract.clock import format_instant
 from contract.errors import ConfigError, ErrorCode, OperatorError, ToolFailure
-from contract.session_locations import DEFAULT_TTL_S, MAX_TTL_S
+from contract.session_locations import DEFAULT_TTL_S, MAX_FORKS, MAX_TTL_S
 from contract.tenancy import DEFAULT_TENANT
 from orchestrator.cli.runner import EXIT_ERROR, Json, OnlyTenant, Tenant, open_running, run_work
 from orchestrator.cli.session_options import Options
 from orchestrator.dispatch.sessions import Session
 from orchestrator.terminal.commands import build_command
 from orchestrator.terminal.output import escape_controls, table_rows
-from store.sessions import OpenSession, SessionPage
+from store.session_list import OpenSession, SessionPage
 
 sessions_app = typer.Typer(no_args_is_help=True, help="Open, list, use and close sessions (sandboxes).")
 
@@ -98,6 +98,27 @@ def sessions_open(
 
     session, fields = run_work(work(), as_json, reports_waiting=True)
     typer.echo(json.dumps(fields) if as_json else session.id)
+
+
+@sessions_app.command("fork")
+def sessions_fork(
+    session_id: Id,
+    number: Annotated[int, typer.Option("--number", "-n", min=1, max=MAX_FORKS, help="Number of new sessions.")] = 1,
+    leave_jobs: Annotated[
+        bool, typer.Option("--leave-jobs", help="Leave background jobs in SESSION_ID. Default: refuse to fork.")
+    ] = False,
+    tenant: Tenant = None,
+    as_json: Json = False,
+) -> None:
+    """Make sessions with the files and the shell of a session, and print their ids."""
+
+    async def work() -> list[str]:
+        async with open_running("sessions", tenant, needs_workers=True) as client:
+            forks = await (await client.session(session_id)).fork(number, leave_jobs=leave_jobs)
+            return [fork.id for fork in forks]
+
+    ids = run_work(work(), as_json, reports_waiting=True)
+    typer.echo(json.dumps({"sessions": ids}) if as_json else "\n".join(ids))
 
 
 @sessions_app.command("exec", context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})

@@ -141,6 +141,20 @@ class Dispatcher:
             await self.command(_session_request("close", tenant, session).call, tenant, session, address.queue)
         await locator.forget(tenant, session)
 
+    async def add_forks(self, tenant: str, session: str, names: Sequence[str], facts: Mapping[str, Any]) -> None:
+        """Make the sessions known that a host has forked from a session. `facts`: the metadata of `session.fork`.
+        Raises ToolFailure(QUOTA_EXCEEDED), OperatorError.
+        """
+        policy = await self._rules.tenants.policy(tenant)
+        await self._in_pool().add_forks(tenant, session, names, policy, facts)
+
+    async def forget_sessions(self, tenant: str, sessions: Sequence[str]) -> None:
+        """Record the end of sessions that no caller knows. A host that has one closes it soon. Raises
+        BrokerUnavailable.
+        """
+        for session in sessions:
+            await self._in_pool().forget(tenant, session)
+
     async def capacity(self, tenant: str, image: str | None) -> HostCapacity | None:
         """Return the capacity of hosts for more sessions of a tenant; None when no host could ever take one. Raises
         ToolFailure, OperatorError.

@@ -9,7 +9,7 @@ import re
 import secrets
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, Protocol, TypeVar
@@ -166,6 +166,18 @@ class SessionLocator:
             if fate == "alive"
             else None
         )
+
+    async def add_forks(
+        self, tenant: str, session: str, names: Sequence[str], policy: TenantPolicy, facts: Mapping[str, Any]
+    ) -> None:
+        """Create the locations of the sessions that a host has forked from a session. `facts`: the report of the host.
+        Raises ToolFailure(QUOTA_EXCEEDED), SandboxUnavailable, BrokerUnavailable.
+        """
+        arguments, queue = await self.start(tenant, session), str(facts["queue"])
+        starts = {name: seal_start(self._keys, tenant, name, arguments) for name in names}
+        await self._sessions.fork(tenant, session, starts, queue, facts=json.dumps(dict(facts)), limit=policy.sandboxes)
+        for name in names:
+            self._cache_address(tenant, name, SessionAddress(queue, 1))
 
     async def find_for_closing(self, tenant: str, session: str) -> SessionAddress | None:
         """Return the address of a session without opening it; None when no host has it. Waits while its host does not

@@ -16,7 +16,7 @@ from contract.calls import ExecResult, SandboxInfo, ToolCall, ToolResult
 from contract.errors import OPERATOR_CODES, BrokerUnavailable, ErrorCode, OperatorError, SandboxUnavailable, ToolFailure
 from contract.names import host_of
 from contract.sandboxes import DEFAULT_OPTIONS, SandboxOptions
-from contract.session_locations import DEFAULT_TTL_S
+from contract.session_locations import DEFAULT_TTL_S, MAX_FORKS
 from contract.specs import NO_NETWORK
 from orchestrator.dispatch.call_events import OnOutput, output_handler
 from orchestrator.dispatch.dispatcher import ARCHIVE_TIMEOUT_S, OPEN_TIMEOUT_S, Dispatcher
@@ -57,7 +57,8 @@ class Checkpoint:
 class SessionStart:
     """Initial content and options of a session. `workspace`: a file or folder of this machine. `stored`: a file of
     the store instead, by its id or location, which the host copies. `restore`: a checkpoint's id. `network` None: the
-    default of the tenant's class. `options`: sizes and user of the sandbox.
+    default of the tenant's class. `options`: sizes and user of the sandbox. `fork`: an open session of the tenant,
+    which is forked; the other fields are not used.
     """
 
     image: str | None = None
@@ -67,6 +68,7 @@ class SessionStart:
     restore: str | None = None
     network: str | None = None
     options: SandboxOptions = DEFAULT_OPTIONS
+    fork: str | None = None
 
     def arguments(self) -> dict[str, Any]:
         """Return the arguments of the verb `open`."""
@@ -154,6 +156,9 @@ class Session:
 
         Raises ConfigError for a workspace that is not a supported source, SandboxUnavailable, ToolFailure.
         """
+        if start.fork is not None:
+            parent = await cls.attach(dispatcher, blobs, tenant=tenant, session=start.fork, credential=credential)
+            return (await parent.fork_as([name or new_session_name()]))[0]
         source = await asyncio.to_thread(load_source, start.workspace) if start.workspace is not None else None
         name = name or new_session_name()
         opening = asyncio.ensure_future(dispatcher.open_session(tenant, name, start.arguments()))
@@ -355,6 +360,36 @@ class Session:
             int(str(metadata["skipped"])),
             metadata["torn"] is True,
         )
+
+    async def fork(self, n: int = 1, *, leave_jobs: bool = False) -> list["Session"]:
+        """Return `n` new sessions with the files, the shell state and the limits of this one, which continues. A new
+        session gets its sandbox at its first call. `leave_jobs`: background jobs continue in this session only.
+
+        Raises ToolFailure: SESSION_BUSY while a call or a background job runs, QUOTA_EXCEEDED, NO_SPACE. Raises
+        SandboxUnavailable. Then no session was made.
+        """
+        if not 1 <= n <= MAX_FORKS:
+            raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, f"a session is forked 1 to {MAX_FORKS} times, not {n}")
+        return await self.fork_as([new_session_name() for _ in range(n)], leave_jobs=leave_jobs)
+
+    async def fork_as(self, names: Sequence[str], *, leave_jobs: bool = False) -> list["Session"]:
+        """Fork the session like `fork`. `names`: the ids of the new sessions, from new_session_name."""
+        try:
+            facts = (
+                await self._verb(
+                    "fork", {"children": list(names), "leave_jobs": leave_jobs}, timeout_s=ARCHIVE_TIMEOUT_S
+                )
+            ).metadata
+            await self._dispatcher.add_forks(self.tenant, self.id, names, facts)
+        except BaseException:
+            # The host may have made them.
+            with contextlib.suppress(BrokerUnavailable):
+                await asyncio.shield(self._dispatcher.forget_sessions(self.tenant, names))
+            raise
+        return [
+            Session(self._dispatcher, self._blobs, self.tenant, _info(name, self.tenant, facts), self._credential)
+            for name in names
+        ]
 
     async def info(self) -> SessionInfo:
         """Return the session's location, as its last call found it."""

@@ -59,6 +59,7 @@ _STATUS: Mapping[ErrorCode, int] = {
     ErrorCode.UNKNOWN_TENANT: 404,
     ErrorCode.TOOL_DISABLED: 409,
     ErrorCode.FILE_EXISTS: 409,
+    ErrorCode.SESSION_BUSY: 409,
     ErrorCode.CANCELLED: 409,
     ErrorCode.FILE_TOO_LARGE: 413,
     ErrorCode.NO_SPACE: 413,

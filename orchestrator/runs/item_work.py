@@ -228,6 +228,7 @@ class ItemWork:
             image=environment.image,
             restore=environment.restore,
             network=environment.network,
+            fork=environment.fork,
             options=defaults.options.model_copy(update=pick_options(environment).model_dump()),
         )
         return await self._sessions.open(claim.tenant, journal, start)

@@ -35,7 +35,9 @@ _INPUT_CODES = frozenset(
         ErrorCode.PATH_NOT_ALLOWED,
     }
 )
-_BUSY_CODES = frozenset({ErrorCode.RATE_LIMITED, ErrorCode.QUOTA_EXCEEDED, ErrorCode.SESSION_NOT_FOUND})
+_BUSY_CODES = frozenset(
+    {ErrorCode.RATE_LIMITED, ErrorCode.QUOTA_EXCEEDED, ErrorCode.SESSION_NOT_FOUND, ErrorCode.SESSION_BUSY}
+)
 """Codes that do not indicate an error of the item: another attempt may succeed."""
 
 CONTEXT_WINDOW_EXCEEDED, MODEL_REFUSED, ORCHESTRATOR_LOST, GRADER_ERROR = (

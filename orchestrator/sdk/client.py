@@ -46,7 +46,7 @@ from store.audit import Actor, Audit, local_actor
 from store.call_life import CallLife, CallLives
 from store.call_list import CallList, CallPage
 from store.catalog import find_skill
-from store.sessions import SessionList, SessionPage
+from store.session_list import SessionList, SessionPage
 from store.switches import build_switch
 
 

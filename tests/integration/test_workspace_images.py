@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import AsyncIterator, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -85,7 +86,7 @@ async def test_a_workspace_that_a_running_container_has_is_not_given_to_another(
     engine: APIClient, images: ImageWorkspaces, tmp_path: Path
 ) -> None:
     made = await images.make("one", SIZE)
-    again = ImageWorkspace("one", SIZE, made.store, made.handing_over, release_s=0.1)
+    again = replace(made, release_s=0.1)
     async with started(engine, made) as box:
         with pytest.raises(SandboxUnavailable, match="still mounted"):
             async with again.mounted():

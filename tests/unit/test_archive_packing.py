@@ -104,7 +104,9 @@ def fifos(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packing_module, "_FIFO_FOLDER", str(tmp_path / "fifos"))
 
 
-async def test_files_come_back_as_they_were(root: Path) -> None:
+@pytest.mark.parametrize("piece_bytes", [packing_module._PIECE_BYTES, 16 * 1024], ids=["at once", "in pieces"])
+async def test_files_come_back_as_they_were(root: Path, monkeypatch: pytest.MonkeyPatch, piece_bytes: int) -> None:
+    monkeypatch.setattr(packing_module, "_PIECE_BYTES", piece_bytes)
     (root / "a dir" / "in\nner").mkdir(parents=True)
     (root / "a dir" / "in\nner" / os.fsdecode(b"\xff -rf")).write_bytes(b"\x00data")
     (root / "run").write_text("#!/bin/sh\n")
@@ -285,7 +287,7 @@ async def test_a_workspace_without_room_for_it_is_said() -> None:
     full = b"tar: f: Cannot write: No space left on device"
     guest = ScriptedGuest(saying, lambda request, sink: saying(request, sink, stderr=full, exit_code=2), never)
     with pytest.raises(ToolFailure) as refused:
-        await unpack(guest, ("/workspace",), reading(bytes(MIB)), MIB)
+        await unpack(guest, ("/workspace",), reading(bytes(5 * MIB)), 5 * MIB)
     assert (refused.value.code, guest.cancelled) == (ErrorCode.NO_SPACE, 1)
 
 
@@ -294,7 +296,7 @@ async def test_a_guest_that_takes_nothing_does_not_keep_the_restore(monkeypatch:
     guest = ScriptedGuest(
         saying, never, lambda request, sink: saying(request, sink, stderr=b"cat: no room", exit_code=1)
     )
-    waiting = asyncio.ensure_future(unpack(guest, ("/workspace",), reading(bytes(MIB)), MIB))
+    waiting = asyncio.ensure_future(unpack(guest, ("/workspace",), reading(bytes(5 * MIB)), 5 * MIB))
     with pytest.raises(ToolFailure, match="could not be unpacked"):
         await asyncio.wait_for(waiting, 10)
     assert guest.cancelled == 1

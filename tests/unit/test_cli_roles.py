@@ -91,6 +91,7 @@ OWN = {
     "serve mcp": ["serve", "mcp"],
     "sessions copy": ["sessions", "copy", "rival-session:/workspace/x", "copied"],
     "sessions exec": ["sessions", "exec", "rival-session", "true"],
+    "sessions fork": ["sessions", "fork", "rival-session"],
     "sessions list": ["sessions", "list"],
     "sessions open": ["sessions", "open"],
     "sessions close": ["sessions", "close", "rival-session"],

@@ -9,7 +9,8 @@ from contract.errors import ErrorCode, ToolFailure
 from contract.names import place_key, seen_tenants_key
 from contract.session_locations import LocationState, seal_start
 from contract.signing import SigningKeys
-from store.sessions import SessionList, SessionStore, open_sessions_key, session_facts_key, tenant_open_sessions_key
+from store.session_list import SessionList
+from store.sessions import SessionStore, open_sessions_key, session_facts_key, tenant_open_sessions_key
 
 KEYS = SigningKeys.of("a secret", deployment="d")
 

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -27,7 +28,7 @@ from tests.workspace_ground import (
 from workers.sandboxd.disks.base import WorkspaceMount, WorkspaceSize
 from workers.sandboxd.disks.choice import find_obstacle
 from workers.sandboxd.disks.ext4 import find_tool, is_clean
-from workers.sandboxd.disks.image import ImageWorkspace, ImageWorkspaces
+from workers.sandboxd.disks.image import ImageWorkspaces
 from workers.sandboxd.disks.loop_mounts import unmount
 
 ROUNDS = 40
@@ -123,7 +124,7 @@ async def test_a_file_of_the_whole_size_fits_and_freed_space_returns(images: Ima
 
 async def test_a_start_waits_for_the_container_that_uses_the_image(images: ImageWorkspaces, tmp_path: Path) -> None:
     made = await images.make("one", SMALL)
-    workspace = ImageWorkspace("one", SMALL, made.store, made.handing_over, release_s=0.05)
+    workspace = replace(made, release_s=0.05)
     async with made.mounted() as mount:
         held = os.open(mount.bind or "", os.O_RDONLY)  # as a container's mount does, it outlives ours
 

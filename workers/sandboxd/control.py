@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 from contract.errors import ErrorCode, ToolFailure
-from contract.session_locations import DEFAULT_TTL_S, MAX_TTL_S
+from contract.session_locations import DEFAULT_TTL_S, MAX_FORKS, MAX_TTL_S
 from contract.tenancy import SandboxTerms
 from workers.sandboxd.archives.checkpoints import Checkpoints
 from workers.sandboxd.archives.packing import count_max_bytes
@@ -27,6 +27,7 @@ from workers.sandboxd.connection import (
     parse_terms,
     parse_text,
 )
+from workers.sandboxd.forks import SessionForker
 from workers.sandboxd.plans import Plans
 from workers.sandboxd.sandbox import Sandbox
 from workers.sandboxd.session import Session, SessionMove
@@ -40,12 +41,13 @@ IMAGE_WAIT_S = 500.0
 
 class ControlRequests:
     """Answers every request but a call: `open`, `close`, `cancel`, `skill`, `checkpoint`, `delete_checkpoint`,
-    `save_files`, `terms`, `status`, `sessions`.
+    `save_files`, `fork`, `terms`, `status`, `sessions`.
     """
 
     def __init__(
         self,
         sessions: Sessions,
+        forker: SessionForker,
         plans: Plans,
         checkpoints: Checkpoints,
         files: WorkspaceFiles,
@@ -54,6 +56,7 @@ class ControlRequests:
     ) -> None:
         """`describe` returns the fields of `status` that do not depend on sessions."""
         self._sessions = sessions
+        self._forker = forker
         self._plans = plans
         self._checkpoints = checkpoints
         self._files = files
@@ -79,6 +82,8 @@ class ControlRequests:
             return {"cancelled": self._cancel(parse_text(header, "sandbox"), parse_text(header, "call"))}
         if verb == "checkpoint":
             return await self._checkpoint(parse_text(header, "sandbox"), is_automatic=header.get("automatic") is True)
+        if verb == "fork":
+            return await self._fork(header)
         if verb == "delete_checkpoint":
             tenant = parse_session(header).partition(":")[0]
             return {"deleted": await self._checkpoints.forget(tenant, parse_text(header, "checkpoint"))}
@@ -119,15 +124,29 @@ class ControlRequests:
         if header.get("image") is not None:
             start = replace(start, image_wait_s=IMAGE_WAIT_S)
         session = await self._sessions.open(name, start)
+        sandbox = session.identify_sandbox(session.sandbox) if session.sandbox is not None else None
+        return {"sandbox": sandbox, **self._describe_session(session), "start_s": time.monotonic() - started}
+
+    async def _fork(self, header: Mapping[str, Any]) -> dict[str, Any]:
+        started = time.monotonic()
+        name, children = parse_session(header), header.get("children")
+        if not isinstance(children, list) or not 0 < len(children) <= MAX_FORKS or len({*children}) < len(children):
+            raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, f"'children' must be 1 to {MAX_FORKS} different sessions")
+        names = [parse_session({"sandbox": child}) for child in children]
+        tenant = name.partition(":")[0]
+        if any(child.partition(":")[0] != tenant or self._sessions.find(child) is not None for child in names):
+            raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, "'children' must be new sessions of the same tenant")
+        session = await self._forker.fork(name, names, leaves_jobs=header.get("leave_jobs") is True)
+        return {**self._describe_session(session), "start_s": time.monotonic() - started}
+
+    def _describe_session(self, session: Session) -> dict[str, Any]:
         rules = self._plans.rules(session.terms) if session.plan.network == "egress" else None
         return {
-            "sandbox": session.identify_sandbox(session.sandbox) if session.sandbox is not None else None,
             "image": session.plan.image,
             "network": self._plans.network(session.terms) if rules is not None else "none",
             "hosts": list(rules.hosts) if rules is not None else [],
             "workspace": session.workspace.kind,
             "options": session.plan.granted().model_dump(),
-            "start_s": time.monotonic() - started,
         }
 
     def _choose_fill(self, header: Mapping[str, Any]) -> Callable[[Session, Sandbox], Awaitable[None]] | None:

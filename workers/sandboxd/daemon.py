@@ -32,6 +32,7 @@ from workers.sandboxd.disks.choice import Choice, choose_without_images, choose_
 from workers.sandboxd.egress.relay import ProxyStreams, open_proxy
 from workers.sandboxd.egress.tunnels import Tunnels
 from workers.sandboxd.factory import SandboxFactory, SandboxSlots, StartCheck, WorkspaceMissed, count_states
+from workers.sandboxd.forks import SessionForker
 from workers.sandboxd.images import Images
 from workers.sandboxd.leases import Lease
 from workers.sandboxd.monitor import DiskMonitor, IdleTimes, SessionMonitor
@@ -422,7 +423,13 @@ async def _run(settings: SandboxdSettings, engine: Engine, received: Sequence[in
     refuse_second(settings.sandboxd_socket, owner=OWNER)
     async with open_daemon(settings, engine) as daemon:
         control = ControlRequests(
-            daemon.sessions, daemon.setup.plans, daemon.checkpoints, daemon.files, daemon.setup.skills, daemon.describe
+            daemon.sessions,
+            SessionForker(daemon.sessions, daemon.factory),
+            daemon.setup.plans,
+            daemon.checkpoints,
+            daemon.files,
+            daemon.setup.skills,
+            daemon.describe,
         )
         server = RequestServer(daemon.sessions, control.answer, settings.allowed_uids())
         await _serve(settings, server, daemon, received)

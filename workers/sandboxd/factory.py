@@ -218,6 +218,17 @@ class SandboxFactory:
         size = WorkspaceSize(plan.workspace_bytes, plan.workspace_inodes)
         return await self.workspaces.make(secrets.token_hex(12), size)
 
+    def stacks(self, plan: SandboxPlan) -> bool:
+        """Return whether the sandboxes of a plan can have workspaces over frozen ones."""
+        return self.workspaces.kind == "image" and self._find_runtime(plan).stacks_layers
+
+    def stack_workspace(self, below: Workspace) -> Workspace:
+        """Create an empty workspace over a frozen one. Raises ToolFailure (NO_SPACE) and SandboxUnavailable."""
+        workspace = self.workspaces.stack(secrets.token_hex(12), below)
+        if workspace is None:
+            raise SandboxUnavailable(f"workspaces of the kind {below.kind} cannot be stacked")
+        return workspace
+
     async def make(self, plan: SandboxPlan, workspace: Workspace, generation: int) -> Sandbox:
         """Start a sandbox and wait for the guest's hello. The caller has taken a slot, which the factory returns
         after the removal.
@@ -233,7 +244,7 @@ class SandboxFactory:
         deadline = now + self._profile.life_s
         self._known.add(name)
         self._images[name] = plan.image_id
-        runtime = self.runtimes[0] if plan.runtime == DEFAULT_RUNTIME else self._engine_runtime
+        runtime = self._find_runtime(plan)
         try:
             self._check_may_start()
             self._records.add_container(name, deadline)
@@ -268,6 +279,9 @@ class SandboxFactory:
             await asyncio.shield(settle([self.discard(sandbox)]))
             raise
         return sandbox
+
+    def _find_runtime(self, plan: SandboxPlan) -> SandboxRuntime:
+        return self.runtimes[0] if plan.runtime == DEFAULT_RUNTIME else self._engine_runtime
 
     async def _find_image(self, plan: SandboxPlan) -> ImageFacts:
         """Return the facts about the image of a plan. Those of a content id never change while the engine has it."""

@@ -32,8 +32,9 @@ class SessionRecord:
     """A session whose workspace outlives its container. `parcel`: the packed state of an evicted container.
     `used_at`: epoch seconds. `news`: facts that no answer has reported yet. `untold`: a loss that no call has
     reported yet. `terms`, `fence`, `automatic_at`: as in Session. `changed`: as in the session's row at the time of
-    the record. Without a `parcel` the session continued to change after the record. A record with other fields has
-    another version and is refused.
+    the record. Without a `parcel` the session continued to change after the record. `layers`: the frozen workspaces
+    below its own. `unfilled`: all files are in the `parcel`. A record with other fields has another version and is
+    refused.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
@@ -43,6 +44,8 @@ class SessionRecord:
     ttl_s: float
     workspace: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,128}$")]
     kind: Kind
+    layers: Annotated[tuple[Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,128}$")], ...], Field(max_length=500)]
+    unfilled: bool
     generation: int
     parcel: str | None
     used_at: float

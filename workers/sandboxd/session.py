@@ -100,14 +100,15 @@ class Session:
     `terms`: the tenant's latest terms from a worker. `plan`: the plan of the sandbox, made from the terms at its
     creation. `fence`: the number of the session's opening; a request with a later number is for another opening.
     `sandbox`: None after an eviction or a restart of sandboxd. `archive`: the packed files of the evicted container.
+    `is_unfilled`: the archive has the files of the workspace, too, although it outlives its container.
     `lost`: the reason why the sandbox was lost. `news`: facts that the next call's answer reports. `unreported_loss`:
     a loss of all files that no call has reported yet. `is_closing`: no request may use the session; the session stays
     in the list until its container is removed. `is_moving`: the sandbox is being evicted, and calls wait for the
     lock. `checkpoint`: the last checkpoint of this host. `automatic_at`: the time of the last automatic checkpoint,
     in epoch seconds. `checkpointing`: a lock that is held while a checkpoint is made; calls continue.
     `overfull_bytes`: the size of the workspace when it was last found too large. `waiting`: ids of calls that wait
-    for the sandbox; a cancel removes an id. `cancelled_calls`: ids of calls that were cancelled before they began, or
-    between two of their requests.
+    for the sandbox; a cancel removes an id. `handover`: a task that gives it the archive of a container, after a fork.
+    `cancelled_calls`: ids of calls that were cancelled before they began, or between two of their requests.
     """
 
     id: str
@@ -118,6 +119,7 @@ class Session:
     generation: int = 1
     terms: SandboxTerms = field(default_factory=SandboxTerms)
     archive: str | None = field(init=False, default=None)
+    is_unfilled: bool = field(init=False, default=False)
     lost: str | None = field(init=False, default=None)
     news: str | None = field(init=False, default=None)
     unreported_loss: str | None = field(init=False, default=None)
@@ -133,6 +135,7 @@ class Session:
     activity: SessionActivity = field(init=False, default_factory=SessionActivity)
     checkpoint: str | None = field(init=False, default=None)
     automatic_at: float | None = field(init=False, default=None)
+    handover: "asyncio.Task[None] | None" = field(init=False, default=None)
     waiting: list[str] = field(init=False, default_factory=list)
     cancelled_calls: deque[str] = field(init=False, default_factory=lambda: deque(maxlen=MAX_CANCELLED_CALLS))
     lock: asyncio.Lock = field(init=False, default_factory=asyncio.Lock)
@@ -152,6 +155,12 @@ class Session:
         # A running checkpoint counts as use, so that no duty evicts the session during the checkpoint.
         return (self.sandbox is not None and bool(self.sandbox.calls)) or self.checkpointing.locked()
 
+    async def handed_over(self) -> None:
+        """Wait until it has the state of the container that was forked."""
+        if self.handover is not None:
+            await asyncio.wait({self.handover})
+            self.handover = None
+
     def idle_s(self) -> float:
         """Return the seconds since the last call; 0 while a call runs."""
         return 0.0 if self.is_busy else time.monotonic() - self.used_at
@@ -166,6 +175,8 @@ class Session:
             ttl_s=self.ttl_s,
             workspace=self.workspace.name,
             kind=self.workspace.kind,
+            layers=self.workspace.layers,
+            unfilled=self.is_unfilled,
             generation=self.generation,
             parcel=self.archive,
             used_at=used_at,

@@ -8,7 +8,7 @@ workspace without an error that reports the loss. So a loss of files is recorded
 import asyncio
 import heapq
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -79,7 +79,7 @@ class Sessions:
         self._prepare_network = prepare_network or (lambda _entry, _sandbox: None)
         self._pools = pools
         self._records = records
-        self._store = suspension_store
+        self.store = suspension_store
         self.suspender = SessionSuspender(factory, suspension_store, records)
         self._limit = limit
         self._sessions: dict[str, Session] = {}
@@ -112,7 +112,7 @@ class Sessions:
             entry.used_at = time.monotonic()
             return entry
         if session not in self._starting:
-            self._check_room()
+            self.check_room()
             # A separate task: a worker that disconnects during the start must not leave an unregistered container.
             starting = asyncio.get_running_loop().create_task(self._open(session, start))
             self._starting[session] = starting
@@ -129,11 +129,7 @@ class Sessions:
         CANCELLED) and SandboxUnavailable. After a loss of files one call fails, and the next call gets a new, empty
         sandbox.
         """
-        entry = self._sessions.get(session)
-        if entry is None or entry.is_closing:
-            raise _not_found()
-        if self._factory.is_ending:
-            raise SandboxdEnding
+        entry = self.find_open(session)
         entry.used_at = time.monotonic()
         if terms is not None:
             self.update_terms(entry, terms)
@@ -160,6 +156,28 @@ class Sessions:
         """Return the session; None if it is unknown."""
         return self._sessions.get(session)
 
+    def find_open(self, session: str) -> Session:
+        """Return the session. Raises ToolFailure (SESSION_NOT_FOUND) and SandboxUnavailable."""
+        entry = self._sessions.get(session)
+        if entry is None or entry.is_closing:
+            raise _not_found()
+        if self._factory.is_ending:
+            raise SandboxdEnding
+        return entry
+
+    def add_all(self, entries: Iterable[Session]) -> None:
+        """Add new sessions without sandboxes, and record them. Raises SandboxUnavailable; then none of them remains."""
+        entries = list(entries)
+        self._sessions |= {entry.id: entry for entry in entries}
+        try:
+            for entry in entries:
+                self.suspender.keep(entry)
+        except SandboxUnavailable:
+            for entry in entries:
+                self._records.forget_session(entry.id)
+                del self._sessions[entry.id]
+            raise
+
     def all(self) -> list[Session]:
         return list(self._sessions.values())
 
@@ -182,9 +200,10 @@ class Sessions:
                 if entry.sandbox is not None:
                     await entry.sandbox.remove()
                 await self._factory.discard_workspace(entry.workspace)
-                await self.suspender.forget_archive(entry, entry.archive)
                 self._records.forget_session(session)
                 del self._sessions[session]
+                await self.forget_archive(entry, entry.archive)
+                await self._discard_layers(entry.workspace)
         return True
 
     async def close_all(self) -> None:
@@ -203,6 +222,7 @@ class Sessions:
         await self._end_starts()
         try:
             async with asyncio.timeout(within_s):
+                await settle(entry.handed_over() for entry in self.all())
                 slots = asyncio.Semaphore(_PACKED_AT_ONCE)
                 await settle(self._suspend(entry, slots) for entry in self.all())
         except TimeoutError:
@@ -226,8 +246,10 @@ class Sessions:
         archives = {(record.id.partition(":")[0], record.parcel) for record in records if record.parcel is not None}
         await settle(
             [
-                self._factory.workspaces.sweep({record.workspace for record in records}),
-                self._store.forget_all_but(archives),
+                self._factory.workspaces.sweep(
+                    {name for record in records for name in (record.workspace, *record.layers)}
+                ),
+                self.store.forget_all_but(archives),
             ]
         )
 
@@ -245,8 +267,9 @@ class Sessions:
     def __len__(self) -> int:
         return len(self._sessions)
 
-    def _check_room(self) -> None:
-        if len(self._sessions) + len(self._starting) >= self._limit:
+    def check_room(self, more: int = 1) -> None:
+        """Raise SandboxUnavailable when this host cannot take more sessions."""
+        if len(self._sessions) + len(self._starting) + more > self._limit:
             raise SandboxUnavailable(
                 f"this host already has {self._limit} sessions: close some, add a host, or raise TOOLCREW_MAX_SESSIONS"
             )
@@ -323,7 +346,7 @@ class Sessions:
             async with entry.lock:
                 if entry.is_closing:
                     raise _not_found()
-                await self._make_ready(entry, is_call=call_id is not None)
+                await self.make_ready(entry, is_call=call_id is not None)
         finally:
             is_cancelled = call_id is not None and call_id not in entry.waiting
             if call_id is not None and not is_cancelled:
@@ -332,13 +355,14 @@ class Sessions:
             raise ToolFailure(ErrorCode.CANCELLED, "the call was cancelled before it began")
         entry.used_at = time.monotonic()
 
-    async def _make_ready(self, entry: Session, *, is_call: bool) -> None:
+    async def make_ready(self, entry: Session, *, is_call: bool = False) -> None:
+        """Give a session, whose lock the caller holds, a running sandbox. Raises SandboxUnavailable."""
         sandbox = entry.sandbox
         lost = sandbox if sandbox is not None and sandbox.lost is not None else None
         if lost is not None and not entry.workspace.outlives_container and not lost.is_loss_reported:
             lost.is_loss_reported = True
             entry.unreported_loss = FILES_LOST.format(f"the sandbox of this session died ({lost.lost})")
-        self._report_loss(entry, is_call)
+        self.refuse_lost(entry, is_call=is_call)
         if lost is not None:
             await self._remove_lost(entry, lost)
         if entry.sandbox is None:
@@ -347,7 +371,7 @@ class Sessions:
             await entry.sandbox.unpause()
             entry.is_paused = False
 
-    def _report_loss(self, entry: Session, is_call: bool) -> None:
+    def refuse_lost(self, entry: Session, *, is_call: bool = False) -> None:
         """Raise the loss of the files until one call has reported it. A model must not find an empty folder without
         notice, so other requests are refused before that call.
         """
@@ -369,6 +393,7 @@ class Sessions:
 
     async def _start_again(self, entry: Session) -> None:
         """Start a new container around the session's workspace, with the packed state of the last container."""
+        await entry.handed_over()
         async with self._factory.pinned(self._plan_again(entry)) as plan:
             await self._factory.slots.take()
             sandbox = await self._factory.make(plan, entry.workspace, entry.generation + 1)
@@ -385,11 +410,26 @@ class Sessions:
             await asyncio.shield(settle([self._factory.discard(sandbox)]))
             raise
         entry.was_rebuilt = entry.was_rebuilt or entry.lost is not None
-        archive, entry.archive = entry.archive, None
+        archive, entry.archive, entry.is_unfilled = entry.archive, None, False
         entry.sandbox, entry.generation, entry.lost, entry.checked_at = sandbox, entry.generation + 1, None, 0.0
         entry.activity.end_jobs()
         self.suspender.try_keep(entry)  # Save first: a record must not name a deleted archive.
-        await self.suspender.forget_archive(entry, archive)
+        await self.forget_archive(entry, archive)
+
+    async def forget_archive(self, entry: Session, archive: str | None) -> None:
+        """Delete an archive that a session needed, unless a fork needs it, too."""
+        if all(other.archive != archive for other in self._sessions.values()):
+            await self.suspender.forget_archive(entry, archive)
+
+    async def _discard_layers(self, workspace: Workspace) -> None:
+        """Delete the frozen workspaces below a deleted one that no other session has."""
+        if not workspace.layers:
+            return
+        used = {layer for entry in self._sessions.values() for layer in entry.workspace.layers}
+        for layer in workspace.layers:
+            found = self._factory.workspaces.find(layer, workspace.size) if layer not in used else None
+            if found is not None:
+                await self._factory.discard_workspace(found)
 
     def _plan_again(self, entry: Session) -> SandboxPlan:
         """Return the plan of the session's next sandbox. Raises SandboxUnavailable: when class or

@@ -30,6 +30,7 @@ log = structlog.get_logger(__name__)
 PACKING_S = 60.0
 """Time limit for packing, in seconds. Another session may wait for the slot. Unpacking has a longer limit."""
 _CONTAINERS_OWN = ("/output", "/tmp")  # paths of the sandbox, not of this host
+_WHOLE = ("/workspace", *_CONTAINERS_OWN)
 MIN_IDLE_S = 1.0
 """Idle time in seconds before which a session keeps its container, even if another session needs the slot."""
 _MOST_UNPACKS = 3
@@ -48,10 +49,13 @@ class SuspensionStore:
     def __init__(self, checkpoints: Checkpoints) -> None:
         self._checkpoints = checkpoints
 
-    async def pack(self, session: Session, sandbox: Sandbox) -> str:
+    async def pack(self, session: Session, sandbox: Sandbox, *, is_whole: bool = False) -> str:
+        """Return a new archive. `is_whole`: with the workspace in any case."""
         most = count_max_bytes(session.plan.workspace_bytes, session.plan.workspace_inodes)
         with _as_unavailable("packed"):
-            saved = await self._checkpoints.save(session.tenant, sandbox, roots=_roots(session), max_bytes=most)
+            saved = await self._checkpoints.save(
+                session.tenant, sandbox, roots=_WHOLE if is_whole else _roots(session), max_bytes=most
+            )
             return saved.id
 
     async def unpack(self, session: Session, sandbox: Sandbox) -> None:
@@ -72,7 +76,7 @@ def open_suspension_store(folder: Path, free_bytes: int) -> SuspensionStore:
 
 
 def _roots(session: Session) -> tuple[str, ...]:
-    return _CONTAINERS_OWN if session.workspace.outlives_container else ("/workspace", *_CONTAINERS_OWN)
+    return _CONTAINERS_OWN if session.workspace.outlives_container and not session.is_unfilled else _WHOLE
 
 
 @contextmanager
@@ -144,7 +148,7 @@ class SessionSuspender:
             entry.failed_unpacks += 1
             if entry.failed_unpacks >= _MOST_UNPACKS:
                 entry.lost = f"what was packed of it cannot be unpacked: {error}"
-                if entry.workspace.outlives_container:
+                if entry.workspace.outlives_container and not entry.is_unfilled:
                     entry.add_news(KEPT.format(entry.lost))
                 else:
                     entry.unreported_loss = FILES_LOST.format(
@@ -239,7 +243,7 @@ def _adopt(record: SessionRecord, records: Records, workspaces: Workspaces) -> S
         log.error("session_of_another_kind", kept=record.kind, here=workspaces.kind, workspace=record.workspace)
         return None
     workspace = workspaces.find(
-        record.workspace, WorkspaceSize(record.plan.workspace_bytes, record.plan.workspace_inodes)
+        record.workspace, WorkspaceSize(record.plan.workspace_bytes, record.plan.workspace_inodes), record.layers
     )
     if workspace is None:
         log.error("workspace_missing", workspace=record.workspace)
@@ -247,7 +251,7 @@ def _adopt(record: SessionRecord, records: Records, workspaces: Workspaces) -> S
         return None
     entry = Session(record.id, record.plan, record.ttl_s, workspace, None, record.generation, record.terms)
     entry.archive, entry.news, entry.unreported_loss = record.parcel, record.news, record.untold
-    entry.fence, entry.automatic_at = record.fence, record.automatic_at
+    entry.fence, entry.automatic_at, entry.is_unfilled = record.fence, record.automatic_at, record.unfilled
     # The changes between the record and the end of that sandboxd are unknown.
     entry.activity.has_written = record.changed or record.parcel is None
     if record.parcel is not None:

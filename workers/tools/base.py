@@ -2,7 +2,7 @@
 
 import copy
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import IO, Any, NamedTuple, TypeVar
@@ -269,6 +269,15 @@ class ToolEnvironment:
         client = self._client()
         fields = self._timed("save_files", lambda: client.save_files(self._name, file, names))
         return {name: fields[name] for name in ("bytes", "sha256")}
+
+    def fork(self, children: Sequence[str], *, leave_jobs: bool) -> Mapping[str, Any]:
+        """Fork the session (SandboxClient.fork). `children`: the ids of the new sessions, which belong to the same
+        tenant.
+        """
+        client, tenant = self._client(), self.context.tenant
+        names = [sandbox_id(tenant, child) for child in children]
+        fields = self._timed("fork", lambda: client.fork(self._name, names, leave_jobs=leave_jobs))
+        return {name: fields[name] for name in ("image", "network", "hosts", "workspace", "options", "start_s")}
 
     def delete_checkpoint(self, checkpoint: str) -> bool:
         """Delete a checkpoint. Return False when there is no checkpoint with that id."""

@@ -10,7 +10,7 @@ from typing import Any
 from contract.calls import MAX_BLOB_BYTES, MAX_TIMEOUT_S
 from contract.errors import ErrorCode, ToolFailure
 from contract.sandboxes import SandboxOptions
-from contract.session_locations import DEFAULT_TTL_S, MAX_TTL_S
+from contract.session_locations import DEFAULT_TTL_S, MAX_FORKS, MAX_TTL_S
 from contract.specs import ToolSpec
 from workers.sandbox_client import ARCHIVE_TIMEOUT_S, GuestResponse
 from workers.sandboxd.archives.imports import KINDS, build_import, check_import
@@ -63,6 +63,11 @@ def _close(_: dict[str, Any], environment: ToolEnvironment) -> Outcome:
 
 def _checkpoint(_: dict[str, Any], environment: ToolEnvironment) -> Outcome:
     return Outcome(metadata=dict(environment.checkpoint()))
+
+
+def _fork(arguments: dict[str, Any], environment: ToolEnvironment) -> Outcome:
+    facts = environment.fork(arguments["children"], leave_jobs=arguments["leave_jobs"])
+    return Outcome(metadata={**facts, **environment.host_facts()})
 
 
 def _save_files(arguments: dict[str, Any], environment: ToolEnvironment) -> Outcome:
@@ -237,6 +242,19 @@ SESSION_VERBS = (
             timeout_s=ARCHIVE_TIMEOUT_S,
         ),
         _checkpoint,
+    ),
+    WorkerTool(
+        _spec(
+            "fork",
+            "Make sessions with the files and the shell of this one.",
+            {
+                "children": {"type": "array", "items": _CHECKPOINT, "minItems": 1, "maxItems": MAX_FORKS},
+                "leave_jobs": {"type": "boolean", "default": False},
+            },
+            ["children"],
+            timeout_s=ARCHIVE_TIMEOUT_S,
+        ),
+        _fork,
     ),
     WorkerTool(
         _spec(

@@ -18,7 +18,7 @@ from store.audit import ACTIONS, Audit
 from store.hosts import HostStore
 from store.model_endpoints import ModelEndpoints
 from store.overview import OverviewReader, TenantSummary
-from store.sessions import SessionList
+from store.session_list import SessionList
 
 router = APIRouter(route_class=PageRoute, include_in_schema=False)
 

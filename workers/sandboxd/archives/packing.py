@@ -45,12 +45,16 @@ tar -c -f - -b 128 --format=posix --sparse --one-file-system --numeric-owner -C 
 _MAKE_FIFO = 'mkfifo -m 600 -- "$1"'
 # Open the FIFO for reading and writing, or the end of each chunk would end the stream. head knows the total. Exclude
 # /tmp itself: its user may fill it but not change its mode, and tar would try.
-_UNPACK = """
+_TAR = (
+    "tar -x -f - -p --delay-directory-restore --no-overwrite-dir --no-same-owner "
+    "--anchored --no-wildcards --no-recursion --exclude=tmp --recursion -C / --"
+)
+_UNPACK = f"""
 trap 'rm -f -- "$1"' EXIT
-head -c "$2" 0<>"$1" | tar -x -f - -p --delay-directory-restore --no-overwrite-dir --no-same-owner \\
-    --anchored --no-wildcards --no-recursion --exclude=tmp --recursion -C / -- "${@:3}"
-exit "${PIPESTATUS[1]}"
+head -c "$2" 0<>"$1" | {_TAR} "${{@:3}}"
+exit "${{PIPESTATUS[1]}}"
 """
+_UNPACK_SMALL = f'{_TAR} "$@"'
 # Ends with the exit code of the program that reads the stream.
 _READ_FIFO = """
 trap 'rm -f -- "$1"' EXIT
@@ -167,9 +171,20 @@ async def unpack(guest: Guest, roots: tuple[str, ...], read: AsyncIterator[bytes
     may then be unpacked.
     """
     names = [root.removeprefix("/") for root in roots]
-    done, stderr = await _stream_in(
-        guest, lambda fifo: ["bash", "-c", _UNPACK, "unpack", fifo, str(total), *names], read, total
-    )
+    if total <= _PIECE_BYTES:  # one program in place of three: most forks and evictions
+        data, stderr = b"", bytearray()
+        async for chunk in read:
+            data += chunk
+            if len(data) > total:
+                break
+        _check_size(len(data), total)
+        request = _exec(["bash", "-c", _UNPACK_SMALL, "unpack", *names])
+        body = _split_frames(data)
+        done = await guest.ask(request, sink=_collect_stderr(stderr), body=body, body_bytes=total)
+    else:
+        done, stderr = await _stream_in(
+            guest, lambda fifo: ["bash", "-c", _UNPACK, "unpack", fifo, str(total), *names], read, total
+        )
     _check_done(done, stderr, "unpacked")
 
 

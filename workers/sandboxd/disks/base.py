@@ -21,10 +21,12 @@ class WorkspaceSize:
 @dataclass(frozen=True)
 class WorkspaceMount:
     """The way in which a container gets /workspace. `bind` is a path of the host; None means a tmpfs of the
-    workspace's size in the container.
+    workspace's size in the container. `layers`: descriptors of read-only mounts of the disks below the one at `bind`,
+    the top one first. They are closed at the end of `mounted`.
     """
 
     bind: str | None = None
+    layers: tuple[int, ...] = ()
 
 
 class Workspace(Protocol):
@@ -40,6 +42,11 @@ class Workspace(Protocol):
 
     @property
     def size(self) -> WorkspaceSize: ...
+
+    @property
+    def layers(self) -> tuple[str, ...]:
+        """Return the names of the frozen workspaces below this one, the top one first. Usually there are none."""
+        ...
 
     @property
     def outlives_container(self) -> bool:
@@ -72,13 +79,21 @@ class Workspaces(Protocol):
         """Return whether the kernel enforces the size. False: the size is only watched (a soft quota)."""
         ...
 
+    def stack(self, name: str, below: Workspace) -> Workspace | None:
+        """Return a new workspace that begins with the files of `below`, which must not be mounted again. Any number of
+        workspaces may be stacked on it. None: this kind cannot be stacked.
+
+        Raises ToolFailure (NO_SPACE) when the frozen workspaces hold too much, and SandboxUnavailable.
+        """
+        ...
+
     async def make(self, name: str, size: WorkspaceSize) -> Workspace:
         """Create an empty workspace. Raises SandboxUnavailable when the host has no space or no permission; the text
         says what to do.
         """
         ...
 
-    def find(self, name: str, size: WorkspaceSize) -> Workspace | None:
+    def find(self, name: str, size: WorkspaceSize, layers: tuple[str, ...] = ()) -> Workspace | None:
         """Return the workspace of that name from an earlier sandboxd, or None when its files do not exist."""
         ...
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from contract.errors import SandboxUnavailable
-from workers.sandboxd.disks.base import UID, Kind, WorkspaceMount, WorkspaceSize
+from workers.sandboxd.disks.base import UID, Kind, Workspace, WorkspaceMount, WorkspaceSize
 from workers.sandboxd.disks.trees import TreeCount
 from workers.sandboxd.disks.workspace_store import WorkspaceStore, refused
 
@@ -31,6 +31,10 @@ class FolderWorkspace:
     @property
     def kind(self) -> Kind:
         return "folder"
+
+    @property
+    def layers(self) -> tuple[str, ...]:
+        return ()
 
     @property
     def outlives_container(self) -> bool:
@@ -64,11 +68,14 @@ class FolderWorkspaces:
     def is_hard(self) -> bool:
         return False
 
+    def stack(self, name: str, below: Workspace) -> None:
+        """Return None: only disks can be stacked."""
+
     async def make(self, name: str, size: WorkspaceSize) -> FolderWorkspace:
         await self._store.make(name, _fill)
         return FolderWorkspace(name, size, self)
 
-    def find(self, name: str, size: WorkspaceSize) -> FolderWorkspace | None:
+    def find(self, name: str, size: WorkspaceSize, layers: tuple[str, ...] = ()) -> FolderWorkspace | None:
         files = self._store.of(name) / FILES
         return FolderWorkspace(name, size, self) if files.is_dir() and not files.is_symlink() else None
 

@@ -1,18 +1,23 @@
-"""Workspaces as ext4 images. The kernel enforces bytes and inodes, and the files outlive the container."""
+"""Workspaces as ext4 images. The kernel enforces bytes and inodes, and the files outlive the container.
+
+A workspace may lie over frozen ones, its layers: the runtime stacks them as an overlay whose changes go to the image of
+the workspace. A frozen image is never written again. Whoever refers to a layer keeps it from removal (sessions.py).
+"""
 
 import asyncio
 import errno
 import os
 import stat
-from collections.abc import AsyncIterator, Mapping, Set
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Mapping, Set
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from weakref import WeakValueDictionary
 
-from contract.errors import SandboxUnavailable
-from workers.sandboxd.disks.base import Kind, WorkspaceMount, WorkspaceSize
+from contract.errors import ErrorCode, SandboxUnavailable, ToolFailure
+from workers.sandboxd.disks.base import Kind, Workspace, WorkspaceMount, WorkspaceSize
 from workers.sandboxd.disks.ext4 import Templates, clear_found, is_clean, repair
-from workers.sandboxd.disks.loop_mounts import mount_image, try_lock, unmount
+from workers.sandboxd.disks.loop_mounts import attach_read_only, mount_image, mount_read_only, try_lock, unmount
 from workers.sandboxd.disks.workspace_store import MOUNT, WorkspaceStore, refused, run_to_end
 
 IMAGE = "image"
@@ -21,6 +26,10 @@ RELEASE_S = 30.0
 """Time limit in seconds for a removed container to release its workspace."""
 _FIRST_PAUSE_S = 0.002
 _LONGEST_PAUSE_S = 0.05
+MAX_LAYERS = 100
+_LAYERS_TIMES = 2
+"""Limit of the bytes in all layers of a workspace, as a multiple of its size."""
+_MOST_DEVICES = 64
 
 
 @dataclass(frozen=True)
@@ -30,14 +39,13 @@ class ImageWorkspace:
 
     The mount exists only while a container is created. The running container keeps the file system by its own mount.
     When the container ends, the kernel frees the mount and the loop device. So the death of any process leaves
-    nothing behind.
+    nothing behind. The image of a workspace over layers is made at its first mount.
     """
 
     name: str
     size: WorkspaceSize
-    store: WorkspaceStore = field(compare=False, repr=False)
-    handing_over: set[str] = field(compare=False, repr=False)
-    """Names of this process's workspaces that are mounted for a container now."""
+    owner: "ImageWorkspaces" = field(compare=False, repr=False)
+    layers: tuple[str, ...] = ()
     release_s: float = field(default=RELEASE_S, compare=False, repr=False)
 
     @property
@@ -50,47 +58,32 @@ class ImageWorkspace:
 
     @asynccontextmanager
     async def mounted(self) -> AsyncIterator[WorkspaceMount]:
-        place = self.store.of(self.name)
-        if self.name in self.handing_over:
+        place, handing_over = self.owner.store.of(self.name), self.owner.handing_over
+        if self.name in handing_over:
             raise SandboxUnavailable(
                 f"workspace {self.name} is being given to another container: try again when that has been made"
             )
         # A second start would remove the mount of the first start before the first container has it.
-        self.handing_over.add(self.name)
+        handing_over.add(self.name)
         try:
             # A sandboxd that was killed at this point may have left its mount.
             await run_to_end(lambda: _unmount(place))
-            image = await self._open_released(place / IMAGE)
-            try:
+            if self.layers and not (place / IMAGE).exists():
+                await run_to_end(lambda: self.owner.fill(place, self.size))
+            async with AsyncExitStack() as stack:
+                layers = []
+                for layer in self.layers:
+                    layers.append(await self.owner.mount_layer(layer, self.release_s))
+                    stack.callback(os.close, layers[-1])
+                image = await _open_released(place / IMAGE, try_lock, self.release_s)
+                stack.push_async_callback(run_to_end, lambda: _unmount(place))
                 await run_to_end(lambda: _mount(image, place))
-                yield WorkspaceMount(str(place / MOUNT))
-            finally:
-                await run_to_end(lambda: _unmount(place))
+                yield WorkspaceMount(str(place / MOUNT), tuple(layers))
         finally:
-            self.handing_over.discard(self.name)
+            handing_over.discard(self.name)
 
     async def remove(self) -> None:
-        await self.store.remove(self.name)
-
-    async def _open_released(self, image: Path) -> int:
-        """Open and lock the image when no container holds it. Raises SandboxUnavailable."""
-        fd = _open_image(image)
-        loop = asyncio.get_running_loop()
-        until, pause = loop.time() + self.release_s, _FIRST_PAUSE_S
-        try:
-            # The kernel sends no event when a loop device is freed.
-            while not try_lock(fd):
-                if loop.time() >= until:
-                    raise SandboxUnavailable(
-                        f"workspace {self.name} is still mounted {self.release_s:g} s after its container should have "
-                        "ended: find the process that holds it with `findmnt` and `losetup`, end it, and try again"
-                    )
-                await asyncio.sleep(pause)
-                pause = min(pause * 1.5, _LONGEST_PAUSE_S)
-        except BaseException:
-            os.close(fd)
-            raise
-        return fd
+        await self.owner.remove(self.name)
 
 
 class ImageWorkspaces:
@@ -99,9 +92,13 @@ class ImageWorkspaces:
     """
 
     def __init__(self, folder: Path, host_free_bytes: int) -> None:
-        self._store = WorkspaceStore(folder, host_free_bytes)
+        self.store = WorkspaceStore(folder, host_free_bytes)
+        self.handing_over: set[str] = set()
+        """Names of this process's workspaces that are mounted for a container now."""
         self._templates = Templates(folder / TEMPLATES)
-        self._handing_over: set[str] = set()
+        self._devices: dict[str, int] = {}
+        """Layer -> its loop device, from which every sandbox gets a mount: so they share the kernel's cache."""
+        self._opening: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
     @property
     def kind(self) -> Kind:
@@ -111,33 +108,128 @@ class ImageWorkspaces:
     def is_hard(self) -> bool:
         return True
 
-    async def make(self, name: str, size: WorkspaceSize) -> ImageWorkspace:
-        await self._store.make(name, lambda place: self._fill(place, size))
-        return self._build_workspace(name, size)
+    def stack(self, name: str, below: Workspace) -> ImageWorkspace:
+        # A workspace that was never mounted has no image, and no files of its own.
+        layers = (below.name, *below.layers) if self._image(below.name).exists() else below.layers
+        held = sum(self._image(layer).stat().st_blocks * 512 for layer in layers)
+        if held > below.size.bytes * _LAYERS_TIMES or len(layers) > MAX_LAYERS:
+            raise ToolFailure(
+                ErrorCode.NO_SPACE,
+                f"the {len(layers)} frozen layers of this session hold {held} bytes, and the limits are {MAX_LAYERS} "
+                f"layers and {below.size.bytes * _LAYERS_TIMES} bytes: make a checkpoint, and open a session from it",
+            )
+        place = self.store.of(name)
+        try:
+            place.mkdir(mode=0o700)
+            (place / MOUNT).mkdir(mode=0o500)
+        except OSError as error:
+            raise refused(f"workspace {name} cannot be made", error) from error
+        return ImageWorkspace(name, below.size, self, layers)
 
-    def find(self, name: str, size: WorkspaceSize) -> ImageWorkspace | None:
-        place = self._store.of(name)
-        if not (place / IMAGE).is_file():
+    async def make(self, name: str, size: WorkspaceSize) -> ImageWorkspace:
+        await self.store.make(name, lambda place: self._fill_new(place, size))
+        return ImageWorkspace(name, size, self)
+
+    def find(self, name: str, size: WorkspaceSize, layers: tuple[str, ...] = ()) -> ImageWorkspace | None:
+        place = self.store.of(name)
+        if not all(image.is_file() for image in map(self._image, layers or (name,))) or not place.is_dir():
             return None
-        if name not in self._handing_over:
+        if name not in self.handing_over:
             _unmount(place)
-        return self._build_workspace(name, size)
+        return ImageWorkspace(name, size, self, layers)
+
+    async def mount_layer(self, name: str, release_s: float) -> int:
+        """Return the descriptor of a read-only mount of a frozen workspace. Waits until the last container that could
+        write to it has ended. Raises SandboxUnavailable.
+        """
+        async with self._opening.setdefault(name, asyncio.Lock()):
+            if name not in self._devices:
+                image = await _open_released(self._image(name), _try_layer, release_s)
+                self._devices[name] = await run_to_end(lambda: _attach_layer(image, self._image(name)))
+                while len(self._devices) > _MOST_DEVICES:
+                    # The sandboxes keep the device; only the next one gets another.
+                    self._close_device(next(iter(self._devices)))
+            device = os.dup(self._devices[name])
+        try:
+            return await run_to_end(lambda: mount_read_only(device))
+        except OSError as error:
+            raise refused(f"the frozen workspace {name} cannot be mounted", error) from error
+        finally:
+            os.close(device)
+
+    async def remove(self, name: str) -> None:
+        """Delete a workspace. Raises SandboxUnavailable; then try again later."""
+        self._close_device(name)
+        await self.store.remove(name)
 
     async def sweep(self, keep: Set[str]) -> int:
-        return await self._store.sweep(keep)
+        return await self.store.sweep(keep)
 
     async def find_overfull(self) -> Mapping[str, int]:
         return {}
 
-    def _build_workspace(self, name: str, size: WorkspaceSize) -> ImageWorkspace:
-        return ImageWorkspace(name, size, self._store, self._handing_over)
+    def fill(self, place: Path, size: WorkspaceSize) -> None:
+        """Make the image of a workspace. Raises SandboxUnavailable."""
+        unfinished = place / f"{IMAGE}.new"
+        try:
+            self.store.check_room()
+            unfinished.unlink(missing_ok=True)  # of a process that was killed
+            self._templates.copy(size, unfinished)
+            unfinished.rename(place / IMAGE)
+        except OSError as error:
+            raise refused(f"workspace {place.name} cannot be made", error) from error
 
-    def _fill(self, place: Path, size: WorkspaceSize) -> None:
+    def _fill_new(self, place: Path, size: WorkspaceSize) -> None:
         # No user may write there: a container whose start missed the mount would fill the host's disk.
         (place / MOUNT).mkdir(mode=0o500)
-        unfinished = place / f"{IMAGE}.new"
-        self._templates.copy(size, unfinished)
-        unfinished.rename(place / IMAGE)
+        self.fill(place, size)
+
+    def _image(self, name: str) -> Path:
+        return self.store.of(name) / IMAGE
+
+    def _close_device(self, name: str) -> None:
+        if (device := self._devices.pop(name, None)) is not None:
+            os.close(device)
+
+
+async def _open_released(image: Path, try_lock: Callable[[int], bool], release_s: float) -> int:
+    """Open and lock the image when no container holds it. Raises SandboxUnavailable."""
+    fd = _open_image(image)
+    loop = asyncio.get_running_loop()
+    until, pause = loop.time() + release_s, _FIRST_PAUSE_S
+    try:
+        # The kernel sends no event when a loop device is freed.
+        while not try_lock(fd):
+            if loop.time() >= until:
+                raise SandboxUnavailable(
+                    f"workspace {image.parent.name} is still mounted {release_s:g} s after its container should have "
+                    "ended: find the process that holds it with `findmnt` and `losetup`, end it, and try again"
+                )
+            await asyncio.sleep(pause)
+            pause = min(pause * 1.5, _LONGEST_PAUSE_S)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def _try_layer(image: int) -> bool:
+    # The first reader has it alone for a moment, and may repair it.
+    return try_lock(image) or try_lock(image, shared=True)
+
+
+def _attach_layer(image: int, path: Path) -> int:
+    """Return a read-only loop device over a locked image. Closes the descriptor."""
+    try:
+        if not is_clean(image):
+            repair(path)
+        if not try_lock(image, shared=True):
+            raise SandboxUnavailable(f"{path} is used by another process: end it, and try again")
+        return attach_read_only(image, path)
+    except OSError as error:
+        raise refused(f"the frozen workspace {path.parent.name} cannot be used", error) from error
+    finally:
+        os.close(image)
 
 
 def _open_image(image: Path) -> int:

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Mapping, Set
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
-from workers.sandboxd.disks.base import Kind, WorkspaceMount, WorkspaceSize
+from workers.sandboxd.disks.base import Kind, Workspace, WorkspaceMount, WorkspaceSize
 
 
 @dataclass(frozen=True)
@@ -21,6 +21,10 @@ class TmpfsWorkspace:
     @property
     def kind(self) -> Kind:
         return "tmpfs"
+
+    @property
+    def layers(self) -> tuple[str, ...]:
+        return ()
 
     @property
     def outlives_container(self) -> bool:
@@ -45,10 +49,13 @@ class TmpfsWorkspaces:
     def is_hard(self) -> bool:
         return True
 
+    def stack(self, name: str, below: Workspace) -> None:
+        """Return None: only disks can be stacked."""
+
     async def make(self, name: str, size: WorkspaceSize) -> TmpfsWorkspace:
         return TmpfsWorkspace(name, size)
 
-    def find(self, name: str, size: WorkspaceSize) -> TmpfsWorkspace:
+    def find(self, name: str, size: WorkspaceSize, layers: tuple[str, ...] = ()) -> TmpfsWorkspace:
         """Return a workspace of that name. Its files come from an archive, or are lost."""
         return TmpfsWorkspace(name, size)
 

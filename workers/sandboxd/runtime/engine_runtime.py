@@ -1,5 +1,6 @@
 """Sandboxes that the Docker engine starts."""
 
+from contract.errors import SandboxUnavailable
 from workers.sandboxd.runtime.base import AttachedContainer, ListedContainer
 from workers.sandboxd.runtime.engine import Engine
 from workers.sandboxd.runtime.hardening import SandboxSpec, build_container_config, find_drift
@@ -8,6 +9,8 @@ from workers.sandboxd.runtime.hardening import SandboxSpec, build_container_conf
 class EngineRuntime:
     """A sandbox runtime over the engine's API (runtime/base.py)."""
 
+    stacks_layers = False
+
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self.pause = engine.pause
@@ -15,6 +18,11 @@ class EngineRuntime:
         self.remove = engine.remove
 
     async def start(self, spec: SandboxSpec, name: str) -> AttachedContainer:
+        if spec.workspace.layers:
+            raise SandboxUnavailable(
+                "the files of this session lie in layers, which the engine cannot stack: run sandboxd with "
+                "TOOLCREW_SANDBOX_START=oci"
+            )
         return await self._engine.start(build_container_config(spec), name)
 
     async def find_drift(self, container: str, spec: SandboxSpec) -> list[str]:

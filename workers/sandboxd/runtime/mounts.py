@@ -8,20 +8,17 @@ killed at any point leaves no mount on the host.
 import ctypes
 import os
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Final
 
-_OPEN_TREE, _MOVE_MOUNT, _FSOPEN, _FSCONFIG, _FSMOUNT, _MOUNT_SETATTR = 428, 429, 430, 431, 432, 442
+from workers.sandboxd.disks.mount_api import LIBC, NODEV, NOSUID, RDONLY, check, open_context
+
+_OPEN_TREE, _MOVE_MOUNT, _MOUNT_SETATTR = 428, 429, 442
 _AT_FDCWD, _AT_EMPTY_PATH = -100, 0x1000
 _OPEN_TREE_CLONE = 1
 _MOVE_MOUNT_F_EMPTY_PATH = 4
-_SET_STRING, _SET_FD, _CREATE = 1, 5, 6
-_CLOEXEC = 1
-RDONLY: Final = 1
-NOSUID: Final = 2
-NODEV: Final = 4
 _IDMAP = 0x100000
 _CLONE_NEWNS = 0x20000
 _MS_REC, _MS_PRIVATE = 0x4000, 1 << 18
@@ -31,15 +28,13 @@ ROOTS: Final = Path("/mnt")
 ID_RANGE: Final = 65_536
 """Number of user and group ids of one sandbox."""
 
-_LIBC = ctypes.CDLL(None, use_errno=True)
-
 
 def clone_tree(path: str | Path, attributes: int = 0, id_map: int | None = None) -> int:
     """Return the descriptor of a new mount of a folder, without the mounts below it. `id_map`: a user namespace whose
     ids its files get (`IdRanges.namespace`). Raises OSError.
     """
     flags = _OPEN_TREE_CLONE | os.O_CLOEXEC
-    fd = _check(_LIBC.syscall(_OPEN_TREE, _AT_FDCWD, os.fsencode(path), flags), str(path))
+    fd = check(LIBC.syscall(_OPEN_TREE, _AT_FDCWD, os.fsencode(path), flags), str(path))
     try:
         set_attributes(fd, attributes, id_map)
     except BaseException:
@@ -52,28 +47,35 @@ def set_attributes(mount: int, attributes: int, id_map: int | None = None) -> No
     """Set attributes, and map the ids of a mount without a place. Raises OSError."""
     flags = attributes | (_IDMAP if id_map is not None else 0)
     values = struct.pack("QQQQ", flags, 0, _MS_PRIVATE, id_map or 0)
-    _check(_LIBC.syscall(_MOUNT_SETATTR, mount, b"", _AT_EMPTY_PATH, values, len(values)), "mount_setattr")
+    check(LIBC.syscall(_MOUNT_SETATTR, mount, b"", _AT_EMPTY_PATH, values, len(values)), "mount_setattr")
 
 
-def mount_overlay(lower: Sequence[str | Path], id_map: int, upper: tuple[int, int] | None = None) -> int:
+def mount_overlay(
+    lower: Sequence[str | Path | int],
+    id_map: int,
+    upper: tuple[int, int] | None = None,
+    options: Mapping[str, str] | None = None,
+) -> int:
     """Return the descriptor of an overlay over the folders of `lower`, the top one first, read-only unless it has an
     `upper`: descriptors of the folder for changes and of its work folder, both below one mount that has the same
-    `id_map`. Raises OSError.
+    `id_map`. A descriptor in `lower` is of a folder in a mount that has it, too. Raises OSError.
     """
     with ExitStack() as stack:
-        context = _check(_LIBC.syscall(_FSOPEN, b"overlay", _CLOEXEC), "overlay")
-        stack.callback(os.close, context)
+        context = stack.enter_context(open_context("overlay"))
         for folder in lower:
+            if isinstance(folder, int):
+                context.set("lowerdir+", folder)
+                continue
             fd = clone_tree(folder, RDONLY, id_map)
             stack.callback(os.close, fd)
-            _configure(context, _SET_FD, "lowerdir+", None, fd)
+            context.set("lowerdir+", fd)
         if upper is not None:
-            _configure(context, _SET_FD, "upperdir", None, upper[0])
-            _configure(context, _SET_FD, "workdir", None, upper[1])
-        _configure(context, _SET_STRING, "source", "toolcrew")
-        _configure(context, _CREATE)
-        attributes = NOSUID | NODEV | (RDONLY if upper is None else 0)
-        return _check(_LIBC.syscall(_FSMOUNT, context, _CLOEXEC, attributes), "overlay")
+            context.set("upperdir", upper[0])
+            context.set("workdir", upper[1])
+        for name, value in (options or {}).items():
+            context.set(name, value)
+        context.set("source", "toolcrew")
+        return context.mount(NOSUID | NODEV | (RDONLY if upper is None else 0))
 
 
 @contextmanager
@@ -83,13 +85,13 @@ def attached(mount: int, place: Path) -> Iterator[None]:
     try:
         yield
     finally:
-        _check(_LIBC.umount2(os.fsencode(place), _MNT_DETACH), str(place))
+        check(LIBC.umount2(os.fsencode(place), _MNT_DETACH), str(place))
 
 
 def attach(mount: int, place: Path) -> None:
     """Give a mount a place. Raises OSError."""
     flags = _MOVE_MOUNT_F_EMPTY_PATH
-    _check(_LIBC.syscall(_MOVE_MOUNT, mount, b"", _AT_FDCWD, os.fsencode(place), flags), str(place))
+    check(LIBC.syscall(_MOVE_MOUNT, mount, b"", _AT_FDCWD, os.fsencode(place), flags), str(place))
 
 
 def enter_private_namespace(needed: Sequence[Path]) -> None:
@@ -99,18 +101,18 @@ def enter_private_namespace(needed: Sequence[Path]) -> None:
     A copied mount would hold the file system of a workspace, or a container of the engine, after its removal. Where an
     engine has masked parts of /proc or /sys, the kernel would let no sandbox mount them. Raises OSError.
     """
-    _check(_LIBC.unshare(_CLONE_NEWNS), "unshare")
-    _check(_LIBC.mount(None, b"/", None, ctypes.c_ulong(_MS_REC | _MS_PRIVATE), None), "/")
+    check(LIBC.unshare(_CLONE_NEWNS), "unshare")
+    check(LIBC.mount(None, b"/", None, ctypes.c_ulong(_MS_REC | _MS_PRIVATE), None), "/")
     for place in reversed(_list_mounts()):
         is_needed = any(path == place or place in path.parents for path in (*needed, *_KERNEL_FOLDERS))
         if not is_needed and not any(place.is_relative_to(folder) for folder in _WHOLE_FOLDERS):
-            _LIBC.umount2(os.fsencode(place), _MNT_DETACH)
+            LIBC.umount2(os.fsencode(place), _MNT_DETACH)
     # Root of a sandbox is another user of the host, who may not enter the folders of sandboxd.
-    _check(_LIBC.mount(b"none", os.fsencode(ROOTS), b"tmpfs", ctypes.c_ulong(0), b"mode=711,size=1m"), str(ROOTS))
+    check(LIBC.mount(b"none", os.fsencode(ROOTS), b"tmpfs", ctypes.c_ulong(0), b"mode=711,size=1m"), str(ROOTS))
     # crun refuses hosts that have both versions of control groups, unless it sees only the first.
     unified = Path("/sys/fs/cgroup/unified")
     if unified.is_dir():
-        _check(_LIBC.mount(b"none", os.fsencode(unified), b"tmpfs", ctypes.c_ulong(0), None), str(unified))
+        check(LIBC.mount(b"none", os.fsencode(unified), b"tmpfs", ctypes.c_ulong(0), None), str(unified))
 
 
 _WHOLE_FOLDERS = (Path("/dev"), Path("/sys/fs/cgroup"))
@@ -121,15 +123,3 @@ def _list_mounts() -> list[Path]:
     lines = Path("/proc/thread-self/mountinfo").read_text(encoding="utf-8", errors="surrogateescape").splitlines()
     # The kernel writes spaces and the like as octal numbers.
     return [Path(line.split(" ")[4].encode().decode("unicode_escape")) for line in lines]
-
-
-def _configure(context: int, command: int, key: str | None = None, value: str | None = None, fd: int = 0) -> None:
-    arguments = (key.encode() if key else None, value.encode() if value else None)
-    _check(_LIBC.syscall(_FSCONFIG, context, command, *arguments, fd), f"overlay, {key or 'create'}")
-
-
-def _check(result: int, what: str) -> int:
-    if result < 0:
-        number = ctypes.get_errno()
-        raise OSError(number, os.strerror(number), what)
-    return result

@@ -23,7 +23,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import BrokenExecutor, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -33,6 +33,7 @@ from typing import Final
 import structlog
 
 from contract.errors import SandboxUnavailable
+from workers.sandboxd.disks.mount_api import NODEV, NOSUID, RDONLY
 from workers.sandboxd.runtime.base import (
     LABEL_CREATED_AT,
     LABEL_DEPLOYMENT,
@@ -46,9 +47,6 @@ from workers.sandboxd.runtime.engine import Engine, EngineFacts
 from workers.sandboxd.runtime.hardening import GUEST_FOLDER, SKILLS_FOLDER, SandboxSpec
 from workers.sandboxd.runtime.id_ranges import IdRanges
 from workers.sandboxd.runtime.mounts import (
-    NODEV,
-    NOSUID,
-    RDONLY,
     ROOTS,
     attach,
     attached,
@@ -73,7 +71,12 @@ _KILL_S: Final = 15.0
 _PAUSE_S: Final = 0.005
 _HOST_CGROUPS: Final = 0xEFFFFFFB
 """Inode of the first control group namespace (PROC_CGROUP_INIT_INO of the kernel)."""
-_DISK_FOLDERS: Final = ("changes", "work", "workspace")
+_CHANGES: Final = ("changes", "work")
+_WORKSPACE: Final = ("workspace", "workspace-work")
+"""Folders of a disk: those of the root file system and of /workspace, each with the work folder of its overlay."""
+_FOLDER_FLAGS: Final = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_WORKSPACE_OPTIONS: Final = {"redirect_dir": "on", "xino": "on"}
+"""Folders of a layer can be renamed; and all files are on one device, as tar and find expect of a file system."""
 _ERROR_CHARS: Final = 500
 
 
@@ -117,6 +120,8 @@ class OciRuntime:
     Raises SandboxUnavailable when the host lacks something.
     """
 
+    stacks_layers = True
+
     def __init__(self, engine: Engine, program: str, data_root: Path, folder: Path = FOLDER) -> None:
         self._engine = engine
         self._program = program
@@ -157,16 +162,19 @@ class OciRuntime:
         with ExitStack() as stack:
             base = self._ranges.take()
             stack.callback(self._ranges.give_back, base)
-            workspace = None
+            disks = []
             if spec.workspace.bind is not None:
                 # Here, because the threads do not see the mounts of the host's namespace.
-                workspace = _clone_workspace(spec.workspace.bind)
-                stack.callback(os.close, workspace)
+                disks.append(_clone_workspace(spec.workspace.bind))
+                stack.callback(os.close, disks[0])
+            for layer in spec.workspace.layers:
+                disks.append(os.dup(layer))
+                stack.callback(os.close, disks[-1])
             lock = self._open(sandbox, name, spec)
             self._running[sandbox] = _Running(base)
             stack.pop_all()
         starting = asyncio.get_running_loop().run_in_executor(
-            self._threads, functools.partial(self._start, sandbox, spec, volumes, workspace, lock)
+            self._threads, functools.partial(self._start, sandbox, spec, volumes, disks, lock)
         )
         try:
             return await asyncio.shield(starting)
@@ -267,14 +275,15 @@ class OciRuntime:
         sandbox: str,
         spec: SandboxSpec,
         volumes: Mapping[str, str],
-        workspace: int | None,
+        disks: Sequence[int],
         lock: int,
     ) -> AttachedContainer:
+        """Start a sandbox. `disks`: mounts of the disk of its workspace, if it has one, and of the layers below it."""
         place, running = self._sandboxes / sandbox, self._running[sandbox]
         with ExitStack() as stack:
             stack.callback(os.close, lock)
-            if workspace is not None:
-                stack.callback(os.close, workspace)
+            for disk in disks:
+                stack.callback(os.close, disk)
             try:
                 namespace = self._ranges.namespace(running.base)
                 bundle = build_bundle(
@@ -285,19 +294,21 @@ class OciRuntime:
                     seccomp_bpf=self._filters.get(spec.is_root),
                 )
                 (place / "config.json").write_text(json.dumps(bundle), encoding="utf-8")
-                if workspace is not None:
-                    set_attributes(workspace, NOSUID | NODEV, namespace)
-                changes = None
-                if spec.is_root:
-                    assert workspace is not None
-                    changes, workspace = stack.enter_context(_divided(workspace, running.base, sandbox))
-                root = mount_overlay([self._skeleton, *spec.image_facts.layers], namespace, changes)
+                for index, disk in enumerate(disks):
+                    set_attributes(disk, NOSUID | NODEV | (RDONLY if index else 0), namespace)
+                content = _Content(workspace=disks[0] if disks else None)
+                if spec.is_root or len(disks) > 1:
+                    content = stack.enter_context(
+                        _divided(disks, namespace, sandbox, root=running.base if spec.is_root else None)
+                    )
+                lower: list[str | Path | int] = [*content.changed, self._skeleton, *spec.image_facts.layers]
+                root = mount_overlay(lower, namespace, content.changes)
                 stack.callback(os.close, root)
                 (ROOTS / sandbox).mkdir()
                 stack.callback((ROOTS / sandbox).rmdir)
                 with attached(root, ROOTS / sandbox):
-                    if workspace is not None:
-                        attach(workspace, ROOTS / sandbox / "workspace")
+                    if content.workspace is not None:
+                        attach(content.workspace, ROOTS / sandbox / "workspace")
                     for folder, volume in volumes.items():
                         mount = clone_tree(volume, RDONLY | NOSUID | NODEV, namespace)
                         stack.callback(os.close, mount)
@@ -436,28 +447,75 @@ def _clone_workspace(folder: str) -> int:
         raise SandboxUnavailable(f"the workspace {folder} cannot be mounted: {error}") from error
 
 
-@contextmanager
-def _divided(disk: int, base: int, sandbox: str) -> Iterator[tuple[tuple[int, int], int]]:
-    """Divide a session's disk between the changes of the root file system and the workspace, which share its size.
-    Yields the two folders of the overlay, and the mount of the workspace. Raises OSError.
+@dataclass(frozen=True)
+class _Content:
+    """What the disks of a session hold, as descriptors. `changes`: the folders of the overlay of the root file system,
+    unless that is read-only. `changed`: folders with earlier changes, the latest first.
     """
+
+    workspace: int | None
+    changes: tuple[int, int] | None = None
+    changed: Sequence[int] = ()
+
+
+@contextmanager
+def _divided(disks: Sequence[int], namespace: int, sandbox: str, *, root: int | None) -> Iterator[_Content]:
+    """Divide a session's disk between the changes of the root file system and the workspace, which share its size, and
+    stack both on those of its layers. `root`: the host id of root inside, or None without changes of the root file
+    system; the disk of such a session without layers is its workspace. Raises OSError.
+    """
+    disk, *layers = disks
     place = ROOTS / f"{sandbox}.disk"
     place.mkdir()
     with ExitStack() as stack:
         stack.callback(place.rmdir)
+
+        def open_folder(path: Path) -> int:
+            fd = os.open(path, _FOLDER_FLAGS)
+            stack.callback(os.close, fd)
+            return fd
+
         # The kernel clones a part only of a mount that has a place.
         stack.enter_context(attached(disk, place))
-        for name in _DISK_FOLDERS:
-            with contextlib.suppress(FileExistsError):  # the session's sandbox is made again
-                (place / name).mkdir(mode=0o755)
-                os.chown(place / name, base, base, follow_symlinks=False)
-        flags = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-        changes, work = os.open(place / "changes", flags), os.open(place / "work", flags)
-        stack.callback(os.close, changes)
-        stack.callback(os.close, work)
-        workspace = clone_tree(place / "workspace")
+        lower = list(_open_each(layers if root is not None else layers[:-1], _WORKSPACE[0], stack))
+        lower += _open_each(layers[-1:] if root is None else (), ".", stack)
+        folders = [(name, root, root, 0o755) for name in (*_CHANGES, _WORKSPACE[0]) if root is not None]
+        if lower:
+            like = os.stat(lower[0])
+            folders += [(name, like.st_uid, like.st_gid, like.st_mode & 0o7777) for name in _WORKSPACE]
+        for name, uid, gid, mode in reversed(folders):
+            _make_folder(place / name, uid, gid, mode)
+        if lower:
+            upper, work = (open_folder(place / name) for name in _WORKSPACE)
+            workspace = mount_overlay(lower, namespace, (upper, work), _WORKSPACE_OPTIONS)
+        else:
+            workspace = clone_tree(place / _WORKSPACE[0])
         stack.callback(os.close, workspace)
-        yield (changes, work), workspace
+        if root is None:
+            yield _Content(workspace)
+            return
+        changes, work = (open_folder(place / name) for name in _CHANGES)
+        yield _Content(workspace, (changes, work), list(_open_each(layers, _CHANGES[0], stack)))
+
+
+def _open_each(layers: Sequence[int], name: str, stack: ExitStack) -> Iterator[int]:
+    """Yield a folder of each layer. A layer whose sandbox never started has none."""
+    for layer in layers:
+        with contextlib.suppress(FileNotFoundError):
+            fd = os.open(name, _FOLDER_FLAGS, dir_fd=layer)
+            stack.callback(os.close, fd)
+            yield fd
+
+
+def _make_folder(place: Path, uid: int, gid: int, mode: int) -> None:
+    """Make a folder of a disk, unless an earlier sandbox of the session has made it."""
+    if place.exists():
+        return
+    unfinished = place.with_name("unfinished")
+    unfinished.mkdir(exist_ok=True)
+    os.chown(unfinished, uid, gid)
+    unfinished.chmod(mode)
+    unfinished.rename(place)
 
 
 def _remove_unfinished(sandboxes: Path) -> None:

@@ -1,0 +1,276 @@
+"""Forks of sessions on real sandboxds: what forks share, what they do not share, and what is left of them."""
+
+import os
+import secrets
+import subprocess
+import threading
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+from docker import APIClient
+
+from contract.errors import ErrorCode, SandboxUnavailable, ToolFailure
+from orchestrator.dispatch.sessions import Session
+from orchestrator.sdk.client import ToolClient
+from tests.daemons import Daemon, Daemons, bash, open_daemons, run_script
+from tests.stack import missing
+from tests.waiting import wait_until
+from workers.sandbox_client import SandboxClient
+
+pytestmark = [pytest.mark.stack, pytest.mark.timeout(300)]
+
+SOON_S = 30.0
+SETTINGS = {
+    "oci": {"sandbox_start": "oci", "sandbox_workspace": "image"},
+    "oci-root": {
+        "sandbox_start": "oci",
+        "sandbox_workspace": "image",
+        "tenant_classes": '{"default": {"user": "root"}}',
+    },
+    "engine-image": {"sandbox_start": "engine", "sandbox_workspace": "image"},
+    "engine-tmpfs": {"sandbox_start": "engine", "sandbox_workspace": "tmpfs"},
+}
+STACKING = ("oci", "oci-root")
+FILL = """
+mkdir -p sub/deep gone && echo base > sub/file && echo lost > gone/file && ln -s sub/file link && chmod 700 sub/deep
+echo scratch > /tmp/file; export COLOUR=blue; greet() { echo "hello $1"; }; cd sub
+"""
+LOOK = 'pwd; echo "$COLOUR"; greet you; cat /tmp/file file ../gone/file; readlink ../link; stat -c %a deep'
+SEEN = ["/workspace/sub", "blue", "hello", "you", "scratch", "base", "lost", "sub/file", "700"]
+
+
+@pytest.fixture
+def daemons(engine: APIClient) -> Iterator[Daemons]:
+    if os.geteuid() != 0:
+        missing("disks are mounted by root: run the tests as root")
+    with open_daemons(engine) as opened:
+        yield opened
+
+
+@pytest.fixture(params=SETTINGS)
+def daemon(request: pytest.FixtureRequest, daemons: Daemons) -> Daemon:
+    return daemons.start(**SETTINGS[request.param])
+
+
+@pytest.fixture(params=STACKING)
+def stacking(request: pytest.FixtureRequest, daemons: Daemons) -> Daemon:
+    return daemons.start(**SETTINGS[request.param])
+
+
+def left_of(daemon: Daemon) -> list[str]:
+    """Return what a sandboxd without sessions still has: disks, archives, records, loop devices."""
+    folders = [daemon.state / "workspaces", daemon.state / "parcels", daemon.state / "sessions"]
+    files = [str(path) for folder in folders for path in folder.rglob("*") if path.is_file()]
+    devices = subprocess.run(["losetup", "-ln", "-O", "BACK-FILE"], capture_output=True, text=True, check=True)
+    mounts = Path("/proc/self/mountinfo").read_text().splitlines()
+    return [
+        *(file for file in files if ".templates" not in file),
+        *(line for line in (*devices.stdout.splitlines(), *mounts) if str(daemon.state) in line),
+    ]
+
+
+def close_all(daemon: Daemon) -> None:
+    with daemon.client() as client:
+        for row in client.sessions():
+            client.close(row["name"])
+    wait_until(lambda: left_of(daemon) == [], SOON_S, "every disk, archive, record and device is removed")
+
+
+def test_forks_begin_with_files_and_shell_and_then_go_their_own_ways(daemon: Daemon) -> None:
+    with daemon.client() as client:
+        name, children = client.open("acme", "parent"), ["acme:a", "acme:b"]
+        run_script(client, name, FILL)
+
+        client.fork(name, children)
+
+        for child in children:
+            answer = bash(client, child, LOOK)
+            assert answer.streams["merged"].decode().split() == SEEN
+            sandbox = answer.done["sandbox"]
+            assert (sandbox["generation"], sandbox["rebuilt"], sandbox.get("news")) == (1, False, None)
+        change = "echo {0} >> file; rm -r ../gone; mv deep {0}; export COLOUR={0}; echo {0} > /tmp/file"
+        for session in (*children, name):
+            assert run_script(client, session, change.format(session[5:])) == ""
+        for session in (*children, name):
+            own = session[5:]
+            answer = bash(client, session, 'cat file; ls ..; ls -d deep a b parent; echo "$COLOUR"; cat /tmp/file')
+            seen = answer.streams["merged"].decode().splitlines()
+            shown = [line for line in seen if "No such file" not in line]
+            assert shown == ["base", own, "link", "sub", own, own, own]
+            assert answer.done["sandbox"]["rebuilt"] is False
+    close_all(daemon)
+
+
+def test_a_tree_of_forks_outlives_its_inner_sessions(stacking: Daemon) -> None:
+    with stacking.client() as client:
+        line = [client.open("acme", "root")]
+        for depth in range(5):
+            run_script(client, line[-1], f"echo {depth} >> log; echo {depth} > f{depth}; rm -f f{depth - 2}")
+            child = f"acme:n{depth}"
+            client.fork(line[-1], [child, f"acme:unused{depth}"])
+            line.append(child)
+        for name in line[:-1]:
+            client.close(name)
+        assert run_script(client, line[-1], "cat log; ls").split() == [*"01234", "f3", "f4", "log"]
+        assert run_script(client, "acme:unused1", "cat log; ls").split() == [*"01", "f0", "f1", "log"]
+        used = [path for path in (stacking.state / "workspaces").glob("*") if path.name != ".templates"]
+        held = {path.name: sum(file.stat().st_blocks * 512 for file in path.rglob("*")) for path in used}
+        assert max(held.values()) < 1024 * 1024
+        archive = run_script(client, line[-1], "tar c . | tar t | sort").split()
+        assert archive == ["./", "./f3", "./f4", "./log"]  # all files seem to be on one device
+    close_all(stacking)
+
+
+def test_root_of_a_fork_has_the_changes_of_the_whole_file_system(daemons: Daemons) -> None:
+    daemon = daemons.start(**SETTINGS["oci-root"])
+    with daemon.client() as client:
+        name = client.open("acme", "parent")
+        run_script(client, name, "useradd -m -u 4321 eve && rm /etc/issue && echo new > /etc/motd && mkdir /srv/deep")
+        client.fork(name, ["acme:child"])
+        look = "id -u eve; cat /etc/motd; ls -d /etc/issue /srv/deep /home/eve"
+        for session in ("acme:child", name):
+            shown = run_script(client, session, look).splitlines()
+            assert [line for line in shown if "No such" not in line] == ["4321", "new", "/home/eve", "/srv/deep"]
+        run_script(client, "acme:child", "userdel -r eve; echo child > /etc/motd")
+        assert run_script(client, name, "cat /etc/motd; id -u eve").split() == ["new", "4321"]
+        client.fork("acme:child", ["acme:grandchild"])
+        assert run_script(client, "acme:grandchild", "cat /etc/motd; ls -d /home/*").split() == [
+            "child",
+            "/home/sandbox",
+        ]
+    close_all(daemon)
+
+
+def test_a_session_with_a_running_job_is_refused_or_keeps_its_job(daemons: Daemons) -> None:
+    daemon = daemons.start(**SETTINGS["oci"])
+    with daemon.client() as client:
+        name = client.open("acme", "parent")
+        run_script(client, name, "echo base > file")
+        request = {
+            "op": "job_start",
+            "script_bytes": 8,
+            "label": "wait",
+            "wait_ms": 0,
+            "max_bytes": 10,
+            "timeout_s": 9.0,
+        }
+        job = client.call(name, request, b"sleep 60").done["job"]
+        with pytest.raises(ToolFailure) as refused:
+            client.fork(name, ["acme:child"])
+        assert refused.value.code == ErrorCode.SESSION_BUSY
+        assert [row["name"] for row in client.sessions()] == [name]
+
+        client.fork(name, ["acme:child"], leave_jobs=True)
+
+        assert run_script(client, "acme:child", "cat file; pgrep sleep").split() == ["base"]
+        jobs = client.call(name, {"op": "job_list", "timeout_s": 5.0}).done["jobs"]
+        assert [(row["job"], row["state"]) for row in jobs] == [(job["job"], "running")]
+    close_all(daemon)
+
+
+def test_a_fork_that_is_not_possible_changes_nothing(daemons: Daemons) -> None:
+    daemon = daemons.start(**SETTINGS["oci"], max_sessions="3")
+    with daemon.client() as client:
+        name = client.open("acme", "parent")
+        run_script(client, name, "echo base > file")
+        for children, code in (
+            ([f"acme:c{number}" for number in range(3)], ErrorCode.SANDBOX_UNAVAILABLE),
+            (["acme:parent"], ErrorCode.INVALID_ARGUMENTS),
+            (["rival:child"], ErrorCode.INVALID_ARGUMENTS),
+            (["acme:a", "acme:a"], ErrorCode.INVALID_ARGUMENTS),
+            ([], ErrorCode.INVALID_ARGUMENTS),
+        ):
+            with pytest.raises((ToolFailure, SandboxUnavailable)) as refused:
+                client.fork(name, children)
+            assert refused.value.code == code
+        answer = bash(client, name, "cat file")
+        assert (answer.streams["merged"], answer.done["sandbox"]["generation"]) == (b"base\n", 1)
+        assert [row["name"] for row in client.sessions()] == [name]
+    close_all(daemon)
+
+
+def test_forks_of_a_stopped_sandboxd_have_everything_and_of_a_killed_one_their_files(stacking: Daemon) -> None:
+    with stacking.client() as client:
+        name = client.open("acme", "parent")
+        run_script(client, name, FILL)
+        client.fork(name, ["acme:a", "acme:b"])
+        client.fork("acme:a", ["acme:c"])
+    assert stacking.stop() == 0
+    stacking.start()
+    with stacking.client() as client:
+        answer = bash(client, "acme:c", LOOK)
+        assert (answer.streams["merged"].decode().split(), answer.done["sandbox"]["rebuilt"]) == (SEEN, False)
+        run_script(client, "acme:c", "echo more >> file")
+        client.fork("acme:c", ["acme:d"])
+    stacking.kill()
+    stacking.start()
+    with stacking.client() as client:
+        assert run_script(client, "acme:d", "cd /workspace/sub; cat file").split() == ["base", "more"]
+        assert run_script(client, "acme:b", LOOK).split() == SEEN
+    close_all(stacking)
+
+
+def test_a_tree_grows_while_its_sandboxd_is_killed(stacking: Daemon) -> None:
+    """Every session that answers has the files of its line, and only those; and nothing is left at the end."""
+    lines: dict[str, list[str]] = {}
+    with stacking.client() as client:
+        lines[client.open("acme", "root")] = []
+    for round_ in range(6):
+        killer = threading.Timer(0.2 + 0.15 * round_, stacking.kill)
+        killer.start()
+        with suppress(SandboxUnavailable, ToolFailure), stacking.client() as client:
+            while True:
+                _grow(client, lines)
+        killer.join()
+        stacking.start()
+        with stacking.client() as client:
+            known = {row["name"] for row in client.sessions()}
+            for name in known - lines.keys():  # the answer to its fork was lost
+                client.close(name)
+            assert lines.keys() <= known
+            for name, line in lines.items():
+                answer = run_script(client, name, "cat /workspace/log 2>/dev/null").split()
+                assert answer[: len(line)] == line
+                assert len(answer) <= len(line) + 1
+                line[:] = answer
+    assert len(lines) > 3
+    close_all(stacking)
+
+
+def _grow(client: SandboxClient, lines: dict[str, list[str]]) -> None:
+    """Write to one session, and fork it."""
+    parent = secrets.choice(list(lines))
+    word = secrets.token_hex(4)
+    run_script(client, parent, f"echo {word} >> /workspace/log; sync")
+    lines[parent].append(word)
+    child = f"acme:{secrets.token_hex(6)}"
+    client.fork(parent, [child])
+    lines[child] = list(lines[parent])
+
+
+async def test_forks_are_sessions_of_the_pool(client: ToolClient, session: Session) -> None:
+    await session.call("bash_tool", {"command": "echo base > file; export COLOUR=blue"})
+
+    forks = await session.fork(2)
+
+    try:
+        assert {fork.id for fork in forks} < {row.id for row in (await client.sessions()).sessions}
+        attached = await client.session(forks[0].id)
+        result = await attached.call("bash_tool", {"command": 'cat file; echo "$COLOUR"; echo more >> file'})
+        assert result.metadata["stdout"] == "base\nblue\n"
+        (grandchild,) = await attached.fork()
+        async with grandchild:
+            result = await grandchild.call("bash_tool", {"command": "cat file"})
+            assert result.metadata["stdout"] == "base\nmore\n"
+        assert (await session.call("bash_tool", {"command": "cat file"})).metadata["stdout"] == "base\n"
+        with pytest.raises(ToolFailure) as refused:
+            await session.fork(101)
+        assert refused.value.code == ErrorCode.INVALID_ARGUMENTS
+    finally:
+        for fork in forks:
+            await fork.close()
+    with pytest.raises(ToolFailure) as gone:
+        await client.session(forks[0].id)
+    assert gone.value.code == ErrorCode.SESSION_NOT_FOUND

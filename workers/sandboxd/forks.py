@@ -1,0 +1,171 @@
+"""Forks of sessions: new sessions with the files, the shell and the limits of another, which continues.
+
+Where the runtime can stack layers, a fork copies nothing. The disk of the parent is frozen, and parent and children
+continue on empty disks over it. The state that only the parent's container has is packed after the caller has its
+answer, and then that container is removed: parent and children start at their next call, as after an eviction.
+Otherwise the children begin with an archive of all files.
+
+Invariant: no session writes to a disk that another one reads. So the parent's record names its new disk before any
+child's record names the old one, and a disk is read only after its last writer has ended (disks/loop_mounts.py). The
+records are the references that keep disks and archives: one without a reference is deleted by the last session that
+had it, or by the next start of sandboxd.
+"""
+
+import asyncio
+import time
+from collections.abc import Coroutine, Sequence
+from typing import Any
+
+import structlog
+
+from contract.errors import ErrorCode, SandboxUnavailable, ToolFailure
+from workers.sandboxd.background import settle
+from workers.sandboxd.disks.base import Workspace
+from workers.sandboxd.factory import SandboxFactory
+from workers.sandboxd.runtime.attestation import ask_attestation
+from workers.sandboxd.sandbox import Sandbox
+from workers.sandboxd.session import KEPT, Session
+from workers.sandboxd.sessions import Sessions
+
+log = structlog.get_logger(__name__)
+
+
+class SessionForker:
+    """Forks the sessions of this host."""
+
+    def __init__(self, sessions: Sessions, factory: SandboxFactory) -> None:
+        self._sessions = sessions
+        self._factory = factory
+        self._store = sessions.store
+        self._running: set[asyncio.Task[None]] = set()
+
+    async def fork(self, name: str, children: Sequence[str], *, leaves_jobs: bool) -> Session:
+        """Make the sessions `children`, which get their sandboxes at their first calls, and return the parent. Without
+        `leaves_jobs` a session with a background job is refused; with it the jobs continue in the parent only.
+
+        Raises ToolFailure (SESSION_NOT_FOUND, SESSION_BUSY, NO_SPACE) and SandboxUnavailable. Then no child exists.
+        """
+        entry = self._sessions.find_open(name)
+        self._sessions.check_room(len(children))
+        # A worker that disconnects must not stop it half-way.
+        await asyncio.shield(self._start(self._fork(entry, children, leaves_jobs=leaves_jobs)))
+        return entry
+
+    def _start(self, work: Coroutine[Any, Any, None]) -> "asyncio.Task[None]":
+        task = asyncio.get_running_loop().create_task(work)
+        self._running.add(task)
+        task.add_done_callback(self._running.discard)
+        return task
+
+    async def _fork(self, entry: Session, children: Sequence[str], *, leaves_jobs: bool) -> None:
+        async with entry.lock:
+            self._sessions.find_open(entry.id)  # not closed meanwhile
+            entry.used_at = time.monotonic()
+            await entry.handed_over()
+            can_stack = self._factory.stacks(entry.plan)
+            if entry.sandbox is not None or not can_stack:
+                await self._sessions.make_ready(entry)
+            self._sessions.refuse_lost(entry)
+            if entry.sandbox is None:
+                self._stack(entry, children)
+                return
+            entry.is_moving = True  # calls wait for the lock from here
+            try:
+                await self._fork_running(entry, entry.sandbox, children, leaves_jobs=leaves_jobs, can_stack=can_stack)
+            finally:
+                entry.is_moving = False
+
+    async def _fork_running(
+        self, entry: Session, sandbox: Sandbox, children: Sequence[str], *, leaves_jobs: bool, can_stack: bool
+    ) -> None:
+        if entry.is_busy:
+            raise _busy("a call or a checkpoint of the session is running: fork it between its calls")
+        has_jobs = (await ask_attestation(sandbox)).jobs > 0
+        if has_jobs and not leaves_jobs:
+            raise _busy("a background job of the session is running: end it, or leave the jobs in the parent")
+        if has_jobs and entry.plan.is_root:
+            raise _busy("a background job of a session with root inside cannot be left in the parent: end it")
+        if has_jobs or not can_stack:
+            await self._copy(entry, sandbox, children)
+            return
+        entry.activity.end_jobs()
+        try:
+            self._stack(entry, children)
+        finally:
+            if entry.sandbox is None:
+                heirs = [heir for name in (entry.id, *children) if (heir := self._sessions.find(name)) is not None]
+                handover = self._start(self._hand_over(sandbox, entry, heirs))
+                for heir in heirs:
+                    heir.handover = handover
+
+    async def _hand_over(self, sandbox: Sandbox, entry: Session, heirs: Sequence[Session]) -> None:
+        """Pack the state of the parent's container for all `heirs`, and remove the container."""
+        try:
+            archive = await self._store.pack(entry, sandbox)
+        except SandboxUnavailable as error:
+            log.error("fork_not_packed", container=sandbox.container[:12], error=str(error))
+            for heir in heirs:
+                heir.lost = str(error)
+                heir.add_news(KEPT.format(error))
+        else:
+            for heir in heirs:
+                heir.archive = archive
+                if self._sessions.find(heir.id) is heir:
+                    self._sessions.suspender.try_keep(heir)
+            await self._sessions.forget_archive(entry, archive)  # all of them may be closed by now
+        await settle([self._factory.discard(sandbox)])
+
+    def _stack(self, entry: Session, children: Sequence[str]) -> None:
+        """Give the parent and each child an empty disk over the parent's. It has no await, so that no other task sees
+        a part of it.
+        """
+        before = entry.workspace, entry.sandbox
+        unused = list[Workspace]()
+        try:
+            for _ in (entry.id, *children):
+                unused.append(self._factory.stack_workspace(entry.workspace))
+            entry.workspace, entry.sandbox = unused[0], None
+            try:
+                self._sessions.suspender.keep(entry)
+            except SandboxUnavailable:
+                entry.workspace, entry.sandbox = before
+                raise
+            # A workspace that was never mounted is no layer.
+            unused[0] = before[0]
+            if before[0].name in entry.workspace.layers:
+                unused.pop(0)
+            new = unused[-len(children) :]
+            self._sessions.add_all(
+                [self._build_child(entry, *child, entry.archive) for child in zip(children, new, strict=True)]
+            )
+            del unused[-len(children) :]
+        finally:
+            for workspace in unused:
+                self._start(self._factory.discard_workspace(workspace))
+
+    async def _copy(self, entry: Session, sandbox: Sandbox, children: Sequence[str]) -> None:
+        """Give each child an empty workspace and the same archive of all files, which it unpacks at its first call."""
+        archive, made = await self._store.pack(entry, sandbox, is_whole=True), list[Workspace]()
+        try:
+            for _ in children:
+                made.append(await self._factory.make_workspace(entry.plan))
+            entries = [self._build_child(entry, *child, archive) for child in zip(children, made, strict=True)]
+            for child in entries:
+                child.is_unfilled = child.workspace.outlives_container
+            self._sessions.add_all(entries)
+        except BaseException:
+            for workspace in made:
+                await self._factory.discard_workspace(workspace)
+            await self._store.forget(entry.tenant, archive)
+            raise
+
+    def _build_child(self, entry: Session, name: str, workspace: Workspace, archive: str | None) -> Session:
+        child = Session(name, entry.plan, entry.ttl_s, workspace, None, generation=0, terms=entry.terms)
+        child.archive, child.lost, child.news = archive, entry.lost, entry.news
+        # No checkpoint has its files.
+        child.activity.has_written = True
+        return child
+
+
+def _busy(message: str) -> ToolFailure:
+    return ToolFailure(ErrorCode.SESSION_BUSY, message)
