@@ -23,6 +23,10 @@ MAX_BLOB_BYTES = 64 * 1024 * 1024
 BLOB_TTL_S = 600
 DEFAULT_TIMEOUT_S = 30.0
 MAX_TIMEOUT_S = 600.0
+LONGEST_TIMEOUT_S = 86_400.0
+"""Largest limit of a call of bash_tool, a skill or `session.exec`, where the tenant class allows more than
+MAX_TIMEOUT_S.
+"""
 GRACE_S = 5.0
 """Seconds that the dispatcher waits beyond the timeout of a call, so that the timeout inside the sandbox applies first.
 """
@@ -65,7 +69,7 @@ class ToolContext(Record):
     attempt: int = Field(default=1, ge=1)
     sent_at: float
     deadline_at: float
-    timeout_s: float = Field(default=DEFAULT_TIMEOUT_S, gt=0, le=MAX_TIMEOUT_S)
+    timeout_s: float = Field(default=DEFAULT_TIMEOUT_S, gt=0, le=LONGEST_TIMEOUT_S)
     cwd: str = Field(default="/workspace", max_length=4096)
     blob: str | None = Field(default=None, max_length=256)
     arguments_blob: str | None = Field(default=None, max_length=256)

@@ -9,7 +9,7 @@ from typing import Literal
 from jsonschema.exceptions import SchemaError
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
 
-from contract.calls import MAX_TIMEOUT_S
+from contract.calls import LONGEST_TIMEOUT_S, MAX_TIMEOUT_S
 from contract.schema import check_schema
 from contract.specs import NO_NETWORK, SkillSummary, ToolSpec
 
@@ -37,7 +37,7 @@ class Sidecar(BaseModel):
     parameters: dict[str, JsonValue] = {"type": "object", "properties": {}}
     interpreter: str | None = Field(default=None, pattern=r"^[A-Za-z0-9_./+-]{1,128}$")
     args: Literal["json-stdin", "argv"] = "json-stdin"
-    timeout: float | None = Field(default=None, gt=0, le=MAX_TIMEOUT_S)
+    timeout: float | None = Field(default=None, gt=0, le=LONGEST_TIMEOUT_S)
     network: bool = False
     requires_permission: bool = False
     dangerous: bool = False

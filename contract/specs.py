@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, JsonValue
 
-from contract.calls import MAX_TIMEOUT_S, Record, ToolName
+from contract.calls import LONGEST_TIMEOUT_S, MAX_TIMEOUT_S, Record, ToolName
 from contract.signing import SigningKeys
 
 NO_NETWORK = "without network"
@@ -25,9 +25,9 @@ class ToolSpec(Record):
     name: ToolName
     description: str = Field(min_length=1, max_length=8192)
     parameters: dict[str, JsonValue]
-    timeout_s: float | None = Field(default=None, gt=0, le=MAX_TIMEOUT_S)
+    timeout_s: float | None = Field(default=None, gt=0, le=LONGEST_TIMEOUT_S)
     """Default timeout of the tool; None: the default of the dispatcher."""
-    max_timeout_s: float = Field(default=MAX_TIMEOUT_S, gt=0, le=MAX_TIMEOUT_S)
+    max_timeout_s: float = Field(default=MAX_TIMEOUT_S, gt=0, le=LONGEST_TIMEOUT_S)
     requires_permission: bool = False
     dangerous: bool = False
     read_only: bool = False

@@ -30,6 +30,8 @@ VERB_TOOLS = {"session.exec": "bash_tool", "session.write_file": "write_tool", "
 other verbs.
 """
 SKILL_TOOL, BASH_TOOL = "skill_tool", "bash_tool"
+LONG_TOOLS = (BASH_TOOL, SKILL_TOOL, "session.exec")
+"""Tools whose calls may run longer than MAX_TIMEOUT_S, where the tenant class allows it. Installed skills may, too."""
 NetworkPolicy = Literal["none", "egress"]
 SkillDigest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 NamePattern = Annotated[str, Field(pattern=r"^[^*]{0,127}\*?$", min_length=1)]

@@ -35,6 +35,7 @@ may still decide.
 """
 
 import json
+import math
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from enum import StrEnum
@@ -43,7 +44,7 @@ from typing import Any
 
 from pydantic import Field, ValidationError
 
-from contract.calls import Identifier, Record, ToolCall, ToolContext
+from contract.calls import MAX_TIMEOUT_S, Identifier, Record, ToolCall, ToolContext
 from contract.errors import EnvelopeRefused, ErrorCode
 from contract.hosts import HEARTBEAT_S, HOST_LOST_TYPE, HOST_TTL_S, TOMBSTONE_TTL_S
 from contract.names import (
@@ -197,7 +198,8 @@ MAX_REASON_CHARS = 500
 
 # KEYS: call, queue, held slots, calls of the tenant; for the call of a session also its location, the host of the
 # queue, and the sessions of the tenant. ARGV: attempt, nonce, tool, message, task, ticket, slot, call id; for the call
-# of a session also session and fence. Returns the outcome and Redis's time, in one line.
+# of a session also session, fence, and the seconds by which it may run longer than MAX_TIMEOUT_S. Returns the outcome
+# and Redis's time, in one line.
 PUBLISH = (
     """
 local time = redis.call('TIME')
@@ -231,8 +233,9 @@ if first and string.sub(ARGV[3], 1, 8) ~= 'session.' then
   redis.call('EXPIRE', KEYS[4], CALL_TTL_S)
 end
 if location then
-  local ttl_s = math.ceil(tonumber(location[4]) or 0) + LOCATION_MARGIN_S
-  redis.call('EXPIRE', KEYS[5], ttl_s)
+  -- The location must live as long as this call, and as an earlier, longer one that still runs.
+  local ttl_s = math.ceil(tonumber(location[4]) or 0) + LOCATION_MARGIN_S + tonumber(ARGV[11])
+  if redis.call('TTL', KEYS[5]) < ttl_s then redis.call('EXPIRE', KEYS[5], ttl_s) end
   if redis.call('TTL', KEYS[7]) < ttl_s then redis.call('EXPIRE', KEYS[7], ttl_s) end
 end
 return reply('sent')
@@ -715,20 +718,20 @@ class WorkerCallStore:
         location = place_key(self._deployment, context.tenant, context.session) if fence and context.session else key
         may_move = int(call.name == "session.open")
         arguments = [holder, repr(context.deadline_at), fence, may_move, call.name, context.session or "", self._node]
-        return self._decide(partial(self._claim, meanwhile=meanwhile), [key, location], context.attempt, arguments)
+        return self._decide(partial(self._claim, meanwhile=meanwhile), [key, location], context, arguments)
 
     def confirm(self, call: ToolCall, context: ToolContext, holder: str) -> CallClaim:
         """Store again that a call runs which this worker has claimed. Return GRANTED if Redis had lost the claim, even
         if the session has moved.
         """
         arguments = [holder, call.name, context.session or "", self._node]
-        return self._decide(self._confirm, [self._key(context.tenant, call.id)], context.attempt, arguments)
+        return self._decide(self._confirm, [self._key(context.tenant, call.id)], context, arguments)
 
     def refuse(self, call: ToolCall, context: ToolContext, holder: str) -> CallClaim:
         """Refuse a call. GRANTED: the refusal is the result of the call, and the call never starts. `holder`: if this
         holder has claimed the call for this message, the refusal reverts the claim.
         """
-        return self._decide(self._refuse, [self._key(context.tenant, call.id)], context.attempt, [holder])
+        return self._decide(self._refuse, [self._key(context.tenant, call.id)], context, [holder])
 
     def forbid(self, tenant: str, call_id: str) -> bool:
         """Forbid a call that may be on its way. Return False if the call has started."""
@@ -748,9 +751,10 @@ class WorkerCallStore:
     def _key(self, tenant: str, call_id: str) -> str:
         return call_key(self._deployment, tenant, call_id)
 
-    def _decide(self, script: Any, keys: list[str], attempt: int, arguments: list[Any]) -> CallClaim:
+    def _decide(self, script: Any, keys: list[str], context: ToolContext, arguments: list[Any]) -> CallClaim:
+        ttl_s = CALL_TTL_S + max(0, math.ceil(context.timeout_s - MAX_TIMEOUT_S))  # its end sets CALL_TTL_S
         with broker_errors("the call was not run, because its claim was not noted"):
-            verdict, now = script(keys=keys, args=[attempt, CALL_TTL_S, secrets.token_hex(8), *arguments])
+            verdict, now = script(keys=keys, args=[context.attempt, ttl_s, secrets.token_hex(8), *arguments])
         self._clock.learn(float(now))
         return CallClaim(verdict.decode())
 

@@ -56,7 +56,8 @@ class CallMessage:
     of the shared clock. `ticket`: a signed text that stays in the record until a worker decides about the call
     (store/calls.py). `session`, `fence`: for a call that must reach the host of its session; None if any worker of the
     queue may run the call. `slot`: the id of the slot that the call must hold (store/slots.py); "" if the slot is
-    already confirmed.
+    already confirmed. `extra_s`: by how many seconds the call may run longer
+    than MAX_TIMEOUT_S.
     """
 
     tenant: str
@@ -71,6 +72,7 @@ class CallMessage:
     session: str | None = None
     fence: int | None = None
     slot: str = ""
+    extra_s: int = 0
 
 
 class Publisher:
@@ -138,7 +140,7 @@ class Publisher:
         if call.session is not None and call.fence is not None:
             keys += [place_key(self._deployment, call.tenant, call.session), host_key(self._deployment, call.queue)]
             keys.append(tenant_sessions_key(self._deployment, call.tenant))
-            arguments += [call.session, call.fence]
+            arguments += [call.session, call.fence, call.extra_s]
         return keys, arguments
 
     async def _post(self, keys: list[str], arguments: list[str | int]) -> str:

@@ -115,6 +115,7 @@ def build_attempt(
     run: str | None = None,
     wait_s: float = 60.0,
     limit_s: float | None = None,
+    timeout_s: float = 30.0,
     keeps_result: bool = False,
     shown_as: str | None = None,
     **fields: Any,
@@ -134,7 +135,7 @@ def build_attempt(
     )
     request.spec = build_spec(tool, pool="web" if limit_s is not None else "sandbox")
     request.worker_call, request.policy = call, TenantPolicy()
-    request.context = build_context(tenant=tenant, session=session, run=run, timeout_s=limit_s or 30.0)
+    request.context = build_context(tenant=tenant, session=session, run=run, timeout_s=limit_s or timeout_s)
     request.queue_wait_s = 0.0
     request.queue_wait_s = wait_s - request.wait_s
     return Attempt(request, **{"queue": "q", "envelope": "{}", "start_by": time.time() + 60, **fields})

@@ -19,9 +19,10 @@ from pydantic import (
 )
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
+from contract.calls import LONGEST_TIMEOUT_S, MAX_TIMEOUT_S
 from contract.image_names import ImageNameText, ImagePatternText, RegistryText
 from contract.masking import SECRET_NAME
-from contract.sandboxes import DEFAULT_OPTIONS, Cpus, Pids, SandboxOptions, SandboxUser, WorkspaceBytes
+from contract.sandboxes import Cpus, Pids, SandboxOptions, SandboxUser, WorkspaceBytes
 from contract.settings import DEPLOYMENT, BrokerSettings, SharedSettings, read_environment
 from contract.tenancy import NetworkPolicy
 from telemetry.settings import LogSettings
@@ -166,6 +167,14 @@ class RegistryLogin(BaseModel):
     password_file: Path
 
 
+class LargestOptions(SandboxOptions):
+    """The most that a session may ask for. None: the value of the class itself. `user` root: either user. `timeout_s`:
+    the largest limit of a call, in seconds.
+    """
+
+    timeout_s: float = Field(default=MAX_TIMEOUT_S, ge=MAX_TIMEOUT_S, le=LONGEST_TIMEOUT_S)
+
+
 class TenantClass(BaseModel):
     """Limits of the sessions of a tenant class on this host. None: the host's default. The terms of a tenant name its
     class.
@@ -184,8 +193,7 @@ class TenantClass(BaseModel):
     memory_reserve_bytes: int | None = Field(default=None, ge=64 * 1024 * 1024)
     cpus: Cpus | None = None
     pids: Pids | None = None
-    largest: SandboxOptions = DEFAULT_OPTIONS
-    """The most that a session may ask for. None: the value of the class itself. `root`: either user."""
+    largest: LargestOptions = LargestOptions()
     pool: dict[ImageNameText, Annotated[int, Field(ge=0, le=1000)]] = Field(default={})
     """Image -> number of unused sandboxes of the image that are kept ready for the class."""
     registries: dict[RegistryText, RegistryLogin] = Field(default={})

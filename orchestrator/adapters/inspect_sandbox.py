@@ -24,7 +24,7 @@ from inspect_ai.util._sandbox.environment import SandboxUnavailableError
 from pydantic import BaseModel
 from typing_extensions import override
 
-from contract.calls import MAX_BLOB_BYTES, MAX_TIMEOUT_S
+from contract.calls import MAX_BLOB_BYTES
 from contract.errors import ErrorCode, OperatorError, ToolcrewError, ToolFailure
 from orchestrator.adapters.inspect_config import CONFIG_FILES, load_config, parse_config
 from orchestrator.adapters.inspect_crew import client_of_loop
@@ -154,12 +154,14 @@ class ToolcrewSandboxEnvironment(SandboxEnvironment):
         concurrency: bool = True,
     ) -> ExecResult[str]:
         """Run a program once. `timeout_retry` is ignored, because a killed program may have acted. `concurrency` is
-        ignored, because the pool assigns its slots. The limit is 600 s, the pool's maximum, also without `timeout`.
+        ignored, because the pool assigns its slots. The limit is what the session's class allows (600 s by default),
+        also without `timeout`.
 
         Raises the exceptions of SandboxEnvironment.exec, and OutputLimitExceededError above 4 MiB of a stream or
         Inspect's own limit if that is lower.
         """
-        limit_s = min(timeout, MAX_TIMEOUT_S) if timeout is not None else MAX_TIMEOUT_S
+        most_s = (await self.session.info()).timeout_s
+        limit_s = min(timeout, most_s) if timeout is not None else most_s
         if _starts_setup(cmd):
             cmd = [*_RUN_A_COPY, cmd[-1], *cmd]
         command = run_as(await self._user(user), cmd)

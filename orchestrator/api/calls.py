@@ -12,7 +12,7 @@ from fastapi.routing import APIRoute
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.requests import ClientDisconnect
 
-from contract.calls import MAX_TIMEOUT_S, ToolResult
+from contract.calls import LONGEST_TIMEOUT_S, ToolResult
 from contract.errors import ErrorCode
 from orchestrator.admission import WaitNotice, report_waiting, was_not_admitted
 from orchestrator.api.access import AnyCaller, find_caller
@@ -51,7 +51,7 @@ class NewCall(BaseModel):
 
     name: str = Field(min_length=1, max_length=128)
     arguments: dict[str, Any] = Field(default_factory=dict)
-    timeout_s: float | None = Field(default=None, gt=0, le=MAX_TIMEOUT_S)
+    timeout_s: float | None = Field(default=None, gt=0, le=LONGEST_TIMEOUT_S)
     call_id: str | None = Field(default=None, pattern=r"^[A-Za-z0-9_-]{1,64}$")
 
 

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal, Self
 from fastapi import APIRouter, Header, Path, Query, Response
 from pydantic import BaseModel, Field, model_validator
 
+from contract.calls import LONGEST_TIMEOUT_S
 from contract.clock import format_instant
 from contract.errors import BrokerUnavailable, ErrorCode, ToolFailure
 from contract.json_limits import is_deeper
@@ -62,7 +63,7 @@ class NewRun(SandboxOptions):
     restore: str | None = Field(default=None, min_length=1, max_length=64)
     network: Literal["none", "egress"] | None = None
     max_iterations: int | None = Field(default=None, ge=1, le=10_000)
-    tool_timeout_s: float | None = Field(default=None, gt=0, le=600)
+    tool_timeout_s: float | None = Field(default=None, gt=0, le=LONGEST_TIMEOUT_S)
     max_wall_s: float | None = Field(default=None, gt=0, le=30 * 86_400)
     max_tokens: int | None = Field(default=None, ge=1, le=2**53)
     metadata: dict[str, str] = Field(default_factory=dict, max_length=16)

@@ -76,7 +76,7 @@ class NewSession(SandboxOptions):
 
 class SessionView(SandboxOptions):
     """An open session with the sizes and the user of its sandbox. `hosts`: the hosts that the session can reach with
-    network egress.
+    network egress. `timeout_s`: the largest limit of a call.
 
     `sandbox`: the id of its container, "" while the id is not known.
     """
@@ -89,6 +89,7 @@ class SessionView(SandboxOptions):
     hosts: list[str]
     sandbox: str
     generation: int
+    timeout_s: float
 
 
 class SessionRow(BaseModel):
@@ -276,5 +277,6 @@ def view_session(info: SessionInfo) -> SessionView:
         hosts=list(info.hosts),
         sandbox=sandbox.id if sandbox is not None else "",
         generation=sandbox.generation if sandbox is not None else 1,
+        timeout_s=info.timeout_s,
         **info.options.model_dump(),
     )

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from contract.calls import MAX_NAME_CHARS, MAX_TIMEOUT_S
+from contract.calls import LONGEST_TIMEOUT_S, MAX_NAME_CHARS, MAX_TIMEOUT_S
 from contract.sandboxes import SandboxOptions, pick_options
 from orchestrator.dialects.profiles import ProfileName
 from store.batches import (
@@ -66,7 +66,7 @@ class LimitFields(Shape):
     """Limits of a run."""
 
     max_iterations: int | None = Field(default=None, ge=1)
-    tool_timeout_s: float | None = Field(default=None, gt=0, le=MAX_TIMEOUT_S)
+    tool_timeout_s: float | None = Field(default=None, gt=0, le=LONGEST_TIMEOUT_S)
     max_wall_s: float | None = Field(default=None, gt=0)
     max_tokens: int | None = Field(default=None, gt=0)
     max_cost: float | None = Field(default=None, gt=0)
@@ -177,7 +177,7 @@ class CallFields(EnvironmentFields):
 
     name: _Name
     arguments: dict[str, Json] = {}
-    timeout_s: float | None = Field(default=None, gt=0, le=MAX_TIMEOUT_S)
+    timeout_s: float | None = Field(default=None, gt=0, le=LONGEST_TIMEOUT_S)
 
     def to_work(self) -> CallBody:
         """Return the tool call."""
@@ -196,7 +196,7 @@ class ShortCall(EnvironmentFields):
     id: _Id
     tool: _Name
     arguments: dict[str, Json] = {}
-    timeout_s: float | None = Field(default=None, gt=0, le=MAX_TIMEOUT_S)
+    timeout_s: float | None = Field(default=None, gt=0, le=LONGEST_TIMEOUT_S)
 
     def to_work(self) -> CallBody:
         """Return the tool call."""

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from contract.calls import MAX_TIMEOUT_S, ToolResult
+from contract.calls import LONGEST_TIMEOUT_S, ToolResult
 from contract.errors import ConfigError, ErrorCode, ToolFailure
 from orchestrator.cli.runner import (
     EXIT_COMMAND,
@@ -41,7 +41,7 @@ def call(
         typer.Option("--session", help="An open session to run the call in. Default: a new session for this call."),
     ] = None,
     timeout: Annotated[
-        float | None, typer.Option("--timeout", min=0.001, max=MAX_TIMEOUT_S, help="Seconds the call may run.")
+        float | None, typer.Option("--timeout", min=0.001, max=LONGEST_TIMEOUT_S, help="Seconds the call may run.")
     ] = None,
     live: Annotated[
         bool | None,

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from contract.calls import MAX_TIMEOUT_S, ExecResult
+from contract.calls import LONGEST_TIMEOUT_S, ExecResult
 from contract.clock import format_instant
 from contract.errors import ConfigError, ErrorCode, OperatorError, ToolFailure
 from contract.session_locations import DEFAULT_TTL_S, MAX_FORKS, MAX_TTL_S
@@ -132,7 +132,7 @@ def sessions_exec(
     ],
     cwd: Annotated[str | None, typer.Option("--cwd", "-w", help="The folder to run the program in.")] = None,
     timeout: Annotated[
-        float, typer.Option("--timeout", min=0.001, max=MAX_TIMEOUT_S, help="Seconds the program may run.")
+        float, typer.Option("--timeout", min=0.001, max=LONGEST_TIMEOUT_S, help="Seconds the program may run.")
     ] = 30,
     stdin: Annotated[
         bool, typer.Option("--stdin", "-i", help="Read stdin to its end and pass it to the program.")

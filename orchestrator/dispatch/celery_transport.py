@@ -6,6 +6,7 @@ in its queue without a record.
 """
 
 import asyncio
+import math
 import os
 import socket
 from collections.abc import Mapping
@@ -19,7 +20,7 @@ from kombu import Connection
 from kombu.serialization import dumps
 from kombu.utils.json import dumps as to_json
 
-from contract.calls import POOL_GRACE_S
+from contract.calls import MAX_TIMEOUT_S, POOL_GRACE_S
 from contract.envelope import join_result, kept_result_key, stored_answer
 from contract.errors import BrokerUnavailable, ErrorCode
 from contract.hosts import HOST_LOST_TYPE
@@ -197,6 +198,7 @@ def build_call_message(attempt: Attempt, task_id: str, deployment: str) -> CallM
         session=attempt.request.session if attempt.fence is not None else None,
         fence=attempt.fence,
         slot=attempt.slot,
+        extra_s=max(0, math.ceil(attempt.request.context.timeout_s - MAX_TIMEOUT_S)),
     )
 
 

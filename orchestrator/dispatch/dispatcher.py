@@ -9,13 +9,13 @@ from typing import Any, Protocol
 
 from pydantic import ValidationError
 
-from contract.calls import ToolCall, ToolContext, ToolResult
+from contract.calls import LONGEST_TIMEOUT_S, MAX_TIMEOUT_S, ToolCall, ToolContext, ToolResult
 from contract.errors import ConfigError, ErrorCode, OperatorError, ToolFailure
 from contract.schema import is_quick, prepare_arguments
 from contract.session_locations import SessionLocation
 from contract.signing import SigningKeys
 from contract.specs import ToolSpec
-from contract.tenancy import SKILL_TOOL
+from contract.tenancy import LONG_TOOLS, SKILL_TOOL, TenantPolicy
 from orchestrator.dispatch.delivery import RESEND_S, Delivery, Pool
 from orchestrator.dispatch.placement import HostCapacity
 from orchestrator.dispatch.request import Request
@@ -257,7 +257,7 @@ class Dispatcher:
             session=request.session,
             sent_at=sent_at,
             deadline_at=sent_at + self._queue_wait_s,
-            timeout_s=effective_limit(spec, arguments, request),
+            timeout_s=await self._check_limit(effective_limit(spec, arguments, request), request, policy),
             blob=request.blob,
             model=request.model,
             config=dict(request.config),
@@ -269,6 +269,23 @@ class Dispatcher:
             skill_run = {"name": spec.name, "action": "run", "args": arguments}
             skill_arguments, _ = prepare_arguments(request.spec, skill_run)
             request.worker_call = ToolCall(id=call.id, name=SKILL_TOOL, arguments=skill_arguments)
+
+    async def _check_limit(self, limit_s: float, request: Request, policy: TenantPolicy) -> float:
+        """Return the limit of the call within what the session's class allows. Raises ToolFailure when the caller
+        itself asked for more.
+        """
+        if limit_s <= MAX_TIMEOUT_S or request.session is None or self._locator is None:
+            return limit_s
+        facts = await self._locator.facts(request.tenant, request.session)
+        if facts is None or limit_s <= (most := float(facts.get("timeout_s", MAX_TIMEOUT_S))):
+            return limit_s  # without facts, the session's host checks the limit
+        if request.timeout_s is None:
+            return most
+        raise ToolFailure(
+            ErrorCode.INVALID_ARGUMENTS,
+            f"{request.call.name} may run {most:g} s at most in sessions of class '{policy.sandbox.tenant_class}', not "
+            f"{limit_s:g} s: ask for less, or ask the operator to raise `timeout_s` in `largest` of the class",
+        )
 
     async def _close_session(self, request: Request) -> ToolResult:
         tenant, session = request.tenant, str(request.session)
@@ -332,9 +349,11 @@ def effective_limit(spec: ToolSpec, arguments: Mapping[str, Any], request: Reque
     """Return the number of seconds that the call may run. The request or its `timeout` argument sets it, otherwise
     the tool's default; the tool's maximum limits it.
     """
+    can_be_long = spec.name in LONG_TOOLS or spec.is_installed_skill
+    most_s = LONGEST_TIMEOUT_S if can_be_long and spec.max_timeout_s == MAX_TIMEOUT_S else spec.max_timeout_s
     limit_s, own = request.timeout_s, arguments.get("timeout")
     if limit_s is None and isinstance(own, int | float) and not isinstance(own, bool) and own > 0:
         limit_s = own
     if limit_s is None:
         limit_s = spec.timeout_s if spec.timeout_s is not None else request.default_timeout_s
-    return float(min(limit_s, spec.max_timeout_s))
+    return float(min(limit_s, most_s))

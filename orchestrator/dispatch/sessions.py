@@ -12,7 +12,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from contract.call_events import OUTPUT
-from contract.calls import ExecResult, SandboxInfo, ToolCall, ToolResult
+from contract.calls import MAX_TIMEOUT_S, ExecResult, SandboxInfo, ToolCall, ToolResult
 from contract.errors import OPERATOR_CODES, BrokerUnavailable, ErrorCode, OperatorError, SandboxUnavailable, ToolFailure
 from contract.names import host_of
 from contract.sandboxes import DEFAULT_OPTIONS, SandboxOptions
@@ -89,6 +89,7 @@ class WorkspaceListing:
 class SessionInfo:
     """Location and properties of a session. `network`: none, or egress, which reaches only `hosts`. `workspace`: the
     kind of its storage: image, tmpfs or folder (docs/sessions.md). `options`: sizes and user of the sandbox.
+    `timeout_s`: the largest limit of a call.
     """
 
     session: str
@@ -102,6 +103,7 @@ class SessionInfo:
     hosts: tuple[str, ...] = ()
     workspace: str = ""
     options: SandboxOptions = DEFAULT_OPTIONS
+    timeout_s: float = MAX_TIMEOUT_S
 
     def describe_network(self) -> str:
         """Return the description of this session's network for tool descriptions."""
@@ -489,8 +491,9 @@ def _info(name: str, tenant: str, facts: Mapping[str, Any], sandbox: SandboxInfo
         network=str(facts["network"]),
         hosts=_hosts(facts["hosts"]),
         workspace=str(facts["workspace"]),
-        # A host of an earlier release does not report them.
+        # A host of an earlier release does not report these.
         options=SandboxOptions.model_validate(facts.get("options", {})),
+        timeout_s=float(facts.get("timeout_s", MAX_TIMEOUT_S)),
     )
 
 

@@ -214,7 +214,7 @@ GOOD = '{"id":"a","instruction":"x"}'
         ),
         ('{"id":"a","instruction":"x","limits":{"max_iterations":"5"}}', "should be a valid integer, not '5'"),
         ('{"id":"a","instruction":"x","tools":["a",true]}', "column 42: `tools.1` should be a valid string, not true"),
-        ('{"id":"a","tool":"t","timeout_s":601}', "less than or equal to 600, not 601"),
+        ('{"id":"a","tool":"t","timeout_s":86401}', "less than or equal to 86400, not 86401"),
         ('{"id":"a","tool":"t","instruction":"x"}', "`instruction` is an unknown field"),
         ('{"id":"a","instruction":"x","workspace":".","restore":"c1"}', "remove `workspace` or `restore`"),
         (

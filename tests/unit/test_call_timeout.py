@@ -14,8 +14,8 @@ from orchestrator.cli.main import app
 @pytest.mark.parametrize(
     ("timeout", "words"),
     [
-        ("9999", "less than or equal to 600"),
-        ("600.5", "less than or equal to 600"),
+        ("99999", "less than or equal to 86400"),
+        ("86400.5", "less than or equal to 86400"),
         ("0", "greater than or equal to 0.001"),
         ("-1", "greater than or equal to 0.001"),
     ],

@@ -237,7 +237,7 @@ class TestKeysThatChange:
         lambda p: p["call"].update(unknown=1),
         lambda p: p["context"].update(unknown=1),
         lambda p: p["context"].update(tenant="a b"),
-        lambda p: p["context"].update(timeout_s=601),
+        lambda p: p["context"].update(timeout_s=86_401),
         lambda p: p["context"].update(timeout_s=0),
         lambda p: p["context"].update(timeout_s=float("nan")),
         lambda p: p["call"].update(id="a/b"),

@@ -138,6 +138,11 @@ def test_caller_limit_overrides_arguments(arguments: dict[str, Any], fields: dic
         ({"max_timeout_s": 20}, {}, None, 20),
         ({"timeout_s": 120}, {}, None, 120),
         ({"timeout_s": 5}, {}, None, 5),
+        ({"name": "grep_tool"}, {}, 7_200, 600),
+        ({"name": "skill_tool"}, {}, 7_200, 7_200),
+        ({"name": "session.exec"}, {}, 90_000, 86_400),
+        ({"is_installed_skill": True}, {"timeout": 7_200}, None, 7_200),
+        ({"is_installed_skill": True, "max_timeout_s": 900}, {}, 7_200, 900),
     ],
 )
 def test_the_limits_of_the_tool_hold(

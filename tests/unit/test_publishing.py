@@ -14,6 +14,7 @@ import redis
 import redis.asyncio
 from redis.exceptions import RedisError, ResponseError
 
+from contract.calls import LONGEST_TIMEOUT_S, MAX_TIMEOUT_S
 from contract.errors import BrokerUnavailable
 from contract.names import call_key, host_key, place_key, tenant_sessions_key
 from contract.session_locations import LOCATION_MARGIN_S
@@ -102,6 +103,17 @@ async def test_a_call_of_a_pool_needs_neither_host_nor_place(publisher: Publishe
 async def test_each_call_renews_the_location_of_its_session(publisher: Publisher, server: "redis.Redis") -> None:
     await publisher.publish(build_call_message(attempt(**IN_SESSION), "hub-task", "d"))
     assert 901 + LOCATION_MARGIN_S - 30 < server.ttl(PLACE) <= 901 + LOCATION_MARGIN_S
+
+
+async def test_a_location_lives_as_long_as_the_longest_call_of_its_session(
+    publisher: Publisher, server: "redis.Redis"
+) -> None:
+    kept_s = 901 + LOCATION_MARGIN_S + LONGEST_TIMEOUT_S - MAX_TIMEOUT_S
+    for call_id, timeout_s in (("long", LONGEST_TIMEOUT_S), ("short", 5)):
+        call = attempt(call_id, timeout_s=timeout_s, **IN_SESSION)
+        await publisher.publish(build_call_message(call, f"hub-{call_id}", "d"))
+        assert kept_s - 30 < server.ttl(PLACE) <= kept_s
+        assert server.ttl(tenant_sessions_key("d", "acme")) in (-2, server.ttl(PLACE))
 
 
 @pytest.mark.parametrize(("before", "after"), [(60, 901 + LOCATION_MARGIN_S), (50_000, 50_000)])

@@ -37,7 +37,7 @@ from workers.sandboxd.sandbox import FRAME_COST_BYTES, count_budget
         {"verb": "call", "sandbox": "a:b", "request": {"op": "cancel"}},
         {"verb": "call", "sandbox": "a:b", "request": {"op": "data"}},
         {"verb": "call", "sandbox": "a:b", "request": {"op": "exec", "timeout_s": 0}},
-        {"verb": "call", "sandbox": "a:b", "request": {"op": "exec", "timeout_s": 601}},
+        {"verb": "call", "sandbox": "a:b", "request": {"op": "exec", "timeout_s": 86_401}},
         {"verb": "call", "sandbox": "a:b", "request": {"op": "exec", "timeout_s": True}},
         {"verb": "call", "sandbox": "a:b", "request": {"op": "exec", "timeout_s": "5"}},
         {"verb": "call", "sandbox": "a:b", "request": {"op": "exec", "body_bytes": -1}},

@@ -14,12 +14,12 @@ from contract.errors import ConfigError, ErrorCode, SandboxUnavailable, ToolFail
 from contract.sandboxes import SandboxOptions
 from contract.tenancy import SandboxTerms
 from tests.fake_sandboxd import PLAN, KeptWorkspaces, build_host, open_host, running_sandboxd
-from tests.sandboxd_calls import call, frame, raw_exchange
+from tests.sandboxd_calls import EXEC, call, frame, raw_exchange
 from workers.sandboxd.plans import BYTES_PER_INODE, Plans, SandboxPlan, limits_of, load_plans
 from workers.sandboxd.sandbox import Sandbox
 from workers.sandboxd.session import Session
 from workers.sandboxd.sessions import NewSession
-from workers.settings import EgressRules, SandboxdSettings, TenantClass
+from workers.settings import EgressRules, LargestOptions, SandboxdSettings, TenantClass
 
 MIB = 1024 * 1024
 IMAGES = ("default", "python", "node", "evil")
@@ -136,7 +136,7 @@ SIZED = build_plans(
         "plain": TenantClass(),
         "ci": TenantClass(
             cpus=2.0,
-            largest=SandboxOptions(cpus=8, memory_bytes=4 * GIB, workspace_bytes=20 * GIB, pids=4096, user="root"),
+            largest=LargestOptions(cpus=8, memory_bytes=4 * GIB, workspace_bytes=20 * GIB, pids=4096, user="root"),
         ),
         "root": TenantClass(user="root"),
     }
@@ -199,11 +199,23 @@ def test_the_next_sandbox_of_a_session_keeps_its_sizes_up_to_the_largest_of_the_
     terms = SandboxTerms(tenant_class="ci")
     plan = SIZED.choose(terms, options=SandboxOptions(cpus=6, pids=1000, user="root"))
     assert SIZED.revise(terms, plan) == plan
-    lowered = build_plans({"ci": TenantClass(memory_reserve_bytes=GIB, largest=SandboxOptions(cpus=4, user="root"))})
+    lowered = build_plans({"ci": TenantClass(memory_reserve_bytes=GIB, largest=LargestOptions(cpus=4, user="root"))})
     revised = lowered.revise(terms, plan)
     assert (revised.cpus, revised.pids, revised.memory_reserve_bytes, revised.is_root) == (4, 128, GIB, True)
     with pytest.raises(ToolFailure, match="no longer run as root"):
         build_plans({"ci": TenantClass()}).revise(terms, plan)
+
+
+async def test_a_call_runs_as_long_as_the_class_of_its_session_allows(tmp_path: Path) -> None:
+    plans = build_plans({"default": TenantClass(largest=LargestOptions(timeout_s=7_200)), "plain": TenantClass()})
+    async with running_sandboxd(tmp_path, plans=plans) as daemon:
+        client, name = await daemon.open()
+        assert (await call(client, name, {**EXEC, "timeout_s": 7_200}, body=b"done")).streams == {"stdout": b"done"}
+        for tenant_class, most in (("default", 7_200), ("plain", 600)):
+            client, name = await daemon.open(tenant_class, terms=SandboxTerms(tenant_class=tenant_class))
+            with pytest.raises(ToolFailure, match=f"class '{tenant_class}' may run {most} s at most") as refused:
+                await call(client, name, {**EXEC, "timeout_s": most + 1})
+            assert refused.value.code is ErrorCode.INVALID_ARGUMENTS
 
 
 # Patterns of images

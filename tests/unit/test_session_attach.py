@@ -29,7 +29,8 @@ TOLD = {
 class House:
     """One pool, and two programs that use it."""
 
-    def __init__(self) -> None:
+    def __init__(self, facts: dict[str, Any] | None = None) -> None:
+        self.facts = {**TOLD, **(facts or {})}
         self.places = MemorySessionStore()
         self.transport = AnsweringTransport(self._answer)
         self.blobs: Any = MemoryAsyncBlobs()
@@ -51,8 +52,37 @@ class House:
         )
 
     def _answer(self, call: ToolCall, context: ToolContext) -> ToolResult:
-        metadata: dict[str, Any] = dict(TOLD) if call.name == "session.open" else {}
+        metadata: dict[str, Any] = dict(self.facts) if call.name == "session.open" else {}
         return ToolResult(call_id=call.id, name=call.name, success=True, output="hello", metadata=metadata)
+
+
+@pytest.mark.parametrize(
+    ("class_s", "tool", "own", "argument", "limit"),
+    [
+        (86_400, "bash_tool", 86_400, None, 86_400),
+        (86_400, "bash_tool", None, 7_200, 7_200),
+        (86_400, "read_tool", 7_200, None, 600),
+        (3_600, "bash_tool", 7_200, None, "class 'default'"),
+        (3_600, "bash_tool", None, 7_200, 3_600),
+        (None, "bash_tool", 601, None, "600 s at most"),
+        (None, "bash_tool", None, 601, 600),
+    ],
+)
+async def test_a_call_runs_as_long_as_the_class_of_its_session_allows(
+    class_s: float | None, tool: str, own: float | None, argument: float | None, limit: float | str
+) -> None:
+    """A model that asks for too much gets the most. A program is refused."""
+    house = House({"timeout_s": class_s} if class_s is not None else {})
+    session = await house.open()
+    arguments = {"bash_tool": {"command": "x"}, "read_tool": {"path": "x"}}[tool]
+    result = await session.call(tool, arguments | ({"timeout": argument} if argument else {}), timeout_s=own)
+    if isinstance(limit, str):
+        assert (result.error_code, limit in str(result.error)) == (ErrorCode.INVALID_ARGUMENTS, True)
+        assert house.sent() == ["session.open"]
+    else:
+        delivery = house.transport.deliveries[-1]
+        assert (delivery.request.context.timeout_s, delivery.request.wait_s > limit) == (limit, True)
+    assert (await session.info()).timeout_s == (class_s or 600)
 
 
 async def test_an_attached_session_needs_no_request_for_its_facts() -> None:

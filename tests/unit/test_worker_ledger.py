@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
+from contract.calls import LONGEST_TIMEOUT_S, MAX_TIMEOUT_S
 from contract.errors import BrokerUnavailable
 from contract.names import call_key, place_key
 from store.calls import CALL_TTL_S, CallClaim, CallRecord, CallState, WorkerCallStore, parse_record
@@ -66,6 +67,15 @@ def test_a_call_that_was_sent_starts_once_and_says_where(book: Book) -> None:
     assert record.tool == "echo"
     assert record.session == "s1"
     assert record.started_at == pytest.approx(time.time(), abs=5)
+
+
+def test_the_record_of_a_running_call_outlives_its_limit(book: Book) -> None:
+    key = call_key("d", "acme", "c1")
+    assert book.claim(timeout_s=LONGEST_TIMEOUT_S) is CallClaim.GRANTED
+    assert book.client.ttl(key) > CALL_TTL_S + LONGEST_TIMEOUT_S - MAX_TIMEOUT_S - 30
+    book.write(CallState.QUEUED)
+    book.ledger.confirm(CALL, build_context(timeout_s=LONGEST_TIMEOUT_S), HOLDER)
+    assert book.client.ttl(key) > CALL_TTL_S + LONGEST_TIMEOUT_S - MAX_TIMEOUT_S - 30
 
 
 def test_one_id_of_two_tenants_or_two_deployments_is_two_calls(book: Book) -> None:

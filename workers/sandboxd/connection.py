@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import structlog
 from pydantic import ValidationError
 
-from contract.calls import Record
+from contract.calls import LONGEST_TIMEOUT_S, Record
 from contract.errors import ErrorCode, OperatorError, ToolFailure
 from contract.sandboxes import DEFAULT_OPTIONS, SandboxOptions
 from contract.tenancy import SandboxTerms
@@ -35,7 +35,6 @@ ReadBody = Callable[[int], AsyncIterator[bytes]]
 AnswerControl = Callable[[Mapping[str, Any], ReadBody], Awaitable[tuple[dict[str, Any], bytes]]]
 """Returns the header and the body of the answer to a request that is not a call."""
 _MESSAGE_CHARS = 4096
-MAX_TIMEOUT_S = 600.0
 MAX_BODY_BYTES = 67_108_864
 _SESSION = re.compile(r"[A-Za-z0-9_-]{1,64}:[A-Za-z0-9_-]{1,64}")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
@@ -154,7 +153,7 @@ class Connection:
             raise FrameError("the body is larger than declared")
         call_id = str(frame.header.get("call", ""))
         session, sandbox = await self._sessions.use(
-            parse_text(frame.header, "sandbox"), call_id, parse_terms(frame.header)
+            parse_text(frame.header, "sandbox"), call_id, parse_terms(frame.header), request["timeout_s"]
         )
         if self._link.is_gone:
             raise ConnectionError("the worker left before its call began")
@@ -243,7 +242,7 @@ def check_request(request: object) -> dict[str, Any]:
     """
     if not isinstance(request, dict) or request.get("op") not in _OPS:
         raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, f"a call needs a request whose op is one of {', '.join(_OPS)}")
-    timeout_s = parse_number(request, "timeout_s", 30.0, MAX_TIMEOUT_S)
+    timeout_s = parse_number(request, "timeout_s", 30.0, LONGEST_TIMEOUT_S)
     size = _parse_count(request, "body_bytes")
     if size > MAX_BODY_BYTES:
         raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, f"body_bytes must be at most {MAX_BODY_BYTES}")

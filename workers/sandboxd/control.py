@@ -147,6 +147,7 @@ class ControlRequests:
             "hosts": list(rules.hosts) if rules is not None else [],
             "workspace": session.workspace.kind,
             "options": session.plan.granted().model_dump(),
+            "timeout_s": session.plan.timeout_s,
         }
 
     def _choose_fill(self, header: Mapping[str, Any]) -> Callable[[Session, Sandbox], Awaitable[None]] | None:

@@ -21,6 +21,7 @@ from typing import Any
 
 import structlog
 
+from contract.calls import LONGEST_TIMEOUT_S
 from contract.errors import SandboxUnavailable
 from store.archives.choice import open_store
 from workers.lifeline import hold_lifeline
@@ -68,7 +69,7 @@ POOL_REFILL_PER_S = 1.0
 """Starts of pool sandboxes per second. The limit leaves most of the host to calls."""
 POOL_MEMORY_FLOOR_BYTES = 1024**3
 """Minimum available memory of the host to fill the pool, in bytes."""
-SANDBOX_MAX_LIFE_S = 86_400.0
+SANDBOX_MAX_LIFE_S = 2 * LONGEST_TIMEOUT_S
 """Maximum life of a sandbox, in seconds. A sandbox then ends itself, even if sandboxd is dead. Its session gets a new
 sandbox on the same workspace.
 """

@@ -5,6 +5,7 @@ narrow it.
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
+from contract.calls import MAX_TIMEOUT_S
 from contract.errors import ConfigError, ErrorCode, ToolFailure
 from contract.image_names import (
     ImageName,
@@ -47,7 +48,7 @@ class SandboxPlan:
 
     `tenant_class`: the class whose registry logins pull the image. `image_id`: the content id of the image once it is
     known; the container is made from it, so a tag that moves does not change the image of a session. `options`: what
-    the session asked for.
+    the session asked for. `timeout_s`: the largest limit of a call.
     """
 
     image: str
@@ -60,6 +61,7 @@ class SandboxPlan:
     pids: int
     is_root: bool = False
     options: SandboxOptions = field(default=DEFAULT_OPTIONS, compare=False)
+    timeout_s: float = field(default=MAX_TIMEOUT_S, compare=False)
     tenant_class: str = field(default=DEFAULT, compare=False)
     image_id: str | None = field(default=None, compare=False)
 
@@ -296,6 +298,7 @@ class Plans:
             cpus=granted.cpus or SandboxLimits.cpus,
             pids=granted.pids or SandboxLimits.pids,
             is_root=granted.user == "root",
+            timeout_s=granted.largest.timeout_s,
             tenant_class=tenant_class,
         )
 

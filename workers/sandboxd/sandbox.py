@@ -28,6 +28,10 @@ GUEST_GRACE_S = 2.0
 """Time after a call's limit in which the guest may still answer, in seconds. After it the container is removed."""
 SLOW_WORKER_GRACE_S = 15.0
 """Additional seconds for an answer that waits behind output which a worker reads slowly."""
+LIFE_MARGIN_S = 60.0
+"""Time between the limit of a call and the maximum life of its sandbox, for the start of both clocks and the end of the
+call.
+"""
 BODY_TIMEOUT_S = 60.0
 """Time in seconds in which the next part of a request's body must reach the guest. The call's own limit starts when
 the body is complete.
@@ -118,6 +122,7 @@ class Sandbox:
     on_removed: Callable[[], None] | None = None
     counts: "SandboxCounter | None" = None
     calls: dict[str, RunningCall] = field(init=False, default_factory=dict)
+    started_at: float = field(init=False, default_factory=time.monotonic)
     _channel: GuestChannel | None = field(init=False, default=None)
     _hello: asyncio.Future[None] = field(init=False, default_factory=lambda: asyncio.get_running_loop().create_future())
     _removal: "asyncio.Task[SandboxUnavailable | None] | None" = field(init=False, default=None)
@@ -139,6 +144,10 @@ class Sandbox:
         if self.lost:
             debug = self._channel.read_debug_text().decode("utf-8", "replace").strip()[-500:]
             raise SandboxUnavailable(f"the sandbox did not start: {self.lost}{': ' + debug if debug else ''}")
+
+    def left_s(self) -> float:
+        """Return the seconds in which a call certainly ends before the maximum life of the sandbox."""
+        return self.started_at + self.spec.life_s - LIFE_MARGIN_S - time.monotonic()
 
     def begin(self, call_id: str, request: Mapping[str, Any], budget: int, sink: Sink) -> RunningCall:
         """Register a call. The caller then sends the request and its body with `feed`, and calls `start_clock`."""

@@ -120,19 +120,29 @@ class Sessions:
         return await asyncio.shield(self._starting[session])
 
     async def use(
-        self, session: str, call_id: str | None = None, terms: SandboxTerms | None = None
+        self, session: str, call_id: str | None = None, terms: SandboxTerms | None = None, limit_s: float = 0.0
     ) -> tuple[Session, Sandbox]:
         """Return the session and its running sandbox, ready for the call `call_id`. With `call_id` None the request
         is not a call, so its result reports no loss.
 
-        `terms`: the tenant's current terms; None keeps the earlier terms. Raises ToolFailure (SESSION_NOT_FOUND,
-        CANCELLED) and SandboxUnavailable. After a loss of files one call fails, and the next call gets a new, empty
-        sandbox.
+        `terms`: the tenant's current terms; None keeps the earlier terms. `limit_s`: the limit of the call. Raises
+        ToolFailure (SESSION_NOT_FOUND, CANCELLED, INVALID_ARGUMENTS for a limit that the class does not allow) and
+        SandboxUnavailable. After a loss of files one call fails, and the next call gets a new, empty sandbox.
         """
         entry = self.find_open(session)
         entry.used_at = time.monotonic()
         if terms is not None:
             self.update_terms(entry, terms)
+        if limit_s > entry.plan.timeout_s:
+            raise ToolFailure(
+                ErrorCode.INVALID_ARGUMENTS,
+                f"a call in this session of class '{entry.terms.tenant_class}' may run {entry.plan.timeout_s:g} s at "
+                f"most, not {limit_s:g} s: ask for less, or ask the operator to raise `timeout_s` in `largest` of the "
+                "class",
+            )
+        if entry.is_ready and entry.sandbox is not None and entry.sandbox.left_s() < limit_s:
+            # Its maximum life would end the call. A busy session keeps its sandbox, and its calls report the loss.
+            await self.suspender.give_up(entry, must_be_idle=False)
         if not entry.is_ready or entry.unreported_loss is not None:
             await self._wait_ready(entry, call_id)
         assert entry.sandbox is not None

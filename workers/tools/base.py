@@ -232,8 +232,8 @@ class ToolEnvironment:
         options: SandboxOptions | None = None,
         moved: Mapping[str, Any] | None = None,
     ) -> Mapping[str, Any]:
-        """Open the session's sandbox. Return `image`, `network`, `hosts`, `workspace` (its kind), `options` and
-        `start_s`.
+        """Open the session's sandbox. Return `image`, `network`, `hosts`, `workspace` (its kind), `options`,
+        `timeout_s` (the largest limit of a call) and `start_s`.
 
         `restore` is the id of a checkpoint. `workspace` is a file of the store in place of a checkpoint. `moved` is
         set when another host had the session (SandboxClient.describe_open).
@@ -256,7 +256,7 @@ class ToolEnvironment:
         )
         # A session that was already open may have no container now.
         self.sandbox = SandboxInfo.model_validate(fields["sandbox"]) if fields["sandbox"] is not None else None
-        return {name: fields[name] for name in ("image", "network", "hosts", "workspace", "options", "start_s")}
+        return {name: value for name, value in fields.items() if name not in ("ok", "sandbox")}
 
     def checkpoint(self) -> Mapping[str, Any]:
         """Save a checkpoint. Return `checkpoint` (its id), `bytes`, `sha256`, `skipped` (sockets) and `torn`."""
