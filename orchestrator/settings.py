@@ -24,8 +24,8 @@ class OrchestratorSettings(SharedSettings, LogSettings):
     api_key: SecretStr | None = None
     """An API key of a tenant: commands act for that tenant (docs/tenants.md). A tenant sets it in a shell."""
     model: str | None = None
-    """The name of the model at `OPENAI_BASE_URL`. Without that URL, `local` and `scripted` name models that toolcrew
-    ships. A batch team changes it for each experiment.
+    """The name of the model at `OPENAI_BASE_URL`, or of a model endpoint (docs/agents.md). Without that URL, `local`
+    and `scripted` name models that toolcrew ships. A batch team changes it for each experiment.
     """
     dialect: Literal["native", "tags", "json", "auto"] | None = None
     """The format in which the model writes tool calls; `auto`: the best format that the model can write

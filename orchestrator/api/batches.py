@@ -141,7 +141,6 @@ async def submit_batch(
     )
     await _check_uploads(caller, file)
     runs = _runs(caller)
-    warnings = await runs.check_tools(file, "the body")
     limits = RunLimits(
         max_iterations=options.max_iterations, max_wall_s=options.max_wall_s, max_tokens=options.max_tokens
     )
@@ -154,6 +153,8 @@ async def submit_batch(
         retries=options.retries,
         asks_people=options.ask,
     )
+    await runs.check_models(file, defaults)
+    warnings = await runs.check_tools(file, "the body")
     submission = f"{caller.identity.key_id}\0{idempotency_key}\0{options.model_dump_json()}\0{file.sha256}"
     # A submission that was interrupted continues when the client sends it again. The batch id is derived from the
     # submission, so that each item is queued only once.

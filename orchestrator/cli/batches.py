@@ -17,6 +17,7 @@ from contract.run_events import FailureKind
 from contract.webhooks import Webhook
 from orchestrator.batches.detached import check_detached
 from orchestrator.batches.lines import BatchFile, load_lines
+from orchestrator.batches.model_check import check_prices
 from orchestrator.batches.stored_files import StoredFiles
 from orchestrator.batches.transfers import find_local_workspaces, upload_workspaces
 from orchestrator.cli.batches_options import (
@@ -100,7 +101,8 @@ def submit(
         int | None, typer.Option("--max-tokens", min=1, help="Prompt and completion tokens that an item may use.")
     ] = None,
     max_cost: Annotated[
-        float | None, typer.Option("--max-cost", help="Largest cost of an item. Needs --prices.")
+        float | None,
+        typer.Option("--max-cost", help="Largest cost of an item. Needs --prices, or prices of its model endpoint."),
     ] = None,
     prices: Annotated[
         str | None, typer.Option("--prices", help="IN/OUT: the prices of a million prompt and completion tokens.")
@@ -159,6 +161,7 @@ def submit(
         for warning in [] if detach else check_models(read, defaults, settings):
             _warn(warning)
         async with open_client(tenant) as client:
+            await client.batch_runs().check_models(read, defaults)
             for warning in await client.batch_runs().check_tools(read, str(file)):
                 _warn(warning)
             if detach and find_local_workspaces(read.items):
@@ -243,6 +246,9 @@ async def _read_file(
     if is_detached:
         check_detached(read, defaults.artifacts, file.name, uploads=uploads)
     check_lines(read, defaults, is_detached=is_detached)
+    if settings.redis_url is None:
+        # An embedded stack has no model endpoints.
+        check_prices(read, defaults, None, ())
     if defaults.artifacts is not None:
         await asyncio.to_thread(prepare_artifacts, Path(defaults.artifacts))
     return read

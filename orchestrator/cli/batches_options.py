@@ -46,8 +46,6 @@ def build_defaults(
 ) -> BatchDefaults:
     """Return the defaults for lines of a batch. Raises BadParameter."""
     prompt, completion = parse_prices(limits.prices)
-    if limits.max_cost is not None and prompt is None:
-        raise typer.BadParameter("--max-cost needs --prices IN/OUT: without prices the cost is unknown")
     check_format(dialect, profile)
     return BatchDefaults(
         model=model,
@@ -98,12 +96,6 @@ def parse_webhook(url: str | None, secret: Path | None, *, is_detached: bool) ->
 
 def check_lines(file: BatchFile, defaults: BatchDefaults, *, is_detached: bool = False) -> None:
     """Raises ConfigError if lines need an option that is not set. One error now replaces one failure per item later."""
-    costly = [item for item in file.items if isinstance(item.work, RunBody) and item.work.limits.max_cost is not None]
-    if costly and defaults.prompt_price is None:
-        raise ConfigError(
-            f"{_format_subject(costly)} a max_cost, but no prices are set: give --prices IN/OUT, the prices "
-            "of a million tokens"
-        )
     items_with_artifacts = [item for item in file.items if item.environment.artifacts]
     if items_with_artifacts and defaults.artifacts is None and not is_detached:
         raise ConfigError(

@@ -14,6 +14,7 @@ from contract.run_events import RunEvent
 from orchestrator.batches.displays import Display, Watched
 from orchestrator.batches.event_files import BatchEventFile
 from orchestrator.batches.lines import BatchFile
+from orchestrator.batches.model_check import check_prices, models_of
 from orchestrator.batches.progress import BatchProgress
 from orchestrator.batches.row_files import RowFiles
 from orchestrator.batches.summary import Summary
@@ -22,6 +23,7 @@ from orchestrator.dialects.model import Model
 from orchestrator.dispatch.pool_connection import PoolConnection
 from orchestrator.models.choice import ChosenModel
 from orchestrator.runs.batches import DEFAULT_CONCURRENCY, Batches, run_id
+from orchestrator.runs.endpoints import refuse_model
 from orchestrator.runs.follower import ROWS_AT_ONCE, Follower
 from orchestrator.runs.item_work import ItemWork
 from orchestrator.runs.models import Models
@@ -29,7 +31,15 @@ from orchestrator.runs.run_parts import RunParts
 from orchestrator.runs.runner import Runner
 from orchestrator.settings import OrchestratorSettings
 from orchestrator.traces.opening import Traces
-from store.batches import BatchEventReader, BatchEventWriter, BatchRecord, ItemOutcome, build_recalled_end
+from store.batches import (
+    BatchDefaults,
+    BatchEventReader,
+    BatchEventWriter,
+    BatchRecord,
+    ItemOutcome,
+    build_recalled_end,
+)
+from store.model_endpoints import ModelEndpoints, StoredEndpoint
 from store.runs import RunQueue
 from store.tasks import retry_until_available
 
@@ -105,6 +115,24 @@ class BatchRuns:
         self.queue = RunQueue(pool.redis, settings.deployment, pool.keys)
         self._writer = BatchEventWriter(pool.redis, settings.deployment)
         self.batches = Batches(self.queue, self._writer, tenant)
+
+    async def check_models(self, file: BatchFile, defaults: BatchDefaults) -> None:
+        """Check the models of a file. Call this method before `batches.submit`.
+
+        Raises ToolFailure(PERMISSION_DENIED): the tenant's policy does not allow a model. Raises
+        ToolFailure(INVALID_ARGUMENTS): a line has a max_cost, and its model no prices.
+        """
+        policy = await self._pool.tenants.policy(self.tenant)
+        for name in sorted(models_of(file, defaults)):
+            if not policy.allows_model(name):
+                raise refuse_model(self.tenant, name)
+        endpoints = await ModelEndpoints(self._pool.redis, self._settings.deployment, self._pool.keys).of(self.tenant)
+        priced = {
+            name
+            for name, stored in endpoints.items()
+            if isinstance(stored, StoredEndpoint) and stored.endpoint.prices is not None
+        }
+        check_prices(file, defaults, self._settings.model, priced)
 
     async def check_tools(self, file: BatchFile, name: str) -> list[str]:
         """Check the tools that a file names, and the arguments of its calls. Call this method before

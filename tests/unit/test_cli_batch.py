@@ -78,7 +78,6 @@ def row(number: int, batch: str, kind: str | None = None) -> str:
         (("--output", "o.jsonl", "--prices", "cheap"), "--prices is not IN/OUT"),
         (("--output", "o.jsonl", "--prices=-1/2"), "each at least 0"),
         (("--output", "o.jsonl", "--prices", "nan/inf"), "each at least 0"),
-        (("--output", "o.jsonl", "--max-cost", "1"), "--max-cost needs --prices"),
         (("--output", "o.jsonl", "--max-wall", "0"), "--max-wall is 0: give a number above 0"),
         (("--detach", "--webhook", "https://example.org/ended"), "--webhook-secret"),
         (("--output", "o.jsonl", "--webhook", "https://example.org/", "--webhook-secret", "s"), "needs --detach"),
@@ -109,7 +108,7 @@ def test_an_id_that_is_none_leaves_no_file_behind(toolcrew: Toolcrew, lines: Pat
     ("line", "sentence"),
     [
         ({"artifacts": ["out/**"]}, "line 1 names artifacts"),
-        ({"limits": {"max_cost": 1}}, "line 1 names a max_cost"),
+        ({"limits": {"max_cost": 1}}, "line 1 has a max_cost"),
     ],
 )
 def test_what_lines_ask_for_and_no_flag_gives_is_reported_at_once(

@@ -11,10 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import redis.asyncio
 
-from orchestrator.operations.doctor_links import examine_model, examine_pages, examine_tracing
+from contract.model_endpoints import ModelEndpoint
+from orchestrator.operations.doctor_links import examine_model, examine_model_endpoints, examine_pages, examine_tracing
 from orchestrator.operations.findings import Finding, Report
 from orchestrator.settings import OrchestratorSettings
+from store.model_endpoints import ModelEndpoints
+from store.secrets import SecretStore
+from tests.builders import KEY
 from tests.stack import free_port
 
 
@@ -124,6 +129,28 @@ async def test_the_models_key_is_not_shown_to_where_its_endpoint_sends_us() -> N
 
     assert asked == []
     assert len(report.findings) == 1
+
+
+async def test_every_configured_endpoint_has_a_row(client: "redis.asyncio.Redis") -> None:
+    report, endpoints = Report(), ModelEndpoints(client, "d", KEY)
+    await SecretStore(client, "d", KEY).set(None, "MODEL_KEY", "key-of-the-model")
+    with answering(200, LISTED) as (url, asked):
+        served = ModelEndpoint(base_url=f"{url}/v1", model="m1", secret="MODEL_KEY")
+        await endpoints.set("a", served)
+        await endpoints.set("b", served.model_copy(update={"base_url": f"http://127.0.0.1:{free_port()}/v1"}))
+        await endpoints.set("c", served.model_copy(update={"secret": "GONE"}), "acme")
+        await examine_model_endpoints(client, "d", KEY, report)
+
+    assert asked == ["/v1/models Bearer key-of-the-model"]
+    rows = {found.name: (found.is_good, found.text) for found in report.findings}
+    assert {name: is_good for name, (is_good, _) in rows.items()} == {
+        "model a": True,
+        "model acme/c": False,
+        "model b": False,
+    }
+    assert "does not answer" in rows["model b"][1]
+    assert "GONE does not exist" in rows["model acme/c"][1]
+    assert "key-of-the-model" not in json.dumps(report.to_json())
 
 
 async def test_a_login_in_the_endpoints_url_is_not_reported() -> None:
