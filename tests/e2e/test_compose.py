@@ -111,6 +111,7 @@ class ComposeStack:
             "TOOLCREW_FLOWER_PORT": str(self.flower_port),
             "TOOLCREW_API_PORT": str(self.api_port),
             "TOOLCREW_HEALTH_INTERVAL": "10s",
+            "TOOLCREW_TENANT_CLASSES": '{"default":{"largest":{"user":"root"}}}',
         }
         host = os.environ.get("DOCKER_HOST", "")
         if host.startswith("unix://"):
@@ -312,18 +313,26 @@ def find_processes(sandbox: str) -> list[int]:
     return list(map(int, Cgroups().file(sandbox, "pids", "cgroup.procs").read_text(encoding="ascii").split()))
 
 
-def test_a_workspace_survives_its_sandbox_and_sandboxd(composed: ComposeStack) -> None:
+def test_files_survive_their_sandbox_and_sandboxd(composed: ComposeStack) -> None:
+    """Also those that root inside has changed in the image's file system."""
     with composed.open_client() as client:
-        session = client.post("/v1/sessions", json={}).json()["id"]
+        files = {
+            client.post("/v1/sessions", json={"user": user}).json()["id"]: file
+            for user, file in (("sandbox", "/workspace/file"), ("root", "/etc/file"))
+        }
 
-        def call(command: str) -> str:
+        def call(session: str, command: str) -> str:
             body = {"name": "bash_tool", "arguments": {"command": command}}
             return str(client.post(f"/v1/sessions/{session}/calls", json=body).json().get("output", "")).strip()
 
-        assert call("echo kept > /workspace/file && cat /workspace/file") == "kept"
+        def are_kept() -> bool:
+            return [call(session, f"cat {file}") for session, file in files.items()] == ["kept", "kept"]
+
+        for session, file in files.items():
+            assert call(session, f"echo kept > {file} && cat {file}") == "kept"
         for process in {process for sandbox in composed.list_sandboxes() for process in find_processes(sandbox)}:
             os.kill(process, signal.SIGKILL)
-        wait_until(lambda: call("cat /workspace/file") == "kept", ANSWER_S, composed.tell)
+        wait_until(are_kept, ANSWER_S, composed.tell)
 
         earlier, (container,) = composed.list_sandboxes(), composed.list_left("container", "sandboxd")
         assert earlier
@@ -331,12 +340,12 @@ def test_a_workspace_survives_its_sandbox_and_sandboxd(composed: ComposeStack) -
         os.kill(int(run_well(["docker", "inspect", "--format", "{{.State.Pid}}", container])), signal.SIGKILL)
         restarts = ["docker", "inspect", "--format", "{{.RestartCount}} {{.State.Health.Status}}", container]
         wait_until(lambda: run_well(restarts).split() == ["1", "healthy"], ANSWER_S, composed.tell)
-        wait_until(lambda: call("cat /workspace/file") == "kept", ANSWER_S, composed.tell)
+        wait_until(are_kept, ANSWER_S, composed.tell)
         assert not earlier & composed.list_sandboxes()
         assert not any(Cgroups().exists(sandbox) for sandbox in earlier)
         mounts = Path("/proc/self/mountinfo").read_text(encoding="utf-8")
         assert not [line for line in mounts.splitlines() if composed.name in line or " toolcrew " in line]
-        assert client.delete(f"/v1/sessions/{session}").status_code == 204
+        assert {client.delete(f"/v1/sessions/{session}").status_code for session in files} == {204}
 
 
 def test_the_services_log_lines_of_json_and_nothing_else(composed: ComposeStack) -> None:
