@@ -133,10 +133,18 @@ class ModelAsked(RunEvent):
 _TRACE_ONLY = ("kept", "new_messages", "new_tools", "extra")
 
 
+class ReplyTokens(Record):
+    """Tokens of a request and its reply, as the endpoint gave them. A list is empty if the endpoint did not give it."""
+
+    prompt_token_ids: tuple[int, ...] = ()
+    completion_token_ids: tuple[int, ...] = ()
+    logprobs: tuple[float, ...] = ()
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelAnswered(RunEvent):
     """A reply was read to its end, or was interrupted. `model_s`: seconds since the request, without the calls that ran
-    during the reply.
+    during the reply. `tokens` None: the endpoint gave none.
     """
 
     step: int
@@ -144,6 +152,13 @@ class ModelAnswered(RunEvent):
     finish_reason: str | None
     usage: Usage
     model_s: float
+    tokens: ReplyTokens | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        return {name: value for name, value in super().to_json().items() if name != "tokens"}
+
+    def to_trace(self) -> dict[str, Any]:
+        return super().to_json() if self.tokens is not None else self.to_json()
 
 
 @dataclass(frozen=True, kw_only=True)

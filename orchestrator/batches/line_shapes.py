@@ -36,6 +36,7 @@ _Roles = Literal["system", "developer", "user", "assistant", "tool"]
 
 
 MAX_SAMPLES = 1000
+_READABLE = ("/workspace/", "/output/", "/tmp/")  # folders of a sandbox
 
 
 class InvalidField(Exception):
@@ -83,12 +84,14 @@ class GraderFields(SandboxOptions, Shape):
     timeout_s: float = Field(default=MAX_TIMEOUT_S, gt=0, le=MAX_TIMEOUT_S)
 
     def to_grader(self) -> Grader:
-        """Return the grader. Raises InvalidField: the reward file would be among the artifacts."""
+        """Return the grader. Raises InvalidField: the reward file would be among the artifacts, or cannot be read."""
         reward_file = self.reward_file and os.path.normpath(os.path.join("/workspace", self.reward_file))
         if reward_file is not None and f"{reward_file}/".startswith(f"{ARTIFACTS_FOLDER}/"):
             raise InvalidField(
                 ("grader", "reward_file"), f"the artifacts are in {ARTIFACTS_FOLDER}: let the grader write another file"
             )
+        if reward_file is not None and not reward_file.startswith(_READABLE):
+            raise InvalidField(("grader", "reward_file"), "a reward is read only below /workspace, /output or /tmp")
         return Grader(
             command=self.command,
             files=self.files,
@@ -150,6 +153,7 @@ class RunFields(EnvironmentFields):
     profile: ProfileName | None = None
     tools: list[_Name] | None = None
     limits: LimitFields = LimitFields()
+    sampling: dict[str, Json] = {}
 
     def to_work(self) -> RunBody:
         """Return the run. Raises Unfit: a field cannot be accepted."""
@@ -161,6 +165,11 @@ class RunFields(EnvironmentFields):
             )
         for number, message in enumerate(self.history):
             _check_message(message, ("history", number))
+        for name in self.sampling:
+            if name not in _RUN_SAMPLING:
+                raise InvalidField(
+                    ("sampling", name[:64]), f"`{name[:64]}` is no sampling field: use {', '.join(_RUN_SAMPLING)}"
+                )
         return RunBody(
             instruction=self.instruction or self.input or "",
             history=tuple(self.history),
@@ -169,6 +178,7 @@ class RunFields(EnvironmentFields):
             profile=self.profile,
             tools=None if self.tools is None else tuple(self.tools),
             limits=_limits(self.limits),
+            sampling=self.sampling,
         )
 
 
@@ -279,6 +289,8 @@ _SAMPLING = (
     ),
     *("logit_bias", "response_format", "reasoning_effort", "user"),
 )
+_RUN_SAMPLING = (*_SAMPLING, "top_k", "min_p", "logprobs", "top_logprobs", "return_token_ids")
+"""Fields that every request of a run may have. The last three ask for the tokens of rollout records."""
 _NO_LIMITS, _ONE_STEP = RunLimits(), RunLimits(max_iterations=1)
 
 Fields = RunFields | CallFields | ShortCall | ChatFields

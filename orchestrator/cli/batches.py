@@ -29,6 +29,7 @@ from orchestrator.cli.batches_options import (
     parse_webhook,
     prepare_artifacts,
 )
+from orchestrator.cli.batches_rollouts import batches_rollouts
 from orchestrator.cli.batches_shift import BatchInterrupts, build_row_place, find_rows, work_batch
 from orchestrator.cli.batches_views import (
     BatchId,
@@ -227,6 +228,7 @@ def cancel(batch: BatchId, tenant: Tenant = None, as_json: Json = False) -> None
 batches_app.command("list")(batches_list)
 batches_app.command("show")(batches_show)
 batches_app.command("export")(batches_export)
+batches_app.command("rollouts")(batches_rollouts)
 
 
 async def _read_file(

@@ -39,6 +39,7 @@ from orchestrator.dialects.fences import find_command
 from orchestrator.dialects.model import Message, Model, ModelRequest, Usage
 from orchestrator.dialects.profiles import SHELL_TOOL, STANDARD, ModelProfile
 from orchestrator.dialects.thinking import strip_thinking
+from orchestrator.dialects.tokens import TokenCollector
 from orchestrator.loop.call_runner import CallRunner, Observed, Requested, RunCall, build_interrupted_results
 from orchestrator.loop.context_window import ContextWindow
 from orchestrator.loop.limits import ReActOptions, Spending, StopReason
@@ -136,6 +137,7 @@ class _Reply:
     malformed: int = 0
     tools_s: float = 0.0
     requested_at: float = field(default_factory=time.monotonic)
+    tokens: TokenCollector = field(default_factory=TokenCollector)
 
     def finish(self) -> ReplyEnd:
         """Return the end of the reply, also when it stops in the middle: calls that were partly read count as
@@ -371,6 +373,7 @@ class _Run:
         async with ReadAhead(self._agent.model.stream(request)) as chunks:
             try:
                 async for chunk in chunks:
+                    reply.tokens.feed(chunk)
                     if events := reader.feed(chunk):
                         await self._handle(events, reply, displayed)
             except (ModelInterrupted, ContextWindowExceeded) as error:
@@ -443,6 +446,7 @@ class _Run:
                 finish_reason=end.finish_reason,
                 usage=end.usage,
                 model_s=model_s,
+                tokens=reply.tokens.build(),
             )
         )
 

@@ -52,7 +52,9 @@ def split_reply(reply: Any) -> Iterator[Chunk] | None:
 
 
 def _split(reply: dict[str, Any], choice: dict[str, Any], message: dict[str, Any]) -> Iterator[Chunk]:
-    head = {key: reply[key] for key in ("id", "model", "created") if key in reply} | {"object": "chat.completion.chunk"}
+    head = {key: reply[key] for key in ("id", "model", "created", "prompt_token_ids") if key in reply} | {
+        "object": "chat.completion.chunk"
+    }
     delta = dict(message)
     calls = message.get("tool_calls")
     if isinstance(calls, list):
@@ -60,7 +62,8 @@ def _split(reply: dict[str, Any], choice: dict[str, Any], message: dict[str, Any
         delta["tool_calls"] = [
             {**call, "index": position} for position, call in enumerate(calls) if isinstance(call, dict)
         ]
-    yield normalize({**head, "choices": [{"index": 0, "delta": delta, "finish_reason": None}]})
+    tokens = {key: choice[key] for key in ("logprobs", "token_ids") if choice.get(key) is not None}
+    yield normalize({**head, "choices": [{"index": 0, "delta": delta, "finish_reason": None, **tokens}]})
     # The reply is complete even without a finish_reason, because it is one JSON value.
     yield {**head, "choices": [{"index": 0, "delta": {}, "finish_reason": choice.get("finish_reason")}]}
     if reply.get("usage"):

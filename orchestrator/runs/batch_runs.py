@@ -35,12 +35,13 @@ from store.batches import (
     BatchDefaults,
     BatchEventReader,
     BatchEventWriter,
+    BatchItem,
     BatchRecord,
     ItemOutcome,
     build_recalled_end,
 )
 from store.model_endpoints import ModelEndpoints, StoredEndpoint
-from store.runs import RunQueue
+from store.runs import RunQueue, RunRecord
 from store.tasks import retry_until_available
 
 OpenDisplay = Callable[[Watched], Display]
@@ -205,24 +206,28 @@ class BatchRuns:
         return recalled
 
     async def outcomes(self, batch: str) -> AsyncIterator[ItemOutcome]:
-        """Yield the outcomes of all items that have ended, in the order of their ends.
+        """Yield the outcomes of all items that have ended, in the order of their ends."""
+        async for _, outcome in self.ended(batch):
+            yield outcome
+
+    async def ended(self, batch: str) -> AsyncIterator[tuple[BatchItem, ItemOutcome]]:
+        """Yield all items that have ended with their outcomes, in the order of their ends.
 
         Waits while Redis does not answer, so that a client with half of the outcomes need not start again.
         """
         after = 0
         while True:
-            after, outcomes = await retry_until_available(partial(self._outcomes_after, batch, after))
+            after, records = await retry_until_available(partial(self._ended_after, batch, after))
             if not after:
                 return
-            for outcome in outcomes:
-                yield outcome
+            for record in records:
+                if record is not None and record.outcome is not None:
+                    yield record.item, record.outcome
 
-    async def _outcomes_after(self, batch: str, after: int) -> tuple[int, list[ItemOutcome]]:
-        """Return a page of outcomes and the number of its last outcome; 0 if there are no more."""
+    async def _ended_after(self, batch: str, after: int) -> tuple[int, list[RunRecord | None]]:
+        """Return a page of ended runs and the number of its last run; 0 if there are no more."""
         ended = await self.queue.ended(self.tenant, batch, after, ROWS_AT_ONCE)
-        records = await self.queue.runs([(self.tenant, run) for _, run in ended])
-        outcomes = [record.outcome for record in records if record is not None and record.outcome is not None]
-        return ended[-1][0] if ended else 0, outcomes
+        return ended[-1][0] if ended else 0, await self.queue.runs([(self.tenant, run) for _, run in ended])
 
     async def write_rows(self, batch: str, rows: RowFiles) -> int:
         """Write the rows of all items that have ended. Return the number of new rows. Raises RowsNotWritten."""

@@ -72,7 +72,9 @@ def judge_call(result: ToolResult) -> Failure | None:
     if result.success:
         return None
     code = result.error_code or ErrorCode.INTERNAL
-    is_ours = code in OPERATOR_CODES or code in _BUSY_CODES
+    # The time to start was over before a worker took the call.
+    has_not_begun = code is ErrorCode.TIMEOUT and result.sandbox is None and not result.clocks.run_s
+    is_ours = code in OPERATOR_CODES or code in _BUSY_CODES or has_not_begun
     kind = FailureKind.INFRASTRUCTURE if is_ours else FailureKind.TOOL
     return Failure(kind=kind, code=code.value, message=result.error or "the call failed")
 

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from contract.calls import ToolResult
-from contract.run_events import Warned
+from contract.run_events import ReplyTokens, Warned
 from contract.traceparent import trace_id_of
 from orchestrator.dialects.thinking import THINK, THINK_END, strip_thinking
 from orchestrator.traces.atif_schema import (
@@ -89,7 +89,11 @@ def _agent_step(trace: Trace, step: TraceStep) -> dict[str, Any]:
     message, thought = split_thinking(reply.message if reply else {})
     fields: dict[str, Any] = {"source": "agent", "message": message, "extra": {"step": step.number}}
     if reply is not None:
+        tokens = reply.tokens or ReplyTokens()
         metrics = AtifMetrics(
+            prompt_token_ids=list(tokens.prompt_token_ids) or None,
+            completion_token_ids=list(tokens.completion_token_ids) or None,
+            logprobs=list(tokens.logprobs) or None,
             prompt_tokens=reply.usage.prompt_tokens,
             completion_tokens=reply.usage.completion_tokens,
             cached_tokens=reply.usage.cached_tokens,

@@ -334,6 +334,7 @@ def test_a_line_with_samples_is_an_item_for_each_sample(tmp_path: Path) -> None:
         ([{"id": "q", "instruction": "x", "grader": {**GRADER, "artifacts": ["../x"]}}], "'..'"),
         ([{"id": "q", "instruction": "x", "grader": {**GRADER, "reward_file": "/output/artifacts/r"}}], "artifacts"),
         ([{"id": "q", "instruction": "x", "grader": {**GRADER, "reward_file": "../output/artifacts"}}], "artifacts"),
+        ([{"id": "q", "instruction": "x", "grader": {**GRADER, "reward_file": "/root/reward"}}], "/workspace"),
         ([{"id": "q", "instruction": "x", "grader": {**GRADER, "timeout_s": 601}}], "600"),
     ],
 )

@@ -69,9 +69,16 @@ def test_every_way_in_which_a_call_fails_is_the_tools_or_the_infrastructures(cod
         "CONFIG_MISSING",
         "INTERNAL",
     }
-    busy = {"RATE_LIMITED", "QUOTA_EXCEEDED", "SESSION_NOT_FOUND"}
+    busy = {"RATE_LIMITED", "QUOTA_EXCEEDED", "SESSION_NOT_FOUND", "SESSION_BUSY", "TIMEOUT"}
     assert (failure.kind is FailureKind.INFRASTRUCTURE) == (code.value in ours | busy)
     assert (failure.code, failure.message) == (code.value, "no")
+
+
+def test_a_call_that_ran_into_its_limit_is_the_tools_failure() -> None:
+    result = ToolResult.failed(build_call(), ErrorCode.TIMEOUT, "no").model_copy(update={"clocks": Clocks(run_s=1)})
+    failure = judge_call(result)
+    assert failure is not None
+    assert failure.kind is FailureKind.TOOL
 
 
 def test_a_successful_call_is_no_failure() -> None:

@@ -1,0 +1,71 @@
+"""`toolcrew batches rollouts`: write the rollout records of a batch."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+
+from contract.errors import ConfigError
+from orchestrator.batches.rollouts import build_rollouts, write_jsonl, write_parquet
+from orchestrator.cli.batches_views import BatchId
+from orchestrator.cli.runner import Json, Tenant, open_pool_client, run_work
+from orchestrator.settings import load_settings
+from orchestrator.terminal.output import escape_controls
+from orchestrator.traces.reading import find_attempts, load_trace
+from store.batches import BatchItem, ItemOutcome, RunBody
+
+
+def batches_rollouts(
+    batch: BatchId,
+    output: Annotated[Path, typer.Option("--output", help="The file to write.")],
+    file_format: Annotated[
+        Literal["jsonl", "parquet"],
+        typer.Option("--format", help="jsonl: a JSON object per line; parquet: needs toolcrew[parquet]."),
+    ] = "jsonl",
+    tenant: Tenant = None,
+    as_json: Json = False,
+) -> None:
+    """Write a record for each request to the model, with its tokens and the reward of its item, for training.
+
+    Reads the traces of the batch on this machine (TOOLCREW_TRACES).
+    """
+
+    async def work() -> tuple[int, int]:
+        async with open_pool_client(tenant) as client:
+            runs, missing = client.batch_runs(), list[str]()
+            await runs.batches.status(batch)
+            ended = [(item, outcome) async for item, outcome in runs.ended(batch) if isinstance(item.work, RunBody)]
+            write = write_jsonl if file_format == "jsonl" else write_parquet
+            try:
+                count = write(output, _read_records(ended, runs.tenant, missing))
+            except OSError as error:
+                raise ConfigError(
+                    f"{output} cannot be written ({error.strerror or error}): give another path"
+                ) from error
+            return count, len(missing)
+
+    count, missing = run_work(work(), as_json)
+    if as_json:
+        typer.echo(json.dumps({"batch": batch, "records": count, "items_without_trace": missing}))
+        return
+    typer.echo(f"{count} records", err=True)
+    if missing:
+        note = f"{missing} items have no trace in {load_settings().traces}: run this where they ran"
+        typer.echo(f"toolcrew: warning: {escape_controls(note)}", err=True)
+
+
+def _read_records(
+    ended: list[tuple[BatchItem, ItemOutcome]], tenant: str, missing: list[str]
+) -> Iterator[dict[str, Any]]:
+    """Yield the records of all items. Adds items without a trace to `missing`."""
+    folder = load_settings().traces
+    for item, outcome in ended:
+        try:
+            trace = load_trace(find_attempts(folder, outcome.run, tenant)[-1])
+        except ConfigError:
+            missing.append(item.custom_id)
+            continue
+        assert isinstance(item.work, RunBody)
+        yield from build_rollouts(outcome, item.work, trace)

@@ -1,0 +1,22 @@
+"""A short batch of graded items whose processes are killed. scripts/chaos graded plays a long one."""
+
+import os
+
+import pytest
+from docker import APIClient
+
+from tests.chaos.graded import play_graded
+from tests.chaos.rounds import Terms, open_chaos
+
+pytestmark = [pytest.mark.stack, pytest.mark.timeout(400)]
+
+SEED = os.environ.get("TOOLCREW_CHAOS_SEED") or "short"
+
+
+def test_if_any_process_is_killed_no_failure_becomes_a_reward(engine: APIClient) -> None:
+    with open_chaos(engine, Terms(has_tools=False)) as ground:
+        report = play_graded(ground, 16, 3, SEED, "graded")
+        if report.wrong:
+            pytest.fail("\n".join([*report.wrong, *report.blows, ground.last_words()]), pytrace=False)
+    assert report.ends["reward 1"] > 0
+    assert report.ends["reward 0"] > 0
