@@ -170,6 +170,12 @@ def _find_secrets(settings: BaseModel) -> Iterable[tuple[str, str]]:
                 yield kind, text
 
 
+def find_encodings(value: str) -> set[str]:
+    """Return the texts that show a secret: its encodings, and the base64 characters that it always produces."""
+    encoded = base64.b64encode(value.encode(errors="surrogatepass")).decode().rstrip("=")
+    return _forms(value) | _cores(value) | {encoded, encoded.replace("+", "-").replace("/", "_")}
+
+
 def _forms(value: str) -> set[str]:
     """Return the encodings of the value: plain, in a URL, in JSON, in hexadecimal."""
     raw = value.encode(errors="surrogatepass")

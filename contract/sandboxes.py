@@ -1,10 +1,12 @@
 """What a session may ask of its sandbox, within the limits of its tenant class."""
 
+from collections.abc import Sequence
 from typing import Annotated, Literal
 
 from pydantic import Field
 
 from contract.calls import Record
+from contract.secrets import MAX_SECRETS, SecretName
 
 MIB = 1024 * 1024
 LEAST_MEMORY_BYTES = 224 * MIB
@@ -19,13 +21,17 @@ def _is_none(value: object) -> bool:
     return value is None
 
 
+def _is_empty(names: Sequence[str]) -> bool:
+    return not names
+
+
 class SandboxOptions(Record):
-    """Sizes and user of a sandbox. None: the value of the tenant class. Sizes are in bytes. JSON omits None, so that
-    earlier releases can read the record.
+    """Sizes, user and secrets of a sandbox. None: the value of the tenant class. Sizes are in bytes. JSON omits None
+    and no secrets, so that earlier releases can read the record.
 
     `cpus`: processors. `memory_bytes`: memory of all processes, with /tmp, /output and /dev/shm; a workspace in memory
     is added. `workspace_bytes`: disk for all that the session writes. `pids`: processes and threads. `user`: `root` is
-    root of the sandbox only.
+    root of the sandbox only. `secrets`: names of secrets that programs may use without reading them.
     """
 
     cpus: Cpus | None = Field(default=None, exclude_if=_is_none)
@@ -35,6 +41,7 @@ class SandboxOptions(Record):
     workspace_bytes: WorkspaceBytes | None = Field(default=None, exclude_if=_is_none)
     pids: Pids | None = Field(default=None, exclude_if=_is_none)
     user: SandboxUser | None = Field(default=None, exclude_if=_is_none)
+    secrets: Annotated[tuple[SecretName, ...], Field(max_length=MAX_SECRETS)] = Field(default=(), exclude_if=_is_empty)
 
 
 DEFAULT_OPTIONS = SandboxOptions()

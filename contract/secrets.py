@@ -28,9 +28,18 @@ _ROUTING = frozenset(
         "upgrade",
     }
 )
+_RESERVED = frozenset(
+    {"HOME", "LANG", "PATH", "TERM", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "BASH_ENV", "ENV", "IFS", "SHELLOPTS"}
+)
 _VALUE = re.compile(r"[\x21-\x7e](?:[\x20-\x7e]*[\x21-\x7e])?")
 _LABEL = r"[a-z0-9](?:[a-z0-9-]{0,61}[a-z0-9])?"
 _PLACEHOLDER_CHARS = 32
+
+
+def _check_name(name: str) -> str:
+    if name in _RESERVED or name.startswith(("LD_", "PYTHON", "TOOLCREW_")):
+        raise ValueError(f"{name} has a meaning for programs, so it cannot be the variable of a secret")
+    return name
 
 
 def _check_place(place: str) -> str:
@@ -40,7 +49,7 @@ def _check_place(place: str) -> str:
     return place
 
 
-SecretName = Annotated[str, Field(pattern=r"^[A-Z][A-Z0-9_]{0,63}$")]
+SecretName = Annotated[str, Field(pattern=r"^[A-Z][A-Z0-9_]{0,63}$"), AfterValidator(_check_name)]
 """Also the name of the environment variable with the placeholder."""
 SecretHost = Annotated[
     str, Field(max_length=259, pattern=rf"^(?:{_LABEL}\.)*[a-z](?:[a-z0-9-]{{0,61}}[a-z0-9])?(?::[1-9][0-9]{{0,4}})?$")

@@ -10,6 +10,7 @@ from contract.calls import Record
 from contract.errors import ConfigError, EnvelopeRefused, RecordRefused
 from contract.image_names import ImagePatternText
 from contract.sandboxes import WorkspaceBytes
+from contract.secrets import MAX_SECRETS, SecretName
 from contract.signing import UNSEAL_LUA, SigningKeys
 from contract.specs import ToolSpec
 
@@ -65,6 +66,9 @@ class SandboxTerms(Record):
     )
     network: NetworkPolicy | None = Field(default=None, description="Highest network access of its sandboxes.")
     workspace_bytes: WorkspaceBytes | None = Field(default=None, description="Limit of a workspace, in bytes.")
+    secrets: Annotated[tuple[SecretName, ...], Field(max_length=MAX_SECRETS)] | None = Field(
+        default=None, description="Secrets that its sandboxes may use."
+    )
 
 
 class TenantPolicy(Record):

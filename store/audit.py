@@ -14,13 +14,13 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Self, get_args
 
 import redis.asyncio
-from pydantic import Field, ValidationError
+from pydantic import Field, TypeAdapter, ValidationError
 
 from contract.calls import Identifier, Record
 from contract.errors import ErrorCode, ToolFailure
 from contract.names import audit_key, tenant_audit_key, tenants_key
 from contract.tenancy import DEFAULT_TENANT, VERSION_FIELD
-from store.connection import broker_errors
+from store.connection import SyncRedis, broker_errors
 
 Role = Literal["tenant", "operator", "admin"]
 """The role of an actor. tenant: calls for its own tenant. operator: calls for any tenant. admin: may also change the
@@ -28,6 +28,7 @@ policies of tenants.
 """
 _ROLES: tuple[Role, ...] = get_args(Role)
 LOCAL = "local"
+SANDBOX = "sandbox"
 MAX_NAME_CHARS = 128
 AuditAction = Literal[
     "tool.disable",
@@ -54,6 +55,7 @@ AuditAction = Literal[
     "model.set",
     "model.remove",
     "secret.set",
+    "secret.use",
     "secret.remove",
 ]
 ACTIONS: tuple[AuditAction, ...] = get_args(AuditAction)
@@ -92,7 +94,8 @@ _ADD = f"{AUDIT_LUA}\naudit(KEYS[1], ARGV[1])\n"
 
 
 class Actor(Record):
-    """The author of a change. `key`: the id of an API key, or "local" for a system user with the pool's own secrets.
+    """The author of a change. `key`: the id of an API key, "local" for a system user with the pool's own secrets, or
+    "sandbox" for a program of a session.
     `name`: the name of the key or of the system user. `tenant`: the tenant of the key; None for a system user.
     """
 
@@ -279,6 +282,43 @@ class Audit:
         oldest = [rows[-1][0] for rows in of_streams if len(rows) == count]
         merged = sorted((row for rows in of_streams for row in rows), key=lambda row: row[0], reverse=True)
         return [row for row in merged if not oldest or row[0] >= max(oldest)], not oldest
+
+
+class SecretUse(Record):
+    """Requests of a session that carried a secret. `run` is empty for calls outside of runs."""
+
+    tenant: Identifier
+    session: Identifier
+    run: Identifier | Literal[""]
+    secret: Identifier
+    host: str = Field(max_length=300)
+    count: int = Field(ge=1)
+
+
+def parse_uses(rows: object) -> list[SecretUse]:
+    """Return the uses that sandboxd reports."""
+    return TypeAdapter(list[SecretUse]).validate_python(rows)
+
+
+class SecretAudit:
+    """Writes uses of secrets to the streams of their tenants, for workers."""
+
+    def __init__(self, client: SyncRedis, deployment: str) -> None:
+        self._client, self._deployment = client, deployment
+
+    def write(self, uses: Sequence[SecretUse]) -> None:
+        """Write an entry for each use. Raises BrokerUnavailable."""
+        if not uses:
+            return
+        pipe = self._client.pipeline(transaction=False)
+        for use in uses:
+            actor = Actor(key=SANDBOX, role="tenant", name=use.session, tenant=use.tenant)
+            details = {"session": use.session, "run": use.run, "host": use.host, "requests": str(use.count)}
+            entry = build_entry(actor, "secret.use", use.secret, tenant=use.tenant, details=details)
+            key = tenant_audit_key(self._deployment, use.tenant)
+            pipe.xadd(key, {"entry": entry_text(entry)}, maxlen=MAX_TENANT_ENTRIES, approximate=True)
+        with broker_errors("uses of secrets were not written to the audit log"):
+            pipe.execute()
 
 
 class _Position(NamedTuple):

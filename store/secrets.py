@@ -24,7 +24,7 @@ from contract.errors import BrokerUnavailable, ConfigError, EnvelopeRefused, Err
 from contract.names import audit_key, secrets_key, tenants_key
 from contract.secrets import MAX_SECRETS, SecretInfo, check_value
 from contract.signing import SigningKey, SigningKeys
-from contract.tenancy import POLICY_FRESH_S, REGISTERED_LUA, VERSION_FIELD
+from contract.tenancy import REGISTERED_LUA, VERSION_FIELD
 from store.audit import AUDIT_LUA, Actor, build_entry, entry_text, local_actor
 from store.connection import SyncRedis, broker_errors
 from telemetry.logs import get_logger
@@ -33,6 +33,7 @@ log = get_logger(__name__)
 
 MAX_CHANGES = 20
 """Maximum number of attempts at a change while other processes change the same secret."""
+MAX_CACHED_TENANTS = 1000
 _NONCE_BYTES = 12
 _SET = f"""
 {AUDIT_LUA}
@@ -179,35 +180,27 @@ class SecretStore:
 
 
 class WorkerSecrets:
-    """The secrets of tenants, for workers. The version is read at most once every POLICY_FRESH_S seconds. Not
-    thread-safe.
-    """
+    """The secrets of tenants, for workers. Thread-safe."""
 
-    def __init__(
-        self, client: SyncRedis, deployment: str, keys: SigningKeys, clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        self._client, self._deployment, self._keys, self._clock = client, deployment, keys, clock
-        self._cached: dict[str, tuple[float, Any, dict[str, Secret]]] = {}
+    def __init__(self, client: SyncRedis, deployment: str, keys: SigningKeys) -> None:
+        self._client, self._deployment, self._keys = client, deployment, keys
+        self._cached: dict[str, tuple[Any, dict[str, Secret]]] = {}
 
     def all(self, tenant: str) -> Mapping[str, Secret]:
-        """Return the tenant's secrets by name. A secret that cannot be verified is logged and omitted. Raises
-        BrokerUnavailable when Redis does not answer.
+        """Return the tenant's secrets by name, as they are in Redis now. A secret that cannot be verified is logged and
+        omitted. Raises BrokerUnavailable when Redis does not answer.
         """
-        read_at, version, found = self._cached.get(tenant, (float("-inf"), None, {}))
-        if self._clock() - read_at < POLICY_FRESH_S:
-            return found
-        asked_at, key = self._clock(), secrets_key(self._deployment, tenant)
+        key, (version, found) = secrets_key(self._deployment, tenant), self._cached.get(tenant, (None, {}))
         with broker_errors("the secrets were not read"):
             current: Any = self._client.hget(key, VERSION_FIELD)
-            if current is None or current != version:
-                fields: Any = self._client.hgetall(key)
-                current, found = fields.get(VERSION_FIELD.encode()), self._open_all(tenant, fields)
-        self._cached[tenant] = (asked_at, current, found)
+            if current is not None and current == version:
+                return found
+            fields: Any = self._client.hgetall(key)
+        found = self._open_all(tenant, fields)
+        while len(self._cached) >= MAX_CACHED_TENANTS:
+            del self._cached[next(iter(self._cached))]
+        self._cached[tenant] = (fields.get(VERSION_FIELD.encode()), found)
         return found
-
-    def retain(self, tenants: set[str]) -> None:
-        """Forget the values of all other tenants."""
-        self._cached = {tenant: cached for tenant, cached in self._cached.items() if tenant in tenants}
 
     def _open_all(self, tenant: str, fields: Mapping[bytes, bytes]) -> dict[str, Secret]:
         found: dict[str, Secret] = {}

@@ -17,11 +17,15 @@ from typing import Any
 
 from structlog.testing import capture_logs
 
+from tests.web_certificate import trusting_context
 from tests.web_servers import StubResolver, WebServer
 from workers.egress.allowances import ConnectionQuotas
+from workers.egress.authority import Authority
 from workers.egress.daemon import MAX_CONNECTIONS, serve
 from workers.egress.destinations import Destinations, ResolverPool
+from workers.egress.interception import SecretProxy
 from workers.egress.limits import ProxyLimits
+from workers.egress.secrets import SecretUses
 from workers.egress.serving import Proxy
 from workers.settings import EgressSettings
 from workers.web.addresses import AddressRules
@@ -149,7 +153,8 @@ def open_ground(
         # Locks and semaphores belong to the event loop that uses them.
         rules = addresses or AddressRules()
         quotas = ConnectionQuotas(max_tenant_connections=max_connections)
-        return Proxy(Destinations(ResolverPool(lambda: resolver), rules, chosen), quotas, chosen)
+        secrets = SecretProxy(Authority(), SecretUses(), trusting_context())
+        return Proxy(Destinations(ResolverPool(lambda: resolver), rules, chosen), quotas, chosen, secrets)
 
     with tempfile.TemporaryDirectory() as folder, capture_logs() as logs:
         ground = Ground(Path(folder) / "egress.sock", resolver, logs)

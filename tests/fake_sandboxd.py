@@ -4,7 +4,7 @@ socket.
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Callable, Mapping, Set
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence, Set
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -14,9 +14,10 @@ from contract.errors import SandboxUnavailable
 from tests.fake_engine import Behaviour, FakeEngine
 from workers.sandbox_client import SandboxClient
 from workers.sandboxd.connection import RequestServer
-from workers.sandboxd.control import ControlRequests
+from workers.sandboxd.control import ControlRequests, HostStores, SecretExchange
 from workers.sandboxd.disks.base import Workspace, WorkspaceMount, Workspaces, WorkspaceSize
 from workers.sandboxd.disks.tmpfs import TmpfsWorkspaces
+from workers.sandboxd.egress.secrets import SecretValues
 from workers.sandboxd.factory import SandboxFactory, SandboxSlots
 from workers.sandboxd.forks import SessionForker
 from workers.sandboxd.leases import Lease
@@ -171,7 +172,7 @@ def build_host(
     engine: FakeEngine | None = None,
     suspension_store: MemorySuspensionStore | None = None,
     plans: Plans = PLANS,
-    prepare_network: Callable[[Session, Sandbox], None] | None = None,
+    prepare_network: Callable[[Session, Sandbox], Awaitable[None]] | None = None,
 ) -> FakeHost:
     """Build all parts over a fake engine. The next host of the same name finds the content of `folder`."""
     engine = engine or FakeEngine(*behaviours)
@@ -223,6 +224,7 @@ class Sandboxd:
     host: FakeHost
     server: RequestServer
     control: ControlRequests
+    secrets: SecretValues
     clients: list[SandboxClient] = field(default_factory=list)
 
     @property
@@ -243,6 +245,10 @@ class Sandboxd:
         return client, await asyncio.to_thread(client.open, "acme", session, **fields)
 
 
+async def _read_no_uses() -> Sequence[Any]:
+    return []
+
+
 @asynccontextmanager
 async def running_sandboxd(
     path: Path,
@@ -257,18 +263,18 @@ async def running_sandboxd(
     host = build_host(path, *behaviours, plans=plans, **how)
     allowed = frozenset({os.geteuid()}) if uids is None else uids
     shelf = SkillStore(host.engine, "default", {})  # type: ignore[arg-type]
+    values = SecretValues(host.sessions.cut_users)
     control = ControlRequests(
         host.sessions,
         SessionForker(host.sessions, host.factory),
         plans,
-        checkpoints,
-        files,
-        shelf,
+        HostStores(checkpoints, files, shelf),
+        SecretExchange(values, _read_no_uses),
         lambda: {"boot": "b00t"},
     )
     server = RequestServer(host.sessions, control.answer, allowed)
     listening = await server.listen(path / "sandboxd.sock", 0o600)
-    daemon = Sandboxd(path / "sandboxd.sock", host, server, control)
+    daemon = Sandboxd(path / "sandboxd.sock", host, server, control, values)
     try:
         yield daemon
     finally:

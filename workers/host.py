@@ -16,9 +16,11 @@ import structlog
 from contract.errors import SandboxUnavailable
 from contract.hosts import HEARTBEAT_S, HostReport
 from contract.names import pool_worker
+from store.audit import SecretAudit
 from store.connection import SharedClock, connect, connect_once
 from store.hosts import WorkerHostStore
 from store.metrics import WorkerMetricsStore
+from store.secrets import WorkerSecrets
 from store.sessions import WorkerSessionStore
 from store.tenants import WorkerTenants
 from workers.celery_edge.app import EXIT_RESTART, count_running, end_worker, find_sessions_at_work, on_stopping
@@ -32,11 +34,13 @@ from workers.checkpoints import (
 from workers.draining import HostDrain
 from workers.duties import Duty
 from workers.host_duties import (
+    SECRETS_EVERY_S,
     AdoptionMonitor,
     ExpiryMonitor,
     LeftoverMonitor,
     SandboxdMetrics,
     SandboxdMonitor,
+    SecretsMonitor,
     TermsMonitor,
 )
 from workers.reports import (
@@ -205,6 +209,10 @@ class SandboxHost:
         counts = SandboxdMetrics(metrics, self._facts.host, self.queue, lambda: self._sandboxd.status)
         expiry, leftovers = ExpiryMonitor(self._sessions), LeftoverMonitor(self._sessions)
         terms_monitor = TermsMonitor(policies.policy)
+        secrets_monitor = SecretsMonitor(
+            WorkerSecrets(connect(broker), broker.deployment, broker.signing_keys()),
+            SecretAudit(connect(broker), broker.deployment),
+        )
         duties = [
             self._heartbeat_duty,
             Duty("sandboxd-watch", HEARTBEAT_S, partial(self._sandboxd.look, client()), "sandboxd_silent", stop),
@@ -222,6 +230,7 @@ class SandboxHost:
             Duty("expiry", HEARTBEAT_S, partial(expiry.look, client()), "expired_sessions_not_forgotten", stop),
             Duty("leftovers", LEFTOVERS_EVERY_S, partial(leftovers.look, client()), "leftovers_not_closed", stop),
             Duty("terms", HEARTBEAT_S, partial(terms_monitor.look, client()), "terms_not_told", stop),
+            Duty("secrets", SECRETS_EVERY_S, partial(secrets_monitor.look, client()), "secrets_not_sent", stop),
         ]
         every_s = self._checkpoint_every_s()
         if every_s:

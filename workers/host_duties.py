@@ -22,13 +22,17 @@ from contract.metrics import (
     WARM_SANDBOXES,
 )
 from contract.tenancy import SandboxTerms, TenantPolicy
+from store.audit import SecretAudit, SecretUse, parse_uses
 from store.hosts import WorkerHostStore
 from store.metrics import Counts, WorkerMetricsStore
+from store.secrets import Secret, WorkerSecrets
 from store.sessions import AdoptionResult, WorkerSessionStore
 from workers.sandbox_client import SandboxClient
 
 log = structlog.get_logger(__name__)
 
+SECRETS_EVERY_S = 0.5
+"""Interval of the exchange of secrets with sandboxd. A revoked secret must stop within 2 seconds."""
 SILENT_S = 3 * HEARTBEAT_S
 """Seconds without an answer from sandboxd after which the host gets no new sessions."""
 BATCH = 500
@@ -270,6 +274,48 @@ class TermsMonitor:
         except OperatorError as error:
             log.warning("terms_not_known", error=str(error))
             return None
+
+
+class SecretsMonitor:
+    """Sends sandboxd the secrets that its sessions use, and writes their uses to the audit log.
+
+    sandboxd forgets values that are not confirmed, so every round sends all of them.
+    """
+
+    def __init__(self, secrets: WorkerSecrets, audit: SecretAudit) -> None:
+        self._secrets = secrets
+        self._audit = audit
+        self._used: dict[str, list[str]] = {}
+        self._unwritten: list[SecretUse] = []
+
+    def look(self, client: SandboxClient) -> None:
+        """Run one round. Raises OperatorError and ToolFailure."""
+        # A session that was opened since the last round waits for its values: send them at once.
+        for _ in range(2):
+            used = self._send(client)
+            if used == self._used:
+                break
+            self._used = used
+        self._write_uses()
+
+    def _send(self, client: SandboxClient) -> dict[str, list[str]]:
+        values = {tenant: self._find(tenant, names) for tenant, names in self._used.items()}
+        answer = client.exchange_secrets(values)
+        self._unwritten += parse_uses(answer["uses"])
+        return dict(answer["used"])
+
+    def _find(self, tenant: str, names: Sequence[str]) -> dict[str, Any]:
+        found = self._secrets.all(tenant)
+        return {name: _describe_secret(found[name]) if name in found else None for name in names}
+
+    def _write_uses(self) -> None:
+        # Uses stay until they are written: sandboxd reports each of them once.
+        self._audit.write(self._unwritten)
+        self._unwritten.clear()
+
+
+def _describe_secret(secret: Secret) -> dict[str, Any]:
+    return {"value": secret.value, "hosts": secret.info.hosts, "place": secret.info.place}
 
 
 class SandboxdMetrics:

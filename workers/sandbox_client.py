@@ -172,11 +172,12 @@ class SandboxClient:
         call_id: str = "",
         on_data: Callable[[str, bytes], None] | None = None,
         terms: SandboxTerms | None = None,
+        run: str | None = None,
     ) -> GuestResponse:
         """Run one request of docs/guest-protocol.md in the sandbox.
 
         `on_data` receives pieces of streams as they arrive; without it the response contains them. `terms` are the
-        present terms of the tenant; None: unchanged.
+        present terms of the tenant; None: unchanged. `run`: the run that the call belongs to.
 
         Raises ToolFailure with the guest's code, and SandboxUnavailable when the sandbox or sandboxd has ended.
         """
@@ -187,6 +188,7 @@ class SandboxClient:
             "call": call_id,
             "request": {**request, "body_bytes": len(body)},
             **_build_terms_field(terms),
+            **({"run": run} if run is not None else {}),
         }
         gathered: dict[str, bytearray] = {}
         first = _encoded(header, body[:_BODY_CHUNK])
@@ -220,18 +222,8 @@ class SandboxClient:
 
         `archive` is a tar archive of the bundle's files, sorted by path.
         """
-        size = archive.seek(0, io.SEEK_END)
-        archive.seek(0)
-        header = {"verb": "skill", "sandbox": name, "digest": digest, "shared": shared, "body_bytes": size}
-        with self._errors():
-            sock = self._connected()
-            sock.settimeout(OPEN_TIMEOUT_S)
-            self._was_sent = True
-            sock.sendall(_encoded(header, archive.read(_BODY_CHUNK)))
-            while data := archive.read(_BODY_CHUNK):
-                sock.sendall(_encoded({"verb": "data"}, data))
-            answer = self._next(time.monotonic() + OPEN_TIMEOUT_S)
-        return str(_checked(answer.header)["place"])
+        header = {"verb": "skill", "sandbox": name, "digest": digest, "shared": shared}
+        return str(_checked(self._exchange(header, OPEN_TIMEOUT_S, archive).header)["place"])
 
     def cancel(self, name: str, call_id: str) -> bool:
         """Kill the processes of a call. Return False when the call is not running."""
@@ -248,6 +240,18 @@ class SandboxClient:
     def send_terms(self, tenant: str, terms: SandboxTerms) -> int:
         """Replace the terms of a tenant for all of its sessions on this host. Return the number of these sessions."""
         return int(self._request({"verb": "terms", "tenant": tenant, **_build_terms_field(terms)}, 10.0)["sessions"])
+
+    def exchange_secrets(self, values: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+        """Send the present values of secrets: tenant -> name -> value, hosts and place, or None for no such secret.
+        They replace all earlier ones.
+
+        Return `used`, the names that sessions may use, by tenant; and `uses`, the requests with secrets since the last
+        exchange.
+        """
+        body = io.BytesIO(json.dumps(values).encode())
+        answer = self._exchange({"verb": "secrets"}, 10.0, body)
+        _checked(answer.header)
+        return dict(json.loads(answer.body))
 
     def status(self) -> dict[str, Any]:
         """Return the status of sandboxd.
@@ -296,12 +300,19 @@ class SandboxClient:
     def _request(self, header: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
         return _checked(self._exchange(header, timeout_s).header)
 
-    def _exchange(self, header: Mapping[str, Any], timeout_s: float) -> Frame:
+    def _exchange(self, header: Mapping[str, Any], timeout_s: float, body: IO[bytes] | None = None) -> Frame:
+        first = b""
+        if body is not None:
+            header = {**header, "body_bytes": body.seek(0, io.SEEK_END)}
+            body.seek(0)
+            first = body.read(_BODY_CHUNK)
         with self._errors():
             sock = self._connected()
             sock.settimeout(timeout_s)
             self._was_sent = True
-            sock.sendall(_encoded(header, b""))
+            sock.sendall(_encoded(header, first))
+            while body is not None and (data := body.read(_BODY_CHUNK)):
+                sock.sendall(_encoded({"verb": "data"}, data))
             return self._next(time.monotonic() + timeout_s)
 
     def _connected(self) -> socket.socket:

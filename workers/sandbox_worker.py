@@ -5,6 +5,7 @@ from functools import partial
 from contract.hosts import holder_name
 from contract.specs import Catalog
 from store.connection import SharedClock, connect, connect_once
+from store.secrets import WorkerSecrets
 from store.tool_state import StateStore
 from workers.call_events import open_call_events
 from workers.control import SandboxOrders
@@ -51,6 +52,7 @@ def run_sandbox_worker(settings: WorkerSettings) -> None:
             host.open_call_client(),
             StateStore.of(broker),
             partial(open_call_events, connect_once(broker), deployment, broker.signing_keys()),
+            WorkerSecrets(connect(broker), deployment, broker.signing_keys()).all,
         )
 
     run_worker(

@@ -21,6 +21,7 @@ _NAMES = {
     "trusted_skills": "trust-skill",
     "tenant_class": "class",
     "images": "image",
+    "secrets": "secret",
 }
 """Field -> option, for options that are not named after their field."""
 
@@ -36,7 +37,7 @@ def _find_options(record: type[Record], path: tuple[str, ...] = ()) -> Iterator[
 _FIELDS = {option: (path, field) for option, path, field in _find_options(TenantPolicy)}
 OPTIONS = {option: path for option, (path, _) in _FIELDS.items()}
 """Option -> the field of the policy that it sets."""
-_UNSET = {"tools": "all", "models": "all", "rate": "no limit"}
+_UNSET = {"tools": "all", "models": "all", "rate": "no limit", "secret": "all"}
 """Option -> text for a policy that does not set it. Any other unset option follows the class of hosts."""
 
 
@@ -141,7 +142,7 @@ def _find_parent(values: dict[str, Any], option: str) -> dict[str, Any]:
 
 
 def _parse(option: str, value: Any) -> Any:
-    if option in ("tools", "models", "image", "trust-skill"):
+    if option in ("tools", "models", "image", "secret", "trust-skill"):
         return [name.strip() for text in value for name in text.split(",") if name.strip()]
     if option == "command-rule":
         return [_parse_rule(text) for text in value if text]

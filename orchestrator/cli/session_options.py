@@ -22,12 +22,14 @@ def parse_options(text: str) -> SandboxOptions:
     pairs = [part.partition("=") for part in text.split(",")]
     if unknown := [name for name, _, _ in pairs if name not in _OPTION_FIELDS]:
         raise typer.BadParameter(f"'{unknown[0][:40]}' is unknown: use {', '.join(_OPTION_FIELDS)}")
+    secrets = [value for name, _, value in pairs if name == "secret"]
     try:
         return SandboxOptions.model_validate(
             {
                 _OPTION_FIELDS[name]: _SIZE.validate_python(value) if name in ("memory", "workspace") else value
                 for name, _, value in pairs
             }
+            | {"secrets": secrets}
         )
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
@@ -40,16 +42,17 @@ _OPTION_FIELDS = {
     "workspace": "workspace_bytes",
     "pids": "pids",
     "user": "user",
+    "secret": "secrets",
 }
 _SIZE: TypeAdapter[int] = TypeAdapter(ByteSize)
-_OPTIONS_HELP = "write cpus=2,memory=4GiB,workspace=20GiB,pids=1000,user=root, or some of these"
+_OPTIONS_HELP = "write cpus=2,memory=4GiB,workspace=20GiB,pids=1000,user=root,secret=NAME, or some of these"
 Options = Annotated[
     SandboxOptions | None,
     typer.Option(
         "--sandbox",
         parser=parse_options,
         metavar="NAME=VALUE,...",
-        help=f"Sizes and user of the sandbox: {_OPTIONS_HELP}. Default: those of the tenant's class.",
+        help=f"Sizes, user and secrets of the sandbox: {_OPTIONS_HELP}. Default: those of the tenant's class.",
     ),
 ]
 Network = Annotated[

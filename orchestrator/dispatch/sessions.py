@@ -73,7 +73,11 @@ class SessionStart:
     def arguments(self) -> dict[str, Any]:
         """Return the arguments of the verb `open`."""
         arguments: dict[str, Any] = {"ttl_s": self.ttl_s, "image": self.image, "restore": self.restore}
-        arguments |= {"workspace": self.stored, "network": self.network, "options": self.options.model_dump() or None}
+        arguments |= {
+            "workspace": self.stored,
+            "network": self.network,
+            "options": self.options.model_dump(mode="json") or None,
+        }
         return {name: value for name, value in arguments.items() if value is not None}
 
 

@@ -45,8 +45,8 @@ def _of_queues(pattern: str) -> tuple[str, ...]:
 
 # Keys of every worker: its report, the state of its calls, and the tenants and switches that it reads.
 _WORKERS_OWN = ("hosts", "refusals", "tenants", "switches", "listener:*", "t:*:call.*")
-# Keys of workers with a sandboxd: locations of sessions, the state of tools, and installed skills and secrets of
-# tenants.
+# Keys of workers with a sandboxd: locations of sessions, the state of tools, installed skills and secrets of tenants,
+# and the audit of their uses.
 _SANDBOXES_OWN = (
     "catalog:sandbox*",
     "t:*:session.*:place",
@@ -55,6 +55,7 @@ _SANDBOXES_OWN = (
     "t:*:skills",
     "t:*:skill-bundle.*",
     "t:*:secrets",
+    "t:*:audit",
     "t:*:blob-sandbox.*",
 )
 # Keys of Celery: bindings, unacknowledged messages, answers to inspections, stored results.

@@ -147,7 +147,7 @@ async def test_a_slow_guest_does_not_delay_other_sessions(tmp_path: Path, monkey
 async def test_a_new_container_that_cannot_be_equipped_gives_its_place_back(tmp_path: Path) -> None:
     async with open_host(tmp_path) as host:
 
-        def refuse(entry: Session, sandbox: Sandbox) -> None:
+        async def refuse(entry: Session, sandbox: Sandbox) -> None:
             raise RuntimeError("no way out")
 
         host.sessions._prepare_network = refuse

@@ -334,7 +334,7 @@ class Standing:
     def close(self) -> None: ...
 
 
-def prepare_network(entry: Session, sandbox: Sandbox) -> None:
+async def prepare_network(entry: Session, sandbox: Sandbox) -> None:
     sandbox.tunnels = Standing()
 
 

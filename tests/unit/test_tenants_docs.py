@@ -48,6 +48,7 @@ def test_the_table_has_every_option_with_its_field_and_default() -> None:
             "tools": "all",
             "models": "all",
             "rate": "no limit",
+            "secret": "all",
             "command-rule": "none",
             "trust-skill": "none",
             "class": "`default`",

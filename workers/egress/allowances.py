@@ -14,6 +14,8 @@ from typing import Annotated, Literal
 import structlog
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from contract.secrets import MAX_SECRETS
+from workers.egress.secrets import BoundSecret
 from workers.egress.verdicts import EgressVerdict, Refusal, refuse_bad_gateway, refuse_exhausted
 from workers.settings import EgressRules
 
@@ -35,10 +37,23 @@ class EgressOpening(BaseModel):
     tenant: OpeningName
     session: OpeningName
     rules: EgressRules
+    run: OpeningName | None = None
+    secrets: Annotated[tuple[BoundSecret, ...], Field(max_length=MAX_SECRETS)] = ()
 
 
-def parse_opening(line: bytes) -> EgressOpening:
+class EgressQuestion(BaseModel):
+    """A question of sandboxd in place of an opening. The answer is sent as it is, and ends the connection."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    v: Literal[1]
+    ask: Literal["authority", "uses"]
+
+
+def parse_opening(line: bytes) -> EgressOpening | EgressQuestion:
     """Return the opening of a line. Raises Refusal for anything but an opening of this version."""
+    with contextlib.suppress(ValidationError):
+        return EgressQuestion.model_validate_json(line)
     try:
         return EgressOpening.model_validate_json(line)
     except ValidationError as error:

@@ -10,8 +10,11 @@ import structlog
 
 from contract.errors import ConfigError
 from workers.egress.allowances import ConnectionQuotas
+from workers.egress.authority import Authority
 from workers.egress.destinations import LOOKUPS_PER_TENANT, Destinations, ResolverPool
+from workers.egress.interception import SecretProxy, build_upstream_context
 from workers.egress.limits import ProxyLimits
+from workers.egress.secrets import SecretUses
 from workers.egress.serving import Proxy
 from workers.lifeline import hold_lifeline
 from workers.settings import EgressSettings
@@ -43,7 +46,8 @@ async def run(settings: EgressSettings) -> None:
     limits = ProxyLimits()
     # One tenant alone cannot use up all connections.
     quotas = ConnectionQuotas(max_tenant_connections=MAX_CONNECTIONS // 2)
-    proxy = Proxy(Destinations(resolver_pool, addresses, limits), quotas, limits)
+    secrets = SecretProxy(Authority(), SecretUses(), build_upstream_context())
+    proxy = Proxy(Destinations(resolver_pool, addresses, limits), quotas, limits, secrets)
     try:
         await serve(settings, proxy, stop)
     finally:

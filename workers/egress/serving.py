@@ -5,6 +5,7 @@ The proxy refuses by default: every step must allow the connection explicitly, a
 
 import asyncio
 import contextlib
+import json
 import socket
 import time
 from dataclasses import dataclass, field
@@ -12,11 +13,18 @@ from http import HTTPStatus
 
 import structlog
 
-from workers.egress.allowances import ConnectionQuota, ConnectionQuotas, EgressOpening, parse_opening
+from workers.egress.allowances import (
+    ConnectionQuota,
+    ConnectionQuotas,
+    EgressOpening,
+    EgressQuestion,
+    parse_opening,
+)
 from workers.egress.destinations import Destinations
 from workers.egress.exchange import Exchange, read_head
 from workers.egress.hellos import UNRECOGNIZED_NAME, HelloGate
 from workers.egress.http_messages import HeadError, ProxyRequest, parse_request
+from workers.egress.interception import Interception, SecretProxy, find_bound
 from workers.egress.limits import ProxyLimits
 from workers.egress.streams import ActivityClock, Stream, run_all, tunnel, watch
 from workers.egress.verdicts import EgressVerdict, Refusal, build_answer, refuse_bad_gateway, refuse_bad_request
@@ -54,14 +62,17 @@ class _Record:
 class Proxy:
     """Serves connections. Anything that no rule allows is refused."""
 
-    def __init__(self, destinations: Destinations, quotas: ConnectionQuotas, limits: ProxyLimits) -> None:
+    def __init__(
+        self, destinations: Destinations, quotas: ConnectionQuotas, limits: ProxyLimits, secrets: SecretProxy
+    ) -> None:
         self._destinations = destinations
         self._quotas = quotas
         self._limits = limits
+        self._secrets = secrets
 
     async def serve(self, sock: socket.socket) -> None:
         """Serve a connection to its end, and always close the socket."""
-        await _Connection(Stream(sock), self._destinations, self._quotas, self._limits).serve()
+        await _Connection(Stream(sock), self._destinations, self._quotas, self._limits, self._secrets).serve()
 
     async def refuse_connection(self, sock: socket.socket) -> None:
         """Refuse a connection because the proxy is full."""
@@ -89,10 +100,16 @@ async def _send_last(client: Stream, data: bytes, limits: ProxyLimits) -> None:
 
 class _Connection:
     def __init__(
-        self, client: Stream, destinations: Destinations, quotas: ConnectionQuotas, limits: ProxyLimits
+        self,
+        client: Stream,
+        destinations: Destinations,
+        quotas: ConnectionQuotas,
+        limits: ProxyLimits,
+        secrets: SecretProxy,
     ) -> None:
         self._client = client
         self._host: Stream | None = None
+        self._secrets = secrets
         self._destinations = destinations
         self._quotas = quotas
         self._limits = limits
@@ -125,9 +142,13 @@ class _Connection:
             self._host.close()
 
     async def _serve(self) -> None:
-        opening = self._record.opening = await self._read_opening()
+        opening = await self._read_opening()
         if opening is None:
             return
+        if isinstance(opening, EgressQuestion):
+            await _send_last(self._client, self._answer(opening), self._limits)
+            return
+        self._record.opening = opening
         with self._quotas.enter(opening) as quota:
             received = await self._read_request(quota)
             if received is None:
@@ -136,12 +157,19 @@ class _Connection:
             self._record.request = request
             sock = await self._destinations.connect(opening.tenant, request.target, opening.rules)
             self._host = Stream(sock)
-            if request.is_tunnel:
+            if request.is_tunnel and find_bound(opening.secrets, request.target):
+                await self._intercept(self._host, opening, request, rest, quota)
+            elif request.is_tunnel:
                 await self._tunnel(self._host, request, rest, quota)
             else:
                 await self._exchange(self._host, request, rest, quota)
 
-    async def _read_opening(self) -> EgressOpening | None:
+    def _answer(self, question: EgressQuestion) -> bytes:
+        if question.ask == "authority":
+            return self._secrets.authority.build_bundle()
+        return json.dumps(self._secrets.uses.take()).encode()
+
+    async def _read_opening(self) -> EgressOpening | EgressQuestion | None:
         """Return sandboxd's opening, or None when the peer sent nothing, as a check that the proxy is running does."""
         try:
             async with asyncio.timeout(self._limits.opening_s):
@@ -178,6 +206,14 @@ class _Connection:
             if refusal.verdict is EgressVerdict.TLS_REFUSED:
                 self._last_bytes = UNRECOGNIZED_NAME if gate.answers_in_tls else build_answer(refusal)
             raise
+
+    async def _intercept(
+        self, host: Stream, opening: EgressOpening, request: ProxyRequest, rest: bytes, quota: ConnectionQuota
+    ) -> None:
+        await self._client.send(_ESTABLISHED)
+        self._is_http = False
+        interception = Interception(self._secrets, opening, request.target, quota, self._limits)
+        await interception.run(self._client, host, rest, lambda activity: watch(self._client, activity, self._limits))
 
     async def _exchange(self, host: Stream, request: ProxyRequest, rest: bytes, quota: ConnectionQuota) -> None:
         activity = ActivityClock()

@@ -37,6 +37,7 @@ AnswerControl = Callable[[Mapping[str, Any], ReadBody], Awaitable[tuple[dict[str
 _MESSAGE_CHARS = 4096
 MAX_BODY_BYTES = 67_108_864
 _SESSION = re.compile(r"[A-Za-z0-9_-]{1,64}:[A-Za-z0-9_-]{1,64}")
+_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _JOB_OPS = ("job_start", "job_poll", "job_input", "job_kill", "job_list")
 _OPS = ("exec", "read_text", "read_file", "write_file", "write_text", "edit_text", "glob", "grep", "ping", *_JOB_OPS)
@@ -155,6 +156,7 @@ class Connection:
         session, sandbox = await self._sessions.use(
             parse_text(frame.header, "sandbox"), call_id, parse_terms(frame.header), request["timeout_s"]
         )
+        session.run = parse_run(frame.header)
         if self._link.is_gone:
             raise ConnectionError("the worker left before its call began")
         if call_id in session.cancelled_calls:
@@ -243,11 +245,11 @@ def check_request(request: object) -> dict[str, Any]:
     if not isinstance(request, dict) or request.get("op") not in _OPS:
         raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, f"a call needs a request whose op is one of {', '.join(_OPS)}")
     timeout_s = parse_number(request, "timeout_s", 30.0, LONGEST_TIMEOUT_S)
-    size = _parse_count(request, "body_bytes")
+    size = parse_count(request, "body_bytes")
     if size > MAX_BODY_BYTES:
         raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, f"body_bytes must be at most {MAX_BODY_BYTES}")
     if "max_bytes" in request:
-        _parse_count(request, "max_bytes")
+        parse_count(request, "max_bytes")
     return {**request, "timeout_s": timeout_s, "body_bytes": size}
 
 
@@ -273,7 +275,7 @@ def parse_session(header: Mapping[str, Any]) -> str:
 
 def parse_fence(header: Mapping[str, Any]) -> int | None:
     """Return which opening of a session the request refers to, or None for any."""
-    return _parse_count(header, "fence") if "fence" in header else None
+    return parse_count(header, "fence") if "fence" in header else None
 
 
 def parse_terms(header: Mapping[str, Any]) -> SandboxTerms | None:
@@ -297,6 +299,12 @@ def _parse_record(header: Mapping[str, Any], name: str, kind: type[R], advice: s
         raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, f"{path[:200]}: {first['msg'][:200]}: {advice}") from None
 
 
+def parse_run(header: Mapping[str, Any]) -> str | None:
+    """Return the run that a call belongs to, or None."""
+    run = header.get("run")
+    return run if isinstance(run, str) and _NAME.fullmatch(run) else None
+
+
 def parse_skill(header: Mapping[str, Any]) -> tuple[str, str, int]:
     """Return scope, digest and archive size of a request about a skill. The scope is "" for a skill that all tenants
     share. A size of 0 means that no archive follows.
@@ -305,7 +313,7 @@ def parse_skill(header: Mapping[str, Any]) -> tuple[str, str, int]:
     if not _DIGEST.fullmatch(digest):
         raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, "digest must be a sha256 in hex")
     scope = "" if header.get("shared") is True else parse_session(header).partition(":")[0]
-    return scope, digest, _parse_count(header, "body_bytes")
+    return scope, digest, parse_count(header, "body_bytes")
 
 
 def parse_number(header: Mapping[str, Any], name: str, default: float, most: float) -> float:
@@ -315,7 +323,7 @@ def parse_number(header: Mapping[str, Any], name: str, default: float, most: flo
     return value
 
 
-def _parse_count(header: Mapping[str, Any], name: str) -> int:
+def parse_count(header: Mapping[str, Any], name: str) -> int:
     value = header.get(name, 0)
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
         raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, f"{name} must be a whole number of at least 0")

@@ -5,8 +5,8 @@ status.
 import asyncio
 import json
 import time
-from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import replace
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
 from typing import Any
@@ -19,6 +19,7 @@ from workers.sandboxd.archives.packing import count_max_bytes
 from workers.sandboxd.archives.workspaces import WorkspaceFiles
 from workers.sandboxd.connection import (
     ReadBody,
+    parse_count,
     parse_fence,
     parse_number,
     parse_options,
@@ -27,21 +28,40 @@ from workers.sandboxd.connection import (
     parse_terms,
     parse_text,
 )
+from workers.sandboxd.egress.secrets import SecretValues
 from workers.sandboxd.forks import SessionForker
-from workers.sandboxd.plans import Plans
+from workers.sandboxd.plans import Plans, with_placeholders
 from workers.sandboxd.sandbox import Sandbox
 from workers.sandboxd.session import Session, SessionMove
 from workers.sandboxd.sessions import MAX_ROWS, NewSession, Sessions
 from workers.sandboxd.skill_store import SkillStore
 
 MAX_FENCE = 2**53
+MAX_SECRETS_BYTES = 64 * 1024 * 1024
 IMAGE_WAIT_S = 500.0
 """Time that an opening with an image waits for its pull, in seconds. The worker waits 540 s for such an opening."""
 
 
+@dataclass(frozen=True)
+class HostStores:
+    """The stores of this host's sandboxd."""
+
+    checkpoints: Checkpoints
+    files: WorkspaceFiles
+    skills: SkillStore
+
+
+@dataclass(frozen=True)
+class SecretExchange:
+    """What sandboxd has of secrets: their values, and the proxy's report of their uses."""
+
+    values: SecretValues
+    read_uses: Callable[[], Awaitable[Sequence[Any]]]
+
+
 class ControlRequests:
     """Answers every request but a call: `open`, `close`, `cancel`, `skill`, `checkpoint`, `delete_checkpoint`,
-    `save_files`, `fork`, `terms`, `status`, `sessions`.
+    `save_files`, `fork`, `secrets`, `terms`, `status`, `sessions`.
     """
 
     def __init__(
@@ -49,18 +69,16 @@ class ControlRequests:
         sessions: Sessions,
         forker: SessionForker,
         plans: Plans,
-        checkpoints: Checkpoints,
-        files: WorkspaceFiles,
-        skills: SkillStore,
+        stores: HostStores,
+        secrets: SecretExchange,
         describe: Callable[[], Mapping[str, Any]],
     ) -> None:
         """`describe` returns the fields of `status` that do not depend on sessions."""
         self._sessions = sessions
         self._forker = forker
         self._plans = plans
-        self._checkpoints = checkpoints
-        self._files = files
-        self._skills = skills
+        self._checkpoints, self._files, self._skills = stores.checkpoints, stores.files, stores.skills
+        self._secrets = secrets
         self._describe = describe
 
     async def answer(self, header: Mapping[str, Any], read_body: ReadBody) -> tuple[dict[str, Any], bytes]:
@@ -68,6 +86,8 @@ class ControlRequests:
         verb = header.get("verb")
         if verb == "sessions":
             return self._list(header)
+        if verb == "secrets":
+            return {}, await self._exchange_secrets(header, read_body)
         if verb == "skill":
             return {"place": await self._place_skill(header, read_body)}, b""
         return await self._answer(header), b""
@@ -101,6 +121,23 @@ class ControlRequests:
         next_cursor = rows[-1]["name"] if len(rows) == MAX_ROWS else None
         return {"next": next_cursor}, json.dumps(rows, separators=(",", ":")).encode("ascii")
 
+    async def _exchange_secrets(self, header: Mapping[str, Any], read_body: ReadBody) -> bytes:
+        """Take the present values of secrets. Return the names that sessions use, by tenant, and the uses since the
+        last exchange.
+        """
+        size = parse_count(header, "body_bytes")
+        if size > MAX_SECRETS_BYTES:
+            raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, f"secrets have at most {MAX_SECRETS_BYTES} bytes")
+        body = b"".join([piece async for piece in read_body(size)])
+        self._secrets.values.replace(json.loads(body))
+        used: dict[str, set[str]] = {}
+        for session in self._sessions.all():
+            if names := session.secrets:
+                used.setdefault(session.tenant, set()).update(names)
+        uses = await self._secrets.read_uses() if used else []
+        answer = {"used": {tenant: sorted(names) for tenant, names in used.items()}, "uses": uses}
+        return json.dumps(answer, separators=(",", ":")).encode("ascii")
+
     async def _place_skill(self, header: Mapping[str, Any], read_body: ReadBody) -> str | None:
         """Return the folder of the bundle. Returns None when the bundle is not placed yet and the request has
         no body.
@@ -119,6 +156,7 @@ class ControlRequests:
             _parse_optional(header, "network"),
             parse_options(header),
         )
+        plan = with_placeholders(plan, name)
         started = time.monotonic()
         start = NewSession(plan, ttl_s, self._choose_fill(header), terms, parse_moved(header))
         if header.get("image") is not None:

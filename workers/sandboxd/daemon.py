@@ -28,9 +28,10 @@ from workers.lifeline import hold_lifeline
 from workers.sandboxd.archives.checkpoints import MAX_CHECKPOINTS, Checkpoints
 from workers.sandboxd.archives.workspaces import WorkspaceFiles
 from workers.sandboxd.connection import OWNER, RequestServer
-from workers.sandboxd.control import ControlRequests
+from workers.sandboxd.control import ControlRequests, HostStores, SecretExchange
 from workers.sandboxd.disks.choice import Choice, choose_without_images, choose_workspaces
 from workers.sandboxd.egress.relay import ProxyStreams, open_proxy
+from workers.sandboxd.egress.secrets import ProxyAuthority, SecretValues, read_uses
 from workers.sandboxd.egress.tunnels import Tunnels
 from workers.sandboxd.factory import SandboxFactory, SandboxSlots, StartCheck, WorkspaceMissed, count_states
 from workers.sandboxd.forks import SessionForker
@@ -129,6 +130,8 @@ class Daemon:
         limits = PoolLimits(0, POOL_REFILL_PER_S, POOL_MEMORY_FLOOR_BYTES, SANDBOX_MAX_LIFE_S / 2)
         self.pools = WarmPools(self.factory, plans.pooled(), limits)
         store = open_suspension_store(settings.state() / "parcels", settings.host_free_bytes)
+        self.secret_values = SecretValues(lambda changed: self.sessions.cut_users(changed))
+        authority = ProxyAuthority(settings.egress_socket, settings.proxy_uids(), setup.skills.place_authorities)
         self.sessions = Sessions(
             self.factory,
             self.pools,
@@ -136,7 +139,7 @@ class Daemon:
             records,
             limit=settings.max_sessions,
             revise=plans.revise,
-            prepare_network=partial(_prepare_network, settings, plans),
+            prepare_network=partial(_prepare_network, setup, self.secret_values, authority),
         )
         self.images.in_use = self._find_images_in_use
         archives = open_store(settings.workspace_store, settings.state(), settings.host_free_bytes)
@@ -288,15 +291,25 @@ def _open_oci(settings: SandboxdSettings, engine: Engine, facts: EngineFacts) ->
     return None
 
 
-def _prepare_network(settings: SandboxdSettings, plans: Plans, session: Session, sandbox: Sandbox) -> None:
+async def _prepare_network(
+    setup: HostSetup, values: SecretValues, authority: ProxyAuthority, session: Session, sandbox: Sandbox
+) -> None:
+    """Connect a sandbox to the proxy. Raises SandboxUnavailable when the session has secrets and there is no proxy."""
+    settings, plans = setup.settings, setup.plans
     if session.plan.network != "egress":
         return
+    if session.plan.secrets:
+        await authority.require()
     preamble = {"v": 1, "tenant": session.tenant, "session": session.id.partition(":")[2]}
 
     async def connect() -> ProxyStreams:
         # Read the rules for each connection: the tenant's rights may have shrunk.
-        rules = plans.rules(session.terms).model_dump(mode="json")
-        return await open_proxy(settings.egress_socket, {**preamble, "rules": rules}, settings.proxy_uids())
+        opening = {**preamble, "rules": plans.rules(session.terms).model_dump(mode="json")}
+        if session.plan.secrets:
+            await authority.refresh()
+            secrets = await values.wait(session.tenant, session.secrets)
+            opening |= {"run": session.run, "secrets": secrets}
+        return await open_proxy(settings.egress_socket, opening, settings.proxy_uids())
 
     sandbox.tunnels = Tunnels(sandbox.send, sandbox.drain, connect, sandbox.end_hostile)
 
@@ -427,9 +440,8 @@ async def _run(settings: SandboxdSettings, engine: Engine, received: Sequence[in
             daemon.sessions,
             SessionForker(daemon.sessions, daemon.factory),
             daemon.setup.plans,
-            daemon.checkpoints,
-            daemon.files,
-            daemon.setup.skills,
+            HostStores(daemon.checkpoints, daemon.files, daemon.setup.skills),
+            SecretExchange(daemon.secret_values, partial(read_uses, settings.egress_socket, settings.proxy_uids())),
             daemon.describe,
         )
         server = RequestServer(daemon.sessions, control.answer, settings.allowed_uids())

@@ -22,6 +22,7 @@ from contract.errors import ErrorCode, SandboxUnavailable, ToolFailure
 from workers.sandboxd.background import settle
 from workers.sandboxd.disks.base import Workspace
 from workers.sandboxd.factory import SandboxFactory
+from workers.sandboxd.plans import with_placeholders
 from workers.sandboxd.runtime.attestation import ask_attestation
 from workers.sandboxd.sandbox import Sandbox
 from workers.sandboxd.session import KEPT, Session
@@ -160,7 +161,8 @@ class SessionForker:
             raise
 
     def _build_child(self, entry: Session, name: str, workspace: Workspace, archive: str | None) -> Session:
-        child = Session(name, entry.plan, entry.ttl_s, workspace, None, generation=0, terms=entry.terms)
+        plan = with_placeholders(entry.plan, name)
+        child = Session(name, plan, entry.ttl_s, workspace, None, generation=0, terms=entry.terms)
         child.archive, child.lost, child.news = archive, entry.lost, entry.news
         # No checkpoint has its files.
         child.activity.has_written = True

@@ -16,6 +16,7 @@ from contract.image_names import (
     parse_image_pattern,
 )
 from contract.sandboxes import DEFAULT_OPTIONS, SandboxOptions
+from contract.secrets import build_placeholder
 from contract.tenancy import NetworkPolicy, SandboxTerms
 from workers.sandboxd.disks.base import WorkspaceMount
 from workers.sandboxd.runtime.hardening import NO_IMAGE, ImageFacts, SandboxLimits, SandboxSpec
@@ -60,19 +61,22 @@ class SandboxPlan:
     cpus: float
     pids: int
     is_root: bool = False
+    secrets: tuple[tuple[str, str], ...] = ()
+    """Names of the session's secrets with their placeholders. A sandbox with secrets is never from the pool."""
     options: SandboxOptions = field(default=DEFAULT_OPTIONS, compare=False)
     timeout_s: float = field(default=MAX_TIMEOUT_S, compare=False)
     tenant_class: str = field(default=DEFAULT, compare=False)
     image_id: str | None = field(default=None, compare=False)
 
     def granted(self) -> SandboxOptions:
-        """Return the sizes and the user of the sandbox."""
+        """Return the sizes, the user and the secrets of the sandbox."""
         return SandboxOptions(
             cpus=self.cpus,
             memory_bytes=self.memory_reserve_bytes + MOUNTS_BYTES,
             workspace_bytes=self.workspace_bytes,
             pids=self.pids,
             user="root" if self.is_root else "sandbox",
+            secrets=tuple(name for name, _ in self.secrets),
         )
 
 
@@ -112,6 +116,7 @@ class Plans:
         chosen = self._plan(terms.tenant_class, self._image(granted, terms, image), _network(granted, terms, network))
         plan, largest = _with_options(chosen, options), self._largest(terms, chosen)
         _check_options(options, plan, largest)
+        _check_secrets(terms, plan)
         return _cut(plan, largest)
 
     def revise(self, terms: SandboxTerms, plan: SandboxPlan) -> SandboxPlan:
@@ -133,6 +138,7 @@ class Plans:
         return replace(
             _cut(_with_options(chosen, plan.options), self._largest(terms, chosen)),
             is_root=plan.is_root,
+            secrets=plan.secrets,
             image_id=plan.image_id if is_kept else None,
             workspace_bytes=plan.workspace_bytes,
             workspace_inodes=plan.workspace_inodes,
@@ -351,6 +357,22 @@ def _check_options(options: SandboxOptions, plan: SandboxPlan, largest: SandboxP
         )
 
 
+def _check_secrets(terms: SandboxTerms, plan: SandboxPlan) -> None:
+    """Raise ToolFailure for secrets that the terms or the network do not allow."""
+    names = plan.options.secrets
+    refused = [name for name in names if terms.secrets is not None and name not in terms.secrets]
+    if refused:
+        raise ToolFailure(
+            ErrorCode.INVALID_ARGUMENTS,
+            f"the tenant's policy does not allow the secret {refused[0]}: leave it out, or ask the operator for it",
+        )
+    if names and plan.network != "egress":
+        raise ToolFailure(
+            ErrorCode.INVALID_ARGUMENTS,
+            "a session without network cannot use secrets: leave them out, or use a tenant class with egress",
+        )
+
+
 def _with_options(plan: SandboxPlan, options: SandboxOptions) -> SandboxPlan:
     """Return the plan of a class with the options of a session."""
     reserve = None if options.memory_bytes is None else options.memory_bytes - MOUNTS_BYTES
@@ -363,6 +385,13 @@ def _with_options(plan: SandboxPlan, options: SandboxOptions) -> SandboxPlan:
         pids=options.pids or plan.pids,
         is_root=plan.is_root if options.user is None else options.user == "root",
     )
+
+
+def with_placeholders(plan: SandboxPlan, name: str) -> SandboxPlan:
+    """Return the plan with the placeholders of the session `name`, `<tenant>:<session>`."""
+    tenant, _, session = name.partition(":")
+    names = sorted(set(plan.options.secrets))
+    return replace(plan, secrets=tuple((secret, build_placeholder(tenant, session, secret)) for secret in names))
 
 
 def _cut(plan: SandboxPlan, largest: SandboxPlan) -> SandboxPlan:
@@ -413,4 +442,5 @@ class Profile:
             skills_volume=self._skills_volume,
             image_facts=image,
             is_root=plan.is_root,
+            secrets=plan.secrets,
         )

@@ -99,9 +99,10 @@ class Session:
 
     `terms`: the tenant's latest terms from a worker. `plan`: the plan of the sandbox, made from the terms at its
     creation. `fence`: the number of the session's opening; a request with a later number is for another opening.
-    `sandbox`: None after an eviction or a restart of sandboxd. `archive`: the packed files of the evicted container.
-    `is_unfilled`: the archive has the files of the workspace, too, although it outlives its container.
-    `lost`: the reason why the sandbox was lost. `news`: facts that the next call's answer reports. `unreported_loss`:
+    `run`: the run of the last call. `sandbox`: None after an eviction or a restart of sandboxd. `archive`: the packed
+    files of the evicted container. `is_unfilled`: the archive has the files of the workspace, too, although it outlives
+    its container. `lost`: the reason why the sandbox was lost. `news`: facts that the next call's answer reports.
+    `unreported_loss`:
     a loss of all files that no call has reported yet. `is_closing`: no request may use the session; the session stays
     in the list until its container is removed. `is_moving`: the sandbox is being evicted, and calls wait for the
     lock. `checkpoint`: the last checkpoint of this host. `automatic_at`: the time of the last automatic checkpoint,
@@ -132,6 +133,7 @@ class Session:
     was_rebuilt: bool = field(init=False, default=False)
     overfull_bytes: int = field(init=False, default=0)
     fence: int = field(init=False, default=1)
+    run: str | None = field(init=False, default=None)
     activity: SessionActivity = field(init=False, default_factory=SessionActivity)
     checkpoint: str | None = field(init=False, default=None)
     automatic_at: float | None = field(init=False, default=None)
@@ -144,6 +146,12 @@ class Session:
     @property
     def tenant(self) -> str:
         return self.id.partition(":")[0]
+
+    @property
+    def secrets(self) -> list[str]:
+        """Return the names of the secrets that the session may use now."""
+        allowed = self.terms.secrets
+        return [name for name, _ in self.plan.secrets if allowed is None or name in allowed]
 
     @property
     def is_ready(self) -> bool:

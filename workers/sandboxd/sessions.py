@@ -8,7 +8,7 @@ workspace without an error that reports the loss. So a loss of files is recorded
 import asyncio
 import heapq
 import time
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Set
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -71,12 +71,12 @@ class Sessions:
         *,
         limit: int,
         revise: Revise,
-        prepare_network: Callable[[Session, Sandbox], None] | None = None,
+        prepare_network: Callable[[Session, Sandbox], Awaitable[None]] | None = None,
     ) -> None:
         """Create the collection. `prepare_network`: connects a session's new sandbox to the egress proxy."""
         self._factory = factory
         self._revise = revise
-        self._prepare_network = prepare_network or (lambda _entry, _sandbox: None)
+        self._prepare_network = prepare_network
         self._pools = pools
         self._records = records
         self.store = suspension_store
@@ -158,9 +158,18 @@ class Sessions:
             return
         was, entry.terms = entry.terms, terms
         connections = entry.sandbox.tunnels if entry.sandbox is not None else None
-        if connections is not None and (was.network, was.tenant_class) != (terms.network, terms.tenant_class):
+        if connections is not None and _name_network(was) != _name_network(terms):
             connections.cut()
         self.suspender.try_keep(entry)
+
+    def cut_users(self, secrets: Set[tuple[str, str]]) -> None:
+        """Cut the connections of sessions with one of these secrets, pairs of tenant and name. New connections get the
+        present values.
+        """
+        for entry in self._sessions.values():
+            connections = entry.sandbox.tunnels if entry.sandbox is not None else None
+            if connections is not None and any((entry.tenant, name) in secrets for name, _ in entry.plan.secrets):
+                connections.cut()
 
     def find(self, session: str) -> Session | None:
         """Return the session; None if it is unknown."""
@@ -294,7 +303,7 @@ class Sessions:
         if start.moved is not None:
             _move_in(entry, sandbox, start.moved, is_restored=start.fill is not None)
         try:
-            self._prepare_network(entry, sandbox)
+            await self._connect(entry, sandbox)
             if start.fill is not None:
                 await start.fill(entry, sandbox)
                 entry.used_at = time.monotonic()
@@ -307,6 +316,10 @@ class Sessions:
             raise
         self._sessions[session] = entry
         return entry
+
+    async def _connect(self, entry: Session, sandbox: Sandbox) -> None:
+        if self._prepare_network is not None:
+            await self._prepare_network(entry, sandbox)
 
     async def _make_pinned(self, plan: SandboxPlan, wait_s: float) -> tuple[SandboxPlan, Workspace, Sandbox]:
         """Start a sandbox from the present content of the image. The image is pulled first if needed; that takes no
@@ -411,7 +424,7 @@ class Sessions:
             entry.add_news(_OTHER_IMAGE.format(plan.image))
         entry.plan = plan
         try:
-            self._prepare_network(entry, sandbox)
+            await self._connect(entry, sandbox)
             if entry.lost is None and entry.archive is not None:
                 await self.suspender.unpack(entry, sandbox)
             if self._factory.is_ending:
@@ -483,6 +496,10 @@ class Sessions:
             if await self.suspender.give_up(entry):
                 return True
         return False
+
+
+def _name_network(terms: SandboxTerms) -> tuple[object, ...]:
+    return (terms.network, terms.tenant_class, terms.secrets)
 
 
 def _move_in(entry: Session, sandbox: Sandbox, moved: SessionMove, *, is_restored: bool) -> None:

@@ -14,6 +14,7 @@ import tarfile
 import tempfile
 from collections import Counter
 from collections.abc import AsyncIterator, Mapping
+from pathlib import Path
 from typing import IO
 
 import structlog
@@ -25,7 +26,7 @@ from workers.sandboxd.background import settle
 from workers.sandboxd.leases import Lease
 from workers.sandboxd.runtime.base import LABEL_DEPLOYMENT, LABEL_LEASE, LABEL_SANDBOXD
 from workers.sandboxd.runtime.engine import Engine
-from workers.sandboxd.runtime.hardening import SKILLS_FOLDER
+from workers.sandboxd.runtime.hardening import AUTHORITIES, SKILLS_FOLDER
 
 log = structlog.get_logger(__name__)
 
@@ -89,6 +90,19 @@ class SkillStore:
             async with self._placing:
                 folder = self.find(scope, digest)
                 return folder or await self._place(scope, digest, received)
+
+    async def place_authorities(self, bundle: bytes) -> None:
+        """Write the file that programs of sessions with secrets trust. Raises SandboxUnavailable."""
+        path = Path(AUTHORITIES.lstrip("/"))
+        archive = io.BytesIO()
+        with tarfile.open(fileobj=archive, mode="w", format=tarfile.PAX_FORMAT) as packed:
+            packed.addfile(_folder(str(path.parent.parent), 0o711))
+            packed.addfile(_folder(str(path.parent), 0o755))
+            entry = tarfile.TarInfo(str(path))
+            entry.size, entry.mode = len(bundle), 0o444
+            packed.addfile(entry, io.BytesIO(bundle))
+        archive.seek(0)
+        await self._engine.fill_skill_volume(self.volume, self._image, archive)
 
     async def _place(self, scope: str, digest: str, received: IO[bytes]) -> str:
         size = received.tell()

@@ -17,6 +17,7 @@ from contract.functions.session_state import NoState, SessionStates
 from contract.registry import Tool, ToolRegistry
 from contract.sandboxes import SandboxOptions
 from contract.tenancy import SandboxTerms
+from store.secrets import Secret
 from workers.call_events import CallEvents, NoCallEvents
 from workers.sandbox_client import (
     GuestAnswer,
@@ -76,6 +77,7 @@ class WorkerResources:
     - `client`: the client of sandboxd; None in a worker without sandboxes.
     - `states`: the states of sessions; None when sessions have no state here.
     - `open_events`: opens the events of a call whose caller wants them.
+    - `find_secrets`: returns the secrets of a tenant by name; None in a worker without sandboxes.
     """
 
     facts: Mapping[str, str]
@@ -83,6 +85,7 @@ class WorkerResources:
     client: SandboxClient | None = None
     states: SessionStates | None = None
     open_events: Callable[[ToolCall, ToolContext], CallEvents] | None = None
+    find_secrets: Callable[[str], Mapping[str, Secret]] | None = None
 
 
 class ToolEnvironment:
@@ -180,7 +183,15 @@ class ToolEnvironment:
         client, before = self._client(), (self.sandbox_s, self.run_s)
         began, began_at, kill, error = time.monotonic(), time.time(), None, None
         try:
-            response = client.call(self._name, request, body, call_id=self.call.id, on_data=on_data, terms=self._terms)
+            response = client.call(
+                self._name,
+                request,
+                body,
+                call_id=self.call.id,
+                on_data=on_data,
+                terms=self._terms,
+                run=self.context.run,
+            )
             self._was_sent = True
             answer = self._take_answer(request, response)
             kill = answer.kill
@@ -239,6 +250,8 @@ class ToolEnvironment:
         set when another host had the session (SandboxClient.describe_open).
         """
         client = self._client()
+        if moved is None and options is not None:
+            self._check_secrets(options.secrets)
         fields = self._timed(
             "open" if restore is None and workspace is None else "restore",
             lambda: client.describe_open(
@@ -257,6 +270,17 @@ class ToolEnvironment:
         # A session that was already open may have no container now.
         self.sandbox = SandboxInfo.model_validate(fields["sandbox"]) if fields["sandbox"] is not None else None
         return {name: value for name, value in fields.items() if name not in ("ok", "sandbox")}
+
+    def _check_secrets(self, names: Sequence[str]) -> None:
+        """Raise ToolFailure when the tenant has no such secret. A session that moves may have a revoked one."""
+        find = self._resources.find_secrets
+        known = find(self.context.tenant) if names and find is not None else {}
+        if missing := [name for name in names if name not in known]:
+            raise ToolFailure(
+                ErrorCode.INVALID_ARGUMENTS,
+                f"tenant {self.context.tenant} has no secret {missing[0]}: set it (toolcrew secrets set "
+                f"{missing[0]}), or leave it out",
+            )
 
     def checkpoint(self) -> Mapping[str, Any]:
         """Save a checkpoint. Return `checkpoint` (its id), `bytes`, `sha256`, `skipped` (sockets) and `torn`."""

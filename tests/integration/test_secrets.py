@@ -1,0 +1,154 @@
+"""The whole life of a secret on a stack: stored by a command, used by a run's program, audited, revoked, and found
+nowhere.
+"""
+
+import asyncio
+import json
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from docker import APIClient
+from pydantic import SecretStr
+
+from contract.errors import ErrorCode, ToolFailure
+from contract.sandboxes import SandboxOptions
+from contract.tenancy import SandboxTerms, TenantPolicy
+from orchestrator.models.scripted import Calls, ScriptedModel
+from orchestrator.sdk.client import ToolClient
+from orchestrator.settings import OrchestratorSettings
+from store.audit import Audit, AuditEntry
+from store.connection import open_redis
+from store.tenants import RedisTenants
+from tests.attacks.test_secrets import find_secret
+from tests.integration.test_canary import command_lines, dump, logs
+from tests.secret_ground import VALUE, Site, open_secret_site
+from tests.stack import Stack, open_stack, run_toolcrew
+from tests.waiting import wait_until_async
+from workers.egress.authority import Authority
+
+pytestmark = [pytest.mark.stack, pytest.mark.timeout(240)]
+SECRET = "the-secret-of-this-deployment"
+_FETCH = """
+import http.client, os, time
+connection = http.client.HTTPSConnection("127.0.0.1", 3128)
+connection.set_tunnel("localhost", {port})
+for _ in range({times}):
+    try:
+        connection.request("GET", "/", headers={{"Authorization": "Bearer " + os.environ["TOKEN"]}})
+        print(connection.getresponse().read().decode(), flush=True)
+    except (OSError, http.client.HTTPException):
+        print("cut", flush=True)
+        break
+    time.sleep(0.1)
+"""
+
+
+@dataclass
+class Place:
+    stack: Stack
+    site: Site
+
+    @property
+    def settings(self) -> OrchestratorSettings:
+        return OrchestratorSettings(redis_url=SecretStr(self.stack.redis_url), secret=SecretStr(SECRET))
+
+    def command(self, *arguments: str, text: str = "") -> str:
+        environment = {"TOOLCREW_REDIS_URL": self.stack.redis_url, "TOOLCREW_SECRET": SECRET}
+        done = run_toolcrew(self.stack.footprint, "secrets", *arguments, environment=environment, text=text)
+        assert done.returncode == 0, done.stderr
+        return done.stdout + done.stderr
+
+    def fetch(self, times: int = 1) -> str:
+        return f"cat > fetch.py <<'END'\n{_FETCH.format(port=self.site.port, times=times)}\nEND\npython3 fetch.py"
+
+    async def uses(self) -> list[AuditEntry]:
+        client = open_redis(self.settings.broker())
+        try:
+            page = await Audit(client, "default").read(tenant="default", actions=("secret.use",))
+            return [one.entry for one in page.entries]
+        finally:
+            await client.aclose()
+
+
+@pytest.fixture(scope="module")
+def place(engine: APIClient) -> Iterator[Place]:
+    authority = Authority()
+    with open_secret_site(context=authority.find_context("localhost")) as site, tempfile.TemporaryDirectory() as folder:
+        bundle = Path(folder) / "authorities.pem"
+        bundle.write_bytes(authority.build_bundle())
+        rules = {"hosts": ["localhost"], "private_hosts": ["localhost"], "ports": [site.port]}
+        classes = {"fetching": {"network": "egress", "egress": rules}}
+        environment = {
+            "TOOLCREW_SECRET": SECRET,
+            "TOOLCREW_TENANT_CLASSES": json.dumps(classes),
+            "SSL_CERT_FILE": str(bundle),
+        }
+        with open_stack(engine, environment) as stack:
+            yield Place(stack, site)
+
+
+async def set_class(place: Place, secrets: tuple[str, ...] | None = None) -> None:
+    client = open_redis(place.settings.broker())
+    try:
+        tenants = RedisTenants(client, "default", place.settings.broker().signing_keys())
+        await tenants.replace("default", TenantPolicy(sandbox=SandboxTerms(tenant_class="fetching", secrets=secrets)))
+    finally:
+        await client.aclose()
+
+
+async def test_a_secret_is_used_by_a_run_audited_revoked_and_found_nowhere(place: Place) -> None:
+    await set_class(place)
+    said = place.command("set", "TOKEN", "--host", f"localhost:{place.site.port}", text=VALUE)
+    async with ToolClient.connect(settings=place.settings) as client:
+        async with await client.open_session(options=SandboxOptions(secrets=("TOKEN",))) as session:
+            script = ScriptedModel([Calls([("bash_tool", {"command": place.fetch()})]), "done"])
+            result = await client.run("Fetch it.", session=session, model=script, dialect="native")
+            outputs = [str(result), str(await session.call("bash_tool", {"command": "env; cat /proc/self/environ"}))]
+            assert f"Bearer {VALUE}".encode() in place.site.requests[0]
+            assert "tcs_placeholder_" in outputs[1]
+            [use] = await wait_until_async(place.uses, 20, "no use was audited")
+            assert use.target == "TOKEN"
+            assert use.details == {
+                "session": session.id,
+                "run": result.run,
+                "host": f"localhost:{place.site.port}",
+                "requests": "1",
+            }
+            kept = asyncio.ensure_future(session.call("bash_tool", {"command": place.fetch(times=150)}))
+            await wait_until_async(lambda: len(place.site.requests) > 2, 20, "the kept connection carries no request")
+            said += await asyncio.to_thread(place.command, "revoke", "TOKEN")
+            said += await asyncio.to_thread(place.command, "list")
+            ended = await kept
+            outputs.append(str(ended))
+            assert ended.output is not None
+            assert ended.output.strip().endswith("cut")
+            again = await session.call("bash_tool", {"command": place.fetch()})
+            outputs.append(str(again))
+            assert VALUE.encode() not in place.site.requests[-1]
+            checkpoint = await session.checkpoint()
+            await session.close()
+        with place.stack.open_redis() as store:
+            everywhere = b"\n".join([dump(store), logs(place.stack), command_lines(), said.encode()])
+        state = b"\n".join(
+            path.read_bytes()
+            for path in place.stack.footprint.folder.rglob("*")
+            if path.is_file() and not path.is_symlink()
+        )
+        assert checkpoint.id in "".join(str(path) for path in place.stack.footprint.folder.rglob("*"))
+    assert find_secret(everywhere + "".join(outputs).encode()) == []
+    assert VALUE.encode() not in state
+
+
+async def test_only_secrets_that_exist_and_that_the_policy_allows_are_given(place: Place) -> None:
+    place.command("set", "GIVEN", "--host", "localhost", text=VALUE)
+    async with ToolClient.connect(settings=place.settings) as client:
+        await set_class(place, ("GIVEN", "MISSING"))
+        for secret in ("MISSING", "OTHER"):
+            with pytest.raises(ToolFailure) as refused:
+                await client.open_session(options=SandboxOptions(secrets=(secret,)))
+            assert refused.value.code is ErrorCode.INVALID_ARGUMENTS
+        async with await client.open_session(options=SandboxOptions(secrets=("GIVEN",))) as session:
+            assert "GIVEN=tcs_placeholder_" in str(await session.call("bash_tool", {"command": "env"}))

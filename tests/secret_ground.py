@@ -1,0 +1,191 @@
+"""A TLS server whose requests are recorded, behind the egress proxy, and connections of sessions with secrets."""
+
+import contextlib
+import json
+import socket
+import ssl
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from contract.secrets import build_placeholder
+from tests.egress_ground import SOON_S, Ground, build_rules, open_ground, read_some
+from tests.web_certificate import server_context
+from workers.egress.limits import ProxyLimits
+
+VALUE = "ghp-canary-0123456789abcdefXYZ"
+"""The value of every secret here."""
+PLACEHOLDER = build_placeholder("acme", "s1", "TOKEN").encode()
+Answer = Callable[[bytes], bytes | Sequence[bytes]]
+
+
+def answer(body: bytes, *headers: str, status: str = "200 OK") -> bytes:
+    lines = [f"HTTP/1.1 {status}", f"Content-Length: {len(body)}", *headers]
+    return "\r\n".join([*lines, "", ""]).encode("latin-1") + body
+
+
+def echo(request: bytes) -> bytes:
+    """Answer with the request itself."""
+    return answer(request)
+
+
+@dataclass
+class Site:
+    """A server that keeps connections. `requests`: heads and bodies as they arrived. `answer`: the next answers, or
+    their pieces, each sent on its own.
+    """
+
+    port: int
+    answer: Answer = echo
+    requests: list[bytes] = field(default_factory=list)
+    connections: int = 0
+
+    @property
+    def seen(self) -> bytes:
+        return b"".join(self.requests)
+
+
+def _serve(site: Site, raw: socket.socket, context: ssl.SSLContext) -> None:
+    with contextlib.suppress(OSError):
+        connection = context.wrap_socket(raw, server_side=True)
+        site.connections += 1
+        while request := _read_request(connection):
+            site.requests.append(request)
+            pieces = site.answer(request)
+            for piece in [pieces] if isinstance(pieces, bytes) else pieces:
+                connection.sendall(piece)
+            if b"\r\nconnection: close" in b"".join([pieces] if isinstance(pieces, bytes) else pieces).lower():
+                break
+        connection.close()
+    raw.close()
+
+
+def _read_request(connection: socket.socket) -> bytes:
+    data = b""
+    while not data.endswith(b"\r\n\r\n"):
+        if not (piece := connection.recv(1)):
+            return b""
+        data += piece
+    lower = data.lower()
+    if b"transfer-encoding: chunked" in lower:
+        while not data.endswith(b"\r\n0\r\n\r\n"):
+            data += connection.recv(1)
+    elif b"content-length: " in lower:
+        length = int(lower.partition(b"content-length: ")[2].partition(b"\r\n")[0])
+        for _ in range(length):
+            data += connection.recv(1)
+    return data
+
+
+@contextlib.contextmanager
+def open_secret_site(context: ssl.SSLContext | None = None) -> Iterator[Site]:
+    """Serve TLS with the certificate of site.example, or with another context."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        site, tls = Site(listening.getsockname()[1]), context or server_context()
+
+        def accept() -> None:
+            with contextlib.suppress(OSError):
+                while True:
+                    raw, _ = listening.accept()
+                    threading.Thread(target=_serve, args=(site, raw, tls), daemon=True).start()
+
+        threading.Thread(target=accept, daemon=True).start()
+        yield site
+        listening.shutdown(socket.SHUT_RDWR)
+
+
+@dataclass
+class SecretGround:
+    """A proxy that knows site.example and search.example, and a site. `trust`: a context with the proxy's authority."""
+
+    proxy: Ground
+    site: Site
+    trust: ssl.SSLContext
+
+    @property
+    def host(self) -> str:
+        return f"site.example:{self.site.port}"
+
+    def secret(self, **fields: Any) -> dict[str, Any]:
+        """Return a secret bound to the site, with its value."""
+        usual = {"name": "TOKEN", "value": VALUE, "hosts": [self.host], "place": "header:Authorization"}
+        return {**usual, **fields}
+
+    def open_tunnel(
+        self, *secrets: Mapping[str, Any], session: str = "s1", place: str | None = None, **rules: Any
+    ) -> socket.socket:
+        """Return a tunnel of a session with these secrets, before TLS."""
+        names = ["site.example", "search.example"]
+        given = build_rules(self.site.port, hosts=names, private_hosts=names, **rules)
+        client = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        client.settimeout(SOON_S)
+        client.connect(str(self.proxy.path))
+        opening = {"v": 1, "tenant": "acme", "session": session, "run": "r1", "rules": given, "secrets": secrets}
+        at = place or self.host
+        client.sendall(json.dumps(opening).encode() + f"\nCONNECT {at} HTTP/1.1\r\nHost: {at}\r\n\r\n".encode())
+        assert read_some(client, b"\r\n\r\n").startswith(b"HTTP/1.1 200 ")
+        return client
+
+    def connect(self, *secrets: Mapping[str, Any], name: str = "site.example", **options: Any) -> ssl.SSLSocket:
+        """Return a TLS connection through the proxy to the site. `name`: SNI."""
+        return self.trust.wrap_socket(self.open_tunnel(*secrets, **options), server_hostname=name)
+
+    def ask(self, raw: bytes, *secrets: Mapping[str, Any], **options: Any) -> bytes:
+        """Send bytes, end the sending, and return everything that comes back."""
+        with self.connect(*(secrets or [self.secret()]), **options) as client:
+            client.sendall(raw)
+            return read_answer(client)
+
+    def get(self, path: str = "/", *headers: str, method: str = "GET", body: bytes = b"", host: str = "") -> bytes:
+        """Return a request."""
+        lines = [f"{method} {path} HTTP/1.1", f"Host: {host or self.host}", *headers]
+        return "\r\n".join([*lines, "", ""]).encode("latin-1") + body
+
+    def read_uses(self) -> list[dict[str, Any]]:
+        """Return the uses that the proxy reports to sandboxd."""
+        return list(json.loads(self.proxy_question("uses")))
+
+    def proxy_question(self, ask: str) -> bytes:
+        return ask_proxy(self.proxy, ask)
+
+
+def ask_proxy(ground: Ground, ask: str) -> bytes:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client:
+        client.connect(str(ground.path))
+        client.sendall(json.dumps({"v": 1, "ask": ask}).encode() + b"\n")
+        data = b""
+        while piece := client.recv(65536):
+            data += piece
+        return data
+
+
+def read_answer(client: socket.socket) -> bytes:
+    """Return one answer with its framing: to the end of its body, or of the connection."""
+    data = b""
+    with contextlib.suppress(ssl.SSLEOFError, ConnectionResetError):
+        while not _is_complete(data):
+            if not (piece := client.recv(65536)):
+                break
+            data += piece
+    return data
+
+
+def _is_complete(data: bytes) -> bool:
+    head, end, body = data.partition(b"\r\n\r\n")
+    lower = head.lower()
+    if not end:
+        return False
+    if b"transfer-encoding: chunked" in lower:
+        return body.endswith(b"0\r\n\r\n")
+    if b"content-length: " in lower:
+        return len(body) >= int(lower.partition(b"content-length: ")[2].split(b"\r\n")[0])
+    return False
+
+
+@contextlib.contextmanager
+def open_secret_ground(limits: ProxyLimits | None = None) -> Iterator[SecretGround]:
+    names = {"search.example": [["127.0.0.1"]], "elsewhere.example": [["127.0.0.1"]]}
+    with open_secret_site() as site, open_ground(names, limits) as proxy:
+        trust = ssl.create_default_context(cadata=ask_proxy(proxy, "authority").decode())
+        yield SecretGround(proxy, site, trust)

@@ -1,0 +1,122 @@
+"""The values of secrets, which sandboxd passes from its worker to the egress proxy, and the proxy's authority.
+
+Values are in memory only. Without the worker's confirmation they are forgotten, so that a revoked secret does not
+outlive a worker that cannot read Redis.
+"""
+
+import asyncio
+import contextlib
+import json
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from contract.errors import SandboxUnavailable
+from workers.sandboxd.egress.relay import connect_proxy
+
+LEASE_S = 10.0
+"""Time without a confirmation after which values are forgotten."""
+WAIT_S = 5.0
+"""Time that a connection waits for values that the worker has not sent yet."""
+MAX_ANSWER_BYTES = 8 * 1024 * 1024
+_ASK_S = 5.0
+
+Values = Mapping[str, Mapping[str, Mapping[str, Any] | None]]
+"""Tenant -> name -> value, hosts and place of a secret; None: there is no such secret."""
+
+
+class SecretValues:
+    """The values for the sessions of this host. `on_change` receives pairs of tenant and secret whose value was changed
+    or removed.
+    """
+
+    def __init__(self, on_change: Callable[[set[tuple[str, str]]], None]) -> None:
+        self._on_change = on_change
+        self._values: Values = {}
+        self._received = asyncio.Event()
+        self._lease: asyncio.TimerHandle | None = None
+
+    def replace(self, values: Values) -> None:
+        """Replace all values and confirm them for LEASE_S."""
+        before, self._values = self._values, values
+        changed = {
+            (tenant, name)
+            for tenant, secrets in before.items()
+            for name, secret in secrets.items()
+            if secret is not None and values.get(tenant, {}).get(name) != secret
+        }
+        self._received.set()
+        self._received = asyncio.Event()
+        if self._lease is not None:
+            self._lease.cancel()
+        self._lease = asyncio.get_running_loop().call_later(LEASE_S, self.replace, {}) if values else None
+        if changed:
+            self._on_change(changed)
+
+    async def wait(self, tenant: str, names: Iterable[str]) -> list[dict[str, Any]]:
+        """Return the secrets of these names that exist, for the proxy. Raises OSError when the worker sends no values
+        within WAIT_S.
+        """
+        wanted = set(names)
+        try:
+            async with asyncio.timeout(WAIT_S):
+                while not wanted <= self._values.get(tenant, {}).keys():
+                    await self._received.wait()
+        except TimeoutError:
+            raise OSError("the worker of this host sends no secrets: check that it runs and reaches Redis") from None
+        found = self._values[tenant] if wanted else {}
+        return [{"name": name, **secret} for name in sorted(wanted) if (secret := found[name]) is not None]
+
+
+class ProxyAuthority:
+    """Keeps the file with the certificate authorities of sandboxes up to date. `place`: writes the file. A proxy that
+    was started again has another authority.
+    """
+
+    def __init__(self, path: Path | None, uids: frozenset[int], place: Callable[[bytes], Awaitable[None]]) -> None:
+        self._path, self._uids, self._place = path, uids, place
+        self._seen: tuple[int, int] | None = None
+        self._lock = asyncio.Lock()
+
+    async def refresh(self) -> None:
+        """Write the file if another proxy listens now. Raises OSError and SandboxUnavailable."""
+        async with self._lock:
+            stat = await asyncio.to_thread(Path(self._path or "").stat)
+            if (seen := (stat.st_ino, stat.st_ctime_ns)) != self._seen:
+                await self._place(await ask_proxy(self._path, self._uids, "authority"))
+                self._seen = seen
+
+    async def require(self) -> None:
+        """Write the file like `refresh`. Raises SandboxUnavailable when there is no proxy."""
+        try:
+            await self.refresh()
+        except OSError as error:
+            raise SandboxUnavailable(
+                f"the session's secrets need the egress proxy, which does not answer ({error}): start it"
+            ) from error
+
+
+async def ask_proxy(path: Path | None, uids: frozenset[int], question: Literal["authority", "uses"]) -> bytes:
+    """Return the proxy's answer. Raises OSError."""
+    if path is None:
+        raise OSError("TOOLCREW_EGRESS_SOCKET is not set")
+    reader, writer = await connect_proxy(path, uids)
+    try:
+        async with asyncio.timeout(_ASK_S):
+            writer.write(json.dumps({"v": 1, "ask": question}).encode() + b"\n")
+            data = bytearray()
+            while piece := await reader.read(65_536):
+                data += piece
+                if len(data) > MAX_ANSWER_BYTES:
+                    raise OSError("the egress proxy sends too much")
+    finally:
+        writer.transport.abort()
+    return bytes(data)
+
+
+async def read_uses(path: Path | None, uids: frozenset[int]) -> Sequence[Any]:
+    """Return the uses of secrets since the last question; none when the proxy does not answer."""
+    with contextlib.suppress(OSError, ValueError):
+        uses = json.loads(await ask_proxy(path, uids, "uses"))
+        return uses if isinstance(uses, list) else []
+    return []
