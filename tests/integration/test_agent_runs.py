@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from contract.errors import ErrorCode
+from contract.model_endpoints import ModelEndpoint
 from contract.run_events import CallFinished, CallStarted, RunEvent, TextArrived
 from orchestrator.approvals import AutoApprover
 from orchestrator.dialects.model import Message
@@ -20,6 +21,8 @@ from orchestrator.dispatch.sessions import Session
 from orchestrator.loop.limits import ReActOptions, StopReason
 from orchestrator.models.scripted import Calls, Reply, ScriptedModel
 from orchestrator.sdk.client import ToolClient
+from store.model_endpoints import ModelEndpoints
+from tests.model_endpoint import END, HELLO, serving, stream
 from tests.stack import Stack, commands_in
 from tests.waiting import wait_until_async
 
@@ -51,6 +54,22 @@ async def test_a_run_in_every_dialect_sends_its_call_to_a_sandbox_and_reads_the_
     result = await client.run("How many lines?", workspace=tmp_path, model=model, dialect=dialect)
     assert (result.stop_reason, result.answer.strip().splitlines()[-1]) == (StopReason.ANSWERED, "3")
     assert result.clocks.run_s > 0
+
+
+async def test_a_run_at_a_configured_endpoint_costs_what_its_prices_say(client: ToolClient, session: Session) -> None:
+    arguments = json.dumps({"command": "expr 40 + 2"})
+    call = {"index": 0, "id": "c", "type": "function", "function": {"name": "bash_tool", "arguments": arguments}}
+    usage = {"choices": [], "usage": {"prompt_tokens": 500_000, "completion_tokens": 250_000}}
+    calls = {"choices": [{"index": 0, "delta": {"tool_calls": [call]}, "finish_reason": "tool_calls"}]}
+    endpoints = ModelEndpoints(client._pool.redis, client._settings.deployment, client._pool.keys)
+    async with serving([stream(calls, usage), stream(HELLO, END, usage)]) as server:
+        prices = {"prompt_price": 2.0, "completion_price": 4.0}
+        endpoint = ModelEndpoint(base_url=server.url, model="m-70b", concurrency=1, context_tokens=100_000, **prices)
+        await endpoints.set("priced", endpoint)
+        result = await client.run("add", session=session, model="priced", dialect="native")
+        assert server.bodies[1]["messages"][-1]["content"].strip() == "42"
+    assert (result.stop_reason, result.cost) == (StopReason.ANSWERED, pytest.approx(4.0))
+    assert await endpoints.remove("priced")
 
 
 async def test_text_behind_a_tag_comes_after_the_call_has_run(client: ToolClient, session: Session) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import redis.asyncio
 
-from contract.errors import ErrorCode
+from contract.errors import ErrorCode, ModelBlocked
 from contract.model_endpoints import ModelEndpoint
 from contract.run_events import FailureKind, Warned
 from contract.tenancy import TenantPolicy
@@ -229,6 +229,20 @@ async def test_a_rate_limit_of_one_process_holds_all_processes(
                     assert await process.wait() == 0, await process.stderr.read()
         assert len(server.bodies) == 10
         assert min(server.times[1:]) - server.times[0] >= 2
+
+
+async def test_the_endpoint_of_the_environment_shares_its_rate_limits_by_key(client: "redis.asyncio.Redis") -> None:
+    async with serving([answer(429, {}, retry_after="600"), REPLY]) as server:
+        shared = {"openai_base_url": server.url, "openai_api_key": SECRET}
+        async with build_models(client, **shared) as one, build_models(client, **shared) as two:
+            for models in (one, two):
+                with pytest.raises(ModelBlocked, match=r"a wait of (600|599) s"):
+                    await ask(models, "m")
+            assert len(server.bodies) == 1
+        async with build_models(client, openai_base_url=server.url, openai_api_key="another-key") as other:
+            await ask(other, "m")
+        assert len(server.bodies) == 2
+        assert SECRET.encode() not in b"".join(await client.keys())
 
 
 async def test_the_lease_of_a_killed_process_is_free_for_another(
