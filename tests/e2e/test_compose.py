@@ -314,7 +314,7 @@ def find_processes(sandbox: str) -> list[int]:
 
 
 def test_files_survive_their_sandbox_and_sandboxd(composed: ComposeStack) -> None:
-    """Also those that root inside has changed in the image's file system."""
+    """Also those that root inside has changed in the image's file system, and those of forks."""
     with composed.open_client() as client:
         files = {
             client.post("/v1/sessions", json={"user": user}).json()["id"]: file
@@ -326,12 +326,17 @@ def test_files_survive_their_sandbox_and_sandboxd(composed: ComposeStack) -> Non
             return str(client.post(f"/v1/sessions/{session}/calls", json=body).json().get("output", "")).strip()
 
         def are_kept() -> bool:
-            return [call(session, f"cat {file}") for session, file in files.items()] == ["kept", "kept"]
+            return {call(session, f"cat {file}") for session, file in files.items()} == {"kept"}
 
         for session, file in files.items():
             assert call(session, f"echo kept > {file} && cat {file}") == "kept"
         for process in {process for sandbox in composed.list_sandboxes() for process in find_processes(sandbox)}:
             os.kill(process, signal.SIGKILL)
+        wait_until(are_kept, ANSWER_S, composed.tell)
+        for session, file in list(files.items()):
+            forked = client.post(f"/v1/sessions/{session}/fork", json={"n": 1})
+            assert forked.status_code == 201, forked.text
+            files[forked.json()["sessions"][0]["id"]] = file
         wait_until(are_kept, ANSWER_S, composed.tell)
 
         earlier, (container,) = composed.list_sandboxes(), composed.list_left("container", "sandboxd")
