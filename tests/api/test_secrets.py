@@ -1,5 +1,8 @@
 """Secrets over HTTP: a tenant sets, lists and revokes its own; no response contains a value."""
 
+import re
+
+from tests.api.test_people_and_secrets import logged_in
 from tests.api_ground import ApiGround
 
 VALUE = "ghp-canary-value-1234"
@@ -21,3 +24,22 @@ async def test_a_tenant_sets_lists_and_revokes_its_own_secrets(api: ApiGround) -
     assert (await api["acme"].get("/v1/secrets")).json()["data"] == []
     for response in (made, listed, refused, wrong):
         assert VALUE not in response.text
+
+
+async def test_the_page_of_a_tenant_sets_and_revokes_its_secrets_and_shows_no_value(api: ApiGround) -> None:
+    form = {"name": "TOKEN", "value": VALUE, "hosts": "api.example, git.example:8443", "place": "basic"}
+    async with logged_in(api, "acme") as client:
+        empty = await client.get("/secrets")
+        [token] = set(re.findall(r'name="form_token" value="([0-9a-f]{64})"', empty.text))
+        assert (await client.post("/secrets", data=form)).status_code == 403
+        stored = await client.post("/secrets", data={**form, "form_token": token}, follow_redirects=True)
+        invalid = await client.post("/secrets", data={**form, "hosts": "*", "form_token": token})
+        foreign = await client.post("/secrets?of=rival", data={**form, "form_token": token})
+        assert "git.example:8443" in stored.text
+        assert (invalid.status_code, foreign.status_code) == (422, 403)
+        revoked = await client.post("/secrets/TOKEN/revoke", data={"form_token": token}, follow_redirects=True)
+        assert "No secret is stored" in revoked.text
+        for response in (stored, invalid, foreign, revoked):
+            assert VALUE not in response.text
+    async with logged_in(api, "admin") as client:
+        assert "Secrets of tenant rival" in (await client.get("/secrets?tenant=rival")).text

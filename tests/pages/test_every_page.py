@@ -25,6 +25,7 @@ PATHS = (
     "/tools",
     "/tenants",
     "/models",
+    "/secrets",
     "/hosts",
     "/audit",
 )

@@ -1,4 +1,4 @@
-"""The pages for operating a deployment: tools, tenants, models, hosts, sessions, and the audit log."""
+"""The pages for operating a deployment: tools, tenants, models, secrets, hosts, sessions, and the audit log."""
 
 from dataclasses import dataclass
 from typing import Annotated, Any
@@ -11,6 +11,7 @@ from contract.registry import Switch
 from orchestrator.api.pages.people import Looking, Person, Sending, not_here
 from orchestrator.api.pages.rendering import address, render
 from orchestrator.api.pages.route import PageRoute, is_fragment
+from orchestrator.api.secrets import view_secret
 from orchestrator.http.problems import ApiProblem
 from orchestrator.operations.drains import find_workers, order_drain
 from store.api_keys import ApiKeyRecord
@@ -18,6 +19,7 @@ from store.audit import ACTIONS, Audit
 from store.hosts import HostStore
 from store.model_endpoints import ModelEndpoints
 from store.overview import OverviewReader, TenantSummary
+from store.secrets import SecretStore
 from store.session_list import SessionList
 
 router = APIRouter(route_class=PageRoute, include_in_schema=False)
@@ -33,6 +35,8 @@ DONE = {
     "cancelled": "The cancellation has started. Running calls end within seconds.",
     "allowed": "Allowed. The call continues.",
     "denied": "Denied. The model reads the reason.",
+    "stored": "The secret is stored. The change reaches every sandbox within 2 seconds.",
+    "revoked": "The secret is revoked. It stops working within 2 seconds.",
 }
 """Sentences that a page shows after a change, by the `done` value of its address.
 
@@ -131,6 +135,38 @@ async def models(request: Request, person: Looking) -> Response:
     return render(template, viewer, title="Models", page="models", models=views)
 
 
+@router.get("/secrets")
+async def secrets(person: Looking, done: str = "") -> Response:
+    """Show the secrets of a tenant, without their values."""
+    found = await _secret_store(person).all(person.owner)
+    rows = [view_secret(name, info) for name, info in found.items()]
+    viewer = await person.viewer()
+    values: dict[str, Any] = {"secrets": rows, "owner": person.owner, "done": DONE.get(done)}
+    return render("secrets.html", viewer, title="Secrets", page="secrets", **values)
+
+
+@router.post("/secrets")
+async def set_secret(
+    person: Sending,
+    name: Annotated[str, Form(max_length=64)],
+    value: Annotated[str, Form(max_length=8192)],
+    hosts: Annotated[str, Form(max_length=16_384)] = "",
+    place: Annotated[str, Form(max_length=128)] = "header:Authorization",
+) -> Response:
+    """Store a secret of a tenant, or replace it. `hosts` are separated by commas or spaces."""
+    names = tuple(hosts.replace(",", " ").split())
+    await _secret_store(person).set(person.owner, name.strip(), value, hosts=names, place=place.strip())
+    return back("secrets", of=person.owner, done="stored")
+
+
+@router.post("/secrets/{name}/revoke")
+async def revoke_secret(name: Name, person: Sending) -> Response:
+    """Revoke a secret of a tenant."""
+    if not await _secret_store(person).revoke(person.owner, name):
+        raise not_here("secret")
+    return back("secrets", of=person.owner, done="revoked")
+
+
 @router.get("/hosts")
 async def hosts(request: Request, person: Looking, done: str = "") -> Response:
     """Show the live workers with their load, and the queues without a worker."""
@@ -198,6 +234,12 @@ async def audit(person: Looking, cursor: str = "", action: str = "") -> Response
 def back(*path: str, **query: str | None) -> Response:
     """Redirect to the page that shows the change. Reloading that page does not repeat the change."""
     return RedirectResponse(address(*path, **query), status_code=303)
+
+
+def _secret_store(person: Person) -> SecretStore:
+    parts = person.app_state.parts
+    store = SecretStore(parts.pool.redis, person.app_state.settings.deployment, parts.pool.keys)
+    return store.acting_as(person.actor)
 
 
 async def _key_counts(person: Person) -> dict[str, int] | None:
