@@ -141,14 +141,13 @@ class OpenAIModel:
     async def _list_models(self) -> object:
         attempts = _Attempts()
         while True:
-            lease = await self._acquire(ModelRequest([]), attempts)
+            attempts.count += 1
             try:
                 return await self._client.get("/models", cast_to=object)
             except (openai.OpenAIError, ValueError, *_BROKEN) as error:
                 failure = _classify_error(error)
-            finally:
-                await self.limits.release(lease, 0)
-            await self._wait_for_retry(failure, attempts)
+            # The list is free: it neither waits for the limits of requests nor blocks them.
+            await self._wait_for_retry(failure, attempts, is_shared=False)
 
     async def aclose(self) -> None:
         await self._client.close()
@@ -169,13 +168,16 @@ class OpenAIModel:
         attempts.count += 1
         return lease
 
-    async def _wait_for_retry(self, failure: AttemptFailure, attempts: "_Attempts") -> None:
-        """Wait until the request may be sent again. Raises ModelUnavailable when it may not."""
+    async def _wait_for_retry(self, failure: AttemptFailure, attempts: "_Attempts", *, is_shared: bool = True) -> None:
+        """Wait until the request may be sent again. Raises ModelUnavailable when it may not. `is_shared`: a rate limit
+        blocks all requests, so the next attempt waits for the end of the block.
+        """
         count, policy = attempts.count, self._policy
         if not is_transient(failure):
             raise build_error(failure, self._endpoint, attempts=count)
         wait_s = compute_backoff_s(policy, count) if failure.wait_s is None else failure.wait_s
-        if is_rate_limit(failure):
+        is_block = is_shared and is_rate_limit(failure)
+        if is_block:
             await self.limits.block(wait_s, "rate_limit")
         attempts.failed_at = attempts.failed_at or time.monotonic()
         is_late = time.monotonic() + wait_s - attempts.failed_at > policy.max_total_s
@@ -183,7 +185,7 @@ class OpenAIModel:
             max_wait_s = policy.max_wait_s if wait_s > policy.max_wait_s else None
             raise build_error(failure, self._endpoint, attempts=count, max_wait_s=max_wait_s)
         log.warning("model_retry", model=self.name, attempt=count, wait_s=round(wait_s, 3), reason=failure.reason)
-        if not is_rate_limit(failure):
+        if not is_block:
             await policy.sleep(wait_s)
 
     async def _read_stream(self, request: ModelRequest) -> AsyncGenerator[Chunk, None]:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import redis.asyncio
 
-from contract.errors import ErrorCode, ModelBlocked
+from contract.errors import ErrorCode, ModelBlocked, ModelUnavailable
 from contract.model_endpoints import ModelEndpoint
 from contract.run_events import FailureKind, Warned
 from contract.tenancy import TenantPolicy
@@ -139,6 +139,31 @@ async def test_a_run_of_an_endpoint_that_is_down_waits_and_other_runs_do_not(mak
             await ground.worked(claim)
         assert (deferred.value.cause, deferred.value.after_s > 0) == ("endpoint", True)
     assert (ground.work.gate.is_down, ground.work.gate.admit(8, 0)) == (True, 8)
+
+
+async def test_a_fallback_that_the_policy_refuses_does_not_answer(client: "redis.asyncio.Redis") -> None:
+    endpoints = ModelEndpoints(client, "d", KEY)
+    await RedisTenants(client, "d", KEY).add("acme", TenantPolicy(models=("fast",)))
+    async with serving([answer(503, {})]) as bad, serving([REPLY]) as good, build_models(client) as models:
+        await endpoints.set("slow", build_endpoint(good))
+        await endpoints.set("fast", build_endpoint(bad, fallback="slow"))
+        with pytest.raises(ModelUnavailable, match="model endpoint fast failed with status 503"):
+            await ask(models)
+        assert good.bodies == []
+
+
+async def test_the_list_of_models_waits_for_no_lease(client: "redis.asyncio.Redis") -> None:
+    async with serving([REPLY]) as server, build_models(client) as models:
+        listing = {"data": [{"id": "m-70b", "max_model_len": 4096}]}
+        server.models = answer(200, listing)
+        await ModelEndpoints(client, "d", KEY).set("fast", build_endpoint(server, concurrency=1))
+        server.gate.clear()
+        running = asyncio.create_task(ask(models))
+        await wait_until_async(lambda: server.bodies, 30, "no request arrived")
+        chosen: Any = (await models.get("acme", "fast")).model
+        assert (await chosen.describe()).context_window == 4096
+        server.gate.set()
+        await running
 
 
 # Policy and keys
