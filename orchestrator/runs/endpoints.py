@@ -4,7 +4,7 @@ import math
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from contract.errors import ConfigError, ErrorCode, ModelBlocked, ModelUnavailable, ToolFailure
@@ -40,7 +40,7 @@ class EndpointClient:
     """An open endpoint. `answered_at`: when a reply last began to arrive, in monotonic seconds."""
 
     endpoint: ModelEndpoint
-    key: str | None
+    key: str | None = field(repr=False)
     model: "OpenAIModel"
     limits: RequestLimits
     users: int = 0
@@ -79,14 +79,14 @@ class EndpointClients:
     async def use(self, stored: StoredEndpoint) -> AsyncIterator[EndpointClient]:
         """Yield the open endpoint. Raises ConfigError: its secret does not exist or cannot be read."""
         key = await self._key(stored)
-        opened = self._open.get(stored.id)
+        present = opened = self._open.get(stored.id)
         if opened is None or (opened.endpoint, opened.key) != (stored.endpoint, key):
-            replaced, opened = opened, self._build(stored, key)
-            self._open[stored.id] = opened
-            if replaced is not None and replaced.users == 0:
-                await replaced.model.aclose()
+            opened = self._open[stored.id] = self._build(stored, key)
+        # Counted before the next await, so that no other request closes it.
         opened.users += 1
         try:
+            if present is not None and present is not opened and present.users == 0:
+                await present.model.aclose()
             yield opened
         finally:
             opened.users -= 1
