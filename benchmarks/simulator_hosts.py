@@ -17,10 +17,11 @@ from benchmarks.simulator_clock import JumpingLoop
 from contract.calls import Clocks, ToolCall, ToolContext, ToolResult
 from contract.envelope import decode_call, encode_result
 from contract.hosts import HEARTBEAT_S, HOST_TTL_S, HostReport, holder_name
-from contract.names import call_key, host_key, hosts_key, slots_key, tombstone_key
+from contract.names import host_key, hosts_key, slots_key, tombstone_key
 from contract.signing import ResultSeal, SigningKeys
 from store.calls import RESULT_TTL_S, CallClaim, FinishedCalls, WorkerCallStore
 from store.connection import SharedClock
+from store.usage import CallEnding
 
 DEPLOYMENT = "simulator"
 KEYS = SigningKeys.of("simulator")
@@ -212,8 +213,8 @@ class World:
             "task_id": task_id,
             "result": encode_result(result, seal=ResultSeal(KEYS, context.tenant, context.attempt)),
         }
-        record = (call_key(DEPLOYMENT, context.tenant, call.id), context.attempt, "", "")
-        if not self._finished.store(task_id, json.dumps(data), RESULT_TTL_S, record):
+        ending = CallEnding(DEPLOYMENT, context.tenant, call.id, context.attempt)
+        if not self._finished.store(task_id, json.dumps(data), RESULT_TTL_S, ending):
             self.late += 1
         self.loop.selector.listen()
 

@@ -108,6 +108,46 @@ class Clocks(Record):
         return Clocks(**{name: seconds + getattr(other, name) for name, seconds in self})
 
 
+class CallUsage(Record):
+    """Resources that a call used in its sandbox. Calls of one session that overlap share what was used meanwhile.
+
+    `memory_peak_bytes`: highest memory of the whole sandbox during the call, with cached files. `read_bytes` and
+    `written_bytes`: to and from disks; the kernel may write them later. `network_bytes`: both directions.
+    """
+
+    cpu_s: float = Field(default=0.0, ge=0)
+    memory_peak_bytes: int = Field(default=0, ge=0)
+    read_bytes: int = Field(default=0, ge=0)
+    written_bytes: int = Field(default=0, ge=0)
+    network_bytes: int = Field(default=0, ge=0)
+
+    def __add__(self, other: "CallUsage") -> "CallUsage":
+        """Return the sums, and the higher of both peaks."""
+        return CallUsage(
+            cpu_s=round(self.cpu_s + other.cpu_s, 6),
+            memory_peak_bytes=max(self.memory_peak_bytes, other.memory_peak_bytes),
+            read_bytes=self.read_bytes + other.read_bytes,
+            written_bytes=self.written_bytes + other.written_bytes,
+            network_bytes=self.network_bytes + other.network_bytes,
+        )
+
+
+class SessionUsage(Record):
+    """Totals of a session since a sandboxd has it, which only grow. `meter`: random id of the totals. A session gets
+    another meter on another host, and after a restart of sandboxd.
+
+    They include the start of its sandboxes, background jobs, and calls whose results were lost. `sandbox_s`: time in
+    which the session had a sandbox.
+    """
+
+    meter: Identifier
+    cpu_s: float = Field(default=0.0, ge=0)
+    read_bytes: int = Field(default=0, ge=0)
+    written_bytes: int = Field(default=0, ge=0)
+    network_bytes: int = Field(default=0, ge=0)
+    sandbox_s: float = Field(default=0.0, ge=0)
+
+
 class KillReport(Record):
     """Report about killed processes. If `survivors` is not 0, the sandbox was removed."""
 
@@ -189,6 +229,8 @@ class ToolResult(Record):
     clocks: Clocks = Clocks()
     kill: KillReport | None = None
     sandbox: SandboxInfo | None = None
+    usage: CallUsage | None = None
+    """Resources that the call used. None: it used no sandbox, the sandbox was not measured, or its result was lost."""
     blob: str | None = Field(default=None, max_length=256)
     """Key of result bytes in Redis, which ends with their SHA-256. The orchestrator fetches and deletes the bytes."""
 
@@ -259,6 +301,7 @@ class ExecResult(Record):
     """True if the program was killed because its call was cancelled."""
     clocks: Clocks = Clocks()
     kill: KillReport | None = None
+    usage: CallUsage | None = None
 
 
 def _printable(text: str, limit: int) -> str:

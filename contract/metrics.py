@@ -29,6 +29,7 @@ REFUSALS = tuple(
         ErrorCode.UNAUTHENTICATED,
         ErrorCode.RATE_LIMITED,
         ErrorCode.QUOTA_EXCEEDED,
+        ErrorCode.BUDGET_EXCEEDED,
     )
 )
 """Error codes of calls that a person or a rule refused."""

@@ -16,7 +16,7 @@ from typing import Any
 
 from pydantic import ConfigDict, Field, JsonValue, TypeAdapter
 
-from contract.calls import Clocks, Record, ToolCall, ToolResult
+from contract.calls import CallUsage, Clocks, Record, ToolCall, ToolResult
 from contract.functions.completions import Usage
 
 
@@ -293,6 +293,7 @@ class RunFinished(RunEvent):
     clocks: Clocks
     usage: Usage = field(default_factory=Usage)
     cost: float | None = None
+    call_usage: CallUsage = field(default_factory=CallUsage)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -401,9 +402,10 @@ class RunRetried(RunEvent):
 @dataclass(frozen=True, kw_only=True)
 class RunEnded(RunEvent):
     """The one end of a durable run. `state`: succeeded, failed or cancelled. `answer`: the model's last text; `is_cut`:
-    only its beginning. `cost` None: no prices are known. `clocks`: those of its calls, summed. `seconds`: since it was
-    claimed. `artifacts_file`: the id of its artifacts in the store. `task`: the id of its line, for an item with a
-    grader. `grade` None: it has no reward.
+    only its beginning. `cost` None: no prices are known. `clocks`, `call_usage`: those of its calls, summed.
+    `sandbox_s`: time in which it had a session of its own. `seconds`: since it was claimed. `artifacts_file`: the id of
+    its artifacts in the store. `task`: the id of its line, for an item with a grader. `grade` None: it has no
+    reward.
     """
 
     state: str
@@ -416,6 +418,8 @@ class RunEnded(RunEvent):
     usage: Usage = field(default_factory=Usage)
     cost: float | None = None
     clocks: Clocks = field(default_factory=Clocks)
+    call_usage: CallUsage = field(default_factory=CallUsage)
+    sandbox_s: float = 0.0
     seconds: float = 0.0
     artifacts_file: str | None = None
     task: str = ""

@@ -71,6 +71,23 @@ class SandboxTerms(Record):
     )
 
 
+class Budgets(Record):
+    """Limits of what a tenant uses in a day and in a month, in UTC. None: no limit. Tokens are those in and out; cost
+    is in the currency of the models' prices.
+    """
+
+    tokens_per_day: int | None = Field(default=None, ge=0, description="Tokens of models per day, in UTC.")
+    tokens_per_month: int | None = Field(default=None, ge=0, description="Tokens of models per month.")
+    cost_per_day: float | None = Field(default=None, ge=0, description="Cost of models per day.")
+    cost_per_month: float | None = Field(default=None, ge=0, description="Cost of models per month.")
+    cpu_s_per_day: float | None = Field(default=None, ge=0, description="CPU seconds of sandboxes per day.")
+    cpu_s_per_month: float | None = Field(default=None, ge=0, description="CPU seconds of sandboxes per month.")
+    stored_bytes_per_day: int | None = Field(
+        default=None, ge=0, description="Bytes of checkpoints and artifacts that are stored per day."
+    )
+    stored_bytes_per_month: int | None = Field(default=None, ge=0, description="Bytes that are stored per month.")
+
+
 class TenantPolicy(Record):
     """Limits and rights of a tenant. None: no limit for this tenant."""
 
@@ -93,6 +110,7 @@ class TenantPolicy(Record):
         default=(), description="Command rules deny, ask or allow, such as deny:bash_tool:git push; replaces all rules."
     )
     sandbox: SandboxTerms = SandboxTerms()
+    budgets: Budgets = Budgets()
     is_paused: bool = False
     """True while no call and no run of the tenant starts. `pause_reason` has the reason."""
     pause_reason: str = Field(default="", max_length=MAX_PAUSE_REASON_CHARS)

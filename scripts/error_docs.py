@@ -68,6 +68,9 @@ DO = {
     ErrorCode.UNAUTHENTICATED: "create a new key: `toolcrew keys create TENANT`",
     ErrorCode.RATE_LIMITED: "wait for `retry_after_s`, raise the tenant's rate, or add workers",
     ErrorCode.QUOTA_EXCEEDED: "close sessions or runs, or raise the tenant's limit (`toolcrew tenants set`)",
+    ErrorCode.BUDGET_EXCEEDED: (
+        "wait for the reset, or raise the [budget](tenants.md#how-do-i-limit-what-a-tenant-uses)"
+    ),
     ErrorCode.HOST_LOST: (
         "send the call again: it was not run ([Operations](operations.md#what-happens-when-a-process-dies))"
     ),

@@ -87,6 +87,7 @@ MEANINGS = {
         "try again"
     ),
     ErrorCode.QUOTA_EXCEEDED: "the tenant has reached a limit of its policy",
+    ErrorCode.BUDGET_EXCEEDED: "a budget of the tenant is used up; `metadata.resets_at` says when it resets",
     ErrorCode.HOST_LOST: "the session's host was lost, and the call was not run",
     ErrorCode.OUTCOME_UNKNOWN: "the call may have run or not",
     ErrorCode.ENVELOPE_REFUSED: (

@@ -57,6 +57,8 @@ AuditAction = Literal[
     "secret.set",
     "secret.use",
     "secret.remove",
+    "budget.warn",
+    "budget.exceed",
 ]
 ACTIONS: tuple[AuditAction, ...] = get_args(AuditAction)
 MAX_ENTRIES = 100_000

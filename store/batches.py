@@ -14,7 +14,7 @@ from typing import Any, Literal
 import redis.asyncio
 from pydantic import ConfigDict, Field, JsonValue, ValidationError
 
-from contract.calls import Record
+from contract.calls import CallUsage, Record
 from contract.errors import BrokerUnavailable, ConfigError, EnvelopeRefused, RecordRefused
 from contract.functions.completions import Usage
 from contract.names import tenant_key
@@ -335,6 +335,8 @@ def build_recalled_end(outcome: ItemOutcome, at: float) -> RunEnded:
         cost=find_cost(body),
         task=outcome.task,
         grade=outcome.grade,
+        call_usage=find_call_usage(body),
+        sandbox_s=find_sandbox_s(body),
     )
 
 
@@ -343,6 +345,19 @@ def find_cost(body: Mapping[str, Any]) -> float | None:
     usage = body.get("usage")
     cost = body.get("cost", usage.get("cost") if isinstance(usage, dict) else None)
     return float(cost) if isinstance(cost, int | float) else None
+
+
+def find_sandbox_s(body: Mapping[str, Any]) -> float:
+    """Return the time in which an item had a session of its own, from the body of its row."""
+    return float(body.get("sandbox_s") or 0.0)
+
+
+def find_call_usage(body: Mapping[str, Any]) -> CallUsage:
+    """Return what the calls of an item used, from the body of its row: that of a run, or of a single call."""
+    try:
+        return CallUsage.model_validate(body.get("call_usage") or body.get("usage") or {})
+    except ValidationError:
+        return CallUsage()  # the usage of a chat completion, which has tokens
 
 
 def _count(value: object) -> int:

@@ -62,6 +62,7 @@ from contract.session_locations import LOCATION_MARGIN_S
 from contract.signing import SigningKeys
 from store.audit import AUDIT_LUA
 from store.connection import RedisClient, SharedClock, SyncRedis, WorkerScript, broker_errors
+from store.usage import USAGE_LUA, CallEnding
 from telemetry.logs import get_logger
 
 CALL_TTL_S = 24 * 3600
@@ -454,16 +455,26 @@ redis.call('EXPIRE', KEYS[1], ARGV[1])
 return 1
 """
 
-# KEYS: result, call. ARGV: the stored text, its lifetime; attempt ("" if the call has not run), lifetime of the
-# record, error code, sandbox. Returns 0 if a later attempt exists: the caller waits for the result of that attempt. An
+# KEYS: result, call, usage of the session. ARGV: the stored text, its lifetime; attempt ("" if the call has not run),
+# lifetime of the record, error code, sandbox, prefix of the tenant's days, bytes that were stored, meter of the session
+# ("" for none), its totals. Returns 0 if a later attempt exists: the caller waits for the result of that attempt. An
 # earlier attempt in the record means that Redis has lost the write of this attempt.
-_FINISH = """
+_FINISH = (
+    USAGE_LUA
+    + """
 if ARGV[3] ~= '' then
+  -- What a lost attempt has used counts too.
+  if ARGV[9] ~= '' then count_session(ARGV[7], KEYS[3], ARGV[9], {unpack(ARGV, 10, 14)}) end
   local known = redis.pcall('HMGET', KEYS[2], 'attempt', 'state')
   if not known.err then
     if (tonumber(known[1] or '0') or 0) > tonumber(ARGV[3]) then return 0 end
+    if known[2] ~= 'done' then
+      add_usage(ARGV[7], 'calls', 1)
+      add_usage(ARGV[7], 'stored_bytes', tonumber(ARGV[8]))
+      if ARGV[9] ~= '' then redis.call('HINCRBY', KEYS[3], 'calls', 1) end
+    end
     if known[2] ~= 'forbidden' then
-      local time = redis.call('TIME')
+      local time = usage_time
       redis.call('HSET', KEYS[2], 'state', 'done', 'attempt', ARGV[3], 'code', ARGV[5], 'sandbox', ARGV[6],
         'ended_at', string.format('%d.%06d', time[1], time[2]))
       redis.call('EXPIRE', KEYS[2], ARGV[4])
@@ -474,6 +485,7 @@ redis.call('SET', KEYS[1], ARGV[1], 'EX', ARGV[2])
 redis.call('PUBLISH', KEYS[1], ARGV[1])
 return 1
 """
+)
 
 # --- Orchestrators ----------------------------------------------------------------------------------------------------
 
@@ -760,7 +772,8 @@ class WorkerCallStore:
 
 
 class FinishedCalls:
-    """Stores the results of calls. One script stores and publishes a result, and marks its call as done.
+    """Stores the results of calls. One script stores and publishes a result, marks its call as done, and counts what
+    the call and its session used.
 
     The class raises the errors of the Redis client: its caller, Celery's result backend, decides which errors to
     retry.
@@ -769,11 +782,13 @@ class FinishedCalls:
     def __init__(self, client: SyncRedis) -> None:
         self._finish = WorkerScript(client, _FINISH)
 
-    def store(self, task_id: str, text: str, ttl_s: int, record: tuple[str, int, str, str] | None) -> bool:
-        """Store a result. `record`: key of the call's record, attempt, error code and sandbox. None: the call was not
-        run, and its record does not change. Return False if the call was sent again: its caller waits for the result
-        of that attempt.
+    def store(self, task_id: str, text: str, ttl_s: int, ending: CallEnding | None) -> bool:
+        """Store a result. `ending` None: the call was not run, and its record does not change. Return False if the
+        call was sent again: its caller waits for the result of that attempt.
         """
         key = result_key(task_id)
-        call, attempt, code, sandbox = record if record is not None else (key, "", "", "")
-        return bool(self._finish(keys=[key, call], args=[text, ttl_s, attempt, CALL_TTL_S, code, sandbox]))
+        if ending is None:
+            return bool(self._finish(keys=[key, key, key], args=[text, ttl_s, ""]))
+        call = call_key(ending.deployment, ending.tenant, ending.call)
+        record: list[str | int] = [ending.attempt, CALL_TTL_S, ending.code, ending.sandbox]
+        return bool(self._finish(keys=[key, call, ending.session_key], args=[text, ttl_s, *record, *ending.amounts()]))

@@ -39,6 +39,7 @@ from contract.signing import SigningKeys
 from store.batches import RUN_TTL_S
 from store.connection import SharedClock, broker_errors
 from store.sessions import SessionStore
+from store.usage import USAGE_LUA, ReplySpending, session_usage_key, usage_prefix
 from telemetry.logs import get_logger
 
 log = get_logger(__name__)
@@ -95,10 +96,13 @@ INLINE_BYTES = 64 * 1024
 _ARTIFACTS = "artifacts"
 """The field of the separate hash with the archive that waits for the grader."""
 RETRY_S = (0.05, 0.1, 0.2, 0.5, 1.0)
-# KEYS: run, log, parts. ARGV: claim, index, entry, part ('' for none), time to live, '1' if the entry is progress of
-# the run. Returns `added`; `there` (an earlier try added the entry, and its reply was lost); `taken` (another process
-# holds the run); or the number of entries, if Redis has lost the last entries.
-_APPEND = """
+# KEYS: run, log, parts, usage of the run's session. ARGV: claim, index, entry, part ('' for none), time to live, '1' if
+# the entry is progress of the run, prefix of the tenant's days, whether there is a session, tokens and cost. Returns
+# `added`; `there` (an earlier try added the entry, and its reply was lost); `taken` (another process holds the run); or
+# the number of entries, if Redis has lost the last entries.
+_APPEND = (
+    USAGE_LUA
+    + """
 if redis.call('HGET', KEYS[1], 'claim') ~= ARGV[1] then return 'taken' end
 local length, index = redis.call('LLEN', KEYS[2]), tonumber(ARGV[2])
 if length > index then return 'there' end
@@ -108,11 +112,13 @@ if ARGV[4] ~= '' then
   redis.call('EXPIRE', KEYS[3], ARGV[5])
 end
 redis.call('RPUSH', KEYS[2], ARGV[3])
+count_reply(ARGV[7], ARGV[8] == '1' and KEYS[4], {unpack(ARGV, 9, 12)})
 if ARGV[6] == '1' then redis.call('HDEL', KEYS[1], 'losses') end
 redis.call('EXPIRE', KEYS[1], ARGV[5])
 redis.call('EXPIRE', KEYS[2], ARGV[5])
 return 'added'
 """
+)
 
 
 class RunTaken(Exception):
@@ -150,6 +156,9 @@ class RunLog:
         self._deployment, self._keys, self._attempt = deployment, keys, attempt
         self.run = attempt.run
         self.entries = entries
+        self.session: str | None = None
+        """The session for which the tokens of new entries count."""
+        self._spending: dict[int, ReplySpending] = {}
         self.has_grown = False
         """True if the run has made progress under this holder."""
         self._one_at_a_time = asyncio.Lock()
@@ -183,11 +192,15 @@ class RunLog:
             ) from error
         return cls(client, deployment, keys, attempt, entries, clock)
 
-    async def append(self, entry: LogEntry) -> None:
-        """Append an entry. Wait while Redis does not answer. Raises RunTaken: another process holds the run."""
+    async def append(self, entry: LogEntry, spending: ReplySpending | None = None) -> None:
+        """Append an entry, and count `spending` in the same step. Wait while Redis does not answer. Raises RunTaken:
+        another process holds the run.
+        """
         async with self._one_at_a_time:
             self.entries.append(entry)
             index, failures = len(self.entries) - 1, 0
+            if spending is not None:
+                self._spending[index] = spending
             while index < len(self.entries):
                 try:
                     with broker_errors("the entry was not added"):
@@ -232,9 +245,22 @@ class RunLog:
         # A resumed run opens its session again, so a new session is not progress. Otherwise a run that kills every
         # holder at this point would be resumed without end.
         is_further = not isinstance(self.entries[index].event, SessionOpening)
+        spent = self._spending.get(index, ReplySpending())
+        prefix, has_session = usage_prefix(self._deployment, attempt.tenant), int(self.session is not None)
+        session = session_usage_key(self._deployment, attempt.tenant, self.session or "")
         reply = await self._append(
-            keys=[run_key(*names), run_log_key(*names), run_parts_key(*names)],
-            args=[attempt.claim, index, item, part, RUN_TTL_S, "1" if is_further else "0"],
+            keys=[run_key(*names), run_log_key(*names), run_parts_key(*names), session],
+            args=[
+                attempt.claim,
+                index,
+                item,
+                part,
+                RUN_TTL_S,
+                "1" if is_further else "0",
+                prefix,
+                has_session,
+                *spent.amounts(),
+            ],
         )
         self.has_grown = self.has_grown or is_further
         return reply.decode() if isinstance(reply, bytes) else str(reply)

@@ -23,7 +23,7 @@ import redis.asyncio
 from pydantic import Field
 from redis.exceptions import ConnectionError as LostConnection
 
-from contract.calls import Clocks, Record
+from contract.calls import CallUsage, Clocks, Record
 from contract.errors import ConfigError, ErrorCode, ToolFailure
 from contract.functions.completions import Usage
 from contract.names import audit_key, deployment_key, runs_prefix, tenant_key
@@ -84,8 +84,7 @@ LEASE_S = 20.0
 AT_ONCE = 200
 """Maximum number of runs in one step of the script. Redis is blocked during a step."""
 LOOKS, MAX_STEPS = 2000, 10
-"""LOOKS: how many runs one step reads to find runs in a given state. MAX_STEPS: maximum number of steps for one page.
-"""
+"""LOOKS: how many runs one step reads to find runs in a given state. MAX_STEPS: most steps for one page."""
 _CURSOR = re.compile(r"([0-9]{1,15}(?:\.[0-9]{1,9})?)/([A-Za-z0-9_-]{1,64})")
 """Pattern of a cursor: the creation time of a batch and its id."""
 _SCRIPT = "\n".join(
@@ -153,8 +152,8 @@ class HostedState(StrEnum):
 class RunEnd(Record):
     """The end of a run. `failure` None: the run succeeded. `answer`: the last text of the model, even if a limit
     stopped the run. `is_cut`: `answer` contains only the beginning, as in lists and events. `cost` None: no prices are
-    known. `clocks`: sums over all calls. `artifacts`: the paths in the archive `artifacts_file`; empty in lists and
-    events."""
+    known. `clocks`, `call_usage`: sums over all calls. `sandbox_s`: time in which the run had a session of its own.
+    `artifacts`: the paths in the archive `artifacts_file`; empty in lists and events."""
 
     answer: str = ""
     is_cut: bool = False
@@ -163,6 +162,8 @@ class RunEnd(Record):
     usage: Usage = Usage()
     cost: float | None = None
     clocks: Clocks = Clocks()
+    call_usage: CallUsage = CallUsage()
+    sandbox_s: float = 0.0
     failure: Failure | None = None
     artifacts: tuple[str, ...] = ()
     artifacts_missing: tuple[str, ...] = ()
@@ -311,9 +312,8 @@ class RunQueue:
         return parse_batch(self.keys, tenant, batch, fields)
 
     async def list_batches(self, tenant: str, cursor: str = "", limit: int | None = None) -> BatchPage:
-        """Return at most `limit` batches of a tenant (None: all), from `cursor` on. A cursor stays valid while batches
-        are added and removed. Raises ToolFailure(INVALID_ARGUMENTS): invalid cursor.
-        """
+        """Return at most `limit` batches of a tenant (None: all), from `cursor` on, which stays valid while batches are
+        added and removed. Raises ToolFailure(INVALID_ARGUMENTS): invalid cursor."""
         after = _CURSOR.fullmatch(cursor)
         if cursor and after is None:
             raise ToolFailure(

@@ -36,12 +36,14 @@ from contract.tenancy import (
     POLICY_FRESH_S,
     REGISTERED_LUA,
     VERSION_FIELD,
+    Budgets,
     TenantPolicy,
     parse_policy,
     parse_tenants,
     seal_policy,
 )
 from store.audit import AUDIT_LUA, Actor, AuditAction, build_entry, entry_text, local_actor
+from store.budgets import BudgetState, BudgetStore
 from store.connection import SyncRedis, broker_errors
 from store.tasks import SharedReads
 
@@ -50,6 +52,7 @@ MAX_CACHED_POLICIES = 4096
 MAX_CHANGES = 20
 """Maximum number of attempts at a change while other processes change the same tenant."""
 _NAME: TypeAdapter[str] = TypeAdapter(Identifier)
+_NO_BUDGETS = Budgets()
 
 _CHANGE = f"""
 {AUDIT_LUA}
@@ -204,12 +207,19 @@ class TenantSource(Protocol):
         """
         ...
 
+    async def check_budgets(self, tenant: str) -> None:
+        """Raise ToolFailure(BUDGET_EXCEEDED) if a budget of the tenant is used up. Also raises like `policy`."""
+        ...
+
 
 class OpenTenants:
     """Tenants for programs without a pool. Every tenant has the default policy."""
 
     async def policy(self, tenant: str) -> TenantPolicy:
         return TenantPolicy()
+
+    async def check_budgets(self, tenant: str) -> None:
+        """Do nothing: the default policy has no budgets."""
 
 
 class RedisTenants:
@@ -229,6 +239,7 @@ class RedisTenants:
         ]
         self._actor: Actor | None = None
         self._cache = PolicyCache(keys)
+        self._budgets = BudgetStore(client, deployment)
         self._checks, self._looks = SharedReads[None](), SharedReads[TenantPolicy]()
         self._change_script = client.register_script(_CHANGE)
         self._remove_script = client.register_script(_REMOVE)
@@ -244,6 +255,15 @@ class RedisTenants:
         if self._cache.is_stale():
             await self._checks.read(VERSION_FIELD, self._check)
         return self._cache.find(tenant) or await self._looks.read(tenant, lambda: self._look(tenant))
+
+    async def check_budgets(self, tenant: str) -> None:
+        budgets = (await self.policy(tenant)).budgets
+        if budgets != _NO_BUDGETS:
+            await self._budgets.check(tenant, budgets)
+
+    async def budgets(self, tenant: str) -> list[BudgetState]:
+        """Return the tenant's budgets with what is used of them. Raises like `policy`."""
+        return await self._budgets.read(tenant, (await self.policy(tenant)).budgets)
 
     async def all(self) -> Mapping[str, TenantPolicy | ConfigError]:
         """Return the policy of every registered tenant by name. An unreadable policy is replaced by its error. Raises

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import os
 import secrets
 import socket
 import struct
@@ -155,7 +156,7 @@ class FakeEngine:
         self.guests.append(guest)
         self.alive[container] = guest
         self.emptied.clear()
-        return AttachedContainer(container, ours)
+        return AttachedContainer(container, ours, os.getpid())
 
     async def remove(self, container: str) -> None:
         self.removing.set()

@@ -25,6 +25,7 @@ from contract.run_events import (
     TextArrived,
 )
 from contract.specs import Catalog, seal_catalog
+from contract.tenancy import Budgets
 from orchestrator.approvals.approvers import ApprovalRequest
 from orchestrator.approvals.asking import build_record
 from orchestrator.dialects.model import Usage
@@ -38,6 +39,7 @@ from store.batches import BatchDefaults, BatchEventWriter, BatchItem, BatchRecor
 from store.runs import RunQueue
 from store.sessions import SessionStore
 from store.tenants import RedisTenants
+from store.usage import ReplySpending, UsageStore
 from tests.api_ground import ApiGround
 from tests.batch_story import Attempt, tell_item
 from tests.builders import build_spec
@@ -97,6 +99,10 @@ class World:
         self.call = f"{self.done}-1-1"
         await self.note_call(self.call)
         self.rival_run = await self.tell_run("Something of a rival", tenant="rival")
+        budgets = Budgets(tokens_per_day=500, cost_per_month=9.0)
+        await self.tenants.change("acme", lambda policy: policy.model_copy(update={"budgets": budgets}))
+        for tenant, tokens in (("acme", 1234), ("rival", 98_765)):
+            await UsageStore(self.redis, DEPLOYMENT).count_reply(tenant, "s", ReplySpending(Usage(tokens, 0), 1.5))
 
     async def add_key(self, tenant: str) -> NewKey:
         return await self._keys.add(tenant, name="a key of a test")

@@ -18,7 +18,7 @@ import structlog
 from pydantic import JsonValue
 
 from contract.call_events import HIDDEN
-from contract.calls import RunFailure, ToolCall, ToolContext, ToolResult
+from contract.calls import RunFailure, SessionUsage, ToolCall, ToolContext, ToolResult
 from contract.envelope import decode_arguments
 from contract.errors import OPERATOR_CODES, BrokerUnavailable, ErrorCode, OperatorError, RefusalReason, ToolFailure
 from contract.registry import RELEASING, Switch, check_call, check_switches
@@ -117,7 +117,8 @@ class BlobStore(Protocol):
 class FinishedCall(NamedTuple):
     """A call that has its result. `received_at` is in Unix seconds.
 
-    `requests` lists the requests to sandboxd, in order.
+    `requests` lists the requests to sandboxd, in order. `session_usage`: the session's totals at its end, if it used a
+    sandbox.
     """
 
     call: ToolCall
@@ -125,6 +126,7 @@ class FinishedCall(NamedTuple):
     received_at: float
     result: ToolResult
     requests: Sequence[SandboxRequest] = ()
+    session_usage: SessionUsage | None = None
 
 
 class ExecutorMiddleware:
@@ -182,8 +184,12 @@ class Executor:
 
     def execute(self, call: ToolCall, context: ToolContext) -> ToolResult:
         """Return the one result of the call. Raises CallRepeated: the message needs no answer."""
+        return self.finish(call, context).result
+
+    def finish(self, call: ToolCall, context: ToolContext) -> FinishedCall:
+        """Run the call as `execute` does, and return it with its result."""
         received_at, received = time.time(), time.monotonic()
-        requests: Sequence[SandboxRequest] = ()
+        environment: ToolEnvironment | None = None
         prepare = cache(lambda: _attempt(call, lambda: self._prepare(call, context)))
         # The call is prepared while Redis decides about the claim.
         claim = _attempt(call, lambda: self._claims.claim(call, context, self._resources.holder, prepare))
@@ -204,14 +210,15 @@ class Executor:
             if isinstance(prepared, ToolResult):
                 result = prepared
             elif claim is CallClaim.GRANTED:
-                result, requests = self._run(prepared, context)
+                result, environment = self._run(prepared, context)
             else:
                 result = _refusal(call, claim)
             result = result.model_copy(update={"clocks": result.clocks.model_copy(update={"queued_s": queued_s})})
-        finished = FinishedCall(call, context, received_at, result, requests)
+        reports = (environment.requests, environment.session_usage) if environment is not None else ()
+        finished = FinishedCall(call, context, received_at, result, *reports)
         for middleware in self._middleware:
             middleware.after_call(finished)
-        return result
+        return finished
 
     def _prepare(self, call: ToolCall, context: ToolContext) -> _PreparedCall:
         """Check everything that can be wrong with a call before it starts."""
@@ -230,12 +237,12 @@ class Executor:
         terms = self._policy.admit(context.tenant, tool.spec, arguments)
         return _PreparedCall(call, tool, arguments, aliases, terms)
 
-    def _run(self, prepared: _PreparedCall, context: ToolContext) -> tuple[ToolResult, Sequence[SandboxRequest]]:
-        """Run the handler of a claimed call. Return its result and its requests to sandboxd."""
+    def _run(self, prepared: _PreparedCall, context: ToolContext) -> tuple[ToolResult, ToolEnvironment | None]:
+        """Run the handler of a claimed call. Return its result and its environment."""
         # Open it after the claim: a repeated message must not take over the events of the first message.
         environment = _attempt(prepared.call, lambda: self._open_environment(prepared, context))
         if isinstance(environment, ToolResult):
-            return environment, ()
+            return environment, None
         try:
             result = _attempt(
                 prepared.call, lambda: self._build_result(self._handle(prepared, environment), environment), environment
@@ -247,9 +254,9 @@ class Executor:
             added["aliases_used"] = list(prepared.aliases)
         if hidden:
             added[HIDDEN] = hidden
-        return (
-            result.model_copy(update={"metadata": {**result.metadata, **added}}) if added else result
-        ), environment.requests
+        if added:
+            result = result.model_copy(update={"metadata": {**result.metadata, **added}})
+        return result, environment
 
     def _open_environment(self, prepared: _PreparedCall, context: ToolContext) -> ToolEnvironment:
         content = self.blobs.take(context.tenant, context.blob) if context.blob else b""

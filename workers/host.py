@@ -23,6 +23,7 @@ from store.metrics import WorkerMetricsStore
 from store.secrets import WorkerSecrets
 from store.sessions import WorkerSessionStore
 from store.tenants import WorkerTenants
+from store.usage import WorkerUsageStore
 from workers.celery_edge.app import EXIT_RESTART, count_running, end_worker, find_sessions_at_work, on_stopping
 from workers.checkpoints import (
     DEFAULT_EVERY_S,
@@ -42,6 +43,7 @@ from workers.host_duties import (
     SandboxdMonitor,
     SecretsMonitor,
     TermsMonitor,
+    UsageMonitor,
 )
 from workers.reports import (
     RETRY_S,
@@ -59,7 +61,7 @@ log = structlog.get_logger(__name__)
 
 SANDBOXD_WAIT_S = 60.0
 ADOPT_EVERY_S = 1.0
-LEFTOVERS_EVERY_S = 10.0
+LEFTOVERS_EVERY_S = USAGE_EVERY_S = 10.0
 LOST_S = 15.0
 """Seconds that running calls get when the worker must end at once.
 
@@ -213,6 +215,7 @@ class SandboxHost:
             WorkerSecrets(connect(broker), broker.deployment, broker.signing_keys()),
             SecretAudit(connect(broker), broker.deployment),
         )
+        usage = UsageMonitor(WorkerUsageStore(connect(broker), broker.deployment))
         duties = [
             self._heartbeat_duty,
             Duty("sandboxd-watch", HEARTBEAT_S, partial(self._sandboxd.look, client()), "sandboxd_silent", stop),
@@ -229,6 +232,7 @@ class SandboxHost:
             ),
             Duty("expiry", HEARTBEAT_S, partial(expiry.look, client()), "expired_sessions_not_forgotten", stop),
             Duty("leftovers", LEFTOVERS_EVERY_S, partial(leftovers.look, client()), "leftovers_not_closed", stop),
+            Duty("usage", USAGE_EVERY_S, partial(usage.look, client()), "usage_not_counted", stop),
             Duty("terms", HEARTBEAT_S, partial(terms_monitor.look, client()), "terms_not_told", stop),
             Duty("secrets", SECRETS_EVERY_S, partial(secrets_monitor.look, client()), "secrets_not_sent", stop),
         ]

@@ -8,6 +8,7 @@ from typing import Any
 
 import structlog
 
+from contract.calls import SessionUsage
 from contract.errors import BrokerUnavailable, ErrorCode, OperatorError, ToolFailure
 from contract.hosts import HEARTBEAT_S, HostReport
 from contract.metrics import (
@@ -27,6 +28,7 @@ from store.hosts import WorkerHostStore
 from store.metrics import Counts, WorkerMetricsStore
 from store.secrets import Secret, WorkerSecrets
 from store.sessions import AdoptionResult, WorkerSessionStore
+from store.usage import WorkerUsageStore
 from workers.sandbox_client import SandboxClient
 
 log = structlog.get_logger(__name__)
@@ -316,6 +318,23 @@ class SecretsMonitor:
 
 def _describe_secret(secret: Secret) -> dict[str, Any]:
     return {"value": secret.value, "hosts": secret.info.hosts, "place": secret.info.place}
+
+
+class UsageMonitor:
+    """Counts what sessions use between their calls: time, background jobs, and calls whose results were lost."""
+
+    def __init__(self, usage: WorkerUsageStore) -> None:
+        self._usage = usage
+        self._counted: dict[str, SessionUsage] = {}
+
+    def look(self, client: SandboxClient) -> int:
+        """Run one round. Return the number of sessions whose totals have changed. Raises OperatorError."""
+        totals = {str(row.pop("name")): SessionUsage.model_validate(row) for row in client.usage()}
+        changed = [name for name, usage in totals.items() if usage != self._counted.get(name)]
+        for at in range(0, len(changed), BATCH):
+            self._usage.count([(name.rpartition(":")[0], totals[name]) for name in changed[at : at + BATCH]])
+        self._counted = totals
+        return len(changed)
 
 
 class SandboxdMetrics:

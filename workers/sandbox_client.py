@@ -17,7 +17,7 @@ from typing import IO, Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from contract.calls import KillReport, SandboxInfo
+from contract.calls import CallUsage, KillReport, SandboxInfo, SessionUsage
 from contract.errors import ErrorCode, SandboxUnavailable, ToolFailure
 from contract.sandboxes import SandboxOptions
 from contract.tenancy import SandboxTerms
@@ -273,10 +273,19 @@ class SandboxClient:
         - `changed`: the files may differ from the last checkpoint.
         - `checkpoint`: the last checkpoint that this sandboxd made.
         """
+        return self._list("sessions")
+
+    def usage(self) -> list[dict[str, Any]]:
+        """Return the totals of each session, also of sessions that have ended in the last minute: the fields of a
+        SessionUsage, and `name`, which is `<tenant>:<session>:<meter>`.
+        """
+        return self._list("usage")
+
+    def _list(self, verb: str) -> list[dict[str, Any]]:
         rows: list[dict[str, Any]] = []
         after: str | None = ""
         while after is not None:
-            page = self._exchange({"verb": "sessions", "after": after}, 10.0)
+            page = self._exchange({"verb": verb, "after": after}, 10.0)
             after = _checked(page.header)["next"]
             rows += json.loads(page.body)
         return rows
@@ -469,7 +478,7 @@ class _Shape(BaseModel):
 
 
 class GuestAnswer(_Shape):
-    """The end of any request. sandboxd itself adds `sandbox`, `sandbox_s`, `sandbox_lost` and `workspace_kept`."""
+    """The end of any request. sandboxd itself adds all fields but `run_s`, `kill` and `error`."""
 
     run_s: float = 0.0
     kill: KillReport | None = None
@@ -477,6 +486,8 @@ class GuestAnswer(_Shape):
     sandbox_s: Annotated[float, Field(ge=0)] = 0.0
     sandbox_lost: str | None = None
     workspace_kept: bool = False
+    usage: CallUsage | None = None
+    session_usage: SessionUsage | None = None
     error: dict[str, Any] | None = None
 
 

@@ -28,6 +28,7 @@ from orchestrator.api import (
     skills,
     tenants,
     tools,
+    usage,
 )
 from orchestrator.api.access import ApiAuthentication
 from orchestrator.api.api_state import ApiState
@@ -87,6 +88,7 @@ def build_app(app_state: ApiState, work: ConnectedWork) -> FastAPI:
         approvals,
         tenants,
         models,
+        usage,
         hosts,
         pressure,
         audit,

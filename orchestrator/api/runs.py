@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, Self
 from fastapi import APIRouter, Header, Path, Query, Response
 from pydantic import BaseModel, Field, model_validator
 
-from contract.calls import LONGEST_TIMEOUT_S
+from contract.calls import LONGEST_TIMEOUT_S, CallUsage
 from contract.clock import format_instant
 from contract.errors import BrokerUnavailable, ErrorCode, ToolFailure
 from contract.json_limits import is_deeper
@@ -115,6 +115,7 @@ class NewRun(SandboxOptions):
 
 class RunView(BaseModel):
     """A run. The fields from `answer` on are set at the end of the run. `cost` is null if the model has no prices.
+    `usage`: tokens. `call_usage`: what its calls used in sandboxes. `sandbox_s`: time with a session of its own.
 
     `is_cut`: a list contains only the beginning of the answer. `artifacts`: the paths in the archive `artifacts_file`
     (GET /v1/files/{id}/content), not in lists. `artifacts_missing`: why other files are missing. Times are in ISO
@@ -140,6 +141,8 @@ class RunView(BaseModel):
     usage: dict[str, int] | None = None
     cost: float | None = None
     clocks: dict[str, float] | None = None
+    call_usage: CallUsage | None = None
+    sandbox_s: float | None = None
     failure: Failure | None = None
     artifacts: tuple[str, ...] = ()
     artifacts_missing: tuple[str, ...] = ()

@@ -15,6 +15,7 @@ from contract.session_locations import DEFAULT_TTL_S, MAX_FORKS, MAX_TTL_S
 from orchestrator.api.access import AnyCaller
 from orchestrator.api.paging import Cursor, Limit, Page, decode_cursor, encode_cursor
 from orchestrator.api.problem_handlers import responses
+from orchestrator.api.usage import Usage
 from orchestrator.dispatch.sessions import Session, SessionInfo
 
 PIECE_BYTES = 256 * 1024
@@ -78,7 +79,8 @@ class SessionView(SandboxOptions):
     """An open session with the sizes and the user of its sandbox. `hosts`: the hosts that the session can reach with
     network egress. `timeout_s`: the largest limit of a call.
 
-    `sandbox`: the id of its container, "" while the id is not known.
+    `sandbox`: the id of its container, "" while the id is not known. `usage`: what the session used so far, as in
+    GET /v1/tenants/{name}/usage; null in the answer to its opening.
     """
 
     id: str
@@ -90,6 +92,7 @@ class SessionView(SandboxOptions):
     sandbox: str
     generation: int
     timeout_s: float
+    usage: Usage | None = None
 
 
 class SessionRow(BaseModel):
@@ -179,8 +182,9 @@ async def list_sessions(
 
 @router.get("/{session_id}", responses=responses(404))
 async def get_session(session_id: SessionId, caller: AnyCaller) -> SessionView:
-    """Return a session with its host and sandbox."""
-    return view_session(await (await caller.client.session(session_id)).info())
+    """Return a session with its host and sandbox, and what it used."""
+    view = view_session(await (await caller.client.session(session_id)).info())
+    return view.model_copy(update={"usage": Usage(**await caller.client.session_usage(session_id))})
 
 
 @router.delete("/{session_id}", status_code=204, responses=responses(404))

@@ -56,7 +56,8 @@ class ProgressSnapshot(Record):
 
     `retried`: attempts after the first attempt of each item. `resumed`: attempts that another process continued.
     Steps, calls and tokens include all attempts. `cost`: cost of attempts that have ended; None if no attempt has a
-    cost. `cost_unknown`: number of ended attempts without a cost. `wall_s`: seconds from the first event to the last
+    cost. `cost_unknown`: number of ended attempts without a cost. `cpu_s`: CPU time in sandboxes of attempts
+    that have ended; `sandbox_s`: time of their sessions. `wall_s`: seconds from the first event to the last
     end, or to now. The rates refer to this time.
     """
 
@@ -76,6 +77,8 @@ class ProgressSnapshot(Record):
     completion_tokens: int
     cost: float | None
     cost_unknown: int
+    cpu_s: float
+    sandbox_s: float
     wall_s: float
     items_per_s: float
     calls_per_s: float
@@ -144,7 +147,7 @@ class BatchProgress:
         self._examples: dict[tuple[FailureKind, str], RunEnded] = {}
         self._usage: tuple[int, ...] = _NOTHING
         # A sum of floats depends on the order of the events. A sum of integers does not.
-        self._nano_cost = self._costs = self._costs_unknown = 0
+        self._nano_cost = self._costs = self._costs_unknown = self._nano_cpu_s = self._nano_sandbox_s = 0
         self._notes: list[tuple[float, str]] = []
         self._warnings: list[str] = []
         self._first_at: float | None = None
@@ -220,6 +223,8 @@ class BatchProgress:
             completion_tokens=completion_tokens,
             cost=self._nano_cost / _NANO if self._costs else None,
             cost_unknown=self._costs_unknown,
+            cpu_s=self._nano_cpu_s / _NANO,
+            sandbox_s=self._nano_sandbox_s / _NANO,
             wall_s=wall,
             items_per_s=self.ended / wall if wall else 0.0,
             calls_per_s=calls / wall if wall else 0.0,
@@ -259,6 +264,8 @@ class BatchProgress:
                 self._costs += event.cost is not None
                 self._costs_unknown += event.cost is None
                 self._nano_cost += round((event.cost or 0) * _NANO)
+                self._nano_cpu_s += round(event.call_usage.cpu_s * _NANO)
+                self._nano_sandbox_s += round(event.sandbox_s * _NANO)
         self._usage = _add(self._usage, (after - old for after, old in zip(attempt.usage(), before, strict=True)))
 
     def _move(self, event: RunEvent) -> None:

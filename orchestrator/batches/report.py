@@ -293,6 +293,8 @@ def _summary(s: Summary, low: float) -> Markup:
         ("calls", f"{s.calls:,} ({format_rate(s.calls_per_s)} a second)"),
         ("tokens", f"{format_count(s.prompt_tokens)} in, {format_count(s.completion_tokens)} out"),
         ("cost", format_cost(s.cost, s.cost_unknown)),
+        ("sandbox CPU time", format_seconds(s.cpu_s)),
+        ("sandbox time", format_seconds(s.sandbox_s)),
     ]
     steps = [element("li", text(sentence, 500)) for sentence in s.next]
     next_steps = [paragraph("What to do next:"), element("ul", *steps)] if steps else []

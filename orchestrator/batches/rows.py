@@ -141,13 +141,15 @@ def build_run_body(
     result: RunResult,
     *,
     has_transcript: bool = False,
+    sandbox_s: float = 0.0,
     artifacts: Iterable[str] | None = None,
     missing: Iterable[str] = (),
     file: str = "",
 ) -> dict[str, JsonValue]:
     """Return the body of a row of /v1/agent/runs, without fields that were not requested.
 
-    `missing`: reasons why some artifacts are missing. `file`: id of the artifacts' archive in the store.
+    `sandbox_s`: time in which the run had a session of its own. `missing`: reasons why some artifacts are missing.
+    `file`: id of the artifacts' archive in the store.
     """
     body: dict[str, JsonValue] = {
         "run": result.run,
@@ -157,6 +159,8 @@ def build_run_body(
         "usage": {name: count for name, count in asdict(result.usage).items() if name != "cost"},
         "cost": result.cost,
         "clocks": result.clocks.model_dump(),
+        "call_usage": result.call_usage.model_dump(),
+        "sandbox_s": sandbox_s,
     }
     return _add_lists(
         body,
@@ -205,13 +209,12 @@ def build_answer_body(
     *,
     model: str,
     created: float,
-    has_transcript: bool = False,
-    **artifacts: Any,
+    **fields: Any,
 ) -> dict[str, JsonValue]:
-    """Return the body of a run's row for the url of its item. `artifacts`: passed to `build_run_body`."""
+    """Return the body of a run's row for the url of its item. `fields`: passed to `build_run_body`."""
     if url == CHAT_URL:
         return build_chat_body(result, model=model, created=created)
-    return build_run_body(result, has_transcript=has_transcript, **artifacts)
+    return build_run_body(result, **fields)
 
 
 def _build_artifact_fields(paths: Iterable[str] | None, missing: Iterable[str]) -> dict[str, Iterable[str] | None]:

@@ -97,7 +97,7 @@ def build_summary_lines(summary: Summary) -> list[str]:
     return [
         f"batch {one_line(s.batch)}: {'done' if s.has_ended else 'not finished'}, {', '.join(counts)}",
         f"  {format_seconds(s.wall_s)}, {rates}{again}",
-        f"  tokens {tokens}; cost {format_cost(s.cost, s.cost_unknown)}",
+        f"  tokens {tokens}; cost {format_cost(s.cost, s.cost_unknown)}; sandbox CPU {format_seconds(s.cpu_s)}",
         *(f"  {name}: {figure}" for name, figure in (format_grades(s.grades) if s.grades is not None else ())),
         *(f"  warning: {one_line(warning, MAX_NOTE_CHARS)}" for warning in s.warnings),
         *(_group_line(group) for group in s.groups[:MAX_SHOWN_GROUPS]),

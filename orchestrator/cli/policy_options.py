@@ -83,7 +83,7 @@ def apply_options(policy: TenantPolicy, policy_values: Mapping[str, Any], unset:
     Raises ToolFailure(INVALID_ARGUMENTS) that names the option.
     """
     values: dict[str, Any] = policy.model_dump(mode="json")
-    values["sandbox"] = dict(values["sandbox"])
+    values |= {name: dict(values[name]) for name in ("sandbox", "budgets")}
     named = {option: value for option, value in policy_values.items() if value is not None}
     for option in unset:
         if option not in OPTIONS:
@@ -177,7 +177,7 @@ def _show(option: str, value: Any) -> str:
     if isinstance(value, list):
         return ", ".join(value) or "none"
     if value is None:
-        return _UNSET.get(option, "as the class says")
+        return "no limit" if OPTIONS[option][0] == "budgets" else _UNSET.get(option, "as the class says")
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 

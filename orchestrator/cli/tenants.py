@@ -12,11 +12,13 @@ from contract.tenancy import DEFAULT_TENANT, TenantPolicy
 from orchestrator.cli.access import open_deployment
 from orchestrator.cli.policy_options import apply_options, policy_lines, read_policy, with_policy_options
 from orchestrator.cli.runner import Json, print_lines, run_work
+from orchestrator.cli.usage import tenants_usage
 from orchestrator.terminal.output import escape_controls, table_rows
 from store.catalog import check_tools
 from store.overview import OverviewReader, TenantSummary
 
 tenants_app = typer.Typer(no_args_is_help=True, help="List, register, change and pause tenants.")
+tenants_app.command("usage")(tenants_usage)
 
 Name = Annotated[str, typer.Argument(help="The tenant.")]
 Source = Annotated[

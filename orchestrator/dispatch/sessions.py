@@ -275,6 +275,7 @@ class Session:
             cancelled=result.metadata.get("cancelled") is True,
             clocks=result.clocks,
             kill=result.kill,
+            usage=result.usage,
         )
 
     async def write_file(self, path: str, data: bytes) -> None:

@@ -168,10 +168,14 @@ class CallRules:
         """Return the tenant's policy for a call of that tool. A tenant that is no longer registered may still call
         tools that only release resources.
 
-        Raises ToolFailure(UNKNOWN_TENANT), BrokerUnavailable, ConfigError for a policy that cannot be read.
+        Raises ToolFailure(UNKNOWN_TENANT, BUDGET_EXCEEDED), BrokerUnavailable, ConfigError for a policy that cannot be
+        read.
         """
         try:
-            return await self.tenants.policy(tenant)
+            policy = await self.tenants.policy(tenant)
+            if tool not in RELEASING:
+                await self.tenants.check_budgets(tenant)
+            return policy
         except (ToolFailure, ConfigError):
             if tool not in RELEASING:
                 raise

@@ -65,6 +65,7 @@ _STATUS: Mapping[ErrorCode, int] = {
     ErrorCode.NO_SPACE: 413,
     ErrorCode.RATE_LIMITED: 429,
     ErrorCode.QUOTA_EXCEEDED: 429,
+    ErrorCode.BUDGET_EXCEEDED: 429,
     ErrorCode.TIMEOUT: 504,
     ErrorCode.INTERNAL: 500,
 }
@@ -137,6 +138,8 @@ def response_to(
         case ToolFailure():
             nearest = error.metadata.get("nearest")
             names = [str(name) for name in nearest] if isinstance(nearest, list) else []
+            if error.code is ErrorCode.BUDGET_EXCEEDED:
+                headers = {"Retry-After": str(error.metadata["retry_after_s"]), **(headers or {})}
             return build_response(error.code, error.message, headers=headers, nearest=names)
         case _:
             return build_response(error.code, build_message(error, path), headers=headers)

@@ -12,8 +12,8 @@ from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from itertools import takewhile
 
-from contract.calls import Clocks, ToolCall, ToolResult
-from contract.errors import ContextWindowExceeded, ModelInterrupted
+from contract.calls import CallUsage, Clocks, ToolCall, ToolResult
+from contract.errors import ContextWindowExceeded, ErrorCode, ModelInterrupted, ToolFailure
 from contract.registry import Switch
 from contract.run_events import (
     CallFinished,
@@ -61,8 +61,8 @@ MAX_REFUSALS = 4
 class RunResult:
     """The result of a run. `answer` is the last text of the model, also when a limit stopped the run.
 
-    `clocks` is the sum over the calls. `usage` is what the server counted. `cost` is None without prices, and estimated
-    for a server that does not count tokens.
+    `clocks` and `call_usage` are the sums over the calls. `usage` is what the server counted. `cost` is None without
+    prices, and estimated for a server that does not count tokens.
     """
 
     answer: str
@@ -73,6 +73,7 @@ class RunResult:
     clocks: Clocks
     run: str = ""
     cost: float | None = None
+    call_usage: CallUsage = field(default_factory=CallUsage)
 
 
 @dataclass
@@ -108,8 +109,9 @@ class Agent:
         """Run `request` until the model answers or a limit is reached. `history`: messages between the system prompt
         and it.
 
-        Raises ModelUnavailable, and ValueError when the only run of `run_id` has already started. The failure of a call
-        is reported to the model and never raised.
+        A model that raises ToolFailure(BUDGET_EXCEEDED) ends the run like a limit. Raises ModelUnavailable, and
+        ValueError when the only run of `run_id` has already started. The failure of a call is reported to the model and
+        never raised.
         """
         if self.run_id and self._has_run:
             raise ValueError(
@@ -160,7 +162,7 @@ class _Run:
         self._agent = agent
         self._request = request
         self._spending = Spending(agent.options, by_tools=agent.spent_by_tools)
-        self._clocks = Clocks()
+        self._clocks, self._call_usage = Clocks(), CallUsage()
         self._window = ContextWindow(agent.options.context_tokens, agent.dialect.build_request((), agent.specs).tools)
         self._calls = CallRunner(
             self._id,
@@ -210,6 +212,7 @@ class _Run:
                 clocks=self._clocks,
                 usage=spending.counted,
                 cost=spending.cost,
+                call_usage=self._call_usage,
             )
         )
         return RunResult(
@@ -221,6 +224,7 @@ class _Run:
             self._clocks,
             self._id,
             spending.cost,
+            self._call_usage,
         )
 
     async def _run_steps(self) -> StopReason:
@@ -237,6 +241,12 @@ class _Run:
             )
             self._record_interrupted()
             return StopReason.MAX_WALL
+        except ToolFailure as failure:
+            if failure.code is not ErrorCode.BUDGET_EXCEEDED:
+                raise
+            self._warn(f"stopped because {failure.message}; the last reply is returned")
+            self._record_interrupted()
+            return StopReason.BUDGET_EXCEEDED
         return reason
 
     async def _step(self) -> StopReason | None:
@@ -261,6 +271,7 @@ class _Run:
             self._transcript.append_observations(self._agent.dialect.build_observations(reply.observed))
         for _, result in reply.observed:
             self._clocks += result.clocks
+            self._call_usage += result.usage or CallUsage()
         if self._spending.charge(end.usage, self._window.estimate(reply.request.messages, end.message)):
             self._warn("the server does not count tokens, so the budget uses an estimate")
         return end

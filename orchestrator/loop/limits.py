@@ -24,10 +24,17 @@ class StopReason(StrEnum):
     EMPTY_REPLY = "empty_reply"
     CUT_REPLY = "cut_reply"
     REPEATED_FAILURE = "repeated_failure"
+    BUDGET_EXCEEDED = "budget_exceeded"
 
     @property
     def is_limit(self) -> bool:
-        return self in (StopReason.MAX_ITERATIONS, StopReason.MAX_WALL, StopReason.MAX_TOKENS, StopReason.MAX_COST)
+        return self in (
+            StopReason.MAX_ITERATIONS,
+            StopReason.MAX_WALL,
+            StopReason.MAX_TOKENS,
+            StopReason.MAX_COST,
+            StopReason.BUDGET_EXCEEDED,
+        )
 
 
 @dataclass(frozen=True)

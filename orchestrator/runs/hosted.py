@@ -146,7 +146,7 @@ class HostedRuns:
         Raises ToolFailure:
         - INVALID_ARGUMENTS: a path on a machine, a body above 1 MiB, invalid metadata, a key of another request, or a
           session that another run uses.
-        - QUOTA_EXCEEDED: too many runs wait.
+        - QUOTA_EXCEEDED: too many runs wait. BUDGET_EXCEEDED: a budget of the tenant is used up.
         - SESSION_NOT_FOUND: the session is not open.
         - UNKNOWN_TENANT: the tenant does not exist.
         - PERMISSION_DENIED: the tenant's policy does not allow the model.
@@ -158,6 +158,7 @@ class HostedRuns:
         policy = await self._tenants.policy(tenant)
         if body.model is not None and not policy.allows_model(body.model):
             raise refuse_model(tenant, body.model)
+        await self._tenants.check_budgets(tenant)
         if environment.session is not None:
             await self._check_session(tenant, environment.session)
         text = item.model_dump_json()

@@ -35,6 +35,7 @@ from orchestrator.dispatch.request import Request
 from orchestrator.dispatch.sessions import Session, SessionStart, build_call
 from orchestrator.loop.limits import ReActOptions, StopReason
 from orchestrator.models.choice import FALLBACK_WARNING
+from orchestrator.runs.billed_model import BilledModel
 from orchestrator.runs.event_publisher import RunEventPublisher
 from orchestrator.runs.grading import Grading, is_gradable, source_of
 from orchestrator.runs.item_sessions import ItemSessions
@@ -276,8 +277,10 @@ class ItemWork:
             )
         if chosen_model.is_fallback:
             self._warn_once(claim, FALLBACK_WARNING, on_event)
+        journal.bill(session.id if session is not None else None, options.prices)
+        billed = BilledModel(chosen_model.model, lambda: self._pool.tenants.check_budgets(claim.tenant))
         gate = self.gate.of(chosen_model.endpoint)
-        model = GatedModel(chosen_model.model, gate, claim.run)
+        model = GatedModel(billed, gate, claim.run)
         spans = current_run() if self._pool.tracer is not None else None
         async with AsyncExitStack() as stack:
             slot = await stack.enter_async_context(self.slots.run())
@@ -317,7 +320,17 @@ class ItemWork:
             claim.record.started_at,
             claim.record.batch == HOSTED_BATCH,
         )
-        body = build_answer_body(item.url, run, model=name, created=began_at, has_transcript=is_standing, **artifacts)
+        is_own = item.environment.session is None and journal.session is not None
+        sandbox_s = max(0.0, journal.now() - journal.session.at) if is_own and journal.session else 0.0
+        body = build_answer_body(
+            item.url,
+            run,
+            model=name,
+            created=began_at,
+            has_transcript=is_standing,
+            sandbox_s=sandbox_s,
+            **artifacts,
+        )
         return body, judge_run(run)
 
     def _warn_once(self, claim: RunClaim, message: str, on_event: OnEvent) -> None:

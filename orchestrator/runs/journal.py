@@ -15,6 +15,7 @@ from pydantic import JsonValue
 
 from contract.calls import ToolCall, ToolResult
 from contract.errors import ErrorCode, SandboxUnavailable
+from contract.model_endpoints import Prices
 from contract.run_events import (
     ArtifactsCopied,
     CallFinished,
@@ -27,10 +28,12 @@ from contract.run_events import (
     SubmissionTaken,
 )
 from orchestrator.dialects.model import Chunk, Model, ModelRequest
+from orchestrator.runs.billed_model import price_reply
 from orchestrator.runs.chunks import join_chunks
 from orchestrator.runs.live_text import LiveText
 from store.run_log import LogEntry, RunLog, RunTaken
 from store.tasks import retry_until_available
+from store.usage import ReplySpending
 
 
 class Journal:
@@ -66,6 +69,7 @@ class Journal:
         # Number of replies that the loop has requested. A number above the count of logged replies means a new reply.
         self._replayed = 0
         self._begun_at: float | None = None
+        self._prices: Prices | None = None
         self.spent_wall_s = max((entry.wall_s for entry in run_log.entries), default=0.0)
         """Working time of the run at the end of its log, in seconds."""
 
@@ -102,6 +106,10 @@ class Journal:
         """Return the open session of the run; None if no session is open."""
         last = self._last((SessionOpening, SessionOpened))
         return last if isinstance(last, SessionOpened) else None
+
+    def bill(self, session: str | None, prices: Prices | None) -> None:
+        """Count new replies for the session, at these prices."""
+        self._log.session, self._prices = session, prices
 
     def begin(self) -> None:
         """Start to count the working time of the run. The sandbox is ready."""
@@ -147,8 +155,9 @@ class Journal:
         await self._append(SessionOpened(run=self._log.run, at=self._clock(), session=session, info=info))
 
     async def note_reply(self, chunks: Iterable[Chunk]) -> None:
-        """Log a reply of the model. The reply must be complete."""
-        await self._append(ModelReplied(run=self._log.run, at=self._clock(), chunks=tuple(chunks)))
+        """Log a reply of the model, and count its tokens in the same step. The reply must be complete."""
+        replied = ModelReplied(run=self._log.run, at=self._clock(), chunks=tuple(chunks))
+        await self._append(replied, price_reply(replied.chunks, self._prices))
 
     async def note_review(self, call: str, reviewed: ToolCall | ToolResult) -> None:
         """Log the decision about a call: the approved call, or the result that refuses the call."""
@@ -199,10 +208,10 @@ class Journal:
         """Delete the archive of the submission, which has its grade."""
         await self._log.drop_artifacts()
 
-    async def _append(self, event: RunEvent) -> None:
+    async def _append(self, event: RunEvent, spending: ReplySpending | None = None) -> None:
         """Append the event to the log. Does not return if another process owns the run."""
         try:
-            await self._log.append(LogEntry(event, self._wall_s()))
+            await self._log.append(LogEntry(event, self._wall_s()), spending)
         except RunTaken:
             await self._stop()
 

@@ -36,7 +36,13 @@ _INPUT_CODES = frozenset(
     }
 )
 _BUSY_CODES = frozenset(
-    {ErrorCode.RATE_LIMITED, ErrorCode.QUOTA_EXCEEDED, ErrorCode.SESSION_NOT_FOUND, ErrorCode.SESSION_BUSY}
+    {
+        ErrorCode.RATE_LIMITED,
+        ErrorCode.QUOTA_EXCEEDED,
+        ErrorCode.BUDGET_EXCEEDED,
+        ErrorCode.SESSION_NOT_FOUND,
+        ErrorCode.SESSION_BUSY,
+    }
 )
 """Codes that do not indicate an error of the item: another attempt may succeed."""
 
@@ -58,12 +64,15 @@ _STOP_MESSAGES: dict[StopReason, str] = {
     StopReason.EMPTY_REPLY: "the model answered nothing",
     StopReason.CUT_REPLY: "the answer was cut at the model's token limit",
 }
+_BUDGET_MESSAGE = "a budget of the tenant is used up: retry after its reset, which `toolcrew tenants usage` shows"
 
 
 def judge_run(result: RunResult) -> Failure | None:
     """Return why a run is a failure; None if the run has an answer."""
     if result.stop_reason is StopReason.ANSWERED:
         return None
+    if result.stop_reason is StopReason.BUDGET_EXCEEDED:
+        return Failure(kind=FailureKind.INFRASTRUCTURE, code=ErrorCode.BUDGET_EXCEEDED.value, message=_BUDGET_MESSAGE)
     return Failure(kind=FailureKind.MODEL, code=result.stop_reason.value, message=_STOP_MESSAGES[result.stop_reason])
 
 

@@ -11,6 +11,7 @@ from typing import Literal, Protocol, TypeVar
 from contract.call_events import MODEL
 from contract.calls import ToolCall, ToolResult
 from contract.errors import BrokerUnavailable, ConfigError, ErrorCode, SandboxUnavailable, ToolFailure
+from contract.model_endpoints import Prices
 from contract.registry import Switch, filter_specs, switches_for
 from contract.run_events import ApprovalAsked, CallSent, OnEvent, OutputArrived, RunEvent, SandboxReady, Warned
 from contract.schema import find_aliases, is_quick
@@ -21,7 +22,7 @@ from orchestrator.approvals import Approver, review
 from orchestrator.approvals.asking import choose_people, open_approvals
 from orchestrator.approvals.policies import ApprovalPolicy, Rule
 from orchestrator.dialects.base import Dialect
-from orchestrator.dialects.model import Model
+from orchestrator.dialects.model import Chunk, Model
 from orchestrator.dialects.plain import PlainDialect
 from orchestrator.dialects.profiles import SHELL_TOOL, STANDARD, ModelProfile
 from orchestrator.dispatch.call_events import OnOutput
@@ -35,12 +36,14 @@ from orchestrator.loop.agent import Agent, RunCall
 from orchestrator.loop.limits import ReActOptions, with_window
 from orchestrator.models.capabilities import CapabilityCache
 from orchestrator.models.choice import ChosenModel, choose_dialect, choose_profile, find_needed_capabilities
+from orchestrator.runs.billed_model import BilledModel, price_reply
 from orchestrator.runs.file_list import list_files
 from orchestrator.runs.live_text import LiveText
 from orchestrator.settings import OrchestratorSettings
 from store.skills import SkillUses
 from store.slots import Priority
 from store.tasks import retry_until_available
+from store.usage import UsageStore
 from telemetry.logs import get_logger
 
 log = get_logger(__name__)
@@ -166,7 +169,7 @@ class RunConfig:
     """Configuration of one run.
 
     `tools` None: the tools that suit the model. `journal` None: the run is not durable. `live`: shows replies while
-    they arrive. `wrap_model`: returns a model that logs its replies.
+    they arrive. `wrap_model`: returns a model that logs and counts its replies; None: they are only counted.
     """
 
     run: str
@@ -185,7 +188,7 @@ class RunConfig:
     call.
     """
     journal: RunJournal | None = None
-    wrap_model: Callable[[Model], Model] = lambda model: model
+    wrap_model: Callable[[Model], Model] | None = None
     live: LiveText | None = None
     is_chat: bool = False
     """True: the model receives only the run's own messages and no system prompt."""
@@ -207,6 +210,7 @@ class RunParts:
         self._policy = policy
         self._capabilities = CapabilityCache(settings.capability_folder)
         self.skill_uses = SkillUses(pool.redis, settings.deployment)
+        self._usage = UsageStore(pool.redis, settings.deployment)
 
     async def build_agent(self, session: Session | None, chosen_model: ChosenModel, config: RunConfig) -> Agent:
         """Return the agent of one run in an open session. `session` None: the run has no tools."""
@@ -224,7 +228,11 @@ class RunParts:
         specs: list[ToolSpec] = []
         skills: Sequence[SkillSummary] = ()
         switches: Mapping[str, Switch] = {}
-        questions = ModelRequests(chosen_model.model)
+        counted = chosen_model.model
+        if session is not None:
+            counted = self._bill(counted, session, options.prices)
+        # The journal counts the replies of a durable run, and the answers to tools are in no journal.
+        questions = ModelRequests(counted)
         if self._pool.tally is not None:
             config = replace(config, on_event=self._pool.tally.watch_run(config.on_event, config.journal))
         run_call: RunCall = _refused
@@ -255,7 +263,7 @@ class RunParts:
         if config.live is not None:
             config.live.use(lambda: dialect.open_reader(config.run, 0, reads_tags=options.enable_tool_action_parsing))
         return Agent(
-            config.wrap_model(chosen_model.model),
+            counted if config.wrap_model is None else config.wrap_model(chosen_model.model),
             dialect,
             specs,
             run_call,
@@ -269,6 +277,15 @@ class RunParts:
             switched_off=switches,
             skills=[skill.name for skill in skills],
         )
+
+    def _bill(self, model: Model, session: Session, prices: Prices | None) -> Model:
+        """Return the model with its requests checked and its replies counted for the tenant of the session."""
+
+        async def count(chunks: Iterable[Chunk]) -> None:
+            spending = price_reply(chunks, prices)
+            await retry_until_available(lambda: self._usage.count_reply(session.tenant, session.id, spending))
+
+        return BilledModel(model, lambda: self._pool.tenants.check_budgets(session.tenant), count)
 
     async def _choose_profile(self, chosen_model: ChosenModel, config: RunConfig) -> ModelProfile:
         """Return the profile of a run. The log says once for each model and profile why it was chosen."""

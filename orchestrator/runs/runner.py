@@ -31,7 +31,16 @@ from orchestrator.runs.item_work import ItemWork
 from orchestrator.runs.journal import Journal
 from orchestrator.runs.outcomes import build_outcome, judge_error, judge_losses
 from orchestrator.runs.run_gate import QUOTA_RETRY_S, RunDeferred
-from store.batches import HOSTED_BATCH, BatchDefaults, BatchEventWriter, ItemOutcome, final_state, find_cost
+from store.batches import (
+    HOSTED_BATCH,
+    BatchDefaults,
+    BatchEventWriter,
+    ItemOutcome,
+    final_state,
+    find_call_usage,
+    find_cost,
+    find_sandbox_s,
+)
 from store.connection import RedisClient
 from store.run_log import RunLog
 from store.runs import HOSTED_DEFAULTS, LEASE_S, BatchCancelled, RunClaim, RunQueue
@@ -346,6 +355,8 @@ class Runner:
         """
         failure, times = outcome.failure, claim.record.attempt - claim.record.first_attempt + 1
         is_retried = failure is not None and failure.kind is FailureKind.INFRASTRUCTURE and times <= defaults.retries
+        if failure is not None and failure.code == ErrorCode.BUDGET_EXCEEDED:
+            is_retried = False  # its reset is hours away
         # From here on, a lost lease or a cancelled run does not cancel the task. The token decides whether the write
         # counts.
         active.is_ending = True
@@ -384,6 +395,8 @@ class Runner:
             cost=find_cost(body),
             task=outcome.task,
             grade=outcome.grade,
+            call_usage=find_call_usage(body),
+            sandbox_s=find_sandbox_s(body),
             seconds=time.monotonic() - active.began,
         )
         self._publish(claim, ended)

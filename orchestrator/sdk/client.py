@@ -43,11 +43,13 @@ from orchestrator.tracing import RunSpans, TracedRun, run_spans
 from store.api_keys import ApiKeys, Credential
 from store.approvals import ApprovalQueue
 from store.audit import Actor, Audit, local_actor
+from store.budgets import BudgetState
 from store.call_life import CallLife, CallLives
 from store.call_list import CallList, CallPage
 from store.catalog import find_skill
 from store.session_list import SessionList, SessionPage
 from store.switches import build_switch
+from store.usage import By, UsageRow, UsageStore, show_amounts
 
 
 class ToolClient:
@@ -220,6 +222,26 @@ class ToolClient:
         return await SessionList(self._pool.redis, self._settings.deployment, self._pool.keys).read(
             scope, cursor, limit
         )
+
+    async def usage(self, start: float, end: float, *, by: By = "day", tenant: str | None = None) -> list[UsageRow]:
+        """Return what the tenant used from `start` until before `end`, in Unix seconds, by hour or day in UTC.
+
+        Raises ToolFailure(INVALID_ARGUMENTS): the time is too long or negative. Raises BrokerUnavailable when Redis
+        does not answer.
+        """
+        owner = await self._as_tenant(tenant)
+        return await UsageStore(self._pool.redis, self._settings.deployment).read(owner, start, end, by)
+
+    async def budgets(self, tenant: str | None = None) -> list[BudgetState]:
+        """Return the budgets of the tenant's policy with what is used of them. Raises ToolFailure(UNKNOWN_TENANT)."""
+        return await self._tenants.budgets(await self._as_tenant(tenant))
+
+    async def session_usage(self, session: str, *, tenant: str | None = None) -> dict[str, float | int]:
+        """Return what a session used until its last call, or a few seconds ago (store/usage.py: show_amounts). The
+        amounts are kept for a day after its last use.
+        """
+        store = UsageStore(self._pool.redis, self._settings.deployment)
+        return show_amounts(await store.read_session(await self._as_tenant(tenant), session))
 
     async def call_history(self, call: str, tenant: str | None = None) -> CallLife:
         """Return the history of a call, by its id or the id of its Celery task. `tenant` None: the tenant that has

@@ -26,6 +26,7 @@ PATHS = (
     "/tenants",
     "/models",
     "/secrets",
+    "/usage",
     "/hosts",
     "/audit",
 )
@@ -115,6 +116,15 @@ async def test_no_page_is_wider_than_its_window(world: World, visitors: Visitors
             assert (path, await visit.page.evaluate(WIDER)) == (path, [])
             assert (path, await visit.page.evaluate(CONTRASTS)) == (path, [])
             await take_picture(visit.page, picture(f"{width}-{scheme}", path))
+
+
+async def test_a_tenant_sees_its_own_usage_and_budgets(world: World, visitors: Visitors) -> None:
+    async with visitors.visit("acme") as visit:
+        await visit.page.goto("/usage")
+        assert await visit.page.get_by_text("tokens per day").count() == 1
+        labels = [await one.get_attribute("aria-label") for one in await visit.page.locator(".days svg").all()]
+        assert labels == ["Model tokens per day, 1,234 in 30 days", "Model cost per day, 1.5 in 30 days"]
+        assert await visit.page.get_by_text("98,765").count() == 0
 
 
 async def test_without_script_the_pages_say_the_same(world: World, visitors: Visitors) -> None:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from openai.types.chat import ChatCompletion
 from pydantic import JsonValue, ValidationError
 
-from contract.calls import Clocks, ToolResult
+from contract.calls import CallUsage, Clocks, ToolResult
 from contract.errors import ErrorCode
 from contract.run_events import Failure, FailureKind
 from orchestrator.batches.rows import (
@@ -166,6 +166,8 @@ def test_the_body_of_a_run_holds_what_was_asked_for() -> None:
         "usage": {"prompt_tokens": 10, "completion_tokens": 5, "cached_tokens": 0},
         "cost": 0.25,
         "clocks": {"queued_s": 0.0, "sandbox_s": 0.0, "run_s": 1.5, "transfer_s": 0.0},
+        "call_usage": CallUsage().model_dump(),
+        "sandbox_s": 0.0,
     }
     more = build_answer_body(
         RUNS_URL, build_result(), model="m", created=1.0, has_transcript=True, artifacts=["out/a.csv"]

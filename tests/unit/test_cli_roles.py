@@ -98,6 +98,7 @@ OWN = {
     "skills install": ["skills", "install", "nothing"],
     "skills list": ["skills", "list"],
     "skills remove": ["skills", "remove", "rival-skill"],
+    "tenants usage": ["tenants", "usage"],
     "tools list": ["tools", "list"],
     "tools show": ["tools", "show", "echo_tool"],
 }

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from contract.errors import ErrorCode, ToolFailure
 from contract.names import api_keys_key, catalog_names_key, tenants_key
-from contract.tenancy import CommandRule, SandboxTerms, TenantPolicy
+from contract.tenancy import Budgets, CommandRule, SandboxTerms, TenantPolicy
 from orchestrator.cli.main import app
 from orchestrator.cli.policy_options import OPTIONS, apply_options, policy_lines
 from tests.conftest import RedisProcess
@@ -51,6 +51,9 @@ ALL = (
     ),
     *("--command-rule", "deny:bash_tool:git push", "--command-rule", "ask::rm '-r f'", "--command-rule", "allow"),
     *("--trust-skill", "a" * 64 + "," + "b" * 64),
+    *("--tokens-per-day", "1", "--tokens-per-month", "2", "--cost-per-day", "3.5", "--cost-per-month", "4"),
+    *("--cpu-s-per-day", "5.5", "--cpu-s-per-month", "6", "--stored-bytes-per-day", "7"),
+    *("--stored-bytes-per-month", "8"),
 )
 POLICY = TenantPolicy(
     tools=("read_tool", "grep_*", "bash_tool"),
@@ -67,6 +70,16 @@ POLICY = TenantPolicy(
         CommandRule(action="allow"),
     ),
     sandbox=SandboxTerms(tenant_class="gpu", images=("a:1", "b:2"), network="none", workspace_bytes=2_000_000),
+    budgets=Budgets(
+        tokens_per_day=1,
+        tokens_per_month=2,
+        cost_per_day=3.5,
+        cost_per_month=4,
+        cpu_s_per_day=5.5,
+        cpu_s_per_month=6,
+        stored_bytes_per_day=7,
+        stored_bytes_per_month=8,
+    ),
 )
 
 
@@ -98,8 +111,9 @@ def test_every_field_has_an_option_and_every_option_sets_its_field(toolcrew: Too
     [_, acme] = as_json(toolcrew("list", "--json"))
     assert TenantPolicy.model_validate(acme["policy"]) == POLICY
     # Pausing and removing have commands of their own.
-    fields = {*TenantPolicy.model_fields, *SandboxTerms.model_fields} - {
+    fields = {*TenantPolicy.model_fields, *SandboxTerms.model_fields, *Budgets.model_fields} - {
         "sandbox",
+        "budgets",
         "is_paused",
         "pause_reason",
         "is_removed",
@@ -156,16 +170,16 @@ def test_a_pattern_that_matches_no_tool_and_a_name_that_cannot_be_checked_are_wa
 
 def test_no_tools_is_not_all_tools(toolcrew: Toolcrew) -> None:
     assert policy_of(toolcrew("add", "acme", "--tools", "", "--json")).tools == ()
-    assert "tools            none" in toolcrew("set", "acme", "--weight", "2").stdout
+    assert "tools                   none" in toolcrew("set", "acme", "--weight", "2").stdout
 
 
 def test_a_change_prints_what_the_tenant_has_now(toolcrew: Toolcrew) -> None:
     lines = toolcrew("add", "acme", *ALL).stdout.splitlines()
     assert lines[0] == "acme is registered"
-    assert "  command-rule     deny:bash_tool:git push, ask:*:rm '-r f', allow:*:" in lines
+    assert "  command-rule            deny:bash_tool:git push, ask:*:rm '-r f', allow:*:" in lines
     assert toolcrew("set", "acme", "--rate", "3").stdout.splitlines()[:2] == [
         "acme is changed. Its policy:",
-        "  tools            read_tool, grep_*, bash_tool",
+        "  tools                   read_tool, grep_*, bash_tool",
     ]
 
 

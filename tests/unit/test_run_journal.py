@@ -10,11 +10,13 @@ import redis.asyncio
 
 from contract.calls import ToolCall, ToolResult
 from contract.errors import ErrorCode, ModelInterrupted, SandboxUnavailable
+from contract.model_endpoints import Prices
 from orchestrator.dialects.model import Chunk, ModelRequest
 from orchestrator.models.scripted import Calls, ScriptedModel
 from orchestrator.runs.journal import Journal, LoggedModel
 from store.run_log import RunLog
 from store.runs import RunClaim
+from store.usage import DAY_S, UsageStore
 from tests.builders import KEY, build_call
 from tests.conftest import RedisProcess
 from tests.fakes import StreamModel
@@ -59,6 +61,18 @@ async def test_logged_replies_are_replayed_before_new_requests(ground: RunGround
     model = LoggedModel(second, await journal_of(ground, claim), {})
     assert [await read(model) for _ in range(3)] == ["one", "two", "three"]
     assert (len(first.requests), len(second.requests)) == (2, 1)
+
+
+async def test_the_tokens_of_a_reply_count_once_however_often_it_is_replayed(ground: RunGround) -> None:
+    claim = await claimed(ground)
+    for _ in range(3):
+        journal = await journal_of(ground, claim)
+        journal.bill("s1", Prices(1.0, 10.0))
+        await read(LoggedModel(ScriptedModel(["one"]), journal, {}))
+    usage = UsageStore(ground.client, "d")
+    (row,) = await usage.read("acme", time.time() - DAY_S, time.time() + DAY_S)
+    assert row.amounts == {"prompt_tokens": 1, "completion_tokens": 3, "cost_millionths": 31}
+    assert await usage.read_session("acme", "s1") == row.amounts
 
 
 async def test_a_reply_is_in_the_log_before_anybody_hears_of_it(ground: RunGround) -> None:

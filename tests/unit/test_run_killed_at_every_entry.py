@@ -5,6 +5,7 @@ tests/chaos kills real processes.
 """
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ from orchestrator.runs.journal import Journal
 from store.batches import BatchDefaults, ItemOutcome
 from store.run_log import LOGGED, LogEntry, RunLog
 from store.runs import RunClaim
+from store.usage import DAY_S, ReplySpending, UsageStore
 from tests.builders import KEY
 from tests.conftest import RedisProcess
 from tests.grader_ground import Sandboxes, graded
@@ -108,10 +110,10 @@ class StoppingLog:
         self._run_log = run_log
         run_log.append = self.append  # type: ignore[method-assign]
 
-    async def append(self, entry: LogEntry) -> None:
+    async def append(self, entry: LogEntry, spending: ReplySpending | None = None) -> None:
         is_last = len(self._run_log.entries) == self._position
         if not is_last or self._is_written:
-            await self._append(entry)
+            await self._append(entry, spending)
         if is_last:
             self.stopped.set()
             await asyncio.Event().wait()
@@ -150,6 +152,8 @@ async def test_another_process_repeats_no_step(make: Made, tmp_path: Path, posit
     assert len(world.reviews) == 2 + (lost is CallReviewed)
     assert len(world.sent("echo")) == 2 + (lost is CallFinished)
     assert len(set(world.sent("echo"))) == 2
+    rows = await UsageStore(second.client, "d").read("acme", time.time() - DAY_S, time.time() + DAY_S)
+    assert sum(row.amounts.get("prompt_tokens", 0) for row in rows) == 3  # each logged reply once
     assert len(world.sent("export")) == 1 + (lost is ArtifactsCopied)
     counted = [type(event) for event in second.run_events if isinstance(event, PROGRESS_EVENTS)]
     assert counted == [RunReady, CallFinished, StepFinished, CallFinished, StepFinished, StepFinished]

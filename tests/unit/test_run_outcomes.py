@@ -69,7 +69,7 @@ def test_every_way_in_which_a_call_fails_is_the_tools_or_the_infrastructures(cod
         "CONFIG_MISSING",
         "INTERNAL",
     }
-    busy = {"RATE_LIMITED", "QUOTA_EXCEEDED", "SESSION_NOT_FOUND", "SESSION_BUSY", "TIMEOUT"}
+    busy = {"RATE_LIMITED", "QUOTA_EXCEEDED", "BUDGET_EXCEEDED", "SESSION_NOT_FOUND", "SESSION_BUSY", "TIMEOUT"}
     assert (failure.kind is FailureKind.INFRASTRUCTURE) == (code.value in ours | busy)
     assert (failure.code, failure.message) == (code.value, "no")
 
@@ -92,7 +92,10 @@ def test_only_a_run_that_answered_is_a_success_and_every_other_end_says_why(reas
         assert failure is None
     else:
         assert failure is not None
-        assert (failure.kind, failure.code, bool(failure.message)) == (FailureKind.MODEL, reason.value, True)
+        # A budget is not the model's fault: the item may succeed after the reset.
+        is_budget = reason is StopReason.BUDGET_EXCEEDED
+        kind, code = (FailureKind.INFRASTRUCTURE, "BUDGET_EXCEEDED") if is_budget else (FailureKind.MODEL, reason.value)
+        assert (failure.kind, failure.code, bool(failure.message)) == (kind, code, True)
 
 
 def test_a_status_reports_whose_fault_it_is() -> None:

@@ -333,7 +333,7 @@ async def test_fields_that_only_sandboxd_may_say_are_not_handed_on(tmp_path: Pat
     async with running_sandboxd(tmp_path, answering({**claims, "ev": "done", "exit_code": 3, "kill": kill})) as daemon:
         client, name = await daemon.open()
         done = await call(client, name)
-        assert set(done) == {"ev", "ok", "exit_code", "kill", "sandbox", "sandbox_s"}
+        assert set(done) == {"ev", "ok", "exit_code", "kill", "sandbox", "sandbox_s", "session_usage"}
         assert "the guest's" not in done.values()
         assert set(done["kill"]) == {"signalled", "survivors", "method", "ms"}
 

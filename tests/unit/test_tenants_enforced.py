@@ -53,6 +53,9 @@ class OrchestratorTenants(FixedTenants):
     async def policy(self, tenant: str) -> TenantPolicy:
         return self.find(tenant)
 
+    async def check_budgets(self, tenant: str) -> None:
+        """No tenant has budgets."""
+
 
 class FixedWorkerTenants(FixedTenants, WorkerTenants):
     def policy(self, tenant: str) -> TenantPolicy:

@@ -18,9 +18,10 @@ from contract.envelope import stored_answer
 from contract.names import call_key, result_key
 from contract.settings import BrokerSettings
 from store.calls import CallRecord, CallState, FinishedCalls, parse_record
+from store.usage import CallEnding
 from tests.conftest import RedisProcess
 from workers.celery_edge.app import build_app
-from workers.celery_edge.tasks import CallNotServed, Ending, TaskResult
+from workers.celery_edge.tasks import CallNotServed, TaskResult
 
 KEY = call_key("d", "acme", "c1")
 ENCODED = {"v": 2, "call_id": "c1", "success": True, "data": [[{"output": "secret"}]]}
@@ -34,7 +35,7 @@ class Desk:
         self.client = server.client()
 
     def store(self, attempt: int = 1, *, has_run: bool = True, code: str = "") -> None:
-        ending = Ending(KEY, attempt, code, "c0ffee") if has_run else None
+        ending = CallEnding("d", "acme", "c1", attempt, code, "c0ffee") if has_run else None
         self.app.backend.mark_as_done("h-c1", TaskResult(ENCODED, ending), store_result=True)
 
     def write(self, state: CallState, attempt: int = 1) -> None:
@@ -80,7 +81,7 @@ def test_an_answer_is_stored_published_and_its_call_done(desk: Desk) -> None:
 
 def test_a_failure_of_the_infrastructure_is_stored_as_failure_with_the_same_answer(desk: Desk) -> None:
     desk.write(CallState.RUNNING)
-    error = CallNotServed("INTERNAL", "c1", TaskResult(ENCODED, Ending(KEY, 1, "INTERNAL", "")))
+    error = CallNotServed("INTERNAL", "c1", TaskResult(ENCODED, CallEnding("d", "acme", "c1", 1, "INTERNAL")))
     desk.app.backend.mark_as_failure("h-c1", error)
     stored, record = desk.stored(), desk.record()
     assert (stored["status"], stored["answer"]) == ("FAILURE", ENCODED)

@@ -8,7 +8,6 @@ import json
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
 from typing import Any
@@ -24,10 +23,11 @@ from structlog.contextvars import bound_contextvars
 from contract.calls import POOL_GRACE_S, ToolCall, ToolContext, ToolResult
 from contract.envelope import decode_call, encode_result
 from contract.errors import OPERATOR_CODES, BrokerUnavailable, EnvelopeRefused, ErrorCode, RefusalReason, ToolFailure
-from contract.names import POOL_QUEUES, call_key, task_name
+from contract.names import POOL_QUEUES, task_name
 from contract.signing import ResultSeal, SigningKeys
 from contract.specs import ToolSpec
 from store.calls import FinishedCalls
+from store.usage import CallEnding
 from workers.celery_edge.broker import LiveTasks
 from workers.executor import BlobStore, CallRepeated, Executor
 from workers.tools.base import WorkerRegistry
@@ -38,6 +38,7 @@ ExecutorFactory = Callable[[], Executor]
 OnRefused = Callable[[RefusalReason], None]
 Body = Callable[..., "TaskResult"]
 
+STORING_VERBS = frozenset({"session.checkpoint", "session.save_files"})
 CELERY_MARGIN_S = 30.0
 """Seconds after a call's own limit when Celery kills the process that runs it.
 
@@ -51,19 +52,6 @@ KEEP_WAIT_S = 60.0
 PAUSE_S = 0.5
 
 
-@dataclass(frozen=True)
-class Ending:
-    """The end of a call that has run.
-
-    `key` is the key of its record. `code` is "" for a success. `sandbox` is "" for a call without a sandbox.
-    """
-
-    key: str
-    attempt: int
-    code: str
-    sandbox: str
-
-
 class TaskResult:
     """The return value of a task. Celery's events and log show its text, which has only harmless fields.
 
@@ -73,7 +61,7 @@ class TaskResult:
     """
 
     def __init__(
-        self, encoded: Mapping[str, Any], ending: Ending | None, log_end: Callable[[], None] = lambda: None
+        self, encoded: Mapping[str, Any], ending: CallEnding | None, log_end: Callable[[], None] = lambda: None
     ) -> None:
         self.encoded = encoded
         self.ending = ending
@@ -225,10 +213,20 @@ class _Edge:
     def _answer(self, call: ToolCall, context: ToolContext) -> TaskResult:
         log.debug("call_begun", attempt=context.attempt)
         executor = self._executors.get()
-        result = executor.execute(call, context)
+        finished = executor.finish(call, context)
+        result = finished.result
         encoded = encode_result_message(result, call, context, executor.blobs, self._key)
-        record = call_key(self._deployment, context.tenant, call.id)
-        ending = Ending(record, context.attempt, result.error_code or "", _sandbox_id(result))
+        ending = CallEnding(
+            self._deployment,
+            context.tenant,
+            call.id,
+            context.attempt,
+            result.error_code or "",
+            _sandbox_id(result),
+            context.session,
+            _count_stored_bytes(result),
+            finished.session_usage,
+        )
         answer = TaskResult(encoded, None if result.has_not_run else ending, partial(_log_end, call, context, result))
         if result.error_code in OPERATOR_CODES:
             raise CallNotServed(str(result.error_code), call.id, answer)
@@ -269,6 +267,12 @@ def _call_names(call: ToolCall, context: ToolContext) -> dict[str, str]:
         "tool": call.name,
     }
     return {name: value for name, value in names.items() if value is not None}
+
+
+def _count_stored_bytes(result: ToolResult) -> int:
+    """Return the size of the files that a call stored outside of its sandbox."""
+    size = result.metadata.get("bytes") if result.name in STORING_VERBS and result.success else 0
+    return size if isinstance(size, int) else 0
 
 
 def _sandbox_id(result: ToolResult) -> str:
@@ -363,11 +367,9 @@ class _Results(RedisBackend):
                 "task_id": task_id,
             }
         )
-        ending = answer.ending
-        record = (ending.key, ending.attempt, ending.code, ending.sandbox) if ending is not None else None
         if self._finished is None:
             self._finished = FinishedCalls(self.client)
-        if not self._finished.store(task_id, text, self.expires, record):
+        if not self._finished.store(task_id, text, self.expires, answer.ending):
             # The call was sent again, and its caller waits for the answer of the new attempt.
             log.warning("late_answer_dropped", task=task_id)
 

@@ -164,6 +164,7 @@ class Connection:
         started, done = time.monotonic(), dict[str, Any]()
         call = sandbox.begin(call_id, request, count_budget(request), self._relay)
         self._announce(sandbox, call, request, frame.body)
+        measured, usage = sandbox.meter.begin(), None
         self._link.watch(lambda: self._abandon(sandbox, call), lambda is_slow: self._set_pace(sandbox, is_slow))
         try:
             await self._send_body(sandbox, call, request["body_bytes"] - len(frame.body))
@@ -175,6 +176,7 @@ class Connection:
             sandbox.cancel(call)
             session.activity.note(call.op, done)
             session.used_at = time.monotonic()
+            usage = sandbox.meter.end(measured)
         if self._link.is_gone:
             # This check comes before the news is taken: the news must not be lost in an answer that no worker reads.
             raise ConnectionError("the worker left during a call")
@@ -182,7 +184,10 @@ class Connection:
             "ok": True,
             "sandbox": session.describe_sandbox(sandbox),
             "sandbox_s": time.monotonic() - started,
+            "session_usage": session.usage.describe(),
         }
+        if usage is not None:
+            sandbox_fields["usage"] = usage.model_dump()
         if "sandbox_lost" in done:
             sandbox.is_loss_reported = True
             sandbox_fields["workspace_kept"] = session.workspace.outlives_container

@@ -61,7 +61,7 @@ class SecretExchange:
 
 class ControlRequests:
     """Answers every request but a call: `open`, `close`, `cancel`, `skill`, `checkpoint`, `delete_checkpoint`,
-    `save_files`, `fork`, `secrets`, `terms`, `status`, `sessions`.
+    `save_files`, `fork`, `secrets`, `terms`, `status`, `sessions`, `usage`.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class ControlRequests:
     async def answer(self, header: Mapping[str, Any], read_body: ReadBody) -> tuple[dict[str, Any], bytes]:
         """Return the answer's header and body. Raises ToolFailure and SandboxUnavailable."""
         verb = header.get("verb")
-        if verb == "sessions":
+        if verb in ("sessions", "usage"):
             return self._list(header)
         if verb == "secrets":
             return {}, await self._exchange_secrets(header, read_body)
@@ -117,7 +117,8 @@ class ControlRequests:
 
     def _list(self, header: Mapping[str, Any]) -> tuple[dict[str, Any], bytes]:
         """Return the rows as a body. As a header of that size, each value would be checked one by one."""
-        rows = self._sessions.describe(str(header.get("after") or ""))
+        describe = self._sessions.describe_usage if header["verb"] == "usage" else self._sessions.describe
+        rows = describe(str(header.get("after") or ""))
         next_cursor = rows[-1]["name"] if len(rows) == MAX_ROWS else None
         return {"next": next_cursor}, json.dumps(rows, separators=(",", ":")).encode("ascii")
 

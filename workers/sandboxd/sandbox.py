@@ -18,8 +18,10 @@ import structlog
 
 from contract.errors import SandboxUnavailable
 from workers.sandboxd.frames import Frame, GuestChannel
+from workers.sandboxd.metering import SandboxMeter
 from workers.sandboxd.runtime.base import AttachedContainer, SandboxRuntime
 from workers.sandboxd.runtime.hardening import SandboxSpec
+from workers.sandboxd.runtime.usage import UsageReader
 
 log = structlog.get_logger(__name__)
 
@@ -46,7 +48,10 @@ FRAME_COST_BYTES = 64
 """Cost of a data frame in addition to its body, in bytes. Without a cost, empty frames would be unlimited."""
 _STREAM_STDERR_BYTES = 65_536
 SANDBOXD_FIELDS = frozenset(
-    {"ok", "code", "message", "is_ending", "sandbox", "sandbox_s", "sandbox_lost", "removal_failed", "workspace_kept"}
+    {
+        *("ok", "code", "message", "is_ending", "sandbox", "sandbox_s", "sandbox_lost", "removal_failed"),
+        *("workspace_kept", "usage", "session_usage"),
+    }
 )
 """Fields of a call's answer that only sandboxd may set."""
 _STREAMS: Mapping[str, frozenset[str]] = {
@@ -123,6 +128,7 @@ class Sandbox:
     counts: "SandboxCounter | None" = None
     calls: dict[str, RunningCall] = field(init=False, default_factory=dict)
     started_at: float = field(init=False, default_factory=time.monotonic)
+    meter: SandboxMeter = field(init=False, default_factory=lambda: SandboxMeter(None))
     _channel: GuestChannel | None = field(init=False, default=None)
     _hello: asyncio.Future[None] = field(init=False, default_factory=lambda: asyncio.get_running_loop().create_future())
     _removal: "asyncio.Task[SandboxUnavailable | None] | None" = field(init=False, default=None)
@@ -136,6 +142,7 @@ class Sandbox:
         Raises SandboxUnavailable: when no hello arrives. The caller then removes the sandbox.
         """
         self._channel = await GuestChannel.open(attached.sock, self._on_frame, self._lose, attached.stderr)
+        self.meter = SandboxMeter(_open_reader(attached))
         try:
             async with asyncio.timeout(HELLO_TIMEOUT_S):
                 await self._hello
@@ -236,6 +243,7 @@ class Sandbox:
 
     def send(self, header: Mapping[str, Any], body: bytes) -> None:
         """Send a frame of a tunnel, which belongs to no call."""
+        self.meter.network_bytes += len(body)
         if self._channel is not None:
             self._channel.send(header, body)
 
@@ -287,6 +295,7 @@ class Sandbox:
 
     async def _remove(self) -> SandboxUnavailable | None:
         """Remove the container; return a failure instead of raising it, because possibly no task awaits this one."""
+        self.meter.close()
         if self._channel is not None:
             self._channel.close()
         try:
@@ -310,6 +319,7 @@ class Sandbox:
         if kind == "hello" and not self._hello.done():
             self._check_hello(frame.header)
         elif self.tunnels is not None and isinstance(kind, str) and kind.startswith("net_"):
+            self.meter.network_bytes += len(frame.body)
             self.tunnels.take(frame)
         elif kind == "fatal":
             self._lose(
@@ -443,6 +453,15 @@ class Sandbox:
 
 def _drop(_: Frame) -> None:
     """Discard a frame that no caller needs."""
+
+
+def _open_reader(attached: AttachedContainer) -> UsageReader | None:
+    """Return the reader of a sandbox; None, with a log entry, when its control group cannot be read."""
+    try:
+        return UsageReader(attached.id, attached.process)
+    except (OSError, LookupError) as error:
+        log.warning("usage_not_measured", container=attached.id[:12], error=str(error))
+        return None
 
 
 # --- What a guest may send --------------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from structlog.contextvars import bound_contextvars
 
 from contract.tenancy import SandboxTerms
 from workers.sandboxd.disks.base import Workspace
+from workers.sandboxd.metering import UsageTotals
 from workers.sandboxd.plans import SandboxPlan
 from workers.sandboxd.records import SessionRecord
 from workers.sandboxd.sandbox import Sandbox
@@ -110,6 +111,7 @@ class Session:
     `overfull_bytes`: the size of the workspace when it was last found too large. `waiting`: ids of calls that wait
     for the sandbox; a cancel removes an id. `handover`: a task that gives it the archive of a container, after a fork.
     `cancelled_calls`: ids of calls that were cancelled before they began, or between two of their requests.
+    `usage`: what all its sandboxes used in this process.
     """
 
     id: str
@@ -139,6 +141,7 @@ class Session:
     automatic_at: float | None = field(init=False, default=None)
     handover: "asyncio.Task[None] | None" = field(init=False, default=None)
     waiting: list[str] = field(init=False, default_factory=list)
+    usage: UsageTotals = field(init=False, default_factory=UsageTotals)
     cancelled_calls: deque[str] = field(init=False, default_factory=lambda: deque(maxlen=MAX_CANCELLED_CALLS))
     lock: asyncio.Lock = field(init=False, default_factory=asyncio.Lock)
     checkpointing: asyncio.Lock = field(init=False, default_factory=asyncio.Lock)
@@ -168,6 +171,12 @@ class Session:
         if self.handover is not None:
             await asyncio.wait({self.handover})
             self.handover = None
+
+    def describe_usage(self) -> dict[str, Any]:
+        """Return the totals of the session until now (contract/calls.py: SessionUsage)."""
+        if self.sandbox is not None:
+            self.sandbox.meter.update()
+        return self.usage.describe()
 
     def idle_s(self) -> float:
         """Return the seconds since the last call; 0 while a call runs."""

@@ -8,6 +8,7 @@ workspace without an error that reports the loss. So a loss of files is recorded
 import asyncio
 import heapq
 import time
+from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Set
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,6 +21,7 @@ from workers.sandboxd.background import settle
 from workers.sandboxd.disks.base import Workspace
 from workers.sandboxd.factory import SandboxdEnding, SandboxFactory
 from workers.sandboxd.images import ImageNotReady, ImageRefused
+from workers.sandboxd.metering import UsageTotals
 from workers.sandboxd.plans import SandboxPlan
 from workers.sandboxd.pool import WarmPools
 from workers.sandboxd.records import Records
@@ -34,6 +36,9 @@ MAX_ROWS = 300
 _STARTS_S = 5.0
 """Time that the shutdown of sandboxd waits for sandboxes that are starting, in seconds. Longer starts are undone."""
 _PACKED_AT_ONCE = 8
+_ENDED_S = 60.0
+"""Time for which the usage of an ended session is reported, in seconds. Workers read it more often."""
+_MOST_ENDED = 5000
 OPEN_WAIT_S = 45.0
 """Time that the opening of a session waits for the pull of its image, in seconds. The worker waits longer."""
 _OTHER_IMAGE = "the content of image {} that this session began with was removed; its sandbox has the present content"
@@ -84,6 +89,8 @@ class Sessions:
         self._limit = limit
         self._sessions: dict[str, Session] = {}
         self._starting: dict[str, asyncio.Task[Session]] = {}
+        self._ended: deque[tuple[float, str, UsageTotals]] = deque(maxlen=_MOST_ENDED)
+        """When sessions ended, their names, and their totals."""
         factory.slots.free_slot = self._free_slot
 
     async def open(self, session: str, start: NewSession) -> Session:
@@ -223,6 +230,7 @@ class Sessions:
                 del self._sessions[session]
                 await self.forget_archive(entry, entry.archive)
                 await self._discard_layers(entry.workspace)
+                self._note_ended(entry)
         return True
 
     async def close_all(self) -> None:
@@ -279,12 +287,28 @@ class Sessions:
         names = heapq.nsmallest(MAX_ROWS, (name for name in self._sessions if name > after))
         return [self._sessions[name].describe() for name in names]
 
+    def describe_usage(self, after: str = "") -> list[dict[str, Any]]:
+        """Return the totals of at most MAX_ROWS sessions as `describe` does, also of sessions that have just ended.
+        Names end with the meter, because an ended session may be open again.
+        """
+        usages = {f"{name}:{entry.usage.meter}": entry.describe_usage for name, entry in self._sessions.items()}
+        usages |= {f"{name}:{usage.meter}": usage.describe for _, name, usage in self._ended}
+        names = heapq.nsmallest(MAX_ROWS, (name for name in usages if name > after))
+        return [{"name": name, **usages[name]()} for name in names]
+
     def count_sandboxes(self) -> int:
         """Return the number of containers of the sessions."""
         return sum(entry.sandbox is not None for entry in self._sessions.values())
 
     def __len__(self) -> int:
         return len(self._sessions)
+
+    def _note_ended(self, entry: Session) -> None:
+        """Keep the totals of an ended session until every worker has certainly read them."""
+        now = time.monotonic()
+        self._ended.append((now, entry.id, entry.usage))
+        while self._ended[0][0] < now - _ENDED_S:
+            self._ended.popleft()
 
     def check_room(self, more: int = 1) -> None:
         """Raise SandboxUnavailable when this host cannot take more sessions."""
@@ -318,6 +342,8 @@ class Sessions:
         return entry
 
     async def _connect(self, entry: Session, sandbox: Sandbox) -> None:
+        """Connect a new sandbox to the session's usage and network."""
+        sandbox.meter.bill(entry.usage)
         if self._prepare_network is not None:
             await self._prepare_network(entry, sandbox)
 

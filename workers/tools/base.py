@@ -10,7 +10,7 @@ from typing import IO, Any, NamedTuple, TypeVar
 import structlog
 from pydantic import JsonValue
 
-from contract.calls import Clocks, KillReport, SandboxInfo, Spill, ToolCall, ToolContext
+from contract.calls import CallUsage, Clocks, KillReport, SandboxInfo, SessionUsage, Spill, ToolCall, ToolContext
 from contract.errors import ErrorCode, OperatorError, SandboxUnavailable, ToolFailure
 from contract.functions.call_context import CallContext, CoroutineRunner
 from contract.functions.session_state import NoState, SessionStates
@@ -116,6 +116,9 @@ class ToolEnvironment:
         self.sandbox: SandboxInfo | None = None
         self.sandbox_s = 0.0
         self.run_s = 0.0
+        self.usage: CallUsage | None = None
+        self.session_usage: SessionUsage | None = None
+        """The last totals of the session that sandboxd has reported in this call."""
         self.requests: list[SandboxRequest] = []
         self._resources = resources
         self._terms = terms
@@ -136,7 +139,7 @@ class ToolEnvironment:
     def reports(self) -> dict[str, Any]:
         """Return the fields of the call's result that sandboxd and the guest have reported."""
         clocks = Clocks(sandbox_s=max(0.0, self.sandbox_s - self.run_s), run_s=self.run_s)
-        return {"clocks": clocks, "kill": self.kill, "sandbox": self.sandbox}
+        return {"clocks": clocks, "kill": self.kill, "sandbox": self.sandbox, "usage": self.usage}
 
     def call_context(self, runner: CoroutineRunner | None = None) -> CallContext:
         """Return the context of a function tool: configuration, working directory, caller's model, and session state.
@@ -358,6 +361,9 @@ class ToolEnvironment:
         # The guest's clock is not trusted beyond the time that sandboxd measured.
         self.run_s += min(max(0.0, answer.run_s), answer.sandbox_s)
         self.sandbox_s += answer.sandbox_s
+        self.session_usage = answer.session_usage or self.session_usage
+        if answer.usage is not None:
+            self.usage = answer.usage if self.usage is None else self.usage + answer.usage
         return answer
 
     def _give_up_sandbox(self) -> None:

@@ -2,7 +2,16 @@
 
 from fastapi import APIRouter
 
-from orchestrator.api.pages import approval_pages, batch_pages, call_pages, front, operating, overview_page, run_pages
+from orchestrator.api.pages import (
+    approval_pages,
+    batch_pages,
+    call_pages,
+    front,
+    operating,
+    overview_page,
+    run_pages,
+    usage_page,
+)
 from orchestrator.api.pages.rendering import load_templates
 
 
@@ -10,6 +19,6 @@ def build_router() -> APIRouter:
     """Build the router of all pages, with compiled templates, so that the first request is not slow."""
     load_templates()
     router = APIRouter()
-    for pages in (front, overview_page, run_pages, approval_pages, operating, batch_pages, call_pages):
+    for pages in (front, overview_page, run_pages, approval_pages, operating, usage_page, batch_pages, call_pages):
         router.include_router(pages.router)
     return router

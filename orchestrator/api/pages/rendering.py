@@ -75,6 +75,7 @@ def environment() -> Environment:
         "exactly": reveal_exactly,
         "ago": _ago,
         "until": _until,
+        "day": lambda at: format_instant(at)[:10],
         "seconds": lambda value: format_seconds(max(0.0, float(value))),
         "count": lambda value: format_count(int(value)),
         "bytes": _bytes,

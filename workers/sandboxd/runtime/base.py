@@ -27,7 +27,7 @@ PRODUCT_PIN: Final = "pin"
 
 @dataclass(frozen=True)
 class AttachedContainer:
-    """A started container and the socket to its stdin and stdout.
+    """A started container and the socket to its stdin and stdout. `process`: its PID 1, as the runtime numbers it.
 
     `stderr`: the descriptor of a pipe from its stderr. None: the socket carries the engine's multiplexed stream of
     stdout and stderr.
@@ -35,6 +35,7 @@ class AttachedContainer:
 
     id: str
     sock: socket.socket
+    process: int
     stderr: int | None = None
 
 

@@ -394,11 +394,12 @@ def _create_attach_start(api: docker.APIClient, config: dict[str, Any], name: st
     attached.close()
     try:
         api.start(container)
+        process = int(api.inspect_container(container)["State"]["Pid"])
     except BaseException:
         sock.close()
         raise
     sock.setblocking(False)
-    return AttachedContainer(container, sock)
+    return AttachedContainer(container, sock, process)
 
 
 def _freeze(api: docker.APIClient, container: str, *, is_wanted: bool) -> None:

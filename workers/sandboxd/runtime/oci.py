@@ -329,12 +329,13 @@ class OciRuntime:
             failure.callback(os.close, reading)
             failure.callback(ours.close)
             self._call(sandbox, (theirs.fileno(), writing), lock)
-            running.process = self._cgroups.open_process(sandbox, int((place / "pid").read_text(encoding="ascii")))
+            process = int((place / "pid").read_text(encoding="ascii"))
+            running.process = self._cgroups.open_process(sandbox, process)
             failure.pop_all()
         # What crun writes over the hidden groups of version 2, in this thread's namespace (mounts.py).
         shutil.rmtree(f"/sys/fs/cgroup/unified/{PARENT}", ignore_errors=True)
         ours.setblocking(False)
-        return AttachedContainer(sandbox, ours, reading)
+        return AttachedContainer(sandbox, ours, process, reading)
 
     def _call(self, sandbox: str, streams: tuple[int, int], lock: int) -> None:
         """Run the program until the sandbox runs. `streams`: its stdin and stdout, and its stderr. Raises

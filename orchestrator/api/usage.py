@@ -1,0 +1,97 @@
+"""Usage of tenants over HTTP."""
+
+import time
+from datetime import UTC, datetime
+from typing import Annotated
+
+from fastapi import APIRouter, Path, Query
+from pydantic import BaseModel
+
+from contract.errors import ErrorCode
+from orchestrator.api.access import AnyCaller
+from orchestrator.api.problem_handlers import responses
+from orchestrator.http.problems import ApiProblem
+from store.usage import DAY_S, By, show_amounts, sum_rows
+
+router = APIRouter(prefix="/v1/tenants", tags=["tenants"], responses=responses())
+DEFAULT_DAYS = 30
+
+
+class Usage(BaseModel):
+    """Used resources. `calls`: those with a result. `cpu_s`: calls, background jobs and starts of sandboxes.
+    `sandbox_s`: time of sessions with a container. `read_bytes`, `written_bytes`: disks, without the kernel's cache and
+    files in memory. `network_bytes`: through the egress proxy, in both directions. `cost`: in the currency of the
+    models' prices; replies without token counts do not count. `stored_bytes`: checkpoints that callers requested, and
+    artifacts, also if they were deleted later.
+    """
+
+    calls: int = 0
+    cpu_s: float = 0.0
+    read_bytes: int = 0
+    written_bytes: int = 0
+    network_bytes: int = 0
+    sandbox_s: float = 0.0
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    cached_tokens: int = 0
+    cost: float = 0.0
+    stored_bytes: int = 0
+
+
+class UsagePeriod(Usage):
+    """Used resources of the hour or day that begins at `start`, in ISO 8601."""
+
+    start: str
+
+
+class BudgetView(BaseModel):
+    """A budget of the tenant's policy. `used`: since the last reset. `resets_at`: in ISO 8601."""
+
+    name: str
+    limit: float
+    used: float
+    is_used_up: bool
+    resets_at: str
+
+
+class UsageReport(BaseModel):
+    """Usage of a tenant. `data`: periods with use, the oldest first. `total`: their sum. `budgets`: those of now."""
+
+    tenant: str
+    by: By
+    data: list[UsagePeriod]
+    total: Usage
+    budgets: list[BudgetView]
+
+
+@router.get("/{name}/usage")
+async def get_usage(
+    name: Annotated[str, Path(pattern=r"^[A-Za-z0-9_-]{1,64}$")],
+    caller: AnyCaller,
+    start: Annotated[datetime | None, Query(alias="from", description="Default: 30 days before `to`.")] = None,
+    end: Annotated[datetime | None, Query(alias="to", description="Not included. Default: now.")] = None,
+    by: By = "day",
+) -> UsageReport:
+    """Return what a tenant used by hour or day in UTC, and its budgets. Hours are kept for 400 days; a report by hour
+    covers 31 days.
+
+    Amounts are counted in the step that stores a result, and every 10 s. sandboxd reports totals of a session and Redis
+    adds the difference, so nothing counts twice, and a call whose result was lost counts for its tenant. What a session
+    uses between calls counts for the session only. A sandboxd that is killed loses what was used since its last report.
+    Programs can hide bytes of disks, but no CPU time.
+    """
+    if not caller.identity.may_act_for(name):
+        raise ApiProblem(
+            ErrorCode.PERMISSION_DENIED, f"the API key belongs to tenant {caller.identity.tenant}: ask for its usage"
+        )
+    until = _seconds(end) if end is not None else time.time()
+    rows = await caller.client.usage(
+        _seconds(start) if start is not None else until - DEFAULT_DAYS * DAY_S, until, by=by, tenant=name
+    )
+    data = [UsagePeriod.model_validate(row.to_json()) for row in rows]
+    budgets = [BudgetView(**budget.to_json()) for budget in await caller.client.budgets(name)]
+    return UsageReport(tenant=name, by=by, data=data, total=Usage(**show_amounts(sum_rows(rows))), budgets=budgets)
+
+
+def _seconds(at: datetime) -> float:
+    return (at if at.tzinfo is not None else at.replace(tzinfo=UTC)).timestamp()

@@ -1,0 +1,76 @@
+"""`toolcrew tenants usage`: what a tenant used, and its budgets."""
+
+import json
+import time
+from datetime import UTC, datetime
+from typing import Annotated, Any
+
+import typer
+
+from orchestrator.batches.figures import format_cost, format_count, format_seconds
+from orchestrator.cli.runner import Json, Tenant, open_client, print_lines, run_work
+from orchestrator.terminal.output import table_rows
+from store.usage import DAY_S, By, show_amounts, sum_rows
+
+DEFAULT_DAYS = {"day": 30, "hour": 1}
+_TIME = ["%Y-%m-%d", "%Y-%m-%dT%H:%M:%S", "%Y-%m-%dT%H:%M:%SZ"]
+
+
+def tenants_usage(
+    by: Annotated[By, typer.Option("--by", help="Length of the periods, in UTC.")] = "day",
+    start: Annotated[
+        datetime | None,
+        typer.Option("--from", formats=_TIME, help="In UTC. Default: 30 days ago, by hour a day ago."),
+    ] = None,
+    end: Annotated[
+        datetime | None, typer.Option("--to", formats=_TIME, help="In UTC, not included. Default: now.")
+    ] = None,
+    tenant: Tenant = None,
+    as_json: Json = False,
+) -> None:
+    """Show what a tenant used, by day or by hour, and its budgets."""
+    until = _seconds(end) if end is not None else time.time()
+    since = _seconds(start) if start is not None else until - DEFAULT_DAYS[by] * DAY_S
+
+    async def work() -> dict[str, Any]:
+        async with open_client(tenant, needs_workers=False) as client:
+            rows = await client.usage(since, until, by=by, tenant=tenant)
+            data, total = [row.to_json() for row in rows], show_amounts(sum_rows(rows))
+            budgets = [budget.to_json() for budget in await client.budgets(tenant)]
+            return {"tenant": tenant or client.tenant, "by": by, "data": data, "total": total, "budgets": budgets}
+
+    report = run_work(work(), as_json)
+    if as_json:
+        typer.echo(json.dumps(report))
+        return
+    rows = [_row(period) for period in [*report["data"], {"start": "total", **report["total"]}]]
+    print_lines(table_rows(rows, tuple(rows[0])))
+    if report["budgets"]:
+        budgets = [_budget_row(budget) for budget in report["budgets"]]
+        print_lines(["", *table_rows(budgets, tuple(budgets[0]))])
+
+
+def _row(period: dict[str, Any]) -> dict[str, str]:
+    return {
+        "from": period["start"],
+        "calls": format_count(period["calls"]),
+        "cpu": format_seconds(period["cpu_s"]),
+        "sandbox": format_seconds(period["sandbox_s"]),
+        "read": format_count(period["read_bytes"]),
+        "written": format_count(period["written_bytes"]),
+        "network": format_count(period["network_bytes"]),
+        "stored": format_count(period["stored_bytes"]),
+        "tokens-in": format_count(period["prompt_tokens"]),
+        "tokens-out": format_count(period["completion_tokens"]),
+        "cost": format_cost(period["cost"]),
+    }
+
+
+def _budget_row(budget: dict[str, Any]) -> dict[str, str]:
+    share = f"{budget['used'] / budget['limit']:.0%}" if budget["limit"] else "-"
+    amounts = {name: f"{budget[name]:,.6g}" for name in ("used", "limit")}
+    return {"budget": budget["name"], **amounts, "share": share, "resets-at": budget["resets_at"]}
+
+
+def _seconds(at: datetime) -> float:
+    return at.replace(tzinfo=UTC).timestamp()

@@ -1,0 +1,162 @@
+"""Budgets of tenants: what is used of them in this day and month, and the notices about them.
+
+Each process reads the usage of a tenant at most once every POLICY_FRESH_S seconds, and only if the tenant has budgets.
+So a call costs nothing more, and a budget is in force everywhere within 2 seconds.
+"""
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import redis.asyncio
+
+from contract.clock import format_instant
+from contract.errors import ErrorCode, ToolFailure
+from contract.names import audit_key
+from contract.tenancy import POLICY_FRESH_S, Budgets
+from store.audit import AUDIT_LUA, Actor, AuditAction, build_entry, entry_text
+from store.connection import broker_errors
+from store.tasks import SharedReads
+from store.usage import DAY_S, UNITS, usage_prefix
+from telemetry.logs import get_logger
+
+log = get_logger(__name__)
+
+WARN_SHARE = 0.8
+"""Part of a budget from which on a notice says that it is nearly used up."""
+NOTICES_TTL_S = 62 * DAY_S
+_METRICS = {
+    "tokens": ("prompt_tokens", "completion_tokens"),
+    "cost": ("cost_millionths",),
+    "cpu_s": ("cpu_us",),
+    "stored_bytes": ("stored_bytes",),
+}
+"""Amount of a budget -> fields of usage that it sums."""
+_FIELDS = [field for fields in _METRICS.values() for field in fields]
+_ACTOR = Actor(key="local", role="operator", name="toolcrew")
+
+# KEYS: notices of the tenant, audit. ARGV: the notice, its lifetime, audit entry. Returns 1 for the first one.
+_NOTE = (
+    AUDIT_LUA
+    + """
+if redis.call('HEXISTS', KEYS[1], ARGV[1]) == 1 then return 0 end
+audit(KEYS[2], ARGV[3])
+redis.call('HSET', KEYS[1], ARGV[1], 1)
+redis.call('EXPIRE', KEYS[1], ARGV[2])
+return 1
+"""
+)
+
+
+@dataclass(frozen=True)
+class BudgetState:
+    """A budget of a tenant. `name`: its field in the policy, such as cpu_s_per_day. `resets_at`: Unix seconds."""
+
+    name: str
+    limit: float
+    used: float
+    resets_at: float
+
+    @property
+    def is_used_up(self) -> bool:
+        return self.used >= self.limit
+
+    @property
+    def is_nearly_used_up(self) -> bool:
+        return self.used >= WARN_SHARE * self.limit
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the budget as JSON, with the instant in ISO 8601."""
+        return {
+            "name": self.name,
+            "limit": self.limit,
+            "used": self.used,
+            "is_used_up": self.is_used_up,
+            "resets_at": format_instant(self.resets_at),
+        }
+
+
+class BudgetStore:
+    """What tenants have used of their budgets. Every method raises BrokerUnavailable when Redis does not answer."""
+
+    def __init__(self, client: "redis.asyncio.Redis", deployment: str) -> None:
+        self._client, self._deployment = client, deployment
+        self._note = client.register_script(_NOTE)
+        self._reads = SharedReads[list[BudgetState]]()
+        self._read: dict[str, tuple[float, Budgets, list[BudgetState]]] = {}
+
+    async def check(self, tenant: str, budgets: Budgets) -> None:
+        """Raise ToolFailure(BUDGET_EXCEEDED) with the time of the reset if a budget is used up. The metadata has
+        `budget`, `resets_at` in ISO 8601, and `retry_after_s`. Write each notice once in its period.
+        """
+        read_at, checked, states = self._read.get(tenant, (float("-inf"), None, []))
+        if checked != budgets or time.monotonic() - read_at >= POLICY_FRESH_S:
+            states = await self._reads.read(tenant, lambda: self._refresh(tenant, budgets))
+        used_up = max((state for state in states if state.is_used_up), key=lambda state: state.resets_at, default=None)
+        if used_up is not None:
+            raise ToolFailure(
+                ErrorCode.BUDGET_EXCEEDED,
+                f"tenant {tenant} has used up its budget {used_up.name} ({used_up.used:,.6g} of {used_up.limit:,.6g}): "
+                f"wait for its reset at {format_instant(used_up.resets_at)}, or ask the operator for a higher limit",
+                budget=used_up.name,
+                resets_at=format_instant(used_up.resets_at),
+                retry_after_s=max(1, round(used_up.resets_at - time.time())),
+            )
+
+    async def read(self, tenant: str, budgets: Budgets) -> list[BudgetState]:
+        """Return the budgets that have a limit."""
+        limits = {name: float(limit) for name, limit in budgets if limit is not None}
+        if not limits:
+            return []
+        with broker_errors("the budgets were not read"):
+            seconds, _ = await self._client.time()
+            today = datetime.fromtimestamp(seconds, UTC).replace(hour=0, minute=0, second=0)
+            is_monthly = any(name.endswith("_month") for name in limits)
+            days = list(range(today.day if is_monthly else 1))
+            prefix, number = usage_prefix(self._deployment, tenant), int(seconds // DAY_S)
+            pipe = self._client.pipeline(transaction=False)
+            for day in days:
+                pipe.hmget(f"{prefix}{number - day}", _FIELDS)
+            rows = [dict(zip(_FIELDS, row, strict=True)) for row in await pipe.execute()]
+        next_month = (today.replace(day=1) + timedelta(days=32)).replace(day=1)
+        resets = {"day": today + timedelta(days=1), "month": next_month}
+        states = []
+        for name, limit in limits.items():
+            metric, _, period = name.rpartition("_per_")
+            used = sum(_sum(row, metric) for row in (rows if period == "month" else rows[:1]))
+            states.append(BudgetState(name, limit, used, resets[period].timestamp()))
+        return states
+
+    async def _refresh(self, tenant: str, budgets: Budgets) -> list[BudgetState]:
+        states = await self.read(tenant, budgets)
+        for state in states:
+            if state.is_used_up:
+                await self._notify(tenant, "budget.exceed", state)
+            elif state.is_nearly_used_up:
+                await self._notify(tenant, "budget.warn", state)
+        if len(self._read) >= _MOST_TENANTS:
+            self._read.clear()
+        self._read[tenant] = time.monotonic(), budgets, states
+        return states
+
+    async def _notify(self, tenant: str, action: AuditAction, state: BudgetState) -> None:
+        """Write a notice to the log and the audit, once in its period for each limit."""
+        details = {name: str(value) for name, value in state.to_json().items() if name != "is_used_up"}
+        entry = entry_text(build_entry(_ACTOR, action, state.name, tenant=tenant, details=details))
+        notice = f"{action} {state.name} {state.limit:g} {state.resets_at:.0f}"
+        keys = [f"{usage_prefix(self._deployment, tenant)}notices", audit_key(self._deployment)]
+        with broker_errors("a notice about a budget was not written"):
+            is_first = await self._note(keys=keys, args=[notice, NOTICES_TTL_S, entry])
+        if is_first and action == "budget.exceed":
+            log.error("budget_used_up", tenant=tenant, **details)
+        elif is_first:
+            log.warning("budget_nearly_used_up", tenant=tenant, **details)
+
+
+_MOST_TENANTS = 10_000
+
+
+def _sum(row: Mapping[str, bytes | None], metric: str) -> float:
+    return sum(int(row[field] or 0) / UNITS.get(field, 1) for field in _METRICS[metric])

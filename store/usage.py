@@ -1,0 +1,260 @@
+"""Used resources of tenants by hour, and of sessions.
+
+Invariant: every amount counts exactly once. sandboxd reports the totals of a session, never increments. A script adds
+the difference to the totals that were counted before, and stores the new ones in the same step. Repeated scripts, late
+results and killed workers therefore change no sum. Tokens are counted in the script that adds a reply to the log of
+its run, which adds every reply once.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from contract.calls import SessionUsage
+from contract.clock import format_instant
+from contract.errors import ErrorCode, ToolFailure
+from contract.functions.completions import Usage
+from contract.names import tenant_key
+from contract.session_locations import MAX_TTL_S
+from store.connection import RedisClient, SyncRedis, broker_errors
+
+DAY_S, HOUR_S = 24 * 3600, 3600
+USAGE_TTL_S = 400 * DAY_S
+SESSION_USAGE_TTL_S = int(MAX_TTL_S) + DAY_S
+MAX_DAYS: dict["By", int] = {"hour": 31, "day": 400}
+"""Longest time of one report, in days."""
+MAX_AMOUNT = 10**12
+"""Limit of an amount of one reply. The server of a model may report any number."""
+UNITS = {"cpu_us": 1e6, "sandbox_us": 1e6, "cost_millionths": 1e6}
+"""Units of fields in Redis in one unit of the report. Redis adds whole numbers only."""
+AMOUNTS = (
+    *("calls", "cpu_us", "read_bytes", "written_bytes", "network_bytes", "sandbox_us"),
+    *("prompt_tokens", "completion_tokens", "cached_tokens", "cost_millionths", "stored_bytes"),
+)
+"""Fields of an hour and of a session."""
+By = Literal["hour", "day"]
+
+USAGE_LUA = f"""
+local usage_time = redis.call('TIME')
+-- Adds to a field of this hour, and of this day for budgets. `prefix`: of the keys of the tenant's days.
+local function add_usage(prefix, name, amount)
+  if amount <= 0 then return end
+  local key = prefix .. math.floor(usage_time[1] / {DAY_S})
+  local field = string.format('%02d:%s', math.floor(usage_time[1] / {HOUR_S}) % 24, name)
+  if redis.call('HINCRBY', key, field, amount) == amount then redis.call('EXPIRE', key, {USAGE_TTL_S}) end
+  redis.call('HINCRBY', key, name, amount)
+end
+-- Adds the tokens of a reply of a model, and their cost. `session`: key of the usage of the run's session, or false.
+local replied = {{'prompt_tokens', 'completion_tokens', 'cached_tokens', 'cost_millionths'}}
+local function count_reply(prefix, session, amounts)
+  for i, name in ipairs(replied) do
+    local amount = tonumber(amounts[i])
+    add_usage(prefix, name, amount)
+    if session and amount > 0 then
+      redis.call('HINCRBY', session, name, amount)
+      redis.call('EXPIRE', session, {SESSION_USAGE_TTL_S})
+    end
+  end
+end
+-- Adds what the totals of a session exceed those that were counted before. `totals`: by the names, in their order.
+local metered = {{'cpu_us', 'read_bytes', 'written_bytes', 'network_bytes', 'sandbox_us'}}
+local function count_session(prefix, session, meter, totals)
+  local counted = redis.call('HGET', session, 'counted.' .. meter)
+  local before, at, texts = {{0, 0, 0, 0, 0}}, 0, {{}}
+  for text in string.gmatch(counted or '', '%d+') do
+    at = at + 1
+    before[at] = tonumber(text)
+  end
+  for i, name in ipairs(metered) do
+    local used = tonumber(totals[i]) - before[i]
+    if used > 0 then
+      add_usage(prefix, name, used)
+      redis.call('HINCRBY', session, name, used)
+    end
+    texts[i] = string.format('%.0f', math.max(tonumber(totals[i]), before[i]))
+  end
+  redis.call('HSET', session, 'counted.' .. meter, table.concat(texts, ' '))
+  redis.call('EXPIRE', session, {SESSION_USAGE_TTL_S})
+end
+"""
+
+# KEYS: the session's usage. ARGV: prefix of the tenant's days, amounts of the reply.
+_COUNT_REPLY = USAGE_LUA + "count_reply(ARGV[1], KEYS[1], {unpack(ARGV, 2, 5)})"
+
+# KEYS: the session's usage. ARGV: prefix of the tenant's days, meter, totals.
+_COUNT = USAGE_LUA + "count_session(ARGV[1], KEYS[1], ARGV[2], {unpack(ARGV, 3, 7)})"
+
+
+def usage_prefix(deployment: str, tenant: str) -> str:
+    """Return the prefix of the keys of the hashes of a tenant's days. The number of the day since 1970 follows."""
+    return tenant_key(deployment, tenant, "usage.")
+
+
+def session_usage_key(deployment: str, tenant: str, session: str) -> str:
+    """Return the key of the hash of what a session used, and of the totals that are counted."""
+    return tenant_key(deployment, tenant, f"session.{session}:usage")
+
+
+def totals_of(usage: SessionUsage) -> list[int]:
+    """Return the totals in the order and the units of the scripts."""
+    return [
+        round(usage.cpu_s * 1e6),
+        usage.read_bytes,
+        usage.written_bytes,
+        usage.network_bytes,
+        round(usage.sandbox_s * 1e6),
+    ]
+
+
+@dataclass(frozen=True)
+class CallEnding:
+    """The end of a call that has run. `code`: "" for a success. `sandbox`: "" for a call without a sandbox.
+
+    `stored_bytes`: size of the files that the call stored outside of its sandbox. `usage`: the totals of its session
+    that sandboxd has reported last.
+    """
+
+    deployment: str
+    tenant: str
+    call: str
+    attempt: int
+    code: str = ""
+    sandbox: str = ""
+    session: str | None = None
+    stored_bytes: int = 0
+    usage: SessionUsage | None = None
+
+    @property
+    def session_key(self) -> str:
+        """Return the key of the usage of its session."""
+        return session_usage_key(self.deployment, self.tenant, self.session or "")
+
+    def amounts(self) -> list[str | int]:
+        """Return the arguments of the script about what was used."""
+        metered = [self.usage.meter, *totals_of(self.usage)] if self.usage is not None else [""]
+        return [usage_prefix(self.deployment, self.tenant), self.stored_bytes, *metered]
+
+
+@dataclass(frozen=True)
+class ReplySpending:
+    """Tokens of a reply of a model, and their cost in the currency of the prices; None without prices."""
+
+    usage: Usage = field(default_factory=Usage)
+    cost: float | None = None
+
+    def amounts(self) -> list[int]:
+        """Return the amounts in the order and the units of the scripts."""
+        usage = self.usage
+        amounts = (usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens, round((self.cost or 0.0) * 1e6))
+        return [min(amount, MAX_AMOUNT) for amount in amounts]
+
+
+@dataclass(frozen=True)
+class UsageRow:
+    """Used amounts from `start` on, in Unix seconds. `amounts`: by the names of AMOUNTS, in the units of Redis."""
+
+    start: int
+    amounts: Mapping[str, int]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the row with the instant in ISO 8601, and amounts in seconds, bytes, tokens, and currency."""
+        return {"start": format_instant(self.start), **show_amounts(self.amounts)}
+
+
+def show_amounts(amounts: Mapping[str, int]) -> dict[str, float | int]:
+    """Return the amounts in seconds, bytes, tokens, and currency, by names that say so."""
+    shown: dict[str, float | int] = {}
+    for name in AMOUNTS:
+        amount = amounts.get(name, 0)
+        shown[_SHOWN.get(name, name)] = amount / UNITS[name] if name in UNITS else amount
+    return shown
+
+
+_SHOWN = {"cpu_us": "cpu_s", "sandbox_us": "sandbox_s", "cost_millionths": "cost"}
+
+
+def sum_rows(rows: Iterable[UsageRow]) -> Mapping[str, int]:
+    """Return the sums over all rows."""
+    sums = dict.fromkeys(AMOUNTS, 0)
+    for row in rows:
+        for name, amount in row.amounts.items():
+            sums[name] += amount
+    return sums
+
+
+class UsageStore:
+    """Used resources, for orchestrators. Every method raises BrokerUnavailable when Redis does not answer."""
+
+    def __init__(self, client: RedisClient, deployment: str) -> None:
+        self._client = client
+        self._deployment = deployment
+        self._count_reply = client.register_script(_COUNT_REPLY)
+
+    async def count_reply(self, tenant: str, session: str, spending: ReplySpending) -> None:
+        """Count a reply of a model that is not in the log of a run."""
+        with broker_errors("the tokens of a reply were not counted"):
+            await self._count_reply(
+                keys=[session_usage_key(self._deployment, tenant, session)],
+                args=[usage_prefix(self._deployment, tenant), *spending.amounts()],
+            )
+
+    async def read(self, tenant: str, start: float, end: float, by: By = "day") -> list[UsageRow]:
+        """Return what a tenant used from `start` until before `end`, in Unix seconds. `start` is rounded down to a
+        whole period in UTC. Periods without use are left out.
+
+        Raises ToolFailure(INVALID_ARGUMENTS): the time is negative or longer than MAX_DAYS.
+        """
+        if not 0 <= start <= end <= start + MAX_DAYS[by] * DAY_S:
+            raise ToolFailure(
+                ErrorCode.INVALID_ARGUMENTS,
+                f"a report by {by} covers at most {MAX_DAYS[by]} days, and its end must not be before its start: "
+                "choose other times",
+            )
+        first, last = int(start // DAY_S), int(-(-end // DAY_S))
+        prefix, pipe = usage_prefix(self._deployment, tenant), self._client.pipeline(transaction=False)
+        for day in range(first, last):
+            pipe.hgetall(f"{prefix}{day}")
+        with broker_errors("the usage was not read"):
+            hashes: list[Mapping[bytes, bytes]] = await pipe.execute() if last > first else []
+        rows = [row for day, fields in zip(range(first, last), hashes, strict=True) for row in _rows(day, fields, by)]
+        length_s = HOUR_S if by == "hour" else DAY_S
+        return [row for row in rows if start - length_s < row.start < end]
+
+    async def read_session(self, tenant: str, session: str) -> Mapping[str, int]:
+        """Return what a session used; an empty mapping if nothing is known."""
+        with broker_errors("the session's usage was not read"):
+            fields: Any = await self._client.hgetall(session_usage_key(self._deployment, tenant, session))
+        return {name: int(fields[name.encode()]) for name in AMOUNTS if name.encode() in fields}
+
+
+def _rows(day: int, fields: Mapping[bytes, bytes], by: By) -> list[UsageRow]:
+    hours: dict[int, dict[str, int]] = {}
+    for key, amount in fields.items():
+        name = key.decode()
+        if by == "hour" and ":" in name:
+            hour, _, metric = name.partition(":")
+            hours.setdefault(int(hour), {})[metric] = int(amount)
+        elif by == "day" and name in AMOUNTS:
+            hours.setdefault(0, {})[name] = int(amount)
+    return [UsageRow(day * DAY_S + hour * HOUR_S, amounts) for hour, amounts in sorted(hours.items())]
+
+
+class WorkerUsageStore:
+    """Counts the totals that sandboxd reports between calls, for workers."""
+
+    def __init__(self, client: SyncRedis, deployment: str) -> None:
+        self._client = client
+        self._deployment = deployment
+        self._count = client.register_script(_COUNT)
+
+    def count(self, usages: Iterable[tuple[str, SessionUsage]]) -> None:
+        """Count the totals of sessions, each with the name `<tenant>:<session>`. Raises BrokerUnavailable."""
+        with broker_errors("the usage of sessions was not counted"), self._client.pipeline(transaction=False) as pipe:
+            for name, usage in usages:
+                tenant, _, session = name.partition(":")
+                self._count(
+                    keys=[session_usage_key(self._deployment, tenant, session)],
+                    args=[usage_prefix(self._deployment, tenant), usage.meter, *totals_of(usage)],
+                    client=pipe,
+                )
+            pipe.execute()

@@ -1,0 +1,145 @@
+"""Budgets of tenants: refused calls, notices, resets, and runs that end at their next step."""
+
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+import redis.asyncio
+from structlog.testing import capture_logs
+
+from contract.calls import SessionUsage, ToolCall, ToolResult
+from contract.errors import ErrorCode, ToolFailure
+from contract.tenancy import Budgets, TenantPolicy
+from orchestrator.dialects.model import Usage
+from orchestrator.dialects.native import NativeDialect
+from orchestrator.dispatch.tenant_catalog import CallRules
+from orchestrator.loop.agent import Agent
+from orchestrator.loop.limits import ReActOptions, StopReason
+from orchestrator.models.scripted import Calls, ScriptedModel
+from orchestrator.runs.billed_model import BilledModel
+from orchestrator.runs.outcomes import judge_run
+from store.audit import Audit
+from store.budgets import BudgetStore
+from store.tenants import RedisTenants
+from store.usage import DAY_S, ReplySpending, UsageStore, WorkerUsageStore, usage_prefix
+from tests.builders import KEY, build_spec
+from tests.conftest import RedisProcess
+
+LIMITS = Budgets(cpu_s_per_day=10.0, tokens_per_month=1000, cost_per_day=2.0, stored_bytes_per_month=100)
+
+
+class Ground:
+    """A tenant `acme` with budgets, in two orchestrators, and a worker that reports what it used."""
+
+    def __init__(self, server: RedisProcess, clients: list["redis.asyncio.Redis"]) -> None:
+        self.client, self.worker = clients[0], WorkerUsageStore(server.client(), "d")
+        self.tenants, self.elsewhere = (RedisTenants(client, "d", KEY) for client in clients)
+        self.usage, self.audit = UsageStore(self.client, "d"), Audit(self.client, "d")
+
+    def use_cpu(self, cpu_s: float) -> None:
+        """Report the CPU time of the session so far."""
+        self.worker.count([("acme:s1", SessionUsage(meter="m1", cpu_s=cpu_s))])
+
+    async def reply(self, tokens: int, cost: float = 0.0) -> None:
+        await self.usage.count_reply("acme", "s1", ReplySpending(Usage(tokens, 0), cost))
+
+    async def refusal(self, tenants: RedisTenants | None = None) -> ToolFailure | None:
+        """Return why a call is refused now, without the copies of the last second."""
+        asked = tenants or self.tenants
+        asked._budgets._read.clear()
+        try:
+            await CallRules(asked).policy("acme", "bash_tool")
+        except ToolFailure as failure:
+            return failure
+        return None
+
+    async def notices(self) -> list[tuple[str, str]]:
+        page = await self.audit.read(actions=("budget.warn", "budget.exceed"))
+        return [(row.entry.action, row.entry.target) for row in page.entries][::-1]
+
+
+@pytest.fixture
+async def ground(redis_server: RedisProcess) -> AsyncIterator[Ground]:
+    clients = [redis.asyncio.Redis.from_url(redis_server.url, socket_timeout=5) for _ in range(2)]
+    with capture_logs():
+        opened = Ground(redis_server, clients)
+        await opened.tenants.add("acme", TenantPolicy(budgets=LIMITS))
+        yield opened
+    for client in clients:
+        await client.aclose()
+
+
+async def test_a_used_budget_refuses_calls_everywhere_and_warns_before(ground: Ground) -> None:
+    ground.use_cpu(7.9)
+    assert await ground.refusal() is None
+    assert await ground.notices() == []
+    ground.use_cpu(8.0)
+    assert await ground.refusal() is None
+    ground.use_cpu(10.0)
+    for tenants in (ground.tenants, ground.elsewhere, ground.tenants):
+        refusal = await ground.refusal(tenants)
+        assert refusal is not None
+        assert (refusal.code, refusal.metadata["budget"]) == (ErrorCode.BUDGET_EXCEEDED, "cpu_s_per_day")
+        assert 0 < int(str(refusal.metadata["retry_after_s"])) <= DAY_S
+        assert str(refusal.metadata["resets_at"]).endswith("T00:00:00Z")
+    assert await ground.notices() == [("budget.warn", "cpu_s_per_day"), ("budget.exceed", "cpu_s_per_day")]
+    # Only what ends work is still allowed.
+    assert (await CallRules(ground.tenants).policy("acme", "session.close")).budgets == LIMITS
+
+
+@pytest.mark.parametrize(("tokens", "cost", "budget"), [(1000, 0.0, "tokens_per_month"), (1, 2.0, "cost_per_day")])
+async def test_tokens_and_cost_are_limited(ground: Ground, tokens: int, cost: float, budget: str) -> None:
+    await ground.reply(tokens, cost)
+    refusal = await ground.refusal()
+    assert refusal is not None
+    assert refusal.metadata["budget"] == budget
+
+
+async def test_a_month_sums_its_days_and_a_day_begins_anew(ground: Ground) -> None:
+    now, before = (await ground.client.time())[0], f"{usage_prefix('d', 'acme')}"
+    await ground.client.hset(f"{before}{now // DAY_S - 1}", mapping={"cpu_us": 99_000_000, "stored_bytes": 100})
+    states = {state.name: state for state in await ground.tenants.budgets("acme")}
+    is_first_day = time.gmtime(now).tm_mday == 1
+    assert states["cpu_s_per_day"].used == 0
+    assert states["stored_bytes_per_month"].used == (0 if is_first_day else 100)
+
+
+async def test_a_higher_limit_is_in_force_at_once_here_and_after_the_copy_expires_elsewhere(ground: Ground) -> None:
+    ground.use_cpu(10.0)
+    assert await ground.refusal() is not None
+    await ground.tenants.change("acme", lambda policy: policy.model_copy(update={"budgets": Budgets(cpu_s_per_day=99)}))
+    await CallRules(ground.tenants).policy("acme", "bash_tool")
+    ground.elsewhere._cache.forget()
+    assert await ground.refusal(ground.elsewhere) is None
+
+
+async def test_usage_is_read_once_for_many_calls(ground: Ground, monkeypatch: pytest.MonkeyPatch) -> None:
+    reads, read = 0, BudgetStore.read
+
+    async def counted(self: BudgetStore, *arguments: Any) -> Any:
+        nonlocal reads
+        reads += 1
+        return await read(self, *arguments)
+
+    monkeypatch.setattr(BudgetStore, "read", counted)
+    for _ in range(100):
+        await ground.tenants.check_budgets("acme")
+    assert reads == 1
+
+
+async def test_a_run_ends_at_its_next_step(ground: Ground) -> None:
+    model = ScriptedModel([Calls([("echo", {})], "first"), "never asked"])
+    billed = BilledModel(model, lambda: ground.tenants.check_budgets("acme"))
+
+    async def run_call(call: ToolCall) -> ToolResult:
+        ground.use_cpu(10.0)
+        ground.tenants._budgets._read.clear()
+        return ToolResult(call_id=call.id, name=call.name, success=True, output="did")
+
+    agent = Agent(billed, NativeDialect(), [build_spec("echo")], run_call, options=ReActOptions(max_iterations=9))
+    result = await agent.run("go")
+    assert (result.stop_reason, result.answer, len(model.requests)) == (StopReason.BUDGET_EXCEEDED, "first", 1)
+    failure = judge_run(result)
+    assert failure is not None
+    assert failure.code == ErrorCode.BUDGET_EXCEEDED

@@ -1,0 +1,67 @@
+"""Used resources in Redis: totals of sessions count once, however often and late they are reported."""
+
+import pytest
+import redis.asyncio
+
+from contract.calls import SessionUsage
+from contract.names import call_key
+from store.calls import FinishedCalls
+from store.usage import DAY_S, CallEnding, UsageStore, WorkerUsageStore, sum_rows
+from tests.conftest import RedisProcess
+
+
+def usage(cpu_s: float, meter: str = "m1", sandbox_s: float = 0.0) -> SessionUsage:
+    return SessionUsage(meter=meter, cpu_s=cpu_s, written_bytes=10, sandbox_s=sandbox_s)
+
+
+def ending(attempt: int = 1, used: SessionUsage | None = None, call: str = "c1", stored_bytes: int = 0) -> CallEnding:
+    return CallEnding("d", "acme", call, attempt, "", "box", "s1", stored_bytes, used)
+
+
+class Ground:
+    """The stores of a worker and of an orchestrator on one Redis."""
+
+    def __init__(self, server: RedisProcess) -> None:
+        self.client = server.client()
+        self.finished, self.worker = FinishedCalls(self.client), WorkerUsageStore(self.client, "d")
+        self.orchestrator = redis.asyncio.Redis.from_url(server.url)
+        self.store = UsageStore(self.orchestrator, "d")
+
+    def finish(self, ended: CallEnding) -> bool:
+        return self.finished.store(f"h-{ended.call}", "{}", 60, ended)
+
+    async def sums(self, by: str = "day") -> dict[str, int]:
+        now = int(self.client.time()[0])
+        rows = await self.store.read("acme", now - DAY_S, now + DAY_S, "hour" if by == "hour" else "day")
+        return {name: amount for name, amount in sum_rows(rows).items() if amount}
+
+
+@pytest.fixture
+async def ground(redis_server: RedisProcess) -> Ground:
+    return Ground(redis_server)
+
+
+async def test_totals_count_once_in_any_order_of_reports(ground: Ground) -> None:
+    for used in (usage(2.0), usage(1.0), usage(2.5)):
+        ground.worker.count([("acme:s1", used), ("acme:s1", used)])
+    assert ground.finish(ending(used=usage(3.0)))
+    assert ground.finish(ending(used=usage(3.0)))
+    ground.worker.count([("acme:s1", usage(0.5, "m2", sandbox_s=7.0))])
+
+    expected = {"calls": 1, "cpu_us": 3_500_000, "written_bytes": 20, "sandbox_us": 7_000_000}
+    assert await ground.sums() == await ground.sums("hour") == expected
+    assert await ground.store.read_session("acme", "s1") == expected
+    assert await ground.store.read_session("acme", "other") == {}
+
+
+async def test_the_result_of_a_lost_attempt_is_dropped_and_what_it_used_counts(ground: Ground) -> None:
+    ground.client.hset(call_key("d", "acme", "c1"), mapping={"state": "queued", "attempt": 2})
+    assert not ground.finish(ending(1, usage(1.0), stored_bytes=5))
+    assert await ground.sums() == {"cpu_us": 1_000_000, "written_bytes": 10}
+    assert ground.finish(ending(2, usage(1.5), stored_bytes=5))
+    assert await ground.sums() == {"calls": 1, "cpu_us": 1_500_000, "written_bytes": 10, "stored_bytes": 5}
+
+
+async def test_a_call_without_a_sandbox_counts_as_a_call(ground: Ground) -> None:
+    assert ground.finish(ending())
+    assert await ground.sums() == {"calls": 1}

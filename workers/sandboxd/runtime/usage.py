@@ -1,0 +1,119 @@
+"""Reads what the processes of one sandbox have used, for both runtimes and both versions of control groups.
+
+CPU time and memory come from the control group. Bytes of disks come from the kernel's accounts of the processes: in
+version 1 a group does not count writes that the kernel makes later, and in version 2 it counts those to a workspace on
+a loop device twice. The account of an ended process goes to its parent, and at last to PID 1. A program that ignores
+SIGCHLD can hide the bytes of its children.
+"""
+
+import contextlib
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+from workers.sandboxd.runtime.cgroups import ROOT
+
+_MOST_PROCESSES = 64
+"""Processes whose accounts are read at a time, because one event loop serves all sandboxes."""
+_READ_BYTES = 4096
+
+
+class UsageReading(NamedTuple):
+    """Totals since the start of a sandbox."""
+
+    cpu_us: int = 0
+    read_bytes: int = 0
+    written_bytes: int = 0
+
+
+class UsageReader:
+    """Reads the totals of a sandbox until `close`."""
+
+    def __init__(self, container: str, process: int, proc: Path = Path("/proc"), root: Path = ROOT) -> None:
+        """`process`: PID 1 of the sandbox. Raises OSError and LookupError: this process does not see the sandbox or its
+        control group.
+        """
+        self._proc = str(proc)
+        paths = _parse_groups((proc / str(process) / "cgroup").read_text(encoding="ascii"))
+        self._is_v2 = "cpuacct" not in paths
+        if self._is_v2:
+            group = root / paths[""].lstrip("/")
+            cpu, memory = group / "cpu.stat", group / "memory.peak"
+        else:
+            group = root / "cpuacct" / paths["cpuacct"].lstrip("/")
+            cpu, memory = group / "cpuacct.usage", root / "memory" / paths["memory"].lstrip("/") / _PEAK_OF_V1
+        if container not in group.name:
+            # The engine's number of a process is that of another process in a sandboxd with its own PID namespace.
+            raise LookupError(f"process {process} is not in a control group of sandbox {container[:12]}")
+        self._processes = str(group / "cgroup.procs")
+        self._files = contextlib.ExitStack()
+        with contextlib.ExitStack() as failure:
+            failure.callback(self._files.close)
+            self._cpu = self._open(cpu, os.O_RDONLY)
+            self._memory = self._open(memory, os.O_RDWR if os.access(memory, os.W_OK) else os.O_RDONLY)
+            failure.pop_all()
+        self._last = UsageReading()
+
+    def read(self) -> UsageReading:
+        """Return the totals, which never fall. Those of an ended sandbox are the last ones that were read."""
+        try:
+            cpu = os.pread(self._cpu, _READ_BYTES, 0)
+            read_bytes, written_bytes = self._read_disks()
+        except OSError:
+            return self._last
+        cpu_us = int(cpu.split()[1]) if self._is_v2 else int(cpu) // 1000
+        last = self._last
+        self._last = UsageReading(
+            max(cpu_us, last.cpu_us), max(read_bytes, last.read_bytes), max(written_bytes, last.written_bytes)
+        )
+        return self._last
+
+    def reset_peak(self) -> None:
+        """Begin a new peak of memory. Before Linux 6.12 version 2 cannot: the peak is then that since the start."""
+        with contextlib.suppress(OSError):
+            os.pwrite(self._memory, b"0", 0)
+
+    def read_peak(self) -> int:
+        """Return the highest memory since the last reset, in bytes; 0 when the sandbox has ended."""
+        try:
+            return int(os.pread(self._memory, _READ_BYTES, 0))
+        except OSError:
+            return 0
+
+    def close(self) -> None:
+        self._files.close()
+        self._cpu = self._memory = -1  # their numbers may be those of other files soon
+
+    def _read_disks(self) -> tuple[int, int]:
+        read_bytes = written_bytes = 0
+        # Opened each time: an open list of version 1 may be a second old.
+        for process in _read(self._processes).split()[:_MOST_PROCESSES]:
+            # A process may end before it is read. Its parent has its account then.
+            with contextlib.suppress(OSError):
+                account = _read(f"{self._proc}/{process.decode('ascii')}/io").split()
+                read_bytes += int(account[account.index(b"read_bytes:") + 1])
+                written_bytes += int(account[account.index(b"write_bytes:") + 1])
+        return read_bytes, written_bytes
+
+    def _open(self, path: Path, flags: int) -> int:
+        file = os.open(path, flags | os.O_CLOEXEC)
+        self._files.callback(os.close, file)
+        return file
+
+
+_PEAK_OF_V1 = "memory.max_usage_in_bytes"
+
+
+def _read(path: str) -> bytes:
+    file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        return os.read(file, _READ_BYTES)
+    finally:
+        os.close(file)
+
+
+def _parse_groups(text: str) -> Mapping[str, str]:
+    """Return the path of the group of each controller of version 1; "" has that of version 2."""
+    rows = (line.split(":", 2) for line in text.splitlines())
+    return {controller: path for _, controllers, path in rows for controller in controllers.split(",")}
