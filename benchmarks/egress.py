@@ -100,7 +100,7 @@ def _open_tunnels(path: Path, port: int) -> None:
         _download(path, port, 0)
 
 
-def _wait_for(path: Path) -> None:
+def wait_for(path: Path) -> None:
     until = time.monotonic() + 20
     while not path.exists():
         if time.monotonic() > until:
@@ -118,8 +118,8 @@ def run(rounds: int = ROUNDS) -> Report:
         stack.enter_context(
             child_process([sys.executable, "-c", _RELAY, str(relay), str(port)], {}, folder / "relay.log")
         )
-        _wait_for(proxy)
-        _wait_for(relay)
+        wait_for(proxy)
+        wait_for(relay)
         whole = DOWNLOAD_BYTES // (1024 * 1024)
         cases: dict[str, Case] = {
             "relay": timed(lambda: _download(relay, port, whole)),

@@ -15,6 +15,7 @@ from pydantic import SecretStr
 
 from contract.errors import ErrorCode, ToolFailure
 from contract.sandboxes import SandboxOptions
+from contract.secrets import build_placeholder
 from contract.tenancy import SandboxTerms, TenantPolicy
 from orchestrator.models.scripted import Calls, ScriptedModel
 from orchestrator.sdk.client import ToolClient
@@ -150,5 +151,16 @@ async def test_only_secrets_that_exist_and_that_the_policy_allows_are_given(plac
             with pytest.raises(ToolFailure) as refused:
                 await client.open_session(options=SandboxOptions(secrets=(secret,)))
             assert refused.value.code is ErrorCode.INVALID_ARGUMENTS
-        async with await client.open_session(options=SandboxOptions(secrets=("GIVEN",))) as session:
-            assert "GIVEN=tcs_placeholder_" in str(await session.call("bash_tool", {"command": "env"}))
+        options = SandboxOptions(secrets=("GIVEN",))
+        async with await client.open_session(options=options) as session:
+            assert build_placeholder("default", session.id, "GIVEN") in str(
+                await session.call("bash_tool", {"command": "echo $GIVEN"})
+            )
+            checkpoint = await session.checkpoint()
+        async with await client.open_session(restore=checkpoint, options=options) as session:
+            assert build_placeholder("default", session.id, "GIVEN") in str(
+                await session.call("bash_tool", {"command": "echo $GIVEN"})
+            )
+        async with await client.open_session(restore=checkpoint) as session:
+            told = await session.call("bash_tool", {"command": 'echo "<$GIVEN$SSL_CERT_FILE>"'})
+            assert "<>" in str(told)

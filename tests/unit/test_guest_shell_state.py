@@ -243,6 +243,11 @@ def test_a_state_that_a_program_has_written_breaks_no_command(guest: Guest, cont
     assert (done.bytes_of("stdout"), done.bytes_of("stderr"), done["state"]["outcome"]) == (b"works\n", b"", "kept")
 
 
+def test_the_secrets_of_another_session_do_not_last(guest: Guest) -> None:
+    command(guest, "export TOKEN_2=tcs_placeholder_0 npm_config_cafile=/skills/authority/bundle.pem KEPT_2=tcs")
+    assert said(guest, 'echo "$TOKEN_2|$npm_config_cafile|$KEPT_2"') == "||tcs\n"
+
+
 @pytest.mark.parametrize("name", ["shell", "folder"])
 def test_a_pipe_in_place_of_the_state_holds_no_command(guest: Guest, name: str) -> None:
     script = f"cd $(dirname $PWD)/output/.state; rm -f {name}; mkfifo {name}; cd - >/dev/null"

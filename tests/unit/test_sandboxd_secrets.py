@@ -4,16 +4,19 @@ when a value changes.
 
 import asyncio
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from contract.errors import ErrorCode, ToolFailure
+from contract.errors import ErrorCode, SandboxUnavailable, ToolFailure
 from contract.sandboxes import SandboxOptions
 from contract.secrets import build_placeholder
 from contract.tenancy import SandboxTerms
+from tests.egress_ground import open_ground
 from tests.fake_sandboxd import Sandboxd, running_sandboxd
+from tests.secret_ground import ask_proxy
 from tests.unit.test_sandboxd_terms import OPEN, PLANS, prepare_network, standing
 from workers.sandboxd.egress import secrets as module
 from workers.sandboxd.runtime.hardening import AUTHORITIES
@@ -101,3 +104,23 @@ async def test_values_wait_for_the_worker_and_end_with_its_lease(
     assert changes == [{("acme", "TOKEN")}]
     with pytest.raises(OSError, match="sends no secrets"):
         await values.wait("acme", ["TOKEN"])
+
+
+async def test_the_authority_of_a_proxy_that_started_again_is_written_once(tmp_path: Path) -> None:
+    written: list[bytes] = []
+
+    async def place(bundle: bytes) -> None:
+        written.append(bundle)
+
+    at = tmp_path / "egress.sock"
+    authority = module.ProxyAuthority(at, frozenset({os.geteuid()}), place)
+    with pytest.raises(SandboxUnavailable):
+        await authority.require()
+    with open_ground() as first, open_ground() as second:
+        for ground in (first, second):
+            at.unlink(missing_ok=True)
+            at.symlink_to(ground.path)
+            await authority.require()
+            await authority.refresh()
+        assert written == [ask_proxy(ground, "authority") for ground in (first, second)]
+        assert written[0] != written[1]

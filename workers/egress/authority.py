@@ -43,8 +43,9 @@ class Authority:
     def build_bundle(self) -> bytes:
         """Return this authority and those of the system, in PEM: what programs of a sandbox trust."""
         paths = ssl.get_default_verify_paths()
-        system = Path(paths.cafile).read_bytes() if paths.cafile else b""
-        return self._certificate.public_bytes(Encoding.PEM) + system
+        hashed = sorted(Path(paths.capath).glob("*.[0-9]")) if paths.capath else []
+        system = [Path(paths.cafile)] if paths.cafile else hashed
+        return b"".join([self._certificate.public_bytes(Encoding.PEM), *(path.read_bytes() for path in system)])
 
     def find_context(self, host: str) -> ssl.SSLContext:
         """Return the server's side of TLS for the host."""

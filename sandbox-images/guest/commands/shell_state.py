@@ -38,7 +38,10 @@ builtin printf "\\0"; builtin declare -F
 builtin printf "\\0%s" {token}; }} 2>/dev/null >|{next}"""
 _FIELDS = 7
 # The text that bash writes for a variable when the value needs no quoting.
-_PLAIN_VARIABLE = re.compile(rb'declare -x ([A-Z_]+)="([^"\\$`]*)"')
+_PLAIN_VARIABLE = re.compile(rb'declare -x ([A-Za-z_][A-Za-z0-9_]*)="([^"\\$`]*)"')
+# Placeholders of secrets, and the authorities that go with them. They belong to a session, and a state may be that of
+# another session: of the parent of a fork, or of a checkpoint.
+_OF_SECRETS = (b"tcs_placeholder_", b"/skills/authority/")
 _OUR_NAMES = frozenset(name.encode() for name in ENVIRONMENT)
 # Every shell sets these variables itself: its previous folder, if any, and its nesting depth.
 _OWN_VARIABLES = (b"declare -x OLDPWD", b"declare -x SHLVL=")
@@ -137,9 +140,11 @@ def load_state(paths: GuestPaths) -> ShellState:
     """
     raw = read_state_file(paths, b"shell", MAX_STATE_BYTES)
     parts = raw.split(b"\0") if raw is not None else []
+    own = {name.encode(): value.encode() for name, value in paths.environment.items()}
     if len(parts) != 3 or parts[2] != _END:
-        return ShellState({name.encode(): value.encode() for name, value in paths.environment.items()}, b"", b"")
+        return ShellState(own, b"", b"")
     environment, variables = _split_variables(parts[0])
+    environment.update({name: value for name, value in own.items() if value.startswith(_OF_SECRETS)})
     if b"PATH" not in environment:
         # A shell that starts without PATH sets a default PATH.
         variables = b"builtin unset -v PATH\n" + variables
@@ -157,6 +162,8 @@ def _split_variables(text: bytes) -> tuple[dict[bytes, bytes], bytes]:
         plain = _PLAIN_VARIABLE.fullmatch(line.rstrip(b"\n"))
         if plain is not None and plain[1] in _OUR_NAMES:
             environment[plain[1]] = plain[2]
+        elif plain is not None and plain[2].startswith(_OF_SECRETS):
+            continue
         elif line.rstrip(b"\n") != _OWN_VARIABLES[0] and not line.startswith(_OWN_VARIABLES[1]):
             rest.append(line)
     return environment, b"".join(rest)
