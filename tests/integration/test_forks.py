@@ -1,5 +1,6 @@
 """Forks of sessions on real sandboxds: what forks share, what they do not share, and what is left of them."""
 
+import json
 import os
 import secrets
 import subprocess
@@ -18,6 +19,7 @@ from tests.daemons import Daemon, Daemons, bash, open_daemons, run_script
 from tests.stack import missing
 from tests.waiting import wait_until
 from workers.sandbox_client import SandboxClient
+from workers.sandboxd.forks import MERGED_LAYERS
 
 pytestmark = [pytest.mark.stack, pytest.mark.timeout(300)]
 
@@ -120,6 +122,47 @@ def test_a_tree_of_forks_outlives_its_inner_sessions(stacking: Daemon) -> None:
         assert max(held.values()) < 1024 * 1024
         archive = run_script(client, line[-1], "tar c . | tar t | sort").split()
         assert archive == ["./", "./f3", "./f4", "./log"]  # all files seem to be on one device
+    close_all(stacking)
+
+
+DEEPEN = """
+echo {0} > f{0}; rm -f f$(({0} - 3)); mkdir -p d{0}/deep; echo {0} > d{0}/deep/file; ln -s f{0} link{0}; ln f{0} hard{0}
+[ {0} -lt 2 ] || {{ mv d$(({0} - 1)) moved{0}; rm -r moved$(({0} - 1)) 2>/dev/null; echo more >> moved{0}/deep/file; }}
+rm -rf same; mkdir same; touch same/{0}; truncate -s 1M sparse; echo {0} >> log; chmod 70{1} .
+[ "$UID" != 0 ] || {{ echo {0} > /etc/x{0}; rm -rf /etc/x$(({0} - 2)) /srv/same; mkdir -p /srv/same; touch /srv/same/{0}; }}
+"""
+SURVEY = """
+for place in /workspace /etc /srv; do
+    find $place -type f -exec md5sum {} + 2>/dev/null | sort; find $place -printf '%P %y %m %U %s %l\\n' 2>/dev/null | sort
+done
+"""
+
+
+def test_many_layers_are_merged_in_the_background_and_no_session_sees_it(stacking: Daemon) -> None:
+    def depths() -> list[int]:
+        records = [json.loads(path.read_text()) for path in (stacking.state / "sessions").glob("*.json")]
+        return sorted(len(record["layers"]) for record in records)
+
+    with stacking.client() as client:
+        name = client.open("acme", "parent")
+        for number in range(1, MERGED_LAYERS + 1):
+            run_script(client, name, DEEPEN.format(number, number % 8))
+            before = run_script(client, name, SURVEY) if number >= MERGED_LAYERS - 1 else ""
+            client.fork(name, [f"acme:c{number}"])
+            if number == MERGED_LAYERS - 1:
+                earlier = before
+        wait_until(lambda: depths()[-1] < MERGED_LAYERS, SOON_S, lambda: f"merged: {depths()} {stacking.log()}")
+        for session, seen in (
+            (name, before),
+            (f"acme:c{MERGED_LAYERS}", before),
+            (f"acme:c{MERGED_LAYERS - 1}", earlier),
+        ):
+            assert run_script(client, session, SURVEY) == seen
+        client.fork(name, ["acme:last"])
+        assert run_script(client, "acme:last", SURVEY) == before
+        assert run_script(
+            client, "acme:last", "mv moved16 other; cat other/deep/file; [ f15 -ef hard15 ] && echo one"
+        ).split() == ["15", "more", "one"]
     close_all(stacking)
 
 

@@ -12,8 +12,10 @@ had it, or by the next start of sandboxd.
 """
 
 import asyncio
+import secrets
 import time
 from collections.abc import Coroutine, Sequence
+from dataclasses import replace
 from typing import Any
 
 import structlog
@@ -21,6 +23,7 @@ import structlog
 from contract.errors import ErrorCode, SandboxUnavailable, ToolFailure
 from workers.sandboxd.background import settle
 from workers.sandboxd.disks.base import Workspace
+from workers.sandboxd.disks.image import ImageWorkspace, ImageWorkspaces
 from workers.sandboxd.factory import SandboxFactory
 from workers.sandboxd.plans import with_placeholders
 from workers.sandboxd.runtime.attestation import ask_attestation
@@ -29,6 +32,9 @@ from workers.sandboxd.session import KEPT, Session
 from workers.sandboxd.sessions import Sessions
 
 log = structlog.get_logger(__name__)
+
+MERGED_LAYERS = 16
+"""Number of layers that are merged. A lookup of a missing name searches all of them."""
 
 
 class SessionForker:
@@ -39,6 +45,7 @@ class SessionForker:
         self._factory = factory
         self._store = sessions.store
         self._running: set[asyncio.Task[None]] = set()
+        self._merging = asyncio.Lock()
 
     async def fork(self, name: str, children: Sequence[str], *, leaves_jobs: bool) -> Session:
         """Make the sessions `children`, which get their sandboxes at their first calls, and return the parent. Without
@@ -50,6 +57,10 @@ class SessionForker:
         self._sessions.check_room(len(children))
         # A worker that disconnects must not stop it half-way.
         await asyncio.shield(self._start(self._fork(entry, children, leaves_jobs=leaves_jobs)))
+        depth = len(entry.workspace.layers)
+        # A merge that failed, because the disk is too full, is tried again only some layers later.
+        if depth and depth % MERGED_LAYERS == 0 and not self._merging.locked():
+            self._start(self._merge(entry.workspace.layers, entry))
         return entry
 
     def _start(self, work: Coroutine[Any, Any, None]) -> "asyncio.Task[None]":
@@ -75,6 +86,35 @@ class SessionForker:
                 await self._fork_running(entry, entry.sandbox, children, leaves_jobs=leaves_jobs, can_stack=can_stack)
             finally:
                 entry.is_moving = False
+
+    async def _merge(self, layers: tuple[str, ...], entry: Session) -> None:
+        """Replace frozen workspaces by one with the same content, in every session that lies over all of them. A
+        sandbox that runs keeps the old ones until it ends.
+        """
+        workspaces, size = self._factory.workspaces, entry.workspace.size
+        assert isinstance(workspaces, ImageWorkspaces)
+        async with self._merging:
+            name = secrets.token_hex(12)
+            try:
+                await workspaces.merge(name, layers, size, is_root=entry.plan.is_root)
+            except SandboxUnavailable as error:
+                log.warning("layers_not_merged", layers=len(layers), error=str(error))
+                return
+            for session in self._sessions.all():
+                async with session.lock:  # no sandbox of it starts now
+                    workspace = session.workspace
+                    is_open = self._sessions.find(session.id) is session
+                    if not isinstance(workspace, ImageWorkspace) or workspace.layers[-len(layers) :] != layers:
+                        continue
+                    if not is_open:
+                        continue
+                    session.workspace = replace(workspace, layers=(*workspace.layers[: -len(layers)], name))
+                    try:
+                        self._sessions.suspender.keep(session)
+                    except SandboxUnavailable as error:
+                        session.workspace = workspace
+                        log.warning("layers_not_merged", layers=len(layers), error=str(error))
+            await self._sessions.discard_layers((name, *layers), size)
 
     async def _fork_running(
         self, entry: Session, sandbox: Sandbox, children: Sequence[str], *, leaves_jobs: bool, can_stack: bool

@@ -18,7 +18,7 @@ import structlog
 from contract.errors import ErrorCode, SandboxUnavailable, ToolFailure
 from contract.tenancy import SandboxTerms
 from workers.sandboxd.background import settle
-from workers.sandboxd.disks.base import Workspace
+from workers.sandboxd.disks.base import Workspace, WorkspaceSize
 from workers.sandboxd.factory import SandboxdEnding, SandboxFactory
 from workers.sandboxd.images import ImageNotReady, ImageRefused
 from workers.sandboxd.metering import UsageTotals
@@ -229,7 +229,7 @@ class Sessions:
                 self._records.forget_session(session)
                 del self._sessions[session]
                 await self.forget_archive(entry, entry.archive)
-                await self._discard_layers(entry.workspace)
+                await self.discard_layers(entry.workspace.layers, entry.workspace.size)
                 self._note_ended(entry)
         return True
 
@@ -470,13 +470,13 @@ class Sessions:
         if all(other.archive != archive for other in self._sessions.values()):
             await self.suspender.forget_archive(entry, archive)
 
-    async def _discard_layers(self, workspace: Workspace) -> None:
-        """Delete the frozen workspaces below a deleted one that no other session has."""
-        if not workspace.layers:
+    async def discard_layers(self, layers: tuple[str, ...], size: WorkspaceSize) -> None:
+        """Delete frozen workspaces that no session has."""
+        if not layers:
             return
         used = {layer for entry in self._sessions.values() for layer in entry.workspace.layers}
-        for layer in workspace.layers:
-            found = self._factory.workspaces.find(layer, workspace.size) if layer not in used else None
+        for layer in layers:
+            found = self._factory.workspaces.find(layer, size) if layer not in used else None
             if found is not None:
                 await self._factory.discard_workspace(found)
 

@@ -256,13 +256,18 @@ def _copy_sparse(source: Path, target: Path) -> None:
     try:
         to_fd = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
-            os.ftruncate(to_fd, os.fstat(from_fd).st_size)
-            for start, end in _extents(from_fd):
-                _copy_range(from_fd, to_fd, start, end)
+            copy_data(from_fd, to_fd)
         finally:
             os.close(to_fd)
     finally:
         os.close(from_fd)
+
+
+def copy_data(from_fd: int, to_fd: int) -> None:
+    """Copy the data of an open file into an empty one, and keep the holes. Raises OSError."""
+    os.ftruncate(to_fd, os.fstat(from_fd).st_size)
+    for start, end in _extents(from_fd):
+        _copy_range(from_fd, to_fd, start, end)
 
 
 def _extents(fd: int) -> Iterator[tuple[int, int]]:
@@ -282,5 +287,5 @@ def _copy_range(from_fd: int, to_fd: int, start: int, end: int) -> None:
     while start < end:
         data = os.pread(from_fd, min(end - start, 1 << 20), start)
         if not data:
-            raise OSError(errno.EIO, "the template became shorter")
+            raise OSError(errno.EIO, "the file became shorter")
         start += os.pwrite(to_fd, data, start)

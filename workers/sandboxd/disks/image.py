@@ -5,11 +5,14 @@ the workspace. A frozen image is never written again. Whoever refers to a layer 
 """
 
 import asyncio
+import contextlib
 import errno
 import os
 import stat
-from collections.abc import AsyncIterator, Callable, Mapping, Set
-from contextlib import AsyncExitStack, asynccontextmanager
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence, Set
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from weakref import WeakValueDictionary
@@ -18,6 +21,7 @@ from contract.errors import ErrorCode, SandboxUnavailable, ToolFailure
 from workers.sandboxd.disks.base import Kind, Workspace, WorkspaceMount, WorkspaceSize
 from workers.sandboxd.disks.ext4 import Templates, clear_found, is_clean, repair
 from workers.sandboxd.disks.loop_mounts import attach_read_only, mount_image, mount_read_only, try_lock, unmount
+from workers.sandboxd.disks.mount_api import NODEV, NOSUID, RDONLY, open_context
 from workers.sandboxd.disks.workspace_store import MOUNT, WorkspaceStore, refused, run_to_end
 
 IMAGE = "image"
@@ -30,6 +34,15 @@ MAX_LAYERS = 100
 _LAYERS_TIMES = 2
 """Limit of the bytes in all layers of a workspace, as a multiple of its size."""
 _MOST_DEVICES = 64
+_MERGE_S = 600.0
+_ERROR_CHARS = 500
+CHANGES, WORKSPACE = "changes", "workspace"
+"""Folders of a disk: the changes of the root file system, and the files of /workspace."""
+FOLDER_FLAGS = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+WORKSPACE_OPTIONS = {"redirect_dir": "on", "xino": "on"}
+"""Options of the overlay of a workspace: folders of a layer can be renamed; and all files are on one device, as tar and
+find expect of a file system.
+"""
 
 
 @dataclass(frozen=True)
@@ -157,6 +170,22 @@ class ImageWorkspaces:
         finally:
             os.close(device)
 
+    async def merge(self, name: str, layers: Sequence[str], size: WorkspaceSize, *, is_root: bool) -> None:
+        """Make a frozen workspace with the content of `layers`, the top one first. `is_root`: they have changes of the
+        root file system, too. Raises SandboxUnavailable; then nothing is left.
+        """
+        made = await self.make(name, size)
+        try:
+            async with made.mounted() as mount, AsyncExitStack() as stack:
+                mounts = []
+                for layer in layers:
+                    mounts.append(await self.mount_layer(layer, RELEASE_S))
+                    stack.callback(os.close, mounts[-1])
+                await _merge(Path(mount.bind or ""), mounts, is_root=is_root)
+        except (OSError, SandboxUnavailable) as error:
+            await self.remove(name)
+            raise SandboxUnavailable(f"{len(layers)} frozen workspaces cannot be merged: {error}") from error
+
     async def remove(self, name: str) -> None:
         """Delete a workspace. Raises SandboxUnavailable; then try again later."""
         self._close_device(name)
@@ -190,6 +219,60 @@ class ImageWorkspaces:
     def _close_device(self, name: str) -> None:
         if (device := self._devices.pop(name, None)) is not None:
             os.close(device)
+
+
+async def _merge(place: Path, layers: Sequence[int], *, is_root: bool) -> None:
+    """Merge mounted layers into an empty disk. Raises OSError and SandboxUnavailable."""
+    with ExitStack() as stack:
+        lower = list(open_workspaces(layers, stack, is_root=is_root))
+        if is_root:
+            for name in (CHANGES, WORKSPACE):
+                (place / name).mkdir()
+            changed = list(open_each(layers, CHANGES, stack))
+            await _run_merging(place / CHANGES, changed)
+        # Through an overlay, which knows which folders of a layer were renamed.
+        if len(lower) > 1:
+            with open_context("overlay") as context:
+                for fd in lower:
+                    context.set("lowerdir+", fd)
+                for option, value in WORKSPACE_OPTIONS.items():
+                    context.set(option, value)
+                lower = [context.mount(NOSUID | NODEV | RDONLY)]
+            stack.callback(os.close, lower[0])
+        await _run_merging(place / WORKSPACE if is_root else place, lower)
+
+
+async def _run_merging(target: Path, sources: Sequence[int]) -> None:
+    fd = os.open(target, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        argv = [sys.executable, "-m", "workers.sandboxd.disks.merging", str(fd), *map(str, sources)]
+        merging = await asyncio.create_subprocess_exec(*argv, stderr=subprocess.PIPE, pass_fds=(fd, *sources))
+        try:
+            async with asyncio.timeout(_MERGE_S):
+                _, error_output = await merging.communicate()
+        except BaseException:
+            merging.kill()
+            await merging.wait()
+            raise
+    finally:
+        os.close(fd)
+    if merging.returncode != 0:
+        raise SandboxUnavailable(error_output.decode(errors="replace").strip()[-_ERROR_CHARS:])
+
+
+def open_each(layers: Sequence[int], name: str, stack: ExitStack) -> Iterator[int]:
+    """Yield a folder of each layer. A layer whose sandbox never started has none. Raises OSError."""
+    for layer in layers:
+        with contextlib.suppress(FileNotFoundError):
+            fd = os.open(name, FOLDER_FLAGS, dir_fd=layer)
+            stack.callback(os.close, fd)
+            yield fd
+
+
+def open_workspaces(layers: Sequence[int], stack: ExitStack, *, is_root: bool) -> Iterator[int]:
+    """Yield the workspace of each layer. Without root inside, the lowest disk is one as a whole. Raises OSError."""
+    yield from open_each(layers if is_root else layers[:-1], WORKSPACE, stack)
+    yield from open_each(() if is_root else layers[-1:], ".", stack)
 
 
 async def _open_released(image: Path, try_lock: Callable[[int], bool], release_s: float) -> int:

@@ -33,6 +33,14 @@ from typing import Final
 import structlog
 
 from contract.errors import SandboxUnavailable
+from workers.sandboxd.disks.image import (
+    CHANGES,
+    FOLDER_FLAGS,
+    WORKSPACE,
+    WORKSPACE_OPTIONS,
+    open_each,
+    open_workspaces,
+)
 from workers.sandboxd.disks.mount_api import NODEV, NOSUID, RDONLY
 from workers.sandboxd.runtime.base import (
     LABEL_CREATED_AT,
@@ -71,12 +79,9 @@ _KILL_S: Final = 15.0
 _PAUSE_S: Final = 0.005
 _HOST_CGROUPS: Final = 0xEFFFFFFB
 """Inode of the first control group namespace (PROC_CGROUP_INIT_INO of the kernel)."""
-_CHANGES: Final = ("changes", "work")
-_WORKSPACE: Final = ("workspace", "workspace-work")
-"""Folders of a disk: those of the root file system and of /workspace, each with the work folder of its overlay."""
-_FOLDER_FLAGS: Final = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-_WORKSPACE_OPTIONS: Final = {"redirect_dir": "on", "xino": "on"}
-"""Folders of a layer can be renamed; and all files are on one device, as tar and find expect of a file system."""
+_CHANGES: Final = (CHANGES, "work")
+_WORKSPACE: Final = (WORKSPACE, "workspace-work")
+"""Folders of a disk, each with the work folder of its overlay."""
 _ERROR_CHARS: Final = 500
 
 
@@ -472,14 +477,13 @@ def _divided(disks: Sequence[int], namespace: int, sandbox: str, *, root: int | 
         stack.callback(place.rmdir)
 
         def open_folder(path: Path) -> int:
-            fd = os.open(path, _FOLDER_FLAGS)
+            fd = os.open(path, FOLDER_FLAGS)
             stack.callback(os.close, fd)
             return fd
 
         # The kernel clones a part only of a mount that has a place.
         stack.enter_context(attached(disk, place))
-        lower = list(_open_each(layers if root is not None else layers[:-1], _WORKSPACE[0], stack))
-        lower += _open_each(layers[-1:] if root is None else (), ".", stack)
+        lower = list(open_workspaces(layers, stack, is_root=root is not None))
         folders = [(name, root, root, 0o755) for name in (*_CHANGES, _WORKSPACE[0]) if root is not None]
         if lower:
             like = os.stat(lower[0])
@@ -488,7 +492,7 @@ def _divided(disks: Sequence[int], namespace: int, sandbox: str, *, root: int | 
             _make_folder(place / name, uid, gid, mode)
         if lower:
             upper, work = (open_folder(place / name) for name in _WORKSPACE)
-            workspace = mount_overlay(lower, namespace, (upper, work), _WORKSPACE_OPTIONS)
+            workspace = mount_overlay(lower, namespace, (upper, work), WORKSPACE_OPTIONS)
         else:
             workspace = clone_tree(place / _WORKSPACE[0])
         stack.callback(os.close, workspace)
@@ -496,16 +500,7 @@ def _divided(disks: Sequence[int], namespace: int, sandbox: str, *, root: int | 
             yield _Content(workspace)
             return
         changes, work = (open_folder(place / name) for name in _CHANGES)
-        yield _Content(workspace, (changes, work), list(_open_each(layers, _CHANGES[0], stack)))
-
-
-def _open_each(layers: Sequence[int], name: str, stack: ExitStack) -> Iterator[int]:
-    """Yield a folder of each layer. A layer whose sandbox never started has none."""
-    for layer in layers:
-        with contextlib.suppress(FileNotFoundError):
-            fd = os.open(name, _FOLDER_FLAGS, dir_fd=layer)
-            stack.callback(os.close, fd)
-            yield fd
+        yield _Content(workspace, (changes, work), list(open_each(layers, CHANGES, stack)))
 
 
 def _make_folder(place: Path, uid: int, gid: int, mode: int) -> None:
