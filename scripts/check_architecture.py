@@ -96,6 +96,7 @@ WALLS: dict[str, tuple[str, ...]] = {
     "fsspec": ("store/archives/fsspec_store.py",),
     "inspect_ai": ("orchestrator/adapters/inspect_results.py", "orchestrator/adapters/inspect_sandbox.py"),
     "flower": ("orchestrator/operations/flower.py",),
+    "harbor": ("orchestrator/adapters/harbor.py",),
     "pyarrow": ("orchestrator/batches/rollouts.py",),
     "openai": ("orchestrator/models/openai.py",),
     "opentelemetry": ("telemetry/otlp.py",),

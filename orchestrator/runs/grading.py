@@ -148,8 +148,6 @@ class Grading:
             return Graded(Grade(reward=0.0, refusal=submission.refusal))
         archive = await journal.load_artifacts(submission.sha256)
         for attempt in range(1, TRIES + 1):
-            # The agent's session, or that of a grading whose process died.
-            await self._sessions.abandon_last(tenant, journal)
             try:
                 return await self._grade_once(tenant, grader, journal, submission, archive)
             except (OperatorError, ToolFailure) as error:
@@ -165,7 +163,13 @@ class Grading:
     ) -> Graded:
         began = time.monotonic()
         start = SessionStart(**source_of(grader.files), image=grader.image, network="none", options=grader.options)
-        session = await retry_until_available(lambda: self._sessions.open(tenant, journal, start))
+
+        async def open_session() -> Session:
+            # The agent's session, that of a grading whose process died, or that of an opening without an answer.
+            await self._sessions.abandon_last(tenant, journal)
+            return await self._sessions.open(tenant, journal, start)
+
+        session = await retry_until_available(open_session)
         output = ""
         try:
             done, reward = await _run_command(session, grader, archive)

@@ -6,6 +6,7 @@ import argparse
 import json
 import random
 import secrets
+import signal
 import sys
 import time
 from collections import Counter
@@ -110,6 +111,8 @@ def main(words: Sequence[str]) -> int:
     parser.add_argument("--blows", type=int, default=30)
     parser.add_argument("--seed", help="of the moments; printed when it is not given")
     arguments = parser.parse_args(words)
+    # SIGTERM must also stop the processes of the ground.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     seed = arguments.seed or secrets.token_hex(4)
     _say(f"seed {seed}: {arguments.items} items, {arguments.blows} blows")
     with open_chaos(open_engine(), Terms(has_tools=False)) as ground:
