@@ -10,7 +10,7 @@ from store.archives.files import is_stored
 from store.batches import BatchItem
 
 WORKSPACE = (
-    "the workspace, or the grader's files, are a path of the submitter's machine, which a service cannot read: set "
+    "the workspace or the grader's files are a path of the submitter's machine, which a service cannot read: set "
     "TOOLCREW_WORKSPACE_STORE so that they are uploaded, or use the id of an upload"
 )
 ARTIFACTS = "the artifacts would go to a folder of the submitter's machine, which a service cannot write"
