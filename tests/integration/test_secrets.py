@@ -157,6 +157,11 @@ async def test_only_secrets_that_exist_and_that_the_policy_allows_are_given(plac
                 await session.call("bash_tool", {"command": "echo $GIVEN"})
             )
             checkpoint = await session.checkpoint()
+            [child] = await session.fork()
+            async with child:
+                assert build_placeholder("default", child.id, "GIVEN") in str(
+                    await child.call("bash_tool", {"command": "echo $GIVEN"})
+                )
         async with await client.open_session(restore=checkpoint, options=options) as session:
             assert build_placeholder("default", session.id, "GIVEN") in str(
                 await session.call("bash_tool", {"command": "echo $GIVEN"})

@@ -28,7 +28,7 @@ from workers.sandboxd.connection import (
     parse_terms,
     parse_text,
 )
-from workers.sandboxd.egress.secrets import SecretValues
+from workers.sandboxd.egress.secrets import SecretValues, parse_values
 from workers.sandboxd.forks import SessionForker
 from workers.sandboxd.plans import Plans, with_placeholders
 from workers.sandboxd.sandbox import Sandbox
@@ -129,8 +129,7 @@ class ControlRequests:
         size = parse_count(header, "body_bytes")
         if size > MAX_SECRETS_BYTES:
             raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, f"secrets have at most {MAX_SECRETS_BYTES} bytes")
-        body = b"".join([piece async for piece in read_body(size)])
-        self._secrets.values.replace(json.loads(body))
+        self._secrets.values.replace(parse_values(b"".join([piece async for piece in read_body(size)])))
         used: dict[str, set[str]] = {}
         for session in self._sessions.all():
             if names := session.secrets:

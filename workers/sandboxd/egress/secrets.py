@@ -11,7 +11,9 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from contract.errors import SandboxUnavailable
+from pydantic import TypeAdapter, ValidationError
+
+from contract.errors import ErrorCode, SandboxUnavailable, ToolFailure
 from workers.sandboxd.egress.relay import connect_proxy
 
 LEASE_S = 10.0
@@ -23,6 +25,15 @@ _ASK_S = 5.0
 
 Values = Mapping[str, Mapping[str, Mapping[str, Any] | None]]
 """Tenant -> name -> value, hosts and place of a secret; None: there is no such secret."""
+_VALUES: TypeAdapter[Values] = TypeAdapter(dict[str, dict[str, dict[str, Any] | None]])
+
+
+def parse_values(body: bytes) -> Values:
+    """Return the values that a worker sent. Raises ToolFailure, whose text contains none of them."""
+    try:
+        return _VALUES.validate_json(body)
+    except ValidationError:
+        raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, "the body is not an object of tenants and secrets") from None
 
 
 class SecretValues:
@@ -79,11 +90,15 @@ class ProxyAuthority:
         self._lock = asyncio.Lock()
 
     async def refresh(self) -> None:
-        """Write the file if another proxy listens now. Raises OSError and SandboxUnavailable."""
+        """Write the file if another proxy listens now. Raises OSError."""
         async with self._lock:
             stat = await asyncio.to_thread(Path(self._path or "").stat)
             if (seen := (stat.st_ino, stat.st_ctime_ns)) != self._seen:
-                await self._place(await ask_proxy(self._path, self._uids, "authority"))
+                bundle = await ask_proxy(self._path, self._uids, "authority")
+                try:
+                    await self._place(bundle)
+                except SandboxUnavailable as error:
+                    raise OSError(str(error)) from error
                 self._seen = seen
 
     async def require(self) -> None:
