@@ -1,5 +1,6 @@
 """Forks of sessions on real sandboxds: what forks share, what they do not share, and what is left of them."""
 
+import io
 import json
 import os
 import secrets
@@ -13,7 +14,10 @@ import pytest
 from docker import APIClient
 
 from contract.errors import ErrorCode, SandboxUnavailable, ToolFailure
+from orchestrator.batches.displays import JsonLines
+from orchestrator.batches.lines import load_lines
 from orchestrator.dispatch.sessions import Session
+from orchestrator.runs.batch_runs import RowPaths
 from orchestrator.sdk.client import ToolClient
 from tests.daemons import Daemon, Daemons, bash, open_daemons, run_script
 from tests.stack import missing
@@ -186,11 +190,10 @@ def test_root_of_a_fork_has_the_changes_of_the_whole_file_system(daemons: Daemon
     close_all(daemon)
 
 
-def test_a_session_with_a_running_job_is_refused_or_keeps_its_job(daemons: Daemons) -> None:
-    daemon = daemons.start(**SETTINGS["oci"])
+def test_a_session_with_a_running_job_is_refused_or_keeps_its_job(daemon: Daemon) -> None:
     with daemon.client() as client:
         name = client.open("acme", "parent")
-        run_script(client, name, "echo base > file")
+        run_script(client, name, f"[ $UID != 0 ] || echo root > /etc/own; {FILL}")
         request = {
             "op": "job_start",
             "script_bytes": 8,
@@ -207,7 +210,9 @@ def test_a_session_with_a_running_job_is_refused_or_keeps_its_job(daemons: Daemo
 
         client.fork(name, ["acme:child"], leave_jobs=True)
 
-        assert run_script(client, "acme:child", "cat file; pgrep sleep").split() == ["base"]
+        run_script(client, name, "echo later > file; echo later > /etc/own")
+        assert run_script(client, "acme:child", f"{LOOK}; pgrep sleep").split() == SEEN
+        assert run_script(client, "acme:child", "[ $UID != 0 ] || cat /etc/own").split() in ([], ["root"])
         jobs = client.call(name, {"op": "job_list", "timeout_s": 5.0}).done["jobs"]
         assert [(row["job"], row["state"]) for row in jobs] == [(job["job"], "running")]
     close_all(daemon)
@@ -291,6 +296,23 @@ def _grow(client: SandboxClient, lines: dict[str, list[str]]) -> None:
     child = f"acme:{secrets.token_hex(6)}"
     client.fork(parent, [child])
     lines[child] = list(lines[parent])
+
+
+async def test_items_of_a_batch_begin_with_a_fork(client: ToolClient, session: Session, tmp_path: Path) -> None:
+    await session.call("bash_tool", {"command": "echo base > file; cd /tmp"})
+    arguments = {"command": "pwd; cat /workspace/file; echo more >> /workspace/file"}
+    lines = [{"id": f"i{number}", "tool": "bash_tool", "arguments": arguments, "fork": session.id} for number in (1, 2)]
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    file, runs, batch = load_lines(tmp_path / "in.jsonl"), client.batch_runs(), f"forks-{secrets.token_hex(4)}"
+
+    with runs.open_rows(RowPaths(tmp_path / "out.jsonl"), batch, file) as rows:
+        await runs.batches.submit(file, batch=batch, concurrency=2)
+        await runs.work(batch, lambda watched: JsonLines(watched, io.StringIO()), rows=rows)
+
+    found = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    assert len(found) == 2
+    assert all("/tmp\\nbase" in json.dumps(row) and "more" not in json.dumps(row["response"]) for row in found), found
+    assert (await session.call("bash_tool", {"command": "cat /workspace/file"})).metadata["stdout"] == "base\n"
 
 
 async def test_forks_are_sessions_of_the_pool(client: ToolClient, session: Session) -> None:

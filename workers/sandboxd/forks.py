@@ -3,7 +3,8 @@
 Where the runtime can stack layers, a fork copies nothing. The disk of the parent is frozen, and parent and children
 continue on empty disks over it. The state that only the parent's container has is packed after the caller has its
 answer, and then that container is removed: parent and children start at their next call, as after an eviction.
-Otherwise the children begin with an archive of all files.
+Otherwise the children begin with an archive of all files. Where background jobs stay in the parent, which must then
+keep its container and its disk, the children share a copy of the disk.
 
 Invariant: no session writes to a disk that another one reads. So the parent's record names its new disk before any
 child's record names the old one, and a disk is read only after its last writer has ended (disks/loop_mounts.py). The
@@ -103,10 +104,9 @@ class SessionForker:
             for session in self._sessions.all():
                 async with session.lock:  # no sandbox of it starts now
                     workspace = session.workspace
-                    is_open = self._sessions.find(session.id) is session
                     if not isinstance(workspace, ImageWorkspace) or workspace.layers[-len(layers) :] != layers:
                         continue
-                    if not is_open:
+                    if self._sessions.find(session.id) is not session:
                         continue
                     session.workspace = replace(workspace, layers=(*workspace.layers[: -len(layers)], name))
                     try:
@@ -124,10 +124,8 @@ class SessionForker:
         has_jobs = (await ask_attestation(sandbox)).jobs > 0
         if has_jobs and not leaves_jobs:
             raise _busy("a background job of the session is running: end it, or leave the jobs in the parent")
-        if has_jobs and entry.plan.is_root:
-            raise _busy("a background job of a session with root inside cannot be left in the parent: end it")
         if has_jobs or not can_stack:
-            await self._copy(entry, sandbox, children)
+            await self._copy(entry, sandbox, children, can_stack=can_stack)
             return
         entry.activity.end_jobs()
         try:
@@ -184,21 +182,38 @@ class SessionForker:
             for workspace in unused:
                 self._start(self._factory.discard_workspace(workspace))
 
-    async def _copy(self, entry: Session, sandbox: Sandbox, children: Sequence[str]) -> None:
-        """Give each child an empty workspace and the same archive of all files, which it unpacks at its first call."""
-        archive, made = await self._store.pack(entry, sandbox, is_whole=True), list[Workspace]()
+    async def _copy(self, entry: Session, sandbox: Sandbox, children: Sequence[str], *, can_stack: bool) -> None:
+        """Leave the parent as it is. The children share a copy of its disk, or else an archive of all files, which each
+        of them unpacks at its first call.
+        """
+        archive, made = await self._store.pack(entry, sandbox, is_whole=not can_stack), list[Workspace]()
+        copied: ImageWorkspace | None = None
         try:
+            if can_stack:
+                copied = await self._copy_disk(entry, sandbox)
             for _ in children:
-                made.append(await self._factory.make_workspace(entry.plan))
+                workspace = await self._factory.make_workspace(entry.plan) if copied is None else None
+                made.append(workspace or self._factory.stack_workspace(copied or entry.workspace))
             entries = [self._build_child(entry, *child, archive) for child in zip(children, made, strict=True)]
             for child in entries:
-                child.is_unfilled = child.workspace.outlives_container
+                child.is_unfilled = copied is None and child.workspace.outlives_container
             self._sessions.add_all(entries)
         except BaseException:
-            for workspace in made:
-                await self._factory.discard_workspace(workspace)
+            for workspace in (*made, copied):
+                if workspace is not None:
+                    await self._factory.discard_workspace(workspace)
             await self._store.forget(entry.tenant, archive)
             raise
+
+    async def _copy_disk(self, entry: Session, sandbox: Sandbox) -> ImageWorkspace:
+        workspaces, workspace = self._factory.workspaces, entry.workspace
+        assert isinstance(workspaces, ImageWorkspaces)
+        assert isinstance(workspace, ImageWorkspace)
+        await sandbox.pause()
+        try:
+            return await workspaces.copy(secrets.token_hex(12), workspace)
+        finally:
+            await sandbox.unpause()
 
     def _build_child(self, entry: Session, name: str, workspace: Workspace, archive: str | None) -> Session:
         plan = with_placeholders(entry.plan, name)

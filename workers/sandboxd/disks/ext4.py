@@ -62,7 +62,7 @@ class Templates:
         with self._lock:
             if not template.exists():
                 self._make(template, size)
-        _copy_sparse(template, target)
+        copy_sparse(template, target)
 
     def _make(self, template: Path, size: WorkspaceSize) -> None:
         self._folder.mkdir(mode=0o700, exist_ok=True)
@@ -250,7 +250,7 @@ def _open_released(image: Path) -> int:
     return fd
 
 
-def _copy_sparse(source: Path, target: Path) -> None:
+def copy_sparse(source: Path, target: Path) -> None:
     """Copy the data and keep the holes. Raises OSError."""
     from_fd = os.open(source, os.O_RDONLY | os.O_CLOEXEC)
     try:

@@ -13,13 +13,13 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence, Set
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from weakref import WeakValueDictionary
 
 from contract.errors import ErrorCode, SandboxUnavailable, ToolFailure
 from workers.sandboxd.disks.base import Kind, Workspace, WorkspaceMount, WorkspaceSize
-from workers.sandboxd.disks.ext4 import Templates, clear_found, is_clean, repair
+from workers.sandboxd.disks.ext4 import Templates, clear_found, copy_sparse, is_clean, repair
 from workers.sandboxd.disks.loop_mounts import attach_read_only, mount_image, mount_read_only, try_lock, unmount
 from workers.sandboxd.disks.mount_api import NODEV, NOSUID, RDONLY, open_context
 from workers.sandboxd.disks.workspace_store import MOUNT, WorkspaceStore, refused, run_to_end
@@ -138,6 +138,17 @@ class ImageWorkspaces:
         except OSError as error:
             raise refused(f"workspace {name} cannot be made", error) from error
         return ImageWorkspace(name, below.size, self, layers)
+
+    async def copy(self, name: str, workspace: ImageWorkspace) -> ImageWorkspace:
+        """Return a frozen copy of a workspace, whose container must be frozen meanwhile. Raises SandboxUnavailable."""
+
+        def fill(place: Path) -> None:
+            os.sync()  # the file system in the image is mounted, and its last changes are in memory
+            (place / MOUNT).mkdir(mode=0o500)
+            copy_sparse(self._image(workspace.name), place / IMAGE)
+
+        await self.store.make(name, fill)
+        return replace(workspace, name=name)
 
     async def make(self, name: str, size: WorkspaceSize) -> ImageWorkspace:
         await self.store.make(name, lambda place: self._fill_new(place, size))
