@@ -22,6 +22,7 @@ from guest.failures import (
     printable,
 )
 from guest.kernel import open_beneath
+from guest.paths import KERNEL_FOLDERS
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -65,9 +66,14 @@ def find_place(path: str, paths: GuestPaths, make_parents: bool = False, to_read
     """
     raw = encode_text(path, "'path'")
     shown = printable(raw)
-    resolver = _Resolver(paths, shown, make_parents, paths.readable if to_read else paths.roots)
+    # In the whole file system, `..` leads from one root into another.
+    roots = (b"",) if b"" in paths.roots else paths.readable if to_read else paths.roots
+    resolver = _Resolver(paths, shown, make_parents, roots)
     try:
-        return resolver.resolve(raw)
+        place = resolver.resolve(raw)
+        if b"" in roots:
+            _check_kernel_folders(place)
+        return place
     except OSError as error:
         resolver.undo()
         raise describe_os_error(error, shown) from None
@@ -102,6 +108,13 @@ def pin_file(place: Place) -> int:
 def open_pinned(pinned: int, flags: int) -> int:
     """Open the file that a descriptor of `pin_file` refers to. Raises OSError."""
     return os.open(f"/proc/self/fd/{pinned}", flags | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
+
+
+def _check_kernel_folders(place: Place) -> None:
+    real = os.path.normpath(os.path.join(os.readlink(f"/proc/self/fd/{place.directory}".encode()), place.name))
+    if any(real == folder or real.startswith(folder + b"/") for folder in KERNEL_FOLDERS):
+        place.close()
+        raise Failure(PATH_NOT_ALLOWED, f"{place.shown}: a file of the kernel; use a command")
 
 
 class _Resolver:
@@ -235,12 +248,12 @@ class _Resolver:
             if path == root or path.startswith(root + b"/"):
                 self.close()
                 self._skipped, self._made = [], []
-                self._trail = [os.open(root, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)]
+                self._trail = [os.open(root or b"/", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)]
                 return _split(path[len(root) :])
         raise self._outside()
 
     def _outside(self) -> Failure:
-        roots = " and ".join(printable(root) for root in self._roots)
+        roots = " and ".join(printable(root or b"/") for root in self._roots)
         return Failure(PATH_NOT_ALLOWED, f"{self._shown}: outside of {roots}")
 
 

@@ -11,8 +11,13 @@ TOOLKIT = b"/opt/toolcrew/bin"
 """The guest's own programs. They work in any image, and no file of the session can replace them."""
 
 
+KERNEL_FOLDERS = (b"/proc", b"/sys", b"/dev")
+"""Folders whose files are no files of the image. Reading some of them never ends."""
+
+
 class GuestPaths:
-    """The folders that file requests may use: `roots` for reading and writing, `output` for reading only.
+    """The folders that file requests may use: `roots` for reading and writing, `output` for reading only. The root b""
+    is the whole file system except KERNEL_FOLDERS: root of the sandbox may use all files.
 
     Relative paths start at the session's folder, `workspace`. `output` holds output that is too long for a result.
     `state`, below `output`, holds what the guest stores about the session. Searches do not show `state`. Every
@@ -37,12 +42,14 @@ class GuestPaths:
         output: bytes = b"/output",
         use_openat2: bool = True,
         ripgrep: bytes = TOOLKIT + b"/rg",
+        has_all_files: bool = False,
     ) -> None:
-        self.roots = roots
+        everything = (b"",) if has_all_files else ()
+        self.roots = (*roots, *everything)
         self.workspace = roots[0]
         self.output = output
         self.state = output + b"/.state"
-        self.readable = (*roots, output)
+        self.readable = (*roots, output, *everything)
         self.use_openat2 = use_openat2
         self.ripgrep = ripgrep
         self.environment: Mapping[str, str] = ENVIRONMENT

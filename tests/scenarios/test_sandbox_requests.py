@@ -12,6 +12,7 @@ from docker import APIClient
 
 from contract.errors import ErrorCode, ToolFailure
 from contract.sandboxes import SandboxOptions
+from orchestrator.dispatch.sessions import Session
 from orchestrator.sdk.client import ToolClient
 from tests.stack import Stack, open_stack, run_toolcrew
 
@@ -51,6 +52,40 @@ async def test_a_program_opens_a_session_with_sizes_and_user(stack: Stack) -> No
         with pytest.raises(ToolFailure, match=r"pids is 501.*class 'default' may have at most 500") as refused:
             await client.open_session(options=SandboxOptions(pids=501))
         assert refused.value.code is ErrorCode.INVALID_ARGUMENTS
+
+
+async def test_file_tools_of_a_root_session_work_on_every_file(stack: Stack) -> None:
+    async with ToolClient.connect(stack.redis_url) as client:
+
+        async def call(session: Session, tool: str, **arguments: str) -> str:
+            result = await session.call(tool, arguments)
+            return result.output if result.success and result.output else result.text()
+
+        async with await client.open_session(options=SandboxOptions(user="root")) as session:
+            await call(session, "write_tool", path="/srv/app/main.py", content="answer = 41\n")
+            await call(session, "bash_tool", command="ln -s /srv/app/main.py /etc/app.py; cd /srv")
+            await call(session, "read_tool", path="/etc/app.py")
+            await call(session, "edit_tool", path="../srv/app/main.py", old_string="41", new_string="42")
+            assert "answer = 42" in await call(session, "read_tool", path="app/main.py")
+            assert "main.py" in await call(session, "grep_tool", pattern="answer", path="/srv")
+            assert "/usr/lib/os-release" in await call(session, "glob_tool", pattern="os-rel*", path="/usr/lib")
+            assert "/etc/passwd" in await call(session, "read_tool", path="/etc/paswd")
+            assert (await call(session, "bash_tool", command="pwd; cat app/main.py")).split() == [
+                "/srv",
+                "answer",
+                "=",
+                "42",
+            ]
+            await session.write_file("/run.sh", b"exit 7\n")
+            for tool, pattern in (("glob_tool", "*.sh"), ("grep_tool", "^exit 7$")):
+                found = await call(session, tool, pattern=pattern, path="/")
+                assert ("/run.sh" in found, "/proc" in found, "/sys" in found) == (True, False, False)
+            assert "PATH_NOT_ALLOWED" in await call(session, "read_tool", path="/etc/../proc/self/status")
+            assert (await session.exec(["sh", "/run.sh"], cwd="/etc")).returncode == 7
+        async with await client.open_session() as session:
+            for tool, fields in (("read_tool", {}), ("write_tool", {"content": "x"})):
+                refused = await session.call(tool, {"path": "/etc/hostname", **fields})
+                assert refused.error_code is ErrorCode.PATH_NOT_ALLOWED
 
 
 async def test_an_http_client_opens_a_session_with_sizes_and_user(stack: Stack) -> None:

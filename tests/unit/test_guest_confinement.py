@@ -251,3 +251,18 @@ def test_a_path_of_too_many_folders_is_refused_and_leaves_none(paths: GuestPaths
         find_place("a/" * 1500 + "f", paths, make_parents=True)
     assert caught.value.code == "INVALID_ARGUMENTS"
     assert sorted(path.name for path in root(paths).iterdir()) == ["f", "sub"]
+
+
+def test_root_of_the_sandbox_may_use_all_files_but_the_kernels(paths: GuestPaths, tmp_path: Path) -> None:
+    everything = GuestPaths(paths.roots, use_openat2=paths.use_openat2, has_all_files=True)
+    for name, target in (("out", tmp_path / "outside"), ("proc", "/proc")):
+        (root(paths) / name).symlink_to(target)
+    for path in ("../outside", "out", str(tmp_path / "ws2" / "f"), f"/proc/..{tmp_path}/outside"):
+        assert read(path, everything) == "outside"
+        with pytest.raises(Failure, match="outside of"):
+            read(path, paths)
+    for path in ("/proc/1/status", "proc/1/status", "/etc/../proc/1/status", "/proc", "/dev/null", "/sys/kernel/x"):
+        with pytest.raises(Failure) as refused:
+            read(path, everything)
+        assert refused.value.code in ("PATH_NOT_ALLOWED", "FILE_NOT_FOUND")
+        assert "kernel" in str(refused.value) or path == "/sys/kernel/x"

@@ -12,6 +12,7 @@ from collections import deque
 
 from guest.commands.shell_state import read_folder
 from guest.failures import FILE_NOT_FOUND, Failure, encode_text, printable
+from guest.paths import KERNEL_FOLDERS
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -91,13 +92,14 @@ class _Search:
         while waiting and self.is_complete:
             parent = waiting.popleft()
             for name, is_folder in self._list(root, parent):
-                if is_folder and name not in _NOT_ENTERED and b"/".join((root, *parent, name)) != self._paths.state:
+                path = b"/".join((root, *parent, name))
+                if is_folder and name not in _NOT_ENTERED and path not in (self._paths.state, *KERNEL_FOLDERS):
                     waiting.append([*parent, name])
                 yield parent, name, is_folder
 
     def _nearest(self, root: bytes) -> list[bytes]:
         """Return the deepest existing directory of the path, as names below the root."""
-        parts = root.strip(b"/").split(b"/")
+        parts = [part for part in root.split(b"/") if part]
         below = self._parts[len(parts) : -1] if self._parts[: len(parts)] == parts else []
         try:
             fd, count = _open_deepest(root, below)
@@ -128,7 +130,7 @@ class _Search:
 
     def _shared(self, root: bytes, parent: list[bytes]) -> int:
         """Return how many directories the tried path and a found path share, counted from both ends."""
-        tried, found = self._parts[:-1], [*root.strip(b"/").split(b"/"), *parent]
+        tried, found = self._parts[:-1], [part for part in (*root.split(b"/"), *parent) if part]
         shortest = min(len(tried), len(found))
         front = next((at for at in range(shortest) if tried[at] != found[at]), shortest)
         back = next((at for at in range(shortest - front) if tried[-1 - at] != found[-1 - at]), shortest - front)
@@ -204,7 +206,7 @@ def _open_deepest(root: bytes, parts: list[bytes]) -> tuple[int, int]:
     Returns (file descriptor, number of names that lead to the directory). Raises OSError if the root cannot be
     opened.
     """
-    fd = os.open(root, _FOLDER)
+    fd = os.open(root or b"/", _FOLDER)
     for count, part in enumerate(parts):
         try:
             below = os.open(part, _FOLDER, dir_fd=fd)

@@ -132,7 +132,7 @@ def _build_file_options(walk: Walk, names: NameFilter) -> list[bytes]:
     options += [] if walk.use_rules else [b"--no-ignore"]
     options += [b"--no-ignore-parent"] if walk.is_start_ignored else []
     options += [b"--glob=!" + os.fsencode(name) for name in (*sorted(VCS_NAMES), *names.names_left_out())]
-    options += [b"--glob=!/" + os.fsencode(walk.kept_out)] if walk.kept_out else []
+    options += [b"--glob=!/" + os.fsencode(name) for name in sorted(walk.kept_out)]
     only = names.names_at_most()
     return options + [f"--type-add=wanted:{glob}".encode() for glob in only] + ([b"--type=wanted"] if only else [])
 

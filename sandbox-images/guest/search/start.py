@@ -29,9 +29,8 @@ class Start:
         self.fd = fd
         self.file = file
         self.real = os.readlink(f"/proc/self/fd/{fd}".encode())
-        self.root = next(
-            (root for root in map(os.path.realpath, paths.readable) if _is_below(self.real, root)), self.real
-        )
+        roots = (root and os.path.realpath(root) for root in paths.readable)
+        self.root = next((root for root in roots if _is_below(self.real, root)), self.real) or b"/"
         self.above = [part for part in self.real[len(self.root) :].split(b"/") if part]
         self.shown = _shown_prefix(self.real, os.path.realpath(read_folder(paths)))
 
@@ -91,7 +90,7 @@ def _shown_prefix(real: bytes, folder: bytes) -> bytes:
     if real == folder:
         return b""
     inside = folder.rstrip(b"/") + b"/"
-    return (real[len(inside) :] if real.startswith(inside) else real) + b"/"
+    return (real[len(inside) :] if real.startswith(inside) else real.rstrip(b"/")) + b"/"
 
 
 def _is_below(path: bytes, folder: bytes) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 
+from guest.paths import KERNEL_FOLDERS
 from guest.search.ignore_rules import RuleChain
 
 TYPE_CHECKING = False
@@ -60,12 +61,12 @@ class Walk:
     def __init__(self, start: Start, paths: GuestPaths, use_rules: bool) -> None:
         self._start = start
         self.use_rules = use_rules
-        # Private folder of the sandbox program, as a name in the start folder, or an empty string.
-        self.kept_out = (
-            os.fsdecode(os.path.relpath(paths.state, paths.output))
-            if start.real == os.path.realpath(paths.output)
-            else ""
-        )
+        # Names in the start folder that a search leaves out: the kernel's files, and what the guest stores.
+        self.kept_out = frozenset[str]()
+        if start.real == b"/":
+            self.kept_out = frozenset(os.fsdecode(name[1:]) for name in (*KERNEL_FOLDERS, paths.output))
+        elif start.real == os.path.realpath(paths.output):
+            self.kept_out = frozenset((os.fsdecode(os.path.relpath(paths.state, paths.output)),))
         self.unreadable: list[str] = []
         self.bad_rules: list[str] = []
         self.is_start_ignored = False
@@ -126,7 +127,7 @@ class Walk:
         full = self._base + os.fsencode(prefix)
         if self.use_rules and not is_ignored:
             chain = self._add_rules(chain, fd, full, {entry.name for entry in entries if entry.name.startswith(".")})
-        left_out = VCS_NAMES if prefix or not self.kept_out else VCS_NAMES | {self.kept_out}
+        left_out = VCS_NAMES if prefix else VCS_NAMES | self.kept_out
         return Folder(
             fd, prefix, full, [entry for entry in entries if entry.name not in left_out], chain, is_ignored
         ), chain
