@@ -270,6 +270,14 @@ TENANT_CALLS = _gauge(
     "tenant",
     "state",
 )
+TENANT_USAGE = _gauge(
+    "toolcrew_tenant_usage_today",
+    "What a tenant used since 00:00 UTC. The 200 tenants with the most CPU time and tokens have series of their own; "
+    "all others are added up as `other`.",
+    "who uses the most; compare it with the tenant's budgets",
+    "tenant",
+    "amount",
+)
 TENANTS = _gauge("toolcrew_tenants", "Registered tenants.", "")
 CALLS_RUNNING = _gauge(
     "toolcrew_calls", "Current calls, from the call records: queued in Redis, or running in a worker.", "", "state"

@@ -6,7 +6,8 @@ results and killed workers therefore change no sum. Tokens are counted in the sc
 its run, which adds every reply once.
 """
 
-from collections.abc import Iterable, Mapping
+import time
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -21,6 +22,7 @@ from store.connection import RedisClient, SyncRedis, broker_errors
 DAY_S, HOUR_S = 24 * 3600, 3600
 USAGE_TTL_S = 400 * DAY_S
 SESSION_USAGE_TTL_S = int(MAX_TTL_S) + DAY_S
+AT_ONCE = 500
 MAX_DAYS: dict["By", int] = {"hour": 31, "day": 400}
 """Longest time of one report, in days."""
 MAX_AMOUNT = 10**12
@@ -220,6 +222,22 @@ class UsageStore:
         length_s = HOUR_S if by == "hour" else DAY_S
         return [row for row in rows if start - length_s < row.start < end]
 
+    async def read_today(self, tenants: Sequence[str]) -> Mapping[str, Mapping[str, int]]:
+        """Return the amounts since 00:00 UTC of the tenants that used anything."""
+        used: dict[str, Mapping[str, int]] = {}
+        for at in range(0, len(tenants), AT_ONCE):
+            names, pipe = tenants[at : at + AT_ONCE], self._client.pipeline(transaction=False)
+            for tenant in names:
+                pipe.hmget(f"{usage_prefix(self._deployment, tenant)}{int(time.time() // DAY_S)}", AMOUNTS)
+            with broker_errors("the usage was not read"):
+                rows = await pipe.execute()
+            for tenant, row in zip(names, rows, strict=True):
+                if any(row):
+                    used[tenant] = {
+                        name: int(value) for name, value in zip(AMOUNTS, row, strict=True) if _is_amount(value)
+                    }
+        return used
+
     async def read_session(self, tenant: str, session: str) -> Mapping[str, int]:
         """Return what a session used; an empty mapping if nothing is known."""
         with broker_errors("the session's usage was not read"):
@@ -227,10 +245,17 @@ class UsageStore:
         return {name: int(fields[name.encode()]) for name in AMOUNTS if name.encode() in fields}
 
 
+def _is_amount(value: bytes | None) -> bool:
+    """Return whether a field has an amount that a script wrote. Every process that can write to Redis may write."""
+    return value is not None and value.isdigit()
+
+
 def _rows(day: int, fields: Mapping[bytes, bytes], by: By) -> list[UsageRow]:
     hours: dict[int, dict[str, int]] = {}
     for key, amount in fields.items():
-        name = key.decode()
+        name = key.decode(errors="replace")
+        if not _is_amount(amount):
+            continue
         if by == "hour" and ":" in name:
             hour, _, metric = name.partition(":")
             hours.setdefault(int(hour), {})[metric] = int(amount)

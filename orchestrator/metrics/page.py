@@ -13,12 +13,15 @@ from store.connection import RedisAccessDenied, RedisClient, read_server_info
 from store.hosts import HostStore
 from store.metrics import MetricsStore, StoredCounts, is_mark
 from store.slots import count_slots_in_use
+from store.usage import UsageStore, show_amounts
 from telemetry.logs import get_logger
 
 log = get_logger(__name__)
 
 MOST_LOST = 1000
 """Limit of queues that are read for hosts that do not report."""
+MOST_TENANTS = 200
+"""Limit of tenants whose usage has series of their own."""
 _STATES = ("busy", "idle", "paused", "lost", "warm")
 _NUMBERS = (bytes, int, float)
 
@@ -33,6 +36,7 @@ class MetricsPage:
         self._client = client
         self._hosts = HostStore(client, deployment)
         self._store = MetricsStore(client, deployment)
+        self._usage = UsageStore(client, deployment)
         self._is_reported = False
 
     async def render(self, *, is_open: bool = False) -> bytes:
@@ -98,6 +102,12 @@ class MetricsPage:
         for name, (in_flight, waiting) in zip(counts.tenants, calls, strict=True):
             samples.set(metrics.TENANT_CALLS, in_flight, name, "in_flight")
             samples.set(metrics.TENANT_CALLS, waiting, name, "waiting")
+        used = await self._usage.read_today(counts.tenants)
+        for at, (name, amounts) in enumerate(sorted(used.items(), key=lambda row: -_weigh(row[1]))):
+            for amount, value in show_amounts(amounts).items():
+                if value:
+                    label = name if at < MOST_TENANTS else metrics.OTHER
+                    samples.add(metrics.TENANT_USAGE, value, label, amount)
 
     async def _add_deployment(self, samples: Samples) -> None:
         state = await self._store.read_deployment()
@@ -122,6 +132,11 @@ class MetricsPage:
         samples.set(metrics.REDIS_MEMORY, float(info["used_memory"]))
         samples.set(metrics.REDIS_MEMORY_MAX, float(info.get("maxmemory", 0)))
         samples.set(metrics.REDIS_CLIENTS, float(info["connected_clients"]))
+
+
+def _weigh(amounts: Mapping[str, int]) -> int:
+    """Return a number that orders tenants by their use: CPU microseconds and tokens."""
+    return sum(amounts.get(name, 0) for name in ("cpu_us", "prompt_tokens", "completion_tokens"))
 
 
 @lru_cache(maxsize=16_384)

@@ -12,7 +12,7 @@ class Counters(UsageReader):
     def __init__(self) -> None:
         self.now, self.peak = UsageReading(), 0
 
-    def read(self) -> UsageReading:
+    def read(self, *, has_disks: bool = True) -> UsageReading:
         return self.now
 
     def read_peak(self) -> int:

@@ -26,12 +26,14 @@ from contract.names import (
     tenants_key,
 )
 from contract.tenancy import TenantPolicy
+from orchestrator.metrics import page as page_module
 from orchestrator.metrics.page import MetricsPage
 from orchestrator.metrics.samples import choose_format
 from store.approvals import approvals_key
 from store.batches import batch_key
 from store.metrics import ABSORB_LUA, LOOK_AT_ONCE, Counts, counted_key, host_gauges_key, metrics_key
 from store.pressure import Pressure
+from store.usage import usage_prefix
 from tests.admission_ground import DEPLOYMENT, Ground, set_slots
 from tests.conftest import RedisProcess
 from tests.fake_hosts import build_report
@@ -255,6 +257,19 @@ async def test_long_calls_that_are_set_aside_wait_for_a_slot_as_well(page: Metri
     assert client.smembers(f"{admission_prefix(DEPLOYMENT)}stuck:{POOL_WEB}") == {b"acme"}
     series = read_page(await page.render())
     assert series[key("toolcrew_queue_oldest_waiting_call_seconds", queue=POOL_WEB)] >= 50
+
+
+async def test_usage_has_series_for_few_tenants(
+    page: MetricsPage, client: "redis.Redis", monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(page_module, "MOST_TENANTS", 1)
+    client.hset(tenants_key(DEPLOYMENT), mapping=dict.fromkeys(("acme", "beta", "cyan", "idle"), "{}"))
+    today = int(time.time() // 86_400)
+    for at, tenant in enumerate(("acme", "beta", "cyan")):
+        fields = {"cpu_us": 9_000_000 - at * 1_000_000, "prompt_tokens": "no number"}
+        client.hset(f"{usage_prefix(DEPLOYMENT, tenant)}{today}", mapping=fields)  # type: ignore[arg-type]
+    series = read_page(await page.render())
+    assert counted(series, "toolcrew_tenant_usage_today") == {("cpu_s", "acme"): 9.0, ("cpu_s", "other"): 15.0}
 
 
 @pytest.mark.parametrize("first", ["a", "z"])

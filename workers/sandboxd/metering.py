@@ -51,8 +51,8 @@ class SandboxMeter:
         self._totals, self._counted_at = totals, time.monotonic()
 
     def begin(self) -> CallMeter:
-        """Begin to measure a request."""
-        self.update()
+        """Begin to measure a request. Bytes of disks since the last request count for it."""
+        self.update(has_disks=False)
         if not self._calls and self._reader is not None:
             self._reader.reset_peak()
         call = CallMeter()
@@ -67,11 +67,11 @@ class SandboxMeter:
             return None
         return CallUsage(memory_peak_bytes=self._reader.read_peak(), **_fields(call.amounts))
 
-    def update(self) -> None:
+    def update(self, *, has_disks: bool = True) -> None:
         """Read the counters, and count what was used since the last time."""
         if self._totals is None:
             return
-        reading = self._reader.read() if self._reader is not None else UsageReading()
+        reading = self._reader.read(has_disks=has_disks) if self._reader is not None else UsageReading()
         amounts, now = [*reading, self.network_bytes], time.monotonic()
         used = [amount - before for amount, before in zip(amounts, self._last, strict=True)]
         self._last = amounts
