@@ -35,7 +35,16 @@ ROOT = Path(__file__).resolve().parents[2]
 SERVICES = {"redis", "sandboxd", "egress", "worker", "web-worker", "orchestrator", "api", "flower"}
 BUILD_S, UP_S, HEALTHY_S, DOWN_S, ANSWER_S = 900.0, 240.0, 120.0, 120.0, 120.0
 
-CAPABILITIES = {"CHOWN": 0, "DAC_OVERRIDE": 1, "FOWNER": 3, "SETGID": 6, "SETUID": 7, "SYS_ADMIN": 21, "SETFCAP": 31}
+CAPABILITIES = {
+    "CHOWN": 0,
+    "DAC_OVERRIDE": 1,
+    "FOWNER": 3,
+    "FSETID": 4,
+    "SETGID": 6,
+    "SETUID": 7,
+    "SYS_ADMIN": 21,
+    "SETFCAP": 31,
+}
 """Numbers of the capabilities that the file gives to a service."""
 COMPOSE = yaml.safe_load((ROOT / "docker-compose.yml").read_text(encoding="utf-8"))
 

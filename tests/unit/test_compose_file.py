@@ -109,7 +109,16 @@ def test_no_service_but_sandboxd_sees_a_path_of_the_host() -> None:
 def test_sandboxd_has_the_rights_to_start_sandboxes_and_no_other() -> None:
     """tests/e2e/test_compose.py shows that these are enough."""
     sandboxd = load_service("sandboxd")
-    assert sandboxd["cap_add"] == ["SYS_ADMIN", "SETUID", "SETGID", "SETFCAP", "DAC_OVERRIDE", "CHOWN", "FOWNER"]
+    assert sandboxd["cap_add"] == [
+        "SYS_ADMIN",
+        "SETUID",
+        "SETGID",
+        "SETFCAP",
+        "DAC_OVERRIDE",
+        "CHOWN",
+        "FOWNER",
+        "FSETID",
+    ]
     assert sandboxd["device_cgroup_rules"] == ["b 7:* rw", "c 10:237 rw"]
     assert "/var/lib/docker:/var/lib/docker:ro" in sandboxd["volumes"]
     assert f"{FOLDER}:{FOLDER}" in sandboxd["volumes"]
