@@ -69,7 +69,7 @@ async def test_a_single_call_is_made_in_a_session_of_its_own(make: Made) -> None
 @pytest.mark.parametrize(
     ("code", "kind"),
     [
-        (ErrorCode.TIMEOUT, FailureKind.TOOL),
+        (ErrorCode.NETWORK_ERROR, FailureKind.TOOL),
         (ErrorCode.FILE_NOT_FOUND, FailureKind.TOOL),
         (ErrorCode.HOST_LOST, FailureKind.INFRASTRUCTURE),
         (ErrorCode.SESSION_NOT_FOUND, FailureKind.INFRASTRUCTURE),

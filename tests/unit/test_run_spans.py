@@ -23,6 +23,7 @@ from orchestrator.dispatch.middleware import TracedCalls
 from orchestrator.dispatch.request import Request
 from orchestrator.dispatch.tenant_catalog import TenantCatalog
 from orchestrator.dispatch.transport import CallLost
+from orchestrator.runs.item_work import ItemWork
 from orchestrator.runs.run_parts import RunParts
 from orchestrator.settings import OrchestratorSettings
 from store.calls import CallStore
@@ -61,7 +62,7 @@ def traced(ground: ItemGround, ended: list[Span]) -> ItemGround:
         AutoApprover(),
         ApprovalPolicy(),
     )
-    ground.work._pool, ground.work._parts = ground.pool, ground.parts
+    ground.work = ItemWork(ground.pool, ground.parts, ground.work._models, None)
     return ground
 
 
@@ -120,13 +121,13 @@ async def test_an_item_with_its_session_is_one_trace_under_ids_made_of_its_run(m
 
 async def test_a_single_call_is_a_trace_and_shows_its_failure(make: Made) -> None:
     ended: list[Span] = []
-    ground = traced(make(answers={"echo": failed(ErrorCode.TIMEOUT)}), ended)
+    ground = traced(make(answers={"echo": failed(ErrorCode.NETWORK_ERROR)}), ended)
     outcome = await ground.worked(await ground.put(build_tool_call()))
     assert outcome.failure is not None
     assert_one_tree(ended)
     root = next(span for span in ended if span.parent is None)
     assert (root.name, root.error) == ("batch_item", outcome.failure.code)
-    assert next(span for span in ended if span.name == "execute_tool echo").error == "TIMEOUT"
+    assert next(span for span in ended if span.name == "execute_tool echo").error == "NETWORK_ERROR"
 
 
 async def test_a_resumed_run_stays_one_trace_without_repeated_spans(make: Made) -> None:
