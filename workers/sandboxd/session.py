@@ -175,7 +175,8 @@ class Session:
     def describe_usage(self) -> dict[str, Any]:
         """Return the totals of the session until now (contract/calls.py: SessionUsage)."""
         if self.sandbox is not None:
-            self.sandbox.meter.update()
+            # Without a job nothing uses disks between calls, and one event loop reads the counters of all sessions.
+            self.sandbox.meter.update(has_disks=bool(self.activity.jobs))
         return self.usage.describe()
 
     def idle_s(self) -> float:
