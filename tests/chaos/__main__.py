@@ -8,7 +8,7 @@ import sys
 import time
 from collections import Counter
 
-from tests.chaos import batch_main, graded
+from tests.chaos import batch_main, forks, graded
 from tests.chaos.blows import BLOWS, TARGETS, Blow
 from tests.chaos.rounds import Report, Terms, open_chaos, play
 from tests.containers import open_engine
@@ -88,5 +88,5 @@ def _say(sentence: str) -> None:
 
 
 if __name__ == "__main__":
-    others = {"batch": batch_main.main, "graded": graded.main}
+    others = {"batch": batch_main.main, "graded": graded.main, "forks": forks.main}
     sys.exit(others[sys.argv[1]](sys.argv[2:]) if sys.argv[1:2] and sys.argv[1] in others else main())

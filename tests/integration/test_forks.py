@@ -3,11 +3,9 @@
 import io
 import json
 import os
+import random
 import secrets
-import subprocess
-import threading
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -19,26 +17,21 @@ from orchestrator.batches.lines import load_lines
 from orchestrator.dispatch.sessions import Session
 from orchestrator.runs.batch_runs import RowPaths
 from orchestrator.sdk.client import ToolClient
+from tests.chaos.forks import SETTINGS as STACKED
+from tests.chaos.forks import Tree, close_all
 from tests.daemons import Daemon, Daemons, bash, open_daemons, run_script
 from tests.stack import missing
 from tests.waiting import wait_until
-from workers.sandbox_client import SandboxClient
 from workers.sandboxd.forks import MERGED_LAYERS
 
 pytestmark = [pytest.mark.stack, pytest.mark.timeout(300)]
 
 SOON_S = 30.0
 SETTINGS = {
-    "oci": {"sandbox_start": "oci", "sandbox_workspace": "image"},
-    "oci-root": {
-        "sandbox_start": "oci",
-        "sandbox_workspace": "image",
-        "tenant_classes": '{"default": {"user": "root"}}',
-    },
+    **STACKED,
     "engine-image": {"sandbox_start": "engine", "sandbox_workspace": "image"},
     "engine-tmpfs": {"sandbox_start": "engine", "sandbox_workspace": "tmpfs"},
 }
-STACKING = ("oci", "oci-root")
 FILL = """
 mkdir -p sub/deep gone && echo base > sub/file && echo lost > gone/file && ln -s sub/file link && chmod 700 sub/deep
 echo scratch > /tmp/file; export COLOUR=blue; greet() { echo "hello $1"; }; cd sub
@@ -60,28 +53,9 @@ def daemon(request: pytest.FixtureRequest, daemons: Daemons) -> Daemon:
     return daemons.start(**SETTINGS[request.param])
 
 
-@pytest.fixture(params=STACKING)
+@pytest.fixture(params=STACKED)
 def stacking(request: pytest.FixtureRequest, daemons: Daemons) -> Daemon:
     return daemons.start(**SETTINGS[request.param])
-
-
-def left_of(daemon: Daemon) -> list[str]:
-    """Return what a sandboxd without sessions still has: disks, archives, records, loop devices."""
-    folders = [daemon.state / "workspaces", daemon.state / "parcels", daemon.state / "sessions"]
-    files = [str(path) for folder in folders for path in folder.rglob("*") if path.is_file()]
-    devices = subprocess.run(["losetup", "-ln", "-O", "BACK-FILE"], capture_output=True, text=True, check=True)
-    mounts = Path("/proc/self/mountinfo").read_text().splitlines()
-    return [
-        *(file for file in files if ".templates" not in file),
-        *(line for line in (*devices.stdout.splitlines(), *mounts) if str(daemon.state) in line),
-    ]
-
-
-def close_all(daemon: Daemon) -> None:
-    with daemon.client() as client:
-        for row in client.sessions():
-            client.close(row["name"])
-    wait_until(lambda: left_of(daemon) == [], SOON_S, "every disk, archive, record and device is removed")
 
 
 def test_forks_begin_with_files_and_shell_and_then_go_their_own_ways(daemon: Daemon) -> None:
@@ -261,41 +235,14 @@ def test_forks_of_a_stopped_sandboxd_have_everything_and_of_a_killed_one_their_f
 
 
 def test_a_tree_grows_while_its_sandboxd_is_killed(stacking: Daemon) -> None:
-    """Every session that answers has the files of its line, and only those; and nothing is left at the end."""
-    lines: dict[str, list[str]] = {}
-    with stacking.client() as client:
-        lines[client.open("acme", "root")] = []
-    for round_ in range(6):
-        killer = threading.Timer(0.2 + 0.15 * round_, stacking.kill)
-        killer.start()
-        with suppress(SandboxUnavailable, ToolFailure), stacking.client() as client:
-            while True:
-                _grow(client, lines)
-        killer.join()
-        stacking.start()
-        with stacking.client() as client:
-            known = {row["name"] for row in client.sessions()}
-            for name in known - lines.keys():  # the answer to its fork was lost
-                client.close(name)
-            assert lines.keys() <= known
-            for name, line in lines.items():
-                answer = run_script(client, name, "cat /workspace/log 2>/dev/null").split()
-                assert answer[: len(line)] == line
-                assert len(answer) <= len(line) + 1
-                line[:] = answer
-    assert len(lines) > 3
+    """Every session has the files of its line, and only those; and nothing is left at the end."""
+    tree = Tree(stacking, random.Random(1))
+    tree.plant()
+    for round_ in range(5):
+        tree.grow_until_killed(0.2 + 0.15 * round_, 3)
+    tree.grow_to(5, 3)
+    assert tree.find_wrong() == []
     close_all(stacking)
-
-
-def _grow(client: SandboxClient, lines: dict[str, list[str]]) -> None:
-    """Write to one session, and fork it."""
-    parent = secrets.choice(list(lines))
-    word = secrets.token_hex(4)
-    run_script(client, parent, f"echo {word} >> /workspace/log; sync")
-    lines[parent].append(word)
-    child = f"acme:{secrets.token_hex(6)}"
-    client.fork(parent, [child])
-    lines[child] = list(lines[parent])
 
 
 async def test_items_of_a_batch_begin_with_a_fork(client: ToolClient, session: Session, tmp_path: Path) -> None:
