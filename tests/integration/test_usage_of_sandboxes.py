@@ -13,7 +13,7 @@ from contract.errors import ErrorCode
 from orchestrator.dispatch.sessions import Session
 from orchestrator.sdk.client import ToolClient
 from tests.containers import watch
-from tests.stack import Stack, all_of, open_stack
+from tests.stack import Stack, all_of, open_stack, run_toolcrew
 from tests.waiting import wait_until_async
 from workers.sandboxd.runtime.usage import UsageReader
 
@@ -113,3 +113,23 @@ async def test_totals_are_those_of_the_control_group_with_jobs_and_a_killed_work
     assert 0 < total <= time.time() - began
     rows = await client.usage(began, time.time())
     assert sum(row.amounts["cpu_us"] for row in rows) / 1e6 >= in_group * 0.98
+
+
+async def test_a_budget_is_in_force_in_every_process_within_two_seconds(metered: Stack, client: ToolClient) -> None:
+    def set_limit(*options: str) -> None:
+        environment = {"TOOLCREW_REDIS_URL": metered.redis_url}
+        done = run_toolcrew(metered.footprint, "tenants", "set", "default", *options, environment=environment)
+        assert done.returncode == 0, done.stderr
+
+    session = await client.open_session()
+    assert (await session.call("bash_tool", {"command": "true"})).success
+    await asyncio.to_thread(set_limit, "--cpu-s-per-day", "0.001")
+    changed_at = time.monotonic()
+    try:
+        while (refused := await session.call("bash_tool", {"command": "true"})).success:
+            assert time.monotonic() < changed_at + 2
+        assert refused.error_code is ErrorCode.BUDGET_EXCEEDED
+        assert refused.metadata["budget"] == "cpu_s_per_day"
+        await session.close()
+    finally:
+        await asyncio.to_thread(set_limit, "--unset", "cpu-s-per-day")
