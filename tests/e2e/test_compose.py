@@ -14,7 +14,7 @@ import subprocess
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -309,17 +309,24 @@ def test_sandboxes_are_started_by_sandboxd_on_disks_and_have_no_right_on_the_hos
     states = {row["name"]: row["state"] for row in report["promises"]}
     for promise in ("files outlive their sandbox", "root in a sandbox is not root on the host"):
         assert states[promise] == "holds", report
-    processes = [process for sandbox in composed.list_sandboxes() for process in find_processes(sandbox)]
-    assert processes
-    for process in processes:
-        text = Path(f"/proc/{process}/status").read_text(encoding="ascii")
-        shown = dict(line.split(":\t", 1) for line in text.splitlines() if ":\t" in line)
-        assert [int(shown[name], 16) for name in ("CapEff", "CapPrm", "CapBnd")] == [0, 0, 0]
-        assert min(map(int, [*shown["Uid"].split(), *shown["Gid"].split()])) >= FIRST_ID
+    examined = 0
+    for process in find_processes(composed.list_sandboxes()):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has ended just now
+            text = Path(f"/proc/{process}/status").read_text(encoding="ascii")
+            shown = dict(line.split(":\t", 1) for line in text.splitlines() if ":\t" in line)
+            assert [int(shown[name], 16) for name in ("CapEff", "CapPrm", "CapBnd")] == [0, 0, 0]
+            assert min(map(int, [*shown["Uid"].split(), *shown["Gid"].split()])) >= FIRST_ID
+            examined += 1
+    assert examined > 0
 
 
-def find_processes(sandbox: str) -> list[int]:
-    return list(map(int, Cgroups().file(sandbox, "pids", "cgroup.procs").read_text(encoding="ascii").split()))
+def find_processes(sandboxes: Iterable[str]) -> set[int]:
+    """Return the processes of sandboxes. A sandbox that has been removed has none."""
+    found: set[int] = set()
+    for sandbox in sandboxes:
+        with contextlib.suppress(FileNotFoundError):
+            found |= set(map(int, Cgroups().file(sandbox, "pids", "cgroup.procs").read_text().split()))
+    return found
 
 
 def test_files_survive_their_sandbox_and_sandboxd(composed: ComposeStack) -> None:
@@ -339,8 +346,9 @@ def test_files_survive_their_sandbox_and_sandboxd(composed: ComposeStack) -> Non
 
         for session, file in files.items():
             assert call(session, f"echo kept > {file} && cat {file}") == "kept"
-        for process in {process for sandbox in composed.list_sandboxes() for process in find_processes(sandbox)}:
-            os.kill(process, signal.SIGKILL)
+        for process in find_processes(composed.list_sandboxes()):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
         wait_until(are_kept, ANSWER_S, composed.tell)
         for session, file in list(files.items()):
             forked = client.post(f"/v1/sessions/{session}/fork", json={"n": 1})
