@@ -158,12 +158,12 @@ def parse_endpoints(keys: SigningKeys, hash_fields: Mapping[bytes, bytes]) -> di
             )
         except EnvelopeRefused as error:
             endpoints[field] = RecordRefused(
-                f"the model endpoint {field} cannot be verified: set it again (toolcrew models set). {error}"
+                f"the model endpoint {field} cannot be verified: set it again (toolcrew models set NAME). {error}"
             )
         except ValidationError as error:
             first = error.errors(include_url=False, include_input=False)[0]
             endpoints[field] = ConfigError(
                 f"the model endpoint {field} cannot be read ({first['msg']}): run the same release everywhere, or set "
-                "it again (toolcrew models set)"
+                "it again (toolcrew models set NAME)"
             )
     return endpoints

@@ -220,7 +220,7 @@ class ModelEndpoints:
             if not isinstance(found, ModelEndpoint):
                 raise ToolFailure(
                     ErrorCode.INVALID_ARGUMENTS,
-                    f"the fallback {step.fallback} is not a model endpoint: set it first (toolcrew models set)",
+                    f"the fallback {step.fallback} is not a model endpoint: set it first (toolcrew models set NAME)",
                 )
             step = found
 

@@ -99,7 +99,7 @@ class World:
         self.call = f"{self.done}-1-1"
         await self.note_call(self.call)
         self.rival_run = await self.tell_run("Something of a rival", tenant="rival")
-        budgets = Budgets(tokens_per_day=500, cost_per_month=9.0)
+        budgets = Budgets(tokens_per_day=500_000, cost_per_month=9.0)
         await self.tenants.change("acme", lambda policy: policy.model_copy(update={"budgets": budgets}))
         for tenant, tokens in (("acme", 1234), ("rival", 98_765)):
             await UsageStore(self.redis, DEPLOYMENT).count_reply(tenant, "s", ReplySpending(Usage(tokens, 0), 1.5))

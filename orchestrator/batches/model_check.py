@@ -27,5 +27,5 @@ def check_prices(file: BatchFile, defaults: BatchDefaults, default_model: str | 
             raise ToolFailure(
                 ErrorCode.INVALID_ARGUMENTS,
                 f"line {item.line} has a max_cost, but no prices are set: give --prices IN/OUT, the prices of a "
-                "million tokens, or set them at its model endpoint (toolcrew models set)",
+                "million tokens, or set them at its model endpoint (toolcrew models set NAME)",
             )

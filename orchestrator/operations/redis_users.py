@@ -44,14 +44,22 @@ def _of_queues(pattern: str) -> tuple[str, ...]:
 
 
 # Keys of every worker: its report, the state and the usage of its calls, and the tenants and switches that it reads.
-_WORKERS_OWN = ("hosts", "refusals", "tenants", "switches", "listener:*", "t:*:call.*", "t:*:usage.*")
+_WORKERS_OWN = (
+    "hosts",
+    "refusals",
+    "tenants",
+    "switches",
+    "listener:*",
+    "t:*:call.*",
+    "t:*:usage.*",
+    "t:*:session.*:usage",
+)
 # Keys of workers with a sandboxd: locations of sessions, the state of tools, installed skills and secrets of tenants,
 # and the audit of their uses.
 _SANDBOXES_OWN = (
     "catalog:sandbox*",
     "t:*:session.*:place",
     "t:*:session.*:state",
-    "t:*:session.*:usage",
     "t:*:places",
     "t:*:skills",
     "t:*:skill-bundle.*",

@@ -8,7 +8,6 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from docker import APIClient
@@ -26,25 +25,6 @@ from tests.waiting import wait_until, wait_until_async
 SESSIONS, ITEMS = 4, 3
 COMMAND = (sys.executable, "-c", "from orchestrator.cli.main import main; main()")
 """toolcrew, of the release in whose tree the command starts."""
-# Runs in the tree of the previous release, and prints the results of calls in a few sessions.
-OLD_ORCHESTRATOR = """
-import asyncio, json, sys
-import orchestrator
-from orchestrator import ToolClient
-from orchestrator.settings import load_settings
-
-async def main():
-    results = []
-    async with ToolClient.connect(settings=load_settings()) as client:
-        for number in range(int(sys.argv[1])):
-            async with await client.open_session() as session:
-                await session.write_file("file", b"words")
-                result = await session.call("bash_tool", {"command": f"cat file; echo {number}"})
-                results.append({"host": (await session.info()).host, "text": result.text()})
-    print(json.dumps({"source": orchestrator.__file__, "results": results}))
-
-asyncio.run(main())
-"""
 
 pytestmark = [pytest.mark.stack, pytest.mark.timeout(300)]
 
@@ -77,34 +57,6 @@ async def open_on_both(client: ToolClient) -> dict[str, list[Session]]:
     return found
 
 
-def run_earlier(ground: Ground, earlier: Path, *argv: str) -> Any:
-    done = subprocess.run(
-        [sys.executable, *argv],
-        cwd=earlier,
-        env=ground.environment(),
-        capture_output=True,
-        text=True,
-        timeout=UP_S,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout)
-
-
-def test_an_earlier_orchestrator_calls_on_hosts_of_both_releases(ground: Ground, earlier: Path) -> None:
-    result = run_earlier(ground, earlier, "-c", OLD_ORCHESTRATOR, "6")
-    assert Path(result["source"]).is_relative_to(earlier), "it was not the earlier release"
-    assert [one["text"] for one in result["results"]] == [f"words{number}\n" for number in range(6)]
-    assert {one["host"] for one in result["results"]} == {"old", "new"}
-
-
-def batch_service(tree: Path) -> list[str]:
-    """Return the command that runs detached batches, of that tree's release."""
-    if tree == ROOT:
-        return [sys.executable, "-m", "orchestrator", "serve", "batches", "--no-traces"]
-    return [*COMMAND, "batch", "work", "--no-traces"]
-
-
 def batch_in(ground: Ground, tree: Path, *arguments: str) -> str:
     """Return the output of a batch command of that tree's release."""
     done = subprocess.run(
@@ -120,11 +72,9 @@ def batch_in(ground: Ground, tree: Path, *arguments: str) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("submits_earlier", [True, False], ids=["submitted by the earlier", "worked by the earlier"])
-def test_a_batch_that_one_release_has_submitted_is_worked_by_the_other(
-    ground: Ground, earlier: Path, tmp_path: Path, submits_earlier: bool
+def test_a_batch_that_an_earlier_orchestrator_has_submitted_runs_on_hosts_of_both_releases(
+    ground: Ground, earlier: Path, tmp_path: Path
 ) -> None:
-    submits, works = (earlier, ROOT) if submits_earlier else (ROOT, earlier)
     work = {"name": "bash_tool", "arguments": {"command": "echo done"}}
     lines = [
         {"custom_id": f"i{number}", "method": "POST", "url": "/v1/tools/execute", "body": work}
@@ -132,20 +82,18 @@ def test_a_batch_that_one_release_has_submitted_is_worked_by_the_other(
     ]
     (tmp_path / "in.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     environment = ground.environment({"TOOLCREW_APPROVALS": "auto"})
-    batch = f"upgrade-{int(submits_earlier)}"
+    batch = "upgrade"
+    service = [sys.executable, "-m", "orchestrator", "serve", "batches", "--no-traces"]
     with (tmp_path / "service.log").open("wb") as log:
-        serving = subprocess.Popen(batch_service(works), cwd=works, env=environment, stdout=log, stderr=log)
+        serving = subprocess.Popen(service, cwd=ROOT, env=environment, stdout=log, stderr=log)
     try:
-        batch_in(ground, submits, "submit", str(tmp_path / "in.jsonl"), "--id", batch, "--detach")
+        batch_in(ground, earlier, "submit", str(tmp_path / "in.jsonl"), "--id", batch, "--detach")
         with ground.open_redis() as store:
             key = batch_key(ground.deployment, "default", batch)
             wait_until(lambda: store.hget(key, "state") == b"completed", UP_S, (tmp_path / "service.log").read_text)
     finally:
         end_process(serving, UP_S)
-    rows = [
-        json.loads(line)
-        for line in batch_in(ground, submits, "export" if submits == ROOT else "results", batch).splitlines()
-    ]
+    rows = [json.loads(line) for line in batch_in(ground, ROOT, "export", batch).splitlines()]
     assert sorted((row["custom_id"], row["response"]["body"]["output"]) for row in rows) == [
         (f"i{number}", "done\n") for number in range(ITEMS)
     ]

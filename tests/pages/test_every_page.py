@@ -121,7 +121,7 @@ async def test_no_page_is_wider_than_its_window(world: World, visitors: Visitors
 async def test_a_tenant_sees_its_own_usage_and_budgets(world: World, visitors: Visitors) -> None:
     async with visitors.visit("acme") as visit:
         await visit.page.goto("/usage")
-        assert await visit.page.get_by_text("tokens per day").count() == 1
+        assert await visit.page.get_by_role("rowheader", name="tokens per day", exact=True).count() == 1
         labels = [await one.get_attribute("aria-label") for one in await visit.page.locator(".days svg").all()]
         assert labels == ["Model tokens per day, 1,234 in 30 days", "Model cost per day, 1.5 in 30 days"]
         assert await visit.page.get_by_text("98,765").count() == 0
@@ -150,7 +150,8 @@ async def test_people_of_a_tenant_see_their_own_pages_and_not_those_of_operators
             assert "rival" not in await response.text()
         await visit.page.goto("/")
         names = await visit.page.get_by_role("navigation", name="Pages").get_by_role("link").all_inner_texts()
-        assert names == ["Overview", "Runs", "Calls", "Approvals", "Batches", "Sessions", "Tools", "Tenants"]
+        assert not {"Hosts", "Audit"} & set(names)
+        assert {"Overview", "Tenants", "Usage", "Models", "Secrets"} <= set(names)
 
 
 async def test_the_checks_of_pages_find_what_they_look_for(world: World, visitors: Visitors) -> None:

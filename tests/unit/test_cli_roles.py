@@ -74,6 +74,7 @@ OWN = {
     "batches list": ["batches", "list"],
     "batches export": ["batches", "export", "rival-batch"],
     "batches resume": ["batches", "resume", "rival-batch", "--output", "rows.jsonl"],
+    "batches rollouts": ["batches", "rollouts", "rival-batch", "--output", "rollouts.jsonl"],
     "batches show": ["batches", "show", "rival-batch"],
     "batches submit": ["batches", "submit", "in.jsonl", "--detach", "--id", "acme-batch"],
     "call": ["call", "--session", "rival-session", "echo_tool", "text=x"],

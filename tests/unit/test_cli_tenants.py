@@ -50,6 +50,7 @@ ALL = (
         "2000000",
     ),
     *("--command-rule", "deny:bash_tool:git push", "--command-rule", "ask::rm '-r f'", "--command-rule", "allow"),
+    *("--models", "fast,team-*", "--secret", "GIT_TOKEN,PIP_TOKEN"),
     *("--trust-skill", "a" * 64 + "," + "b" * 64),
     *("--tokens-per-day", "1", "--tokens-per-month", "2", "--cost-per-day", "3.5", "--cost-per-month", "4"),
     *("--cpu-s-per-day", "5.5", "--cpu-s-per-month", "6", "--stored-bytes-per-day", "7"),
@@ -57,6 +58,7 @@ ALL = (
 )
 POLICY = TenantPolicy(
     tools=("read_tool", "grep_*", "bash_tool"),
+    models=("fast", "team-*"),
     weight=2.5,
     in_flight=7,
     queued=8,
@@ -69,7 +71,13 @@ POLICY = TenantPolicy(
         CommandRule(action="ask", argv_prefix=("rm", "-r f")),
         CommandRule(action="allow"),
     ),
-    sandbox=SandboxTerms(tenant_class="gpu", images=("a:1", "b:2"), network="none", workspace_bytes=2_000_000),
+    sandbox=SandboxTerms(
+        tenant_class="gpu",
+        images=("a:1", "b:2"),
+        network="none",
+        workspace_bytes=2_000_000,
+        secrets=("GIT_TOKEN", "PIP_TOKEN"),
+    ),
     budgets=Budgets(
         tokens_per_day=1,
         tokens_per_month=2,
@@ -232,7 +240,10 @@ def test_a_policy_of_another_release_is_reported_and_replaced_by_a_file(
         (("add", "default"), "default always exists"),
         (("set", "nobody", "--weight", "2"), "tenant nobody does not exist: see `toolcrew tenants list`"),
         (("set", "default"), "no change was given"),
-        (("set", "default", "--unset", "speed"), "--unset: there is no option 'speed': name one of tools, weight"),
+        (
+            ("set", "default", "--unset", "speed"),
+            "--unset: there is no option 'speed': name one of tools, models, weight",
+        ),
         (("set", "default", "--unset", "weight", "--weight", "2"), "--weight sets the same option"),
         (("remove", "default"), "default cannot be removed"),
         (("remove", "nobody"), "tenant nobody does not exist"),
