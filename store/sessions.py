@@ -434,7 +434,7 @@ def _full(tenant: str, limit: int) -> ToolFailure:
     return ToolFailure(
         ErrorCode.QUOTA_EXCEEDED,
         f"tenant {tenant} has reached its limit of {limit} open sessions: close one, or ask the operator for a higher "
-        f"limit (`toolcrew tenants set {tenant} --sandboxes NUMBER`)",
+        f"limit (`toolcrew tenants set {tenant} --sandboxes X`)",
     )
 
 

@@ -58,7 +58,8 @@ def models_set(
     ] = None,
     model: Annotated[str | None, typer.Option("--model", help="Name of the model at the server.")] = None,
     secret: Annotated[
-        str | None, typer.Option("--secret", help="Name of the stored secret with the API key (toolcrew secrets set).")
+        str | None,
+        typer.Option("--secret", help="Name of the stored secret with the API key (toolcrew secrets set NAME)."),
     ] = None,
     prompt_price: Annotated[
         float | None, typer.Option("--prompt-price", help="Price of a million prompt tokens.")

@@ -281,8 +281,8 @@ class ToolEnvironment:
         if missing := [name for name in names if name not in known]:
             raise ToolFailure(
                 ErrorCode.INVALID_ARGUMENTS,
-                f"tenant {self.context.tenant} has no secret {missing[0]}: set it (toolcrew secrets set "
-                f"{missing[0]}), or leave it out",
+                f"tenant {self.context.tenant} has no secret {missing[0]}: set it "
+                f"(toolcrew secrets set {missing[0]}), or leave it out",
             )
 
     def checkpoint(self) -> Mapping[str, Any]:
