@@ -238,7 +238,7 @@ def open_secret(keys: SigningKeys, tenant: str | None, name: str, sealed: bytes)
     try:
         value = _build_cipher(key).decrypt(nonce, text, secret_purpose(tenant, name).encode())
     except (InvalidTag, ValueError) as error:
-        raise ConfigError(f"the secret {name} cannot be decrypted: {_advice(name)}") from error
+        raise ConfigError(f"the secret {name} cannot be decrypted: {advise_setting(tenant, name)}") from error
     return Secret(record.info, value.decode())
 
 
@@ -253,9 +253,11 @@ def _parse(keys: SigningKeys, tenant: str | None, name: str, sealed: bytes) -> S
     try:
         return StoredSecret.model_validate_json(keys.unseal(secret_purpose(tenant, name), sealed))
     except EnvelopeRefused as error:
-        raise RecordRefused(f"the secret {name} cannot be verified, so it is not used: {_advice(name)}") from error
+        raise RecordRefused(
+            f"the secret {name} cannot be verified, so it is not used: {advise_setting(tenant, name)}"
+        ) from error
     except ValidationError as error:
-        raise ConfigError(f"another release stored the secret {name}: {_advice(name)}") from error
+        raise ConfigError(f"another release stored the secret {name}: {advise_setting(tenant, name)}") from error
 
 
 def _build_cipher(key: SigningKey) -> AESGCM:
@@ -277,8 +279,11 @@ def _build_info(fields: Mapping[str, Any]) -> SecretInfo:
         ) from None
 
 
-def _advice(name: str) -> str:
-    return f"set it again (`toolcrew secrets set {name}`)"
+def advise_setting(tenant: str | None, name: str) -> str:
+    """Return the advice to set a secret."""
+    if tenant is None:
+        return f"set it (toolcrew secrets set {name} --deployment)"
+    return f"set it (toolcrew secrets set {name} --tenant {tenant})"
 
 
 def _refused(verdict: bytes, tenant: str | None) -> ToolFailure:

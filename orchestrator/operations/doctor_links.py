@@ -19,7 +19,7 @@ from orchestrator.operations.findings import Report
 from orchestrator.settings import OrchestratorSettings
 from store.connection import RedisClient
 from store.model_endpoints import ModelEndpoints
-from store.secrets import SecretStore
+from store.secrets import SecretStore, advise_setting
 from telemetry.settings import DEFAULT_ENDPOINT, load_tracing_settings
 
 ANSWER_S = 5.0
@@ -161,9 +161,8 @@ async def examine_model_endpoints(client: RedisClient, deployment: str, keys: Si
                 report.add(row, False, str(error))
                 continue
             if secret is None:
-                whose = f"--tenant {owner}" if owner is not None else "--deployment"
-                remedy = f"store it (toolcrew secrets set {endpoint.secret} {whose})"
-                report.broken(row, f"its secret {endpoint.secret} does not exist", remedy)
+                advice_to_set = advise_setting(owner, endpoint.secret)
+                report.broken(row, f"its secret {endpoint.secret} does not exist", advice_to_set)
                 continue
         advice = ("its --url", f"the secret {endpoint.secret}", "its --model")
         key = secret.value if secret is not None else None

@@ -19,7 +19,7 @@ from orchestrator.settings import OrchestratorSettings
 from store.connection import RedisClient
 from store.model_endpoints import ModelEndpoints, StoredEndpoint
 from store.model_limits import SharedLimits
-from store.secrets import SecretStore
+from store.secrets import SecretStore, advise_setting
 from store.tasks import retry_until_available
 from store.tenants import RedisTenants
 
@@ -112,10 +112,9 @@ class EndpointClients:
         # Read for each request, so that a revoked key is not used again.
         secret = await retry_until_available(lambda: self._secrets.get(stored.tenant, name))
         if secret is None:
-            owner = f"--tenant {stored.tenant}" if stored.tenant is not None else "--deployment"
             raise ConfigError(
-                f"the model endpoint {stored.name} needs the secret {name}, which does not exist: store it (toolcrew "
-                f"secrets set {name} {owner})"
+                f"the model endpoint {stored.name} needs the secret {name}, which does not exist: "
+                f"{advise_setting(stored.tenant, name)}"
             )
         return secret.value
 
